@@ -1,0 +1,1 @@
+"""Training configurations, one program a target."""

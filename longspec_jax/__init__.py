@@ -1,0 +1,1 @@
+"""Lossless long-context speculative decoding (LongSpec) in JAX."""

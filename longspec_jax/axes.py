@@ -1,0 +1,31 @@
+"""The axis legend: one letter for one meaning, everywhere in the project.
+
+Einsum strings, shape annotations, comments and the README use these letters.
+
+    B  batch rows                 S  cache slots (capacity of the prefix)
+    T  query tokens (tree nodes)  U  keys of the tree part (nodes a query may see)
+    N  query heads                K  key/value heads
+    G  N / K, query heads that share one key/value head
+    H  head width                 D  model width
+    F  MLP width                  V  vocabulary
+    W  draft window               L  layers
+    C  tokens of one prefill chunk
+
+Query heads are ordered key/value-head-major: head ``n`` reads key/value head ``n // G``.
+"""
+
+from typing import TypeAlias
+
+import jax
+from jaxtyping import Bool, Float, Int
+
+Array: TypeAlias = jax.Array
+
+Queries: TypeAlias = Float[Array, "B T N H"]
+CacheSlots: TypeAlias = Float[Array, "B K S H"]
+"""Keys or values of committed tokens, head-major so that one head's slots are contiguous."""
+TreeRows: TypeAlias = Float[Array, "B U K H"]
+"""Keys or values of fresh tokens, token-major as the projection produces them."""
+TreeMask: TypeAlias = Bool[Array, "B T U"]
+Lengths: TypeAlias = Int[Array, " B"]
+Tokens: TypeAlias = Int[Array, "B T"]

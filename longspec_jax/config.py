@@ -1,0 +1,235 @@
+"""Frozen, hashable configurations of target, draft and tree, and the presets of the paper.
+
+A configuration is a legal static argument of ``jax.jit``. Fields are declared once, here; reading
+them from a Hugging Face ``config.json`` is :mod:`longspec_jax.weights.hf_config`'s work.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LinearRopeScaling:
+    """Positions divided by a factor: Vicuna-16k, LongChat (and its ``rope_condense_ratio``)."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise ValueError(f"linear rope scaling needs a factor >= 1, got {self.factor}")
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """Llama 3.1's scaling: long wavelengths divided by the factor, short ones kept, a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+    def __post_init__(self) -> None:
+        if self.factor < 1 or self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                "llama3 rope scaling needs factor >= 1 and high_freq_factor > low_freq_factor, got "
+                f"factor={self.factor}, low={self.low_freq_factor}, high={self.high_freq_factor}"
+            )
+
+
+RopeScaling = LinearRopeScaling | Llama3RopeScaling | None
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Shape and conventions of a decoder-only target of the Llama, Qwen2, Qwen3 or Mistral family."""
+
+    architecture: str
+    """Hugging Face class name, such as ``LlamaForCausalLM``: what an export declares itself to be."""
+    vocab_size: int
+    model_width: int
+    mlp_width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    max_positions: int
+    """Positions the model was made for; prompts and generation stay below."""
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling = None
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections (Qwen2)."""
+    qk_norm: bool = False
+    """RMS normalisation of every query and key head before the rotation (Qwen3)."""
+    tied_embeddings: bool = False
+    """The LM head is the embedding table."""
+    dtype: str = "bfloat16"
+    """Parameters and activations; norms, softmax, angles, loss and acceptance are float32."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_width % 2:
+            raise ValueError(f"head_width={self.head_width} must be even for the rotary embedding")
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads that share one key/value head (``G``)."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Shape of the one-layer LongSpec draft; all but the window follows the target."""
+
+    model_width: int
+    mlp_width: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    rope_theta: float
+    rope_scaling: RopeScaling
+    norm_eps: float
+    dtype: str
+    window: int = 512
+    """A node sees the tokens at most this many positions behind it, and itself (LongSpec 3.1)."""
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"the draft window must be at least 1 token, got {self.window}")
+
+    @classmethod
+    def for_target(cls, target: TargetConfig, **overrides: Any) -> "DraftConfig":
+        """The draft that fits a target: same widths and heads, same rotary embedding."""
+        shared = {field.name for field in dataclasses.fields(cls)} - {"window"}
+        values = {name: getattr(target, name) for name in shared}
+        return cls(**{**values, **overrides})
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise unless this draft can read the target's embedding, head and last-layer K/V."""
+        for name in ("model_width", "num_kv_heads", "head_width", "rope_theta", "rope_scaling"):
+            ours, theirs = getattr(self, name), getattr(target, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"the draft has {name}={ours} but the target {name}={theirs}. A draft reads its "
+                    "target's embeddings and last-layer keys, so it works only with the target it was "
+                    "trained for; load the draft that belongs to this target, or train one."
+                )
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """Widths of the draft tree by level; the nodes of a level are the best continuations of the last.
+
+    ``(4, 16, 16, 16, 16)`` is the paper's tree, ``(1, 1, 1, 1)`` a chain of four, and ``()`` the
+    empty tree: plain decoding.
+    """
+
+    widths: tuple[int, ...] = (4, 16, 16, 16, 16)
+
+    def __post_init__(self) -> None:
+        if any(width < 1 for width in self.widths):
+            raise ValueError(
+                f"tree widths must be positive, got {self.widths}; use fewer levels for a shallower tree"
+            )
+        if self.num_nodes > MAX_TREE_NODES:
+            raise ValueError(
+                f"tree {self.widths} has {self.num_nodes} nodes with its root; the attention kernels "
+                f"take at most {MAX_TREE_NODES}"
+            )
+
+    @property
+    def num_levels(self) -> int:
+        """Draft levels, the root not counted: the most tokens one round can accept."""
+        return len(self.widths)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes with the root: the query tokens of one verification."""
+        return 1 + sum(self.widths)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of every node; the root has depth 0."""
+        return (0, *(level + 1 for level, width in enumerate(self.widths) for _ in range(width)))
+
+
+MAX_TREE_NODES = 256
+PLAIN = TreeConfig(())
+
+
+_SEVEN_B = dict(
+    model_width=4096, mlp_width=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_width=128
+)
+_THIRTEEN_B = dict(
+    model_width=5120, mlp_width=13824, num_layers=40, num_heads=40, num_kv_heads=40, head_width=128
+)
+_EIGHT_B = dict(
+    model_width=4096, mlp_width=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_width=128
+)
+_QWQ = dict(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=152064,
+    model_width=5120,
+    mlp_width=27648,
+    num_layers=64,
+    num_heads=40,
+    num_kv_heads=8,
+    head_width=128,
+    rope_theta=1e6,
+    norm_eps=1e-5,
+    qkv_bias=True,
+)
+
+PRESETS: dict[str, TargetConfig] = {
+    "vicuna-7b-v1.5-16k": TargetConfig(
+        "LlamaForCausalLM",
+        vocab_size=32000,
+        max_positions=16384,
+        rope_scaling=LinearRopeScaling(4.0),
+        **_SEVEN_B,
+    ),
+    "vicuna-13b-v1.5-16k": TargetConfig(
+        "LlamaForCausalLM",
+        vocab_size=32000,
+        max_positions=16384,
+        rope_scaling=LinearRopeScaling(4.0),
+        **_THIRTEEN_B,
+    ),
+    "longchat-7b-v1.5-32k": TargetConfig(
+        "LlamaForCausalLM",
+        vocab_size=32000,
+        max_positions=32768,
+        rope_scaling=LinearRopeScaling(8.0),
+        **_SEVEN_B,
+    ),
+    "longchat-13b-16k": TargetConfig(
+        "LlamaForCausalLM",
+        vocab_size=32000,
+        max_positions=16384,
+        rope_scaling=LinearRopeScaling(8.0),
+        norm_eps=1e-6,
+        **_THIRTEEN_B,
+    ),
+    "llama-3-8b-instruct-262k": TargetConfig(
+        "LlamaForCausalLM",
+        vocab_size=128256,
+        max_positions=262144,
+        rope_theta=283461213.0,
+        **_EIGHT_B,
+    ),
+    "llama-3.1-8b-instruct": TargetConfig(
+        "LlamaForCausalLM",
+        vocab_size=128256,
+        max_positions=131072,
+        rope_theta=5e5,
+        rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 8192),
+        **_EIGHT_B,
+    ),
+    "qwq-32b-preview": TargetConfig(max_positions=32768, **_QWQ),
+    "qwq-32b": TargetConfig(max_positions=131072, **_QWQ),
+}
+"""Shapes of the paper's and the release's targets, for planning and benchmarks without weights."""

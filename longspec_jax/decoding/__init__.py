@@ -1,0 +1,1 @@
+"""Cache, sampling, verification and the decode loop."""

@@ -1,0 +1,91 @@
+"""The target's key/value cache: committed tokens only, one array a layer.
+
+A tree's K/V come back from verification beside the logits; after acceptance the accepted rows are
+appended. Nothing is moved, and a rejected branch never touches the cache. How many slots hold
+committed tokens is the row's ``length``, kept by the decode state; memory beyond it may hold
+anything, because every op masks by length.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Int
+
+from longspec_jax.axes import Array, Lengths
+from longspec_jax.config import TargetConfig
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values of every layer. DONATED by every function that returns a new one."""
+
+    keys: tuple[Array, ...]
+    """``L x [B, K, S, H]``, rotary applied."""
+    values: tuple[Array, ...]
+    """``L x [B, K, S, H]``."""
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a row (``S``)."""
+        return self.keys[0].shape[2]
+
+
+def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
+    """A zero-filled cache; uninitialised memory could hold NaNs that survive a masked product."""
+    shape = (batch, config.num_kv_heads, capacity, config.head_width)
+    dtype = jnp.dtype(config.dtype)
+    keys = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+    values = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+    return KVCache(keys, values)
+
+
+def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> int:
+    """Bytes of :func:`allocate`'s result, known before allocation."""
+    slot = 2 * config.num_kv_heads * config.head_width * jnp.dtype(config.dtype).itemsize
+    return config.num_layers * batch * capacity * slot
+
+
+def bucket_capacity(slots: int) -> int:
+    """The smallest bucketed capacity that holds ``slots``, so that few shapes are ever compiled.
+
+    Steps of an eighth of the power of two below, and of at least 256: at most 12.5 % is wasted.
+    """
+    step = max(256, 1 << max(0, slots.bit_length() - 4))
+    return -(-slots // step) * step
+
+
+def append_chunk(
+    cache: KVCache, keys: tuple[Array, ...], values: tuple[Array, ...], offset: Array
+) -> KVCache:
+    """Write one prefill chunk ``[B, C, K, H]`` a layer at the same slot of every row."""
+
+    def write(slots: Array, fresh: Array) -> Array:
+        fresh = fresh.swapaxes(1, 2)
+        return jax.lax.dynamic_update_slice_in_dim(slots, fresh, offset, axis=2)
+
+    return KVCache(tuple(map(write, cache.keys, keys)), tuple(map(write, cache.values, values)))
+
+
+def commit(
+    cache: KVCache,
+    keys: tuple[Array, ...],
+    values: tuple[Array, ...],
+    path: Int[Array, "B h"],
+    length: Lengths,
+) -> KVCache:
+    """Append the K/V of the tree nodes ``path[b]`` at slot ``length[b]``.
+
+    ``path`` has a static height; rows beyond the accepted count write garbage behind the new length,
+    where the next commit overwrites it. The caller guarantees ``length + h <= S``.
+    """
+
+    def write_row(slots: Array, fresh: Array, path: Array, at: Array) -> Array:
+        rows = fresh[path].swapaxes(0, 1)
+        return jax.lax.dynamic_update_slice_in_dim(slots, rows, at, axis=1)
+
+    def write(slots: Array, fresh: Array) -> Array:
+        if slots.shape[0] == 1:  # A plain slice update; vmap would turn it into a scatter.
+            return write_row(slots[0], fresh[0], path[0], length[0])[None]
+        return jax.vmap(write_row)(slots, fresh, path, length)
+
+    return KVCache(tuple(map(write, cache.keys, keys)), tuple(map(write, cache.values, values)))

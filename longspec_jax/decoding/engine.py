@@ -1,0 +1,256 @@
+"""The decode loop: prefill, then rounds of propose, verify, walk, commit.
+
+One step function has two drivers: :func:`decode` runs it under ``lax.while_loop`` on the device,
+:func:`decode_steps` yields after every round for streaming. Target and drafter are callables over
+arrays; the loop knows no tokenizer, no checkpoint and no model family.
+
+Rows are independent: each has its own length, seed, sampling parameters, stop tokens and budget, and
+a row that is done neither advances nor affects the others.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Float, Int
+
+from longspec_jax.axes import Array, Lengths
+from longspec_jax.decoding import cache as cache_lib
+from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.sampling import Sampling, draw, log_probabilities, noise
+from longspec_jax.decoding.target import TargetModel
+from longspec_jax.decoding.verify import walk
+from longspec_jax.drafters.base import Context, Drafter
+
+
+@struct.dataclass
+class Params:
+    """Parameters of both models, as their ``apply`` functions take them."""
+
+    target: Any
+    draft: Any
+
+
+@struct.dataclass
+class Request:
+    """What each row of a batch asks for."""
+
+    sampling: Sampling
+    stop_tokens: Array
+    """``[B, n]`` int32 tokens that end a row, itself emitted; pad with -1."""
+    max_new_tokens: Array
+    """``[B]`` int32 most tokens to emit."""
+
+
+@struct.dataclass
+class SpecState:
+    """Everything that changes from round to round. DONATED by every step."""
+
+    cache: KVCache
+    """K/V of the committed tokens."""
+    draft: Any
+    """The drafter's own state."""
+    length: Array
+    """``[B]`` committed tokens: prompt and emitted tokens, the pending one not included."""
+    pending: Array
+    """``[B]`` the last emitted token, not in the cache yet."""
+    output: Array
+    """``[B, E]`` emitted tokens; garbage from ``emitted[b]`` on."""
+    drafted: Array
+    """``[B, E]`` whether an emitted token was an accepted draft token."""
+    emitted: Array
+    """``[B]`` tokens emitted so far, the first one (drawn from the prefill) included."""
+    done: Array
+    """``[B]`` whether the row has met a stop token or its budget."""
+    rounds: Array
+    """``[B]`` target passes this row took part in while it was not done, prefill excluded."""
+    histogram: Array
+    """``[B, h]`` rounds by the number of tokens they emitted, less one: column 0 is bonus only."""
+
+
+def room(levels: int) -> int:
+    """Slots a cache needs beyond prompt and new tokens: a round writes a static height."""
+    return levels + 1
+
+
+def prefill(
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    tokens: Int[Array, "B P"],
+    length: Lengths,
+    request: Request,
+    *,
+    capacity: int,
+    max_emitted: int,
+    chunk: int,
+) -> SpecState:
+    """Run the prompts through the target in chunks and draw each row's first token.
+
+    Args:
+      target: the target's static part.
+      drafter: the drafter's static part.
+      params: parameters of both.
+      tokens: prompts, right-padded with any token.
+      length: tokens of each prompt, at least 1.
+      request: what each row asks for.
+      capacity: cache slots of a row; at least prompt + new tokens + :func:`room`.
+      max_emitted: the largest ``max_new_tokens`` the state can serve; static.
+      chunk: tokens of one prefill chunk; one compiled shape serves prompts of any length.
+    """
+    batch, prompt = tokens.shape
+    chunks = -(-prompt // chunk)
+    capacity = max(capacity, chunks * chunk)
+    padded = jnp.pad(tokens, ((0, 0), (0, capacity - prompt)))
+    cache = target.allocate(batch, capacity)
+    logits = jnp.zeros((batch, target.vocab_size), jnp.float32)
+    for index in range(chunks):
+        logits, cache = _prefill_chunk(
+            target, chunk, params.target, cache, padded, length, jnp.int32(index * chunk), logits
+        )
+    return _start(target, drafter, max_emitted, params, cache, padded, length, logits, request)
+
+
+@partial(jax.jit, static_argnames=("target", "chunk"), donate_argnames=("cache",))
+def _prefill_chunk(
+    target: TargetModel,
+    chunk: int,
+    params: Any,
+    cache: KVCache,
+    tokens: Int[Array, "B S"],
+    length: Lengths,
+    offset: Array,
+    logits: Float[Array, "B V"],
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """One chunk; keeps the logits of the rows whose last prompt token it holds."""
+    fresh = jax.lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
+    last = length - 1 - offset
+    new, cache = target.prefill_chunk(params, cache, fresh, offset, jnp.clip(last, 0, chunk - 1))
+    here = (last >= 0) & (last < chunk)
+    return jnp.where(here[:, None], new, logits), cache
+
+
+@partial(jax.jit, static_argnames=("target", "drafter", "max_emitted"), donate_argnames=("cache",))
+def _start(
+    target: TargetModel,
+    drafter: Drafter,
+    max_emitted: int,
+    params: Params,
+    cache: KVCache,
+    tokens: Int[Array, "B S"],
+    length: Lengths,
+    logits: Float[Array, "B V"],
+    request: Request,
+) -> SpecState:
+    """Draw the first token and set up the state of the first round."""
+    batch, height = length.shape[0], drafter.tree.num_levels + 1
+    gumbel = noise(request.sampling, length[:, None], target.vocab_size)
+    first = draw(logits[:, None], gumbel, request.sampling)[:, 0]
+    stopped = (request.stop_tokens == first[:, None]).any(axis=1)
+    output = jnp.zeros((batch, max_emitted + height), jnp.int32).at[:, 0].set(first)
+    return SpecState(
+        cache=cache,
+        draft=drafter.prefill(params.draft, tokens, length),
+        length=length,
+        pending=first,
+        output=output,
+        drafted=jnp.zeros(output.shape, bool),
+        emitted=jnp.ones((batch,), jnp.int32),
+        done=stopped | (request.max_new_tokens <= 1),
+        rounds=jnp.zeros((batch,), jnp.int32),
+        histogram=jnp.zeros((batch, height), jnp.int32),
+    )
+
+
+def spec_step(
+    target: TargetModel, drafter: Drafter, params: Params, request: Request, state: SpecState
+) -> SpecState:
+    """One round for every row: propose a tree, verify it, walk it, commit the accepted path."""
+    shape = drafter.tree
+    height = shape.num_levels + 1
+    depths = jnp.asarray(shape.depths, jnp.int32)
+    sampling, length = request.sampling, state.length
+    # The draw at a node of depth d is the token at position length + d + 1.
+    gumbel = noise(sampling, length[:, None] + 1 + jnp.arange(height), target.vocab_size)
+
+    def score(logits: Array, depth: int) -> Array:
+        return log_probabilities(logits, gumbel[:, depth : depth + 1], sampling)
+
+    context = Context(state.pending, length, state.cache.keys[-1], state.cache.values[-1])
+    tree = drafter.propose(params.draft, state.draft, context, score)
+    positions = length[:, None] + depths
+    verified = target.verify(params.target, state.cache, tree.tokens, positions, tree.mask, length)
+    draws = draw(verified.logits, gumbel[:, depths], sampling)
+    walked = walk(tree, draws, shape.num_levels)
+
+    count, stopped = _trim(walked.tokens, walked.count, state.emitted, request)
+    count = jnp.where(state.done, 0, count)
+    block = jnp.concatenate([state.pending[:, None], walked.tokens[:, :-1]], axis=1)
+    step = jnp.arange(height)
+    emit = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
+    return SpecState(
+        cache=cache_lib.commit(state.cache, verified.keys, verified.values, walked.path, length),
+        draft=drafter.commit(params.draft, state.draft, block, count, length),
+        length=length + count,
+        pending=jnp.where(
+            count > 0,
+            jnp.take_along_axis(walked.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0],
+            state.pending,
+        ),
+        output=emit(state.output, walked.tokens, state.emitted),
+        drafted=emit(state.drafted, step < walked.count[:, None] - 1, state.emitted),
+        emitted=state.emitted + count,
+        done=state.done | stopped,
+        rounds=state.rounds + (count > 0),
+        histogram=state.histogram + (step == count[:, None] - 1),
+    )
+
+
+def _trim(
+    tokens: Int[Array, "B h"], count: Lengths, emitted: Lengths, request: Request
+) -> tuple[Lengths, Array]:
+    """Cut a round's tokens after the first stop token and at the row's budget."""
+    step = jnp.arange(tokens.shape[1])
+    stops = (tokens[:, :, None] == request.stop_tokens[:, None, :]).any(axis=2)
+    stops &= step < count[:, None]
+    first_stop = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1) + 1, tokens.shape[1] + 1)
+    count = jnp.minimum(count, request.max_new_tokens - emitted)
+    stopped = first_stop <= count
+    count = jnp.minimum(count, first_stop)
+    return count, stopped | (emitted + count >= request.max_new_tokens)
+
+
+@partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",))
+def decode(
+    target: TargetModel, drafter: Drafter, params: Params, request: Request, state: SpecState
+) -> SpecState:
+    """Rounds until every row is done, in one executable; the state is donated."""
+    return jax.lax.while_loop(
+        lambda state: ~state.done.all(),
+        lambda state: spec_step(target, drafter, params, request, state),
+        state,
+    )
+
+
+@partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",))
+def step(
+    target: TargetModel, drafter: Drafter, params: Params, request: Request, state: SpecState
+) -> SpecState:
+    """One jitted round; the state is donated."""
+    return spec_step(target, drafter, params, request, state)
+
+
+def decode_steps(
+    target: TargetModel, drafter: Drafter, params: Params, request: Request, state: SpecState
+) -> Iterator[SpecState]:
+    """Yield the state after the prefill and after every round; take what you need before resuming.
+
+    Resuming donates the yielded state's buffers to the next round.
+    """
+    yield state
+    while not bool(state.done.all()):
+        state = step(target, drafter, params, request, state)
+        yield state

@@ -1,0 +1,99 @@
+"""Drawing tokens: Gumbel-max with noise keyed by (row seed, absolute position).
+
+Every draw of the project is ``argmax(filter(logits / temperature) + noise[position])``; temperature 0
+is the plain argmax. The noise depends on the row's seed and on the index of the drawn token in its
+own row, on nothing else: not on the round, the tree, the batch slot or the drafter. Plain and
+speculative decoding therefore draw the same tokens (docs/design.md, decision 4.1), and the draft,
+given the same noise, can aim at what the target is about to draw.
+
+Filters follow the order of transformers: temperature, then top-k, then top-p.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Float, Int
+
+from longspec_jax.axes import Array
+
+
+@struct.dataclass
+class Sampling:
+    """How each row of a batch draws its tokens."""
+
+    temperature: Array
+    """``[B]`` float32; 0 draws the argmax."""
+    top_k: Array
+    """``[B]`` int32; only the ``k`` most likely tokens can be drawn; 0 for all."""
+    top_p: Array
+    """``[B]`` float32; only the smallest set of most likely tokens with this mass; 1 for all."""
+    seed: Array
+    """``[B]`` uint32; the row's random stream."""
+    stochastic: bool = struct.field(pytree_node=False, default=True)
+    """Static: whether any row has a temperature above 0. Spares greedy batches the noise."""
+    filtered: bool = struct.field(pytree_node=False, default=True)
+    """Static: whether any row uses top-k or top-p. Spares the others a sort over the vocabulary."""
+
+
+def noise(
+    sampling: Sampling, positions: Int[Array, "B P"], vocabulary: int
+) -> Float[Array, "B P V"]:
+    """Standard Gumbel noise for the tokens at the given absolute positions of each row."""
+    if not sampling.stochastic:
+        return jnp.zeros((*positions.shape, 1), jnp.float32)
+
+    def draw(seed: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+        return jax.random.gumbel(key, (vocabulary,), jnp.float32)
+
+    return jax.vmap(jax.vmap(draw, (None, 0)))(sampling.seed, positions)
+
+
+def perturb(
+    logits: Float[Array, "B T V"], gumbel: Float[Array, "B T v"], sampling: Sampling
+) -> Float[Array, "B T V"]:
+    """Scores whose argmax is the draw: filtered, tempered logits plus noise; plain ones at 0."""
+    if not sampling.stochastic:
+        return logits
+    greedy = (sampling.temperature == 0)[:, None, None]
+    scale = jnp.where(
+        greedy, 1.0, 1.0 / jnp.where(greedy, 1.0, sampling.temperature[:, None, None])
+    )
+    tempered = logits * scale
+    if sampling.filtered:
+        tempered = _filter(tempered, sampling)
+    return jnp.where(greedy, logits, tempered + gumbel)
+
+
+def draw(
+    logits: Float[Array, "B T V"], gumbel: Float[Array, "B T v"], sampling: Sampling
+) -> Int[Array, "B T"]:
+    """The drawn token of every position; ties go to the lowest token id."""
+    return jnp.argmax(perturb(logits, gumbel, sampling), axis=-1).astype(jnp.int32)
+
+
+def log_probabilities(
+    logits: Float[Array, "B T V"], gumbel: Float[Array, "B T v"], sampling: Sampling
+) -> Float[Array, "B T V"]:
+    """A draft's belief in what the target will draw under this noise.
+
+    At temperature 0 the draft's log-probabilities. Above, the log-softmax of its perturbed scores:
+    the target's perturbed logits are these plus the draft's error, so the largest remain the likely
+    draws. Any belief is lossless; this one is accepted often.
+    """
+    return jax.nn.log_softmax(perturb(logits, gumbel, sampling), axis=-1)
+
+
+def _filter(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
+    """Send logits outside the row's top-k and top-p sets to -inf; ties at the edge stay in."""
+    vocabulary = logits.shape[-1]
+    ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+    count = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocabulary), vocabulary)
+    rank = jnp.arange(vocabulary)
+    inside = rank < count[:, None, None]
+    mass = jax.nn.softmax(jnp.where(inside, ordered, -jnp.inf), axis=-1)
+    # A token stays while the mass before it is short of top_p: the first always stays.
+    before = jnp.cumsum(mass, axis=-1) - mass
+    inside &= (before < sampling.top_p[:, None, None]) | (rank == 0)
+    edge = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= edge, logits, -jnp.inf)

@@ -1,0 +1,50 @@
+"""Verification: the target's own draws walk the draft tree.
+
+At every node the target has drawn the next token. Starting at the root, the walk follows the child
+that carries the drawn token and stops at the first node without one, whose draw is the bonus token.
+There is no accept ratio and no residual distribution: every emitted token is the target's own draw
+at its position, so the output is that of plain decoding whatever the draft proposed.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Int
+
+from longspec_jax.axes import Array
+from longspec_jax.drafters.tree import Tree
+
+
+class Walk(NamedTuple):
+    """The accepted path of every row, in a static height of levels + 1."""
+
+    path: Int[Array, "B h"]
+    """Tree nodes on the path, root first; entries beyond the count repeat the last node."""
+    tokens: Int[Array, "B h"]
+    """The target's draw at each node of the path: accepted tokens, then the bonus."""
+    count: Int[Array, " B"]
+    """Tokens emitted, bonus included: 1 to levels + 1."""
+
+
+def walk(tree: Tree, draws: Int[Array, "B T"], levels: int) -> Walk:
+    """Walk the tree by the target's draws.
+
+    Args:
+      tree: candidates below each row's pending token.
+      draws: the target's draw at every node.
+      levels: levels of the tree below its root.
+    """
+    batch = draws.shape[0]
+    node = jnp.zeros((batch,), jnp.int32)
+    alive = jnp.ones((batch,), bool)
+    count = jnp.ones((batch,), jnp.int32)
+    path = [node]
+    for _ in range(levels):
+        drawn = jnp.take_along_axis(draws, node[:, None], axis=1)
+        child = (tree.parents == node[:, None]) & (tree.tokens == drawn)
+        alive &= child.any(axis=1)
+        node = jnp.where(alive, jnp.argmax(child, axis=1).astype(jnp.int32), node)
+        count += alive
+        path.append(node)
+    nodes = jnp.stack(path, axis=1)
+    return Walk(nodes, jnp.take_along_axis(draws, nodes, axis=1), count)

@@ -1,0 +1,1 @@
+"""Drafters: what proposes the tree the target checks."""

@@ -1,0 +1,145 @@
+"""Building blocks shared by target and draft: RMS norm, rotary embedding, projections, SwiGLU.
+
+Precision follows one rule: parameters and activations in the configured dtype; norms and rotary
+angles in float32. Projections keep their head axes, so that tensor parallelism is one
+PartitionSpec and no reshape is left to the caller.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.axes import Array
+from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, RopeScaling
+
+INITIAL_SCALE = 0.02
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * scale`` over the last axis, computed in float32."""
+
+    eps: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """Normalise ``[..., width]``; returns the configured dtype."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.dtype)
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * scale.astype(jnp.float32)).astype(self.dtype)
+
+
+class Projection(nn.Module):
+    """A linear map from the last axes of the input to new axes, optionally with a bias."""
+
+    in_axes: Sequence[int]
+    """Sizes of the contracted axes, the last of the input."""
+    out_axes: Sequence[int]
+    """Sizes of the produced axes."""
+    dtype: jnp.dtype
+    bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """Map ``[..., *in_axes]`` to ``[..., *out_axes]``."""
+        shape = (*self.in_axes, *self.out_axes)
+        kernel = self.param("kernel", nn.initializers.normal(INITIAL_SCALE), shape, self.dtype)
+        contracted = len(self.in_axes)
+        # One plain matrix product; the head axes exist only in the shapes.
+        rows = x.reshape(*x.shape[: x.ndim - contracted], int(np.prod(self.in_axes)))
+        matrix = kernel.reshape(int(np.prod(self.in_axes)), int(np.prod(self.out_axes)))
+        out = jnp.matmul(rows, matrix, precision=matmul_precision(self.dtype))
+        out = out.reshape(*rows.shape[:-1], *self.out_axes)
+        if self.bias:
+            bias = self.param("bias", nn.initializers.zeros, tuple(self.out_axes), self.dtype)
+            out = out + bias
+        return out
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate) * up)`` with gate and up in one projection ``[D, 2, F]``."""
+
+    width: int
+    hidden: int
+    dtype: jnp.dtype
+
+    def setup(self) -> None:
+        """Declare the submodules."""
+        self.gate_up = Projection((self.width,), (2, self.hidden), self.dtype)
+        self.down = Projection((self.hidden,), (self.width,), self.dtype)
+
+    def __call__(self, x: Array) -> Array:
+        """Map ``[..., D]`` to ``[..., D]``."""
+        gate_up = self.gate_up(x)
+        return self.down(nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])
+
+
+class GroupedQKV(nn.Module):
+    """Query, key and value heads in one projection, grouped by key/value head: ``[D, K, G+2, H]``.
+
+    The grouping keeps a key/value head and its queries together, so that the single fused product
+    still shards over key/value heads.
+    """
+
+    width: int
+    num_kv_heads: int
+    num_groups: int
+    head_width: int
+    dtype: jnp.dtype
+    bias: bool
+
+    @nn.compact
+    def __call__(self, x: Array) -> tuple[Array, Array, Array]:
+        """Map ``[B, T, D]`` to queries ``[B, T, N, H]``, keys and values ``[B, T, K, H]``."""
+        heads = (self.num_kv_heads, self.num_groups + 2, self.head_width)
+        qkv = Projection((self.width,), heads, self.dtype, self.bias, name="fused")(x)
+        q = qkv[:, :, :, : self.num_groups]
+        q = q.reshape(*x.shape[:2], self.num_kv_heads * self.num_groups, self.head_width)
+        return q, qkv[:, :, :, -2], qkv[:, :, :, -1]
+
+
+def rotary_angles(
+    positions: Array, head_width: int, theta: float, scaling: RopeScaling
+) -> tuple[Array, Array]:
+    """Cosine and sine of the rotary angles, float32 ``[B, T, H / 2]``, for positions ``[B, T]``."""
+    frequencies = jnp.asarray(rotary_frequencies(head_width, theta, scaling))
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotary_frequencies(head_width: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """Radians per position of every rotated pair, float32 ``[H / 2]``, scaling applied.
+
+    Computed with NumPy in float32 steps, as transformers does in torch: at position 100000 a last-bit
+    difference in a frequency is already visible in the angle.
+    """
+    exponents = np.arange(0, head_width, 2, dtype=np.float32) / np.float32(head_width)
+    frequencies = (1.0 / (np.float32(theta) ** exponents)).astype(np.float32)
+    match scaling:
+        case None:
+            return frequencies
+        case LinearRopeScaling(factor):
+            return (frequencies / np.float32(factor)).astype(np.float32)
+        case Llama3RopeScaling(factor, low, high, original):
+            wavelengths = 2 * np.pi / frequencies
+            ramp = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+            scaled = (1 - ramp) * frequencies / factor + ramp * frequencies
+            return scaled.astype(np.float32)
+
+
+def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
+    """Rotate the pairs ``(x[i], x[i + H/2])`` of every head of ``x[B, T, heads, H]`` by the angles."""
+    cos, sin = (part[:, :, None, :] for part in angles)
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
+    """Full float32 products for float32 models; Ampere and later would use TF32 otherwise."""
+    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None

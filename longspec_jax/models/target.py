@@ -1,0 +1,161 @@
+"""The target: decoder-only transformers of the Llama, Qwen2, Qwen3 and Mistral family.
+
+One linen module, no mutable collections, no cache inside. How tokens see each other is the caller's:
+``attend(layer, q, k, v)`` receives every layer's fresh queries, keys and values (rotary applied)
+and returns the attention output. Training passes plain causal attention, decoding closes over a
+cache. The fresh keys and values come back with the output, because the caller owns the cache and
+the draft reads the last layer's.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.axes import Array
+from longspec_jax.config import TargetConfig
+from longspec_jax.models.layers import (
+    INITIAL_SCALE,
+    GroupedQKV,
+    Projection,
+    RMSNorm,
+    SwiGLU,
+    matmul_precision,
+    rotary_angles,
+    rotate,
+)
+
+Attend: TypeAlias = Callable[[int, Array, Array, Array], Array]
+"""``(layer, q[B,T,N,H], k[B,T,K,H], v[B,T,K,H]) -> out[B,T,N,H]``."""
+
+
+class TargetOutput(NamedTuple):
+    """What one pass over ``T`` fresh tokens yields."""
+
+    hidden: Array
+    """Hidden states after the final norm, ``[B, T, D]``; :meth:`Target.unembed` makes logits."""
+    keys: tuple[Array, ...]
+    """Fresh keys of every layer, ``L x [B, T, K, H]``, rotary applied."""
+    values: tuple[Array, ...]
+    """Fresh values of every layer, ``L x [B, T, K, H]``."""
+
+
+class Attention(nn.Module):
+    """Self-attention of one layer, up to and after the caller's ``attend``."""
+
+    config: TargetConfig
+
+    def setup(self) -> None:
+        """Declare the submodules."""
+        c, dtype = self.config, jnp.dtype(self.config.dtype)
+        self.qkv = GroupedQKV(
+            c.model_width, c.num_kv_heads, c.num_groups, c.head_width, dtype, c.qkv_bias
+        )
+        self.out = Projection((c.num_heads, c.head_width), (c.model_width,), dtype)
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.norm_eps, dtype)
+            self.k_norm = RMSNorm(c.norm_eps, dtype)
+
+    def __call__(
+        self,
+        x: Array,
+        angles: tuple[Array, Array],
+        attend: Callable[[Array, Array, Array], Array],
+    ) -> tuple[Array, Array, Array]:
+        """Return the projected output ``[B, T, D]`` and the fresh keys and values."""
+        q, k, v = self.qkv(x)
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, angles), rotate(k, angles)
+        return self.out(attend(q, k, v)), k, v
+
+
+class Layer(nn.Module):
+    """One pre-norm transformer layer."""
+
+    config: TargetConfig
+
+    def setup(self) -> None:
+        """Declare the submodules."""
+        c, dtype = self.config, jnp.dtype(self.config.dtype)
+        self.attention_norm = RMSNorm(c.norm_eps, dtype)
+        self.attention = Attention(c)
+        self.mlp_norm = RMSNorm(c.norm_eps, dtype)
+        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype)
+
+    def __call__(
+        self,
+        x: Array,
+        angles: tuple[Array, Array],
+        attend: Callable[[Array, Array, Array], Array],
+    ) -> tuple[Array, Array, Array]:
+        """Return the residual stream ``[B, T, D]`` and the fresh keys and values."""
+        attended, k, v = self.attention(self.attention_norm(x), angles, attend)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), k, v
+
+
+class Target(nn.Module):
+    """A decoder-only language model; embedding and LM head are shared with the draft."""
+
+    config: TargetConfig
+
+    def setup(self) -> None:
+        """Declare the submodules."""
+        c, dtype = self.config, jnp.dtype(self.config.dtype)
+        table = nn.initializers.normal(INITIAL_SCALE)
+        shape = (c.vocab_size, c.model_width)
+        self.embedding = self.param("embedding", table, shape, dtype)
+        # Separate modules, not a scan over stacked weights: slicing a stack costs decode a factor
+        # of three in bandwidth (docs/design.md, decision 4.6).
+        self.layers = [Layer(c) for _ in range(c.num_layers)]
+        self.final_norm = RMSNorm(c.norm_eps, dtype)
+        if not c.tied_embeddings:
+            self.head = self.param("head", table, shape, dtype)
+
+    def embed(self, tokens: Array) -> Array:
+        """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
+        return jnp.take(self.embedding, tokens, axis=0)
+
+    def __call__(self, tokens: Array, positions: Array, attend: Attend) -> TargetOutput:
+        """Run all layers over ``T`` fresh tokens.
+
+        Args:
+          tokens: token ids ``[B, T]``.
+          positions: rotary positions ``[B, T]``.
+          attend: how the tokens of a layer see each other and the past.
+        """
+        c = self.config
+        angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
+        x = self.embed(tokens)
+        keys, values = [], []
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                # ``i=index`` binds now: the layer calls back while the loop variable is current,
+                # but a rematerialised layer calls back later.
+                x, k, v = layer(x, angles, lambda q, k, v, i=index: attend(i, q, k, v))
+            keys.append(k)
+            values.append(v)
+        return TargetOutput(self.final_norm(x), tuple(keys), tuple(values))
+
+    def unembed(self, hidden: Array) -> Array:
+        """Logits ``[..., V]`` of hidden states ``[..., D]``, float32."""
+        return head_logits(self.embedding if self.config.tied_embeddings else self.head, hidden)
+
+    def initialize(self, tokens: Array) -> None:
+        """Touch every parameter; the method ``init`` runs, since the passes above share them."""
+        positions = jnp.zeros(tokens.shape, jnp.int32)
+        self.unembed(self(tokens, positions, lambda layer, q, k, v: q).hidden)
+
+
+def head_logits(table: Array, hidden: Array) -> Array:
+    """Logits ``[..., V]``, accumulated and returned in float32, for a head ``table[V, D]``."""
+    return jnp.einsum(
+        "...D,VD->...V",
+        hidden,
+        table,
+        precision=matmul_precision(table.dtype),
+        preferred_element_type=jnp.float32,
+    )

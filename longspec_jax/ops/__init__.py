@@ -1,0 +1,1 @@
+"""Attention arithmetic on arrays; knows no models and no caches."""

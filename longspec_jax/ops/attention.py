@@ -1,0 +1,302 @@
+"""The attention ops of the project: validate, choose an implementation, refuse with the reason.
+
+``prefix_attention`` and ``tree_attention`` return mergeable partial results; the decode step uses
+their union, ``speculative_attention`` (LongSpec section 3.3). ``chunk_attention`` serves prefill
+and ``causal_attention`` training. :mod:`longspec_jax.ops.reference` defines what each computes.
+
+An implementation is a module that provides the op under the same name and raises
+``NotImplementedError`` with a sentence for what it cannot do; it is imported on first use, so that
+a missing backend is one more such sentence. Without an explicit choice the first implementation
+that accepts the call is used; an explicit choice never falls back.
+"""
+
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
+from longspec_jax.ops.merge import Partial
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """Where an implementation of an op lives.
+
+    Attributes:
+      module: the module's full name.
+      interpret: run its GPU kernels step by step on any platform; for tests.
+    """
+
+    module: str
+    interpret: bool = False
+
+    def __call__(self, op: str, *args: Any, **options: Any) -> Any:
+        """Call the op, or refuse because its backend is not installed."""
+        try:
+            module = importlib.import_module(self.module)
+        except ImportError as error:
+            raise NotImplementedError(f"{self.module} cannot be imported: {error}") from error
+        if self.interpret:
+            options["interpret"] = True
+        return getattr(module, op)(*args, **options)
+
+
+_OPS = "longspec_jax.ops"
+PREFIX_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "pallas": Implementation(f"{_OPS}.prefix_pallas"),
+    "triton": Implementation(f"{_OPS}.prefix_triton"),
+    "xla": Implementation(f"{_OPS}.prefix_xla"),
+    "reference": Implementation(f"{_OPS}.reference"),
+    "interpret": Implementation(f"{_OPS}.prefix_pallas", interpret=True),
+}
+TREE_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "pallas": Implementation(f"{_OPS}.tree_pallas"),
+    "xla": Implementation(f"{_OPS}.tree_xla"),
+    "reference": Implementation(f"{_OPS}.reference"),
+    "interpret": Implementation(f"{_OPS}.tree_pallas", interpret=True),
+}
+SPECULATIVE_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "pallas": Implementation(f"{_OPS}.tree_pallas"),
+    "triton": Implementation(f"{_OPS}.prefix_triton"),
+    "xla": Implementation(f"{_OPS}.tree_xla"),
+    "reference": Implementation(f"{_OPS}.reference"),
+    "interpret": Implementation(f"{_OPS}.tree_pallas", interpret=True),
+}
+AUTOMATIC = ("pallas", "xla")
+"""The implementations that are tried, in this order, when none is named."""
+
+
+def prefix_attention(
+    q: Queries,
+    k: CacheSlots,
+    v: CacheSlots,
+    length: Lengths,
+    start: Lengths | None = None,
+    *,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Partial:
+    """Attention of a few query tokens to a long prefix, split over keys (FlashDecoding).
+
+    Args:
+      q: query tokens; every token of row ``b`` sees the same slots.
+      k: cached keys, rotary already applied.
+      v: cached values.
+      length: slots of each row that hold committed tokens; memory beyond may hold anything.
+      start: first slot each row sees; 0 if absent.
+      scale: factor on the scores; ``H ** -0.5`` if absent.
+      implementation: a name from ``PREFIX_IMPLEMENTATIONS``; chosen automatically if absent.
+
+    Returns:
+      The partial result, float32; ``out = 0`` and ``lse = -inf`` for rows that see no slot.
+
+    Raises:
+      ValueError: if shapes or dtypes do not fit together, or the implementation is unknown.
+      NotImplementedError: if the chosen implementation cannot take this call; says why.
+    """
+    _check_prefix(q, k, v)
+    q, k, v = _without_gradient("prefix_attention", (q, k, v))
+    return _run(
+        PREFIX_IMPLEMENTATIONS,
+        implementation,
+        "prefix_attention",
+        q,
+        k,
+        v,
+        length,
+        start,
+        scale=scale,
+    )
+
+
+def tree_attention(
+    q: Queries,
+    k: TreeRows,
+    v: TreeRows,
+    mask: TreeMask,
+    *,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Partial:
+    """Attention of tree nodes to fresh keys under an arbitrary boolean mask.
+
+    Args and errors as in :func:`prefix_attention`; query ``t`` of row ``b`` sees key ``u`` where
+    ``mask[b, t, u]``. The number of keys need not equal the number of queries.
+    """
+    _check_tree(q, k, v, mask)
+    q, k, v = _without_gradient("tree_attention", (q, k, v))
+    return _run(TREE_IMPLEMENTATIONS, implementation, "tree_attention", q, k, v, mask, scale=scale)
+
+
+def speculative_attention(
+    q: Queries,
+    prefix_k: CacheSlots,
+    prefix_v: CacheSlots,
+    length: Lengths,
+    tree_k: TreeRows,
+    tree_v: TreeRows,
+    mask: TreeMask,
+    *,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attention of tree nodes to the committed prefix and, masked, to the tree itself.
+
+    Args and errors as in :func:`prefix_attention` and :func:`tree_attention`, of which this is the
+    merged result, in the dtype of the queries. On a GPU the merge happens in the tree kernel's
+    epilogue, two kernels in all.
+    """
+    _check_prefix(q, prefix_k, prefix_v)
+    _check_tree(q, tree_k, tree_v, mask)
+    if prefix_k.shape[1] != tree_k.shape[2] or prefix_k.dtype != tree_k.dtype:
+        raise ValueError(
+            f"the prefix has {prefix_k.shape[1]} key/value heads of {prefix_k.dtype} and the tree "
+            f"{tree_k.shape[2]} of {tree_k.dtype}; they must agree"
+        )
+    op = "speculative_attention"
+    q, prefix_k, prefix_v, tree_k, tree_v = _without_gradient(
+        op, (q, prefix_k, prefix_v, tree_k, tree_v)
+    )
+    return _run(
+        SPECULATIVE_IMPLEMENTATIONS,
+        implementation,
+        op,
+        q,
+        prefix_k,
+        prefix_v,
+        length,
+        tree_k,
+        tree_v,
+        mask,
+        scale=scale,
+    )
+
+
+def chunk_attention(
+    q: Queries,
+    prefix_k: CacheSlots,
+    prefix_v: CacheSlots,
+    length: Lengths,
+    chunk_k: TreeRows,
+    chunk_v: TreeRows,
+    *,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attention of one prefill chunk to the prefix before it and, causally, to itself."""
+    causal = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
+    mask = jnp.broadcast_to(causal, (q.shape[0], *causal.shape))
+    return speculative_attention(
+        q,
+        prefix_k,
+        prefix_v,
+        length,
+        chunk_k,
+        chunk_v,
+        mask,
+        scale=scale,
+        implementation=implementation,
+    )
+
+
+def causal_attention(
+    q: Queries,
+    k: TreeRows,
+    v: TreeRows,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B T N H"]:
+    """Differentiable causal attention over whole sequences, for training.
+
+    With a window, query ``t`` sees keys ``t - window ... t``: both ends included, as in the
+    published draft. cuDNN on GPUs that have it for this dtype, XLA elsewhere.
+    """
+    half = q.dtype in (jnp.bfloat16, jnp.float16)
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        is_causal=True,
+        local_window_size=None if window is None else (window, 0),
+        implementation="cudnn" if half and jax.default_backend() == "gpu" else "xla",
+    )
+
+
+def _check_prefix(q: Array, k: Array, v: Array) -> None:
+    """Refuse a cache that does not fit the queries."""
+    _check_heads(q, k.shape[1], k.shape[3], k.dtype)
+    if k.shape != v.shape or k.dtype != v.dtype or k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"keys {k.shape} {k.dtype}, values {v.shape} {v.dtype} and queries {q.shape} must "
+            "share the batch, and keys and values their dtype and whole shape [B, K, S, H]"
+        )
+
+
+def _check_tree(q: Array, k: Array, v: Array, mask: Array) -> None:
+    """Refuse fresh keys that do not fit the queries."""
+    _check_heads(q, k.shape[2], k.shape[3], k.dtype)
+    if k.shape != v.shape or k.dtype != v.dtype or k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"keys {k.shape} {k.dtype}, values {v.shape} {v.dtype} and queries {q.shape} must "
+            "share the batch, and keys and values their dtype and whole shape [B, U, K, H]"
+        )
+    if mask.shape != (q.shape[0], q.shape[1], k.shape[1]) or mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"mask {mask.shape} {mask.dtype} must be boolean [B, T, U] = "
+            f"{(q.shape[0], q.shape[1], k.shape[1])}"
+        )
+
+
+def _check_heads(q: Array, kv_heads: int, width: int, dtype: jnp.dtype) -> None:
+    """Refuse queries that cannot be grouped over the key/value heads."""
+    if q.shape[2] % kv_heads or q.shape[3] != width:
+        raise ValueError(
+            f"{q.shape[2]} query heads of width {q.shape[3]} do not group over {kv_heads} "
+            f"key/value heads of width {width}: one must be a multiple of the other, widths equal"
+        )
+    if q.dtype != dtype:
+        raise ValueError(f"queries are {q.dtype} and keys {dtype}; cast one of them explicitly")
+
+
+def _run(
+    implementations: dict[str, Implementation],
+    choice: str | None,
+    op: str,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Call the chosen implementation, or the first that does not refuse."""
+    if choice is not None:
+        if choice not in implementations:
+            raise ValueError(
+                f"{op} has no implementation {choice!r}; choose one of {sorted(implementations)}"
+            )
+        return implementations[choice](op, *args, **options)
+    refusals = []
+    for name in AUTOMATIC:
+        try:
+            return implementations[name](op, *args, **options)
+        except NotImplementedError as refusal:
+            refusals.append(f"{name}: {refusal}")
+    raise NotImplementedError(f"no implementation of {op} takes this call. " + "; ".join(refusals))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _without_gradient(op: str, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Pass arrays on, and refuse to be differentiated."""
+    return arrays
+
+
+@_without_gradient.defjvp
+def _refuse_gradient(op: str, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        f"{op} serves decoding and has no gradient; train with causal_attention, or stop the "
+        "gradient before this call"
+    )

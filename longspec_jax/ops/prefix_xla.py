@@ -1,0 +1,84 @@
+"""Prefix attention in plain XLA: an online softmax over blocks of cache slots.
+
+Runs on every platform. Scores exist for one block of slots at a time, and blocks past the longest
+row are never visited, so neither memory nor time depends on the cache's capacity. A block that a
+row does not see leaves that row's running state bit for bit unchanged, which makes a row's result
+independent of its neighbours' lengths.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.axes import CacheSlots, Lengths, Queries
+from longspec_jax.ops.merge import Partial
+
+BLOCK = 512
+"""Cache slots per step: large enough for efficient products, small beside any long prefix."""
+
+
+def prefix_attention(
+    q: Queries,
+    k: CacheSlots,
+    v: CacheSlots,
+    length: Lengths,
+    start: Lengths | None = None,
+    *,
+    scale: float | None = None,
+) -> Partial:
+    """Attend to ``start[b] <= s < length[b]``; see :func:`reference.prefix_attention`."""
+    batch, tokens, heads, width = q.shape
+    kv_heads, slots = k.shape[1], k.shape[2]
+    scale = width**-0.5 if scale is None else scale
+    block = min(BLOCK, slots)
+    rows = (heads // kv_heads) * tokens
+    # GQA: the queries that share a key/value head become rows of one product.
+    grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
+    packed = grouped.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, rows, width)
+    first = jnp.zeros_like(length) if start is None else start
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    def visit(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        top, total, out = state
+        # The last block may be shifted back to stay inside the cache; ``fresh`` skips the overlap.
+        offset = jnp.minimum(index * block, slots - block)
+        slot = offset + jnp.arange(block)
+        fresh = slot >= index * block
+        seen = fresh & (slot >= first[:, None]) & (slot < length[:, None])
+        k_block = jax.lax.dynamic_slice_in_dim(k, offset, block, axis=2)
+        v_block = jax.lax.dynamic_slice_in_dim(v, offset, block, axis=2)
+        # Slots behind the mask may hold anything, NaN included.
+        v_block = jnp.where(seen[:, None, :, None], v_block, jnp.zeros_like(v_block))
+        scores = jnp.einsum(
+            "BKRH,BKSH->BKRS",
+            packed,
+            k_block,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        scores = jnp.where(seen[:, None, None, :], scores * scale, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(axis=-1))
+        shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
+        weights = jnp.exp(scores - shift[..., None])
+        keep = jnp.exp(top - shift)
+        added = jnp.einsum(
+            "BKRS,BKSH->BKRH",
+            weights.astype(v.dtype),
+            v_block,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return new_top, total * keep + weights.sum(axis=-1), out * keep[..., None] + added
+
+    state = (
+        jnp.full((batch, kv_heads, rows), -jnp.inf, jnp.float32),
+        jnp.zeros((batch, kv_heads, rows), jnp.float32),
+        jnp.zeros((batch, kv_heads, rows, width), jnp.float32),
+    )
+    last = (jnp.clip(length.max(), 0, slots) + block - 1) // block
+    top, total, out = jax.lax.fori_loop(first.min() // block, last, visit, state)
+    empty = total == 0
+    out = out / jnp.where(empty, 1.0, total)[..., None]
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
+    shape = (batch, kv_heads, heads // kv_heads, tokens)
+    out = out.reshape(*shape, width).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    return Partial(out, lse.reshape(shape).transpose(0, 3, 1, 2).reshape(batch, tokens, heads))

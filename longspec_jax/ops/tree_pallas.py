@@ -1,0 +1,210 @@
+"""Tree attention on NVIDIA GPUs: masked speculative attention as a Pallas kernel for Triton.
+
+A few hundred fresh keys under an arbitrary boolean mask (LongSpec section 3.3). The fused variant
+starts each row's online softmax from the prefix's split partials, so that prefix, tree and merge
+together are two kernels a layer.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float
+
+from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
+from longspec_jax.ops.hardware import require_ampere
+from longspec_jax.ops.merge import Partial
+from longspec_jax.ops.prefix_pallas import (
+    LOG2_E,
+    PackedShape,
+    State,
+    compiler_params,
+    empty_state,
+    exp2,
+    finish,
+    finite,
+    load_merged,
+    packed_rows,
+    product,
+    reached_splits,
+    refuse_unsupported,
+    split_attention,
+)
+from longspec_jax.ops.tiles import PrefixTile, TreeTile, prefix_tile, tree_tile
+
+
+def tree_attention(
+    q: Queries,
+    k: TreeRows,
+    v: TreeRows,
+    mask: TreeMask,
+    *,
+    scale: float | None = None,
+    tile: TreeTile | None = None,
+    interpret: bool = False,
+) -> Partial:
+    """Attend where the mask is true; see :func:`reference.tree_attention`."""
+    refuse_unsupported(q, k.shape[2])
+    batch, tokens, heads, width = q.shape
+    if not interpret and tile is None:
+        require_ampere("the Pallas-Triton tree kernel")
+    out, lse = _call(
+        q,
+        k,
+        v,
+        mask,
+        (),
+        tile=tile or tree_tile(tokens, heads, k.shape[2], width, q.dtype.itemsize),
+        scale=width**-0.5 if scale is None else scale,
+        split=0,
+        slots=0,
+        interpret=interpret,
+    )
+    return Partial(out.reshape(q.shape), lse.reshape(batch, tokens, heads))
+
+
+def speculative_attention(
+    q: Queries,
+    prefix_k: CacheSlots,
+    prefix_v: CacheSlots,
+    length: Lengths,
+    tree_k: TreeRows,
+    tree_v: TreeRows,
+    mask: TreeMask,
+    *,
+    scale: float | None = None,
+    prefix: PrefixTile | None = None,
+    tree: TreeTile | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """One softmax over the prefix and, masked, the tree; two kernels in all."""
+    _, tokens, heads, width = q.shape
+    kv_heads, slots = prefix_k.shape[1], prefix_k.shape[2]
+    if prefix is None:
+        capability = (8, 0) if interpret else require_ampere("the Pallas-Triton kernels")
+        prefix = prefix_tile(tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
+    partials = split_attention(
+        q, prefix_k, prefix_v, length, scale=scale, tile=prefix, interpret=interpret
+    )
+    out, _ = _call(
+        q,
+        tree_k,
+        tree_v,
+        mask,
+        (length.astype(jnp.int32), *partials),
+        tile=tree or tree_tile(tokens, heads, kv_heads, width, q.dtype.itemsize),
+        scale=width**-0.5 if scale is None else scale,
+        split=prefix.split,
+        slots=slots,
+        interpret=interpret,
+    )
+    return out.reshape(q.shape)
+
+
+def _call(
+    q: Queries,
+    k: TreeRows,
+    v: TreeRows,
+    mask: TreeMask,
+    prefix: tuple[Array, ...],
+    *,
+    tile: TreeTile,
+    scale: float,
+    split: int,
+    slots: int,
+    interpret: bool,
+) -> tuple[Array, Array]:
+    """Launch the kernel; with a prefix the output is final and in the dtype of the queries."""
+    batch, tokens, heads, width = q.shape
+    kv_heads = k.shape[2]
+    shape = PackedShape(tokens=tokens, heads=heads, kv_heads=kv_heads)
+    return pl.pallas_call(
+        functools.partial(
+            _kernel,
+            shape=shape,
+            tile=tile,
+            scale=scale * LOG2_E,
+            split=split,
+            slots=slots,
+            interpret=interpret,
+        ),
+        grid=(pl.cdiv(shape.packed, tile.rows), kv_heads, batch),
+        out_shape=(
+            jax.ShapeDtypeStruct(
+                (batch, tokens * heads, width), q.dtype if prefix else jnp.float32
+            ),
+            jax.ShapeDtypeStruct((batch, tokens * heads), jnp.float32),
+        ),
+        compiler_params=compiler_params(tile.warps, tile.stages),
+        interpret=interpret,
+        name="speculative_attention" if prefix else "tree_attention",
+    )(q.reshape(batch, tokens * heads, width), k, v, mask, *prefix)
+
+
+def _kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    mask_ref: Any,
+    *refs: Any,
+    shape: PackedShape,
+    tile: TreeTile,
+    scale: float,
+    split: int,
+    slots: int,
+    interpret: bool,
+) -> None:
+    """Attend with a tile of packed query rows of one key/value head to every tree key."""
+    *prefix_refs, out_ref, lse_ref = refs
+    kv_head, batch = pl.program_id(1), pl.program_id(2)
+    row, valid = packed_rows(pl.program_id(0) * tile.rows, tile.rows, kv_head, shape)
+    token = row // shape.heads
+    width, keys = q_ref.shape[2], k_ref.shape[1]
+    padded = pl.next_power_of_2(width)
+    h = jnp.arange(padded)
+    within = (h < width)[None, :]
+    q = pltriton.load(
+        q_ref.at[batch, row[:, None], h[None, :]], mask=valid[:, None] & within, other=0.0
+    )
+
+    def visit(block: jax.Array, state: State) -> State:
+        key = block * tile.keys + jnp.arange(tile.keys)
+        seen = pltriton.load(
+            mask_ref.at[batch, token[:, None], key[None, :]],
+            mask=valid[:, None] & (key < keys)[None, :],
+            other=False,
+        )
+
+        def read(ref: Any, wanted: jax.Array) -> jax.Array:
+            source = ref.at[batch, key[:, None], kv_head, h[None, :]]
+            return pltriton.load(source, mask=wanted[:, None] & within, other=0.0)
+
+        scores = product(q, read(k_ref, key < keys), (1, 1)) * scale
+        scores = jnp.where(seen, scores, -jnp.inf)
+        # Values that no query of the tile sees may be NaN, which a weight of 0 would not silence.
+        v = read(v_ref, seen.astype(jnp.int32).max(axis=0) > 0)
+        top, total, acc = state
+        new_top = jnp.maximum(top, scores.max(axis=1))
+        shift = finite(new_top)
+        weight = exp2(scores - shift[:, None], interpret)
+        keep = exp2(top - shift, interpret)
+        acc = acc * keep[:, None] + product(weight.astype(v.dtype), v, (1, 0))
+        return new_top, total * keep + weight.sum(axis=1), acc
+
+    if prefix_refs:
+        length_ref, partial_ref, partial_lse_ref = prefix_refs
+        reached = reached_splits(length_ref[batch], None, split=split, slots=slots)
+        state = load_merged(
+            partial_ref, partial_lse_ref, batch, row, valid, reached, tile.partials, interpret
+        )
+    else:
+        state = empty_state(tile.rows, padded)
+    state = jax.lax.fori_loop(0, pl.cdiv(keys, tile.keys), visit, state)
+    out, lse = finish(state)
+    out = out.astype(out_ref.dtype)
+    mask = valid[:, None] & within
+    pltriton.store(out_ref.at[batch, row[:, None], h[None, :]], out, mask=mask)
+    pltriton.store(lse_ref.at[batch, row], lse, mask=valid)

@@ -1,0 +1,57 @@
+"""Tree attention in plain XLA: one masked softmax over a few hundred fresh keys."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
+from longspec_jax.ops import prefix_xla
+from longspec_jax.ops.merge import Partial, merge
+
+
+def tree_attention(
+    q: Queries, k: TreeRows, v: TreeRows, mask: TreeMask, *, scale: float | None = None
+) -> Partial:
+    """Attend where the mask is true; see :func:`reference.tree_attention`."""
+    batch, tokens, heads, width = q.shape
+    kv_heads = k.shape[2]
+    scale = width**-0.5 if scale is None else scale
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
+    scores = jnp.einsum(
+        "BTKGH,BUKH->BKGTU", grouped, k, precision=precision, preferred_element_type=jnp.float32
+    )
+    scores = jnp.where(mask[:, None, None], scores * scale, -jnp.inf)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))
+    total = weights.sum(axis=-1, keepdims=True)
+    empty = total == 0
+    # Rows no query sees may hold anything, NaN included.
+    v = jnp.where(mask.any(axis=1)[:, :, None, None], v, jnp.zeros_like(v))
+    out = jnp.einsum(
+        "BKGTU,BUKH->BKGTH",
+        weights.astype(v.dtype),
+        v,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    out = (out / jnp.where(empty, 1.0, total)).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
+    return Partial(out, lse[..., 0].transpose(0, 3, 1, 2).reshape(batch, tokens, heads))
+
+
+def speculative_attention(
+    q: Queries,
+    prefix_k: CacheSlots,
+    prefix_v: CacheSlots,
+    length: Lengths,
+    tree_k: TreeRows,
+    tree_v: TreeRows,
+    mask: TreeMask,
+    *,
+    scale: float | None = None,
+) -> Float[Array, "B T N H"]:
+    """Merge the prefix's and the tree's results; see :func:`reference.speculative_attention`."""
+    prefix = prefix_xla.prefix_attention(q, prefix_k, prefix_v, length, scale=scale)
+    tree = tree_attention(q, tree_k, tree_v, mask, scale=scale)
+    return merge(prefix, tree).out.astype(q.dtype)

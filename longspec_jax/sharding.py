@@ -1,0 +1,73 @@
+"""The device mesh and the one table of partition rules.
+
+Mesh axes: ``data`` replicates parameters over batch shards, ``fsdp`` shards parameters and batch,
+``tp`` shards heads, MLP width and vocabulary. Any of them may be 1. Parameters are matched by their
+path, optimiser states and gradients have the same paths and follow.
+"""
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXES = ("data", "fsdp", "tp")
+BATCH = P(("data", "fsdp"))
+"""Batch rows are spread over both data axes."""
+
+RULES: tuple[tuple[str, P], ...] = (
+    (r"(embedding|head)$", P("tp", "fsdp")),  # [V, D]
+    (r"qkv/fused/kernel$", P("fsdp", "tp", None, None)),  # [D, K, G+2, H]
+    (r"qkv/fused/bias$", P("tp", None, None)),  # [K, G+2, H]
+    (r"cross_q/kernel$", P("fsdp", "tp", None)),  # [D, N, H]
+    (r"cross_q/bias$", P("tp", None)),  # [N, H]
+    (r"(attention/out|self_out|cross_out)/kernel$", P("tp", None, "fsdp")),  # [N, H, D]
+    (r"gate_up/kernel$", P("fsdp", None, "tp")),  # [D, 2, F]
+    (r"down/kernel$", P("tp", "fsdp")),  # [F, D]
+    (r"scale$", P()),
+)
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tp: int = 1) -> Mesh:
+    """A mesh over the first ``data * fsdp * tp`` devices, its axes left to the compiler."""
+    wanted, devices = data * fsdp * tp, jax.devices()
+    if min(data, fsdp, tp) < 1 or wanted > len(devices):
+        raise ValueError(
+            f"mesh data={data} x fsdp={fsdp} x tp={tp} needs {wanted} devices, {len(devices)} are "
+            "here; every axis must be at least 1 and their product at most the device count"
+        )
+    return Mesh(np.asarray(devices[:wanted]).reshape(data, fsdp, tp), AXES)
+
+
+def partition_spec(path: str) -> P:
+    """The spec of the parameter at a ``/``-separated path; exactly one rule must match."""
+    matches = [spec for pattern, spec in RULES if re.search(pattern, path)]
+    if len(matches) != 1:
+        raise ValueError(
+            f"parameter {path!r} matches {len(matches)} partition rules, must match one"
+        )
+    return matches[0]
+
+
+def param_shardings(mesh: Mesh, params: Any) -> Any:
+    """A tree of ``NamedSharding`` for a tree of (possibly abstract) parameters."""
+
+    def shard(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        name = path_name(path)
+        spec = partition_spec(name)
+        for size, axis in zip(leaf.shape, spec, strict=False):
+            if axis is not None and size % mesh.shape[axis]:
+                raise ValueError(
+                    f"parameter {name} {leaf.shape}: {size} does not divide over mesh axis "
+                    f"{axis}={mesh.shape[axis]}; choose a mesh whose axes divide the model's shapes"
+                )
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(shard, params)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """``layers_0/attention/qkv/fused/kernel`` for a key path of a parameter tree."""
+    return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)

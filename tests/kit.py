@@ -1,0 +1,75 @@
+"""The testing kit: tiny models with prime sizes, a lookup-table language model, tolerances."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.config import DraftConfig, TargetConfig
+from longspec_jax.drafters.longspec import LongSpecDraft, LongSpecParams
+from longspec_jax.models.target import Target
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 2e-3}
+"""Largest relative error against float64, by dtype; never loosened quietly."""
+
+
+def tiny_target_config(**overrides: Any) -> TargetConfig:
+    """A two-layer target with grouped heads and sizes that are unlikely to hide a transposition."""
+    fields: dict[str, Any] = dict(
+        architecture="LlamaForCausalLM",
+        vocab_size=101,
+        model_width=36,
+        mlp_width=53,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_width=6,
+        max_positions=1024,
+        dtype="float32",
+    )
+    return TargetConfig(**{**fields, **overrides})
+
+
+def random_target(config: TargetConfig, seed: int = 0, scale: float = 4.0) -> Any:
+    """Random target parameters, scaled up so that the output distribution is far from uniform."""
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    params = Target(config).init(jax.random.key(seed), tokens, method="initialize")["params"]
+    return _spread(params, seed, scale)
+
+
+def random_draft(config: DraftConfig, seed: int = 1, scale: float = 4.0) -> Any:
+    """Random draft parameters; norms and biases are random too."""
+    params = LongSpecDraft(config).init(
+        jax.random.key(seed),
+        jnp.zeros((1, 2, config.model_width), jnp.dtype(config.dtype)),
+        jnp.zeros((1, 2), jnp.int32),
+        lambda q, k, v: q,
+        lambda q: q,
+    )["params"]
+    return _spread(params, seed, scale)
+
+
+def draft_params(layer: Any, target: Any) -> LongSpecParams:
+    """A draft layer bound to its target's tables."""
+    return LongSpecParams(layer, target["embedding"], target.get("head", target["embedding"]))
+
+
+def _spread(params: Any, seed: int, scale: float) -> Any:
+    """Scale the matrices and make norms and biases random, so that every parameter matters."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1000), len(leaves))
+
+    def spread(leaf: jax.Array, key: jax.Array) -> jax.Array:
+        noise = 0.3 * jax.random.normal(key, leaf.shape, jnp.float32)
+        wide = leaf.astype(jnp.float32)
+        wide = wide * scale if np.ptp(np.asarray(wide)) > 0 else wide + noise
+        return wide.astype(leaf.dtype)
+
+    return jax.tree.unflatten(tree, map(spread, leaves, keys))
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    """``||actual - expected|| / ||expected||`` in float64; NaN never passes a comparison."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
