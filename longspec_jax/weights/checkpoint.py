@@ -1,0 +1,140 @@
+"""Weight files of a folder as one set of named tensors that can be read by slice.
+
+Knows files and formats, not models. Safetensors are read through a memory map, so that a slice
+costs its own bytes and nothing else.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+Index: TypeAlias = tuple[slice, ...]
+
+
+class Tensor(NamedTuple):
+    """One stored tensor: what it is, and how to read a part of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """NumPy's name, such as ``bfloat16``."""
+    read: Callable[[Index], np.ndarray]
+    file: Path
+
+
+Tensors: TypeAlias = dict[str, Tensor]
+
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "draft_model_weights.pth",
+)
+"""What weights are called, in the order of preference."""
+
+_SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+"""Safetensors' names of the floating dtypes; other names are passed on, for the error message."""
+
+
+def open_tensors(folder: Path, stack: ExitStack) -> Tensors:
+    """All tensors of a folder's weight files, open until ``stack`` closes.
+
+    Raises:
+      FileNotFoundError: if the folder holds no weights, or its index names a file that is missing.
+      ValueError: if a file cannot be read, or index and files disagree.
+    """
+    name = next((name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    if name is None:
+        found = sorted(path.name for path in folder.iterdir())
+        raise FileNotFoundError(
+            f"{folder} holds no weights: expected one of {', '.join(WEIGHT_FILES)}, found "
+            f"{', '.join(found) or 'nothing'}. Download the whole model again, or name its folder"
+        )
+    if name.endswith(".index.json"):
+        return _open_indexed(folder / name, stack)
+    return _open_file(folder / name, stack)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A parsed JSON object."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path.parent} has no {path.name}; a model folder holds it beside the weights: download "
+            "the whole model again, or name the folder that has both"
+        )
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, must hold an object")
+    return value
+
+
+def _open_indexed(index: Path, stack: ExitStack) -> Tensors:
+    """The tensors of all shards that an index names."""
+    named: dict[str, str] = read_json(index).get("weight_map", {})
+    shards = sorted(set(named.values()))
+    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    if missing or not shards:
+        raise FileNotFoundError(
+            f"{index} names {len(shards)} files, of which {', '.join(missing) or 'none'} "
+            f"{'are' if len(missing) > 1 else 'is'} missing; download the model again"
+        )
+    tensors: Tensors = {}
+    for shard in shards:
+        opened = _open_file(index.parent / shard, stack)
+        listed = {name for name, file in named.items() if file == shard}
+        if listed != set(opened):
+            raise ValueError(
+                f"{shard} and {index.name} disagree about {_some(listed ^ set(opened))}; the files "
+                "come from different saves: download the model again"
+            )
+        tensors |= opened
+    return tensors
+
+
+def _open_file(path: Path, stack: ExitStack) -> Tensors:
+    """The tensors of one file."""
+    if path.suffix == ".safetensors":
+        return _open_safetensors(path, stack)
+    from longspec_jax.weights import torch_files  # Needs torch, which is optional.
+
+    return torch_files.open_torch(path)
+
+
+def _open_safetensors(path: Path, stack: ExitStack) -> Tensors:
+    """The tensors of one safetensors file."""
+    try:
+        file = stack.enter_context(safe_open(path, framework="numpy"))
+        return {name: _tensor(path, file.get_slice(name)) for name in file.keys()}
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise ValueError(
+            f"{path} ({size} bytes) is truncated or not a safetensors file ({error}); "
+            f"{_pointer_advice(path) or 'download it again'}"
+        ) from error
+
+
+def _tensor(path: Path, stored: Any) -> Tensor:
+    """One stored tensor, not read yet."""
+    dtype = _SAFETENSORS_DTYPES.get(stored.get_dtype(), stored.get_dtype())
+    return Tensor(tuple(stored.get_shape()), dtype, stored.__getitem__, path)
+
+
+def _pointer_advice(path: Path) -> str | None:
+    """What to do if a repository was cloned without its large files."""
+    with path.open("rb") as file:
+        is_pointer = file.read(11) == b"version htt"
+    return "it is a git-lfs pointer: run `git lfs pull` in its folder" if is_pointer else None
+
+
+def _some(names: set[str]) -> str:
+    """A few names, and how many more there are."""
+    first, rest = sorted(names)[:8], len(names) - 8
+    return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")

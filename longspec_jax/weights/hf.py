@@ -1,0 +1,127 @@
+"""Load targets and drafts from Hugging Face folders or hub ids, and save them as such.
+
+Nothing is guessed, skipped or cast in silence: the configuration must be one this library computes
+exactly, the tensors must be exactly those it describes, and every value must be finite.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from longspec_jax.config import DraftConfig, TargetConfig
+from longspec_jax.weights import hf_config
+from longspec_jax.weights.checkpoint import open_tensors, read_json
+from longspec_jax.weights.export import write_model
+from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.match import check_tensors, strip_draft_prefix
+from longspec_jax.weights.stream import load_params
+from longspec_jax.weights.tables import draft_table, target_table
+
+
+def load_target(
+    source: str | Path,
+    *,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> tuple[TargetConfig, Any]:
+    """Load a target.
+
+    Args:
+      source: a folder with ``config.json`` and weights, or a hub id.
+      dtype: ``bfloat16``, ``float16`` or ``float32``, to which the weights are cast; if absent, what
+        ``config.json`` says, in which the weights must then be stored.
+      mesh: devices to shard over by the project's rules; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Returns:
+      The configuration and the parameters of :class:`longspec_jax.models.target.Target`.
+
+    Raises:
+      FileNotFoundError: if the model or one of its files is missing.
+      ValueError: if the model is not supported, or its files are damaged or do not fit together.
+    """
+    folder = local_folder(source, revision)
+    config = hf_config.target_config(read_json(folder / "config.json"), dtype)
+    table = target_table(config)
+    with ExitStack() as stack:
+        tensors = open_tensors(folder, stack)
+        check_tensors(table, tensors, str(source), dtype=None if dtype else config.dtype)
+        return config, load_params(table, tensors, config.dtype, mesh)
+
+
+def load_draft(
+    source: str | Path,
+    target: TargetConfig,
+    *,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> tuple[DraftConfig, Any]:
+    """Load a draft in the format of the LongSpec release.
+
+    Args:
+      source: a folder with ``config.json`` and weights, or a hub id.
+      target: the configuration of its target.
+      dtype: to which the weights are cast; the target's dtype if absent, because the draft computes
+        on the target's embeddings and keys.
+      mesh: devices to shard over by the project's rules; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Returns:
+      The configuration and the parameters of :class:`longspec_jax.drafters.longspec.LongSpecDraft`.
+
+    Raises:
+      FileNotFoundError: if the draft or one of its files is missing.
+      ValueError: if the draft does not belong to the target, or its files are damaged or do not fit
+        together.
+    """
+    folder = local_folder(source, revision)
+    config = hf_config.draft_config(read_json(folder / "config.json"), target, dtype)
+    config.check_fits(target)
+    table = draft_table(config)
+    with ExitStack() as stack:
+        tensors = strip_draft_prefix(open_tensors(folder, stack))
+        check_tensors(table, tensors, str(source))
+        return config, load_params(table, tensors, config.dtype, mesh)
+
+
+def save_target(
+    folder: str | Path, config: TargetConfig, params: Any, *, stop_tokens: tuple[int, ...] = ()
+) -> None:
+    """Save a target so that this library and transformers can load it.
+
+    Args:
+      folder: made if absent; weights in it are replaced, other files stay.
+      config: the target's configuration.
+      params: its parameters, of any sharding.
+      stop_tokens: written as ``eos_token_id``.
+    """
+    raw = hf_config.hf_config(config, stop_tokens)
+    write_model(Path(folder), target_table(config), params, config.dtype, raw)
+
+
+def save_draft(
+    folder: str | Path, config: DraftConfig, params: Any, *, target: TargetConfig | None = None
+) -> None:
+    """Save a draft in the format of the LongSpec release; tensors that nothing reads are zeros.
+
+    Args:
+      folder: made if absent; weights in it are replaced, other files stay.
+      config: the draft's configuration.
+      params: its parameters, of any sharding.
+      target: its target; recorded, so that loading it with another vocabulary is refused.
+    """
+    raw = hf_config.hf_draft_config(config, target)
+    write_model(Path(folder), draft_table(config), params, config.dtype, raw)
+
+
+def load_stop_tokens(source: str | Path, *, revision: str | None = None) -> tuple[int, ...]:
+    """Tokens that end a generation, from ``generation_config.json`` or ``config.json``."""
+    folder = local_folder(source, revision)
+    generation = folder / "generation_config.json"
+    return hf_config.stop_tokens(
+        read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None
+    )

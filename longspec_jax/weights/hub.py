@@ -1,0 +1,55 @@
+"""A model's folder: a local one as it is, a hub id through Hugging Face's cache."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+_FILES = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.txt")
+_SAFETENSORS = ("model.safetensors", "model-*.safetensors")
+_PICKLES = ("pytorch_model*.bin", "draft_model_weights.pth")
+
+
+def local_folder(source: str | Path, revision: str | None = None) -> Path:
+    """The folder that holds a model.
+
+    Args:
+      source: a folder, or a hub id such as ``lmsys/vicuna-7b-v1.5-16k``.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      FileNotFoundError: if there is no such folder and the hub does not have it or is out of reach.
+      ValueError: if a revision is given for a folder.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ValueError(
+                f"revision={revision!r} chooses a version of a hub id, but {source} is a folder; "
+                "leave it out"
+            )
+        return folder
+    name = str(source)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise FileNotFoundError(
+            f"{folder} is not a folder; name a folder with config.json and weights, or a hub id of "
+            "the form owner/model"
+        )
+    return _download(name, revision)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    """A hub model in the local cache; pickles only if it has no safetensors."""
+    try:
+        folder = Path(
+            snapshot_download(name, revision=revision, allow_patterns=[*_FILES, *_SAFETENSORS])
+        )
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(name, revision=revision, allow_patterns=[*_FILES, *_PICKLES])
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FileNotFoundError(
+            f"{name!r} is neither a folder here nor could it be fetched from the Hugging Face hub "
+            f"({reason}). Check the name; for a gated model log in with `hf auth login`; offline "
+            "(HF_HUB_OFFLINE), download it first and pass its folder"
+        ) from error
+    return folder

@@ -1,0 +1,140 @@
+"""Stored tensors into arrays of any sharding, piece by piece.
+
+Every device's shard is assembled from the slices of the stored tensors that fall into it, in pieces
+of a few megabytes: a piece is read, checked, cast and transposed while it is in the processor's
+cache. Beside the arrays themselves the host holds a few shards at a time, never a second model.
+"""
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+
+from longspec_jax.sharding import param_shardings, path_name
+from longspec_jax.weights.checkpoint import Tensor, Tensors
+from longspec_jax.weights.tables import Leaf, Part, Table
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""First and one-past-last index on every axis."""
+
+PIECE_BYTES = 1 << 20
+"""Most bytes read at once, unless one slice of a tensor's first factor is larger."""
+READERS = 4
+"""Parameters assembled at the same time."""
+
+_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
+"""The exponent bits; a value is NaN or infinite where all of them are set."""
+
+
+def load_params(table: Table, tensors: Tensors, dtype: str, mesh: Mesh | None) -> Any:
+    """The parameter tree of a table, sharded by the project's rules or on the first device."""
+    shardings = _shardings(table, dtype, mesh)
+
+    def load(leaf: Leaf) -> jax.Array:
+        # Devices that replicate a shard ask for it one by one; it is assembled once.
+        shards: dict[Ranges, np.ndarray] = {}
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            ranges = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
+            if ranges not in shards:
+                shards[ranges] = assemble(leaf, ranges, tensors, dtype)
+            return shards[ranges]
+
+        return jax.make_array_from_callback(leaf.shape, shardings[leaf.path], shard)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        arrays = pool.map(load, table.leaves)
+        paths = (leaf.path for leaf in table.leaves)
+        return unflatten_dict(dict(zip(paths, arrays, strict=True)), sep="/")
+
+
+def assemble(leaf: Leaf, ranges: Ranges, tensors: Tensors, dtype: str) -> np.ndarray:
+    """A block of a parameter, from the slices of its stored tensors that fall into it."""
+    block = np.empty([stop - start for start, stop in ranges], jnp.dtype(dtype))
+    first, last = ranges[leaf.stack]
+    for part in leaf.parts:
+        start, stop = max(first, part.start), min(last, part.start + part.depth)
+        if start >= stop:
+            continue
+        stacked = (start - part.start, stop - part.start)
+        inside = (*ranges[: leaf.stack], stacked, *ranges[leaf.stack + 1 :])
+        room = block[(slice(None),) * leaf.stack + (slice(start - first, stop - first),)]
+        _fill(room, part, inside, tensors[part.source])
+    return block
+
+
+def _fill(room: np.ndarray, part: Part, ranges: Ranges, tensor: Tensor) -> None:
+    """Fill ``room`` with a part's block, in pieces along the tensor's slowest factor."""
+    axis = part.order.index(0)
+    for piece in _pieces(part, ranges, axis, jnp.dtype(tensor.dtype).itemsize):
+        offset = ranges[axis][0]
+        at = (slice(None),) * axis + (slice(piece[axis][0] - offset, piece[axis][1] - offset),)
+        values = _read(part, piece, tensor)
+        room[at] = _cast(values, room.dtype, part.source, tensor)
+
+
+def _pieces(part: Part, ranges: Ranges, axis: int, itemsize: int) -> Iterator[Ranges]:
+    """Cut a block along the axis of the tensor's slowest factor."""
+    start, stop = ranges[axis]
+    each = math.prod(e - b for b, e in ranges) // (stop - start) * itemsize
+    step = max(1, PIECE_BYTES // max(each, 1))
+    for begin in range(start, stop, step):
+        yield (*ranges[:axis], (begin, min(begin + step, stop)), *ranges[axis + 1 :])
+
+
+def _read(part: Part, ranges: Ranges, tensor: Tensor) -> np.ndarray:
+    """A block in the parameter's axis order."""
+    by_factor = dict(zip(part.order, ranges, strict=True))
+    index, view, inner, factor = [], [], [], 0
+    for group in part.groups:
+        # A stored axis is cut by its slowest factor, which is what shardings split; the faster
+        # ones are cut after reading.
+        unit = math.prod(group[1:])
+        start, stop = by_factor[factor]
+        index.append(slice(start * unit, stop * unit))
+        view += [stop - start, *group[1:]]
+        inner += [slice(None), *(slice(*by_factor[factor + i]) for i in range(1, len(group)))]
+        factor += len(group)
+    return tensor.read(tuple(index)).reshape(view)[tuple(inner)].transpose(part.order)
+
+
+def _cast(values: np.ndarray, dtype: np.dtype, name: str, tensor: Tensor) -> np.ndarray:
+    """The values in another dtype; raises if any is not finite."""
+    with np.errstate(over="ignore"):  # Reported below, as an error.
+        cast = values.astype(dtype, copy=False)
+    if is_finite(cast):
+        return cast
+    if np.isfinite(values.astype(np.float64)).all():
+        largest = np.abs(values.astype(np.float64)).max()
+        raise ValueError(
+            f"{tensor.file}: {name} holds {largest:g}, which overflows {dtype.name}; pass "
+            "dtype='bfloat16' or dtype='float32'"
+        )
+    raise ValueError(
+        f"{tensor.file}: {name} holds NaN or infinite values; the file is damaged or its training "
+        "diverged: download it again, or load another checkpoint"
+    )
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite; three times faster on the bits than on the numbers."""
+    mask = _EXPONENT[values.dtype.name]
+    bits = values.view(f"u{values.dtype.itemsize}")
+    return bool(np.bitwise_and(bits, mask).max(initial=0) != mask)
+
+
+def _shardings(table: Table, dtype: str, mesh: Mesh | None) -> dict[str, Sharding]:
+    """The sharding of every parameter, by path."""
+    if mesh is None:
+        device = SingleDeviceSharding(jax.devices()[0])
+        return {leaf.path: device for leaf in table.leaves}
+    shapes = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf in table.leaves}
+    tree = param_shardings(mesh, unflatten_dict(shapes, sep="/"))
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {path_name(path): sharding for path, sharding in paths}

@@ -1,0 +1,65 @@
+"""Tensors of ``.bin`` and ``.pth`` files, for those who have torch installed.
+
+Such files are pickles; they are read with ``weights_only=True``, which runs no code of theirs.
+"""
+
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from longspec_jax.weights.checkpoint import Index, Tensor, Tensors
+
+
+def open_torch(path: Path) -> Tensors:
+    """The tensors of one file, memory-mapped where its format allows.
+
+    Raises:
+      ImportError: if torch is not installed.
+      ValueError: if the file is damaged or holds anything but tensors.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is a torch pickle and torch is not installed; install torch, or convert the "
+            "model to safetensors"
+        ) from error
+    try:
+        # Files older than torch 1.6 are no zip archives and cannot be mapped.
+        mapped = zipfile.is_zipfile(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) is damaged, or holds objects that "
+            f"weights_only=True does not load ({error}); download it again, or use safetensors"
+        ) from error
+    strange = _strange(state, torch)
+    if strange:
+        raise ValueError(f"{path} must be a flat dictionary of tensors, but holds {strange}")
+    return {name: _tensor(path, tensor, torch) for name, tensor in state.items()}
+
+
+def _strange(state: Any, torch: Any) -> str | None:
+    """What in a loaded file is not a named tensor."""
+    if not isinstance(state, dict):
+        return f"a {type(state).__name__}"
+    others = {name: type(value).__name__ for name, value in state.items()
+              if not isinstance(value, torch.Tensor)}  # fmt: skip
+    return str(others) if others else None
+
+
+def _tensor(path: Path, tensor: Any, torch: Any) -> Tensor:
+    """One torch tensor as a readable one."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+
+    def read(index: Index) -> np.ndarray:
+        part = tensor[index].contiguous()
+        if dtype == "bfloat16":  # NumPy has no bfloat16 of its own: pass the bits.
+            return part.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return part.numpy()
+
+    return Tensor(tuple(tensor.shape), dtype, read, path)
