@@ -161,16 +161,16 @@ MAX_TREE_NODES = 256
 PLAIN = TreeConfig(())
 
 
-_SEVEN_B = dict(
+_SEVEN_B: dict[str, Any] = dict(
     model_width=4096, mlp_width=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_width=128
 )
-_THIRTEEN_B = dict(
+_THIRTEEN_B: dict[str, Any] = dict(
     model_width=5120, mlp_width=13824, num_layers=40, num_heads=40, num_kv_heads=40, head_width=128
 )
-_EIGHT_B = dict(
+_EIGHT_B: dict[str, Any] = dict(
     model_width=4096, mlp_width=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_width=128
 )
-_QWQ = dict(
+_QWQ: dict[str, Any] = dict(
     architecture="Qwen2ForCausalLM",
     vocab_size=152064,
     model_width=5120,

@@ -15,9 +15,15 @@ def _wants_gpu() -> bool:
 
 if not _wants_gpu():
     os.environ["JAX_PLATFORMS"] = "cpu"
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+    # Tests compile many tiny programs once: the compiler's own time is what they cost.
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            "--xla_force_host_platform_device_count=8",
+            "--xla_backend_optimization_level=0",
+            "--xla_llvm_disable_expensive_passes=true",
+            os.environ.get("XLA_FLAGS", ""),
+        ]
+    )
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

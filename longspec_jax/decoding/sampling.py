@@ -50,7 +50,7 @@ def noise(
 
 
 def perturb(
-    logits: Float[Array, "B T V"], gumbel: Float[Array, "B T v"], sampling: Sampling
+    logits: Float[Array, "B T V"], gumbel: Float[Array, "B #T #V"], sampling: Sampling
 ) -> Float[Array, "B T V"]:
     """Scores whose argmax is the draw: filtered, tempered logits plus noise; plain ones at 0."""
     if not sampling.stochastic:
@@ -66,14 +66,14 @@ def perturb(
 
 
 def draw(
-    logits: Float[Array, "B T V"], gumbel: Float[Array, "B T v"], sampling: Sampling
+    logits: Float[Array, "B T V"], gumbel: Float[Array, "B #T #V"], sampling: Sampling
 ) -> Int[Array, "B T"]:
     """The drawn token of every position; ties go to the lowest token id."""
     return jnp.argmax(perturb(logits, gumbel, sampling), axis=-1).astype(jnp.int32)
 
 
 def log_probabilities(
-    logits: Float[Array, "B T V"], gumbel: Float[Array, "B T v"], sampling: Sampling
+    logits: Float[Array, "B T V"], gumbel: Float[Array, "B #T #V"], sampling: Sampling
 ) -> Float[Array, "B T V"]:
     """A draft's belief in what the target will draw under this noise.
 

@@ -6,7 +6,7 @@ ops.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from longspec_jax.axes import Array, Lengths, TreeMask
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.models.target import Target
+from longspec_jax.models.target import Attend, Target, TargetOutput
 from longspec_jax.ops.attention import chunk_attention, speculative_attention
 
 
@@ -31,6 +31,7 @@ class Verification(NamedTuple):
     """Values of the tree's nodes, ``L x [B, T, K, H]``."""
 
 
+@runtime_checkable
 class TargetModel(Protocol):
     """Pure functions of parameters and cache; the object itself is static and hashable."""
 
@@ -91,10 +92,9 @@ class CachedTarget:
             past = cache.keys[layer], cache.values[layer]
             return chunk_attention(q, *past, length, k, v, implementation=self.attention)
 
-        model, variables = Target(self.config), {"params": params}
-        output = model.apply(variables, tokens, positions, attend)
+        output = self._forward(params, tokens, positions, attend)
         hidden = jnp.take_along_axis(output.hidden, last[:, None, None], axis=1)[:, 0]
-        logits = model.apply(variables, hidden, method="unembed")
+        logits = self._unembed(params, hidden)
         return logits, cache_lib.append_chunk(cache, output.keys, output.values, offset)
 
     def verify(
@@ -114,8 +114,17 @@ class CachedTarget:
                 q, *past, length, k, v, mask, implementation=self.attention
             )
 
-        model, variables = Target(self.config), {"params": params}
         with jax.named_scope("verify"):
-            output = model.apply(variables, tokens, positions, attend)
-            logits = model.apply(variables, output.hidden, method="unembed")
+            output = self._forward(params, tokens, positions, attend)
+            logits = self._unembed(params, output.hidden)
         return Verification(logits, output.keys, output.values)
+
+    def _forward(
+        self, params: Any, tokens: Array, positions: Array, attend: Attend
+    ) -> TargetOutput:
+        output: Any = Target(self.config).apply({"params": params}, tokens, positions, attend)
+        return output
+
+    def _unembed(self, params: Any, hidden: Array) -> Array:
+        logits: Any = Target(self.config).apply({"params": params}, hidden, method="unembed")
+        return logits

@@ -7,7 +7,7 @@ own draws walk its tree.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from jaxtyping import Float, Int
 
@@ -33,6 +33,7 @@ class Context(NamedTuple):
     """The target's last-layer values."""
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Pure functions of parameters and state; the object itself is static and hashable."""
 

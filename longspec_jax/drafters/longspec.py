@@ -181,18 +181,15 @@ class LongSpecDrafter:
                 return partial.out.astype(q.dtype)
 
             with jax.named_scope(f"draft_level_{depth + 1}"):
-                hidden = (
-                    LongSpecDraft(self.config)
-                    .apply(
-                        {"params": params.layer},
-                        jnp.take(params.embedding, tree.tokens[:, nodes], axis=0),
-                        positions,
-                        attend_self,
-                        lambda q: self._attend_cross(q, context),
-                    )
-                    .hidden
+                output: Any = LongSpecDraft(self.config).apply(
+                    {"params": params.layer},
+                    jnp.take(params.embedding, tree.tokens[:, nodes], axis=0),
+                    positions,
+                    attend_self,
+                    lambda q: self._attend_cross(q, context),
                 )
-                scores = total[:, :, None] + score(head_logits(params.head, hidden), depth)
+                logits = head_logits(params.head, output.hidden)
+                scores = total[:, :, None] + score(logits, depth)
                 total, parents, tokens = best_continuations(scores, children)
                 tree = grow(tree, first + width, tokens, first + parents)
             first, width = first + width, children
@@ -221,9 +218,10 @@ class LongSpecDrafter:
         self, params: LongSpecParams, tokens: Array, positions: Array
     ) -> tuple[Array, Array]:
         embedded = jnp.take(params.embedding, tokens, axis=0)
-        return LongSpecDraft(self.config).apply(
+        keys_values: Any = LongSpecDraft(self.config).apply(
             {"params": params.layer}, embedded, positions, method="keys_values"
         )
+        return keys_values
 
     def _attend_cross(self, q: Array, context: Context) -> Array:
         partial = prefix_attention(

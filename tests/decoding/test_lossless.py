@@ -1,0 +1,311 @@
+"""Losslessness, pathwise: speculative output equals plain decoding, token for token, in float32."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.decoding import engine
+from longspec_jax.decoding.engine import Params, Request, decode, decode_steps, prefill, room
+from longspec_jax.decoding.sampling import Sampling
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import NoDraft
+from longspec_jax.drafters.longspec import LongSpecDrafter
+from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+from tests.lookup import ConstantDrafter, LookupDrafter, LookupTarget, random_table
+
+VOCABULARY = 13
+TREES = [
+    TreeConfig((4, 5, 3)),
+    TreeConfig((1, 1, 1, 1)),
+    TreeConfig((2,)),
+    TreeConfig((3, 7, 7, 2)),
+]
+LENGTHS = np.array([19, 7, 1], np.int32)
+NEW = np.array([31, 23, 17], np.int32)
+
+
+def request(
+    temperature: Any = 0.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    seeds: Any = (5, 6, 7),
+    stop: Any = ((-1,),) * 3,
+    new: Any = NEW,
+) -> Request:
+    """A batch's requests; scalars hold for every row."""
+    rows = len(seeds)
+
+    def spread(value: Any, dtype: Any) -> jax.Array:
+        return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
+
+    sampling = Sampling(
+        spread(temperature, jnp.float32),
+        spread(top_k, jnp.int32),
+        spread(top_p, jnp.float32),
+        jnp.asarray(seeds, jnp.uint32),
+        stochastic=bool(np.any(np.asarray(temperature) > 0)),
+        filtered=bool(np.any(np.asarray(top_k) > 0) or np.any(np.asarray(top_p) < 1)),
+    )
+    return Request(sampling, jnp.asarray(stop, jnp.int32), jnp.asarray(new, jnp.int32))
+
+
+def prompts(vocabulary: int, lengths: np.ndarray = LENGTHS, seed: int = 0) -> np.ndarray:
+    """Random prompts, the padding random too: it must not matter."""
+    shape = (len(lengths), int(lengths.max()))
+    return np.random.default_rng(seed).integers(0, vocabulary, shape).astype(np.int32)
+
+
+def generate(target, drafter, params, tokens, lengths, req, capacity=128, chunk=8):
+    """Emitted tokens of every row, and the final state."""
+    state = prefill(
+        target,
+        drafter,
+        params,
+        jnp.asarray(tokens),
+        jnp.asarray(lengths),
+        req,
+        capacity=capacity,
+        max_emitted=int(req.max_new_tokens.max()),
+        chunk=chunk,
+    )
+    state = decode(target, drafter, params, req, state)
+    rows = [np.asarray(state.output)[b, : int(state.emitted[b])] for b in range(len(lengths))]
+    return rows, state
+
+
+def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    """Every row is the same token for token."""
+    for row, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        np.testing.assert_array_equal(a, e, err_msg=f"row {row}")
+
+
+TABLE = random_table(0, 97, VOCABULARY)
+DRAFT_TABLES = {
+    "perfect": TABLE,
+    "near": TABLE + random_table(1, 97, VOCABULARY, 0.7),
+    "random": random_table(2, 97, VOCABULARY),
+    "adversarial": -TABLE,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("draft", DRAFT_TABLES)
+def test_lookup_model_is_drafter_invariant(draft: str, temperature: float) -> None:
+    target, tokens, req = LookupTarget(VOCABULARY), prompts(VOCABULARY), request(temperature)
+    plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
+    params = Params(TABLE, DRAFT_TABLES[draft])
+    for tree in TREES:
+        rows, state = generate(target, LookupDrafter(tree), params, tokens, LENGTHS, req)
+        assert_same(rows, plain)
+        emitted, rounds = int(state.emitted.sum()) - 3, int(state.rounds.sum())
+        histogram = np.asarray(state.histogram).sum(axis=0)
+        assert histogram.sum() == rounds
+        assert histogram @ np.arange(1, tree.num_levels + 2) == emitted
+        if draft == "perfect" and set(tree.widths) == {1}:
+            # A chain of the target's own draws: only a row's last round may be cut, by its budget.
+            assert histogram[-1] >= rounds - 3
+        if draft == "adversarial" and tree.widths == (2,) and temperature == 0:
+            assert histogram[0] == rounds
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_duplicate_siblings_do_no_harm(temperature: float) -> None:
+    target, tokens, req = LookupTarget(VOCABULARY), prompts(VOCABULARY), request(temperature)
+    plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
+    for tree in TREES[::3]:
+        rows, _ = generate(target, ConstantDrafter(tree), Params(TABLE, ()), tokens, LENGTHS, req)
+        assert_same(rows, plain)
+
+
+@pytest.mark.parametrize("filters", [dict(top_k=3), dict(top_p=0.6), dict(top_k=5, top_p=0.8)])
+def test_filtered_sampling_is_drafter_invariant(filters: dict[str, Any]) -> None:
+    target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
+    req = request(0.9, **filters)
+    plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
+    free, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, request(0.9))
+    assert any(not np.array_equal(a, b) for a, b in zip(plain, free, strict=True))
+    params = Params(TABLE, DRAFT_TABLES["near"])
+    rows, _ = generate(target, LookupDrafter(TREES[0]), params, tokens, LENGTHS, req)
+    assert_same(rows, plain)
+
+
+def test_rows_of_one_batch_may_sample_differently() -> None:
+    target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
+    mixed = request(temperature=(0.0, 1.0, 0.7), top_k=(0, 4, 0), top_p=(1.0, 1.0, 0.8))
+    params = Params(TABLE, DRAFT_TABLES["near"])
+    rows, _ = generate(target, LookupDrafter(TREES[0]), params, tokens, LENGTHS, mixed)
+    for b in range(3):
+        alone = request(
+            mixed.sampling.temperature[b],
+            mixed.sampling.top_k[b],
+            mixed.sampling.top_p[b],
+            seeds=mixed.sampling.seed[b : b + 1],
+            stop=((-1,),),
+            new=NEW[b : b + 1],
+        )
+        plain, _ = generate(
+            target, NoDraft(), Params(TABLE, ()), tokens[b : b + 1], LENGTHS[b : b + 1], alone
+        )
+        np.testing.assert_array_equal(rows[b], plain[0])
+
+
+def test_stop_tokens_and_budgets_cut_each_row_alone() -> None:
+    target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
+    params = Params(TABLE, TABLE)
+    free, _ = generate(target, NoDraft(), params, tokens, LENGTHS, request(1.0))
+    stop = ((int(free[0][9]), -1), (int(free[1][4]), int(free[1][6])), (-1, -1))
+    expected = []
+    for row, stops in zip(free, stop, strict=True):
+        cut = [i for i, token in enumerate(row) if token in stops]
+        expected.append(row[: cut[0] + 1] if cut else row)
+    assert len(expected[0]) < len(free[0]) and len(expected[2]) == NEW[2]
+    for drafter in (NoDraft(), *map(LookupDrafter, TREES[:2])):
+        rows, _ = generate(target, drafter, params, tokens, LENGTHS, request(1.0, stop=stop))
+        assert_same(rows, expected)
+
+
+def test_a_first_token_that_stops_ends_the_row() -> None:
+    target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
+    params = Params(TABLE, TABLE)
+    free, _ = generate(target, NoDraft(), params, tokens, LENGTHS, request())
+    stop = ((int(free[0][0]),), (-1,), (-1,))
+    rows, state = generate(
+        target, LookupDrafter(TREES[0]), params, tokens, LENGTHS, request(stop=stop, new=(9, 1, 9))
+    )
+    assert [len(row) for row in rows[:2]] == [1, 1]
+    assert int(state.rounds[0]) == int(state.rounds[1]) == 0
+
+
+def test_streaming_and_the_device_loop_agree() -> None:
+    target, tokens, req = LookupTarget(VOCABULARY), prompts(VOCABULARY), request(0.7)
+    drafter, params = LookupDrafter(TREES[0]), Params(TABLE, DRAFT_TABLES["near"])
+    rows, final = generate(target, drafter, params, tokens, LENGTHS, req)
+    start = prefill(
+        target,
+        drafter,
+        params,
+        jnp.asarray(tokens),
+        jnp.asarray(LENGTHS),
+        req,
+        capacity=128,
+        max_emitted=int(NEW.max()),
+        chunk=8,
+    )
+    counts, last = [], start
+    for last in decode_steps(target, drafter, params, req, start):
+        counts.append(np.asarray(last.emitted))
+    assert_same([np.asarray(last.output)[b, : counts[-1][b]] for b in range(3)], rows)
+    np.testing.assert_array_equal(last.histogram, final.histogram)
+    assert all((after >= before).all() for before, after in zip(counts, counts[1:], strict=False))
+
+
+CONFIG = tiny_target_config()
+WINDOW = 11  # Shorter than the prompts, so that the ring wraps.
+DRAFT = DraftConfig.for_target(CONFIG, window=WINDOW)
+
+
+@pytest.fixture(scope="module")
+def models() -> Params:
+    """A random target, and a draft of which part is the target's own taste."""
+    target = random_target(CONFIG)
+    return Params(target, draft_params(random_draft(DRAFT), target))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_transformers_are_drafter_invariant(models: Params, temperature: float) -> None:
+    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
+    req = request(temperature)
+    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    for tree in TREES[:2]:
+        rows, _ = generate(target, LongSpecDrafter(DRAFT, tree), models, tokens, LENGTHS, req)
+        assert_same(rows, plain)
+
+
+def test_output_does_not_depend_on_chunk_capacity_or_neighbours(models: Params) -> None:
+    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
+    drafter = LongSpecDrafter(DRAFT, TREES[0])
+    rows, _ = generate(target, drafter, models, tokens, LENGTHS, request(0.7))
+    for capacity, chunk in ((128, 5), (128, 19), (384, 8), (640, 64)):
+        again, _ = generate(target, drafter, models, tokens, LENGTHS, request(0.7), capacity, chunk)
+        assert_same(again, rows)
+    for b in range(3):
+        alone = request(0.7, seeds=(5 + b,), stop=((-1,),), new=NEW[b : b + 1])
+        single, _ = generate(target, drafter, models, tokens[b : b + 1], LENGTHS[b : b + 1], alone)
+        np.testing.assert_array_equal(single[0], rows[b])
+    order = np.array([2, 0, 1])
+    other, _ = generate(
+        target,
+        drafter,
+        models,
+        tokens[order],
+        LENGTHS[order],
+        request(0.7, seeds=5 + order, new=NEW[order]),
+    )
+    assert_same([other[i] for i in np.argsort(order)], rows)
+
+
+def test_cached_decoding_equals_running_the_whole_text_again(models: Params) -> None:
+    """The oracle that uses no cache: every token from one causal pass over all before it."""
+    from longspec_jax.models.target import Target
+    from longspec_jax.ops.reference import causal_attention
+
+    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
+    rows, _ = generate(target, LongSpecDrafter(DRAFT, TREES[0]), models, tokens, LENGTHS, request())
+    model, variables = Target(CONFIG), {"params": models.target}
+    for b, row in enumerate(rows):
+        text = np.concatenate([tokens[b, : LENGTHS[b]], row])[None]
+        positions = np.arange(text.shape[1])[None]
+        output = model.apply(
+            variables, text, positions, lambda layer, q, k, v: causal_attention(q, k, v)
+        )
+        logits = model.apply(variables, output.hidden, method="unembed")
+        draws = np.asarray(jnp.argmax(logits[0], axis=-1))
+        np.testing.assert_array_equal(draws[LENGTHS[b] - 1 : -1], row)
+
+
+def test_draft_state_bytes_do_not_depend_on_the_context(models: Params) -> None:
+    target, drafter = CachedTarget(CONFIG), LongSpecDrafter(DRAFT, TREES[0])
+    sizes = []
+    for length in (23, 401):
+        lengths = np.array([length], np.int32)
+        req = request(seeds=(1,), stop=((-1,),), new=(3,))
+        _, state = generate(
+            target, drafter, models, prompts(101, lengths), lengths, req, capacity=512
+        )
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(state.draft)))
+    assert sizes[0] == sizes[1] == 2 * WINDOW * CONFIG.num_kv_heads * CONFIG.head_width * 4
+
+
+def test_the_suite_catches_noise_that_depends_on_the_round(
+    models: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: key the noise by anything but seed and position, and equality breaks."""
+    target, tokens, req = LookupTarget(VOCABULARY), prompts(VOCABULARY), request(1.0)
+    plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
+    honest = engine.noise
+
+    def shifted(sampling: Sampling, positions: jax.Array, vocabulary: int) -> jax.Array:
+        # Every node of a round draws with the noise of the round's first position.
+        return honest(sampling, jnp.broadcast_to(positions[:, :1], positions.shape), vocabulary)
+
+    monkeypatch.setattr(engine, "noise", shifted)
+    fresh = LookupDrafter(TreeConfig((5, 4)))  # A shape no other test has compiled.
+    rows, _ = generate(target, fresh, Params(TABLE, TABLE), tokens, LENGTHS, req)
+    assert any(not np.array_equal(a, b) for a, b in zip(rows, plain, strict=True))
+
+
+def test_room_is_what_a_round_writes() -> None:
+    """A cache filled to the brim: the last round must not be clamped back over the prefix."""
+    target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
+    params = Params(TABLE, TABLE)
+    plain, _ = generate(target, NoDraft(), params, tokens, LENGTHS, request(), capacity=128)
+    tree = TREES[0]
+    tight = int((LENGTHS + NEW).max()) + room(tree.num_levels)
+    rows, _ = generate(
+        target, LookupDrafter(tree), params, tokens, LENGTHS, request(), capacity=tight
+    )
+    assert_same(rows, plain)

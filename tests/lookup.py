@@ -1,0 +1,115 @@
+"""A language model that is a lookup table over its whole history, and drafters for it.
+
+Logits at a token depend on a hash of every visible token and its position, so one wrong slot, mask
+bit or position changes them. The cache holds token ids as one-wide "keys", which sends them through
+the real cache code.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.cache import KVCache, append_chunk
+from longspec_jax.decoding.target import Verification
+from longspec_jax.drafters.tree import best_continuations, grow, plant
+
+
+def random_table(seed: int, rows: int, vocabulary: int, sharpness: float = 2.0) -> jax.Array:
+    """Logits ``[rows, V]``, one row for every value of the history's hash."""
+    return sharpness * jax.random.normal(jax.random.key(seed), (rows, vocabulary))
+
+
+def token_hash(tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """What one token contributes to the hash of a history."""
+    return (tokens.astype(jnp.int32) + 1) * (positions * 7 + 3)
+
+
+@dataclass(frozen=True)
+class LookupTarget:
+    """``logits = table[hash(visible tokens, positions) % rows]``; the parameters are the table."""
+
+    vocab_size: int
+
+    def allocate(self, batch, capacity):
+        # Unwritten memory may hold anything.
+        keys, values = (jnp.full((batch, 1, capacity, 1), jnp.nan) for _ in range(2))
+        return KVCache((keys,), (values,))
+
+    def prefill_chunk(self, params, cache, tokens, offset, last):
+        rows = tokens[:, :, None, None].astype(jnp.float32)
+        cache = append_chunk(cache, (rows,), (rows,), offset)
+        seen = jnp.arange(cache.capacity) <= offset + last[:, None]
+        return params[self._history(cache, seen) % params.shape[0]], cache
+
+    def verify(self, params, cache, tokens, positions, mask, length):
+        past = self._history(cache, jnp.arange(cache.capacity) < length[:, None])
+        own = jnp.where(mask, token_hash(tokens, positions)[:, None, :], 0).sum(axis=2)
+        rows = tokens[:, :, None, None].astype(jnp.float32)
+        return Verification(params[(past[:, None] + own) % params.shape[0]], (rows,), (rows,))
+
+    def _history(self, cache, seen):
+        tokens = jnp.where(seen, cache.keys[0][:, 0, :, 0], 0).astype(jnp.int32)
+        return jnp.where(seen, token_hash(tokens, jnp.arange(cache.capacity)), 0).sum(axis=1)
+
+
+@dataclass(frozen=True)
+class LookupDrafter:
+    """Beam search over its own table: the target's (perfect), another (random), or its negative."""
+
+    tree: TreeConfig
+
+    def prefill(self, params, tokens, length):
+        positions = jnp.arange(tokens.shape[1])
+        return jnp.where(positions < length[:, None], token_hash(tokens, positions), 0).sum(axis=1)
+
+    def propose(self, params, state, context, score):
+        tree = plant(context.pending, self.tree)
+        total = jnp.zeros((context.pending.shape[0], 1), jnp.float32)
+        history = state[:, None] + token_hash(context.pending, context.length)[:, None]
+        first, width = 0, 1
+        for depth, children in enumerate(self.tree.widths):
+            scores = score(params[history % params.shape[0]], depth)
+            total, parents, tokens = best_continuations(total[:, :, None] + scores, children)
+            tree = grow(tree, first + width, tokens, first + parents)
+            positions = context.length[:, None] + depth + 1
+            history = jnp.take_along_axis(history, parents, axis=1) + token_hash(tokens, positions)
+            first, width = first + width, children
+        return tree
+
+    def commit(self, params, state, tokens, count, length):
+        step = jnp.arange(tokens.shape[1])
+        fresh = token_hash(tokens, length[:, None] + step)
+        return state + jnp.where(step < count[:, None], fresh, 0).sum(axis=1)
+
+
+@dataclass(frozen=True)
+class ConstantDrafter:
+    """Adversarial: every node carries the same token, so siblings are duplicates of each other."""
+
+    tree: TreeConfig
+
+    def prefill(self, params, tokens, length):
+        return ()
+
+    def propose(self, params, state, context, score):
+        tree = plant(context.pending, self.tree)
+        first, width = 0, 1
+        for children in self.tree.widths:
+            shape = (context.pending.shape[0], children)
+            parents = jnp.broadcast_to(first + jnp.arange(children) % width, shape)
+            tree = grow(tree, first + width, jnp.full(shape, 2, jnp.int32), parents)
+            first, width = first + width, children
+        return tree
+
+    def commit(self, params, state, tokens, count, length):
+        return ()
+
+
+def table_params(target: jax.Array, draft: jax.Array | None = None) -> Any:
+    """Parameters of both models as the engine takes them."""
+    from longspec_jax.decoding.engine import Params
+
+    return Params(target, target if draft is None else draft)
