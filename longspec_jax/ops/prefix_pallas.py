@@ -306,7 +306,7 @@ def _split_kernel(
     interpret: bool,
 ) -> None:
     """Attend with one row tile of one key/value head to one split."""
-    split = pl.program_id(1)
+    row_tile, split = pl.program_id(0), pl.program_id(1)
     batch, kv_head = pl.program_id(2) // shape.kv_heads, pl.program_id(2) % shape.kv_heads
     lower = split * tile.split
     slots, width = k_ref.shape[2:]
@@ -319,7 +319,7 @@ def _split_kernel(
 
     def attend() -> None:
         queries, places = [], []
-        first = pl.program_id(0) * tile.total_rows
+        first = row_tile * tile.total_rows
         for count in tile.rows:
             row, valid = packed_rows(first, count, kv_head, shape)
             mask = valid[:, None] & within
