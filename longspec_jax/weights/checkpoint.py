@@ -123,7 +123,8 @@ def _open_safetensors(path: Path, stack: ExitStack) -> Tensors:
 
 def _tensor(path: Path, stored: Any) -> Tensor:
     """One stored tensor, not read yet."""
-    dtype = _SAFETENSORS_DTYPES.get(stored.get_dtype(), stored.get_dtype())
+    kind: str = stored.get_dtype()
+    dtype = _SAFETENSORS_DTYPES.get(kind, kind)
     return Tensor(tuple(stored.get_shape()), dtype, stored.__getitem__, path)
 
 

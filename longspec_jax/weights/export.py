@@ -14,13 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from longspec_jax.weights.hf_config import RawConfig
 from longspec_jax.weights.match import check_params
+from longspec_jax.weights.raw import RawConfig
 from longspec_jax.weights.stream import is_finite
 from longspec_jax.weights.tables import Leaf, Part, Table
 
 SHARD_BYTES = 4 << 30
 """Most bytes of one file; a larger model is written as several files and an index."""
+_REPLACED = (
+    "config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+)
 
 
 def write_model(folder: Path, table: Table, params: Any, dtype: str, raw: RawConfig) -> None:
@@ -31,8 +37,9 @@ def write_model(folder: Path, table: Table, params: Any, dtype: str, raw: RawCon
     """
     found = check_params(table, params, dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in (*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")):
-        stale.unlink()
+    for pattern in _REPLACED:
+        for stale in folder.glob(pattern):
+            stale.unlink()
     shards = list(_shards(table, jnp.dtype(dtype).itemsize))
     weight_map = {}
     for number, leaves in enumerate(shards, start=1):

@@ -7,18 +7,11 @@ approximated: each refusal names the values, the rule and what to do.
 """
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
-from longspec_jax.config import (
-    DraftConfig,
-    LinearRopeScaling,
-    Llama3RopeScaling,
-    RopeScaling,
-    TargetConfig,
-)
-
-RawConfig: TypeAlias = dict[str, Any]
-"""A parsed ``config.json``."""
+from longspec_jax.config import DraftConfig, LinearRopeScaling, RopeScaling, TargetConfig
+from longspec_jax.weights.hf_rope import KEYS as ROPE_KEYS
+from longspec_jax.weights.hf_rope import raw_rope, rope_scaling, rope_theta
+from longspec_jax.weights.raw import RawConfig, check_keys, value
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -33,12 +26,14 @@ class Family:
     head_width: int | None = None
     """Head width where ``head_dim`` is absent; ``None`` divides the model width by the heads."""
     window_switch: str | None = None
-    """The key that turns ``sliding_window`` on; ``None`` if the number alone does."""
+    """The key that turns ``sliding_window`` on; ``None`` where the family has no windows."""
+    default_window: int | None = None
+    """``sliding_window`` where the key is absent; null means none."""
 
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama"),
-    "MistralForCausalLM": Family("mistral"),
+    "MistralForCausalLM": Family("mistral", window_switch="sliding_window", default_window=4096),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, window_switch="use_sliding_window"),
     "Qwen3ForCausalLM": Family(
         "qwen3", qk_norm=True, head_width=128, window_switch="use_sliding_window"
@@ -68,24 +63,24 @@ def target_config(raw: RawConfig, dtype: str | None = None) -> TargetConfig:
     """
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
-    _check_keys(raw, (*_WIDTHS.values(), "max_position_embeddings"), architecture)
-    _check_refused(raw, architecture)
+    check_keys(raw, (*_WIDTHS.values(), "max_position_embeddings"), architecture)
+    _check_refused(raw, _REFUSED_TARGET, architecture)
     scaling = rope_scaling(raw)
     max_positions = _max_positions(raw, scaling)
-    _check_window(raw, family, architecture, max_positions)
+    _check_window(raw, family, max_positions)
     heads, width = raw["num_attention_heads"], raw["hidden_size"]
     return TargetConfig(
         architecture=architecture,
         **{field: raw[key] for field, key in _WIDTHS.items()},
-        num_kv_heads=_value(raw, "num_key_value_heads", heads),
-        head_width=_value(raw, "head_dim", family.head_width or width // heads),
+        num_kv_heads=value(raw, "num_key_value_heads", heads),
+        head_width=value(raw, "head_dim", family.head_width or width // heads),
         max_positions=max_positions,
         rope_theta=rope_theta(raw),
         rope_scaling=scaling,
-        norm_eps=_value(raw, "rms_norm_eps", 1e-6),
+        norm_eps=value(raw, "rms_norm_eps", 1e-6),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        tied_embeddings=_value(raw, "tie_word_embeddings", False),
+        tied_embeddings=value(raw, "tie_word_embeddings", False),
         dtype=_dtype(raw, dtype),
     )
 
@@ -113,10 +108,8 @@ def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> RawCon
         "torch_dtype": config.dtype,
         # Explicit, because transformers' own defaults (1 and 2) mean something else elsewhere.
         "bos_token_id": None,
-        "eos_token_id": list(stop_tokens)
-        if len(stop_tokens) > 1
-        else next(iter(stop_tokens), None),
-        **_raw_rope(config.rope_theta, config.rope_scaling),
+        "eos_token_id": list(stop_tokens) or None,
+        **raw_rope(config.rope_theta, config.rope_scaling),
         **_raw_positions(config),
     }
     if family.model_type == "mistral":  # Absent, transformers would assume a window of 4096.
@@ -136,30 +129,31 @@ def draft_config(raw: RawConfig, target: TargetConfig, dtype: str | None = None)
     Raises:
       ValueError: if the file describes a draft for another vocabulary, or an unknown rotary scaling.
     """
-    vocab_size = _value(raw, "vocab_size", target.vocab_size)
+    vocab_size = value(raw, "vocab_size", target.vocab_size)
     if vocab_size != target.vocab_size:
         raise ValueError(
             f"the draft was made for vocab_size={vocab_size}, the target has {target.vocab_size}. A "
             "draft shares its target's vocabulary: load the draft that belongs to this target"
         )
-    _check_refused(raw, "the draft")
-    width = _value(raw, "hidden_size", target.model_width)
-    heads = _value(raw, "num_attention_heads", target.num_heads)
+    # The release's drafts have biases whatever their file says about the target's.
+    _check_refused(raw, _REFUSED, "the draft")
+    width = value(raw, "hidden_size", target.model_width)
+    heads = value(raw, "num_attention_heads", target.num_heads)
     # The published drafts divide width by heads; ours may name a head width, as Qwen3 needs.
     inherited = target.head_width if "hidden_size" not in raw else width // heads
-    has_rope = any(_value(raw, key, None) for key in _ROPE_KEYS)
+    has_rope = any(value(raw, key, None) for key in ROPE_KEYS)
     return DraftConfig.for_target(
         target,
         model_width=width,
-        mlp_width=_value(raw, "intermediate_size", target.mlp_width),
+        mlp_width=value(raw, "intermediate_size", target.mlp_width),
         num_heads=heads,
-        num_kv_heads=_value(raw, "num_key_value_heads", target.num_kv_heads),
-        head_width=_value(raw, "head_dim", inherited),
+        num_kv_heads=value(raw, "num_key_value_heads", target.num_kv_heads),
+        head_width=value(raw, "head_dim", inherited),
         rope_theta=rope_theta(raw) if has_rope else target.rope_theta,
         rope_scaling=rope_scaling(raw) if has_rope else target.rope_scaling,
-        norm_eps=_value(raw, "rms_norm_eps", target.norm_eps),
+        norm_eps=value(raw, "rms_norm_eps", target.norm_eps),
         dtype=check_dtype(dtype or target.dtype),
-        window=_value(raw, "longspec_window", 512),
+        window=value(raw, "longspec_window", 512),
     )
 
 
@@ -186,23 +180,23 @@ def hf_draft_config(config: DraftConfig, target: TargetConfig | None = None) -> 
         "rms_norm_eps": config.norm_eps,
         "torch_dtype": config.dtype,
         "longspec_window": config.window,
-        **_raw_rope(config.rope_theta, config.rope_scaling),
+        **raw_rope(config.rope_theta, config.rope_scaling),
     }
 
 
 def stop_tokens(raw: RawConfig, generation: RawConfig | None = None) -> tuple[int, ...]:
     """Tokens that end a generation: ``generation_config.json``'s if it names any, else the model's."""
     for source in (generation or {}, raw):
-        value = source.get("eos_token_id")
-        if value is not None:
-            return tuple(value) if isinstance(value, list) else (value,)
+        found = source.get("eos_token_id")
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
     return ()
 
 
 def declared_dtype(raw: RawConfig) -> str | None:
     """The dtype a ``config.json`` names, in either dialect."""
-    value = _value(raw, "dtype", _value(raw, "torch_dtype", None))
-    return None if value is None else str(value).removeprefix("torch.")
+    found = value(raw, "dtype", value(raw, "torch_dtype", None))
+    return None if found is None else str(found).removeprefix("torch.")
 
 
 def check_dtype(dtype: str) -> str:
@@ -215,59 +209,6 @@ def check_dtype(dtype: str) -> str:
     return dtype
 
 
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_condense_ratio")
-
-
-def rope_theta(raw: RawConfig) -> float:
-    """The rotary base of either dialect."""
-    parameters = _value(raw, "rope_parameters", {})
-    return float(_value(parameters, "rope_theta", _value(raw, "rope_theta", 10000.0)))
-
-
-def rope_scaling(raw: RawConfig) -> RopeScaling:
-    """The rotary scaling of either dialect; LongChat's ``rope_condense_ratio`` is linear scaling."""
-    values = _value(raw, "rope_parameters", _value(raw, "rope_scaling", {}))
-    kind = values.get("rope_type", values.get("type", "default"))
-    condense = _value(raw, "rope_condense_ratio", 1)
-    match kind:
-        case "default" if condense != 1:
-            return LinearRopeScaling(float(condense))
-        case "default" if not any(isinstance(value, dict) for value in values.values()):
-            return None
-        case "linear":
-            _check_keys(values, ("factor",), "linear rope scaling")
-            return LinearRopeScaling(float(values["factor"]))
-        case "llama3":
-            keys = ("factor", "low_freq_factor", "high_freq_factor")
-            original = "original_max_position_embeddings"
-            _check_keys(values, (*keys, original), "llama3 rope scaling")
-            return Llama3RopeScaling(*(float(values[key]) for key in keys), values[original])
-    raise ValueError(
-        f"rope scaling {values} is not supported; supported types are default, linear and llama3. A "
-        "model whose scaling is optional (Qwen's yarn) runs within its original context with the "
-        "entry removed from config.json"
-    )
-
-
-def _raw_rope(theta: float, scaling: RopeScaling) -> RawConfig:
-    """The rotary embedding in transformers 4's dialect, which transformers 5 reads too."""
-    match scaling:
-        case None:
-            entry = None
-        case LinearRopeScaling(factor):
-            # Exactly these two keys: transformers before 4.43 accepts no others.
-            entry = {"type": "linear", "factor": factor}
-        case Llama3RopeScaling(factor, low, high, original):
-            entry = {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": original,
-            }
-    return {"rope_theta": theta, "rope_scaling": entry}
-
-
 def _max_positions(raw: RawConfig, scaling: RopeScaling) -> int:
     """Positions the model was made for.
 
@@ -277,7 +218,7 @@ def _max_positions(raw: RawConfig, scaling: RopeScaling) -> int:
     base = raw["max_position_embeddings"]
     if not isinstance(scaling, LinearRopeScaling):
         return base
-    scaled = _value(raw, "max_sequence_length", 0)
+    scaled = value(raw, "max_sequence_length", 0)
     return scaled if scaled > base else int(base * scaling.factor)
 
 
@@ -291,7 +232,7 @@ def _raw_positions(config: TargetConfig) -> RawConfig:
 
 def _architecture(raw: RawConfig) -> str:
     """The Hugging Face class, by name or by ``model_type``."""
-    names = _value(raw, "architectures", [])
+    names = value(raw, "architectures", [])
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
     name = names[0] if names else by_type.get(raw.get("model_type", ""), raw.get("model_type"))
     if name not in FAMILIES:
@@ -306,46 +247,39 @@ def _unsupported(name: str | None) -> str:
     )
 
 
-def _check_refused(raw: RawConfig, who: str) -> None:
+_REMEDY = "load a model without it"
+_REFUSED = {
+    "hidden_act": ("silu", "another activation than silu is not supported", _REMEDY),
+    "partial_rotary_factor": (1.0, "rotating a part of the head is not supported", _REMEDY),
+    "quantization_config": (None, "quantised weights are not", "load the unquantised checkpoint"),
+}
+_REFUSED_TARGET = _REFUSED | {
+    "attention_bias": (False, "a bias on the attention output is not supported", _REMEDY),
+    "mlp_bias": (False, "biases in the MLP are not supported", _REMEDY),
+}
+"""Keys that change the arithmetic: the supported value, what another means, what to do."""
+
+
+def _check_refused(raw: RawConfig, refused: dict, who: str) -> None:
     """Refuse what would change the arithmetic."""
-    remedy = "load a model without it"
-    rules = (
-        ("attention_bias", False, "a bias on the attention output projection", remedy),
-        ("mlp_bias", False, "biases in the MLP", remedy),
-        ("hidden_act", "silu", "another activation than SwiGLU's silu", remedy),
-        ("partial_rotary_factor", 1.0, "a rotary embedding on part of the head", remedy),
-        ("quantization_config", None, "quantised weights", "load the unquantised checkpoint"),
-    )
-    for key, supported, meaning, advice in rules:
-        value = _value(raw, key, supported)
-        if value != supported:
+    for key, (supported, meaning, remedy) in refused.items():
+        found = value(raw, key, supported)
+        if found != supported:
             raise ValueError(
-                f"{who} has {key}={value!r}: {meaning} is not supported, only {key}={supported!r}; "
-                f"{advice}"
+                f"{who} has {key}={found!r}: {meaning}, only {key}={supported!r}; {remedy}"
             )
 
 
-def _check_window(raw: RawConfig, family: Family, architecture: str, max_positions: int) -> None:
+def _check_window(raw: RawConfig, family: Family, max_positions: int) -> None:
     """Refuse a sliding window that would hide tokens the full attention here sees."""
-    window = _value(raw, "sliding_window", None)
-    active = family.window_switch is None or _value(raw, family.window_switch, False)
-    windowed = architecture != "LlamaForCausalLM" and active and window is not None
-    if windowed and window < max_positions:
+    windows = {"sliding_window": family.default_window} | raw
+    window = windows["sliding_window"]
+    active = family.window_switch is not None and windows.get(family.window_switch)
+    if active and window is not None and window < max_positions:
         raise ValueError(
-            f"{architecture} has sliding_window={window} below max_position_embeddings="
-            f"{max_positions}: attention windows are not supported. Lower max_position_embeddings to "
-            f"{window} in config.json to use the model where its window hides nothing, or load a "
-            "model without a window"
-        )
-
-
-def _check_keys(raw: RawConfig, keys: tuple[str, ...], who: str) -> None:
-    """Refuse a file that leaves out a number without a safe default."""
-    missing = [key for key in keys if raw.get(key) is None]
-    if missing:
-        raise ValueError(
-            f"the config.json of {who} lacks {', '.join(missing)}; the file must be the one saved "
-            "with the weights"
+            f"sliding_window={window} is below the {max_positions} positions of the model: attention "
+            "windows are not supported. To use the model where its window hides nothing, set "
+            f"max_position_embeddings to {window} in config.json; or load a model without a window"
         )
 
 
@@ -355,9 +289,3 @@ def _dtype(raw: RawConfig, dtype: str | None) -> str:
     if dtype is None:
         raise ValueError("config.json names no dtype; pass dtype=, one of " + ", ".join(DTYPES))
     return check_dtype(dtype)
-
-
-def _value(raw: RawConfig, key: str, default: Any) -> Any:
-    """The value of a key; absent and null are the same in these files."""
-    value = raw.get(key)
-    return default if value is None else value

@@ -40,7 +40,7 @@ def load_params(table: Table, tensors: Tensors, dtype: str, mesh: Mesh | None) -
         # Devices that replicate a shard ask for it one by one; it is assembled once.
         shards: dict[Ranges, np.ndarray] = {}
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             ranges = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
             if ranges not in shards:
                 shards[ranges] = assemble(leaf, ranges, tensors, dtype)

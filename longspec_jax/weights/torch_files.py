@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.weights.checkpoint import Index, Tensor, Tensors
@@ -59,7 +59,7 @@ def _tensor(path: Path, tensor: Any, torch: Any) -> Tensor:
     def read(index: Index) -> np.ndarray:
         part = tensor[index].contiguous()
         if dtype == "bfloat16":  # NumPy has no bfloat16 of its own: pass the bits.
-            return part.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+            return part.view(torch.int16).numpy().view(jnp.bfloat16)
         return part.numpy()
 
     return Tensor(tuple(tensor.shape), dtype, read, path)
