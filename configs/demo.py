@@ -1,0 +1,105 @@
+"""The demo: a 7 M parameter target of the Llama family and its LongSpec draft, both from scratch.
+
+    python -m train.run --config=configs/demo.py --workdir=runs/demo
+
+Data: permissively licensed source code and documentation of the Python distributions installed beside
+this project, gathered by the run itself; ``held_out`` names what it never trains on.
+Hardware: one H200, about 15 minutes in all (an estimate; every stage is limited by ``max_seconds``).
+Variants: ``demo.py:smoke`` runs the same shapes for seconds each, ``demo.py:tiny`` is small enough for a CPU.
+Without anchor-offset, at the same budget: ``--config.draft.anchor_offset=False``.
+"""
+
+from configs.common import base_config, stage
+from ml_collections import ConfigDict
+
+CONTEXT = 16384
+
+
+def get_config(variant: str = "full") -> ConfigDict:
+    """The configuration of a variant: ``full``, ``smoke`` or ``tiny``."""
+    shrink = {"full": _full, "smoke": _smoke, "tiny": _tiny}
+    if variant not in shrink:
+        raise ValueError(f"demo has no variant {variant!r}; choose one of {', '.join(shrink)}")
+    config = base_config()
+    config.title = "LongSpec demo: a small code model with its draft"
+    config.log_every = 20
+    config.save_every = 0
+    config.accept_every = 400
+    config.accept_rows = 8
+    config.accept_seq_len = CONTEXT
+    config.loss_chunk = 32768
+    config.mesh = dict(data=1, fsdp=1, tp=1)
+    config.optimizer.warmup = 0.05
+    config.optimizer.floor = 0.02
+    config.data.corpus = dict(
+        held_out=("attrs", "jinja2", "networkx"),
+        vocab_size=4096,
+        max_bytes=0,
+        max_distribution_bytes=25_000_000,
+        tokenizer_bytes=40_000_000,
+    )
+    config.pretraining = dict(
+        shape=dict(
+            architecture="LlamaForCausalLM",
+            vocab_size=4096,
+            model_width=256,
+            mlp_width=704,
+            num_layers=8,
+            num_heads=4,
+            num_kv_heads=2,
+            head_width=64,
+            max_positions=CONTEXT,
+            rope_theta=500000.0,
+            tied_embeddings=True,
+        ),
+        stages=dict(
+            short=stage(2048, 128, 3e-3, max_seconds=250.0),
+            long=stage(CONTEXT, 16, 1e-3, max_seconds=90.0),
+        ),
+    )
+    config.stages = dict(
+        # 1024 tokens at positions up to the context's end: short rows, long positions.
+        short=stage(1024, 256, 2e-3, max_seconds=120.0, max_offset=CONTEXT - 1024),
+        long=stage(CONTEXT, 16, 5e-4, max_seconds=90.0),
+    )
+    shrink[variant](config)
+    return config
+
+
+def _full(config: ConfigDict) -> None:
+    """The demo as shipped."""
+
+
+def _smoke(config: ConfigDict) -> None:
+    """The same shapes for seconds each: shows errors early and fills the compilation cache."""
+    config.data.corpus.max_bytes = 15_000_000
+    for each in (*config.pretraining.stages.values(), *config.stages.values()):
+        each.max_seconds = 4.0
+
+
+def _tiny(config: ConfigDict) -> None:
+    """Minutes to seconds on a CPU: the whole path at miniature scale."""
+    config.dtype = "float32"
+    config.log_every, config.accept_rows, config.accept_seq_len = 1, 2, 64
+    config.data.corpus.update(
+        held_out=("attrs", "jinja2"),
+        vocab_size=512,
+        max_bytes=400_000,
+        max_distribution_bytes=100_000,
+        tokenizer_bytes=400_000,
+    )
+    config.pretraining.shape.update(
+        vocab_size=512,
+        model_width=32,
+        mlp_width=48,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_width=16,
+        max_positions=256,
+    )
+    config.draft.window = 16
+    for stages in (config.pretraining.stages, config.stages):
+        stages.short.update(seq_len=32, batch=4, steps=3, max_seconds=0.0)
+        stages.long.update(seq_len=64, batch=2, steps=3, max_seconds=0.0)
+    config.stages.short.max_offset = 128

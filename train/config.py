@@ -1,0 +1,255 @@
+"""What a training run is, as frozen dataclasses, and the one place where a config file becomes them.
+
+Each field is declared here once; ``configs/common.py`` holds the values and the other config files
+override them. The conversion is strict both ways: a key no field takes and a field no key fills are errors.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longspec_jax.config import TargetConfig
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis; -1 once: all that are left."""
+
+    data: int
+    fsdp: int
+    tp: int
+
+    def resolve(self, devices: int) -> tuple[int, int, int]:
+        """Sizes whose product is the device count where an axis is -1."""
+        sizes = (self.data, self.fsdp, self.tp)
+        if sizes.count(-1) > 1:
+            raise ValueError(f"only one mesh axis may be -1, got data, fsdp, tp = {sizes}")
+        rest = devices
+        for size in sizes:
+            rest = rest // size if size > 0 else rest
+        data, fsdp, tp = (max(1, rest) if size == -1 else size for size in sizes)
+        return data, fsdp, tp
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """A corpus of permissively licensed code and documentation, gathered from this Python installation."""
+
+    held_out: tuple[str, ...]
+    """Distributions kept out of training; those that are installed give the held-out documents."""
+    vocab_size: int
+    """Entries of the byte-level BPE tokenizer trained on it."""
+    max_bytes: int
+    """Most bytes of training text; 0 for all there is."""
+    max_distribution_bytes: int
+    """Most bytes from one distribution, so that no project dominates."""
+    tokenizer_bytes: int
+    """Bytes of text the tokenizer is trained on."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where rows come from: exactly one of files, hub, corpus and synthetic rows."""
+
+    files: str
+    """Comma-separated paths or patterns of json, jsonl, text or parquet files."""
+    hub: str
+    """A dataset on the Hugging Face hub."""
+    split: str
+    """The hub dataset's split."""
+    pack: bool
+    """Concatenate documents and cut rows of full length; otherwise one truncated document a row."""
+    mask_prompts: bool
+    """Learn answers only (the paper's last stage); otherwise all text but the system prompt."""
+    answer_room: int
+    """Tokens left for the answer when a masked prompt is shortened."""
+    turn: str
+    """How a conversation's turn is written, with ``{role}`` and ``{content}``."""
+    synthetic_rows: int
+    """Random rows of this number, for trying a set-up without data."""
+    corpus: CorpusConfig | None = None
+
+    def __post_init__(self) -> None:
+        given = [
+            bool(self.files),
+            bool(self.hub),
+            bool(self.synthetic_rows),
+            self.corpus is not None,
+        ]
+        if sum(given) != 1:
+            raise ValueError(
+                f"training needs exactly one source of data, got files={self.files!r}, "
+                f"hub={self.hub!r}, synthetic_rows={self.synthetic_rows}"
+                f"{', corpus' if self.corpus else ''}; set --config.data.files=PATHS or "
+                "--config.data.hub=NAME and leave the others empty"
+            )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with clipping."""
+
+    b1: float
+    b2: float
+    eps: float
+    clip: float
+    """Largest global norm of a gradient."""
+    weight_decay: float
+    decay_all: bool
+    """Decay norms and biases too, as the published trainer does."""
+    warmup: float
+    """Fraction of a stage that warms up."""
+    floor: float
+    """Last learning rate, as a fraction of the peak."""
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """The draft and its random transforms."""
+
+    window: int
+    """Past tokens its self-attention sees."""
+    init: str
+    """Folder or hub id of a draft to start from; fresh if empty."""
+    anchor_offset: bool
+    """Use anchor-offset positions in the stages that set a ``max_offset``."""
+    max_sinks: int
+    """Most positions that stay in place."""
+    max_shift: int
+    """Most tokens the draft runs ahead of the target's keys."""
+    per_row: bool
+    """One draw of offset and shift a row; otherwise one a micro-batch, as in the published code."""
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One stretch of training at one sequence length; it ends by steps, epochs or time, what comes first."""
+
+    name: str
+    seq_len: int
+    batch: int
+    """Rows of one optimiser step, over all devices."""
+    accumulation: int
+    """Micro-batches a step is made of."""
+    learning_rate: float
+    steps: int
+    """Optimiser steps; 0: as many as the epochs give, or unlimited."""
+    epochs: int
+    """Passes over the data; 0: unlimited."""
+    max_seconds: float
+    """Training time, compilation apart; 0: unlimited. The schedule follows the clock if it is faster."""
+    max_offset: int
+    """Largest anchor offset; 0 keeps positions plain."""
+
+    def __post_init__(self) -> None:
+        if self.batch % self.accumulation:
+            raise ValueError(
+                f"stage {self.name}: batch={self.batch} rows do not split into "
+                f"accumulation={self.accumulation} micro-batches; choose a divisor"
+            )
+        if not (self.steps or self.epochs or self.max_seconds):
+            raise ValueError(
+                f"stage {self.name} would never end: set one of steps, epochs and max_seconds"
+            )
+
+
+@dataclass(frozen=True)
+class PretrainingConfig:
+    """A target trained from scratch before its draft: the demo."""
+
+    shape: TargetConfig
+    stages: tuple[StageConfig, ...]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole training run."""
+
+    seed: int
+    target: str
+    """Folder or hub id of the frozen target; empty where pretraining makes one."""
+    revision: str
+    """Revision of a hub target; the newest if empty."""
+    dtype: str
+    """Parameters and activations of the step; masters and optimiser are float32."""
+    export: str
+    """Folder for the draft in the released format; ``workdir/draft`` if empty."""
+    title: str
+    """A sentence for the model card."""
+    loss_chunk: int
+    """Most tokens whose logits exist at once."""
+    log_every: int
+    save_every: int
+    """Steps between checkpoints; 0 saves at the end of a stage and on a signal only."""
+    accept_every: int
+    """Steps between measurements of simulated acceptance; 0 for the end of a stage only."""
+    accept_rows: int
+    """Rows one such measurement reads."""
+    accept_seq_len: int
+    """Tokens of those rows; 0 for the stage's own length."""
+    max_to_keep: int
+    mesh: MeshConfig
+    data: DataConfig
+    draft: DraftSettings
+    optimizer: OptimizerConfig
+    stages: tuple[StageConfig, ...]
+    """Run from short to long sequences."""
+    pretraining: PretrainingConfig | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.target) == (self.pretraining is not None):
+            raise ValueError(
+                "a run needs a target: set --config.target=FOLDER_OR_HUB_ID, or leave it empty in a "
+                f"config that trains one; got target={self.target!r} and "
+                f"{'a' if self.pretraining else 'no'} pretraining section"
+            )
+
+
+def from_config(values: Mapping[str, Any]) -> RunConfig:
+    """The run that a config file and its overrides describe."""
+    return _build(RunConfig, values, "config")
+
+
+def _build(cls: Any, values: Mapping[str, Any], path: str) -> Any:
+    """An instance of a dataclass from a mapping with exactly its fields."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name in values:
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(fields)}"
+            raise ValueError(f"{path} has no field {name!r}{hint}")
+    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+    if missing := sorted(required - set(values)):
+        raise ValueError(f"{path} lacks {', '.join(missing)}; configs/common.py gives their values")
+    kinds = typing.get_type_hints(cls)
+    return cls(**{n: _convert(kinds[n], v, f"{path}.{n}") for n, v in values.items()})
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+    """A value of a field's type."""
+    if value is None or kind is Any:
+        return value
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, value, path)
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        if isinstance(value, Mapping):
+            return _stages(item, value, path)
+        return tuple(value)
+    if kind is float and isinstance(value, int):
+        return float(value)
+    if not isinstance(value, kind):
+        raise ValueError(f"{path}={value!r} must be of type {kind.__name__}")
+    return value
+
+
+def _stages(kind: Any, sections: Mapping[str, Any], path: str) -> tuple[Any, ...]:
+    """Named stages, from short to long sequences; a ConfigDict does not keep the order of writing."""
+    built = [_build(kind, {"name": n, **s}, f"{path}.{n}") for n, s in sections.items()]
+    return tuple(sorted(built, key=lambda stage: (stage.seq_len, stage.name)))

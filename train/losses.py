@@ -1,0 +1,126 @@
+"""Cross-entropy of next tokens without ever holding all logits.
+
+The logits of ``B x T`` tokens over ``V`` entries are the largest array of a training step: 20 GB in
+float32 for 32k tokens of QwQ. Here they exist for one chunk of tokens at a time, in the forward pass
+and again in the backward pass, which recomputes them from the saved float32 log-sum-exp. Products
+are in the model's dtype with float32 accumulation; everything between them is float32.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from longspec_jax.axes import Array
+from longspec_jax.models.layers import matmul_precision
+
+
+def next_token_labels(
+    tokens: Int[Array, "B T"], weights: Float[Array, "B T"]
+) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """The token each position predicts and its weight; the last position predicts nothing."""
+    return jnp.roll(tokens, -1, axis=1), jnp.roll(weights, -1, axis=1).at[:, -1].set(0.0)
+
+
+def cross_entropy_sum(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    labels: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    *,
+    chunk: int = 8192,
+    head_gradient: bool = False,
+) -> Float[Array, ""]:
+    """``sum(weights * -log softmax(head @ hidden)[labels])``, float32.
+
+    Args:
+      hidden: final hidden states.
+      head: the LM head.
+      labels: token to predict at every position.
+      weights: 0 where a position is not to be learned.
+      chunk: most tokens whose logits exist at once.
+      head_gradient: give the head a gradient; a frozen one saves the product.
+    """
+    return _cross_entropy_sum(
+        hidden, head, labels, weights, chunk_length(*labels.shape, chunk), head_gradient
+    )
+
+
+def chunk_length(rows: int, length: int, chunk: int) -> int:
+    """Tokens of each row in one chunk: the largest divisor of the length that fits.
+
+    Chunks cut every row and never the batch, because the batch is what devices share.
+    """
+    fits = max(1, chunk // rows)
+    return max(size for size in range(1, length + 1) if length % size == 0 and size <= fits)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _cross_entropy_sum(
+    hidden: Array, head: Array, labels: Array, weights: Array, size: int, head_gradient: bool
+) -> Array:
+    return _forward(hidden, head, labels, weights, size, head_gradient)[0]
+
+
+def _forward(
+    hidden: Array, head: Array, labels: Array, weights: Array, size: int, head_gradient: bool
+) -> tuple[Array, Any]:
+    def step(total: Array, start: Array) -> tuple[Array, Array]:
+        x, y, w = (_cut(part, start, size) for part in (hidden, labels, weights))
+        logits = _logits(x, head)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.sum(jnp.where(_is_label(logits, y), logits, 0.0), axis=-1)
+        return total + jnp.sum(w * (lse - chosen)), lse
+
+    starts = jnp.arange(0, labels.shape[1], size)
+    total, lse = jax.lax.scan(step, jnp.float32(0), starts)
+    return total, (hidden, head, labels, weights, lse)
+
+
+def _backward(size: int, head_gradient: bool, saved: Any, cotangent: Array) -> tuple[Any, ...]:
+    hidden, head, labels, weights, lse = saved
+    precision = matmul_precision(head.dtype)
+
+    def step(carry: tuple[Array, Any], chunk: tuple[Array, Array]) -> tuple[Any, None]:
+        gradient, head_sum = carry
+        start, chunk_lse = chunk
+        x, y, w = (_cut(part, start, size) for part in (hidden, labels, weights))
+        logits = _logits(x, head)
+        error = jnp.exp(logits - chunk_lse[..., None]) - _is_label(logits, y)
+        error = (error * (w * cotangent)[..., None]).astype(head.dtype)
+        dx = jnp.einsum("BTV,VD->BTD", error, head, precision=precision).astype(hidden.dtype)
+        gradient = jax.lax.dynamic_update_slice_in_dim(gradient, dx, start, axis=1)
+        if head_gradient:
+            head_sum = head_sum + jnp.einsum(
+                "BTV,BTD->VD", error, x, precision=precision, preferred_element_type=jnp.float32
+            )
+        return (gradient, head_sum), None
+
+    head_sum = jnp.zeros(head.shape, jnp.float32) if head_gradient else None
+    starts = jnp.arange(0, labels.shape[1], size)
+    (gradient, head_sum), _ = jax.lax.scan(step, (jnp.zeros_like(hidden), head_sum), (starts, lse))
+    return gradient, None if head_sum is None else head_sum.astype(head.dtype), None, None
+
+
+_cross_entropy_sum.defvjp(_forward, _backward)
+
+
+def _cut(part: Array, start: Array, size: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(part, start, size, axis=1)
+
+
+def _logits(x: Array, head: Array) -> Float[Array, "B T V"]:
+    return jnp.einsum(
+        "BTD,VD->BTV",
+        x,
+        head,
+        precision=matmul_precision(head.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _is_label(logits: Array, labels: Array) -> Array:
+    """One-hot by comparison, which fuses and stays local under a sharded vocabulary."""
+    return labels[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)

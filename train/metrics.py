@@ -1,0 +1,60 @@
+"""Metrics of a run: JSON lines always, a progress bar on a terminal, plain lines elsewhere."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+class Metrics:
+    """Appends one JSON object a line to ``metrics.jsonl``; only process 0 writes."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("a") if jax.process_index() == 0 else None
+        self._bar: Any = None
+
+    def start(self, stage: str, step: int, steps: int) -> None:
+        """Begin the display of a stage."""
+        if self._file is None or not sys.stderr.isatty():
+            return
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=steps or None, initial=step, desc=stage, unit="step")
+
+    def advance(self) -> None:
+        """One step is done."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def write(self, stage: str, step: int, values: dict[str, float]) -> None:
+        """Record what was measured at a step."""
+        if self._file is None:
+            return
+        rounded = {name: _round(value) for name, value in values.items()}
+        self._file.write(json.dumps({"stage": stage, "step": step, **rounded}) + "\n")
+        self._file.flush()
+        if self._bar is not None:
+            self._bar.set_postfix(rounded)
+        else:
+            words = " ".join(f"{name}={value}" for name, value in rounded.items())
+            print(f"{stage} step {step}: {words}", file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        """End the display of a stage."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _round(value: float) -> float | None:
+    """Six significant digits; null for what JSON cannot say."""
+    value = float(value)
+    return float(f"{value:.6g}") if math.isfinite(value) else None

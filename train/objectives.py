@@ -1,0 +1,125 @@
+"""What is learned: a target's next tokens, or a draft's under a frozen target.
+
+Objectives are static and hashable; parameters, batches and randomness come in as arguments.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.axes import Array
+from longspec_jax.config import DraftConfig, TargetConfig
+from longspec_jax.drafters.longspec import LongSpecDraft
+from longspec_jax.models.target import Target
+from train.acceptance import Pair, simulated_acceptance
+from train.config import DraftSettings
+from train.losses import cross_entropy_sum, next_token_labels
+from train.passes import Draws, cast, head_of, run_draft, run_target
+from train.step import Batch
+from train.transforms import anchored_positions, noisy_shifts, plain_positions
+
+
+@dataclass(frozen=True)
+class TargetObjective:
+    """Next-token prediction by the target itself; nothing is frozen."""
+
+    config: TargetConfig
+    loss_chunk: int
+
+    def initialize(self, key: Array) -> Any:
+        """Fresh parameters."""
+        target = Target(replace(self.config, dtype="float32"))
+        return target.init(key, jnp.zeros((1, 2), jnp.int32), method="initialize")["params"]
+
+    def draw(self, key: Array, rows: tuple[int, int], length: int) -> tuple[()]:
+        """No randomness."""
+        return ()
+
+    def sums(self, params: Any, frozen: Any, batch: Batch, draws: tuple[()]) -> dict[str, Array]:
+        """The cross-entropy."""
+        params = cast(params, self.config.dtype)
+        positions = plain_positions((1, batch.tokens.shape[0]), batch.tokens.shape[1])[0]
+        hidden = run_target(self.config, params, batch.tokens, positions).hidden
+        labels, weights = next_token_labels(*batch)
+        head = head_of(params)
+        loss = cross_entropy_sum(
+            hidden, head, labels, weights, chunk=self.loss_chunk, head_gradient=True
+        )
+        return {"loss": loss}
+
+    def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
+        """The held-out cross-entropy."""
+        tokens = jnp.maximum(jnp.sum(batch.weights[:, 1:]), 1.0)
+        return {"heldout_loss": float(_sums(self, params, frozen, batch, ())["loss"] / tokens)}
+
+
+@dataclass(frozen=True)
+class DraftObjective:
+    """Next-token prediction by the draft, which reads the frozen target's last layer."""
+
+    target: TargetConfig
+    draft: DraftConfig
+    settings: DraftSettings
+    max_offset: int
+    loss_chunk: int
+
+    def initialize(self, key: Array) -> Any:
+        """Fresh parameters."""
+        config = replace(self.draft, dtype="float32")
+        embedded = jnp.zeros((1, 2, config.model_width), jnp.float32)
+        positions = jnp.zeros((1, 2), jnp.int32)
+        draft = LongSpecDraft(config)
+        return draft.init(key, embedded, positions, lambda q, k, v: q, lambda q: q)["params"]
+
+    def draw(self, key: Array, rows: tuple[int, int], length: int) -> Draws:
+        """Positions, the target's and the draft's alike, and the shift."""
+        position_key, shift_key = jax.random.split(key)
+        s = self.settings
+        positions = plain_positions(rows, length)
+        if s.anchor_offset and self.max_offset:
+            positions = anchored_positions(
+                position_key,
+                rows,
+                length,
+                # The target must not meet positions it was not made for.
+                max_offset=max(0, min(self.max_offset, self.target.max_positions - length)),
+                max_sinks=s.max_sinks,
+                per_row=s.per_row,
+            )
+        return Draws(
+            positions, noisy_shifts(shift_key, rows, max_shift=s.max_shift, per_row=s.per_row)
+        )
+
+    def sums(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> dict[str, Array]:
+        """The draft's cross-entropy and, as a check on the positions, the target's own."""
+        view = run_target(self.target, frozen, batch.tokens, draws.positions)
+        view = jax.lax.stop_gradient(view)
+        hidden = run_draft(self.draft, params, frozen, batch.tokens, draws, view)
+        labels, weights = next_token_labels(*batch)
+
+        def loss(states: Array) -> Array:
+            return cross_entropy_sum(
+                states, head_of(frozen), labels, weights, chunk=self.loss_chunk
+            )
+
+        return {"loss": loss(hidden), "target_loss": loss(view.hidden)}
+
+    def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
+        """Simulated acceptance."""
+        return simulated_acceptance(
+            Pair(self.target, self.draft, self.settings.max_shift, self.loss_chunk),
+            params,
+            frozen,
+            batch.tokens,
+            batch.weights,
+        )
+
+
+@partial(jax.jit, static_argnums=0)
+def _sums(
+    objective: TargetObjective, params: Any, frozen: Any, batch: Batch, draws: Any
+) -> dict[str, Array]:
+    return objective.sums(params, frozen, batch, draws)

@@ -1,0 +1,97 @@
+"""One pass of target and draft over whole training rows, and what passes between them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.axes import Array
+from longspec_jax.config import DraftConfig, TargetConfig
+from longspec_jax.drafters.longspec import LongSpecDraft
+from longspec_jax.models.target import Target
+from longspec_jax.ops.attention import causal_attention
+from train.transforms import shifted_attention
+
+
+class TargetView(NamedTuple):
+    """What the draft and its measures need of one target pass."""
+
+    hidden: Array
+    """Final hidden states ``[B, T, D]``."""
+    keys: Array
+    """Last-layer keys ``[B, T, K, H]``; the only layer that outlives the pass."""
+    values: Array
+    """Last-layer values ``[B, T, K, H]``."""
+
+
+class Draws(NamedTuple):
+    """A draft step's randomness."""
+
+    positions: Array
+    """``[A, B, T]``."""
+    shift: Array
+    """``[A, B]``."""
+
+
+class TrainedTarget(Target):
+    """The target with a gradient for its embedding table that a bfloat16 sum would lose.
+
+    Frequent tokens receive thousands of contributions in a step; they are summed in float32.
+    """
+
+    def embed(self, tokens: Array) -> Array:
+        """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
+        return _lookup(self.embedding, tokens)
+
+
+@jax.custom_vjp
+def _lookup(table: Array, tokens: Array) -> Array:
+    return jnp.take(table, tokens, axis=0)
+
+
+def _lookup_forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _lookup(table, tokens), (table, tokens)
+
+
+def _lookup_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
+    table, tokens = saved
+    total = jnp.zeros(table.shape, jnp.float32).at[tokens].add(cotangent.astype(jnp.float32))
+    return total.astype(table.dtype), None
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+def run_target(config: TargetConfig, params: Any, tokens: Array, positions: Array) -> TargetView:
+    """One causal pass of the target over whole rows ``[B, T]``."""
+    with jax.named_scope("target"):
+        output = TrainedTarget(config).apply(
+            {"params": params}, tokens, positions, lambda layer, q, k, v: causal_attention(q, k, v)
+        )
+    return TargetView(output.hidden, output.keys[-1], output.values[-1])
+
+
+def run_draft(
+    config: DraftConfig, params: Any, frozen: Any, tokens: Array, draws: Draws, view: TargetView
+) -> Array:
+    """Hidden states ``[B, T, D]`` of the draft over whole rows, given the target's last layer."""
+    with jax.named_scope("draft"):
+        embedded = jax.lax.stop_gradient(jnp.take(frozen["embedding"], tokens, axis=0))
+        output = LongSpecDraft(config).apply(
+            {"params": cast(params, config.dtype)},
+            embedded,
+            draws.positions,
+            lambda q, k, v: causal_attention(q, k, v, window=config.window),
+            lambda q: shifted_attention(q, view.keys, view.values, draws.shift),
+        )
+    return output.hidden
+
+
+def cast(params: Any, dtype: str) -> Any:
+    """All leaves in a dtype."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
+
+
+def head_of(params: Any) -> Array:
+    """The LM head of a target's parameters; the embedding where they are tied."""
+    return params["head"] if "head" in params else params["embedding"]

@@ -1,0 +1,166 @@
+"""One jitted, sharded optimiser step for anything with an objective.
+
+An *objective* knows what is learned: it draws a step's randomness and turns one micro-batch into a sum of
+losses. The step knows the rest: float32 masters cast to the model's dtype, accumulation over
+micro-batches, clipping, AdamW. Loss and gradient are means over all weighted tokens of the step, so
+neither the number of micro-batches nor the number of devices changes them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from longspec_jax.axes import Array
+from longspec_jax.sharding import param_shardings, partition_spec, path_name
+from train.passes import cast
+
+ROWS = P(None, ("data", "fsdp"))
+"""Batches are ``[A, B, T]``: micro-batches one after another, their rows spread over both data axes."""
+
+
+class Batch(NamedTuple):
+    """The rows of one optimiser step."""
+
+    tokens: Any
+    """``[A, B, T]`` int32."""
+    weights: Any
+    """``[A, B, T]`` float32; 0 for tokens that are not to be predicted, padding among them."""
+
+
+@struct.dataclass
+class TrainState:
+    """What a step changes. DONATED by every step."""
+
+    step: Array
+    """Optimiser steps of this stage, int32."""
+    params: Any
+    """Float32 master parameters."""
+    optimizer: Any
+    """The optimiser's float32 state."""
+
+
+class Objective(Protocol):
+    """What is learned. Static and hashable; parameters come in as arguments."""
+
+    def initialize(self, key: Array) -> Any:
+        """Fresh float32 parameters."""
+        ...
+
+    def draw(self, key: Array, rows: tuple[int, int], length: int) -> Any:
+        """Randomness of one step, every leaf with leading axes ``[A, B]``."""
+        ...
+
+    def sums(self, params: Any, frozen: Any, batch: Batch, draws: Any) -> dict[str, Array]:
+        """Weighted sums over one micro-batch ``[B, T]``; ``loss`` is the one that is learned."""
+        ...
+
+    def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
+        """What shows progress on one micro-batch, and is not learned."""
+        ...
+
+
+Step = Callable[[TrainState, Any, Batch, float], tuple[TrainState, dict[str, Array]]]
+"""``(state, frozen, batch, learning_rate) -> (state, metrics)``."""
+
+
+def make_step(
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    mesh: Mesh,
+    state_sharding: TrainState,
+) -> Step:
+    """The jitted step; the state is donated, the learning rate and all draws are traced values."""
+    root = jax.random.key(seed)
+
+    def step(
+        state: TrainState, frozen: Any, batch: Batch, rate: Array
+    ) -> tuple[TrainState, dict[str, Array]]:
+        *rows, length = batch.tokens.shape
+        draws = objective.draw(jax.random.fold_in(root, state.step), tuple(rows), length)
+        sums, gradient = _accumulate(objective, state.params, frozen, batch, draws)
+        updates, opt = optimizer.update(gradient, state.optimizer, state.params)
+        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        metrics = {**sums, "grad_norm": optax.global_norm(gradient)}
+        return TrainState(state.step + 1, params, opt), metrics
+
+    rows = NamedSharding(mesh, ROWS)
+    nothing = NamedSharding(mesh, P())
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        in_shardings=(state_sharding, None, Batch(rows, rows), nothing),
+        out_shardings=(state_sharding, nothing),
+    )
+
+
+def _accumulate(
+    objective: Objective, params: Any, frozen: Any, batch: Batch, draws: Any
+) -> tuple[dict[str, Array], Any]:
+    """Mean losses and mean gradient over the weighted tokens of all micro-batches."""
+    # A row's first token is never predicted.
+    tokens = jnp.maximum(jnp.sum(batch.weights[:, :, 1:]), 1.0)
+
+    def loss(params: Any, micro: Batch, micro_draws: Any) -> tuple[Array, dict[str, Array]]:
+        sums = objective.sums(params, frozen, micro, micro_draws)
+        means = {name: value / tokens for name, value in sums.items()}
+        return means["loss"], means
+
+    def add(total: Any, micro: tuple[Batch, Any]) -> tuple[Any, None]:
+        (_, means), gradient = jax.value_and_grad(loss, has_aux=True)(params, *micro)
+        return jax.tree.map(jnp.add, total, (means, gradient)), None
+
+    first = jax.tree.map(lambda leaf: leaf[0], (batch, draws))
+    shapes = jax.eval_shape(lambda: jax.grad(loss, has_aux=True)(params, *first)[::-1])
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    (means, gradient), _ = jax.lax.scan(add, zeros, (batch, draws))
+    return {**means, "tokens": tokens}, gradient
+
+
+def state_shardings(
+    mesh: Mesh, objective: Objective, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """Where every leaf of the state lives: optimiser moments beside their parameters.
+
+    Moments are matched by their path, which ends in the parameter's; XLA would otherwise put them on
+    one device.
+    """
+    params = jax.eval_shape(objective.initialize, jax.random.key(0))
+    moments = jax.eval_shape(optimizer.init, params)
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec(path_name(path)) if leaf.ndim else P())
+
+    return TrainState(
+        NamedSharding(mesh, P()),
+        param_shardings(mesh, params),
+        jax.tree_util.tree_map_with_path(place, moments),
+    )
+
+
+def initial_state(
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    shardings: TrainState,
+    seed: int,
+    params: Any = None,
+) -> TrainState:
+    """A state at step 0, made where it lives; given parameters are taken over as float32 copies."""
+
+    def fresh(key: Array) -> TrainState:
+        params = objective.initialize(key)
+        return TrainState(jnp.int32(0), params, optimizer.init(params))
+
+    def taken(given: Any) -> TrainState:
+        given = cast(given, "float32")
+        return TrainState(jnp.int32(0), given, optimizer.init(given))
+
+    if params is None:
+        return jax.jit(fresh, out_shardings=shardings)(jax.random.key(seed))
+    return jax.jit(taken, out_shardings=shardings)(params)
