@@ -1,0 +1,97 @@
+"""Draws follow the target's distribution, and their noise depends on seed and position alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.decoding.sampling import Sampling, draw, log_probabilities, noise, perturb
+
+VOCABULARY = 11
+
+
+def sampling(rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Sampling:
+    return Sampling(
+        jnp.full((rows,), temperature),
+        jnp.full((rows,), top_k, jnp.int32),
+        jnp.full((rows,), top_p),
+        jnp.arange(rows, dtype=jnp.uint32),
+        stochastic=temperature > 0,
+        filtered=top_k > 0 or top_p < 1,
+    )
+
+
+def expected(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """The filtered distribution, token by token."""
+    probs = np.exp(logits / temperature - np.max(logits / temperature))
+    order = np.argsort(-probs)
+    kept = order[: top_k or len(probs)]
+    mass = probs[kept] / probs[kept].sum()
+    kept = kept[: int(np.searchsorted(np.cumsum(mass), top_p)) + 1]
+    result = np.zeros_like(probs)
+    result[kept] = probs[kept]
+    return result / result.sum()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 4, 1.0), (1.0, 0, 0.7), (0.9, 6, 0.8)],
+)
+def test_draws_follow_the_target(temperature: float, top_k: int, top_p: float) -> None:
+    rows = 40_000
+    logits = 1.5 * np.random.default_rng(3).standard_normal(VOCABULARY)
+    s = sampling(rows, temperature, top_k, top_p)
+    positions = jnp.full((rows, 1), 17)
+    batch = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, 1, VOCABULARY))
+    drawn = np.asarray(draw(batch, noise(s, positions, VOCABULARY), s))[:, 0]
+    counts = np.bincount(drawn, minlength=VOCABULARY)
+    law = expected(logits, temperature, top_k, top_p)
+    assert counts[law == 0].sum() == 0
+    inside = law > 0
+    chi_square = ((counts - rows * law)[inside] ** 2 / (rows * law[inside])).sum()
+    assert chi_square < 35  # 10 degrees of freedom at most: exceeded once in ten thousand.
+
+
+def test_draws_at_different_positions_are_independent() -> None:
+    rows = 20_000
+    s = sampling(rows, 1.0)
+    positions = jnp.broadcast_to(jnp.array([[4, 5]]), (rows, 2))
+    drawn = np.asarray(draw(jnp.zeros((rows, 2, 3)), noise(s, positions, 3), s))
+    joint = np.histogram2d(drawn[:, 0], drawn[:, 1], bins=3)[0] / rows
+    np.testing.assert_allclose(joint, 1 / 9, atol=0.012)
+
+
+def test_noise_depends_on_seed_and_position_alone() -> None:
+    s = sampling(3, 1.0)
+    together = noise(s, jnp.array([[3, 8], [3, 8], [9, 3]]), VOCABULARY)
+    alone = noise(
+        Sampling(s.temperature[:1], s.top_k[:1], s.top_p[:1], s.seed[2:], True, False),
+        jnp.array([[3]]),
+        VOCABULARY,
+    )
+    np.testing.assert_array_equal(together[2, 1], alone[0, 0])
+    assert not np.array_equal(together[0, 0], together[1, 0])
+    assert not np.array_equal(together[0, 0], together[0, 1])
+
+
+def test_temperature_zero_is_the_argmax_with_ties_to_the_lowest_token() -> None:
+    logits = jnp.array([[[1.0, 3.0, 3.0, 2.0]]])
+    s = sampling(1, 0.0)
+    assert int(draw(logits, noise(s, jnp.array([[0]]), 4), s)[0, 0]) == 1
+
+
+def test_rows_of_both_kinds_share_a_batch() -> None:
+    s = sampling(2, 1.0).replace(temperature=jnp.array([0.0, 1.0]))
+    logits = jax.random.normal(jax.random.key(0), (2, 1, VOCABULARY))
+    gumbel = noise(s, jnp.array([[5], [5]]), VOCABULARY)
+    np.testing.assert_array_equal(perturb(logits, gumbel, s)[0], logits[0])
+    np.testing.assert_allclose(perturb(logits, gumbel, s)[1], logits[1] + gumbel[1], rtol=1e-6)
+
+
+def test_a_perfect_draft_ranks_the_draw_first() -> None:
+    s = sampling(50, 0.8, top_p=0.9)
+    logits = jax.random.normal(jax.random.key(1), (50, 1, VOCABULARY))
+    gumbel = noise(s, jnp.arange(50)[:, None], VOCABULARY)
+    belief = log_probabilities(logits, gumbel, s)
+    np.testing.assert_array_equal(belief.argmax(axis=-1), draw(logits, gumbel, s))
+    np.testing.assert_allclose(jnp.exp(belief).sum(axis=-1), 1.0, rtol=1e-5)
