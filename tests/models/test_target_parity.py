@@ -1,0 +1,198 @@
+"""The parity ladder: from the norm to cached decoding, our target equals transformers' in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import TargetConfig
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.models.layers import RMSNorm, rotary_angles, rotate
+from longspec_jax.models.target import Attention, Layer, Target
+from longspec_jax.ops.attention import causal_attention
+from longspec_jax.weights.hf import load_target
+from tests.models.hf_models import FAMILIES, KV_HEADS, LLAMA3, make_model, save_model, torch
+
+TOLERANCE = 1e-4
+"""Largest absolute error of a logit, the bar of the project; the steps below are held to less."""
+TIGHT = 2e-5
+
+CASES = [
+    *((family, kv, {}) for family in FAMILIES for kv in KV_HEADS),
+    ("Llama", "GQA", dict(rope_parameters=LLAMA3 | dict(rope_theta=5e5))),
+    ("Llama", "MHA", dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4))),
+    ("Llama", "GQA", dict(tie_word_embeddings=True)),
+    ("Qwen3", "GQA", dict(tie_word_embeddings=False)),
+]
+
+
+def _name(case):
+    family, kv, overrides = case
+    return "-".join([family, kv, *overrides])
+
+
+@pytest.fixture(scope="module", params=CASES, ids=_name)
+def pair(request, tmp_path_factory):
+    """A transformers model, and the configuration and parameters loaded from its folder."""
+    family, kv, overrides = request.param
+    model = make_model(family, KV_HEADS[kv], **overrides)
+    return model, *load_target(save_model(model, tmp_path_factory.mktemp("model")))
+
+
+def _causal(layer, q, k, v):
+    return causal_attention(q, k, v)
+
+
+def _hidden(config, length=23):
+    return np.random.default_rng(1).normal(size=(2, length, config.model_width)).astype("float32")
+
+
+def _tokens(config, length=23):
+    return np.random.default_rng(2).integers(0, config.vocab_size, (2, length))
+
+
+def _hf_inputs(model, x):
+    """Rotary tables and causal mask as transformers' layers take them."""
+    length = x.shape[1]
+    angles = model.model.rotary_emb(x, torch.arange(length)[None])
+    mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+    return angles, mask
+
+
+def _positions(x):
+    return jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+
+
+def _angles(config: TargetConfig, x):
+    return rotary_angles(_positions(x), config.head_width, config.rope_theta, config.rope_scaling)
+
+
+def test_norm(pair):
+    model, config, params = pair
+    x = 3 * _hidden(config)
+    with torch.no_grad():
+        expected = model.model.norm(torch.from_numpy(x)).numpy()
+    actual = RMSNorm(config.norm_eps, jnp.float32).apply({"params": params["final_norm"]}, x)
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
+
+
+def test_attention(pair):
+    model, config, params = pair
+    x = _hidden(config)
+    angles, mask = _hf_inputs(model, torch.from_numpy(x))
+    with torch.no_grad():
+        expected = model.model.layers[0].self_attn(
+            hidden_states=torch.from_numpy(x), position_embeddings=angles, attention_mask=mask
+        )[0]
+    actual, _, _ = Attention(config).apply(
+        {"params": params["layers_0"]["attention"]}, x, _angles(config, x), causal_attention
+    )
+    np.testing.assert_allclose(actual, expected.numpy(), atol=TIGHT)
+
+
+def test_layer(pair):
+    model, config, params = pair
+    x = _hidden(config)
+    angles, mask = _hf_inputs(model, torch.from_numpy(x))
+    with torch.no_grad():
+        expected = model.model.layers[1](
+            torch.from_numpy(x), attention_mask=mask, position_embeddings=angles
+        )
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    actual, _, _ = Layer(config).apply(
+        {"params": params["layers_1"]}, x, _angles(config, x), causal_attention
+    )
+    np.testing.assert_allclose(actual, expected.numpy(), atol=TIGHT)
+
+
+def test_logits(pair):
+    model, config, params = pair
+    tokens = _tokens(config)
+    actual = _logits(config, params, tokens)
+    expected = _hf_logits(model, tokens)
+    assert np.abs(expected).max() > 2, "logits near zero would prove nothing"
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
+
+
+def test_last_keys_and_values(pair):
+    """The draft reads these: rotary applied, as transformers caches them."""
+    model, config, params = pair
+    tokens = _tokens(config)
+    with torch.no_grad():
+        cache = model(torch.from_numpy(tokens), use_cache=True).past_key_values
+    output = Target(config).apply({"params": params}, tokens, _positions(tokens), _causal)
+    for ours, theirs in (
+        (output.keys[-1], cache.layers[-1].keys),
+        (output.values[-1], cache.layers[-1].values),
+    ):
+        np.testing.assert_allclose(ours.swapaxes(1, 2), theirs.numpy(), atol=TIGHT)
+
+
+def test_cached_decoding(pair):
+    """Chunks into the cache, then a chain and a branching tree, against one uncached pass each."""
+    model, config, params = pair
+    target, tokens = CachedTarget(config), _tokens(config)
+    cache = target.allocate(batch=2, capacity=37)
+    last = jnp.asarray([7, 7])
+    for offset in (0, 8):
+        logits, cache = target.prefill_chunk(
+            params, cache, jnp.asarray(tokens[:, offset : offset + 8]), jnp.asarray(offset), last
+        )
+    expected = _hf_logits(model, tokens)
+    np.testing.assert_allclose(logits, expected[:, 15], atol=TOLERANCE)
+
+    # Nodes 1 and 2 are children of the root, node 3 follows node 2.
+    mask = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
+    positions = 16 + np.array([0, 1, 1, 2])
+    verified = target.verify(
+        params,
+        cache,
+        jnp.asarray(tokens[:, 16:20]),
+        jnp.broadcast_to(positions, (2, 4)),
+        jnp.broadcast_to(mask, (2, 4, 4)),
+        jnp.asarray([16, 16]),
+    )
+    for path in ([16], [16, 17], [16, 18], [16, 18, 19]):
+        alone = np.concatenate([tokens[:, :16], tokens[:, path]], axis=1)
+        node = path[-1] - 16
+        expected = _hf_logits(model, alone)[:, -1]
+        np.testing.assert_allclose(verified.logits[:, node], expected, atol=TOLERANCE)
+
+
+def test_rotation_at_the_end_of_the_range():
+    """The rotation itself, at positions where a wrong frequency would be far off."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    model = make_model("Llama", rope_parameters=LLAMA3 | dict(rope_theta=5e5))
+    positions = np.array([[0, 1, 4095, 131071, 262143]])
+    q, k = np.random.default_rng(3).normal(size=(2, 1, 5, 6, 6)).astype("float32")
+    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.from_numpy(positions))
+    expected = apply_rotary_pos_emb(
+        *(torch.from_numpy(x).transpose(1, 2) for x in (q, k)), cos, sin
+    )
+    config = load_config(model)
+    angles = rotary_angles(jnp.asarray(positions), 6, config.rope_theta, config.rope_scaling)
+    for ours, theirs in zip((q, k), expected, strict=True):
+        rotated = rotate(jnp.asarray(ours), angles)
+        np.testing.assert_allclose(rotated, theirs.transpose(1, 2).numpy(), atol=TIGHT)
+
+
+def load_config(model) -> TargetConfig:
+    from longspec_jax.weights.hf_config import target_config
+
+    raw = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    return target_config(raw, "float32")
+
+
+def _logits(config, params, tokens):
+    def run(params, tokens):
+        model, variables = Target(config), {"params": params}
+        hidden = model.apply(variables, tokens, _positions(tokens), _causal).hidden
+        return model.apply(variables, hidden, method="unembed")
+
+    return jax.jit(run)(params, tokens)
+
+
+def _hf_logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)).logits.numpy()
