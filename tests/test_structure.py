@@ -1,0 +1,79 @@
+"""Imports point one way: axes, config -> ops -> models -> drafters -> decoding -> api -> commands."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = "longspec_jax"
+
+ALLOWED: dict[str, set[str]] = {
+    "axes": set(),
+    "config": set(),
+    "sharding": {"axes", "config"},
+    "ops": {"axes", "config"},
+    "models": {"axes", "config", "ops"},
+    "drafters": {"axes", "config", "ops", "models"},
+    "decoding": {"axes", "config", "ops", "models", "drafters", "sharding"},
+    "weights": {"axes", "config", "models", "drafters", "sharding"},
+    "text": {"axes", "config"},
+}
+"""What each part of the library may import besides itself; parts not listed may import all."""
+ENTRY = {
+    "train": {"infer", "configs"},
+    "infer": {"train", "configs"},
+    "configs": {"train", "infer"},
+}
+"""What the commands must not import."""
+FOREIGN = {"absl", "ml_collections", "orbax", "optax", "datasets", "torch", "jax_triton"}
+"""Packages the library never imports at module level."""
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Dotted names a file imports, and whether at module level."""
+    tree = ast.parse(path.read_text())
+    found = []
+    for node in ast.walk(tree):
+        top = node in tree.body
+        if isinstance(node, ast.Import):
+            found += [(alias.name, top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found += [(f"{node.module}.{alias.name}", top) for alias in node.names]
+    return found
+
+
+def part(dotted: str) -> str:
+    return dotted.split(".")[1]
+
+
+FILES = sorted(
+    path
+    for folder in (LIBRARY, "train", "infer", "configs")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    relative = path.relative_to(ROOT).with_suffix("").parts
+    for name, top in imports(path):
+        package = name.split(".")[0]
+        if relative[0] == LIBRARY:
+            assert package not in {"train", "infer", "configs", "tests"}, name
+            assert not (top and package in FOREIGN), f"{name} must be imported lazily"
+            own = relative[1]
+            if package == LIBRARY and own in ALLOWED:
+                assert part(name) in {own, *ALLOWED[own]}, f"{own} must not import {name}"
+        else:
+            assert package not in ENTRY[relative[0]] | {"tests"}, name
+        if relative[0] == "configs" and package == LIBRARY:
+            assert part(name) == "config", f"configs import {LIBRARY}.config only, not {name}"
+
+
+def test_the_test_reads_files() -> None:
+    """Guards against a moved folder turning the check above into nothing."""
+    assert len(FILES) > 20
+    verify = imports(ROOT / LIBRARY / "decoding" / "verify.py")
+    assert ("longspec_jax.drafters.tree.Tree", True) in verify
