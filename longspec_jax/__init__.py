@@ -1,1 +1,85 @@
-"""Lossless long-context speculative decoding (LongSpec) in JAX."""
+"""Lossless long-context speculative decoding (LongSpec) in JAX.
+
+The public names, as a table of contents. They are imported on first use, so that ``import
+longspec_jax`` is quick and the configurations can be read without touching a device.
+"""
+
+import importlib
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+_CONTENTS = {
+    # Load, generate, stream, compare, inspect.
+    "LongSpec": "longspec_jax.api",
+    "demo_prompts": "longspec_jax.api",
+    "GenerateOptions": "longspec_jax.generation.options",
+    "GenerateResult": "longspec_jax.generation.result",
+    "StreamRound": "longspec_jax.generation.result",
+    "Stats": "longspec_jax.generation.result",
+    "Comparison": "longspec_jax.generation.comparison",
+    "RoundView": "longspec_jax.generation.inspection",
+    "MemoryPlan": "longspec_jax.generation.memory",
+    # Shapes.
+    "TargetConfig": "longspec_jax.config",
+    "DraftConfig": "longspec_jax.config",
+    "TreeConfig": "longspec_jax.config",
+    "PLAIN": "longspec_jax.config",
+    "PRESETS": "longspec_jax.config",
+    # Weights and devices.
+    "load_target": "longspec_jax.weights.hf",
+    "load_draft": "longspec_jax.weights.hf",
+    "save_target": "longspec_jax.weights.hf",
+    "save_draft": "longspec_jax.weights.hf",
+    "make_mesh": "longspec_jax.sharding",
+}
+__all__ = list(_CONTENTS)  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from longspec_jax.api import LongSpec, demo_prompts  # noqa: F401
+    from longspec_jax.config import (  # noqa: F401
+        PLAIN,
+        PRESETS,
+        DraftConfig,
+        TargetConfig,
+        TreeConfig,
+    )
+    from longspec_jax.generation.comparison import Comparison  # noqa: F401
+    from longspec_jax.generation.inspection import RoundView  # noqa: F401
+    from longspec_jax.generation.memory import MemoryPlan  # noqa: F401
+    from longspec_jax.generation.options import GenerateOptions  # noqa: F401
+    from longspec_jax.generation.result import GenerateResult, Stats, StreamRound  # noqa: F401
+    from longspec_jax.sharding import make_mesh  # noqa: F401
+    from longspec_jax.weights.hf import (  # noqa: F401
+        load_draft,
+        load_target,
+        save_draft,
+        save_target,
+    )
+
+
+def _check_versions(jax: str, flax: str) -> None:
+    """Refuse the one pair of releases that pip accepts and that fails at import."""
+    new_jax, old_flax = _numbers(jax) >= (0, 11, 1), _numbers(flax) <= (0, 12, 8)
+    if new_jax and old_flax:
+        raise ImportError(
+            f"flax {flax} cannot be imported with jax {jax}: jax >= 0.11.1 needs flax >= 0.12.9. Fix: "
+            "pip install -U 'flax>=0.12.9' (Python 3.12 or newer), or pip install 'jax==0.10.2'"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = [part for part in version.split(".")[:3] if part.isdigit()]
+    return tuple(map(int, parts))
+
+
+_check_versions(metadata.version("jax"), metadata.version("flax"))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CONTENTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_CONTENTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_CONTENTS)

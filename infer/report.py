@@ -1,0 +1,172 @@
+"""What a decode run measured: for reading, and as JSON.
+
+The JSON holds totals over all rows under the names of the command's documentation, and ``rows`` with
+the same numbers for each. With a single row ``text`` and ``prompt_tokens`` are that row's own, with
+several they are lists. Numbers that do not exist are null: speeds of a comparison that was not
+made, the acceptance length of a run without decode rounds.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from longspec_jax.generation.comparison import Comparison, Divergence
+from longspec_jax.generation.result import ACCEPTANCE_DEFINITION, GenerateResult, Stats
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One call, speculative or not, and the plain run beside it if one was made."""
+
+    name: str
+    result: GenerateResult
+    comparison: Comparison | None = None
+
+    @property
+    def stats(self) -> Stats:
+        """Counts of the call."""
+        return self.result.stats
+
+    @property
+    def divergences(self) -> tuple[Divergence, ...]:
+        """Every row's first difference to plain decoding."""
+        return self.comparison.divergences if self.comparison else ()
+
+
+def as_json(outcomes: Sequence[Outcome], setting: dict[str, Any]) -> dict[str, Any]:
+    """Everything measured.
+
+    Args:
+      outcomes: the calls, of one row or of a batch each.
+      setting: what was run: models, device, options.
+    """
+    rows = [row for outcome in outcomes for row in _rows(outcome)]
+    single = len(rows) == 1
+    return {
+        "acceptance_definition": ACCEPTANCE_DEFINITION,
+        **_totals(outcomes),
+        "prompt_tokens": rows[0]["prompt_tokens"] if single else _column(rows, "prompt_tokens"),
+        "text": rows[0]["text"] if single else _column(rows, "text"),
+        "setting": setting,
+        "memory": asdict(outcomes[0].stats.memory),
+        "rows": rows,
+    }
+
+
+def _totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    stats = [outcome.stats for outcome in outcomes]
+    compared = [outcome.comparison for outcome in outcomes if outcome.comparison]
+    plain = [comparison.plain.stats for comparison in compared]
+    passes = sum(sum(item.target_passes) for item in stats)
+    histograms = [item.acceptance_histogram for item in stats]
+    return {
+        "acceptance_length": _ratio(sum(item.decode_tokens for item in stats), passes),
+        "acceptance_histogram": [sum(column) for column in zip(*histograms, strict=True)],
+        "new_tokens": sum(sum(item.new_tokens) for item in stats),
+        "target_passes": passes,
+        "decode_seconds": sum(item.decode_seconds for item in stats),
+        "prefill_seconds": sum(item.prefill_seconds for item in stats),
+        "compile_seconds": sum(item.compile_seconds for item in (*stats, *plain)),
+        "tokens_per_second": _speed(stats),
+        "plain_tokens_per_second": _speed(plain) if plain else None,
+        "plain_decode_seconds": sum(item.decode_seconds for item in plain) if plain else None,
+        "identical_to_plain": all(item.identical for item in compared) if compared else None,
+        "draft_state_bytes": max(item.draft_state_bytes for item in stats),
+    }
+
+
+def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
+    result, stats = outcome.result, outcome.stats
+    for row, tokens in enumerate(result.sequences):
+        divergence = next((item for item in outcome.divergences if item.row == row), None)
+        yield {
+            "name": outcome.name,
+            "prompt_tokens": stats.prompt_tokens[row],
+            "new_tokens": stats.new_tokens[row],
+            "target_passes": stats.target_passes[row],
+            "acceptance_length": _ratio(stats.new_tokens[row] - 1, stats.target_passes[row]),
+            "acceptance_histogram": list(stats.histograms[row]),
+            "identical_to_plain": divergence is None if outcome.comparison else None,
+            "first_divergence": asdict(divergence) if divergence else None,
+            "text": result.text[row],
+            "tokens": list(tokens),
+            "drafted": list(result.drafted[row]),
+        }
+
+
+def lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """The report of one call, or the totals of several, for reading."""
+    totals = _totals(outcomes)
+    yield from _acceptance_lines(totals)
+    yield from _speed_lines(totals)
+    yield from _memory_lines(outcomes[0].stats)
+    yield from _identity_lines(outcomes)
+
+
+def _acceptance_lines(totals: dict[str, Any]) -> Iterator[str]:
+    length, passes = totals["acceptance_length"], totals["target_passes"]
+    if length is None:
+        yield "acceptance length   none: the first token, drawn from the prefill, ended every row"
+        return
+    yield f"acceptance length   {length:.2f} tokens a target pass"
+    yield f"                    ({ACCEPTANCE_DEFINITION})"
+    histogram = totals["acceptance_histogram"]
+    if len(histogram) == 1:
+        return
+    yield "accepted draft tokens  rounds                                 rounds reaching this depth"
+    for depth, count in enumerate(histogram):
+        reached = sum(histogram[depth:]) / passes
+        bar = "#" * round(30 * count / max(histogram))
+        yield f"{depth:21}  {count:6}  {bar:30} {reached:5.0%}"
+
+
+def _speed_lines(totals: dict[str, Any]) -> Iterator[str]:
+    speed, plain = totals["tokens_per_second"], totals["plain_tokens_per_second"]
+    if speed is not None:
+        comparison = f", {plain:.1f} without ({speed / plain:.2f}x)" if plain else ""
+        yield f"tokens/s            {speed:.1f} with this method{comparison}"
+    yield (
+        f"seconds             decode {totals['decode_seconds']:.2f}, "
+        f"prefill {totals['prefill_seconds']:.2f}, "
+        f"compile and warm-up {totals['compile_seconds']:.2f} (apart from both)"
+    )
+
+
+def _memory_lines(stats: Stats) -> Iterator[str]:
+    plan = stats.memory
+    yield (
+        f"memory              draft state {stats.draft_state_bytes:,} bytes whatever the context; "
+        f"target cache {plan.cache_bytes:,} bytes for {plan.batch} x {plan.capacity} slots"
+    )
+
+
+def _identity_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    compared = [outcome for outcome in outcomes if outcome.comparison]
+    if not compared:
+        return
+    found = [(outcome, item) for outcome in compared for item in outcome.divergences]
+    if not found:
+        tokens = sum(sum(outcome.stats.new_tokens) for outcome in compared)
+        yield f"identical to plain  yes, all {tokens} tokens"
+        return
+    rows = sum(len(outcome.result.sequences) for outcome in compared)
+    yield f"identical to plain  no: {len(found)} of {rows} rows differ"
+    for outcome, item in found:
+        gap = "gap unknown" if item.gap is None else f"a gap of {item.gap:.2e} in the logits"
+        yield (
+            f"  {outcome.name}, row {item.row}: first at emitted token {item.index}, "
+            f"{item.plain_token} became {item.speculative_token}, {gap}"
+        )
+
+
+def _column(rows: Sequence[dict[str, Any]], name: str) -> list[Any]:
+    return [row[name] for row in rows]
+
+
+def _speed(stats: Sequence[Stats]) -> float | None:
+    return _ratio(sum(s.decode_tokens for s in stats), sum(s.decode_seconds for s in stats))
+
+
+def _ratio(count: int, by: float) -> float | None:
+    return count / by if count and by and math.isfinite(by) else None

@@ -1,0 +1,357 @@
+"""The Python interface: load a target and its draft, generate, stream, compare, look inside.
+
+    spec = LongSpec.from_pretrained("lmsys/vicuna-7b-v1.5-16k", "sail/longspec-vicuna-7b-v1.5-16k")
+    result = spec.generate("Once upon a time", max_new_tokens=128, temperature=0.7, seed=1)
+    print(result.text[0], result.stats.acceptance_length)
+
+The output depends on target, prompt, options and seed. Draft and tree change the speed alone.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
+from longspec_jax.decoding.cache import cache_bytes
+from longspec_jax.decoding.engine import Params
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import Drafter, NoDraft
+from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecParams
+from longspec_jax.generation import comparison, inspection, runner
+from longspec_jax.generation.collect import RoundCollector, collect, follow
+from longspec_jax.generation.inputs import Inputs, Prompts, to_prompts
+from longspec_jax.generation.memory import (
+    MemoryPlan,
+    check_fits,
+    free_bytes,
+    tree_bytes,
+    working_bytes,
+)
+from longspec_jax.generation.options import GenerateOptions, resolve
+from longspec_jax.generation.result import GenerateResult, StreamRound
+from longspec_jax.ops.hardware import AMPERE, compute_capability
+
+DEMO = Path(__file__).parent / "demo"
+"""The embedded demo: a small target, its draft and sample prompts."""
+
+
+class Streamer(Protocol):
+    """What transformers calls a streamer."""
+
+    def put(self, value: np.ndarray) -> None:
+        """Take the prompt, then the tokens of every round."""
+        ...
+
+    def end(self) -> None:
+        """The row has ended."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class LongSpec:
+    """A target, optionally its draft, and how to decode with them."""
+
+    target_config: TargetConfig
+    target_params: Any
+    draft_config: DraftConfig | None = None
+    draft_params: Any = None
+    tokenizer: Any = None
+    """A transformers tokenizer; without one, prompts are token ids and there is no text."""
+    stop_tokens: tuple[int, ...] = ()
+    """What ends a row unless ``eos_token_id`` says otherwise."""
+    tree: TreeConfig = TreeConfig()
+    """The tree of calls that name none."""
+    attention: str | None = None
+    """Attention implementation; chosen automatically if absent."""
+    prefill_chunk: int = 256
+    """Tokens of one prefill step; more is faster on large devices and takes more memory."""
+    mesh: Mesh | None = None
+    """What the parameters are spread over; one device if absent."""
+    _warm: runner.WarmShapes = field(default_factory=runner.WarmShapes, repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse parts that do not belong together."""
+        if self.draft_config is not None:
+            self.draft_config.check_fits(self.target_config)
+        if self.prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be at least 1 token, got {self.prefill_chunk}")
+        base = getattr(self.tokenizer, "vocab_size", 0)
+        if base > self.target_config.vocab_size:
+            raise ValueError(
+                f"the tokenizer knows {base} tokens and the target {self.target_config.vocab_size}; "
+                "load the tokenizer that belongs to this target"
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        draft: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        mesh: Mesh | None = None,
+        tree: TreeConfig | None = None,
+        attention: str | None = None,
+        revision: str | None = None,
+        draft_revision: str | None = None,
+        tokenizer: Any = None,
+        prefill_chunk: int | None = None,
+    ) -> "LongSpec":
+        """Load Hugging Face checkpoints.
+
+        Args:
+          target: a folder or hub id of a Llama, Qwen2, Qwen3 or Mistral model.
+          draft: a folder or hub id of the LongSpec draft trained for it; plain decoding if absent.
+          dtype: of parameters and activations; ``auto`` is bfloat16 where the GPU has it, float16
+            on older GPUs and float32 on a CPU.
+          mesh: devices to spread the parameters over, from :func:`longspec_jax.make_mesh`.
+          tree: shape of the draft trees; the paper's if absent.
+          attention: attention implementation; chosen automatically if absent.
+          revision: branch, tag or commit of the target on the hub.
+          draft_revision: the same for the draft.
+          tokenizer: instead of the one beside the target.
+          prefill_chunk: tokens of one prefill step; 2048 on a GPU and 256 on a CPU if absent.
+        """
+        from longspec_jax.weights import hf
+
+        dtype = best_dtype() if dtype == "auto" else dtype
+        target_config, target_params = hf.load_target(
+            target, dtype=dtype, mesh=mesh, revision=revision
+        )
+        draft_config, draft_params = None, None
+        if draft is not None:
+            draft_config, draft_params = hf.load_draft(
+                draft, target_config, dtype=dtype, mesh=mesh, revision=draft_revision
+            )
+        tokenizer = tokenizer or load_tokenizer(target, revision)
+        return cls(
+            target_config,
+            target_params,
+            draft_config,
+            draft_params,
+            tokenizer=tokenizer,
+            stop_tokens=hf.load_stop_tokens(target, revision=revision),
+            tree=tree or TreeConfig(),
+            attention=attention,
+            prefill_chunk=prefill_chunk or (2048 if jax.default_backend() == "gpu" else 256),
+            mesh=mesh,
+        )
+
+    @classmethod
+    def demo(cls, **options: Any) -> "LongSpec":
+        """The small target and draft that come with the package; options as above."""
+        if not (DEMO / "target").is_dir():
+            raise FileNotFoundError(
+                f"the demo model is missing from {DEMO}; reinstall the package, or make one with "
+                "python -m train.run --config=configs/demo.py"
+            )
+        return cls.from_pretrained(DEMO / "target", DEMO / "draft", **options)
+
+    def generate(
+        self,
+        inputs: Inputs,
+        generation_config: Any = None,
+        *,
+        tree: TreeConfig | Sequence[int] | None = None,
+        streamer: Streamer | None = None,
+        on_round: Callable[[StreamRound], None] | None = None,
+        chat_template: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateResult:
+        """Complete the prompts.
+
+        Args:
+          inputs: text, chat messages or token ids; a list of them is a batch of rows, each with its
+            own length.
+          generation_config: a transformers ``GenerationConfig``; keyword arguments win over it.
+          tree: shape of the draft trees, ``PLAIN`` for plain decoding; the object's own if absent.
+          streamer: a transformers streamer for a single row: receives the prompt, then every
+            round's tokens.
+          on_round: called with what every round adds, as :meth:`stream` yields it.
+          chat_template: a Jinja template for messages instead of the tokenizer's own.
+          **options: see :class:`~longspec_jax.generation.options.GenerateOptions`.
+        """
+        job = self._prepare(inputs, generation_config, tree, chat_template, options)
+        listen = on_round if streamer is None else _feed(streamer, job.prompts, on_round)
+        run = follow(job, self._warm, self.tokenizer, listen)
+        if streamer is not None:
+            streamer.end()
+        return collect(job, run, self.tokenizer)
+
+    def stream(
+        self,
+        inputs: Inputs,
+        generation_config: Any = None,
+        *,
+        tree: TreeConfig | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Iterator[StreamRound]:
+        """Yield what every round adds; arguments as in :meth:`generate`, and the same tokens."""
+        job = self._prepare(inputs, generation_config, tree, chat_template, options)
+        collector = RoundCollector(job, self.tokenizer)
+        return map(collector.add, runner.run_rounds(job, self._warm))
+
+    def compare(
+        self,
+        inputs: Inputs,
+        generation_config: Any = None,
+        *,
+        tree: TreeConfig | Sequence[int] | None = None,
+        on_round: Callable[[StreamRound], None] | None = None,
+        chat_template: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> comparison.Comparison:
+        """Decode with speculation and without, and say whether a token differs.
+
+        Arguments as in :meth:`generate`, and ``on_round``: called with what every round of the
+        speculative run adds, as :meth:`stream` yields it.
+        """
+        job = self._prepare(inputs, generation_config, tree, chat_template, options)
+        return comparison.run_both(job, self._warm, self.tokenizer, on_round)
+
+    def inspect(
+        self,
+        inputs: Inputs,
+        generation_config: Any = None,
+        *,
+        tree: TreeConfig | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Iterator[inspection.RoundView]:
+        """Yield every round's candidates beside the target's draws, for a single row.
+
+        Shows why a token was rejected; arguments as in :meth:`generate`. Slower than
+        :meth:`stream`, because every round is computed twice.
+        """
+        job = self._prepare(inputs, generation_config, tree, chat_template, options)
+        return inspection.rounds(job, self._warm)
+
+    def memory_plan(
+        self, rows: int, context: int, tree: TreeConfig | Sequence[int] | None = None
+    ) -> MemoryPlan:
+        """What rows of ``context`` tokens, prompt and new ones together, take on the device."""
+        drafter, params = self._drafter(tree)
+        shape = runner.Shape.for_call(context, 1, drafter.tree.num_levels, self.prefill_chunk)
+        return self._plan(rows, shape, drafter, params)
+
+    def _prepare(
+        self,
+        inputs: Inputs,
+        generation_config: Any,
+        tree: TreeConfig | Sequence[int] | None,
+        chat_template: str | None,
+        options: GenerateOptions,
+    ) -> runner.Job:
+        """Check everything a call was given, before anything runs."""
+        config = self.target_config
+        prompts = to_prompts(inputs, self.tokenizer, config.vocab_size, chat_template)
+        lengths = [len(row) for row in prompts]
+        rows = resolve(options, generation_config, lengths, self.stop_tokens)
+        check_positions(lengths, rows.max_new_tokens, config.max_positions)
+        drafter, draft = self._drafter(tree)
+        shape = runner.Shape.for_call(
+            max(lengths),
+            int(rows.max_new_tokens.max()),
+            drafter.tree.num_levels,
+            self.prefill_chunk,
+        )
+        plan = self._plan(len(prompts), shape, drafter, draft)
+        if self.mesh is None:
+            check_fits(config, plan, free_bytes())
+        target = CachedTarget(config, self.attention)
+        params = Params(self.target_params, draft)
+        return runner.Job(target, drafter, params, prompts, rows.request(), shape, plan)
+
+    def _drafter(self, tree: TreeConfig | Sequence[int] | None) -> tuple[Drafter, Any]:
+        """The static part and the parameters of what proposes the trees of a call."""
+        chosen = self.tree if tree is None else tree
+        shape = chosen if isinstance(chosen, TreeConfig) else TreeConfig(tuple(chosen))
+        if not shape.widths or (self.draft_config is None and tree is None):
+            return NoDraft(), None
+        if self.draft_config is None:
+            raise ValueError(
+                f"tree {shape.widths} needs a draft and none is loaded; pass draft= to "
+                "from_pretrained, or tree=PLAIN"
+            )
+        tables = self.target_params
+        head = tables.get("head", tables["embedding"])
+        params = LongSpecParams(self.draft_params, tables["embedding"], head)
+        return LongSpecDrafter(self.draft_config, shape, self.attention), params
+
+    def _plan(self, rows: int, shape: runner.Shape, drafter: Drafter, draft: Any) -> MemoryPlan:
+        """Bytes of a call, from shapes alone."""
+        config = self.target_config
+        tokens = jax.ShapeDtypeStruct((rows, shape.capacity), jnp.int32)
+        length = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        state = jax.eval_shape(drafter.prefill, draft, tokens, length)
+        return MemoryPlan(
+            batch=rows,
+            capacity=shape.capacity,
+            target_bytes=tree_bytes(self.target_params),
+            draft_bytes=tree_bytes(draft.layer) if draft is not None else 0,
+            cache_bytes=cache_bytes(config, rows, shape.capacity),
+            draft_state_bytes=tree_bytes(state),
+            working_bytes=working_bytes(config, rows, shape.chunk, drafter.tree.num_nodes),
+        )
+
+
+def _feed(
+    streamer: Streamer, prompts: Prompts, on_round: Callable[[StreamRound], None] | None
+) -> Callable[[StreamRound], None]:
+    """Hand the prompt to a streamer, and return what hands it the rounds."""
+    rows = len(prompts)
+    if rows > 1 or on_round is not None:
+        raise ValueError(
+            f"a streamer follows one row and takes the place of on_round; {rows} rows and "
+            f"on_round={on_round} were given. Use on_round= alone, or stream()"
+        )
+    streamer.put(prompts[0][None])
+    return lambda added: streamer.put(np.asarray(added.tokens[0], np.int32))
+
+
+def check_positions(lengths: Sequence[int], new_tokens: np.ndarray, max_positions: int) -> None:
+    """Refuse rows that would leave the positions the target was made for."""
+    for row, (length, new) in enumerate(zip(lengths, new_tokens.tolist(), strict=True)):
+        if length + new > max_positions:
+            room = max_positions - length
+            remedy = f"lower max_new_tokens to at most {room}, or " if room > 0 else ""
+            raise ValueError(
+                f"row {row}: a prompt of {length} tokens and max_new_tokens={new} reach position "
+                f"{length + new}, and the target has max_positions={max_positions}; {remedy}shorten "
+                f"the prompt to at most {max(0, max_positions - new)} tokens"
+            )
+
+
+def best_dtype() -> str:
+    """The dtype ``auto`` stands for: what this machine computes fast and well."""
+    if jax.default_backend() == "cpu":
+        return "float32"
+    capability = compute_capability()
+    return "float16" if capability is not None and capability < AMPERE else "bfloat16"
+
+
+def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
+    """The tokenizer beside a target; None if there is none."""
+    from transformers import AutoTokenizer
+
+    from longspec_jax.weights.hub import local_folder
+
+    folder = local_folder(source, revision)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+@functools.cache
+def demo_prompts() -> dict[str, str]:
+    """The sample prompts that come with the package, held out from the demo's training."""
+    return {path.stem: path.read_text("utf-8") for path in sorted(DEMO.glob("prompts/*.txt"))}

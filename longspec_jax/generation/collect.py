@@ -1,0 +1,105 @@
+"""From a finished run to its result, and from rounds as they come to what they added."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from longspec_jax.generation import runner
+from longspec_jax.generation.result import GenerateResult, StreamRound
+from longspec_jax.generation.runner import Job, Run, Start, WarmShapes, statistics
+from longspec_jax.generation.text import Detokenizer, Piece, continuation
+
+
+def collect(job: Job, run: Run, tokenizer: Any) -> GenerateResult:
+    """The result of a run.
+
+    Args:
+      job: the call.
+      run: where it has got to.
+      tokenizer: a transformers tokenizer, or None for no text.
+    """
+    progress = run.progress
+    sequences = _rows(progress.output, progress.emitted)
+    text = [
+        None if tokenizer is None else continuation(tokenizer, prompt.tolist(), tokens)
+        for prompt, tokens in zip(job.prompts, sequences, strict=True)
+    ]
+    drafted = _rows(progress.drafted, progress.emitted)
+    return GenerateResult(sequences, tuple(text), drafted, statistics(job, run))
+
+
+def follow(
+    job: Job,
+    warm: WarmShapes,
+    tokenizer: Any,
+    on_round: Callable[[StreamRound], None] | None,
+    begin: Callable[[], Start] | None = None,
+) -> Run:
+    """Run to the end: round by round if someone listens, in one executable otherwise.
+
+    Args:
+      job: the prepared call.
+      warm: the shapes compiled so far.
+      tokenizer: a transformers tokenizer, or None for no text.
+      on_round: called with what every round adds.
+      begin: makes the prefilled state; the job's own prefill if absent.
+    """
+    if on_round is None:
+        return runner.run(job, warm, begin)
+    collector = RoundCollector(job, tokenizer)
+    runs = runner.run_rounds(job, warm, begin)
+    run = next(runs)
+    on_round(collector.add(run))
+    for run in runs:
+        on_round(collector.add(run))
+    return run
+
+
+class RoundCollector:
+    """Remembers what each row has shown, and returns what a round adds."""
+
+    def __init__(self, job: Job, tokenizer: Any):
+        """Start before the first round.
+
+        Args:
+          job: the call whose rounds will be collected.
+          tokenizer: a transformers tokenizer, or None for no text.
+        """
+        rows = len(job.prompts)
+        self._job = job
+        self._texts = [
+            tokenizer and Detokenizer(tokenizer, prompt.tolist()) for prompt in job.prompts
+        ]
+        self._seen = np.zeros(rows, np.int32)
+        self._ended = np.zeros(rows, bool)
+
+    def add(self, run: Run) -> StreamRound:
+        """What the run has gained since the last call."""
+        progress = run.progress
+        tokens = _rows(progress.output, progress.emitted, self._seen)
+        drafted = _rows(progress.drafted, progress.emitted, self._seen)
+        pieces = tuple(map(_pieces, self._texts, tokens, drafted, progress.done & ~self._ended))
+        self._seen, self._ended = progress.emitted, progress.done
+        return StreamRound(tokens, drafted, pieces, statistics(self._job, run))
+
+
+def _rows(
+    values: np.ndarray, stop: np.ndarray, start: np.ndarray | None = None
+) -> tuple[tuple[Any, ...], ...]:
+    """Every row of an output buffer from ``start`` to ``stop``, as Python values."""
+    start = np.zeros_like(stop) if start is None else start
+    bounds = zip(values, start, stop, strict=True)
+    return tuple(tuple(row[first:last].tolist()) for row, first, last in bounds)
+
+
+def _pieces(
+    text: Detokenizer | None, tokens: Sequence[int], drafted: Sequence[bool], ending: bool
+) -> tuple[Piece, ...]:
+    """Text that a round of a row releases, token by token."""
+    if text is None:
+        return ()
+    pieces = [Piece(text.push(token), draft) for token, draft in zip(tokens, drafted, strict=True)]
+    if ending:
+        pieces.append(Piece(text.flush(), False))
+    return tuple(piece for piece in pieces if piece.text)

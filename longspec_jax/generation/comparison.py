@@ -1,0 +1,153 @@
+"""Is the output that of plain decoding, and if not, how close was the call?
+
+In float32 the answer must be yes. In bfloat16 and float16 differently shaped reductions may flip a
+near-tie; the gap between the two candidates at the first divergence says whether that is all.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.axes import Array
+from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.engine import Params, Request
+from longspec_jax.decoding.sampling import noise, perturb
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import NoDraft
+from longspec_jax.generation import runner
+from longspec_jax.generation.collect import collect, follow
+from longspec_jax.generation.memory import free_bytes
+from longspec_jax.generation.result import GenerateResult, StreamRound
+from longspec_jax.generation.runner import Job, Run, Start, WarmShapes
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token of a row that differs from plain decoding."""
+
+    row: int
+    index: int
+    """Index among the row's emitted tokens."""
+    plain_token: int | None
+    """None if plain decoding ended before this token."""
+    speculative_token: int | None
+    gap: float | None
+    """Plain decoding's score of its token minus that of the other, noise and temperature included:
+    how far from a tie the draw was."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A speculative and a plain run of the same call."""
+
+    speculative: GenerateResult
+    plain: GenerateResult
+    divergences: tuple[Divergence, ...]
+    """The first of every row that has one."""
+
+    @property
+    def identical(self) -> bool:
+        """Whether every token of every row is the same."""
+        return not self.divergences
+
+    @property
+    def speedup(self) -> float:
+        """Decoding speed with speculation over that without."""
+        speculative, plain = self.speculative.stats, self.plain.stats
+        return speculative.tokens_per_second / plain.tokens_per_second
+
+
+def run_both(
+    job: Job,
+    warm: WarmShapes,
+    tokenizer: Any,
+    on_round: Callable[[StreamRound], None] | None = None,
+) -> Comparison:
+    """Run a call with speculation and without, and find every row's first divergence.
+
+    Both begin with copies of one prefill, which knows no drafter, where memory takes two caches.
+
+    Args:
+      job: the speculative call.
+      warm: the shapes compiled so far.
+      tokenizer: a transformers tokenizer, or None for no text.
+      on_round: called with every round of the speculative run as it ends.
+    """
+    if not job.drafter.tree.widths:
+        raise ValueError(
+            "nothing to compare: this call decodes plainly; load a draft and leave its tree in place"
+        )
+    plain_job = replace(job, drafter=NoDraft(), params=Params(job.params.target, None))
+    copies: list[Start] = []
+
+    def begin() -> Start:
+        start = runner.prefill(job)
+        free = free_bytes()
+        if free is None or free > job.memory.cache_bytes + job.memory.working_bytes:
+            copies.append(runner.plain_copy(start))
+        return start
+
+    run = follow(job, warm, tokenizer, on_round, begin)
+    speculative = collect(job, run, tokenizer)
+    del run  # Its cache makes room for plain decoding's.
+    plain_run = runner.run(plain_job, warm, copies.pop if copies else None)
+    plain = collect(plain_job, plain_run, tokenizer)
+    pairs = enumerate(zip(plain.sequences, speculative.sequences, strict=True))
+    found = (_divergence(plain_job, plain_run, row, pair) for row, pair in pairs)
+    return Comparison(speculative, plain, tuple(item for item in found if item is not None))
+
+
+def first_difference(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
+    """Index of the first entry that differs; None if the sequences are equal."""
+    for index, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def _divergence(
+    job: Job, run: Run, row: int, pair: tuple[tuple[int, ...], tuple[int, ...]]
+) -> Divergence | None:
+    """The first token of a row where the plain and the speculative sequence part."""
+    index = first_difference(*pair)
+    if index is None:
+        return None
+    plain, other = (tokens[index] if index < len(tokens) else None for tokens in pair)
+    gap = None
+    # The first token is drawn from the prefill, which both share and which keeps no logits.
+    if index > 0 and plain is not None and other is not None:
+        before = [tokens[min(index, len(tokens)) - 1] for tokens in _sequences(run)]
+        length = jnp.asarray([len(prompt) for prompt in job.prompts]) + index - 1
+        cache = run.state.cache
+        scores = _scores(job.target, job.params, job.request, cache, jnp.asarray(before), length)[
+            row
+        ]
+        gap = float(scores[plain] - scores[other])
+    return Divergence(row, index, plain, other, gap)
+
+
+def _sequences(run: Run) -> list[list[int]]:
+    emitted = zip(run.progress.output, run.progress.emitted, strict=True)
+    return [row[:count].tolist() for row, count in emitted]
+
+
+@partial(jax.jit, static_argnames=("target",))
+def _scores(
+    target: CachedTarget,
+    params: Params,
+    request: Request,
+    cache: KVCache,
+    tokens: Array,
+    length: Array,
+) -> Array:
+    """What the draw behind ``tokens[b]`` at position ``length[b]`` takes the argmax of."""
+    length = length.astype(jnp.int32)
+    mask = jnp.ones((tokens.shape[0], 1, 1), bool)
+    token = tokens[:, None].astype(jnp.int32)
+    verified = target.verify(params.target, cache, token, length[:, None], mask, length)
+    gumbel = noise(request.sampling, length[:, None] + 1, target.vocab_size)
+    return perturb(verified.logits, gumbel, request.sampling)[:, 0]

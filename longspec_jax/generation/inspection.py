@@ -1,0 +1,127 @@
+"""Look inside a round: the draft's candidates beside the target's draws.
+
+For every depth of the accepted path: what the draft proposed there, how likely the target finds
+each proposal, what the target drew, and hence why the walk went on or stopped.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.axes import Array
+from longspec_jax.decoding.engine import Params, Request, SpecState
+from longspec_jax.decoding.sampling import draw, log_probabilities, noise
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.verify import walk
+from longspec_jax.drafters.base import Context, Drafter
+from longspec_jax.generation.runner import Job, WarmShapes, run_rounds
+
+
+@dataclass(frozen=True)
+class DepthView:
+    """One node of the accepted path and what lay below it."""
+
+    position: int
+    """Index of the drawn token in its row."""
+    drawn: int
+    """What the target drew here."""
+    drawn_probability: float
+    """The target's probability of it, before noise, temperature and filters."""
+    candidates: tuple[int, ...]
+    """The draft's proposals below this node, best first; empty at the tree's last level and at
+    nodes outside the draft's beam."""
+    probabilities: tuple[float, ...]
+    """The target's probabilities of the candidates."""
+
+    @property
+    def accepted(self) -> bool:
+        """Whether a candidate carries the drawn token, so that the walk goes on."""
+        return self.drawn in self.candidates
+
+    @property
+    def verdict(self) -> str:
+        """In words, how the walk goes on."""
+        if self.accepted:
+            return f"accepted: candidate {self.candidates.index(self.drawn) + 1}"
+        return (
+            "rejected: not among the candidates" if self.candidates else "bonus: nothing proposed"
+        )
+
+
+@dataclass(frozen=True)
+class RoundView:
+    """One round of a single row."""
+
+    number: int
+    pending: int
+    """The token at the root of the tree."""
+    depths: tuple[DepthView, ...]
+    """The path the walk took; the last entry is the bonus token."""
+
+
+def rounds(job: Job, warm: WarmShapes) -> Iterator[RoundView]:
+    """Yield a view of every round of a single-row job."""
+    if len(job.prompts) > 1:
+        raise ValueError(f"inspect() looks at one row and {len(job.prompts)} were given")
+    return _views(job, warm)
+
+
+def _views(job: Job, warm: WarmShapes) -> Iterator[RoundView]:
+    for number, run in enumerate(run_rounds(job, warm)):
+        if not run.progress.done[0]:
+            seen = _examine(job.target, job.drafter, job.params, job.request, run.state)
+            position = len(job.prompts[0]) + int(run.progress.emitted[0])
+            yield _view(number, position, jax.device_get(seen))
+
+
+@partial(jax.jit, static_argnames=("target", "drafter"))
+def _examine(
+    target: CachedTarget, drafter: Drafter, params: Params, request: Request, state: SpecState
+) -> dict[str, Array]:
+    """A round without its commit: the same tree, draws and walk as the step that follows."""
+    shape, sampling, length = drafter.tree, request.sampling, state.length
+    depths = jnp.asarray(shape.depths, jnp.int32)
+    positions = length[:, None] + 1 + jnp.arange(shape.num_levels + 1)
+    gumbel = noise(sampling, positions, target.vocab_size)
+
+    def score(logits: Array, depth: int) -> Array:
+        return log_probabilities(logits, gumbel[:, depth : depth + 1], sampling)
+
+    context = Context(state.pending, length, state.cache.keys[-1], state.cache.values[-1])
+    tree = drafter.propose(params.draft, state.draft, context, score)
+    verified = target.verify(
+        *(params.target, state.cache, tree.tokens, length[:, None] + depths, tree.mask, length)
+    )
+    draws = draw(verified.logits, gumbel[:, depths], sampling)
+    walked = walk(tree, draws, shape.num_levels)
+    probabilities = jax.nn.softmax(verified.logits, axis=-1)
+    # At node i: the probability of what was drawn there; at node j: that of j under its parent.
+    drawn = jnp.take_along_axis(probabilities, draws[..., None], axis=-1)[..., 0]
+    parents = jnp.maximum(tree.parents, 0)
+    proposed = probabilities[jnp.arange(draws.shape[0])[:, None], parents, tree.tokens]
+    return {
+        **{"tokens": tree.tokens, "parents": tree.parents, "draws": draws, "path": walked.path},
+        **{"count": walked.count, "drawn": drawn, "proposed": proposed},
+    }
+
+
+def _view(number: int, position: int, seen: dict[str, Any]) -> RoundView:
+    row = {name: value[0] for name, value in seen.items()}
+    depths = []
+    for depth, node in enumerate(row["path"][: row["count"]].tolist()):
+        below = np.flatnonzero(row["parents"] == node)
+        depths.append(
+            DepthView(
+                position=position + depth,
+                drawn=int(row["draws"][node]),
+                drawn_probability=float(row["drawn"][node]),
+                candidates=tuple(row["tokens"][below].tolist()),
+                probabilities=tuple(row["proposed"][below].tolist()),
+            )
+        )
+    return RoundView(number, int(row["tokens"][0]), tuple(depths))

@@ -1,0 +1,84 @@
+"""What a call will need of device memory, known before anything is allocated."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.config import TargetConfig
+from longspec_jax.decoding.cache import cache_bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes a call takes on its device; weights and caches exact, working memory an estimate."""
+
+    batch: int
+    capacity: int
+    """Cache slots of a row."""
+    target_bytes: int
+    """Weights of the target."""
+    draft_bytes: int
+    """Weights of the draft, the tables it shares with the target not counted."""
+    cache_bytes: int
+    """The target's keys and values: grows with the context."""
+    draft_state_bytes: int
+    """The draft's own state: does not grow with the context."""
+    working_bytes: int
+    """Activations of a prefill chunk or logits of a tree, whichever is larger; an estimate."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything together."""
+        return self.target_bytes + self.draft_bytes + self.needed_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """What is not loaded yet when the call begins."""
+        return self.cache_bytes + self.draft_state_bytes + self.working_bytes
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a pytree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def working_bytes(config: TargetConfig, batch: int, chunk: int, nodes: int) -> int:
+    """An estimate of the activations and logits alive at once."""
+    width = 3 * config.mlp_width + 6 * config.model_width
+    activations = batch * chunk * width * jnp.dtype(config.dtype).itemsize
+    # Logits, noise, perturbed scores and one sorted or compared copy, float32.
+    logits = 4 * 4 * batch * nodes * config.vocab_size
+    return max(activations, logits)
+
+
+def free_bytes() -> int | None:
+    """Bytes the default device can still allocate; None where it does not say (CPU)."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def largest_context(config: TargetConfig, plan: MemoryPlan, free: int) -> int:
+    """Cache slots of the largest bucketed capacity that fits beside the plan's other needs."""
+    fixed = plan.draft_state_bytes + plan.working_bytes
+    slots = max(0, free - fixed) // cache_bytes(config, plan.batch, 1)
+    step = max(256, 1 << max(0, slots.bit_length() - 4))
+    return slots // step * step
+
+
+def check_fits(config: TargetConfig, plan: MemoryPlan, free: int | None) -> None:
+    """Raise before an allocation that cannot succeed, naming the largest context that would."""
+    if free is None or plan.needed_bytes <= free:
+        return
+    fits = largest_context(config, plan, free)
+    gib = 1 / 2**30
+    raise MemoryError(
+        f"{plan.batch} row(s) of {plan.capacity} cache slots need {plan.needed_bytes * gib:.2f} GiB "
+        f"({plan.cache_bytes * gib:.2f} cache, {plan.draft_state_bytes * gib:.2f} draft state, about "
+        f"{plan.working_bytes * gib:.2f} working memory) beside the weights, and {free * gib:.2f} GiB "
+        f"are free. The largest context that fits is {fits} tokens a row, prompt and new tokens "
+        "together; shorten the prompt or max_new_tokens, use fewer rows, or spread over more devices"
+    )

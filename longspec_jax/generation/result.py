@@ -1,0 +1,88 @@
+"""What a call returns: tokens, text and the raw counts every derived number comes from."""
+
+import math
+from dataclasses import dataclass
+
+from longspec_jax.generation.memory import MemoryPlan
+from longspec_jax.generation.text import Piece
+
+ACCEPTANCE_DEFINITION = (
+    "emitted tokens / target forward passes of the decode phase, bonus included, prefill excluded"
+)
+"""Printed wherever the acceptance length is."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Raw counts of a call, one entry a row, and the numbers derived from them."""
+
+    prompt_tokens: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    """Emitted tokens; the first is drawn from the prefill, the others by decode rounds."""
+    target_passes: tuple[int, ...]
+    """Target forward passes of the decode phase a row took part in."""
+    histograms: tuple[tuple[int, ...], ...]
+    """Rounds of a row by accepted draft tokens: entry 0 counts the rounds that emitted the bonus
+    alone. A round cut short by a stop token or the budget counts what it emitted."""
+    prefill_seconds: float
+    decode_seconds: float
+    """Decode rounds alone: no prefill, no compilation, no detokenisation."""
+    compile_seconds: float
+    """The warm-up of shapes not seen before: compilation and one short run."""
+    draft_state_bytes: int
+    """Measured from the arrays of the draft's state."""
+    memory: MemoryPlan
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens emitted by decode rounds, all rows together."""
+        return sum(self.new_tokens) - len(self.new_tokens)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Emitted tokens / target passes of the decode phase, bonus included, prefill excluded.
+
+        NaN where no decode round ran.
+        """
+        passes = sum(self.target_passes)
+        return self.decode_tokens / passes if passes else math.nan
+
+    @property
+    def acceptance_histogram(self) -> tuple[int, ...]:
+        """Rounds by accepted draft tokens, all rows together."""
+        return tuple(map(sum, zip(*self.histograms, strict=True)))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the decode rounds by their seconds, all rows together; NaN if none ran."""
+        return self.decode_tokens / self.decode_seconds if self.decode_tokens else math.nan
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """Completions of a batch, one entry a row."""
+
+    sequences: tuple[tuple[int, ...], ...]
+    """Emitted token ids, the prompt not included, a stop token included."""
+    text: tuple[str | None, ...]
+    """What the emitted tokens read behind the prompt; None without a tokenizer."""
+    drafted: tuple[tuple[bool, ...], ...]
+    """Whether each emitted token was an accepted draft token."""
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class StreamRound:
+    """What one round added, one entry a row; the first round is the prefill's token."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    drafted: tuple[tuple[bool, ...], ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+    """Released text by token; empty without a tokenizer and while a character is incomplete."""
+    stats: Stats
+    """Of the call so far."""
+
+    @property
+    def text(self) -> tuple[str, ...]:
+        """Released text of every row."""
+        return tuple("".join(piece.text for piece in row) for row in self.pieces)

@@ -1,0 +1,235 @@
+"""Run a prepared call through the decode loop, and time its phases apart.
+
+The first call of a shape is preceded by a short run of the same shape: one prefill chunk and one
+round. Whatever is compiled or loaded on first use is paid there and reported as compile time, so
+that prefill and decode seconds mean the same in every call.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.decoding import engine
+from longspec_jax.decoding.cache import bucket_capacity
+from longspec_jax.decoding.engine import Params, Request, SpecState
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import Drafter
+from longspec_jax.generation.inputs import Prompts
+from longspec_jax.generation.memory import MemoryPlan, tree_bytes
+from longspec_jax.generation.result import Stats
+
+SMALLEST_OUTPUT = 64
+"""Output buffers are powers of two from here, so that few budgets are ever compiled."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The static sizes of a call."""
+
+    capacity: int
+    max_emitted: int
+    chunk: int
+
+    @classmethod
+    def for_call(cls, longest: int, new_tokens: int, levels: int, chunk: int) -> "Shape":
+        """Bucketed sizes that hold the longest prompt, its new tokens and a round's overhang."""
+        slots = longest + new_tokens + engine.room(levels)
+        slots = max(slots, -(-longest // chunk) * chunk)
+        emitted = max(SMALLEST_OUTPUT, 1 << (new_tokens - 1).bit_length())
+        return cls(bucket_capacity(slots), emitted, chunk)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Everything one call needs, checked and on its way to the device."""
+
+    target: CachedTarget
+    drafter: Drafter
+    params: Params
+    prompts: Prompts
+    request: Request
+    shape: Shape
+    memory: MemoryPlan
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What a compilation depends on."""
+        sampling = self.request.sampling
+        return (
+            *(self.target, self.drafter, self.shape, len(self.prompts)),
+            *(self.request.stop_tokens.shape, sampling.stochastic, sampling.filtered),
+        )
+
+    def prefill(self) -> SpecState:
+        """The state before the first round."""
+        chunk = self.shape.chunk
+        length = np.asarray([len(row) for row in self.prompts], np.int32)
+        # Padded to whole chunks here: prompts of any length then meet one compiled shape.
+        tokens = np.zeros((len(length), -(-int(length.max()) // chunk) * chunk), np.int32)
+        for row, prompt in zip(tokens, self.prompts, strict=True):
+            row[: len(prompt)] = prompt
+        return engine.prefill(
+            self.target,
+            self.drafter,
+            self.params,
+            jnp.asarray(tokens),
+            jnp.asarray(length),
+            self.request,
+            capacity=self.shape.capacity,
+            max_emitted=self.shape.max_emitted,
+            chunk=chunk,
+        )
+
+    def decode(self, state: SpecState) -> SpecState:
+        """The state after the last round, in one executable."""
+        return engine.decode(self.target, self.drafter, self.params, self.request, state)
+
+    def step(self, state: SpecState) -> SpecState:
+        """The state after one more round."""
+        return engine.step(self.target, self.drafter, self.params, self.request, state)
+
+
+class Progress(NamedTuple):
+    """The small arrays of a state, on the host."""
+
+    output: np.ndarray
+    drafted: np.ndarray
+    emitted: np.ndarray
+    done: np.ndarray
+    rounds: np.ndarray
+    histogram: np.ndarray
+
+    @classmethod
+    def of(cls, state: SpecState) -> "Progress":
+        """Fetch them in one transfer."""
+        return cls(*jax.device_get([getattr(state, name) for name in cls._fields]))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a call's phases so far."""
+
+    compile: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+class Run(NamedTuple):
+    """A call at one point of its way."""
+
+    progress: Progress
+    timing: Timing
+    state: SpecState
+    """The live state; donated when the run goes on."""
+
+
+class WarmShapes:
+    """The shapes this process has compiled, and how to compile one more."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._seen: set[Any] = set()
+
+    def prepare(self, job: Job, advance: Callable[[Job, SpecState], SpecState]) -> float:
+        """Make a short run if the job's shape is new; return its seconds, 0 if it is not."""
+        key = (job.signature, advance)
+        if key in self._seen:
+            return 0.0
+        two = jnp.minimum(job.request.max_new_tokens, 2)
+        short = replace(
+            job,
+            prompts=tuple(row[: job.shape.chunk] for row in job.prompts),
+            request=replace(job.request, max_new_tokens=two),
+        )
+        start = time.perf_counter()
+        Progress.of(jax.block_until_ready(advance(short, short.prefill())))
+        seconds = time.perf_counter() - start
+        self._seen.add(key)
+        return seconds
+
+
+class Start(NamedTuple):
+    """A prefilled state and the seconds it took; used up by the run that begins with it."""
+
+    state: SpecState
+    seconds: float
+
+
+def prefill(job: Job) -> Start:
+    """Run the prompts through the target, and time it."""
+    start = time.perf_counter()
+    state = jax.block_until_ready(job.prefill())
+    return Start(state, time.perf_counter() - start)
+
+
+def plain_copy(start: Start) -> Start:
+    """A copy of a prefilled state from which plain decoding can begin.
+
+    Prefill does not depend on the drafter, so what it computed serves both; the copy makes the plain
+    run independent of whatever the speculative one writes.
+    """
+    state = start.state
+    emitted = state.output.shape[1] - state.histogram.shape[1] + 1
+    plain = state.replace(
+        draft=(),
+        output=state.output[:, :emitted],
+        drafted=state.drafted[:, :emitted],
+        histogram=state.histogram[:, :1],
+    )
+    return Start(jax.tree.map(jnp.copy, plain), start.seconds)
+
+
+def run(job: Job, warm: WarmShapes, begin: Callable[[], Start] | None = None) -> Run:
+    """Run to the end in one executable.
+
+    Args:
+      job: the prepared call.
+      warm: the shapes compiled so far.
+      begin: makes the prefilled state, after the warm-up; the job's own prefill if absent.
+    """
+    compiled = warm.prepare(job, Job.decode)
+    state, seconds = begin() if begin else prefill(job)
+    start = time.perf_counter()
+    state = jax.block_until_ready(job.decode(state))
+    timing = Timing(compiled, seconds, time.perf_counter() - start)
+    return Run(Progress.of(state), timing, state)
+
+
+def run_rounds(
+    job: Job, warm: WarmShapes, begin: Callable[[], Start] | None = None
+) -> Iterator[Run]:
+    """Yield after the prefill and after every round; the consumer's time is not counted.
+
+    Arguments as in :func:`run`.
+    """
+    compiled = warm.prepare(job, Job.step)
+    state, seconds = begin() if begin else prefill(job)
+    progress, timing = Progress.of(state), Timing(compiled, seconds)
+    yield Run(progress, timing, state)
+    while not progress.done.all():
+        start = time.perf_counter()
+        state = job.step(state)
+        progress = Progress.of(state)
+        timing = replace(timing, decode=timing.decode + time.perf_counter() - start)
+        yield Run(progress, timing, state)
+
+
+def statistics(job: Job, run: Run) -> Stats:
+    """The counts of a run so far."""
+    progress, timing = run.progress, run.timing
+    return Stats(
+        prompt_tokens=tuple(len(row) for row in job.prompts),
+        new_tokens=tuple(progress.emitted.tolist()),
+        target_passes=tuple(progress.rounds.tolist()),
+        histograms=tuple(map(tuple, progress.histogram.tolist())),
+        prefill_seconds=timing.prefill,
+        decode_seconds=timing.decode,
+        compile_seconds=timing.compile,
+        draft_state_bytes=tree_bytes(run.state.draft),
+        memory=job.memory,
+    )
