@@ -14,12 +14,14 @@ Einsum strings, shape annotations, comments and the README use these letters.
 Query heads are ordered key/value-head-major: head ``n`` reads key/value head ``n // G``.
 """
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jaxtyping import Bool, Float, Int
 
 Array: TypeAlias = jax.Array
+Leaf: TypeAlias = Any
+"""A field of a pytree: an array, or what jax puts in its place (a tracer, a shape, a sharding)."""
 
 Queries: TypeAlias = Float[Array, "B T N H"]
 CacheSlots: TypeAlias = Float[Array, "B K S H"]

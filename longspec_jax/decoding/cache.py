@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, Lengths
+from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TargetConfig
 
 
@@ -19,9 +19,9 @@ from longspec_jax.config import TargetConfig
 class KVCache:
     """Keys and values of every layer. DONATED by every function that returns a new one."""
 
-    keys: tuple[Array, ...]
+    keys: tuple[Leaf, ...]
     """``L x [B, K, S, H]``, rotary applied."""
-    values: tuple[Array, ...]
+    values: tuple[Leaf, ...]
     """``L x [B, K, S, H]``."""
 
     @property

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, Lengths
+from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.sampling import Sampling, draw, log_probabilities, noise
@@ -39,9 +39,9 @@ class Request:
     """What each row of a batch asks for."""
 
     sampling: Sampling
-    stop_tokens: Array
+    stop_tokens: Leaf
     """``[B, n]`` int32 tokens that end a row, itself emitted; pad with -1."""
-    max_new_tokens: Array
+    max_new_tokens: Leaf
     """``[B]`` int32 most tokens to emit."""
 
 
@@ -53,21 +53,21 @@ class SpecState:
     """K/V of the committed tokens."""
     draft: Any
     """The drafter's own state."""
-    length: Array
+    length: Leaf
     """``[B]`` committed tokens: prompt and emitted tokens, the pending one not included."""
-    pending: Array
+    pending: Leaf
     """``[B]`` the last emitted token, not in the cache yet."""
-    output: Array
+    output: Leaf
     """``[B, E]`` emitted tokens; garbage from ``emitted[b]`` on."""
-    drafted: Array
+    drafted: Leaf
     """``[B, E]`` whether an emitted token was an accepted draft token."""
-    emitted: Array
+    emitted: Leaf
     """``[B]`` tokens emitted so far, the first one (drawn from the prefill) included."""
-    done: Array
+    done: Leaf
     """``[B]`` whether the row has met a stop token or its budget."""
-    rounds: Array
+    rounds: Leaf
     """``[B]`` target passes this row took part in while it was not done, prefill excluded."""
-    histogram: Array
+    histogram: Leaf
     """``[B, h]`` rounds by the number of tokens they emitted, less one: column 0 is bonus only."""
 
 

@@ -14,20 +14,20 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Leaf
 
 
 @struct.dataclass
 class Sampling:
     """How each row of a batch draws its tokens."""
 
-    temperature: Array
+    temperature: Leaf
     """``[B]`` float32; 0 draws the argmax."""
-    top_k: Array
+    top_k: Leaf
     """``[B]`` int32; only the ``k`` most likely tokens can be drawn; 0 for all."""
-    top_p: Array
+    top_p: Leaf
     """``[B]`` float32; only the smallest set of most likely tokens with this mass; 1 for all."""
-    seed: Array
+    seed: Leaf
     """``[B]`` uint32; the row's random stream."""
     stochastic: bool = struct.field(pytree_node=False, default=True)
     """Static: whether any row has a temperature above 0. Spares greedy batches the noise."""

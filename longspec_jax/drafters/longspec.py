@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Bool, Int
 
-from longspec_jax.axes import Array, Lengths
+from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.drafters.base import Context, Score
 from longspec_jax.drafters.tree import Tree, best_continuations, grow, plant
@@ -109,9 +109,9 @@ class LongSpecParams:
 
     layer: Any
     """Parameters of :class:`LongSpecDraft`."""
-    embedding: Array
+    embedding: Leaf
     """The target's embedding table ``[V, D]``."""
-    head: Array
+    head: Leaf
     """The target's LM head ``[V, D]``; the embedding itself where they are tied."""
 
 
@@ -123,9 +123,9 @@ class LongSpecState:
     committed length alone.
     """
 
-    keys: Array
+    keys: Leaf
     """``[B, W, K, H]``."""
-    values: Array
+    values: Leaf
     """``[B, W, K, H]``."""
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Leaf
 from longspec_jax.config import TreeConfig
 
 
@@ -19,11 +19,11 @@ from longspec_jax.config import TreeConfig
 class Tree:
     """Candidate continuations of the pending token."""
 
-    tokens: Array
+    tokens: Leaf
     """``[B, T]`` int32 token of every node; column 0 is the pending token."""
-    parents: Array
+    parents: Leaf
     """``[B, T]`` int32 index of every node's parent; -1 for the root and for nodes not grown yet."""
-    mask: Array
+    mask: Leaf
     """``[B, T, T]`` bool; ``mask[b, i, j]`` where node ``j`` is node ``i`` or its ancestor."""
 
 

@@ -1,0 +1,70 @@
+"""What the compiled round must not do: copy a cache, or need memory that grows with one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.decoding.engine import Params, Request, decode, prefill
+from longspec_jax.decoding.sampling import Sampling
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.longspec import LongSpecDrafter
+from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+
+CONFIG = tiny_target_config(num_layers=1)
+DRAFT = DraftConfig.for_target(CONFIG, window=11)
+
+
+def compiled_loop(batch: int, capacity: int) -> jax.stages.Compiled:
+    """The decode loop for a cache of this capacity."""
+    target, drafter = CachedTarget(CONFIG), LongSpecDrafter(DRAFT, TreeConfig((3, 2)))
+    table = random_target(CONFIG)
+    params = Params(table, draft_params(random_draft(DRAFT), table))
+    sampling = Sampling(
+        jnp.zeros(batch),
+        jnp.zeros(batch, jnp.int32),
+        jnp.ones(batch),
+        jnp.zeros(batch, jnp.uint32),
+        stochastic=False,
+        filtered=False,
+    )
+    request = Request(sampling, jnp.full((batch, 1), -1), jnp.full(batch, 5))
+    state = prefill(
+        target,
+        drafter,
+        params,
+        jnp.zeros((batch, 3), jnp.int32),
+        jnp.full(batch, 3),
+        request,
+        capacity=capacity,
+        max_emitted=5,
+        chunk=4,
+    )
+    return decode.lower(target, drafter, params, request, state).compile()
+
+
+def cache_sized(text: str, batch: int, capacity: int) -> list[str]:
+    """Instructions of the compiled program that copy or reorder a whole cache array."""
+    elements = batch * CONFIG.num_kv_heads * capacity * CONFIG.head_width
+    found = []
+    for line in text.splitlines():
+        match = re.search(r"= \w+\[([\d,]+)\]\S* (copy|copy-start|transpose|concatenate)\(", line)
+        if match and jnp.prod(jnp.array([int(n) for n in match[1].split(",")])) >= elements:
+            found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_no_cache_sized_copy(batch: int) -> None:
+    small, large = (compiled_loop(batch, capacity) for capacity in (2048, 4096))
+    assert cache_sized(large.as_text(), batch, 4096) == []
+    assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
+
+
+def test_the_search_finds_a_planted_copy() -> None:
+    """Negative control: a transposed cache must be reported."""
+    planted = "  %t = f32[2,4096,2,6]{3,2,1,0} transpose(%cache), dimensions={0,2,1,3}"
+    assert cache_sized(planted, 2, 4096) == [planted.strip()]
+    assert cache_sized(planted, 4, 4096) == []
