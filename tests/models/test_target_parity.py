@@ -7,7 +7,7 @@ import pytest
 
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.models.layers import RMSNorm, rotary_angles, rotate
+from longspec_jax.models.layers import RMSNorm, rotary_angles
 from longspec_jax.models.target import Attention, Layer, Target
 from longspec_jax.ops.attention import causal_attention
 from longspec_jax.weights.hf import load_target
@@ -24,6 +24,9 @@ CASES = [
     ("Llama", "GQA", dict(tie_word_embeddings=True)),
     ("Qwen3", "GQA", dict(tie_word_embeddings=False)),
 ]
+# Two compilations a case: one of every family, and the extremes of head sharing.
+CACHED = [case for case in CASES if case[1] == "GQA" and not case[2]]
+CACHED += [("Llama", kv, {}) for kv in ("MHA", "MQA")]
 
 
 def _name(case):
@@ -128,14 +131,16 @@ def test_last_keys_and_values(pair):
         np.testing.assert_allclose(ours.swapaxes(1, 2), theirs.numpy(), atol=TIGHT)
 
 
+@pytest.mark.parametrize("pair", CACHED, ids=_name, indirect=True)
 def test_cached_decoding(pair):
     """Chunks into the cache, then a chain and a branching tree, against one uncached pass each."""
     model, config, params = pair
     target, tokens = CachedTarget(config), _tokens(config)
+    prefill, verify = jax.jit(target.prefill_chunk), jax.jit(target.verify)
     cache = target.allocate(batch=2, capacity=37)
     last = jnp.asarray([7, 7])
     for offset in (0, 8):
-        logits, cache = target.prefill_chunk(
+        logits, cache = prefill(
             params, cache, jnp.asarray(tokens[:, offset : offset + 8]), jnp.asarray(offset), last
         )
     expected = _hf_logits(model, tokens)
@@ -144,7 +149,7 @@ def test_cached_decoding(pair):
     # Nodes 1 and 2 are children of the root, node 3 follows node 2.
     mask = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
     positions = 16 + np.array([0, 1, 1, 2])
-    verified = target.verify(
+    verified = verify(
         params,
         cache,
         jnp.asarray(tokens[:, 16:20]),
@@ -157,31 +162,6 @@ def test_cached_decoding(pair):
         node = path[-1] - 16
         expected = _hf_logits(model, alone)[:, -1]
         np.testing.assert_allclose(verified.logits[:, node], expected, atol=TOLERANCE)
-
-
-def test_rotation_at_the_end_of_the_range():
-    """The rotation itself, at positions where a wrong frequency would be far off."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    model = make_model("Llama", rope_parameters=LLAMA3 | dict(rope_theta=5e5))
-    positions = np.array([[0, 1, 4095, 131071, 262143]])
-    q, k = np.random.default_rng(3).normal(size=(2, 1, 5, 6, 6)).astype("float32")
-    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.from_numpy(positions))
-    expected = apply_rotary_pos_emb(
-        *(torch.from_numpy(x).transpose(1, 2) for x in (q, k)), cos, sin
-    )
-    config = load_config(model)
-    angles = rotary_angles(jnp.asarray(positions), 6, config.rope_theta, config.rope_scaling)
-    for ours, theirs in zip((q, k), expected, strict=True):
-        rotated = rotate(jnp.asarray(ours), angles)
-        np.testing.assert_allclose(rotated, theirs.transpose(1, 2).numpy(), atol=TIGHT)
-
-
-def load_config(model) -> TargetConfig:
-    from longspec_jax.weights.hf_config import target_config
-
-    raw = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    return target_config(raw, "float32")
 
 
 def _logits(config, params, tokens):
