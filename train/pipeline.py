@@ -65,6 +65,7 @@ def train(config: RunConfig, workdir: Path) -> None:
     """
     started = time.time()
     mesh = make_mesh(*config.mesh.resolve(len(jax.devices())))
+    workdir.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(workdir / "metrics.jsonl")
     run = Run(config, workdir, mesh, metrics)
     if config.data.corpus is not None:

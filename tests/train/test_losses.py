@@ -1,0 +1,77 @@
+"""Chunked cross-entropy against the dense one."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from train.losses import chunk_length, cross_entropy_sum, next_token_labels
+
+from tests.kit import relative_error
+
+
+def dense(hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+    logits = jnp.einsum("BTD,VD->BTV", hidden.astype(jnp.float32), head.astype(jnp.float32))
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
+    return -jnp.sum(weights * chosen)
+
+
+def inputs(dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(7), 4)
+    hidden = 3 * jax.random.normal(keys[0], (3, 12, 20))
+    head = jax.random.normal(keys[1], (37, 20))
+    labels = jax.random.randint(keys[2], (3, 12), 0, 37)
+    weights = (jax.random.uniform(keys[3], (3, 12)) > 0.3).astype(jnp.float32)
+    return hidden.astype(dtype), head.astype(dtype), labels, weights
+
+
+@pytest.mark.parametrize("chunk", [1, 9, 18, 1000])
+@pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+def test_value_and_gradients_equal_the_dense_ones(chunk: int, dtype: jnp.dtype, bound: float) -> None:
+    hidden, head, labels, weights = inputs(dtype)
+
+    def chunked(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return cross_entropy_sum(hidden, head, labels, weights, chunk=chunk, head_gradient=True)
+
+    value, gradients = jax.value_and_grad(chunked, (0, 1))(hidden, head)
+    wide = (hidden.astype(jnp.float32), head.astype(jnp.float32))
+    expected, dense_gradients = jax.value_and_grad(dense, (0, 1))(*wide, labels, weights)
+    assert value.dtype == jnp.float32 and relative_error(value, expected) < 1e-5
+    for actual, wanted in zip(gradients, dense_gradients, strict=True):
+        assert actual.dtype == dtype
+        assert relative_error(actual.astype(jnp.float32), wanted) < bound
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, head, labels, weights = inputs(jnp.float32)
+    gradient = jax.grad(lambda head: cross_entropy_sum(hidden, head, labels, weights))(head)
+    assert not jnp.any(gradient)
+
+
+def test_ignored_positions_change_nothing() -> None:
+    hidden, head, labels, weights = inputs(jnp.float32)
+    other = jnp.where(weights > 0, labels, (labels + 1) % 37)
+    assert cross_entropy_sum(hidden, head, labels, weights) == cross_entropy_sum(
+        hidden, head, other, weights
+    )
+
+
+def test_logits_exist_for_one_chunk_only() -> None:
+    hidden, head = jnp.zeros((2, 512, 16)), jnp.zeros((1009, 16))
+    labels, weights = jnp.zeros((2, 512), jnp.int32), jnp.ones((2, 512))
+    whole = 2 * 512 * 1009 * 4
+
+    def temporary_bytes(chunk: int) -> int:
+        loss = jax.grad(lambda h: cross_entropy_sum(h, head, labels, weights, chunk=chunk))
+        return jax.jit(loss).lower(hidden).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(64) < whole / 2 < temporary_bytes(1024)
+
+
+def test_chunks_divide_the_length() -> None:
+    assert chunk_length(4, 96, 100) == 24
+    assert chunk_length(256, 97, 8) == 1
+    assert chunk_length(1, 97, 1000) == 97
+
+
+def test_labels_are_the_next_tokens() -> None:
+    labels, weights = next_token_labels(jnp.asarray([[5, 6, 7]]), jnp.asarray([[1.0, 0.0, 1.0]]))
+    assert labels[0, :2].tolist() == [6, 7] and weights.tolist() == [[0.0, 1.0, 0.0]]
