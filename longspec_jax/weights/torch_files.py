@@ -18,13 +18,12 @@ def open_torch(path: Path) -> Tensors:
     """The tensors of one file, memory-mapped where its format allows.
 
     Raises:
-      ImportError: if torch is not installed.
-      ValueError: if the file is damaged or holds anything but tensors.
+      ValueError: if torch is not installed, the file is damaged or holds anything but tensors.
     """
     try:
         import torch
     except ImportError as error:
-        raise ImportError(
+        raise ValueError(
             f"{path} is a torch pickle and torch is not installed; install torch, or convert the "
             "model to safetensors"
         ) from error

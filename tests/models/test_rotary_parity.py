@@ -49,7 +49,7 @@ def _angles(raw, head_width):
     return jax.jit(lambda p: rotary_angles(p, head_width, theta, scaling))(POSITIONS)
 
 
-@pytest.mark.parametrize("head_width", [64, 80, 128])
+@pytest.mark.parametrize("head_width", [64, 128])
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_angles(rope, head_width):
     cos, sin = _oracle(rope, head_width)(torch.zeros(1), torch.from_numpy(POSITIONS))

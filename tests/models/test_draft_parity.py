@@ -1,0 +1,105 @@
+"""Our draft equals an independent implementation of the release's, on the release's file format."""
+
+import json
+from dataclasses import asdict, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from longspec_jax.drafters.longspec import LongSpecDraft
+from longspec_jax.ops.attention import causal_attention, tree_attention
+from longspec_jax.weights.hf import load_draft
+from tests.kit import tiny_target_config
+from tests.models.draft_oracle import DraftOracle, Shape, random_state
+
+LENGTH = 19
+SHARING = {"MHA": 6, "GQA": 2, "MQA": 1}
+
+
+def _load(tmp_path, shape, state):
+    save_file(state, tmp_path / "model.safetensors")
+    raw = asdict(shape) | dict(model_type="llama", torch_dtype="float32", vocab_size=101)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    target = tiny_target_config(num_kv_heads=shape.num_key_value_heads, norm_eps=1e-6)
+    return load_draft(tmp_path, target)
+
+
+def _inputs(shape):
+    rng = np.random.default_rng(7)
+    embedded = rng.normal(size=(LENGTH, shape.hidden_size))
+    kv = rng.normal(size=(2, LENGTH, shape.num_key_value_heads, shape.head_dim))
+    return embedded.astype("float32"), *kv.astype("float32")
+
+
+def _ours(config, params, embedded, positions, keys, values, shift):
+    """Our module, with the attention patterns of training."""
+    seen = np.arange(LENGTH)[None, :] <= np.arange(LENGTH)[:, None] - shift
+
+    def attend_cross(q):
+        mask = jnp.asarray(seen[None])
+        cached = jnp.asarray(keys)[None], jnp.asarray(values)[None]
+        out = tree_attention(q, *cached, mask, implementation="reference").out
+        return out.astype(q.dtype)
+
+    return LongSpecDraft(config).apply(
+        {"params": params},
+        jnp.asarray(embedded)[None],
+        jnp.asarray(positions, jnp.int32)[None],
+        lambda q, k, v: causal_attention(q, k, v, window=config.window),
+        attend_cross,
+    )
+
+
+@pytest.mark.parametrize("kv_heads", SHARING.values(), ids=SHARING)
+@pytest.mark.parametrize("window, shift", [(512, 1), (3, 2), (1, 4)])
+def test_layer(tmp_path, kv_heads, window, shift):
+    """Windows with both ends included; the first ``shift`` queries see nothing of the target."""
+    shape = Shape(num_key_value_heads=kv_heads)
+    state = random_state(shape)
+    config, params = _load(tmp_path, shape, state)
+    config = replace(config, window=window)
+    # Anchor-offset positions: the first tokens stay, the rest is far away.
+    positions = np.where(np.arange(LENGTH) < 3, 0, 900) + np.arange(LENGTH)
+    embedded, keys, values = _inputs(shape)
+    expected = DraftOracle(shape, state).hidden(embedded, positions, keys, values, window, shift)
+    actual = _ours(config, params, embedded, positions, keys, values, shift).hidden[0]
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+def test_norm_epsilon_comes_from_the_drafts_own_file(tmp_path):
+    shape = Shape(rms_norm_eps=0.5)
+    config, _ = _load(tmp_path, shape, random_state(shape))
+    assert config.norm_eps == 0.5
+
+
+def test_dead_tensors_do_not_matter(tmp_path):
+    """Cross-attention reads the target's keys and values; its stored projections may be absent."""
+    shape = Shape()
+    state = random_state(shape)
+    _, params = _load(tmp_path, shape, state)
+    without = {
+        k: v for k, v in state.items() if "cross_attn.k" not in k and "cross_attn.v" not in k
+    }
+    (tmp_path / "live").mkdir()
+    _, live = _load(tmp_path / "live", shape, without)
+    jax.tree.map(np.testing.assert_array_equal, params, live)
+
+
+def test_keys_and_values_depend_on_token_and_position_alone(tmp_path):
+    """What makes a constant draft state possible."""
+    shape = Shape()
+    config, params = _load(tmp_path, shape, random_state(shape))
+    embedded, keys, values = _inputs(shape)
+    positions = np.arange(LENGTH)
+    output = _ours(config, params, embedded, positions, keys, values, shift=1)
+    alone = LongSpecDraft(config).apply(
+        {"params": params},
+        jnp.asarray(embedded)[None, 11:12],
+        jnp.asarray([[11]]),
+        method="keys_values",
+    )
+    np.testing.assert_allclose(alone[0], output.keys[:, 11:12], atol=1e-6)
+    np.testing.assert_allclose(alone[1], output.values[:, 11:12], atol=1e-6)
