@@ -1,0 +1,290 @@
+"""``config.json`` in both dialects to our configurations and back."""
+
+import json
+
+import jax
+import pytest
+
+from longspec_jax.config import PRESETS, DraftConfig, LinearRopeScaling
+from longspec_jax.weights import hf_config
+from longspec_jax.weights.hf_config import draft_config, hf_draft_config, target_config
+from tests.kit import tiny_target_config
+
+BASE = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    vocab_size=101,
+    hidden_size=36,
+    intermediate_size=53,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=1024,
+    rms_norm_eps=1e-5,
+    torch_dtype="float32",
+)
+LLAMA3 = dict(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=512
+)
+FAMILIES = {
+    "Llama": dict(),
+    "Mistral": dict(sliding_window=None),
+    "Qwen2": dict(sliding_window=512, use_sliding_window=False),
+    "Qwen3": dict(head_dim=10, tie_word_embeddings=True),
+}
+ROPES = {
+    "plain": (dict(rope_theta=5e5), dict(rope_type="default", rope_theta=5e5)),
+    "linear": (
+        dict(rope_scaling=dict(type="linear", factor=4.0)),
+        dict(rope_type="linear", factor=4.0, rope_theta=10000.0),
+    ),
+    "llama3": (
+        dict(rope_theta=5e5, rope_scaling=dict(rope_type="llama3", **LLAMA3)),
+        dict(rope_type="llama3", rope_theta=5e5, **LLAMA3),
+    ),
+}
+"""The same rotary embedding as transformers 4 and as transformers 5 write it."""
+
+_SEVEN_B = dict(
+    hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
+)
+_THIRTEEN_B = dict(
+    hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40
+)
+_LLAMA_2 = dict(architectures=["LlamaForCausalLM"], vocab_size=32000, torch_dtype="bfloat16")
+RELEASED = {
+    "vicuna-7b-v1.5-16k": _LLAMA_2
+    | _SEVEN_B
+    | dict(
+        num_key_value_heads=32,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rope_scaling=dict(type="linear", factor=4.0),
+    ),
+    # Neither key/value heads nor a rotary scaling: the oldest dialect.
+    "longchat-13b-16k": _LLAMA_2
+    | _THIRTEEN_B
+    | dict(
+        max_position_embeddings=2048,
+        max_sequence_length=16384,
+        rms_norm_eps=1e-6,
+        rope_condense_ratio=8,
+        rope_scaling=None,
+    ),
+    "llama-3.1-8b-instruct": dict(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=dict(
+            rope_type="llama3", **LLAMA3 | dict(original_max_position_embeddings=8192)
+        ),
+        torch_dtype="bfloat16",
+    ),
+    "qwq-32b-preview": dict(
+        architectures=["Qwen2ForCausalLM"],
+        vocab_size=152064,
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_hidden_layers=64,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-5,
+        rope_theta=1000000.0,
+        use_sliding_window=False,
+        sliding_window=32768,
+        max_window_layers=64,
+        torch_dtype="bfloat16",
+    ),
+}
+
+
+def _raw(family="Llama", **overrides):
+    architecture = dict(architectures=[f"{family}ForCausalLM"], model_type=family.lower())
+    return BASE | architecture | FAMILIES[family] | overrides
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rope", ROPES)
+def test_both_dialects_mean_the_same(family, rope):
+    four, five = ROPES[rope]
+    old = target_config(_raw(family, **four))
+    new = {k: v for k, v in _raw(family).items() if k != "torch_dtype"}
+    assert target_config(new | dict(dtype="float32", rope_parameters=five)) == old
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rope", ROPES)
+def test_transformers_reads_our_config_as_we_do(tmp_path, family, rope):
+    """Whatever version is installed here, its own reading of our file describes the same model."""
+    transformers = pytest.importorskip("transformers", reason="reads the written config.json")
+    config = target_config(_raw(family, **ROPES[rope][0]))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config.hf_config(config, (7, 9))))
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert type(read).__name__ == f"{family}Config"
+    assert target_config(read.to_dict()) == config
+    assert hf_config.stop_tokens(read.to_dict()) == (7, 9)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_round_trip_of_presets(name):
+    assert target_config(hf_config.hf_config(PRESETS[name])) == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_configs_are_the_presets(name):
+    assert target_config(RELEASED[name]) == PRESETS[name]
+
+
+def test_defaults_of_absent_and_null_keys():
+    sparse = {k: v for k, v in BASE.items() if k not in ("num_key_value_heads", "rms_norm_eps")}
+    config = target_config(sparse | dict(head_dim=None, rope_scaling=None, mlp_bias=None))
+    assert (config.num_kv_heads, config.head_width, config.norm_eps) == (6, 6, 1e-6)
+    assert config.rope_theta == 10000.0 and config.rope_scaling is None
+    assert target_config({k: v for k, v in sparse.items() if k != "architectures"}) == config
+    assert target_config(_raw("Qwen3", head_dim=None)).head_width == 128
+
+
+def test_dtype_of_the_file_and_of_the_caller():
+    assert target_config(BASE | dict(torch_dtype="torch.bfloat16")).dtype == "bfloat16"
+    assert target_config(BASE, "float16").dtype == "float16"
+
+
+def test_condense_ratio_beside_the_scaling_that_replaced_it():
+    linear = dict(type="linear", factor=8.0)
+    config = target_config(_raw(rope_condense_ratio=8, rope_scaling=linear))
+    assert config.rope_scaling == LinearRopeScaling(8.0)
+
+
+REFUSED = {
+    "unknown architecture": (
+        dict(architectures=["MixtralForCausalLM"]),
+        "'MixtralForCausalLM' is not supported; supported are LlamaForCausalLM, MistralForCausalLM",
+    ),
+    "no architecture": (dict(architectures=None, model_type=None), "supported are Llama"),
+    "missing widths": (
+        dict(hidden_size=None, num_hidden_layers=None),
+        "lacks hidden_size, num_hidden_layers",
+    ),
+    "output bias": (dict(attention_bias=True), "attention_bias=True.*only attention_bias=False"),
+    "MLP bias": (dict(mlp_bias=True), "mlp_bias=True"),
+    "activation": (dict(hidden_act="gelu"), "hidden_act='gelu'.*silu"),
+    "quantised": (dict(quantization_config=dict(bits=4)), "load the unquantised checkpoint"),
+    "partial rotary": (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+    "partial rotary, 5": (
+        dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)),
+        "not supported",
+    ),
+    "nested rope": (
+        dict(rope_parameters=dict(full_attention=dict(rope_type="default"))),
+        "not supported",
+    ),
+    "linear without factor": (dict(rope_scaling=dict(type="linear")), "linear.* lacks factor"),
+    "incomplete llama3": (
+        dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
+        "lacks low_freq_factor, high_freq_factor, original_max_position_embeddings",
+    ),
+    "two scalings": (
+        dict(rope_condense_ratio=4, rope_scaling=dict(type="linear", factor=8.0)),
+        "rope_condense_ratio=4 is not supported",
+    ),
+    "dtype": (dict(torch_dtype="float8_e4m3fn"), "'float8_e4m3fn' is not supported.*bfloat16"),
+    "no dtype": (dict(torch_dtype=None), "pass dtype="),
+    "heads": (dict(num_key_value_heads=4), "num_heads=6 must be a multiple of num_kv_heads=4"),
+    **{
+        kind: (
+            dict(rope_scaling=dict(rope_type=kind, factor=4.0)),
+            f"'{kind}'.*default, linear and llama3.*removed from config.json",
+        )
+        for kind in ("yarn", "dynamic", "longrope")
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_values_rule_and_remedy(case):
+    overrides, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        target_config(BASE | overrides)
+
+
+@pytest.mark.parametrize(
+    "family, overrides",
+    [
+        ("Mistral", dict(sliding_window=512)),
+        ("Qwen2", dict(sliding_window=512, use_sliding_window=True)),
+        ("Qwen3", dict(sliding_window=512, use_sliding_window=True)),
+    ],
+)
+def test_an_active_window_is_refused(family, overrides):
+    with pytest.raises(
+        ValueError, match="sliding_window=512.*1024.*max_position_embeddings to 512"
+    ):
+        target_config(_raw(family, **overrides))
+    # The remedy of the message, taken.
+    assert (
+        target_config(_raw(family, **overrides, max_position_embeddings=512)).max_positions == 512
+    )
+
+
+def test_a_mistral_file_without_the_key_means_4096():
+    raw = {k: v for k, v in _raw("Mistral").items() if k != "sliding_window"}
+    assert target_config(raw).max_positions == 1024
+    with pytest.raises(ValueError, match="sliding_window=4096 is below the 32768"):
+        target_config(raw | dict(max_position_embeddings=32768))
+
+
+def test_export_refuses_a_configuration_that_its_architecture_cannot_say():
+    with pytest.raises(ValueError, match="always has qkv_bias=False.*has qkv_bias=True"):
+        hf_config.hf_config(tiny_target_config(qkv_bias=True))
+    with pytest.raises(ValueError, match="'GPT' is not supported; supported are"):
+        hf_config.hf_config(tiny_target_config(architecture="GPT"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_draft_round_trip(name):
+    target = PRESETS[name]
+    draft = DraftConfig.for_target(target, window=256)
+    assert draft_config(hf_draft_config(draft, target), target) == draft
+    assert draft_config(hf_draft_config(draft), target) == draft
+
+
+def test_a_released_draft_config_is_its_targets():
+    """The release saves the target's configuration beside the draft."""
+    raw = RELEASED["longchat-13b-16k"]
+    target = target_config(raw)
+    draft = draft_config(raw, target)
+    assert draft == DraftConfig.for_target(target)
+    draft.check_fits(target)
+
+
+def test_a_bare_draft_config_follows_the_target():
+    target = tiny_target_config(head_width=10, rope_scaling=LinearRopeScaling(2.0))
+    assert draft_config({"model_type": "llama"}, target) == DraftConfig.for_target(target)
+
+
+def test_a_draft_of_another_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="vocab_size=102, the target has 101.*belongs to this"):
+        draft_config({"vocab_size": 102}, tiny_target_config())
+
+
+def test_stop_tokens():
+    stop = hf_config.stop_tokens
+    assert stop({"eos_token_id": 2}) == (2,)
+    assert stop({"eos_token_id": [1, 2]}) == (1, 2)
+    assert stop({"eos_token_id": 2}, {"eos_token_id": [3, 4]}) == (3, 4)
+    assert stop({"eos_token_id": 2}, {"temperature": 0.7}) == (2,)
+    assert stop({"eos_token_id": None}) == ()
+
+
+def test_configurations_are_static_arguments():
+    config = target_config(BASE)
+    double = jax.jit(lambda x, c: x * c.num_layers, static_argnums=1)
+    assert double(2, config) == 4

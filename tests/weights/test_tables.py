@@ -1,0 +1,100 @@
+"""The name tables name exactly the parameters of the models, and every stored tensor once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import PRESETS, DraftConfig
+from longspec_jax.drafters.longspec import LongSpecDraft
+from longspec_jax.models.target import Target
+from longspec_jax.sharding import path_name
+from longspec_jax.weights.tables import draft_table, target_table
+from tests.kit import tiny_target_config
+
+TARGETS = {
+    "MHA": tiny_target_config(num_kv_heads=6),
+    "GQA": tiny_target_config(),
+    "MQA": tiny_target_config(num_kv_heads=1),
+    "biases": tiny_target_config(qkv_bias=True),
+    "head norms": tiny_target_config(qk_norm=True, head_width=10),
+    "tied": tiny_target_config(tied_embeddings=True),
+}
+
+
+def _shapes(params):
+    return {path_name(p): leaf.shape for p, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def _target_shapes(config):
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    init = jax.eval_shape(
+        lambda: Target(config).init(jax.random.key(0), tokens, method="initialize")
+    )
+    return _shapes(init["params"])
+
+
+def _draft_shapes(config):
+    def init():
+        embedded = jnp.zeros((1, 2, config.model_width), jnp.dtype(config.dtype))
+        positions = jnp.zeros((1, 2), jnp.int32)
+        key = jax.random.key(0)
+        return LongSpecDraft(config).init(key, embedded, positions, lambda q, k, v: q, lambda q: q)
+
+    return _shapes(jax.eval_shape(init)["params"])
+
+
+@pytest.mark.parametrize("config", [*TARGETS.values(), PRESETS["qwq-32b"]], ids=[*TARGETS, "qwq"])
+def test_target_leaves(config):
+    leaves = target_table(config).leaves
+    assert {leaf.path: leaf.shape for leaf in leaves} == _target_shapes(config)
+    assert len({leaf.path for leaf in leaves}) == len(leaves)
+
+
+@pytest.mark.parametrize("config", TARGETS.values(), ids=TARGETS)
+def test_draft_leaves(config):
+    draft = DraftConfig.for_target(config)
+    leaves = draft_table(draft).leaves
+    assert {leaf.path: leaf.shape for leaf in leaves} == _draft_shapes(draft)
+
+
+@pytest.mark.parametrize("config", TARGETS.values(), ids=TARGETS)
+def test_parts_tile_their_leaf(config):
+    """No element is left out or written twice: stored and own sizes agree, names are unique."""
+    for table in (target_table(config), draft_table(DraftConfig.for_target(config))):
+        parts = [part for leaf in table.leaves for part in leaf.parts]
+        assert len(table.parts) == len(parts)
+        for leaf in table.leaves:
+            ends = [part.start + part.depth for part in leaf.parts]
+            assert [0, *ends[:-1]] == [part.start for part in leaf.parts]
+            assert ends[-1] == leaf.shape[leaf.stack]
+            assert sum(np.prod(part.shape) for part in leaf.parts) == np.prod(leaf.shape)
+
+
+def test_the_released_draft_has_twenty_tensors():
+    """Names and shapes of the release, for its smallest grouped target."""
+    table = draft_table(DraftConfig.for_target(PRESETS["llama-3-8b-instruct-262k"]))
+    stored = {name: part.shape for name, part in table.parts.items()} | table.dead
+    assert len(stored) == 20
+    assert stored["self_attn.k_proj.weight"] == stored["cross_attn.v_proj.weight"] == (1024, 4096)
+    assert stored["cross_attn.k_proj.bias"] == (1024,)
+    assert stored["mlp.down_proj.weight"] == (4096, 14336)
+    assert sum(np.prod(shape) for shape in stored.values()) == pytest.approx(260.1e6, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name, dropped",
+    [
+        ("model.layers.1.self_attn.rotary_emb.inv_freq", True),
+        ("model.rotary_emb.inv_freq", True),
+        ("lm_head.weight", True),
+        ("model.layers.1.self_attn.q_proj.bias", False),
+        ("lm_head.weight_scale", False),
+    ],
+)
+def test_dropped_names(name, dropped):
+    assert target_table(TARGETS["tied"]).drops(name) is dropped
+
+
+def test_an_untied_head_is_not_dropped():
+    assert not target_table(TARGETS["GQA"]).drops("lm_head.weight")
