@@ -1,6 +1,7 @@
 """The values every configuration starts from: the paper's optimiser and transforms.
 
-``train/config.py`` says what each field means. A configuration file overrides what differs for its target.
+``train/config.py`` says what each field means. A configuration file overrides what differs for its
+target.
 """
 
 from typing import Any

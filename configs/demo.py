@@ -5,12 +5,13 @@
 Data: permissively licensed source code and documentation of the Python distributions installed beside
 this project, gathered by the run itself; ``held_out`` names what it never trains on.
 Hardware: one H200, about 15 minutes in all (an estimate; every stage is limited by ``max_seconds``).
-Variants: ``demo.py:smoke`` runs the same shapes for seconds each, ``demo.py:tiny`` is small enough for a CPU.
+Variants: ``demo.py:smoke`` runs the same shapes for seconds each, ``demo.py:tiny`` suits a CPU.
 Without anchor-offset, at the same budget: ``--config.draft.anchor_offset=False``.
 """
 
-from configs.common import base_config, stage
 from ml_collections import ConfigDict
+
+from configs.common import base_config, stage
 
 CONTEXT = 16384
 

@@ -1,7 +1,8 @@
 """What a training run is, as frozen dataclasses, and the one place where a config file becomes them.
 
 Each field is declared here once; ``configs/common.py`` holds the values and the other config files
-override them. The conversion is strict both ways: a key no field takes and a field no key fills are errors.
+override them. The conversion is strict both ways: a key no field takes and a field no key fills are
+errors.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """A corpus of permissively licensed code and documentation, gathered from this Python installation."""
+    """Permissively licensed code and documentation, gathered from this Python installation."""
 
     held_out: tuple[str, ...]
     """Distributions kept out of training; those that are installed give the held-out documents."""
@@ -127,7 +128,7 @@ class DraftSettings:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """One stretch of training at one sequence length; it ends by steps, epochs or time, what comes first."""
+    """Training at one sequence length, until steps, epochs or time are up, what comes first."""
 
     name: str
     seq_len: int

@@ -1,7 +1,8 @@
 """AdamW, and the learning rate as a function of progress.
 
 Progress is a number in [0, 1] that the loop knows, from steps or from the clock. The optimiser
-itself does not know the learning rate, so a stage limited by time decays exactly like one limited by steps.
+itself does not know the learning rate, so that a stage limited by time decays exactly like one
+limited by steps.
 """
 
 import math

@@ -1,7 +1,7 @@
 """One jitted, sharded optimiser step for anything with an objective.
 
-An *objective* knows what is learned: it draws a step's randomness and turns one micro-batch into a sum of
-losses. The step knows the rest: float32 masters cast to the model's dtype, accumulation over
+An *objective* knows what is learned: it draws a step's randomness and turns one micro-batch into sums
+of losses. The step knows the rest: float32 masters cast to the model's dtype, accumulation over
 micro-batches, clipping, AdamW. Loss and gradient are means over all weighted tokens of the step, so
 neither the number of micro-batches nor the number of devices changes them.
 """

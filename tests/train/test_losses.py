@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from train.losses import chunk_length, cross_entropy_sum, next_token_labels
 
 from tests.kit import relative_error
+from train.losses import chunk_length, cross_entropy_sum, next_token_labels
 
 
 def dense(hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
@@ -25,7 +25,9 @@ def inputs(dtype: jnp.dtype) -> tuple[jax.Array, ...]:
 
 @pytest.mark.parametrize("chunk", [1, 9, 18, 1000])
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
-def test_value_and_gradients_equal_the_dense_ones(chunk: int, dtype: jnp.dtype, bound: float) -> None:
+def test_value_and_gradients_equal_the_dense_ones(
+    chunk: int, dtype: jnp.dtype, bound: float
+) -> None:
     hidden, head, labels, weights = inputs(dtype)
 
     def chunked(hidden: jax.Array, head: jax.Array) -> jax.Array:

@@ -9,15 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from configs import demo
 from ml_collections import ConfigDict
+
+from configs import demo
+from longspec_jax.weights.hf import load_draft, load_target, save_target
+from tests.kit import random_target, tiny_target_config
 from train import loop, pipeline
 from train.config import RunConfig, from_config
 from train.metrics import Metrics
-
-from longspec_jax.weights.hf import load_draft, load_target
-from tests.kit import random_target, tiny_target_config
-from longspec_jax.weights.hf import save_target
 
 
 def records(workdir: Path) -> list[dict[str, Any]]:

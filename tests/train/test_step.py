@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from train.config import DraftSettings, OptimizerConfig
-from train.objectives import DraftObjective, TargetObjective
-from train.optim import decayed_parameters, learning_rate, make_optimizer
-from train.step import ROWS, Batch, TrainState, initial_state, make_step, state_shardings
 
 from longspec_jax.config import DraftConfig
 from longspec_jax.sharding import make_mesh, param_shardings, partition_spec, path_name
 from tests.kit import random_target, relative_error, tiny_target_config
+from train.config import DraftSettings, OptimizerConfig
+from train.objectives import DraftObjective, TargetObjective
+from train.optim import decayed_parameters, learning_rate, make_optimizer
+from train.step import ROWS, Batch, TrainState, initial_state, make_step, state_shardings
 
 ADAMW = OptimizerConfig(0.9, 0.95, 1e-6, 1.0, 0.1, False, 0.1, 1e-4)
 SETTINGS = DraftSettings(5, "", True, 4, 4, True)

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from train.transforms import anchored_positions, noisy_shifts, plain_positions, shifted_attention
 
 from tests.kit import relative_error
+from train.transforms import anchored_positions, noisy_shifts, plain_positions, shifted_attention
 
 
 @pytest.mark.parametrize("per_row", [True, False])
