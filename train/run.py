@@ -75,7 +75,8 @@ def run() -> None:
     try:
         app.run(main)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        sys.exit(_fail(str(error).strip("'\"")))
+        # A KeyError's own text is quoted and escaped; its argument is the sentence.
+        sys.exit(_fail(" ".join(str(error.args[0] if error.args else error).split())))
 
 
 if __name__ == "__main__":
