@@ -1,4 +1,4 @@
-"""Benchmarks: ``python -m infer.bench attention [options]``.
+"""Benchmarks: ``python -m infer.bench attention|decode [options]``.
 
 This entry point only parses; each benchmark is a module that imports from a notebook.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 BENCHMARKS = {
     "attention": "infer.bench_attention",
+    "decode": "infer.bench_decode",
 }
 """Subcommand to the module that provides ``add_arguments(parser)`` and ``main(arguments)``."""
 

@@ -33,10 +33,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.ops import attention
-from longspec_jax.ops.tiles import PrefixTile, TreeTile, prefix_tile, tree_tile
+from longspec_jax.ops.tiles import (
+    MosaicTile,
+    PrefixTile,
+    TreeTile,
+    prefix_tile,
+    tree_tile,
+)
 
-QUEUED = 5
 REPETITIONS = 7
+QUEUED_SECONDS = 0.04
+"""Least work in the queue per repetition, so that the last synchronisation does not count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +81,11 @@ class Case:
     def copies(self) -> int:
         """Distinct caches in rotation: more than any second-level cache, or as memory allows."""
         return max(2, min(32, math.ceil(2**30 / self.cache_bytes)))
+
+    @property
+    def calls(self) -> int:
+        """Calls in one program, which goes round the caches; enough to hide its launch."""
+        return self.copies * math.ceil(8 / self.copies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,10 +185,10 @@ def measure_roof() -> Roof:
     elements, side = (2**20, 256) if small else (2**30, 8192)
     values = jax.random.normal(jax.random.key(0), (elements,), jnp.float32)
     total = jax.jit(jnp.sum)
-    read = _seconds(lambda: total(values), queued=10)
+    read = _seconds(lambda: total(values))
     a, b = jax.random.normal(jax.random.key(1), (2, side, side), jnp.bfloat16)
     product = jax.jit(jnp.matmul)
-    multiply = _seconds(lambda: product(a, b), queued=10)
+    multiply = _seconds(lambda: product(a, b))
     return Roof(4 * elements / read, 2 * side**3 / multiply)
 
 
@@ -218,12 +230,12 @@ def sweep_tiles(cases: Sequence[Case], roof: Roof) -> Iterable[dict[str, Any]]:
             if isinstance(program, str):
                 rows.append(_row("ours", case, roof, None, refusal=program, **tiles))
                 continue
-            seconds = _seconds(functools.partial(program, *operands)) / case.copies
+            seconds = _seconds(functools.partial(program, *operands)) / case.calls
             rows.append(_row("ours", case, roof, seconds, **tiles))
         yield from sorted(rows, key=lambda row: -(row["microseconds"] or math.inf))
 
 
-def candidate_tiles(case: Case) -> Iterable[tuple[PrefixTile, TreeTile]]:
+def candidate_tiles(case: Case) -> Iterable[tuple[PrefixTile | MosaicTile, TreeTile]]:
     """Tiles worth trying: the heuristic's, then one departure at a time or two."""
     sizes = (case.tokens, case.heads, case.kv_heads, case.head_dim)
     prefix = prefix_tile(*sizes, case.context, 2, (9, 0))
@@ -260,6 +272,13 @@ def candidate_tiles(case: Case) -> Iterable[tuple[PrefixTile, TreeTile]]:
             candidate = PrefixTile(rows, slots, split, warps, stages)
             if candidate != prefix:
                 yield candidate, tree
+    if packed > 16:
+        rings = [(1, 64, d) for d in (3, 4, 6)] + [(1, 128, d) for d in (2, 3)]
+        rings += [(2, 64, d) for d in (3, 4, 5)] + [(2, 128, 2), (3, 64, 3), (3, 64, 4)]
+        for warpgroups, slots, stages in rings:
+            for count in (4, 8, 11, 16):
+                split = max(slots, math.ceil(case.context / count / slots) * slots)
+                yield MosaicTile(warpgroups, slots, split, stages), tree
     for keys in (32, 64, 128):
         for partials in (1, 2, 4, 8):
             for warps in (2, 4, 8):
@@ -272,7 +291,7 @@ def time_jax(case: Case, call: Callable[..., jax.Array], layout: str = "head-maj
     """Median seconds of one call of an attention ``call(q, k, v, tree_k, tree_v, mask)``."""
     operands = _operands(case, layout)
     program = jax.jit(_chain(call)).lower(*operands).compile()
-    return _seconds(functools.partial(program, *operands)) / case.copies
+    return _seconds(functools.partial(program, *operands)) / case.calls
 
 
 def time_torch(case: Case, kind: str) -> float:
@@ -314,8 +333,9 @@ def time_torch(case: Case, kind: str) -> float:
 
     def chain() -> Any:
         out = q
-        for cache in caches:
-            out = call(out, cache)
+        for _ in range(case.calls // case.copies):
+            for cache in caches:
+                out = call(out, cache)
         return out
 
     side = torch.cuda.Stream()
@@ -326,17 +346,10 @@ def time_torch(case: Case, kind: str) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         chain()
-    seconds = []
-    for _ in range(REPETITIONS + 1):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(QUEUED):
-            graph.replay()
-        torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - begin) / QUEUED)
+    seconds = _median(graph.replay, lambda _: torch.cuda.synchronize())
     del graph, caches
     torch.cuda.empty_cache()
-    return statistics.median(seconds[1:]) / case.copies
+    return seconds / case.calls
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -424,8 +437,9 @@ def _chain(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     inner = jax.jit(call)
 
     def program(q: Any, caches: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
-        for k, v in caches:
-            q = inner(q, k, v, tree_k, tree_v, mask)
+        for _ in range(math.ceil(8 / len(caches))):
+            for k, v in caches:
+                q = inner(q, k, v, tree_k, tree_v, mask)
         return q
 
     return program
@@ -488,14 +502,23 @@ def _tree_mask(tokens: int) -> np.ndarray:
     return mask
 
 
-def _seconds(call: Callable[[], Any], queued: int = QUEUED) -> float:
-    """Median seconds of a call, over repetitions of several queued executions."""
-    jax.block_until_ready(call())
+def _seconds(call: Callable[[], Any]) -> float:
+    """Median seconds of a compiled jax program."""
+    return _median(call, jax.block_until_ready)
+
+
+def _median(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
+    """Median seconds of a call, over repetitions of many executions queued back to back."""
+    wait(call())
+    begin = time.perf_counter()
+    wait(call())
+    queued = max(2, math.ceil(QUEUED_SECONDS / (time.perf_counter() - begin)))
     seconds = []
     for _ in range(REPETITIONS):
         begin = time.perf_counter()
-        result = [call() for _ in range(queued)][-1]
-        jax.block_until_ready(result)
+        for _ in range(queued):
+            result = call()
+        wait(result)
         seconds.append((time.perf_counter() - begin) / queued)
     return statistics.median(seconds)
 
@@ -519,14 +542,10 @@ def _line(row: dict[str, Any]) -> str:
     )
     if row["microseconds"] is None:
         return f"{shape}  -  {row['refusal']}"
-    tile = row.get("prefix_tile")
     tiles = ""
-    if tile:
-        other = row["tree_tile"]
-        tiles = (
-            f"  {tile['rows']} {tile['slots']} /{tile['split']} w{tile['warps']} s{tile['stages']}"
-            f" | {other['rows']} {other['keys']} p{other['partials']} w{other['warps']}"
-        )
+    if "prefix_tile" in row:
+        prefix, tree = row["prefix_tile"].values(), row["tree_tile"].values()
+        tiles = "  " + " ".join(map(str, prefix)) + " | " + " ".join(map(str, tree))
     return (
         f"{shape} {row['microseconds']:9.1f} us {row['tb_per_s']:6.2f} TB/s "
         f"{row['tflop_per_s']:6.1f} TFLOP/s {row['percent_of_roof']:5.1f} %{tiles}"

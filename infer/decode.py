@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> list[Outcome]:
 
 
 def _list_prompts() -> None:
-    from longspec_jax.api import DEMO
+    from longspec_jax.loading import DEMO
 
     for path in sorted(DEMO.glob("prompts/*.txt")):
         print(f"{path}  ({path.stat().st_size:,} bytes)")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 _CONTENTS = {
     # Load, generate, stream, compare, inspect.
     "LongSpec": "longspec_jax.api",
-    "demo_prompts": "longspec_jax.api",
+    "demo_prompts": "longspec_jax.loading",
     "GenerateOptions": "longspec_jax.generation.options",
     "GenerateResult": "longspec_jax.generation.result",
     "StreamRound": "longspec_jax.generation.result",
@@ -35,7 +35,7 @@ _CONTENTS = {
 __all__ = list(_CONTENTS)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from longspec_jax.api import LongSpec, demo_prompts  # noqa: F401
+    from longspec_jax.api import LongSpec  # noqa: F401
     from longspec_jax.config import (  # noqa: F401
         PLAIN,
         PRESETS,
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from longspec_jax.generation.memory import MemoryPlan  # noqa: F401
     from longspec_jax.generation.options import GenerateOptions  # noqa: F401
     from longspec_jax.generation.result import GenerateResult, Stats, StreamRound  # noqa: F401
+    from longspec_jax.loading import demo_prompts  # noqa: F401
     from longspec_jax.sharding import make_mesh  # noqa: F401
     from longspec_jax.weights.hf import (  # noqa: F401
         load_draft,

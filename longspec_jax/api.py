@@ -7,15 +7,13 @@
 The output depends on target, prompt, options and seed. Draft and tree change the speed alone.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
@@ -25,8 +23,8 @@ from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecParams
 from longspec_jax.generation import comparison, inspection, runner
-from longspec_jax.generation.collect import RoundCollector, collect, follow
-from longspec_jax.generation.inputs import Inputs, Prompts, to_prompts
+from longspec_jax.generation.collect import RoundCollector, Streamer, collect, feed, follow
+from longspec_jax.generation.inputs import Inputs, check_positions, to_prompts
 from longspec_jax.generation.memory import (
     MemoryPlan,
     check_fits,
@@ -36,22 +34,7 @@ from longspec_jax.generation.memory import (
 )
 from longspec_jax.generation.options import GenerateOptions, resolve
 from longspec_jax.generation.result import GenerateResult, StreamRound
-from longspec_jax.ops.hardware import AMPERE, compute_capability
-
-DEMO = Path(__file__).parent / "demo"
-"""The embedded demo: a small target, its draft and sample prompts."""
-
-
-class Streamer(Protocol):
-    """What transformers calls a streamer."""
-
-    def put(self, value: np.ndarray) -> None:
-        """Take the prompt, then the tokens of every round."""
-        ...
-
-    def end(self) -> None:
-        """The row has ended."""
-        ...
+from longspec_jax.loading import DEMO, best_dtype, check_weights_fit, load_tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +105,8 @@ class LongSpec:
         from longspec_jax.weights import hf
 
         dtype = best_dtype() if dtype == "auto" else dtype
+        if mesh is None:
+            check_weights_fit(target, dtype, revision)
         target_config, target_params = hf.load_target(
             target, dtype=dtype, mesh=mesh, revision=revision
         )
@@ -179,7 +164,7 @@ class LongSpec:
           **options: see :class:`~longspec_jax.generation.options.GenerateOptions`.
         """
         job = self._prepare(inputs, generation_config, tree, chat_template, options)
-        listen = on_round if streamer is None else _feed(streamer, job.prompts, on_round)
+        listen = on_round if streamer is None else feed(streamer, job.prompts, on_round)
         run = follow(job, self._warm, self.tokenizer, listen)
         if streamer is not None:
             streamer.end()
@@ -301,57 +286,3 @@ class LongSpec:
             draft_state_bytes=tree_bytes(state),
             working_bytes=working_bytes(config, rows, shape.chunk, drafter.tree.num_nodes),
         )
-
-
-def _feed(
-    streamer: Streamer, prompts: Prompts, on_round: Callable[[StreamRound], None] | None
-) -> Callable[[StreamRound], None]:
-    """Hand the prompt to a streamer, and return what hands it the rounds."""
-    rows = len(prompts)
-    if rows > 1 or on_round is not None:
-        raise ValueError(
-            f"a streamer follows one row and takes the place of on_round; {rows} rows and "
-            f"on_round={on_round} were given. Use on_round= alone, or stream()"
-        )
-    streamer.put(prompts[0][None])
-    return lambda added: streamer.put(np.asarray(added.tokens[0], np.int32))
-
-
-def check_positions(lengths: Sequence[int], new_tokens: np.ndarray, max_positions: int) -> None:
-    """Refuse rows that would leave the positions the target was made for."""
-    for row, (length, new) in enumerate(zip(lengths, new_tokens.tolist(), strict=True)):
-        if length + new > max_positions:
-            room = max_positions - length
-            remedy = f"lower max_new_tokens to at most {room}, or " if room > 0 else ""
-            raise ValueError(
-                f"row {row}: a prompt of {length} tokens and max_new_tokens={new} reach position "
-                f"{length + new}, and the target has max_positions={max_positions}; {remedy}shorten "
-                f"the prompt to at most {max(0, max_positions - new)} tokens"
-            )
-
-
-def best_dtype() -> str:
-    """The dtype ``auto`` stands for: what this machine computes fast and well."""
-    if jax.default_backend() == "cpu":
-        return "float32"
-    capability = compute_capability()
-    return "float16" if capability is not None and capability < AMPERE else "bfloat16"
-
-
-def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
-    """The tokenizer beside a target; None if there is none."""
-    from transformers import AutoTokenizer
-
-    from longspec_jax.weights.hub import local_folder
-
-    folder = local_folder(source, revision)
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-@functools.cache
-def demo_prompts() -> dict[str, str]:
-    """The sample prompts that come with the package, held out from the demo's training."""
-    return {path.stem: path.read_text("utf-8") for path in sorted(DEMO.glob("prompts/*.txt"))}

@@ -1,14 +1,27 @@
 """From a finished run to its result, and from rounds as they come to what they added."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from longspec_jax.generation import runner
+from longspec_jax.generation.inputs import Prompts
 from longspec_jax.generation.result import GenerateResult, StreamRound
 from longspec_jax.generation.runner import Job, Run, Start, WarmShapes, statistics
 from longspec_jax.generation.text import Detokenizer, Piece, continuation
+
+
+class Streamer(Protocol):
+    """What transformers calls a streamer."""
+
+    def put(self, value: np.ndarray) -> None:
+        """Take the prompt, then the tokens of every round."""
+        ...
+
+    def end(self) -> None:
+        """The row has ended."""
+        ...
 
 
 def collect(job: Job, run: Run, tokenizer: Any) -> GenerateResult:
@@ -54,6 +67,20 @@ def follow(
     for run in runs:
         on_round(collector.add(run))
     return run
+
+
+def feed(
+    streamer: Streamer, prompts: Prompts, on_round: Callable[[StreamRound], None] | None
+) -> Callable[[StreamRound], None]:
+    """Hand the prompt to a streamer, and return what hands it the rounds."""
+    rows = len(prompts)
+    if rows > 1 or on_round is not None:
+        raise ValueError(
+            f"a streamer follows one row and takes the place of on_round; {rows} rows and "
+            f"on_round={on_round} were given. Use on_round= alone, or stream()"
+        )
+    streamer.put(prompts[0][None])
+    return lambda added: streamer.put(np.asarray(added.tokens[0], np.int32))
 
 
 class RoundCollector:

@@ -76,13 +76,13 @@ def _encode(row: Any, tokenizer: Any, chat_template: str | None) -> np.ndarray:
     """Token ids of one row."""
     if isinstance(row, str):
         ids = require_tokenizer(tokenizer)(row)["input_ids"] if row else []
-    elif len(row) and isinstance(row[0], Mapping):
+    elif isinstance(row, Sequence) and row and isinstance(row[0], Mapping):
         ids = _encode_messages(row, require_tokenizer(tokenizer), chat_template)
     else:
         ids = row
     ids = np.asarray(ids)
-    if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
-        raise ValueError(f"token ids of a row must be a list of integers, got {ids.dtype}")
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"a row must be text, messages or a list of token ids, got {row!r:.80}")
     return ids.astype(np.int32)
 
 
@@ -100,6 +100,19 @@ def _encode_messages(messages: Any, tokenizer: Any, chat_template: str | None) -
         tokenize=True,
         return_dict=False,
     )
+
+
+def check_positions(lengths: Sequence[int], new_tokens: np.ndarray, max_positions: int) -> None:
+    """Refuse rows that would leave the positions the target was made for."""
+    for row, (length, new) in enumerate(zip(lengths, new_tokens.tolist(), strict=True)):
+        if length + new > max_positions:
+            room = max_positions - length
+            remedy = f"lower max_new_tokens to at most {room}, or " if room > 0 else ""
+            raise ValueError(
+                f"row {row}: a prompt of {length} tokens and max_new_tokens={new} reach position "
+                f"{length + new}, and the target has max_positions={max_positions}; {remedy}shorten "
+                f"the prompt to at most {max(0, max_positions - new)} tokens"
+            )
 
 
 def require_tokenizer(tokenizer: Any) -> Any:

@@ -1,0 +1,412 @@
+"""How fast whole rounds are, from a filled cache, at a given acceptance length.
+
+Weights and cached keys and values are random and of the real shapes. Plain decoding and speculation
+run in the engine's own compiled loop, from the first token to the last; only the number of accepted
+tokens is drawn, with the wanted mean, instead of earned (``longspec_jax.decoding.simulated``). Times
+are medians over repetitions, each from a dispatch to the end of the device's work, after one run
+that warms up; tokens per second are tokens over that time and no product of other figures.
+
+``acceptance length`` is emitted tokens over target passes, the bonus included. The roof of a plain
+step is its bytes (weights that are read, cached keys and values) over the bandwidth measured in this
+run. ``draft`` and ``verify`` are timed apart from the round, in programs of their own
+(``infer.bench_parts``); ``rest`` is what they leave of it: walk, commit, bookkeeping, the loop.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infer import bench_attention, bench_parts
+from infer.bench_models import (
+    SHAPES,
+    Model,
+    abstract,
+    draft_state,
+    filled_cache,
+    greedy_request,
+    random_model,
+    state_at,
+)
+from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.decoding import engine
+from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes
+from longspec_jax.decoding.engine import SpecState
+from longspec_jax.decoding.simulated import AcceptanceLengths, simulated_decode
+from longspec_jax.drafters.base import NoDraft
+from longspec_jax.drafters.longspec import LongSpecDrafter
+from longspec_jax.generation.memory import tree_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One point of a measurement."""
+
+    shape: str
+    context: int
+    batch: int
+    tree: TreeConfig
+    new_tokens: int
+    lengths: AcceptanceLengths
+    repetitions: int
+    turns: int
+    """Repeats of a part inside its program."""
+
+    @property
+    def capacity(self) -> int:
+        """Cache slots of a row."""
+        needed = self.context + self.new_tokens + engine.room(self.tree.num_levels)
+        return bucket_capacity(needed)
+
+
+@dataclasses.dataclass
+class Bench:
+    """A setting with its model and the cache that the measurements hand to one another."""
+
+    setting: Setting
+    model: Model
+    cache: KVCache
+
+    @classmethod
+    def prepare(cls, setting: Setting, model: Model) -> "Bench":
+        """Fill a cache."""
+        return cls(setting, model, filled_cache(model.config, setting.batch, setting.capacity))
+
+    @functools.cached_property
+    def drafter(self) -> LongSpecDrafter:
+        """The draft with the setting's tree."""
+        return self.model.drafter(self.setting.tree)
+
+    @functools.cached_property
+    def request(self) -> engine.Request:
+        """What every row asks for."""
+        return greedy_request(self.setting.batch, self.setting.new_tokens)
+
+    def state(self, drafter: Any) -> SpecState:
+        """The state at the beginning; it takes the cache along."""
+        draft = draft_state(self.model, drafter, self.setting.batch)
+        setting = self.setting
+        return state_at(self.cache, draft, drafter.tree, setting.context, setting.new_tokens)
+
+    def compile(self, program: Any, *static: Any, drafter: Any) -> Callable[..., Any]:
+        """Compile ``program(*static, params, request, state)`` from shapes alone."""
+        dynamic = abstract((self.model.params, self.request, self.state(drafter)))
+        return program.lower(*static, *dynamic).compile()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench decode``."""
+    integers = functools.partial(_split, int)
+    parser.add_argument(
+        "--shape", type=functools.partial(_split, str), default=["vicuna7b"], help=str([*SHAPES])
+    )
+    parser.add_argument("--context", type=integers, default=[4096, 32768])
+    parser.add_argument("--batch", type=integers, default=[1])
+    parser.add_argument(
+        "--acceptance", type=float, default=3.57, help="mean tokens emitted a round"
+    )
+    parser.add_argument(
+        "--histogram", type=integers, help="recorded rounds by emitted tokens, instead"
+    )
+    parser.add_argument("--tree", type=integers, default=[4, 16, 16, 16, 16])
+    parser.add_argument("--new_tokens", type=int, default=256, help="tokens of one repetition")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=20, help="repeats of a separately timed part")
+    parser.add_argument("--attention", help="attention implementation; automatic if absent")
+    parser.add_argument("--prefill", type=int, metavar="CHUNK", help="time a real prefill, too")
+    parser.add_argument("--parts", action="store_true", help="take draft and verify further apart")
+    parser.add_argument("--profile", type=Path, help="write kernel times of one run to this folder")
+    parser.add_argument("--json", type=Path, help="write header and rows to this file")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure, print, and write what was asked for."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    roof = bench_attention.measure_roof()
+    report = bench_attention.header(roof) | {"method": " ".join((__doc__ or "").split())}
+    print(json.dumps(report))
+    tree = TreeConfig(tuple(arguments.tree))
+    if arguments.histogram:
+        lengths = AcceptanceLengths.from_histogram(arguments.histogram)
+    else:
+        lengths = AcceptanceLengths.geometric(arguments.acceptance, tree.num_levels)
+    rows: list[dict[str, Any]] = []
+    for shape in arguments.shape:
+        model = random_model(SHAPES[shape], arguments.attention)
+        for batch in arguments.batch:
+            for context in arguments.context:
+                setting = Setting(
+                    *(shape, context, batch, tree, arguments.new_tokens, lengths),
+                    *(arguments.repetitions, arguments.turns),
+                )
+                row = measure(setting, model, roof.bytes_per_s, arguments)
+                rows.append(row)
+                print(line(row), flush=True)
+                if arguments.json:  # After every row: a run that is cut short keeps the others.
+                    arguments.json.write_text(
+                        json.dumps({"header": report, "rows": rows}, indent=1)
+                    )
+        del model
+
+
+def measure(
+    setting: Setting, model: Model, bytes_per_s: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """All figures of one setting."""
+    bench = Bench.prepare(setting, model)
+    drafter, plain = bench.drafter, NoDraft()
+    row = describe(bench)
+    parts = {"draft": bench_parts.draft, "verify": bench_parts.verify}
+    if arguments.parts:
+        parts |= {
+            "verify_products": bench_parts.verify_products,
+            "verify_attention": bench_parts.verify_attention,
+            "draft_cross": bench_parts.draft_cross,
+            "draft_head": bench_parts.draft_head,
+            "draft_choice": bench_parts.draft_choice,
+        }
+    begin = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        loops = {
+            "plain": pool.submit(bench.compile, engine.decode, model.target, plain, drafter=plain),
+            "round": pool.submit(
+                *(bench.compile, simulated_decode, model.target, drafter),
+                *(setting.lengths, 0),
+                drafter=drafter,
+            ),
+        }
+        programs = {
+            name: pool.submit(
+                bench.compile,
+                jax.jit(part(model.target, drafter, setting.turns)),
+                drafter=drafter,
+            )
+            for name, part in parts.items()
+        }
+        committing = pool.submit(
+            bench.compile,
+            jax.jit(bench_parts.commit(model.target, drafter, setting.turns), donate_argnums=(2,)),
+            drafter=drafter,
+        )
+    row["compile_seconds"] = round(time.perf_counter() - begin, 1)
+    plain_loop = time_loop(bench, loops["plain"].result(), plain)
+    round_loop = time_loop(bench, loops["round"].result(), drafter)
+    state = bench.state(drafter)
+    times = {name: time_part(bench, program.result(), state) for name, program in programs.items()}
+    times["commit"] = time_commit(bench, committing.result(), state)
+    row |= results(setting, plain_loop, round_loop, times)
+    floor = row["plain_step_bytes"] / bytes_per_s
+    row["plain_percent_of_roof"] = _rounded(100e3 * floor / row["plain_ms_per_token"])
+    if arguments.profile:
+        profile(bench, loops["round"].result(), drafter, arguments.profile / "round")
+        profile(bench, loops["plain"].result(), plain, arguments.profile / "plain")
+    if arguments.prefill:
+        row |= time_prefill(bench, arguments.prefill)
+    return row
+
+
+def describe(bench: Bench) -> dict[str, Any]:
+    """What is measured, and its bytes."""
+    setting, model = bench.setting, bench.model
+    config, weights = model.config, tree_bytes(model.params.target)
+    itemsize = jnp.dtype(config.dtype).itemsize
+    table = config.vocab_size * config.model_width * itemsize
+    read = weights - (0 if config.tied_embeddings else table)
+    seen = cache_bytes(config, setting.batch, setting.context + setting.new_tokens // 2)
+    return {
+        "shape": setting.shape,
+        "context": setting.context,
+        "batch": setting.batch,
+        "tree": list(setting.tree.widths),
+        "new_tokens": setting.new_tokens,
+        "dtype": config.dtype,
+        "attention": model.target.attention or "automatic",
+        "target_bytes": weights,
+        "draft_bytes": tree_bytes(model.params.draft.layer),
+        "cache_bytes": cache_bytes(config, setting.batch, setting.capacity),
+        "draft_state_bytes": tree_bytes(draft_state(model, bench.drafter, setting.batch)),
+        "plain_step_bytes": read + seen,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopTime:
+    """A whole decode, timed."""
+
+    seconds: float
+    rounds: int
+    """Target passes: the most that any row needed."""
+    emitted: int
+    """Tokens of all rows, the one drawn from the prefill not counted."""
+    row_rounds: int
+    """Target passes summed over rows, each as long as it was not done."""
+
+
+def time_loop(bench: Bench, program: Callable[..., SpecState], drafter: Any) -> LoopTime:
+    """Median seconds of decoding the setting's tokens."""
+    seconds = []
+    for _ in range(bench.setting.repetitions + 1):
+        state = jax.block_until_ready(bench.state(drafter))
+        begin = time.perf_counter()
+        state = jax.block_until_ready(program(bench.model.params, bench.request, state))
+        seconds.append(time.perf_counter() - begin)
+        bench.cache = state.cache
+    rounds, emitted = np.asarray(state.rounds), np.asarray(state.emitted)
+    return LoopTime(
+        statistics.median(seconds[1:]),
+        int(rounds.max()),
+        int(emitted.sum()) - len(emitted),
+        int(rounds.sum()),
+    )
+
+
+def time_part(bench: Bench, program: Callable[..., Any], state: SpecState) -> float:
+    """Median seconds of one turn of a part that leaves the state alone."""
+    seconds = []
+    for _ in range(bench.setting.repetitions + 1):
+        begin = time.perf_counter()
+        jax.block_until_ready(program(bench.model.params, bench.request, state))
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:]) / bench.setting.turns
+
+
+def time_commit(bench: Bench, program: Callable[..., SpecState], state: SpecState) -> float:
+    """Median seconds of one commit; the state is used up, its cache kept."""
+    seconds = []
+    for _ in range(bench.setting.repetitions + 1):
+        begin = time.perf_counter()
+        state = jax.block_until_ready(program(bench.model.params, bench.request, state))
+        seconds.append(time.perf_counter() - begin)
+    bench.cache = state.cache
+    return statistics.median(seconds[1:]) / bench.setting.turns
+
+
+def results(
+    setting: Setting, plain: LoopTime, spec: LoopTime, times: dict[str, float]
+) -> dict[str, Any]:
+    """The figures of a row, in milliseconds and tokens a second."""
+    plain_step, round_ = plain.seconds / plain.rounds, spec.seconds / spec.rounds
+    rest = round_ - times["draft"] - times["verify"]
+    return {
+        "plain_ms_per_token": _rounded(1e3 * plain_step),
+        "round_ms": _rounded(1e3 * round_),
+        **{f"{name}_ms": _rounded(1e3 * seconds) for name, seconds in times.items()},
+        "rest_ms": _rounded(1e3 * rest),
+        "round_over_plain": _rounded(round_ / plain_step),
+        "acceptance_wanted": _rounded(setting.lengths.mean),
+        "acceptance_length": _rounded(spec.emitted / spec.row_rounds),
+        "tokens_per_second": _rounded(spec.emitted / spec.seconds),
+        "plain_tokens_per_second": _rounded(plain.emitted / plain.seconds),
+        "speed_up": _rounded(spec.emitted / spec.seconds / (plain.emitted / plain.seconds)),
+    }
+
+
+def time_prefill(bench: Bench, chunk: int) -> dict[str, Any]:
+    """Seconds and useful TFLOP/s of prefilling the setting's context, compiled before."""
+    setting, config = bench.setting, bench.model.config
+    bench.cache = None  # type: ignore[assignment]  # Room for the one that prefill allocates.
+    tokens = np.random.default_rng(0).integers(
+        0, config.vocab_size, (setting.batch, setting.context)
+    )
+    length = jnp.full((setting.batch,), setting.context, jnp.int32)
+
+    def once() -> float:
+        begin = time.perf_counter()
+        state = engine.prefill(
+            *(bench.model.target, bench.drafter, bench.model.params),
+            *(jnp.asarray(tokens, jnp.int32), length, bench.request),
+            capacity=setting.capacity,
+            max_emitted=setting.new_tokens,
+            chunk=chunk,
+        )
+        jax.block_until_ready(state)
+        return time.perf_counter() - begin
+
+    once()
+    seconds = once()
+    flops = prefill_flops(config, setting.context) * setting.batch
+    return {
+        "prefill_chunk": chunk,
+        "prefill_seconds": _rounded(seconds),
+        "prefill_tflop_per_s": _rounded(flops / seconds / 1e12),
+    }
+
+
+def prefill_flops(config: Any, tokens: int) -> int:
+    """Operations that prefilling needs: products of all layers, causal attention, one LM head row."""
+    heads, width = config.num_heads * config.head_width, config.model_width
+    kv = config.num_kv_heads * config.head_width
+    products = 2 * width * (heads + 2 * kv) + 2 * heads * width + 6 * width * config.mlp_width
+    attention = 4 * heads * (tokens + 1) // 2
+    return config.num_layers * tokens * (products + attention) + 2 * width * config.vocab_size
+
+
+def profile(bench: Bench, program: Callable[..., SpecState], drafter: Any, folder: Path) -> None:
+    """Write device time by kernel, in microseconds a round, slowest first."""
+    state = jax.block_until_ready(bench.state(drafter))
+    with jax.profiler.trace(str(folder)):
+        state = jax.block_until_ready(program(bench.model.params, bench.request, state))
+    bench.cache = state.cache
+    rounds = int(state.rounds.max())
+    kernels: dict[str, list[float]] = {}
+    for path in folder.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            if not plane.name.startswith("/device:"):
+                continue
+            for stream in plane.lines:
+                if not stream.name.startswith("Stream"):
+                    continue
+                for event in stream.events:
+                    kernels.setdefault(event.name, []).append(event.duration_ns / 1e3)
+    ordered = sorted(kernels.items(), key=lambda item: -sum(item[1]))
+    lines = [
+        f"{sum(times) / rounds:10.1f} us {len(times) / rounds:8.1f} x {name}"
+        for name, times in ordered
+    ]
+    total = sum(map(sum, kernels.values())) / rounds
+    name = f"{bench.setting.shape}_{bench.setting.context}_{folder.name}.txt"
+    summary = f"{total:10.1f} us of kernels a round, {rounds} rounds"
+    (folder.parent / name).write_text("\n".join([summary, *lines]))
+    print(folder.name, summary)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    more = {
+        name.removesuffix("_ms"): row[name]
+        for name in row
+        if name.endswith("_ms") and name not in ("round_ms", "rest_ms", "draft_ms", "verify_ms")
+    }
+    gib = 2**30
+    return (
+        f"{row['shape']} B={row['batch']} S={row['context']} tree={row['tree']}: "
+        f"plain {row['plain_ms_per_token']} ms ({row['plain_percent_of_roof']} % of roof), "
+        f"round {row['round_ms']} ms = draft {row['draft_ms']} + verify {row['verify_ms']} "
+        f"+ rest {row['rest_ms']}, {row['round_over_plain']} plain steps; "
+        f"{row['tokens_per_second']} tokens/s at acceptance {row['acceptance_length']}, plain "
+        f"{row['plain_tokens_per_second']}, speed-up {row['speed_up']}; "
+        f"GiB: weights {row['target_bytes'] / gib:.2f}, draft {row['draft_bytes'] / gib:.2f}, "
+        f"cache {row['cache_bytes'] / gib:.2f}, draft state {row['draft_state_bytes'] / gib:.4f}; "
+        f"ms: {more}"
+        + (f"; prefill {row['prefill_tflop_per_s']} TFLOP/s" if "prefill_chunk" in row else "")
+    )
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits: more would not repeat."""
+    return float(f"{value:.4g}")
+
+
+def _split(convert: Callable[[str], Any], text: str) -> list[Any]:
+    return [convert(part) for part in text.split(",")]

@@ -1,0 +1,171 @@
+"""Targets and drafts of the real shapes with random weights, and caches filled without a prefill.
+
+Speed does not depend on the values, so a benchmark needs no checkpoint. Everything is drawn on the
+device by compiled programs, in the model's dtype; nothing passes through host memory.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.config import PRESETS, DraftConfig, TargetConfig, TreeConfig
+from longspec_jax.decoding import engine
+from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.engine import Params, Request, SpecState
+from longspec_jax.decoding.sampling import Sampling
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import Drafter
+from longspec_jax.drafters.longspec import LongSpecDraft, LongSpecDrafter, LongSpecParams
+from longspec_jax.models.target import Target
+from longspec_jax.sharding import path_name
+
+DEMO = TargetConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=512,
+    model_width=64,
+    mlp_width=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_width=16,
+    max_positions=4096,
+    dtype="float32",
+)
+SHAPES: dict[str, TargetConfig] = {
+    "demo": DEMO,
+    "vicuna7b": PRESETS["vicuna-7b-v1.5-16k"],
+    "vicuna13b": PRESETS["vicuna-13b-v1.5-16k"],
+    "longchat7b": PRESETS["longchat-7b-v1.5-32k"],
+    "longchat13b": PRESETS["longchat-13b-16k"],
+    "llama3-8b": PRESETS["llama-3-8b-instruct-262k"],
+    "llama31-8b": PRESETS["llama-3.1-8b-instruct"],
+    "qwq32b-preview": PRESETS["qwq-32b-preview"],
+    "qwq32b": PRESETS["qwq-32b"],
+}
+"""Short names of the shapes; ``demo`` is small enough for a CPU."""
+WEIGHT_SCALE = 0.02
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A target and its draft, as the engine takes them."""
+
+    config: TargetConfig
+    target: CachedTarget
+    params: Params
+
+    def drafter(self, tree: TreeConfig) -> LongSpecDrafter:
+        """The draft growing this tree, with the target's choice of attention."""
+        draft = DraftConfig.for_target(self.config)
+        return LongSpecDrafter(draft, tree, self.target.attention)
+
+
+def random_model(config: TargetConfig, attention: str | None = None, seed: int = 0) -> Model:
+    """Random weights of target and draft, drawn on the device."""
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    target = _draw(
+        lambda key: Target(config).init(key, tokens, method="initialize")["params"], seed
+    )
+    draft = DraftConfig.for_target(config)
+    layer = _draw(
+        lambda key: LongSpecDraft(draft).init(
+            key,
+            jnp.zeros((1, 2, config.model_width), jnp.dtype(config.dtype)),
+            tokens,
+            lambda q, k, v: q,
+            lambda q: q,
+        )["params"],
+        seed + 1,
+    )
+    head = target.get("head", target["embedding"])
+    params = Params(target, LongSpecParams(layer, target["embedding"], head))
+    return Model(config, CachedTarget(config, attention), params)
+
+
+def _draw(init: Any, seed: int) -> Any:
+    """Random leaves in the shapes of an initialiser that is traced and never run."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(
+        jax.eval_shape(init, jax.random.key(0)), is_leaf=None
+    )
+    leaves = []
+    for number, (path, leaf) in enumerate(paths):
+        if path_name(path).endswith("scale"):
+            leaves.append(jnp.ones(leaf.shape, leaf.dtype))
+        else:
+            fill = _filler(leaf.shape, leaf.dtype.name, WEIGHT_SCALE)
+            leaves.append(fill(_key(seed, number)))
+    return jax.tree.unflatten(tree, leaves)
+
+
+@functools.cache
+def _filler(shape: tuple[int, ...], dtype: str, scale: float) -> Any:
+    """A compiled generator of one array; layers of equal shape share it."""
+    return jax.jit(lambda key: scale * jax.random.normal(key, shape, jnp.dtype(dtype)))
+
+
+def _key(seed: int, number: int) -> jax.Array:
+    """A key of the device's own generator: threefry would take seconds for billions of weights."""
+    return jax.random.fold_in(jax.random.key(seed, impl="rbg"), number)
+
+
+def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2) -> KVCache:
+    """A cache that looks as if a prompt had been prefilled into all of it."""
+    shape = (batch, config.num_kv_heads, capacity, config.head_width)
+    fill = _filler(shape, config.dtype, 1.0)
+    keys = tuple(fill(_key(seed, 2 * layer)) for layer in range(config.num_layers))
+    values = tuple(fill(_key(seed, 2 * layer + 1)) for layer in range(config.num_layers))
+    return KVCache(keys, values)
+
+
+def greedy_request(batch: int, new_tokens: int) -> Request:
+    """Every row wants ``new_tokens`` tokens at temperature 0 and stops at nothing."""
+    sampling = Sampling(
+        jnp.zeros(batch),
+        jnp.zeros(batch, jnp.int32),
+        jnp.ones(batch),
+        jnp.zeros(batch, jnp.uint32),
+        stochastic=False,
+        filtered=False,
+    )
+    return Request(sampling, jnp.full((batch, 1), -1), jnp.full((batch,), new_tokens, jnp.int32))
+
+
+def draft_state(model: Model, drafter: Drafter, batch: int) -> Any:
+    """The drafter's own state after a short random prompt: it has the same size after a long one."""
+    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, 8))
+    prefill = jax.jit(lambda params, *prompt: drafter.prefill(params, *prompt))
+    return prefill(
+        model.params.draft, jnp.asarray(prompt, jnp.int32), jnp.full((batch,), 8, jnp.int32)
+    )
+
+
+def state_at(
+    cache: KVCache, draft: Any, tree: TreeConfig, context: int, new_tokens: int
+) -> SpecState:
+    """The state of a round after ``context`` committed tokens; cache and draft are not copied."""
+    batch, height = cache.keys[0].shape[0], engine.room(tree.num_levels)
+
+    def full(value: Any, *shape: int, dtype: Any = jnp.int32) -> jax.Array:
+        return jnp.full(shape, value, dtype)
+
+    return SpecState(
+        cache=cache,
+        draft=draft,
+        length=full(context, batch),
+        pending=full(1, batch),
+        output=full(0, batch, new_tokens + height),
+        drafted=full(False, batch, new_tokens + height, dtype=bool),
+        emitted=full(1, batch),
+        done=full(False, batch, dtype=bool),
+        rounds=full(0, batch),
+        histogram=full(0, batch, height),
+    )
+
+
+def abstract(tree: Any) -> Any:
+    """Shapes and dtypes of a pytree: compiling from them neither holds nor donates its arrays."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

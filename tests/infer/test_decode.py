@@ -1,0 +1,209 @@
+"""The decode command: what it prints, what it writes, and how it fails."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from infer import decode
+from infer.compilation import enable_cache
+from infer.display import Screen, wants_color
+from longspec_jax import LongSpec
+from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
+from longspec_jax.loading import DEMO
+from tests.infer.toys import save_toy, toy_tokenizer
+
+ROOT = Path(__file__).parents[2]
+REQUIRED = {
+    *("acceptance_length", "acceptance_histogram", "new_tokens", "target_passes", "decode_seconds"),
+    *("tokens_per_second", "plain_tokens_per_second", "identical_to_plain", "draft_state_bytes"),
+    *("prompt_tokens", "text"),
+}
+PROMPT = "ab cd gh é"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[str]:
+    target, draft = save_toy(tmp_path_factory.mktemp("toy"))
+    small = ["--tree=4,5", "--max_new_tokens=24", "--temperature=1", "--prefill_chunk=32"]
+    return [f"--target={target}", f"--draft={draft}", *small, "--compilation_cache=off"]
+
+
+def run_json(folders: list[str], tmp_path: Path, *arguments: str) -> dict:
+    path = tmp_path / "out.json"
+    assert decode.main([*folders, f"--json={path}", *arguments]) == 0
+    return json.loads(path.read_text())
+
+
+def test_one_prompt(folders, tmp_path, capsys) -> None:
+    found = run_json(folders, tmp_path, f"--prompt={PROMPT}", "--ignore_eos")
+    assert set(found) >= REQUIRED
+    assert found["identical_to_plain"] is True and found["new_tokens"] == 24
+    assert found["prompt_tokens"] == len(toy_tokenizer()(PROMPT)["input_ids"])
+    assert found["acceptance_length"] == 23 / found["target_passes"] > 1
+    assert sum(found["acceptance_histogram"]) == found["target_passes"]
+    assert found["tokens_per_second"] == pytest.approx(23 / found["decode_seconds"])
+    assert found["plain_tokens_per_second"] > 0 and found["draft_state_bytes"] > 0
+    printed = capsys.readouterr().out
+    assert found["text"] in printed and "\x1b" not in printed
+    assert (
+        found["acceptance_definition"] == ACCEPTANCE_DEFINITION and ACCEPTANCE_DEFINITION in printed
+    )
+    for words in ("identical to plain  yes, all 24 tokens", "compile", "draft state", "tokens/s"):
+        assert words in printed
+    [row] = found["rows"]
+    assert row["text"] == found["text"] and len(row["tokens"]) == len(row["drafted"]) == 24
+
+
+def test_color_shows_the_same_text(folders, capsys) -> None:
+    arguments = [*folders, f"--prompt={PROMPT}", "--ignore_eos"]
+    assert decode.main([*arguments, "--color=always", "--no-compare"]) == 0
+    colored = capsys.readouterr().out
+    assert "\x1b[32m" in colored and "identical to plain" not in colored
+    assert decode.main([*arguments, "--color=never", "--no-compare", "--no-stream"]) == 0
+    plain = capsys.readouterr().out
+    for code in ("\x1b[32m", "\x1b[2m", "\x1b[0m"):
+        colored = colored.replace(code, "")
+    start = plain.index(PROMPT), colored.index(PROMPT)
+    assert plain[start[0] :].split("\n\n")[0] == colored[start[1] :].split("\n\n")[0]
+
+
+def test_several_prompts_have_totals(folders, tmp_path, capsys) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(PROMPT + name.translate({ord(c): "a" for c in "onetw"}))
+    files = [f"--prompt_file={tmp_path / name}" for name in ("one", "two")]
+    found = run_json(folders, tmp_path, *files, "--method=plain")
+    assert [row["name"] for row in found["rows"]] == ["one", "two"]
+    assert found["acceptance_length"] == 1 and found["identical_to_plain"] is None
+    assert found["plain_tokens_per_second"] is None and len(found["text"]) == 2
+    assert found["new_tokens"] == sum(row["new_tokens"] for row in found["rows"])
+    assert "=== all 2 prompts ===" in capsys.readouterr().out
+
+
+def test_batch_rows_equal_lone_runs(folders, tmp_path) -> None:
+    path = tmp_path / "batch.jsonl"
+    rows = [{"prompt": PROMPT, "seed": 5}, {"input_ids": [3, 4, 5], "max_new_tokens": 7}, "fgh"]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = run_json(folders, tmp_path, f"--batch={path}")
+    assert len(found["rows"]) == 3 == len(found["text"]) == len(found["prompt_tokens"])
+    assert found["identical_to_plain"] is True and found["rows"][1]["new_tokens"] <= 7
+    lone = run_json(folders, tmp_path, f"--prompt={PROMPT}", "--seed=5", "--method=plain")
+    assert lone["rows"][0]["tokens"] == found["rows"][0]["tokens"]
+
+
+def test_json_on_standard_output_is_json_alone(folders, capsys) -> None:
+    arguments = ["--prompt=ab", "--method=plain", "--json=-", "--max_new_tokens=3"]
+    assert decode.main([*folders, *arguments]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["prompt_tokens"] == 2 and "=== prompt" in printed.err
+
+
+def test_default_prompt_is_the_shortest_long_one(folders, monkeypatch, tmp_path) -> None:
+    session = importlib.import_module("infer.session")
+    texts = {"short": "ab", "longer": "ab" * 30, "long": "ab" * 20}
+    monkeypatch.setattr(session, "LONG_PROMPT", 40)
+    monkeypatch.setattr(session, "demo_prompts", lambda: texts)
+    found = run_json(folders, tmp_path, "--method=plain")
+    assert [row["name"] for row in found["rows"]] == ["long"]
+    found = run_json(folders, tmp_path, "--method=plain", "--all_prompts")
+    assert [row["name"] for row in found["rows"]] == list(texts)
+
+
+BAD = {
+    "no such target": (["--target=absent", "--prompt=a"], "absent is not a folder"),
+    "draft alone": (["--draft=absent"], "needs the --target"),
+    "empty prompt": (["--prompt="], "the prompt is empty"),
+    "empty styled prompt": (["--prompt=", "--prompt_style=vicuna"], "the prompt is empty"),
+    "no such file": (["--prompt_file=absent.txt"], "absent.txt"),
+    "messages": (["--messages=[{]"], "not valid JSON"),
+    "no template": (['--messages=[{"role":"user","content":"a"}]'], "no chat template"),
+    "too long": (["--prompt=ab", "--max_new_tokens=1023"], "max_positions=1024; lower"),
+    "tree": (["--prompt=a", "--tree=4,0"], "tree widths must be positive"),
+    "temperature": (["--prompt=a", "--temperature=-1"], "temperature=-1 of row 0 must be >= 0"),
+    "top_p": (["--prompt=a", "--top_p=2"], "must be in (0, 1]"),
+    "attention": (["--prompt=a", "--attention=magic"], "no implementation 'magic'; choose"),
+    "json folder": (["--prompt=a", "--json=absent/out.json"], "its folder does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_message_and_status_2(folders, case, capsys) -> None:
+    arguments, message = BAD[case]
+    given = {argument.split("=")[0] for argument in arguments}
+    kept = [argument for argument in folders if argument.split("=")[0] not in given]
+    if "--draft" in given:
+        kept = [argument for argument in kept if not argument.startswith("--target")]
+    assert decode.main([*kept, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.startswith("error: ")
+    assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--tree=wide"], ["--method=magic"], ["--prompt=a", "--list=prompts"]]
+)
+def test_bad_arguments_are_status_2(arguments, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        decode.main(arguments)
+
+
+def test_failures_while_running_are_status_1(folders, monkeypatch, capsys) -> None:
+    def fail(*args, **kwargs):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(LongSpec, "generate", fail)
+    assert decode.main([*folders, "--prompt=a", "--method=plain"]) == 1
+    assert capsys.readouterr().err == "failed while running: RuntimeError: the device is gone\n"
+
+
+@pytest.mark.multiproc
+def test_command_line_exit_status() -> None:
+    """The installed entry: no traceback, status 2, and no slow imports for help."""
+    command = [sys.executable, "-m", "infer.decode"]
+    options = dict(
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    )
+    found = subprocess.run([*command, "--prompt=a", "--tree=0"], **options)
+    assert found.returncode == 2 and found.stderr.startswith("error: tree widths"), found.stderr
+    found = subprocess.run([*command, "--help"], **options)
+    assert found.returncode == 0 and "--all_prompts" in found.stdout
+
+
+def test_color_only_on_terminals(monkeypatch) -> None:
+    class Terminal:
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert wants_color("auto", Terminal()) and not wants_color("never", Terminal())
+    assert not wants_color("auto", open(os.devnull)) and wants_color("always", open(os.devnull))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_color("auto", Terminal())
+    assert Screen(False).legend() == ""
+
+
+def test_compilation_cache_folder(monkeypatch, tmp_path) -> None:
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+        assert enable_cache() == tmp_path / "longspec_jax" / "compiled"
+        assert enable_cache(str(tmp_path / "mine")) == tmp_path / "mine"
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+        assert enable_cache("off") is None
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "env"))
+        assert enable_cache() == tmp_path / "env"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.skipif(not DEMO.is_dir(), reason="the demo model is not in this checkout")
+def test_demo_prompts_fit_the_demo_model(capsys) -> None:
+    assert decode.main(["--list=prompts"]) == 0
+    assert capsys.readouterr().out.count("\n") == len(list(DEMO.glob("prompts/*.txt"))) > 0

@@ -1,0 +1,62 @@
+"""A toy tokenizer whose tokens are single bytes, and toy models that speak it.
+
+Its few symbols include the parts of two- and three-byte characters, so that a random model keeps
+emitting incomplete UTF-8, and so few that a random draft's tree often holds the next token.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from longspec_jax import LongSpec, TreeConfig
+from longspec_jax.config import DraftConfig
+from longspec_jax.weights import hf
+from tests.kit import random_draft, random_target, tiny_target_config
+
+ALPHABET = "abcdfgh \né€"
+STOP = 0
+TREE = TreeConfig((4, 5))
+
+
+@functools.cache
+def toy_tokenizer() -> Any:
+    """A byte-level tokenizer of 15 tokens; id 0 ends a text."""
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    [(symbols, _)] = whole.pre_tokenize_str(ALPHABET)
+    vocabulary = {"<end>": STOP}
+    for symbol in symbols:
+        vocabulary.setdefault(symbol, len(vocabulary))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+@functools.cache
+def toy_spec(window: int = 37, **target: Any) -> LongSpec:
+    """Random models of the tokenizer's vocabulary."""
+    config = tiny_target_config(**{"vocab_size": 17, **target})
+    draft = DraftConfig.for_target(config, window=window)
+    return LongSpec(
+        config,
+        random_target(config),
+        draft,
+        random_draft(draft),
+        tokenizer=toy_tokenizer(),
+        stop_tokens=(STOP,),
+        tree=TREE,
+        prefill_chunk=32,
+    )
+
+
+def save_toy(folder: Path) -> tuple[Path, Path]:
+    """Write the toy as Hugging Face folders: target with tokenizer, and draft."""
+    spec = toy_spec()
+    target, draft = folder / "target", folder / "draft"
+    hf.save_target(target, spec.target_config, spec.target_params, stop_tokens=(STOP,))
+    toy_tokenizer().save_pretrained(target)
+    hf.save_draft(draft, spec.draft_config, spec.draft_params, target=spec.target_config)
+    return target, draft

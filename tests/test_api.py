@@ -1,0 +1,297 @@
+"""The Python interface: what comes out does not depend on how it was asked for."""
+
+import dataclasses
+import importlib
+import math
+
+import jax
+import numpy as np
+import pytest
+from transformers import GenerationConfig
+
+import longspec_jax
+from longspec_jax import PLAIN, LongSpec, TreeConfig
+from longspec_jax.decoding import engine
+from longspec_jax.generation import memory
+from longspec_jax.sharding import make_mesh, param_shardings
+from tests.infer.toys import STOP, TREE, toy_spec, toy_tokenizer
+from tests.kit import tiny_target_config
+
+PROMPTS = ["ab cd gh é", "fgh €€ abc", "d"]
+WARM = dict(temperature=1.0, seed=[3, 4, 5], max_new_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def spec() -> LongSpec:
+    return toy_spec()
+
+
+@pytest.fixture(scope="module")
+def batch(spec):
+    return spec.generate(PROMPTS, **WARM, eos_token_id=[])
+
+
+def test_speculation_pays_and_is_counted(spec, batch) -> None:
+    stats = batch.stats
+    assert stats.new_tokens == (24, 24, 24) and stats.decode_tokens == 3 * 23
+    assert stats.prompt_tokens == tuple(len(toy_tokenizer()(text)["input_ids"]) for text in PROMPTS)
+    assert 1 < stats.acceptance_length == stats.decode_tokens / sum(stats.target_passes)
+    histogram = stats.acceptance_histogram
+    assert sum(histogram) == sum(stats.target_passes) and len(histogram) == 3
+    assert sum((accepted + 1) * rounds for accepted, rounds in enumerate(histogram)) == 3 * 23
+    for row, passes, rounds in zip(
+        batch.drafted, stats.target_passes, stats.histograms, strict=True
+    ):
+        assert not row[0], "the first token is drawn from the prefill"
+        # A round emits its accepted tokens and a bonus, unless the budget cuts the bonus off.
+        assert 23 - sum(row) in (passes, passes - 1)
+        assert sum(rounds) == passes
+
+
+def test_rows_equal_lone_plain_runs(spec, batch) -> None:
+    for index, prompt in enumerate(PROMPTS):
+        options = {**WARM, "seed": WARM["seed"][index]}
+        alone = spec.generate(prompt, tree=PLAIN, **options, eos_token_id=[])
+        assert alone.sequences == (batch.sequences[index],)
+        assert alone.text == (batch.text[index],)
+        assert alone.stats.acceptance_length == 1 and alone.stats.draft_state_bytes == 0
+        assert not any(alone.drafted[0])
+
+
+@pytest.mark.parametrize("tree", [(1, 1, 1), ()])
+def test_tree_changes_the_speed_alone(spec, batch, tree) -> None:
+    other = spec.generate(PROMPTS, tree=tree, **WARM, eos_token_id=[])
+    assert other.sequences == batch.sequences
+    assert len(other.stats.acceptance_histogram) == len(tree) + 1
+
+
+def test_stream_equals_generate(spec, batch) -> None:
+    rounds = list(spec.stream(PROMPTS, **WARM, eos_token_id=[]))
+    for row in range(3):
+        assert sum((r.tokens[row] for r in rounds), ()) == batch.sequences[row]
+        assert sum((r.drafted[row] for r in rounds), ()) == batch.drafted[row]
+        assert "".join(r.text[row] for r in rounds) == batch.text[row]
+        whole = toy_tokenizer().decode(batch.sequences[row], skip_special_tokens=True)
+        assert batch.text[row] == whole
+    assert rounds[0].stats.decode_tokens == 0 and math.isnan(rounds[0].stats.acceptance_length)
+    assert rounds[-1].stats.histograms == batch.stats.histograms
+
+
+def test_every_row_stops_at_its_own_set(spec, batch) -> None:
+    stops = [[batch.sequences[0][5]], [], [batch.sequences[2][3], 16]]
+    stopped = spec.generate(PROMPTS, **WARM, eos_token_id=stops)
+    for row, (stop, whole) in enumerate(zip(stops, batch.sequences, strict=True)):
+        ends = [index for index, token in enumerate(whole) if token in stop]
+        assert stopped.sequences[row] == whole[: ends[0] + 1 if ends else None]
+    assert stopped.stats.new_tokens[1] == 24
+
+
+def test_model_stop_tokens_are_the_default(spec) -> None:
+    result = spec.generate(PROMPTS, temperature=1.5, seed=[1, 2, 3], max_new_tokens=60)
+    for tokens in result.sequences:
+        assert STOP not in tokens[:-1] and (len(tokens) == 60 or tokens[-1] == STOP)
+    assert any(len(tokens) < 60 for tokens in result.sequences)
+    assert not any("<end>" in text for text in result.text)
+
+
+def test_budgets_by_row(spec, batch) -> None:
+    result = spec.generate(PROMPTS, **{**WARM, "max_new_tokens": [1, 7, 24]}, eos_token_id=[])
+    assert result.sequences == tuple(batch.sequences[r][:n] for r, n in enumerate((1, 7, 24)))
+
+
+def test_generation_config(spec, batch) -> None:
+    config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=24, pad_token_id=0)
+    same = spec.generate(PROMPTS, config, seed=WARM["seed"], eos_token_id=[])
+    assert same.sequences == batch.sequences
+    with pytest.raises(NotImplementedError, match="num_beams.*does not support"):
+        spec.generate(PROMPTS, GenerationConfig(num_beams=3))
+
+
+def test_filters_are_lossless_too(spec, batch) -> None:
+    options = {**WARM, "top_p": [0.5, 1.0, 0.9], "top_k": [0, 3, 0]}
+    found = spec.compare(PROMPTS, **options, tree=(3,))
+    assert found.identical and found.plain.sequences != batch.sequences
+
+
+def test_transformers_streamer(spec) -> None:
+    class Recorder:
+        values, ended = [], False
+
+        def put(self, value):
+            self.values.append(np.asarray(value).reshape(-1).tolist())
+
+        def end(self):
+            self.ended = True
+
+    recorder = Recorder()
+    options = {**WARM, "seed": 3}
+    result = spec.generate(PROMPTS[0], streamer=recorder, **options)
+    prompt, *rounds = recorder.values
+    assert prompt == toy_tokenizer()(PROMPTS[0])["input_ids"] and recorder.ended
+    assert tuple(sum(rounds, [])) == result.sequences[0]
+    with pytest.raises(ValueError, match="follows one row"):
+        spec.generate(PROMPTS, streamer=recorder)
+
+
+def test_compare_finds_no_difference(spec) -> None:
+    rounds = []
+    found = spec.compare(PROMPTS, **WARM, on_round=rounds.append)
+    assert found.identical and found.divergences == ()
+    assert found.speculative.sequences == found.plain.sequences
+    assert found.plain.stats.acceptance_length == 1 < found.speculative.stats.acceptance_length
+    assert len(rounds) == max(found.speculative.stats.target_passes) + 1
+    with pytest.raises(ValueError, match="nothing to compare"):
+        spec.compare(PROMPTS, tree=PLAIN)
+
+
+def test_compare_reports_where_and_how_close(spec, monkeypatch) -> None:
+    """A corrupted run must be noticed, its first wrong token named, and the gap positive."""
+    comparison = importlib.import_module("longspec_jax.generation.comparison")
+    follow = comparison.follow
+
+    def corrupt(*args):
+        run = follow(*args)
+        output = run.progress.output.copy()
+        output[1, 4] = (output[1, 4] + 1) % 17
+        return run._replace(progress=run.progress._replace(output=output))
+
+    monkeypatch.setattr(comparison, "follow", corrupt)
+    found = spec.compare(PROMPTS, **WARM, eos_token_id=[])
+    [divergence] = found.divergences
+    assert not found.identical and (divergence.row, divergence.index) == (1, 4)
+    assert divergence.plain_token == found.plain.sequences[1][4]
+    assert divergence.speculative_token == (divergence.plain_token + 1) % 17
+    assert divergence.gap > 0, "the plain token is the argmax of the plain scores"
+
+
+def test_inspect_shows_the_rounds_of_generate(spec, batch) -> None:
+    options = {**WARM, "seed": WARM["seed"][0]}
+    views = list(spec.inspect(PROMPTS[0], **options, eos_token_id=[]))
+    drawn = [depth.drawn for view in views for depth in view.depths]
+    assert tuple(drawn)[:23] == batch.sequences[0][1:]
+    assert [view.pending for view in views][0] == batch.sequences[0][0]
+    assert len(views) == batch.stats.target_passes[0]
+    for view in views:
+        *path, last = view.depths
+        assert all(depth.accepted for depth in path) and not last.accepted
+        assert all("accepted" in depth.verdict for depth in path)
+        assert len(view.depths[0].candidates) == TREE.widths[0]
+        for depth in view.depths:
+            assert len(depth.candidates) == len(depth.probabilities)
+            assert 0 <= depth.drawn_probability <= 1
+
+
+def test_draft_state_does_not_grow_with_the_context(spec) -> None:
+    ids = np.arange(900) % 17
+    short = spec.generate(ids[:40], max_new_tokens=3, tree=(2,)).stats
+    long = spec.generate(ids, max_new_tokens=3, tree=(2,)).stats
+    assert short.draft_state_bytes == long.draft_state_bytes == 2 * 37 * 2 * 6 * 4
+    assert long.memory.draft_state_bytes == long.draft_state_bytes
+    assert long.memory.cache_bytes > 2 * short.memory.cache_bytes
+
+
+def test_prompts_of_many_lengths_meet_few_compilations(spec) -> None:
+    def run(tokens: int) -> float:
+        options = dict(max_new_tokens=3 + tokens % 5, tree=PLAIN)
+        return spec.generate(np.arange(tokens) % 17, **options).stats.compile_seconds
+
+    run(1)
+    compiled = engine.decode._cache_size(), engine._prefill_chunk._cache_size()
+    assert {run(tokens) for tokens in range(2, 240, 23)} == {0.0}
+    assert (engine.decode._cache_size(), engine._prefill_chunk._cache_size()) == compiled
+
+
+def test_sharded_parameters_say_the_same(spec) -> None:
+    target = toy_spec(num_heads=4, model_width=32, mlp_width=54, vocab_size=18)
+    mesh = make_mesh(tp=2)
+    sharded = dataclasses.replace(
+        target,
+        target_params=jax.device_put(
+            target.target_params, param_shardings(mesh, target.target_params)
+        ),
+        draft_params=jax.device_put(
+            target.draft_params, param_shardings(mesh, target.draft_params)
+        ),
+        mesh=mesh,
+    )
+    expected = target.generate(PROMPTS[:2], max_new_tokens=9, tree=(3,)).sequences
+    assert sharded.generate(PROMPTS[:2], max_new_tokens=9, tree=(3,)).sequences == expected
+
+
+BAD_CALLS = {
+    "empty prompt": (dict(inputs=""), ValueError, "row 0: the prompt is empty"),
+    "empty row": (dict(inputs=[[1, 2], []]), ValueError, "row 1: the prompt is empty"),
+    "no rows": (dict(inputs=[]), ValueError, "no prompts"),
+    "too long": (
+        dict(inputs=[[1] * 9, [1] * 1000], max_new_tokens=25),
+        ValueError,
+        "row 1: .*1000 tokens.*1025.*max_positions=1024; lower max_new_tokens to at most 24",
+    ),
+    "outside vocabulary": (dict(inputs=[3, 17]), ValueError, "token id 17 .*vocabulary of 17"),
+    "wrong type": (dict(inputs=3.5), ValueError, "cannot read a prompt from float"),
+    "no template": (
+        dict(inputs=[{"role": "user", "content": "a"}]),
+        ValueError,
+        "chat template and this tokenizer has none",
+    ),
+    "tree": (dict(inputs="a", tree=(4, 0)), ValueError, "widths must be positive"),
+    "huge tree": (dict(inputs="a", tree=(17,) * 40), ValueError, "681 nodes"),
+    "wide tree": (
+        dict(inputs="a", tree=(18,), max_new_tokens=3),
+        ValueError,
+        "only 17 continuations",
+    ),
+    "temperature": (dict(inputs="a", temperature=-1), ValueError, "temperature=-1 of row 0"),
+    "top_p": (dict(inputs="a", top_p=0), ValueError, "top_p=0 of row 0 must be in"),
+    "option": (dict(inputs="a", temprature=1), TypeError, "did you mean 'temperature'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_calls_name_the_remedy(spec, case) -> None:
+    arguments, error, message = BAD_CALLS[case]
+    with pytest.raises(error, match=message):
+        spec.generate(**arguments)
+    with pytest.raises(error, match=message):
+        list(spec.stream(**arguments))
+
+
+def test_parts_that_do_not_fit(spec) -> None:
+    other = tiny_target_config(vocab_size=17, rope_theta=5e5)
+    with pytest.raises(ValueError, match="rope_theta=10000.0 but the target"):
+        dataclasses.replace(spec, target_config=other)
+    with pytest.raises(ValueError, match="tokenizer knows 15 tokens and the target 11"):
+        dataclasses.replace(spec, target_config=tiny_target_config(vocab_size=11))
+    with pytest.raises(ValueError, match="needs a draft and none is loaded"):
+        dataclasses.replace(spec, draft_config=None).generate("a", tree=TreeConfig((2,)))
+    with pytest.raises(ValueError, match="text needs a tokenizer"):
+        dataclasses.replace(spec, tokenizer=None).generate("a")
+    without = dataclasses.replace(spec, tokenizer=None)
+    assert without.generate([3, 4], max_new_tokens=3).text == (None,)
+
+
+def test_memory_is_checked_before_allocation(spec, monkeypatch) -> None:
+    plan = spec.memory_plan(rows=2, context=600)
+    assert plan.cache_bytes == 2 * 2 * plan.capacity * 2 * 2 * 6 * 4
+    enough = plan.needed_bytes
+    memory.check_fits(spec.target_config, plan, enough)
+    with pytest.raises(MemoryError, match="largest context that fits is 512 tokens"):
+        memory.check_fits(spec.target_config, plan, enough - 1)
+    monkeypatch.setattr("longspec_jax.api.free_bytes", lambda: 0)
+    with pytest.raises(MemoryError, match="largest context that fits is 0 tokens"):
+        spec.generate("a")
+
+
+def test_version_check() -> None:
+    check = longspec_jax._check_versions
+    for jax_version, flax_version in [("0.10.2", "0.12.8"), ("0.12.0.1", "0.12.12")]:
+        check(jax_version, flax_version)
+    with pytest.raises(ImportError, match="pip install -U 'flax>=0.12.9'"):
+        check("0.11.2", "0.12.8")
+
+
+def test_contents_can_be_imported() -> None:
+    for name in longspec_jax.__all__:
+        assert getattr(longspec_jax, name) is not None
+    with pytest.raises(AttributeError):
+        _ = longspec_jax.nonsense
