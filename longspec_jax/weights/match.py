@@ -15,7 +15,8 @@ from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.tables import DRAFT_PREFIXES, Table
 
 FLOATING = ("bfloat16", "float16", "float32", "float64")
-MOST_REPORTED = 12
+MOST_REPORTED = 8
+"""Problems of one kind that are spelled out; the others are counted."""
 
 
 def check_tensors(table: Table, tensors: Tensors, origin: str, dtype: str | None = None) -> None:
@@ -27,22 +28,22 @@ def check_tensors(table: Table, tensors: Tensors, origin: str, dtype: str | None
       origin: where they come from, for the message.
       dtype: what they must be stored in; any floating dtype if absent.
     """
-    parts, problems = table.parts, []
+    parts = table.parts
     shapes = {name: part.shape for name, part in parts.items()} | table.dead
-    for name in sorted(set(parts) - set(tensors)):
-        problems.append(f"missing {name} {shapes[name]}")
+    missing = [f"missing {name} {shapes[name]}" for name in sorted(set(parts) - set(tensors))]
+    unexpected, wrong = [], []
     for name, tensor in sorted(tensors.items()):
         if name not in shapes:
             if not table.drops(name):
-                problems.append(f"unexpected {name} {tensor.shape}")
+                unexpected.append(f"unexpected {name} {tensor.shape}")
         elif tensor.shape != shapes[name]:
-            problems.append(f"{name} is {tensor.shape}, must be {shapes[name]}")
+            wrong.append(f"{name} is {tensor.shape}, must be {shapes[name]}")
         elif name in parts and tensor.dtype not in FLOATING:
-            problems.append(f"{name} is stored as {tensor.dtype}, must be floating point")
+            wrong.append(f"{name} is stored as {tensor.dtype}, must be floating point")
         elif name in parts and dtype is not None and tensor.dtype != dtype:
-            problems.append(f"{name} is {tensor.dtype}, config.json says {dtype}: pass dtype=")
+            wrong.append(f"{name} is {tensor.dtype}, config.json says {dtype}: pass dtype=")
     _report(
-        problems,
+        (missing, unexpected, wrong),
         f"the tensors of {origin} are not those its config.json describes",
         "The files belong to another model, are incomplete, or are not of a supported family",
     )
@@ -53,16 +54,17 @@ def check_params(table: Table, params: Any, dtype: str) -> dict[str, jax.Array]:
     paths, _ = jax.tree_util.tree_flatten_with_path(params)
     found = {path_name(path): leaf for path, leaf in paths}
     shapes = {leaf.path: leaf.shape for leaf in table.leaves}
-    problems = [f"missing {path} {shapes[path]}" for path in sorted(set(shapes) - set(found))]
+    missing = [f"missing {path} {shapes[path]}" for path in sorted(set(shapes) - set(found))]
+    unexpected, wrong = [], []
     for path, leaf in sorted(found.items()):
         if path not in shapes:
-            problems.append(f"unexpected {path} {leaf.shape}")
+            unexpected.append(f"unexpected {path} {leaf.shape}")
         elif leaf.shape != shapes[path]:
-            problems.append(f"{path} is {leaf.shape}, must be {shapes[path]}")
+            wrong.append(f"{path} is {leaf.shape}, must be {shapes[path]}")
         elif leaf.dtype != jnp.dtype(dtype):
-            problems.append(f"{path} is {leaf.dtype}, the configuration says {dtype}")
+            wrong.append(f"{path} is {leaf.dtype}, the configuration says {dtype}")
     _report(
-        problems,
+        (missing, unexpected, wrong),
         "the parameters do not fit their configuration",
         "Save them with the configuration they were made with, and cast them to its dtype",
     )
@@ -80,11 +82,12 @@ def strip_draft_prefix(tensors: Tensors) -> Tensors:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def _report(problems: list[str], what: str, remedy: str) -> None:
-    """Raise one error for all problems."""
-    if not problems:
-        return
-    shown = problems[:MOST_REPORTED]
-    if len(problems) > len(shown):
-        shown.append(f"and {len(problems) - len(shown)} more")
-    raise ValueError(f"{what}:\n  " + "\n  ".join(shown) + f"\n{remedy}.")
+def _report(kinds: tuple[list[str], ...], what: str, remedy: str) -> None:
+    """Raise one error for all problems, the first few of every kind spelled out."""
+    lines = []
+    for problems in kinds:
+        lines += problems[:MOST_REPORTED]
+        if len(problems) > MOST_REPORTED:
+            lines.append(f"and {len(problems) - MOST_REPORTED} more like these")
+    if lines:
+        raise ValueError(f"{what}:\n  " + "\n  ".join(lines) + f"\n{remedy}.")

@@ -32,9 +32,10 @@ def open_torch(path: Path) -> Tensors:
         mapped = zipfile.is_zipfile(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        # Torch's own message advises to switch the protection off: it is chained, not repeated.
         raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) is damaged, or holds objects that "
-            f"weights_only=True does not load ({error}); download it again, or use safetensors"
+            f"{path} ({path.stat().st_size} bytes) is damaged, or holds more than tensors, which "
+            "weights_only=True does not load; download it again, or use safetensors"
         ) from error
     strange = _strange(state, torch)
     if strange:
@@ -46,8 +47,7 @@ def _strange(state: Any, torch: Any) -> str | None:
     """What in a loaded file is not a named tensor."""
     if not isinstance(state, dict):
         return f"a {type(state).__name__}"
-    others = {name: type(value).__name__ for name, value in state.items()
-              if not isinstance(value, torch.Tensor)}  # fmt: skip
+    others = {k: type(v).__name__ for k, v in state.items() if not isinstance(v, torch.Tensor)}
     return str(others) if others else None
 
 

@@ -1,0 +1,250 @@
+"""Damaged, incomplete and foreign checkpoints are refused, with values, rule and remedy."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from longspec_jax.weights import export
+from longspec_jax.weights.hf import load_draft, load_stop_tokens, load_target, save_target
+from tests.kit import tiny_target_config
+from tests.weights.random_params import random_target
+
+CONFIG = tiny_target_config()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A sound checkpoint."""
+    save_target(tmp_path, CONFIG, random_target(CONFIG), stop_tokens=(2, 3))
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path, monkeypatch):
+    """A sound checkpoint in several files."""
+    monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
+    save_target(tmp_path, CONFIG, random_target(CONFIG))
+    return tmp_path
+
+
+def _edit(folder, edit):
+    """Change the stored tensors."""
+    tensors = dict(load_file(folder / "model.safetensors"))
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _edit_config(folder, **values):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | values))
+
+
+def test_a_sound_checkpoint_loads(folder):
+    config, params = load_target(folder)
+    assert config == CONFIG
+    jax.tree.map(np.testing.assert_array_equal, params, random_target(CONFIG))
+    assert load_stop_tokens(folder) == (2, 3)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert load_stop_tokens(str(folder)) == (5,)
+
+
+def test_several_files(sharded):
+    assert len(list(sharded.glob("model-*.safetensors"))) > 3
+    assert not (sharded / "model.safetensors").exists()
+    _, params = load_target(sharded)
+    jax.tree.map(np.testing.assert_array_equal, params, random_target(CONFIG))
+
+
+def test_saving_replaces_older_weights(sharded, monkeypatch):
+    """Files of an earlier, larger save must not be mistaken for this one's."""
+    monkeypatch.undo()
+    smaller = tiny_target_config(num_layers=1)
+    save_target(sharded, smaller, random_target(smaller))
+    assert sorted(p.name for p in sharded.iterdir()) == ["config.json", "model.safetensors"]
+    assert load_target(sharded)[0] == smaller
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not a folder; name a folder with config.json"):
+        load_target(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        load_draft("./absent/model", CONFIG)
+
+
+def test_hub_id_out_of_reach():
+    """The tests run offline: the hub's files are not there, and the message says what to do."""
+    with pytest.raises(FileNotFoundError, match="(?s)neither a folder here nor.*HF_HUB_OFFLINE"):
+        load_target("nobody/no-such-model")
+
+
+def test_revision_of_a_folder(folder):
+    with pytest.raises(ValueError, match="revision='main' chooses a version of a hub id"):
+        load_target(folder, revision="main")
+
+
+def test_missing_config(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="has no config.json.*download the whole model"):
+        load_target(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_invalid_config(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json"):
+        load_target(folder)
+
+
+def test_missing_weights(folder):
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    message = "holds no weights: expected one of model.safetensors.*found.*weights.safetensors"
+    with pytest.raises(FileNotFoundError, match=message):
+        load_target(folder)
+
+
+def test_unknown_architecture(folder):
+    _edit_config(folder, architectures=["GPTNeoXForCausalLM"])
+    with pytest.raises(ValueError, match="'GPTNeoXForCausalLM' is not supported; supported are"):
+        load_target(folder)
+
+
+def test_all_mismatches_are_reported_together(folder):
+    def edit(tensors):
+        del tensors["model.norm.weight"]
+        del tensors["model.layers.1.self_attn.k_proj.weight"]
+        tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(36, np.float32)
+        tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((36, 53), np.float32)
+        tensors["lm_head.weight"] = np.zeros((101, 36), np.int8)
+
+    _edit(folder, edit)
+    with pytest.raises(ValueError) as error:
+        load_target(folder)
+    for line in (
+        "missing model.norm.weight (36,)",
+        "missing model.layers.1.self_attn.k_proj.weight (12, 36)",
+        "unexpected model.layers.0.self_attn.q_proj.bias (36,)",
+        "model.layers.0.mlp.up_proj.weight is (36, 53), must be (53, 36)",
+        "lm_head.weight is stored as I8, must be floating point",
+    ):
+        assert line in str(error.value)
+    assert "another model" in str(error.value)
+
+
+def test_a_long_report_is_cut(folder):
+    _edit_config(folder, num_hidden_layers=9)
+    with pytest.raises(ValueError, match="(?s)missing model.layers.2.*and 55 more like these"):
+        load_target(folder)
+
+
+def test_dropped_tensors_are_accepted(folder):
+    def edit(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(3, np.float32)
+        tensors["model.rotary_emb.inv_freq"] = np.full(3, np.nan, np.float16)
+
+    _edit(folder, edit)
+    load_target(folder)
+
+
+def test_a_tied_head_is_dropped(tmp_path):
+    config = tiny_target_config(tied_embeddings=True)
+    save_target(tmp_path, config, random_target(config))
+    _edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
+    _, params = load_target(tmp_path)
+    assert "head" not in params
+
+
+def test_a_missing_head_is_not_tied_silently(folder):
+    _edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match=r"missing lm_head.weight \(101, 36\)"):
+        load_target(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 500, -1])
+def test_truncated_file(folder, kept):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"bytes\) is truncated or not.*download it again"):
+        load_target(folder)
+
+
+def test_large_file_pointer(folder):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456789\n"
+    (folder / "model.safetensors").write_text(pointer)
+    with pytest.raises(ValueError, match="git lfs pull"):
+        load_target(folder)
+
+
+def test_missing_shard(sharded):
+    name = "model-00002-of-"
+    next(sharded.glob(f"{name}*")).unlink()
+    with pytest.raises(FileNotFoundError, match=f"names . files, of which {name}.* is missing"):
+        load_target(sharded)
+
+
+def test_index_without_files(sharded):
+    (sharded / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="names 0 files"):
+        load_target(sharded)
+
+
+def test_index_and_files_disagree(sharded):
+    index = sharded / "model.safetensors.index.json"
+    raw = json.loads(index.read_text())
+    del raw["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="disagree about model.norm.weight"):
+        load_target(sharded)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_finite(folder, value):
+    name = "model.layers.1.mlp.down_proj.weight"
+    _edit(folder, lambda tensors: tensors[name].__setitem__((35, 52), value))
+    with pytest.raises(ValueError, match=f"{name} holds NaN or infinite.*download it again"):
+        load_target(folder)
+
+
+def test_overflow_of_a_cast(folder):
+    _edit(folder, lambda tensors: tensors["model.norm.weight"].__setitem__(3, -1e6))
+    message = "model.norm.weight holds 1e.06, which overflows float16; pass dtype='bfloat16'"
+    with pytest.raises(ValueError, match=message):
+        load_target(folder, dtype="float16")
+    load_target(folder, dtype="bfloat16")
+
+
+def test_a_stored_dtype_is_not_cast_silently(folder):
+    _edit_config(folder, torch_dtype="bfloat16")
+    with pytest.raises(ValueError, match="is float32, config.json says bfloat16: pass dtype="):
+        load_target(folder)
+    assert load_target(folder, dtype="bfloat16")[1]["embedding"].dtype == jnp.bfloat16
+
+
+def test_unknown_dtype(folder):
+    with pytest.raises(ValueError, match="'int8' is not supported; parameters are one of bfloat16"):
+        load_target(folder, dtype="int8")
+
+
+def test_saving_refuses_what_loading_would(tmp_path):
+    params = random_target(CONFIG)
+    norm = params["final_norm"]["scale"]
+    with pytest.raises(ValueError, match="final_norm/scale holds NaN"):
+        bad = params | {"final_norm": {"scale": norm.at[0].set(jnp.nan)}}
+        save_target(tmp_path, CONFIG, bad)
+    assert not (tmp_path / "config.json").exists(), "an interrupted save must not look like a model"
+    with pytest.raises(ValueError) as error:
+        bad = params | {"final_norm": {"scale": norm[:-1]}, "head2": params["head"]}
+        bad["embedding"] = bad["embedding"].astype(jnp.bfloat16)
+        del bad["head"]
+        save_target(tmp_path, CONFIG, bad)
+    for line in (
+        "missing head (101, 36)",
+        "unexpected head2 (101, 36)",
+        "final_norm/scale is (35,), must be (36,)",
+        "embedding is bfloat16, the configuration says float32",
+    ):
+        assert re.search(re.escape(line), str(error.value))

@@ -1,0 +1,260 @@
+"""The released draft format: every prefix and file kind in, the same 20 tensors out."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from longspec_jax.config import PRESETS, DraftConfig, LinearRopeScaling
+from longspec_jax.weights.hf import load_draft, save_draft
+from longspec_jax.weights.hf_config import hf_draft_config
+from tests.kit import tiny_target_config
+from tests.models.draft_oracle import Shape, random_state
+from tests.weights.random_params import random_draft
+
+TARGET = tiny_target_config()
+DRAFT = DraftConfig.for_target(TARGET)
+STATE = random_state(Shape())
+PREFIXES = ["", "glide.", "draft_model.", "model."]
+
+
+def _write_config(folder, **overrides):
+    raw = hf_draft_config(DRAFT, TARGET) | overrides
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def _safetensors(folder, state):
+    save_file(state, folder / "model.safetensors")
+
+
+def _sharded_safetensors(folder, state):
+    names = sorted(state)
+    shards = {f"model-0000{i + 1}-of-00003.safetensors": names[i::3] for i in range(3)}
+    for file, names in shards.items():
+        save_file({name: state[name] for name in names}, folder / file)
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _torch_state(state):
+    torch = pytest.importorskip("torch", reason="writes the pickles of the release")
+    return torch, {name: torch.from_numpy(value.copy()) for name, value in state.items()}
+
+
+def _bin(folder, state):
+    torch, state = _torch_state(state)
+    torch.save(state, folder / "pytorch_model.bin")
+
+
+def _sharded_bin(folder, state):
+    torch, state = _torch_state(state)
+    names = sorted(state)
+    weight_map = {
+        name: f"pytorch_model-0000{i % 2 + 1}-of-00002.bin" for i, name in enumerate(names)
+    }
+    for file in set(weight_map.values()):
+        torch.save({n: state[n] for n in names if weight_map[n] == file}, folder / file)
+    index = {"weight_map": weight_map}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def _pth(folder, state):
+    """As the release's trainer saves; the format before zip archives is as old as those files."""
+    torch, state = _torch_state(state)
+    torch.save(state, folder / "draft_model_weights.pth", _use_new_zipfile_serialization=False)
+
+
+KINDS = {
+    "safetensors": _safetensors,
+    "sharded safetensors": _sharded_safetensors,
+    "bin": _bin,
+    "sharded bin": _sharded_bin,
+    "pth": _pth,
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """The parameters of :data:`STATE`."""
+    folder = tmp_path_factory.mktemp("draft")
+    _write_config(folder)
+    _safetensors(folder, STATE)
+    return load_draft(folder, TARGET)[1]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_every_prefix_and_file_kind(tmp_path, loaded, prefix, kind):
+    _write_config(tmp_path)
+    kind(tmp_path, {prefix + name: value for name, value in STATE.items()})
+    config, params = load_draft(tmp_path, TARGET)
+    assert config == DRAFT
+    jax.tree.map(np.testing.assert_array_equal, params, loaded)
+
+
+def test_fused_layout(loaded):
+    """By hand: head ``n`` of the queries reads key/value head ``n // G`` (here 6 heads over 2)."""
+    kernel = np.asarray(loaded["self_qkv"]["fused"]["kernel"])
+    queries = STATE["self_attn.q_proj.weight"].reshape(2, 3, 6, 36)
+    for head in range(6):
+        np.testing.assert_array_equal(
+            kernel[:, head // 3, head % 3], queries[head // 3, head % 3].T
+        )
+    for slot, name in ((3, "k"), (4, "v")):
+        rows = STATE[f"self_attn.{name}_proj.weight"].reshape(2, 6, 36)
+        np.testing.assert_array_equal(kernel[:, 1, slot], rows[1].T)
+        bias = STATE[f"self_attn.{name}_proj.bias"].reshape(2, 6)
+        np.testing.assert_array_equal(loaded["self_qkv"]["fused"]["bias"][:, slot], bias)
+
+
+def test_export_is_bit_exact(tmp_path, loaded):
+    """Live tensors come back as they were, dead ones as zeros, and the export loads again."""
+    save_draft(tmp_path, DRAFT, loaded, target=TARGET)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert set(stored) == set(STATE)
+    for name, value in STATE.items():
+        dead = name.startswith(("cross_attn.k", "cross_attn.v"))
+        np.testing.assert_array_equal(stored[name], 0 * value if dead else value)
+        assert stored[name].shape == value.shape
+    config, params = load_draft(tmp_path, TARGET)
+    assert config == DRAFT
+    jax.tree.map(np.testing.assert_array_equal, params, loaded)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_bit_exact(tmp_path, dtype):
+    target = tiny_target_config(dtype=dtype)
+    draft = DraftConfig.for_target(target, window=64)
+    params = random_draft(draft)
+    save_draft(tmp_path, draft, params)
+    config, again = load_draft(tmp_path, target)
+    assert config == draft
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+def test_bfloat16_pickle(tmp_path, loaded):
+    torch, state = _torch_state(STATE)
+    _write_config(tmp_path)
+    halves = {name: value.bfloat16() for name, value in state.items()}
+    torch.save(halves, tmp_path / "pytorch_model.bin")
+    _, params = load_draft(tmp_path, TARGET, dtype="bfloat16")
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), loaded)
+    jax.tree.map(np.testing.assert_array_equal, params, rounded)
+
+
+def test_the_draft_follows_its_targets_dtype(tmp_path):
+    _write_config(tmp_path, torch_dtype="float16")
+    _safetensors(tmp_path, {name: value.astype(np.float16) for name, value in STATE.items()})
+    config, params = load_draft(tmp_path, TARGET)
+    assert config.dtype == "float32" and params["mlp"]["down"]["kernel"].dtype == jnp.float32
+    config, params = load_draft(tmp_path, TARGET, dtype="bfloat16")
+    assert config.dtype == "bfloat16" and params["mlp"]["down"]["kernel"].dtype == jnp.bfloat16
+
+
+def _renamed(state):
+    state["self_attn.qproj.weight"] = state.pop("self_attn.q_proj.weight")
+    state["cross_attn.o_proj.weight"] = state["cross_attn.o_proj.weight"][:-1]
+    state["cross_attn.k_proj.bias"] = np.zeros(5, np.float32)
+
+
+def test_strictness(tmp_path):
+    _write_config(tmp_path)
+    state = dict(STATE)
+    _renamed(state)
+    _safetensors(tmp_path, {f"glide.{name}": value for name, value in state.items()})
+    with pytest.raises(ValueError) as error:
+        load_draft(tmp_path, TARGET)
+    for line in (
+        "missing self_attn.q_proj.weight (36, 36)",
+        "unexpected self_attn.qproj.weight (36, 36)",
+        "cross_attn.o_proj.weight is (35, 36), must be (36, 36)",
+        "cross_attn.k_proj.bias is (5,), must be (12,)",
+    ):
+        assert line in str(error.value)
+
+
+def test_tensors_beside_the_draft_are_unexpected(tmp_path):
+    _write_config(tmp_path)
+    state = {f"draft_model.{name}": value for name, value in STATE.items()}
+    state["target_model.norm.weight"] = np.ones(36, np.float32)
+    _safetensors(tmp_path, state)
+    with pytest.raises(ValueError, match="unexpected target_model.norm.weight"):
+        load_draft(tmp_path, TARGET)
+
+
+def test_a_target_is_not_a_draft(tmp_path):
+    _write_config(tmp_path)
+    _safetensors(
+        tmp_path, {"model.layers.0.self_attn.q_proj.weight": np.ones((36, 36), np.float32)}
+    )
+    with pytest.raises(ValueError, match="(?s)missing cross_attn.o_proj.weight.*unexpected"):
+        load_draft(tmp_path, TARGET)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        dict(model_width=48, head_width=8),
+        dict(num_kv_heads=3),
+        dict(head_width=12),
+        dict(rope_theta=5e5),
+        dict(rope_scaling=LinearRopeScaling(4.0)),
+        dict(vocab_size=103),
+    ],
+    ids=lambda overrides: "-".join(overrides),
+)
+def test_a_draft_of_another_target_is_refused(tmp_path, loaded, overrides):
+    save_draft(tmp_path, DRAFT, loaded, target=TARGET)
+    name = next(iter(overrides))
+    with pytest.raises(ValueError, match=f"{name}=.*(?:belongs to this target|trained for)"):
+        load_draft(tmp_path, tiny_target_config(**overrides))
+
+
+def test_a_released_size_is_refused_before_anything_is_read(tmp_path):
+    """Vicuna's draft with LongChat: the same shapes, another rotary embedding."""
+    vicuna, longchat = PRESETS["vicuna-7b-v1.5-16k"], PRESETS["longchat-7b-v1.5-32k"]
+    raw = hf_draft_config(DraftConfig.for_target(vicuna), vicuna)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="rope_scaling=LinearRopeScaling"):
+        load_draft(tmp_path, longchat)
+
+
+def test_missing_config(tmp_path):
+    _safetensors(tmp_path, STATE)
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        load_draft(tmp_path, TARGET)
+
+
+def test_pickles_need_torch(tmp_path, monkeypatch):
+    _write_config(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ValueError, match="torch is not installed; install torch, or convert"):
+        load_draft(tmp_path, TARGET)
+
+
+class _Trap:
+    """Code that a pickle would run on loading."""
+
+    def __reduce__(self):
+        return print, ("this pickle ran code",)
+
+
+@pytest.mark.parametrize("kind", ["code", "truncated", "text", "nested", "list"])
+def test_strange_pickles_are_refused(tmp_path, capsys, kind):
+    torch, state = _torch_state(STATE)
+    _write_config(tmp_path)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"code": _Trap(), "nested": {"model": state}, "list": [1]}.get(kind, state), path)
+    if kind == "truncated":
+        path.write_bytes(path.read_bytes()[:2000])
+    if kind == "text":
+        path.write_text("not a pickle")
+    with pytest.raises(ValueError, match="pytorch_model.bin .*(safetensors|flat dictionary)"):
+        load_draft(tmp_path, TARGET)
+    assert "ran code" not in capsys.readouterr().out

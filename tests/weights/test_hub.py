@@ -1,0 +1,55 @@
+"""What is asked of the hub: safetensors first, pickles only where there is nothing else."""
+
+import fnmatch
+from pathlib import Path
+
+import pytest
+
+from longspec_jax.weights import hub
+
+REPOSITORIES = {
+    "both": ["model-00001-of-00002.safetensors", "pytorch_model.bin", "consolidated.safetensors"],
+    "pickles": ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"],
+    "trainer": ["draft_model_weights.pth", "optimizer.pth"],
+}
+COMMON = ["config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "README.md"]
+WANTED = {
+    "both": ["model-00001-of-00002.safetensors"],
+    "pickles": ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"],
+    "trainer": ["draft_model_weights.pth"],
+}
+
+
+@pytest.mark.parametrize("kind", REPOSITORIES)
+def test_files_asked_for(tmp_path, monkeypatch, kind):
+    revisions = []
+
+    def download(name, revision, allow_patterns):
+        revisions.append((name, revision))
+        for file in REPOSITORIES[kind] + COMMON:
+            if any(fnmatch.fnmatch(file, pattern) for pattern in allow_patterns):
+                (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert hub.local_folder("owner/model", "abc123") == tmp_path
+    assert set(revisions) == {("owner/model", "abc123")}
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == set(WANTED[kind]) | set(COMMON) - {"README.md"}
+
+
+def test_a_folder_is_not_looked_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "snapshot_download", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    assert hub.local_folder("owner/model") == Path("owner/model")
+
+
+@pytest.mark.parametrize("error", [OSError("no route\nto host"), ValueError("bad id")])
+def test_failures_say_what_to_do(monkeypatch, error):
+    def download(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    with pytest.raises(FileNotFoundError, match="(no route|bad id).*Check the name.*hf auth login"):
+        hub.local_folder("owner/model")

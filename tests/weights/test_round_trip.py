@@ -1,0 +1,79 @@
+"""transformers → ours → transformers, bit for bit, and the same logits from the exported folder."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from longspec_jax.sharding import make_mesh
+from longspec_jax.weights import export
+from longspec_jax.weights.hf import load_target, save_target
+from tests.models.hf_models import FAMILIES, KV_HEADS, make_model, save_model, torch, transformers
+
+
+def _assert_same_state(actual, expected):
+    actual, expected = actual.state_dict(), expected.state_dict()
+    assert set(actual) == set(expected)
+    for name in expected:
+        assert torch.equal(actual[name], expected[name]), name
+
+
+@pytest.mark.parametrize("heads", KV_HEADS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip(tmp_path, family, heads):
+    model = make_model(family, KV_HEADS[heads])
+    config, params = load_target(save_model(model, tmp_path / "theirs"))
+    save_target(tmp_path / "ours", config, params)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert type(again) is type(model)
+    _assert_same_state(again, model)
+    tokens = torch.arange(17)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, model(tokens).logits, atol=1e-4, rtol=0)
+
+
+def test_bfloat16(tmp_path):
+    model = make_model("Qwen2").bfloat16()
+    config, params = load_target(save_model(model, tmp_path / "theirs"))
+    assert config.dtype == "bfloat16"
+    save_target(tmp_path / "ours", config, params)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.dtype == torch.bfloat16
+    _assert_same_state(again, model)
+
+
+def test_several_files_both_ways(tmp_path, monkeypatch):
+    """Their shards in, our shards out, through eight devices."""
+    model = make_model("Llama", vocab_size=104, hidden_size=48, intermediate_size=56)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
+    config, params = load_target(tmp_path / "theirs", mesh=make_mesh(fsdp=4, tp=2))
+    monkeypatch.setattr(export, "SHARD_BYTES", 30_000)
+    save_target(tmp_path / "ours", config, params)
+    assert (tmp_path / "ours" / "model.safetensors.index.json").exists()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    _assert_same_state(again, model)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_pickled_target(tmp_path, shards):
+    """Vicuna and LongChat are stored like this, with their rotary frequencies beside the weights."""
+    model = make_model("Llama", kv_heads=6)
+    _, expected = load_target(save_model(model, tmp_path / "safetensors"))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+    folder = tmp_path / "pickled"
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(folder)
+    if shards == 1:
+        torch.save(state, folder / "pytorch_model.bin")
+    else:
+        names = list(state)
+        weight_map = {name: f"pytorch_model-{i % shards}.bin" for i, name in enumerate(names)}
+        for file in set(weight_map.values()):
+            torch.save({n: state[n] for n in names if weight_map[n] == file}, folder / file)
+        index = json.dumps({"weight_map": weight_map})
+        (folder / "pytorch_model.bin.index.json").write_text(index)
+    _, params = load_target(folder)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
