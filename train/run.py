@@ -75,8 +75,9 @@ def run() -> None:
     try:
         app.run(main)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        # A KeyError's own text is quoted and escaped; its argument is the sentence.
-        sys.exit(_fail(" ".join(str(error.args[0] if error.args else error).split())))
+        # ml_collections quotes and escapes its sentence.
+        sentence = str(error).replace("\\n", ". ").replace("\\", "").strip("'\"")
+        sys.exit(_fail(sentence))
 
 
 if __name__ == "__main__":
