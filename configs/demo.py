@@ -58,6 +58,8 @@ def get_config(variant: str = "full") -> ConfigDict:
             long=stage(CONTEXT, 16, 1e-3, max_seconds=90.0),
         ),
     )
+    # The default tree has five levels, so the draft runs up to five tokens past the target's last key.
+    config.draft.max_shift = 5
     config.stages = dict(
         # 1024 tokens at positions up to the context's end: short rows, long positions.
         short=stage(1024, 256, 2e-3, max_seconds=120.0, max_offset=CONTEXT - 1024),
