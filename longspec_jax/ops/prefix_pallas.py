@@ -26,7 +26,7 @@ from jaxtyping import Float
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries
 from longspec_jax.ops.hardware import AMPERE, require_ampere
 from longspec_jax.ops.merge import Partial
-from longspec_jax.ops.tiles import PrefixTile, prefix_tile
+from longspec_jax.ops.tiles import MosaicTile, PrefixTile, prefix_tile
 
 LOG2_E = math.log2(math.e)
 MERGE_ROWS = 16
@@ -46,24 +46,26 @@ def prefix_attention(
     start: Lengths | None = None,
     *,
     scale: float | None = None,
-    tile: PrefixTile | None = None,
+    tile: PrefixTile | MosaicTile | None = None,
     interpret: bool = False,
 ) -> Partial:
     """Attend to ``start[b] <= s < length[b]``; see :func:`reference.prefix_attention`."""
+    tile = choose_tile(q, k.shape[1], k.shape[2], tile, interpret)
     out, lse = split_attention(q, k, v, length, start, scale=scale, tile=tile, interpret=interpret)
-    splits = out.shape[1]
-    if splits == 1:
-        return Partial(out.reshape(q.shape), lse.reshape(q.shape[:3]))
-    slots = k.shape[2]
-    split = _tile(q, k, tile, interpret).split
-    batch, _, rows = lse.shape
-    kernel = functools.partial(_merge_kernel, split=split, slots=slots, interpret=interpret)
+    batch, tokens, heads, width = q.shape
+    kernel = functools.partial(
+        _merge_kernel,
+        shape=PackedShape(tokens=tokens, heads=heads, kv_heads=k.shape[1]),
+        split=tile.split,
+        slots=k.shape[2],
+        interpret=interpret,
+    )
     merged, merged_lse = pl.pallas_call(
         _with_optional_start(kernel, start),
-        grid=(pl.cdiv(rows, MERGE_ROWS), batch),
+        grid=(pl.cdiv(tokens * heads, MERGE_ROWS), batch),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, rows, out.shape[3]), jnp.float32),
-            jax.ShapeDtypeStruct((batch, rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, tokens * heads, width), jnp.float32),
+            jax.ShapeDtypeStruct((batch, tokens * heads), jnp.float32),
         ),
         compiler_params=compiler_params(warps=4, stages=2),
         interpret=interpret,
@@ -80,16 +82,23 @@ def split_attention(
     start: Lengths | None = None,
     *,
     scale: float | None = None,
-    tile: PrefixTile | None = None,
+    tile: PrefixTile | MosaicTile,
     interpret: bool = False,
-) -> tuple[Float[Array, "B P TN H"], Float[Array, "B P TN"]]:
+) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
     """Partial results of every split, unmerged, each with its natural log-sum-exp.
 
-    The entries of splits that a row does not reach are never written: read only the splits of
-    :func:`reached_splits`. A single split is always written.
+    ``R`` counts the packed rows of :class:`PackedShape`. The entries of splits that a row does not
+    reach are never written: read only the splits of :func:`reached_splits`.
     """
     refuse_unsupported(q, k.shape[1])
-    tile = _tile(q, k, tile, interpret)
+    if isinstance(tile, MosaicTile):
+        if start is not None or interpret:
+            raise NotImplementedError(
+                "the Mosaic GPU kernel takes no lower bound and does not run in interpret mode"
+            )
+        from longspec_jax.ops import prefix_mosaic  # Its backend is absent from older versions.
+
+        return prefix_mosaic.split_attention(q, k, v, length, scale=scale, tile=tile)
     batch, tokens, heads, width = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     splits = pl.cdiv(slots, tile.split)
@@ -107,8 +116,8 @@ def split_attention(
         # once and from the second-level cache afterwards.
         grid=(pl.cdiv(shape.packed, tile.total_rows), splits, kv_heads * batch),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, splits, tokens * heads, width), jnp.float32),
-            jax.ShapeDtypeStruct((batch, splits, tokens * heads), jnp.float32),
+            jax.ShapeDtypeStruct((batch, splits, kv_heads, shape.packed, width), jnp.float32),
+            jax.ShapeDtypeStruct((batch, splits, kv_heads, shape.packed), jnp.float32),
         ),
         compiler_params=compiler_params(tile.warps, tile.stages),
         interpret=interpret,
@@ -144,7 +153,8 @@ def load_merged(
     out_ref: Any,
     lse_ref: Any,
     batch: jax.Array,
-    row: jax.Array,
+    kv_head: jax.Array,
+    packed: jax.Array,
     valid: jax.Array,
     reached: tuple[jax.Array, jax.Array],
     chunk: int,
@@ -152,19 +162,28 @@ def load_merged(
 ) -> State:
     """Merge the reached splits of some rows, ``chunk`` splits at a time, in ascending order."""
     first, last = reached
-    width = out_ref.shape[3]
+    width = out_ref.shape[4]
+    kv_head = jnp.broadcast_to(kv_head, packed.shape)
     padded = pl.next_power_of_2(width)
     h = jnp.arange(padded)
-    rows = row.shape[0]
+    rows = packed.shape[0]
 
     def visit(index: jax.Array, state: State) -> State:
         split = first + index * chunk + jnp.arange(chunk)
         wanted = (split < last)[:, None] & valid[None, :]
         lse = LOG2_E * pltriton.load(
-            lse_ref.at[batch, split[:, None], row[None, :]], mask=wanted, other=-jnp.inf
+            lse_ref.at[batch, split[:, None], kv_head[None, :], packed[None, :]],
+            mask=wanted,
+            other=-jnp.inf,
         )
         out = pltriton.load(
-            out_ref.at[batch, split[:, None, None], row[None, :, None], h[None, None, :]],
+            out_ref.at[
+                batch,
+                split[:, None, None],
+                kv_head[None, :, None],
+                packed[None, :, None],
+                h[None, None, :],
+            ],
             mask=wanted[:, :, None] & (h < width)[None, None, :],
             other=0.0,
         )
@@ -250,17 +269,19 @@ def _with_optional_start(kernel: Any, start: Lengths | None) -> Any:
     return lambda length_ref, *refs: kernel(length_ref, None, *refs)
 
 
-def _tile(q: Queries, k: CacheSlots, tile: PrefixTile | None, interpret: bool) -> PrefixTile:
-    """The tile asked for, or the heuristic's."""
-    if not interpret and tile is None:
-        capability = require_ampere("the Pallas-Triton prefix kernel")
-    else:
-        capability = AMPERE
+def choose_tile(
+    q: Queries,
+    kv_heads: int,
+    slots: int,
+    tile: PrefixTile | MosaicTile | None,
+    interpret: bool,
+) -> PrefixTile | MosaicTile:
+    """The tile asked for, or the heuristic's for this GPU; refuses where there is none."""
     if tile is not None:
         return tile
-    batch, tokens, heads, width = q.shape
-    del batch
-    return prefix_tile(tokens, heads, k.shape[1], width, k.shape[2], q.dtype.itemsize, capability)
+    capability = AMPERE if interpret else require_ampere("the Pallas kernels")
+    _, tokens, heads, width = q.shape
+    return prefix_tile(tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,13 +303,10 @@ class PackedShape:
         return self.tokens * self.groups
 
 
-def packed_rows(
-    first: jax.Array, count: int, kv_head: jax.Array, shape: PackedShape
-) -> tuple[jax.Array, jax.Array]:
-    """Places of ``count`` packed rows on the flattened [T N] axis, and which of them exist."""
-    packed = first + jnp.arange(count)
-    row = packed // shape.groups * shape.heads + kv_head * shape.groups + packed % shape.groups
-    return row, packed < shape.packed
+def flat_rows(packed: jax.Array, kv_head: jax.Array, shape: PackedShape) -> jax.Array:
+    """Places of packed rows on the flattened [T N] axis."""
+    token, group = packed // shape.groups, packed % shape.groups
+    return token * shape.heads + kv_head * shape.groups + group
 
 
 def _split_kernel(
@@ -321,12 +339,14 @@ def _split_kernel(
         queries, places = [], []
         first = row_tile * tile.total_rows
         for count in tile.rows:
-            row, valid = packed_rows(first, count, kv_head, shape)
+            packed = first + jnp.arange(count)
+            row = flat_rows(packed, kv_head, shape)
+            valid = packed < shape.packed
             mask = valid[:, None] & within
             queries.append(
                 pltriton.load(q_ref.at[batch, row[:, None], h[None, :]], mask=mask, other=0.0)
             )
-            places.append((row, valid, mask))
+            places.append((packed, valid, mask))
             first += count
 
         def visit(offset: jax.Array, states: list[State], edge: bool) -> list[State]:
@@ -380,15 +400,13 @@ def _split_kernel(
             lambda _, s: visit(outer * tile.slots, s, edge=True),
             states,
         )
-        for state, (row, valid, mask) in zip(states, places, strict=True):
+        for state, (packed, valid, mask) in zip(states, places, strict=True):
             out, lse = finish(state)
-            pltriton.store(out_ref.at[batch, split, row[:, None], h[None, :]], out, mask=mask)
-            pltriton.store(lse_ref.at[batch, split, row], lse, mask=valid)
+            target = out_ref.at[batch, split, kv_head, packed[:, None], h[None, :]]
+            pltriton.store(target, out, mask=mask)
+            pltriton.store(lse_ref.at[batch, split, kv_head, packed], lse, mask=valid)
 
-    if slots <= tile.split:
-        attend()
-    else:
-        pl.when(lower < upper)(attend)
+    pl.when(lower < upper)(attend)
 
 
 def _merge_kernel(
@@ -399,17 +417,22 @@ def _merge_kernel(
     merged_ref: Any,
     merged_lse_ref: Any,
     *,
+    shape: PackedShape,
     split: int,
     slots: int,
     interpret: bool,
 ) -> None:
-    """Merge the splits of a few rows."""
+    """Merge the splits of a few rows of the flattened [T N] axis."""
     batch = pl.program_id(1)
     row = pl.program_id(0) * MERGE_ROWS + jnp.arange(MERGE_ROWS)
-    valid = row < lse_ref.shape[2]
+    valid = row < shape.tokens * shape.heads
+    kv_head = row % shape.heads // shape.groups
+    packed = row // shape.heads * shape.groups + row % shape.groups
     start = None if start_ref is None else start_ref[batch]
     reached = reached_splits(length_ref[batch], start, split=split, slots=slots)
-    state = load_merged(out_ref, lse_ref, batch, row, valid, reached, MERGE_PARTIALS, interpret)
+    state = load_merged(
+        out_ref, lse_ref, batch, kv_head, packed, valid, reached, MERGE_PARTIALS, interpret
+    )
     out, lse = finish(state)
     h = jnp.arange(out.shape[1])
     within = valid[:, None] & (h < merged_ref.shape[2])[None, :]

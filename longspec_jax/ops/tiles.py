@@ -46,6 +46,40 @@ class PrefixTile:
         return sum(self.rows)
 
 
+WARPGROUP_ROWS = 64
+"""Packed query rows of one warpgroup: the height of Hopper's matrix instruction."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicTile:
+    """How one program of the Hopper prefix kernel works.
+
+    Attributes:
+      warpgroups: warpgroups that attend, with 64 packed rows each; one more fetches.
+      slots: cache slots per step of the inner loop.
+      split: cache slots per program, as in :class:`PrefixTile`.
+      stages: depth of the ring of key and value blocks in shared memory.
+    """
+
+    warpgroups: int
+    slots: int
+    split: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        """Refuse tiles the hardware cannot take."""
+        if self.warpgroups not in (1, 2, 3) or self.slots not in (64, 128):
+            raise ValueError(
+                f"{self.warpgroups} warpgroups and {self.slots} slots: there are 1, 2 or 3 of the "
+                "first and 64 or 128 of the second"
+            )
+        if self.split % self.slots or self.stages < 2:
+            raise ValueError(
+                f"the split {self.split} must be a multiple of {self.slots} slots, and the "
+                f"{self.stages} stages at least 2"
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class TreeTile:
     """How one program of the tree kernel works.

@@ -21,19 +21,20 @@ from longspec_jax.ops.prefix_pallas import (
     LOG2_E,
     PackedShape,
     State,
+    choose_tile,
     compiler_params,
     empty_state,
     exp2,
     finish,
     finite,
+    flat_rows,
     load_merged,
-    packed_rows,
     product,
     reached_splits,
     refuse_unsupported,
     split_attention,
 )
-from longspec_jax.ops.tiles import PrefixTile, TreeTile, prefix_tile, tree_tile
+from longspec_jax.ops.tiles import MosaicTile, PrefixTile, TreeTile, tree_tile
 
 
 def tree_attention(
@@ -76,16 +77,14 @@ def speculative_attention(
     mask: TreeMask,
     *,
     scale: float | None = None,
-    prefix: PrefixTile | None = None,
+    prefix: PrefixTile | MosaicTile | None = None,
     tree: TreeTile | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """One softmax over the prefix and, masked, the tree; two kernels in all."""
     _, tokens, heads, width = q.shape
     kv_heads, slots = prefix_k.shape[1], prefix_k.shape[2]
-    if prefix is None:
-        capability = (8, 0) if interpret else require_ampere("the Pallas-Triton kernels")
-        prefix = prefix_tile(tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
+    prefix = choose_tile(q, kv_heads, slots, prefix, interpret)
     partials = split_attention(
         q, prefix_k, prefix_v, length, scale=scale, tile=prefix, interpret=interpret
     )
@@ -160,8 +159,9 @@ def _kernel(
     """Attend with a tile of packed query rows of one key/value head to every tree key."""
     *prefix_refs, out_ref, lse_ref = refs
     kv_head, batch = pl.program_id(1), pl.program_id(2)
-    row, valid = packed_rows(pl.program_id(0) * tile.rows, tile.rows, kv_head, shape)
-    token = row // shape.heads
+    packed = pl.program_id(0) * tile.rows + jnp.arange(tile.rows)
+    row, valid = flat_rows(packed, kv_head, shape), packed < shape.packed
+    token = packed // shape.groups
     width, keys = q_ref.shape[2], k_ref.shape[1]
     padded = pl.next_power_of_2(width)
     h = jnp.arange(padded)
@@ -198,7 +198,15 @@ def _kernel(
         length_ref, partial_ref, partial_lse_ref = prefix_refs
         reached = reached_splits(length_ref[batch], None, split=split, slots=slots)
         state = load_merged(
-            partial_ref, partial_lse_ref, batch, row, valid, reached, tile.partials, interpret
+            partial_ref,
+            partial_lse_ref,
+            batch,
+            kv_head,
+            packed,
+            valid,
+            reached,
+            tile.partials,
+            interpret,
         )
     else:
         state = empty_state(tile.rows, padded)

@@ -1,0 +1,290 @@
+"""Prefix attention on Hopper GPUs: FlashDecoding as a Pallas kernel for Mosaic GPU.
+
+With grouped heads a tree of some 70 nodes makes the prefix compute-bound: 276 packed rows read each
+key and value. This kernel keeps the tensor cores busy as FlashAttention-3 does: one warpgroup
+fetches keys and values with the copy engine while the others, 64 packed rows each, take turns, one
+in its softmax while the other multiplies. Partial results have the layout of
+:func:`longspec_jax.ops.prefix_pallas.split_attention`, with the rows padded to whole warpgroups.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float
+
+from longspec_jax.axes import Array, CacheSlots, Lengths, Queries
+from longspec_jax.ops.tiles import WARPGROUP_ROWS, MosaicTile
+
+LOG2_E = math.log2(math.e)
+
+
+def split_attention(
+    q: Queries,
+    k: CacheSlots,
+    v: CacheSlots,
+    length: Lengths,
+    *,
+    scale: float | None = None,
+    tile: MosaicTile,
+) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
+    """Partial results of every split; see :func:`prefix_pallas.split_attention`."""
+    batch, tokens, heads, width = q.shape
+    kv_heads, slots = k.shape[1], k.shape[2]
+    refuse_unsupported(width, slots, q.dtype, tile)
+    groups = heads // kv_heads
+    packed = tokens * groups
+    padded = pl.cdiv(packed, WARPGROUP_ROWS) * WARPGROUP_ROWS
+    rows = q.reshape(batch, tokens, kv_heads, groups, width).transpose(0, 2, 1, 3, 4)
+    rows = rows.reshape(batch, kv_heads, packed, width)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padded - packed), (0, 0)))
+    splits = pl.cdiv(slots, tile.split)
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    groups_of_rows = tile.warpgroups
+
+    def shared(*shape: int) -> Any:
+        return plgpu.SMEM(shape, q.dtype, transforms=swizzled)
+
+    kernel = plgpu.kernel(
+        functools.partial(
+            _kernel,
+            tile=tile,
+            padded=padded,
+            kv_heads=kv_heads,
+            slots=slots,
+            scale=(width**-0.5 if scale is None else scale) * LOG2_E,
+        ),
+        out_type=(
+            jax.ShapeDtypeStruct((batch, splits, kv_heads, padded, width), jnp.float32),
+            jax.ShapeDtypeStruct((batch, splits, kv_heads, padded), jnp.float32),
+        ),
+        scratch_types=dict(
+            q_smem=shared(groups_of_rows, WARPGROUP_ROWS, width),
+            k_smem=shared(tile.stages, tile.slots, width),
+            v_smem=shared(tile.stages, tile.slots, width),
+            lse_smem=plgpu.SMEM((groups_of_rows, WARPGROUP_ROWS), jnp.float32),
+            q_ready=plgpu.Barrier(num_barriers=groups_of_rows),
+            k_ready=plgpu.Barrier(num_barriers=tile.stages),
+            v_ready=plgpu.Barrier(num_barriers=tile.stages),
+            k_free=plgpu.Barrier(num_arrivals=groups_of_rows, num_barriers=tile.stages),
+            v_free=plgpu.Barrier(num_arrivals=groups_of_rows, num_barriers=tile.stages),
+            turn=plgpu.Barrier(num_arrivals=groups_of_rows),
+            clean=plgpu.Barrier(num_arrivals=groups_of_rows),
+        ),
+        # The last axis varies fastest: programs that share a split run side by side, and its keys
+        # and values come from memory once.
+        grid=(kv_heads * batch, splits, pl.cdiv(padded // WARPGROUP_ROWS, groups_of_rows)),
+        grid_names=("head", "split", "rows"),
+        num_threads=groups_of_rows + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    return kernel(length.astype(jnp.int32), rows, k, v)
+
+
+def refuse_unsupported(width: int, slots: int, dtype: Any, tile: MosaicTile) -> None:
+    """Raise for what this kernel cannot do; the sentence names the value and the rule."""
+    if width not in (64, 128):
+        raise NotImplementedError(f"head width {width} is neither 64 nor 128")
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"{dtype} is neither bfloat16 nor float16")
+    if slots % tile.slots:
+        raise NotImplementedError(f"capacity {slots} is not a multiple of {tile.slots} slots")
+
+
+def _kernel(
+    length_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+    *,
+    q_smem: Any,
+    k_smem: Any,
+    v_smem: Any,
+    lse_smem: Any,
+    q_ready: Any,
+    k_ready: Any,
+    v_ready: Any,
+    k_free: Any,
+    v_free: Any,
+    turn: Any,
+    clean: Any,
+    tile: MosaicTile,
+    padded: int,
+    kv_heads: int,
+    slots: int,
+    scale: float,
+) -> None:
+    """One split of one key/value head: a warpgroup that fetches, and some that attend."""
+    head, split = jax.lax.axis_index("head"), jax.lax.axis_index("split")
+    batch, kv_head = jax.lax.div(head, kv_heads), jax.lax.rem(head, kv_heads)
+    warpgroup = jax.lax.axis_index("warpgroup")
+    row_tile = jax.lax.axis_index("rows")
+    first_row = (row_tile * tile.warpgroups + warpgroup) * WARPGROUP_ROWS
+    width = q_ref.shape[3]
+    lower = split * tile.split
+    upper = jnp.minimum(jnp.minimum(length_ref[batch], slots), lower + tile.split)
+    seen = jnp.maximum(upper - lower, 0)
+    whole = jax.lax.div(seen, tile.slots)
+    steps = jax.lax.div(seen + (tile.slots - 1), tile.slots)
+    alternate = tile.warpgroups == 2
+
+    def take_turn() -> None:
+        if alternate:
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+    def attend() -> None:
+        queries = q_smem.at[warpgroup]
+        plgpu.copy_gmem_to_smem(
+            q_ref.at[batch, kv_head, pl.ds(first_row, WARPGROUP_ROWS)],
+            queries,
+            q_ready.at[warpgroup],
+        )
+        plgpu.barrier_wait(q_ready.at[warpgroup])
+        column = plgpu.Layout.WGMMA.reduce(1)
+        top = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), column)
+        total = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), column)
+        acc = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
+        plgpu.barrier_wait(k_ready.at[0])
+        if alternate:
+            pl.when(warpgroup == 1)(take_turn)
+
+        def visit(step: jax.Array, state: Any, edge: bool) -> Any:
+            acc, top, total = state
+            stage = jax.lax.rem(step, tile.stages)
+
+            def multiply_keys(scores_ref: Any) -> jax.Array:
+                plgpu.wgmma(scores_ref, queries, k_smem.at[stage].transpose((1, 0)))
+                take_turn()
+                return scores_ref[...]
+
+            scores = pl.run_scoped(
+                multiply_keys, plgpu.ACC((WARPGROUP_ROWS, tile.slots), jnp.float32)
+            )
+            plgpu.barrier_arrive(k_free.at[stage])
+            if edge:
+                slot = plgpu.broadcasted_iota(
+                    jnp.int32, (WARPGROUP_ROWS, tile.slots), 1, layout=plgpu.Layout.WGMMA
+                )
+                scores = jnp.where(slot + step * tile.slots < seen, scores, -jnp.inf)
+            # Every visited block holds a slot the row sees, so this maximum is finite.
+            new_top = jnp.maximum(top, scores.max(axis=1) * scale)
+            keep = jnp.exp2(top - new_top)
+            weights = jnp.exp2(
+                scores * scale - jax.lax.broadcast_in_dim(new_top, scores.shape, [0])
+            )
+            acc *= jax.lax.broadcast_in_dim(keep, acc.shape, [0])
+            total = total * keep + weights.sum(axis=1)
+            half = weights.astype(v_smem.dtype)
+            acc, total, new_top, half = jax.lax.optimization_barrier((acc, total, new_top, half))
+            if alternate:
+                plgpu.barrier_arrive(turn)  # This warpgroup's softmax is done.
+            plgpu.barrier_wait(v_ready.at[stage])
+            if edge:
+                _silence(v_smem.at[stage], seen - step * tile.slots, warpgroup)
+                plgpu.barrier_arrive(clean)
+                plgpu.barrier_wait(clean)
+            if alternate:
+                plgpu.barrier_wait(turn)  # The tensor cores are free.
+
+            def multiply_values(acc_ref: Any) -> None:
+                plgpu.wgmma(acc_ref, half, v_smem.at[stage])
+
+                @pl.when(step + 1 < steps)
+                def _() -> None:
+                    plgpu.barrier_wait(k_ready.at[jax.lax.rem(step + 1, tile.stages)])
+
+            acc = pl.run_state(multiply_values)(plgpu.ACC.init(acc))
+            plgpu.barrier_arrive(v_free.at[stage])
+            return acc, new_top, total
+
+        state = (acc, top, total)
+        state = jax.lax.fori_loop(0, whole, functools.partial(visit, edge=False), state)
+        state = jax.lax.fori_loop(whole, steps, functools.partial(visit, edge=True), state)
+        acc, top, total = state
+        if alternate:
+            pl.when(warpgroup == 0)(take_turn)
+        acc *= jax.lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
+        lse_smem[warpgroup] = top / LOG2_E + jnp.log(total)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            lse_smem.at[warpgroup],
+            lse_ref.at[batch, split, kv_head, pl.ds(first_row, WARPGROUP_ROWS)],
+        )
+        out_ref[batch, split, kv_head, pl.ds(first_row, WARPGROUP_ROWS)] = acc
+        plgpu.wait_smem_to_gmem(0)
+
+    def stand_by() -> None:
+        """Keep the barriers turning where the last program has fewer rows than warpgroups."""
+        if alternate:
+            pl.when(warpgroup == 1)(take_turn)
+
+        def visit(step: jax.Array, _: None, edge: bool) -> None:
+            stage = jax.lax.rem(step, tile.stages)
+            # Without these waits it would run ahead and release blocks that others still read.
+            plgpu.barrier_wait(k_ready.at[stage])
+            take_turn()
+            plgpu.barrier_arrive(k_free.at[stage])
+            plgpu.barrier_wait(v_ready.at[stage])
+            if edge:
+                plgpu.barrier_arrive(clean)
+            take_turn()
+            plgpu.barrier_arrive(v_free.at[stage])
+
+        jax.lax.fori_loop(0, whole, functools.partial(visit, edge=False), None)
+        jax.lax.fori_loop(whole, steps, functools.partial(visit, edge=True), None)
+        if alternate:
+            pl.when(warpgroup == 0)(take_turn)
+
+    def fetch() -> None:
+        def copy(step: jax.Array | int, stage: jax.Array | int) -> None:
+            block = (batch, kv_head, pl.ds(lower + step * tile.slots, tile.slots))
+            plgpu.copy_gmem_to_smem(k_ref.at[block], k_smem.at[stage], k_ready.at[stage])
+            plgpu.copy_gmem_to_smem(v_ref.at[block], v_smem.at[stage], v_ready.at[stage])
+
+        for stage in range(tile.stages):
+            pl.when(stage < steps)(functools.partial(copy, stage, stage))
+
+        @pl.loop(tile.stages, jnp.maximum(steps, tile.stages))
+        def _(step: jax.Array) -> None:
+            stage = jax.lax.rem(step, tile.stages)
+            block = (batch, kv_head, pl.ds(lower + step * tile.slots, tile.slots))
+            plgpu.barrier_wait(k_free.at[stage])
+            plgpu.copy_gmem_to_smem(k_ref.at[block], k_smem.at[stage], k_ready.at[stage])
+            plgpu.barrier_wait(v_free.at[stage])
+            plgpu.copy_gmem_to_smem(v_ref.at[block], v_smem.at[stage], v_ready.at[stage])
+
+    registers = {1: None, 2: (232, 40), 3: (160, 32)}[tile.warpgroups]
+
+    @pl.when(seen > 0)
+    def _() -> None:
+        @pl.when(warpgroup < tile.warpgroups)
+        def _() -> None:
+            if registers:
+                plgpu.set_max_registers(registers[0], action="increase")
+            pl.when(first_row < padded)(attend)
+            pl.when(first_row >= padded)(stand_by)
+
+        @pl.when(warpgroup == tile.warpgroups)
+        def _() -> None:
+            if registers:
+                plgpu.set_max_registers(registers[1], action="decrease")
+            fetch()
+
+
+def _silence(values: Any, count: jax.Array, warpgroup: jax.Array) -> None:
+    """Zero the rows from ``count`` on: memory beyond the length may be NaN, and 0 NaN is NaN."""
+
+    @pl.when(warpgroup == 0)
+    def _() -> None:
+        block = plgpu.load(values, layout=plgpu.Layout.WGMMA)
+        row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
+        values[...] = jnp.where(row < count, block, jnp.zeros_like(block))
+        plgpu.commit_smem()
