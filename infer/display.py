@@ -1,11 +1,11 @@
 """Text on a terminal: accepted draft tokens in colour, plain where colour is not wanted."""
 
+import itertools
 import os
 import sys
 from typing import TextIO
 
 from longspec_jax.generation.result import StreamRound
-from longspec_jax.generation.text import Piece
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
@@ -40,11 +40,9 @@ class Screen:
 
     def round(self, added: StreamRound) -> None:
         """Print what a round of the first row released."""
-        self._write("".join(map(self.paint, added.pieces[0])))
-
-    def paint(self, piece: Piece) -> str:
-        """A piece of generated text, coloured if the draft proposed it."""
-        return self._paint(piece.text, GREEN) if piece.drafted else piece.text
+        for drafted, pieces in itertools.groupby(added.pieces[0], lambda piece: piece.drafted):
+            text = "".join(piece.text for piece in pieces)
+            self._write(self._paint(text, GREEN) if drafted else text)
 
     def legend(self) -> str:
         """What the colours mean."""
