@@ -39,7 +39,7 @@ from infer.bench_models import (
     random_model,
     state_at,
 )
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes
 from longspec_jax.decoding.engine import SpecState

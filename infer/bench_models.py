@@ -88,9 +88,7 @@ def random_model(config: TargetConfig, attention: str | None = None, seed: int =
 
 def _draw(init: Any, seed: int) -> Any:
     """Random leaves in the shapes of an initialiser that is traced and never run."""
-    paths, tree = jax.tree_util.tree_flatten_with_path(
-        jax.eval_shape(init, jax.random.key(0)), is_leaf=None
-    )
+    paths, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(init, jax.random.key(0)))
     leaves = []
     for number, (path, leaf) in enumerate(paths):
         if path_name(path).endswith("scale"):
@@ -137,10 +135,13 @@ def greedy_request(batch: int, new_tokens: int) -> Request:
 def draft_state(model: Model, drafter: Drafter, batch: int) -> Any:
     """The drafter's own state after a short random prompt: it has the same size after a long one."""
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, 8))
-    prefill = jax.jit(lambda params, *prompt: drafter.prefill(params, *prompt))
-    return prefill(
-        model.params.draft, jnp.asarray(prompt, jnp.int32), jnp.full((batch,), 8, jnp.int32)
-    )
+    length = jnp.full((batch,), 8, jnp.int32)
+    return _prefill(drafter, model.params.draft, jnp.asarray(prompt, jnp.int32), length)
+
+
+@functools.partial(jax.jit, static_argnames=("drafter",))
+def _prefill(drafter: Drafter, params: Any, tokens: jax.Array, length: jax.Array) -> Any:
+    return drafter.prefill(params, tokens, length)
 
 
 def state_at(

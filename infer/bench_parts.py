@@ -47,7 +47,7 @@ def verify(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
     """The target pass with LM head and draws; the next turn's nodes are this one's draws."""
 
     def program(params: Params, request: Request, state: SpecState) -> Array:
-        tree = _some_tree(drafter.tree, state)
+        tree = some_tree(drafter.tree, state)
 
         def turn(_: Array, draws: Array) -> Array:
             now = _after(state, draws[:, -1])
@@ -113,7 +113,7 @@ def verify_attention(target: CachedTarget, drafter: LongSpecDrafter, turns: int)
     config = target.config
 
     def program(params: Params, request: Request, state: SpecState) -> Array:
-        tree = _some_tree(drafter.tree, state)
+        tree = some_tree(drafter.tree, state)
         rows = (state.pending.shape[0], drafter.tree.num_nodes)
         dtype = jnp.dtype(config.dtype)
         q = jnp.ones((*rows, config.num_heads, config.head_width), dtype)
@@ -160,7 +160,7 @@ def draft_head(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Pa
             logits = head_logits(params.draft.head, hidden)
             return hidden + logits.max(axis=-1, keepdims=True).astype(hidden.dtype)
 
-        return jax.lax.fori_loop(0, turns, turn, _some_hidden(target, drafter, state))
+        return jax.lax.fori_loop(0, turns, turn, some_hidden(target, drafter, state))
 
     return program
 
@@ -180,7 +180,7 @@ def draft_choice(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> 
             chosen = best[:, :, None] + parents[:, :, None] + tokens[:, :, None]
             return hidden + chosen.astype(hidden.dtype), best, parents, tokens
 
-        hidden = _some_hidden(target, drafter, state)
+        hidden = some_hidden(target, drafter, state)
         total = jnp.zeros(hidden.shape[:2], jnp.float32)
         none = jnp.zeros(hidden.shape[:2], jnp.int32)
         return jax.lax.fori_loop(0, turns, turn, (hidden, total, none, none))
@@ -199,7 +199,7 @@ def _after(state: SpecState, tokens: Array) -> SpecState:
     return state.replace(pending=tokens, length=state.length + zero)
 
 
-def _some_tree(shape: TreeConfig, state: SpecState) -> Tree:
+def some_tree(shape: TreeConfig, state: SpecState) -> Tree:
     """A tree of this shape with different tokens; every node's parent is its level's first."""
     tree = plant(state.pending, shape)
     depths = jnp.asarray(shape.depths, jnp.int32)
@@ -211,6 +211,7 @@ def _some_tree(shape: TreeConfig, state: SpecState) -> Tree:
     return tree.replace(tokens=tokens.astype(jnp.int32), mask=mask)
 
 
-def _some_hidden(target: CachedTarget, drafter: LongSpecDrafter, state: SpecState) -> Array:
+def some_hidden(target: CachedTarget, drafter: LongSpecDrafter, state: SpecState) -> Array:
+    """Hidden states of the widest level."""
     rows = (state.pending.shape[0], max(drafter.tree.widths))
     return jnp.ones((*rows, target.config.model_width), jnp.dtype(target.config.dtype))

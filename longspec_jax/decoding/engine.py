@@ -8,9 +8,9 @@ Rows are independent: each has its own length, seed, sampling parameters, stop t
 a row that is done neither advances nor affects the others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,13 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.sampling import Sampling, draw, log_probabilities, noise
-from longspec_jax.decoding.target import TargetModel
-from longspec_jax.decoding.verify import walk
+from longspec_jax.decoding.target import TargetModel, Verification
+from longspec_jax.decoding.verify import Walk, walk
 from longspec_jax.drafters.base import Context, Drafter
+from longspec_jax.drafters.tree import Tree
+
+Walker: TypeAlias = Callable[[Tree, Array, int], Walk]
+"""``(tree, draws[B, T], levels) -> walk``: what :func:`longspec_jax.decoding.verify.walk` is."""
 
 
 @struct.dataclass
@@ -166,26 +170,78 @@ def _start(
 
 
 def spec_step(
-    target: TargetModel, drafter: Drafter, params: Params, request: Request, state: SpecState
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    request: Request,
+    state: SpecState,
+    walker: Walker = walk,
 ) -> SpecState:
-    """One round for every row: propose a tree, verify it, walk it, commit the accepted path."""
-    shape = drafter.tree
-    height = shape.num_levels + 1
-    depths = jnp.asarray(shape.depths, jnp.int32)
-    sampling, length = request.sampling, state.length
-    # The draw at a node of depth d is the token at position length + d + 1.
-    gumbel = noise(sampling, length[:, None] + 1 + jnp.arange(height), target.vocab_size)
+    """One round for every row: propose a tree, verify it, walk it, commit the accepted path.
+
+    Args:
+      target: the target's static part.
+      drafter: the drafter's static part.
+      params: parameters of both.
+      request: what each row asks for.
+      state: the state before the round.
+      walker: how the tree is walked. Only the default is lossless; another one serves to measure.
+    """
+    gumbel = round_noise(target, drafter, request, state.length)
+    tree = propose_tree(drafter, params, request, state, gumbel)
+    verified, draws = verify_tree(target, drafter, params, request, state, tree, gumbel)
+    walked = walker(tree, draws, drafter.tree.num_levels)
+    return commit_walk(drafter, params, request, state, verified, walked)
+
+
+def round_noise(
+    target: TargetModel, drafter: Drafter, request: Request, length: Lengths
+) -> Float[Array, "B h _"]:
+    """The noise of a round's draws by depth: at depth ``d`` position ``length + d + 1`` is drawn."""
+    steps = 1 + jnp.arange(drafter.tree.num_levels + 1)
+    return noise(request.sampling, length[:, None] + steps, target.vocab_size)
+
+
+def propose_tree(
+    drafter: Drafter, params: Params, request: Request, state: SpecState, gumbel: Array
+) -> Tree:
+    """The drafter's tree below every row's pending token."""
 
     def score(logits: Array, depth: int) -> Array:
-        return log_probabilities(logits, gumbel[:, depth : depth + 1], sampling)
+        return log_probabilities(logits, gumbel[:, depth : depth + 1], request.sampling)
 
-    context = Context(state.pending, length, state.cache.keys[-1], state.cache.values[-1])
-    tree = drafter.propose(params.draft, state.draft, context, score)
-    positions = length[:, None] + depths
-    verified = target.verify(params.target, state.cache, tree.tokens, positions, tree.mask, length)
-    draws = draw(verified.logits, gumbel[:, depths], sampling)
-    walked = walk(tree, draws, shape.num_levels)
+    context = Context(state.pending, state.length, state.cache.keys[-1], state.cache.values[-1])
+    return drafter.propose(params.draft, state.draft, context, score)
 
+
+def verify_tree(
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    request: Request,
+    state: SpecState,
+    tree: Tree,
+    gumbel: Array,
+) -> tuple[Verification, Int[Array, "B T"]]:
+    """One target pass over the tree, and the target's draw at every node."""
+    depths = jnp.asarray(drafter.tree.depths, jnp.int32)
+    positions = state.length[:, None] + depths
+    verified = target.verify(
+        params.target, state.cache, tree.tokens, positions, tree.mask, state.length
+    )
+    return verified, draw(verified.logits, gumbel[:, depths], request.sampling)
+
+
+def commit_walk(
+    drafter: Drafter,
+    params: Params,
+    request: Request,
+    state: SpecState,
+    verified: Verification,
+    walked: Walk,
+) -> SpecState:
+    """Append the walked path to cache, draft state and output."""
+    height, length = drafter.tree.num_levels + 1, state.length
     count, stopped = _trim(walked.tokens, walked.count, state.emitted, request)
     count = jnp.where(state.done, 0, count)
     block = jnp.concatenate([state.pending[:, None], walked.tokens[:, :-1]], axis=1)

@@ -1,0 +1,143 @@
+"""The decode benchmark on a CPU: its rows, its arithmetic, its random models."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from infer import bench, bench_decode, bench_parts
+from infer.bench_models import (
+    SHAPES,
+    draft_state,
+    filled_cache,
+    greedy_request,
+    random_model,
+    state_at,
+)
+from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.decoding import engine
+from longspec_jax.decoding.simulated import AcceptanceLengths
+
+KEYS = {
+    *("shape", "context", "batch", "tree", "plain_ms_per_token", "plain_percent_of_roof"),
+    *("round_ms", "draft_ms", "verify_ms", "rest_ms", "commit_ms", "round_over_plain"),
+    *("acceptance_length", "tokens_per_second", "plain_tokens_per_second", "speed_up"),
+    *("target_bytes", "cache_bytes", "draft_bytes", "draft_state_bytes"),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(SHAPES["demo"])
+
+
+def test_the_command_writes_header_and_rows(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    bench.main(
+        [
+            *("decode", "--shape=demo", "--context=64,320", "--tree=2,3", "--acceptance=2"),
+            *("--new_tokens=41", "--turns=1", "--repetitions=1", f"--json={file}"),
+        ]
+    )
+    written = json.loads(file.read_text())
+    assert {"device", "versions", "commit", "date", "roof_tb_per_s"} <= set(written["header"])
+    short, long = written["rows"]
+    assert set(short) >= KEYS
+    assert (short["context"], long["context"]) == (64, 320)
+    assert short["draft_state_bytes"] == long["draft_state_bytes"]
+    assert short["cache_bytes"] < long["cache_bytes"]
+    for row in written["rows"]:
+        assert row["acceptance_length"] == pytest.approx(2, abs=0.15)
+        assert row["round_over_plain"] == pytest.approx(
+            row["round_ms"] / row["plain_ms_per_token"], rel=1e-2
+        )
+        parts = row["draft_ms"] + row["verify_ms"] + row["rest_ms"]
+        assert parts == pytest.approx(row["round_ms"], rel=1e-2, abs=1e-2)
+
+
+def test_the_published_shapes_are_offered() -> None:
+    parser = argparse.ArgumentParser()
+    bench_decode.add_arguments(parser)
+    chosen = parser.parse_args(["--shape=vicuna7b,qwq32b", "--tree=1,1"])
+    assert all(shape in SHAPES for shape in chosen.shape)
+    assert SHAPES["llama3-8b"].vocab_size == 128256
+
+
+def test_random_models_are_random_and_seeded(model) -> None:
+    again = random_model(SHAPES["demo"])
+    leaves = jax.tree.leaves(model.params)
+    for ours, theirs in zip(leaves, jax.tree.leaves(again.params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    first, second = (
+        model.params.target[f"layers_{layer}"]["mlp"]["down"]["kernel"] for layer in (0, 1)
+    )
+    assert not np.array_equal(first, second)
+    assert float(np.std(first)) == pytest.approx(0.02, rel=0.1)
+    assert model.params.draft.embedding is model.params.target["embedding"]
+
+
+def test_bytes_and_operations_by_hand() -> None:
+    config = SHAPES["vicuna7b"]
+    per_layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
+    attention = 4 * 4096 * (1000 + 1) // 2
+    expected = 32 * 1000 * (2 * per_layer + attention) + 2 * 4096 * 32000
+    assert bench_decode.prefill_flops(config, 1000) == expected
+
+
+PARTS = [
+    *(bench_parts.draft, bench_parts.verify, bench_parts.verify_products),
+    *(bench_parts.verify_attention, bench_parts.draft_cross, bench_parts.draft_head),
+    bench_parts.draft_choice,
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+def test_every_turn_of_a_part_does_the_work(model, part) -> None:
+    """The loop body holds the products: nothing was hoisted out of the loop or dropped."""
+    drafter = model.drafter(TreeConfig((2, 3)))
+    cache = filled_cache(model.config, 1, 256)
+    state = state_at(cache, draft_state(model, drafter, 1), drafter.tree, 64, 8)
+    program = jax.jit(part(model.target, drafter, 3)).lower(
+        model.params, greedy_request(1, 8), state
+    )
+    computations = dict(
+        re.findall(r"^(?:ENTRY )?%(\S+) .*?\{\n(.*?)^\}", program.compile().as_text(), re.S | re.M)
+    )
+    reached, waiting = "", re.findall(r"body=%([\w.-]+)", "".join(computations.values()))
+    assert waiting, "the loop is gone"
+    while waiting:
+        text = computations.pop(waiting.pop(), "")
+        reached += text
+        waiting += re.findall(r"%([\w.-]+)", text)
+    assert " dot(" in reached or "custom-call" in reached
+
+
+def test_the_verify_part_is_the_rounds_verification(model) -> None:
+    """One turn of the part draws what verifying the same tree draws."""
+    drafter = model.drafter(TreeConfig((2, 3)))
+    cache = filled_cache(model.config, 2, 256)
+    state = state_at(cache, draft_state(model, drafter, 2), drafter.tree, 64, 8)
+    request = greedy_request(2, 8)
+    draws = jax.jit(bench_parts.verify(model.target, drafter, 1))(model.params, request, state)
+    tree = bench_parts.some_tree(drafter.tree, state)
+    gumbel = engine.round_noise(model.target, drafter, request, state.length)
+    _, expected = engine.verify_tree(
+        model.target, drafter, model.params, request, state, tree, gumbel
+    )
+    np.testing.assert_array_equal(draws, expected)
+
+
+def test_the_drafters_state_has_its_full_size_at_once(model) -> None:
+    drafter = model.drafter(TreeConfig((2,)))
+    state = draft_state(model, drafter, 3)
+    window = DraftConfig.for_target(model.config).window
+    assert state.keys.shape == (3, window, model.config.num_kv_heads, model.config.head_width)
+
+
+def test_a_histogram_can_replace_the_mean() -> None:
+    lengths = AcceptanceLengths.from_histogram([1, 2, 1])
+    assert lengths.mean == 2.0
