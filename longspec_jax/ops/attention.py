@@ -49,6 +49,7 @@ class Implementation:
 _OPS = "longspec_jax.ops"
 PREFIX_IMPLEMENTATIONS: dict[str, Implementation] = {
     "pallas": Implementation(f"{_OPS}.prefix_pallas"),
+    "mosaic": Implementation(f"{_OPS}.prefix_mosaic"),
     "triton": Implementation(f"{_OPS}.prefix_triton"),
     "xla": Implementation(f"{_OPS}.prefix_xla"),
     "reference": Implementation(f"{_OPS}.reference"),
@@ -62,13 +63,17 @@ TREE_IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 SPECULATIVE_IMPLEMENTATIONS: dict[str, Implementation] = {
     "pallas": Implementation(f"{_OPS}.tree_pallas"),
+    "mosaic": Implementation(f"{_OPS}.prefix_mosaic"),
     "triton": Implementation(f"{_OPS}.prefix_triton"),
     "xla": Implementation(f"{_OPS}.tree_xla"),
     "reference": Implementation(f"{_OPS}.reference"),
     "interpret": Implementation(f"{_OPS}.tree_pallas", interpret=True),
 }
 AUTOMATIC = ("pallas", "xla")
-"""The implementations that are tried, in this order, when none is named."""
+"""The implementations that are tried, in this order, when none is named.
+
+"pallas" picks the faster of its two backends by shape; "mosaic" insists on the one for Hopper.
+"""
 
 
 def prefix_attention(

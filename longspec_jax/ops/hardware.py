@@ -29,3 +29,8 @@ def require_ampere(kernel: str) -> tuple[int, int]:
             f"{found[0]}.{found[1]}; choose implementation='xla'"
         )
     return found
+
+
+def mosaic_is_supported() -> bool:
+    """Whether this jax has the Mosaic GPU interface that the Hopper kernel is written for."""
+    return jax.__version_info__ >= (0, 11)

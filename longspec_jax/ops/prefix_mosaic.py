@@ -17,10 +17,45 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries
-from longspec_jax.ops.tiles import WARPGROUP_ROWS, MosaicTile
+from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
+from longspec_jax.ops import hardware, prefix_pallas, tree_pallas
+from longspec_jax.ops.merge import Partial
+from longspec_jax.ops.packing import refuse_unsupported
+from longspec_jax.ops.tiles import WARPGROUP_ROWS, MosaicTile, mosaic_prefix_tile
 
 LOG2_E = math.log2(math.e)
+
+
+def prefix_attention(
+    q: Queries,
+    k: CacheSlots,
+    v: CacheSlots,
+    length: Lengths,
+    start: Lengths | None = None,
+    *,
+    scale: float | None = None,
+) -> Partial:
+    """This kernel whatever the shape; see :func:`reference.prefix_attention`."""
+    tile = _tile(q, k)
+    return prefix_pallas.prefix_attention(q, k, v, length, start, scale=scale, tile=tile)
+
+
+def speculative_attention(
+    q: Queries,
+    prefix_k: CacheSlots,
+    prefix_v: CacheSlots,
+    length: Lengths,
+    tree_k: TreeRows,
+    tree_v: TreeRows,
+    mask: TreeMask,
+    *,
+    scale: float | None = None,
+) -> Float[Array, "B T N H"]:
+    """This kernel whatever the shape; see :func:`reference.speculative_attention`."""
+    tile = _tile(q, prefix_k)
+    return tree_pallas.speculative_attention(
+        q, prefix_k, prefix_v, length, tree_k, tree_v, mask, scale=scale, prefix=tile
+    )
 
 
 def split_attention(
@@ -35,7 +70,8 @@ def split_attention(
     """Partial results of every split; see :func:`prefix_pallas.split_attention`."""
     batch, tokens, heads, width = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
-    refuse_unsupported(width, slots, q.dtype, tile)
+    refuse_unsupported(q, kv_heads)
+    _refuse_unsupported(width, slots, q.dtype, tile)
     groups = heads // kv_heads
     packed = tokens * groups
     padded = pl.cdiv(packed, WARPGROUP_ROWS) * WARPGROUP_ROWS
@@ -86,8 +122,24 @@ def split_attention(
     return kernel(length.astype(jnp.int32), rows, k, v)
 
 
-def refuse_unsupported(width: int, slots: int, dtype: Any, tile: MosaicTile) -> None:
+def _tile(q: Queries, k: CacheSlots) -> MosaicTile:
+    """The tile for this shape, or a refusal of the machine."""
+    found = hardware.compute_capability()
+    if found is None or found[0] != hardware.HOPPER[0]:
+        raise NotImplementedError(
+            "the Mosaic GPU kernel is written for compute capability 9.x and this process "
+            f"computes on {jax.default_backend()!r} ({found}); choose another implementation"
+        )
+    _, tokens, heads, _ = q.shape
+    return mosaic_prefix_tile(tokens, heads, k.shape[1], k.shape[2])
+
+
+def _refuse_unsupported(width: int, slots: int, dtype: Any, tile: MosaicTile) -> None:
     """Raise for what this kernel cannot do; the sentence names the value and the rule."""
+    if not hardware.mosaic_is_supported():
+        raise NotImplementedError(
+            f"the Mosaic GPU kernel needs jax 0.11 or newer and this is {jax.__version__}"
+        )
     if width not in (64, 128):
         raise NotImplementedError(f"head width {width} is neither 64 nor 128")
     if dtype not in (jnp.bfloat16, jnp.float16):

@@ -11,7 +11,6 @@ Programs whose split lies outside ``start <= s < length`` exit at once and write
 follows the rows' lengths and not the capacity.
 """
 
-import dataclasses
 import functools
 import math
 import warnings
@@ -26,13 +25,17 @@ from jaxtyping import Float
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries
 from longspec_jax.ops.hardware import AMPERE, require_ampere
 from longspec_jax.ops.merge import Partial
+from longspec_jax.ops.packing import (
+    PackedShape,
+    flat_rows,
+    reached_splits,
+    refuse_unsupported,
+)
 from longspec_jax.ops.tiles import MosaicTile, PrefixTile, prefix_tile
 
 LOG2_E = math.log2(math.e)
 MERGE_ROWS = 16
 MERGE_PARTIALS = 8
-MAX_WIDTH = 256
-MAX_GROUP = 16
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 """Running maximum [R], sum [R] and unnormalised output [R, H] of an online softmax, in base 2."""
@@ -123,30 +126,6 @@ def split_attention(
         interpret=interpret,
         name="prefix_attention",
     )(*optional(length, start), q.reshape(batch, tokens * heads, width), k, v)
-
-
-def refuse_unsupported(q: Queries, kv_heads: int) -> None:
-    """Raise for what the Pallas kernels cannot do; the sentence names the value and the rule."""
-    if q.shape[3] % 8 or not 16 <= q.shape[3] <= MAX_WIDTH:
-        raise NotImplementedError(
-            f"head width {q.shape[3]} is not a multiple of 8 between 16 and {MAX_WIDTH}"
-        )
-    if q.shape[2] // kv_heads > MAX_GROUP:
-        raise NotImplementedError(
-            f"{q.shape[2] // kv_heads} query heads per key/value head exceed {MAX_GROUP}"
-        )
-    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise NotImplementedError(f"{q.dtype} is neither bfloat16, float16 nor float32")
-
-
-def reached_splits(
-    length: jax.Array, start: jax.Array | None, *, split: int, slots: int
-) -> tuple[jax.Array, jax.Array]:
-    """First and one-past-last split that holds a slot a row sees; empty if it sees none."""
-    last = pl.cdiv(jnp.minimum(length, slots), split)
-    if start is None:
-        return jnp.zeros_like(last), last
-    return jnp.where(start < length, jnp.maximum(start, 0) // split, last), last
 
 
 def load_merged(
@@ -282,31 +261,6 @@ def choose_tile(
     capability = AMPERE if interpret else require_ampere("the Pallas kernels")
     _, tokens, heads, width = q.shape
     return prefix_tile(tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedShape:
-    """How query rows are packed: the heads that read one key/value head are rows of one product."""
-
-    tokens: int
-    heads: int
-    kv_heads: int
-
-    @property
-    def groups(self) -> int:
-        """Query heads per key/value head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def packed(self) -> int:
-        """Query rows that read one key/value head: token-major, its heads innermost."""
-        return self.tokens * self.groups
-
-
-def flat_rows(packed: jax.Array, kv_head: jax.Array, shape: PackedShape) -> jax.Array:
-    """Places of packed rows on the flattened [T N] axis."""
-    token, group = packed // shape.groups, packed % shape.groups
-    return token * shape.heads + kv_head * shape.groups + group
 
 
 def _split_kernel(

@@ -6,8 +6,6 @@ Nothing is timed at run time. The sweeps behind the numbers are kept in ``docs/r
 import dataclasses
 import math
 
-from longspec_jax.ops.hardware import AMPERE
-
 _POWERS = (16, 32, 64, 128)
 
 
@@ -113,10 +111,24 @@ def prefix_tile(
     width: int,
     capacity: int,
     itemsize: int,
-    capability: tuple[int, int] = AMPERE,
-) -> PrefixTile:
+    capability: tuple[int, int],
+) -> PrefixTile | MosaicTile:
     """Choose the prefix tile for ``tokens`` queries a row over a cache of ``capacity`` slots."""
-    del capability
+    return triton_prefix_tile(tokens, heads, kv_heads, width, capacity, itemsize)
+
+
+def mosaic_prefix_tile(tokens: int, heads: int, kv_heads: int, capacity: int) -> MosaicTile:
+    """Choose the tile of the Hopper kernel."""
+    packed = tokens * heads // kv_heads
+    if packed <= WARPGROUP_ROWS:
+        return MosaicTile(1, 64, _split(capacity, 16, 64), 4)
+    return MosaicTile(2, 128, _split(capacity, 11, 128), 2)
+
+
+def triton_prefix_tile(
+    tokens: int, heads: int, kv_heads: int, width: int, capacity: int, itemsize: int
+) -> PrefixTile:
+    """Choose the tile of the Triton kernels, which run from Ampere on."""
     packed = tokens * heads // kv_heads
     if itemsize > 2:
         # Exact float32 products run on the vector units: small tiles, no pipeline to feed.

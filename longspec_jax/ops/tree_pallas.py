@@ -17,9 +17,14 @@ from jaxtyping import Float
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
 from longspec_jax.ops.hardware import require_ampere
 from longspec_jax.ops.merge import Partial
+from longspec_jax.ops.packing import (
+    PackedShape,
+    flat_rows,
+    reached_splits,
+    refuse_unsupported,
+)
 from longspec_jax.ops.prefix_pallas import (
     LOG2_E,
-    PackedShape,
     State,
     choose_tile,
     compiler_params,
@@ -27,11 +32,8 @@ from longspec_jax.ops.prefix_pallas import (
     exp2,
     finish,
     finite,
-    flat_rows,
     load_merged,
     product,
-    reached_splits,
-    refuse_unsupported,
     split_attention,
 )
 from longspec_jax.ops.tiles import MosaicTile, PrefixTile, TreeTile, tree_tile

@@ -30,14 +30,19 @@ SHAPES = {
 }
 
 
-def cases(*implementations: str) -> list:
-    """Every implementation, shape and dtype; without a GPU the half dtypes on one shape only."""
+def cases(*implementations: str, interpreted: tuple[str, ...] = tuple(SHAPES)) -> list:
+    """Every implementation, shape and dtype; without a GPU the half dtypes on one shape only.
+
+    Interpreting a kernel takes seconds, so that some tests name the shapes that matter to them.
+    """
     found = []
     for implementation in implementations:
-        compiled_only = implementation in ("pallas", "triton")
+        compiled_only = implementation in ("mosaic", "pallas", "triton")
         for name, shape in SHAPES.items():
+            if implementation == "interpret" and name not in interpreted:
+                continue
             for dtype in ("float32", "bfloat16", "float16"):
-                if compiled_only or dtype == "float32" or name == "gqa":
+                if compiled_only or dtype == "float32" or (name == "gqa" and dtype != "float16"):
                     marks = GPU if compiled_only else ()
                     label = f"{implementation}-{name}-{dtype}"
                     found.append(pytest.param(implementation, shape, dtype, marks=marks, id=label))
@@ -60,7 +65,13 @@ def compiled(op: str, implementation: str):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "shape", "dtype"), cases(*EVERYWHERE, "pallas", "triton")
+    ("implementation", "shape", "dtype"),
+    cases(
+        *EVERYWHERE,
+        "pallas",
+        "triton",
+        interpreted=("gqa", "mha", "group16", "width96", "69-nodes"),
+    ),
 )
 def test_prefix_equals_float64(implementation: str, shape: Shape, dtype: str) -> None:
     x = inputs(shape, dtype, [shape.slots, 37])
@@ -92,13 +103,16 @@ def test_prefix_between_a_lower_and_an_upper_bound(implementation: str) -> None:
     check(actual, oracle.prefix(x), "float32")
 
 
-@pytest.mark.parametrize(("implementation", "shape", "dtype"), cases(*EVERYWHERE, "pallas"))
+@pytest.mark.parametrize(
+    ("implementation", "shape", "dtype"),
+    cases(*EVERYWHERE, "pallas", interpreted=("gqa", "width96")),
+)
 def test_tree_equals_float64(implementation: str, shape: Shape, dtype: str) -> None:
     x = inputs(shape, dtype, [1, 1])
     check(compiled("tree_attention", implementation)(*x.tree), oracle.tree(x), dtype)
 
 
-@pytest.mark.parametrize("keys", [1, 16, 63, 64, 65, 139])
+@pytest.mark.parametrize("keys", [1, 64, 139])
 @pytest.mark.parametrize("implementation", TREE)
 def test_tree_with_rectangular_masks_and_blind_rows(implementation: str, keys: int) -> None:
     shape = Shape(tokens=11, keys=keys)
@@ -125,7 +139,8 @@ def test_tree_follows_the_drawn_mask(implementation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("implementation", "shape", "dtype"), cases(*EVERYWHERE, "pallas", "triton")
+    ("implementation", "shape", "dtype"),
+    cases(*EVERYWHERE, "pallas", "triton", interpreted=("gqa", "69-nodes")),
 )
 def test_speculative_equals_float64(implementation: str, shape: Shape, dtype: str) -> None:
     x = inputs(shape, dtype, [shape.slots, 0])
@@ -150,8 +165,8 @@ def test_prefix_and_tree_merge_to_the_whole(implementation: str) -> None:
         pytest.skip("the jax-triton implementation has no tree op of its own")
     x = inputs(Shape(), "float32", [131, 1])
     merged = merge(
-        attention.prefix_attention(*x.prefix, implementation=implementation),
-        attention.tree_attention(*x.tree, implementation=implementation),
+        compiled("prefix_attention", implementation)(*x.prefix),
+        compiled("tree_attention", implementation)(*x.tree),
     )
     assert relative_error(merged.out, oracle.speculative(x)) <= TOLERANCE["float32"]
 
@@ -207,8 +222,9 @@ def test_gradients_are_refused_in_a_sentence(op: str, implementation: str) -> No
 
     with pytest.raises(NotImplementedError, match=f"{op} serves decoding and has no gradient"):
         jax.grad(loss)(x.q)
-    frozen = jax.grad(lambda q, s: s * loss(jax.lax.stop_gradient(q)), argnums=1)(x.q, 2.0)
-    assert np.isfinite(frozen)
+    if implementation == "xla":
+        frozen = jax.grad(lambda q, s: s * loss(jax.lax.stop_gradient(q)), argnums=1)(x.q, 2.0)
+        assert np.isfinite(frozen)
 
 
 def test_chunk_attention_is_causal_after_the_prefix() -> None:

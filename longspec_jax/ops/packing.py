@@ -1,0 +1,64 @@
+"""How the GPU kernels pack query rows and cut the cache into splits.
+
+The query heads that read one key/value head are rows of one matrix product, so that each key and
+value is read once for all of them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.axes import Queries
+
+MAX_WIDTH = 256
+MAX_GROUP = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedShape:
+    """How query rows are packed: the heads that read one key/value head are rows of one product."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def groups(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def packed(self) -> int:
+        """Query rows that read one key/value head: token-major, its heads innermost."""
+        return self.tokens * self.groups
+
+
+def flat_rows(packed: jax.Array, kv_head: jax.Array, shape: PackedShape) -> jax.Array:
+    """Places of packed rows on the flattened [T N] axis."""
+    token, group = packed // shape.groups, packed % shape.groups
+    return token * shape.heads + kv_head * shape.groups + group
+
+
+def reached_splits(
+    length: jax.Array, start: jax.Array | None, *, split: int, slots: int
+) -> tuple[jax.Array, jax.Array]:
+    """First and one-past-last split that holds a slot a row sees; empty if it sees none."""
+    last = (jnp.minimum(length, slots) + split - 1) // split
+    if start is None:
+        return jnp.zeros_like(last), last
+    return jnp.where(start < length, jnp.maximum(start, 0) // split, last), last
+
+
+def refuse_unsupported(q: Queries, kv_heads: int) -> None:
+    """Raise for what the GPU kernels cannot do; the sentence names the value and the rule."""
+    if q.shape[3] % 8 or not 16 <= q.shape[3] <= MAX_WIDTH:
+        raise NotImplementedError(
+            f"head width {q.shape[3]} is not a multiple of 8 between 16 and {MAX_WIDTH}"
+        )
+    if q.shape[2] // kv_heads > MAX_GROUP:
+        raise NotImplementedError(
+            f"{q.shape[2] // kv_heads} query heads per key/value head exceed {MAX_GROUP}"
+        )
+    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise NotImplementedError(f"{q.dtype} is neither bfloat16, float16 nor float32")

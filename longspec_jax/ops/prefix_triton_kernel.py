@@ -1,0 +1,128 @@
+"""The Triton side of :mod:`longspec_jax.ops.prefix_triton`; importing it needs the triton package.
+
+The kernels say what :mod:`longspec_jax.ops.prefix_pallas` says, in the same order of summation.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def split_kernel(
+    length_ptr,
+    start_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    tokens: tl.constexpr,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    slots: tl.constexpr,
+    splits: tl.constexpr,
+    split_size: tl.constexpr,
+    scale: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """One row tile of one key/value head against one split; ``scale`` includes log2(e)."""
+    groups: tl.constexpr = heads // kv_heads
+    packed_rows: tl.constexpr = tokens * groups
+    split = tl.program_id(1)
+    batch = (tl.program_id(2) // kv_heads).to(tl.int64)
+    kv_head = tl.program_id(2) % kv_heads
+    lower = tl.maximum(split * split_size, tl.load(start_ptr + batch))
+    length = tl.minimum(tl.load(length_ptr + batch), slots)
+    upper = tl.minimum(length, split * split_size + split_size)
+    if lower >= upper:
+        return
+    h = tl.arange(0, padded)
+    within = (h < width)[None, :]
+    packed = tl.program_id(0) * rows + tl.arange(0, rows)
+    valid = packed < packed_rows
+    place = packed // groups * heads + kv_head * groups + packed % groups
+    q = tl.load(
+        q_ptr + (batch * tokens * heads + place[:, None]) * width + h[None, :],
+        mask=valid[:, None] & within,
+        other=0.0,
+    )
+    cache = (batch * kv_heads + kv_head) * slots * width
+    top = tl.full([rows], float("-inf"), tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    acc = tl.zeros([rows, padded], tl.float32)
+    for index in range(lower // block, tl.cdiv(upper, block)):
+        slot = index * block + tl.arange(0, block)
+        seen = (slot >= lower) & (slot < upper)
+        offset = cache + slot[:, None].to(tl.int64) * width + h[None, :]
+        k = tl.load(k_ptr + offset, mask=seen[:, None] & within, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weight = tl.exp2(scores - new_top[:, None])
+        keep = tl.exp2(top - new_top)
+        total = total * keep + tl.sum(weight, 1)
+        v = tl.load(v_ptr + offset, mask=seen[:, None] & within, other=0.0)
+        acc = acc * keep[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=precision)
+        top = new_top
+    target = ((batch * splits + split) * kv_heads + kv_head) * packed_rows + packed
+    tl.store(
+        out_ptr + target[:, None] * width + h[None, :],
+        acc / total[:, None],
+        mask=valid[:, None] & within,
+    )
+    tl.store(lse_ptr + target, (top + tl.log2(total)) * 0.6931471805599453, mask=valid)
+
+
+@triton.jit
+def merge_kernel(
+    length_ptr,
+    start_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    tokens: tl.constexpr,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    slots: tl.constexpr,
+    splits: tl.constexpr,
+    split_size: tl.constexpr,
+    rows: tl.constexpr,
+):
+    """Merge the reached splits of some rows of the flattened [T N] axis, in ascending order."""
+    groups: tl.constexpr = heads // kv_heads
+    batch = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    valid = row < tokens * heads
+    kv_head = row % heads // groups
+    packed = row // heads * groups + row % groups
+    start = tl.load(start_ptr + batch)
+    length = tl.minimum(tl.load(length_ptr + batch), slots)
+    h = tl.arange(0, padded)
+    mask = valid[:, None] & (h < width)[None, :]
+    top = tl.full([rows], float("-inf"), tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    acc = tl.zeros([rows, padded], tl.float32)
+    last = tl.where(start < length, tl.cdiv(length, split_size), 0)
+    for split in range(tl.maximum(start, 0) // split_size, last):
+        source = ((batch * splits + split) * kv_heads + kv_head) * (tokens * groups) + packed
+        lse = tl.load(partial_lse_ptr + source, mask=valid, other=0.0) * 1.4426950408889634
+        part = tl.load(partial_ptr + source[:, None] * width + h[None, :], mask=mask, other=0.0)
+        new_top = tl.maximum(top, lse)
+        keep = tl.exp2(top - new_top)
+        weight = tl.exp2(lse - new_top)
+        total = total * keep + weight
+        acc = acc * keep[:, None] + part * weight[:, None]
+        top = new_top
+    empty = total == 0
+    safe = tl.where(empty, 1.0, total)
+    lse = tl.where(empty, float("-inf"), (top + tl.log2(safe)) * 0.6931471805599453)
+    target = batch * tokens * heads + row
+    tl.store(out_ptr + target[:, None] * width + h[None, :], acc / safe[:, None], mask=mask)
+    tl.store(lse_ptr + target, lse, mask=valid)

@@ -1,0 +1,107 @@
+"""Every shipped tile still lowers for CUDA, checked without a GPU."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from longspec_jax.ops import tiles, tree_pallas
+from longspec_jax.ops.hardware import mosaic_is_supported
+from longspec_jax.ops.tiles import MosaicTile
+
+TOKENS = (1, 5, 16, 48, 64, 69, 128, 256)
+HEADS = ((32, 32), (32, 8), (40, 8), (28, 4))
+
+
+def on_hopper() -> contextlib.AbstractContextManager:
+    """Pretend that the default device is a Hopper GPU, where this version of jax asks for one."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def shipped() -> list:
+    """One call for each distinct pair of tiles that the heuristics give."""
+    found = {}
+    for dtype, width in (
+        ("bfloat16", 128),
+        ("float16", 64),
+        ("bfloat16", 96),
+        ("bfloat16", 256),
+        ("float32", 128),
+    ):
+        itemsize = jnp.dtype(dtype).itemsize
+        for capability in ((8, 0), (9, 0)):
+            for heads, kv_heads in HEADS:
+                for tokens in TOKENS:
+                    sizes = (tokens, heads, kv_heads, width)
+                    prefix = tiles.prefix_tile(*sizes, 8192, itemsize, capability)
+                    tree = tiles.tree_tile(*sizes, itemsize)
+                    # The split is a number in the kernel; it changes nothing that could fail.
+                    shape = {k: v for k, v in vars(prefix).items() if k != "split"}
+                    key = (type(prefix), tuple(shape.items()), tree, width > 128, width == 96)
+                    found.setdefault(key, (tokens, heads, kv_heads, width, dtype, prefix, tree))
+    return [
+        pytest.param(*call, id=f"{type(call[5]).__name__}-{call[3]}-{call[4]}-{number}")
+        for number, call in enumerate(found.values())
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "width", "dtype", "prefix", "tree"), shipped()
+)
+def test_shipped_tiles_lower_for_cuda(tokens, heads, kv_heads, width, dtype, prefix, tree) -> None:
+    if isinstance(prefix, MosaicTile) and not mosaic_is_supported():
+        pytest.skip("this version of jax lacks the Mosaic GPU interface the kernel is written for")
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
+    cache = operand((2, kv_heads, 8192, width))
+    rows = operand((2, tokens, kv_heads, width))
+
+    def call(q, k, v, length, tree_k, tree_v, mask):
+        return tree_pallas.speculative_attention(
+            q, k, v, length, tree_k, tree_v, mask, prefix=prefix, tree=tree
+        )
+
+    with on_hopper():
+        lowered = (
+            jax.jit(call)
+            .trace(
+                operand((2, tokens, heads, width)),
+                cache,
+                cache,
+                jax.ShapeDtypeStruct((2,), jnp.int32),
+                rows,
+                rows,
+                jax.ShapeDtypeStruct((2, tokens, tokens), jnp.bool_),
+            )
+            .lower(lowering_platforms=("cuda",))
+        )
+    assert lowered.as_text().count("custom_call @") >= 2
+
+
+def test_prefix_tile_is_pure_and_bounded_by_the_capacity() -> None:
+    for capacity in (64, 128, 192, 4096, 33024, 131072):
+        for tokens in TOKENS:
+            for heads, kv_heads in HEADS:
+                call = (tokens, heads, kv_heads, 128, capacity, 2, (9, 0))
+                tile = tiles.prefix_tile(*call)
+                assert tile == tiles.prefix_tile(*call)
+                assert tile.split % tile.slots == 0
+                # Partial results stay small beside the cache they summarise.
+                assert -(-capacity // tile.split) <= 64
+
+
+def test_tiles_refuse_what_the_hardware_cannot_take() -> None:
+    with pytest.raises(ValueError, match="row parts"):
+        tiles.PrefixTile((48,), 64, 128, 4, 3)
+    with pytest.raises(ValueError, match="divide the split"):
+        tiles.PrefixTile((64,), 64, 96, 4, 3)
+    with pytest.raises(ValueError, match="warpgroups"):
+        tiles.MosaicTile(4, 64, 128, 3)
+    with pytest.raises(ValueError, match="power of two"):
+        tiles.TreeTile(16, 64, 3, 4, 2)
