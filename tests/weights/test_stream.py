@@ -164,7 +164,7 @@ def test_casts_on_request(tmp_path, stored, loaded):
     save_target(tmp_path, config, params)
     read, actual = load_target(tmp_path, dtype=loaded)
     assert read.dtype == loaded
-    _assert_equal(actual, jax.tree.map(lambda x: x.astype(jnp.dtype(loaded)), params))
+    _assert_equal(actual, jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(loaded)), params))
 
 
 def test_a_mesh_that_does_not_divide_is_refused(tmp_path):
