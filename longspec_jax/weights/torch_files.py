@@ -56,7 +56,7 @@ def _tensor(path: Path, tensor: Any, torch: Any) -> Tensor:
     dtype = str(tensor.dtype).removeprefix("torch.")
 
     def read(index: Index) -> np.ndarray:
-        part = tensor[index].contiguous()
+        part = tensor.detach()[index].contiguous()  # Saved parameters still want gradients.
         if dtype == "bfloat16":  # NumPy has no bfloat16 of its own: pass the bits.
             return part.view(torch.int16).numpy().view(jnp.bfloat16)
         return part.numpy()

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from longspec_jax.drafters.longspec import LongSpecDraft
+from longspec_jax.config import TreeConfig
+from longspec_jax.drafters.base import Context
+from longspec_jax.drafters.longspec import LongSpecDraft, LongSpecDrafter, LongSpecParams
 from longspec_jax.ops.attention import causal_attention, tree_attention
 from longspec_jax.weights.hf import load_draft
 from tests.kit import tiny_target_config
@@ -106,3 +108,41 @@ def test_keys_and_values_depend_on_token_and_position_alone(tmp_path):
     )
     np.testing.assert_allclose(alone[0], output.keys[:, 11:12], atol=1e-6)
     np.testing.assert_allclose(alone[1], output.values[:, 11:12], atol=1e-6)
+
+
+def test_proposed_tree(tmp_path):
+    """Two levels of a decode-time tree: the ring, the window along a path, the growing shift."""
+    shape, prompt, window, widths = Shape(), 9, 4, (3, 4)
+    state = random_state(shape)
+    config, params = _load(tmp_path, shape, state)
+    config = replace(config, window=window)
+    rng = np.random.default_rng(5)
+    embedding, head = rng.normal(size=(2, 101, shape.hidden_size)).astype("float32")
+    tokens = rng.integers(0, 101, prompt)
+    keys, values = rng.normal(size=(2, prompt, 2, shape.head_dim)).astype("float32")
+
+    def scores(path):
+        """Log-probabilities after the prompt and a path of fresh tokens, by the oracle."""
+        line = np.concatenate([tokens, path])
+        hidden = DraftOracle(shape, state).hidden(
+            embedding[line], np.arange(len(line)), keys, values, window, shift=len(path)
+        )
+        logits = head.astype(np.float64) @ hidden[-1]
+        return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+
+    pending = 42
+    first = scores([pending])
+    children = np.argsort(-first)[:3]
+    second = np.stack([first[child] + scores([pending, child]) for child in children])
+    best = np.argsort(-second, axis=None)[:4]
+    parents, grandchildren = np.unravel_index(best, second.shape)
+
+    drafter = LongSpecDrafter(config, TreeConfig(widths))
+    own = LongSpecParams(params, jnp.asarray(embedding), jnp.asarray(head))
+    length = jnp.asarray([prompt])
+    cache = (jnp.asarray(x).swapaxes(0, 1)[None] for x in (keys, values))
+    context = Context(jnp.asarray([pending]), length, *cache)
+    drafted = drafter.prefill(own, jnp.asarray(tokens)[None], length)
+    tree = drafter.propose(own, drafted, context, lambda x, depth: jax.nn.log_softmax(x))
+    np.testing.assert_array_equal(tree.tokens[0], [pending, *children, *grandchildren])
+    np.testing.assert_array_equal(tree.parents[0, 1:], [0, 0, 0, *(1 + parents)])

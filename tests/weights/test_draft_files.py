@@ -66,6 +66,7 @@ def _sharded_bin(folder, state):
 def _pth(folder, state):
     """As the release's trainer saves; the format before zip archives is as old as those files."""
     torch, state = _torch_state(state)
+    state = {name: torch.nn.Parameter(value) for name, value in state.items()}
     torch.save(state, folder / "draft_model_weights.pth", _use_new_zipfile_serialization=False)
 
 
