@@ -54,14 +54,14 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where rows come from: exactly one of files, hub, corpus and synthetic rows."""
+    """Where rows come from: files or hub, a corpus, or synthetic rows."""
 
     files: str
-    """Comma-separated paths or patterns of json, jsonl, text or parquet files."""
+    """Comma-separated paths or patterns of json, jsonl, text or parquet files; instead of ``hub``."""
     hub: str
-    """A dataset on the Hugging Face hub."""
+    """A dataset on the Hugging Face hub, ``owner/name``, or one file of it, ``owner/name/file``."""
     split: str
-    """The hub dataset's split."""
+    """The split of a whole hub dataset."""
     pack: bool
     """Concatenate documents and cut rows of full length; otherwise one truncated document a row."""
     mask_prompts: bool
@@ -75,13 +75,8 @@ class DataConfig:
     corpus: CorpusConfig | None = None
 
     def __post_init__(self) -> None:
-        given = [
-            bool(self.files),
-            bool(self.hub),
-            bool(self.synthetic_rows),
-            self.corpus is not None,
-        ]
-        if sum(given) != 1:
+        given = [self.files or self.hub, self.synthetic_rows, self.corpus is not None]
+        if sum(map(bool, given)) != 1:
             raise ValueError(
                 f"training needs exactly one source of data, got files={self.files!r}, "
                 f"hub={self.hub!r}, synthetic_rows={self.synthetic_rows}"
@@ -144,7 +139,7 @@ class StageConfig:
     max_seconds: float
     """Training time, compilation apart; 0: unlimited. The schedule follows the clock if it is faster."""
     max_offset: int
-    """Largest anchor offset; 0 keeps positions plain."""
+    """Largest anchor offset, as far as the target's positions reach; 0 keeps positions plain."""
 
     def __post_init__(self) -> None:
         if self.batch % self.accumulation:
@@ -208,6 +203,17 @@ class RunConfig:
                 f"config that trains one; got target={self.target!r} and "
                 f"{'a' if self.pretraining else 'no'} pretraining section"
             )
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise ValueError(
+                f"dtype={self.dtype!r} is not supported; choose bfloat16, float16 or float32"
+            )
+        for stage in self.stages:
+            if self.data.mask_prompts and stage.seq_len <= self.data.answer_room:
+                raise ValueError(
+                    f"stage {stage.name}: rows of seq_len={stage.seq_len} leave nothing of a masked "
+                    f"prompt before answer_room={self.data.answer_room}; lower "
+                    "--config.data.answer_room or choose longer rows"
+                )
 
 
 def from_config(values: Mapping[str, Any]) -> RunConfig:

@@ -1,0 +1,27 @@
+"""The LongSpec draft of Llama-3.1-8B-Instruct: a target of the paper without a released draft.
+
+    python -m train.run --config=configs/llama31_8b.py:short
+    python -m train.run --config=configs/llama31_8b.py:long
+    python -m train.run --config=configs/llama31_8b.py:sft
+
+Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for eight
+H200, not measured: short 11 hours, long 5 hours; sft is its file's padded tokens at the rate of long.
+Expected τ (paper): GovReport 3.25, QMSum 2.99, Multi-News 3.36, LCC 3.28, RepoBench-P 3.39.
+The target is gated: accept its licence on the hub and log in, or name a local copy with
+``--config.target=FOLDER``.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.paper import paper_config
+
+
+def get_config(variant: str = "short") -> ConfigDict:
+    """The stage ``short``, ``long`` or ``sft``."""
+    return paper_config(
+        "llama31_8b",
+        variant,
+        target="meta-llama/Llama-3.1-8B-Instruct",
+        long_length=32768,
+        max_offset=30_000,
+    )

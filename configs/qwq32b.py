@@ -1,0 +1,28 @@
+"""The LongSpec draft of QwQ-32B: a target of the paper without a released draft.
+
+    python -m train.run --config=configs/qwq32b.py:short
+    python -m train.run --config=configs/qwq32b.py:long
+    python -m train.run --config=configs/qwq32b.py:sft
+
+Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for eight
+H200, not measured: short 36 hours, long 16 hours; sft is its file's padded tokens at the rate of long.
+Expected acceptance length (paper): AIME24 with 32k new tokens 3.82.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.common import CHATML_TURN
+from configs.paper import COT_DATA, paper_config
+
+
+def get_config(variant: str = "short") -> ConfigDict:
+    """The stage ``short``, ``long`` or ``sft``."""
+    return paper_config(
+        "qwq32b",
+        variant,
+        target="Qwen/QwQ-32B",
+        long_length=32768,
+        max_offset=30_000,
+        sft_data=COT_DATA,
+        data=dict(turn=CHATML_TURN),
+    )
