@@ -120,6 +120,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--histogram", type=integers, help="recorded rounds by emitted tokens, instead"
     )
     parser.add_argument("--tree", type=integers, default=[4, 16, 16, 16, 16])
+    parser.add_argument(
+        "--draft_vocabulary", type=int, help="tokens the draft may propose; all if absent"
+    )
     parser.add_argument("--new_tokens", type=int, default=256, help="tokens of one repetition")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--turns", type=int, default=20, help="repeats of a separately timed part")
@@ -143,7 +146,7 @@ def main(arguments: argparse.Namespace) -> None:
         lengths = AcceptanceLengths.geometric(arguments.acceptance, tree.num_levels)
     rows: list[dict[str, Any]] = []
     for shape in arguments.shape:
-        model = random_model(SHAPES[shape], arguments.attention)
+        model = random_model(SHAPES[shape], arguments.attention, arguments.draft_vocabulary)
         for batch in arguments.batch:
             for context in arguments.context:
                 setting = Setting(
@@ -232,6 +235,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "new_tokens": setting.new_tokens,
         "dtype": config.dtype,
         "attention": model.target.attention or "automatic",
+        "draft_vocabulary": bench.model.params.draft.head.shape[0],
         "target_bytes": weights,
         "draft_bytes": tree_bytes(model.params.draft.layer),
         "cache_bytes": cache_bytes(config, setting.batch, setting.capacity),

@@ -64,8 +64,20 @@ class Model:
         return LongSpecDrafter(draft, tree, self.target.attention)
 
 
-def random_model(config: TargetConfig, attention: str | None = None, seed: int = 0) -> Model:
-    """Random weights of target and draft, drawn on the device."""
+def random_model(
+    config: TargetConfig,
+    attention: str | None = None,
+    draft_vocabulary: int | None = None,
+    seed: int = 0,
+) -> Model:
+    """Random weights of target and draft, drawn on the device.
+
+    Args:
+      config: the target's shape.
+      attention: attention implementation; automatic if absent.
+      draft_vocabulary: tokens that the draft may propose; all of them if absent.
+      seed: of the weights.
+    """
     tokens = jnp.zeros((1, 2), jnp.int32)
     target = _draw(
         lambda key: Target(config).init(key, tokens, method="initialize")["params"], seed
@@ -82,8 +94,10 @@ def random_model(config: TargetConfig, attention: str | None = None, seed: int =
         seed + 1,
     )
     head = target.get("head", target["embedding"])
-    params = Params(target, LongSpecParams(layer, target["embedding"], head))
-    return Model(config, CachedTarget(config, attention), params)
+    shared = LongSpecParams(layer, target["embedding"], head)
+    if draft_vocabulary is not None:
+        shared = shared.restricted(jnp.arange(draft_vocabulary, dtype=jnp.int32))
+    return Model(config, CachedTarget(config, attention), Params(target, shared))
 
 
 def _draw(init: Any, seed: int) -> Any:

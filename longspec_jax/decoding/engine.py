@@ -207,8 +207,11 @@ def propose_tree(
 ) -> Tree:
     """The drafter's tree below every row's pending token."""
 
-    def score(logits: Array, depth: int) -> Array:
-        return log_probabilities(logits, gumbel[:, depth : depth + 1], request.sampling)
+    def score(logits: Array, depth: int, vocabulary: Array | None = None) -> Array:
+        seen = gumbel[:, depth : depth + 1]
+        if vocabulary is not None and request.sampling.stochastic:
+            seen = jnp.take(seen, vocabulary, axis=2)
+        return log_probabilities(logits, seen, request.sampling)
 
     context = Context(state.pending, state.length, state.cache.keys[-1], state.cache.values[-1])
     return drafter.propose(params.draft, state.draft, context, score)

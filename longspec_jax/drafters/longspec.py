@@ -113,6 +113,16 @@ class LongSpecParams:
     """The target's embedding table ``[V, D]``."""
     head: Leaf
     """The target's LM head ``[V, D]``; the embedding itself where they are tied."""
+    vocabulary: Leaf = None
+    """``[v]`` int32 tokens that can be proposed, ``head`` being their rows; all of them if absent."""
+
+    def restricted(self, vocabulary: Int[Array, " v"]) -> "LongSpecParams":
+        """Propose only these tokens, the most frequent ones: a cheaper LM head at every level.
+
+        Verification stays over the whole vocabulary, so the output is unchanged.
+        """
+        rows = jnp.take(self.head, vocabulary, axis=0)
+        return self.replace(head=rows, vocabulary=vocabulary)  # type: ignore[attr-defined]
 
 
 @struct.dataclass
@@ -189,8 +199,13 @@ class LongSpecDrafter:
                     lambda q: self._attend_cross(q, context),
                 )
                 logits = head_logits(params.head, output.hidden)
-                scores = total[:, :, None] + score(logits, depth)
-                total, parents, tokens = best_continuations(scores, children)
+                if params.vocabulary is None:
+                    belief = score(logits, depth)
+                else:
+                    belief = score(logits, depth, params.vocabulary)
+                total, parents, tokens = best_continuations(total[:, :, None] + belief, children)
+                if params.vocabulary is not None:
+                    tokens = jnp.take(params.vocabulary, tokens)
                 tree = grow(tree, first + width, tokens, first + parents)
             first, width = first + width, children
         return tree

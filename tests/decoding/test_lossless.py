@@ -226,6 +226,25 @@ def test_transformers_are_drafter_invariant(models: Params, temperature: float) 
         assert_same(rows, plain)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_reduced_draft_vocabulary_changes_no_token(models: Params, temperature: float) -> None:
+    """And what it accepts under noise shows that each token is scored with its own noise."""
+    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
+    drafter, req = LongSpecDrafter(DRAFT, TREES[0]), request(temperature)
+    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    part = jnp.asarray(np.random.default_rng(0).permutation(101)[:60], jnp.int32)
+    reduced = Params(models.target, models.draft.restricted(part))
+    rows, state = generate(target, drafter, reduced, tokens, LENGTHS, req)
+    assert_same(rows, plain)
+    if temperature:
+        _, other = generate(
+            *(target, drafter, Params(models.target, models.draft.restricted(jnp.sort(part)))),
+            *(tokens, LENGTHS, req),
+        )
+        np.testing.assert_array_equal(state.histogram, other.histogram)
+        assert int((state.emitted - 1 - state.rounds).sum()) > 0
+
+
 def test_output_does_not_depend_on_chunk_capacity_or_neighbours(models: Params) -> None:
     target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
     drafter = LongSpecDrafter(DRAFT, TREES[0])

@@ -98,6 +98,28 @@ def test_trees_hold_the_best_paths_of_the_draft() -> None:
     np.testing.assert_array_equal(tree.tokens[0, 1:4], top)
 
 
+def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
+    """As if the other tokens' logits were -inf; the ids it names are the whole vocabulary's."""
+    lengths = np.array([17, 3], np.int32)
+    params, context, tokens = _setup(lengths)
+    vocabulary = jnp.asarray([90, 5, 7, 33, 61, 2, 71])
+    drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
+    state = drafter.prefill(params, jnp.asarray(tokens), jnp.asarray(lengths))
+    outside = jnp.ones(TARGET.vocab_size, bool).at[vocabulary].set(False)
+
+    def masked(logits: jax.Array, depth: int, vocabulary: jax.Array | None = None) -> jax.Array:
+        return jax.nn.log_softmax(jnp.where(outside, -jnp.inf, logits))
+
+    def restricted(logits: jax.Array, depth: int, vocabulary: jax.Array | None = None) -> jax.Array:
+        assert vocabulary is not None and logits.shape[-1] == len(vocabulary)
+        return jax.nn.log_softmax(logits)
+
+    expected = drafter.propose(params, state, context, masked)
+    tree = drafter.propose(params.restricted(vocabulary), state, context, restricted)
+    for ours, theirs in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_committing_equals_prefilling_the_longer_text() -> None:
     lengths = np.array([9, 2, 13], np.int32)
     params, _, tokens = _setup(lengths)
