@@ -214,8 +214,8 @@ def test_sharded_parameters_say_the_same(spec) -> None:
         ),
         mesh=mesh,
     )
-    expected = target.generate(PROMPTS[:2], max_new_tokens=9, tree=(3,)).sequences
-    assert sharded.generate(PROMPTS[:2], max_new_tokens=9, tree=(3,)).sequences == expected
+    expected = target.generate(PROMPTS[0], max_new_tokens=9, tree=(3,)).sequences
+    assert sharded.generate(PROMPTS[0], max_new_tokens=9, tree=(3,)).sequences == expected
 
 
 BAD_CALLS = {
@@ -272,7 +272,7 @@ def test_parts_that_do_not_fit(spec) -> None:
 
 def test_memory_is_checked_before_allocation(spec, monkeypatch) -> None:
     plan = spec.memory_plan(rows=2, context=600)
-    assert plan.cache_bytes == 2 * 2 * plan.capacity * 2 * 2 * 6 * 4
+    assert plan.cache_bytes == 2 * plan.capacity * 2 * 2 * 6 * 4
     enough = plan.needed_bytes
     memory.check_fits(spec.target_config, plan, enough)
     with pytest.raises(MemoryError, match="largest context that fits is 512 tokens"):

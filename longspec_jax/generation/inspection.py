@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.axes import Array
+from longspec_jax.decoding import engine
 from longspec_jax.decoding.engine import Params, Request, SpecState
-from longspec_jax.decoding.sampling import draw, log_probabilities, noise
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.verify import walk
-from longspec_jax.drafters.base import Context, Drafter
+from longspec_jax.drafters.base import Drafter
 from longspec_jax.generation.runner import Job, WarmShapes, run_rounds
 
 
@@ -84,21 +84,10 @@ def _examine(
     target: CachedTarget, drafter: Drafter, params: Params, request: Request, state: SpecState
 ) -> dict[str, Array]:
     """A round without its commit: the same tree, draws and walk as the step that follows."""
-    shape, sampling, length = drafter.tree, request.sampling, state.length
-    depths = jnp.asarray(shape.depths, jnp.int32)
-    positions = length[:, None] + 1 + jnp.arange(shape.num_levels + 1)
-    gumbel = noise(sampling, positions, target.vocab_size)
-
-    def score(logits: Array, depth: int) -> Array:
-        return log_probabilities(logits, gumbel[:, depth : depth + 1], sampling)
-
-    context = Context(state.pending, length, state.cache.keys[-1], state.cache.values[-1])
-    tree = drafter.propose(params.draft, state.draft, context, score)
-    verified = target.verify(
-        *(params.target, state.cache, tree.tokens, length[:, None] + depths, tree.mask, length)
-    )
-    draws = draw(verified.logits, gumbel[:, depths], sampling)
-    walked = walk(tree, draws, shape.num_levels)
+    gumbel = engine.round_noise(target, drafter, request, state.length)
+    tree = engine.propose_tree(drafter, params, request, state, gumbel)
+    verified, draws = engine.verify_tree(target, drafter, params, request, state, tree, gumbel)
+    walked = walk(tree, draws, drafter.tree.num_levels)
     probabilities = jax.nn.softmax(verified.logits, axis=-1)
     # At node i: the probability of what was drawn there; at node j: that of j under its parent.
     drawn = jnp.take_along_axis(probabilities, draws[..., None], axis=-1)[..., 0]

@@ -5,16 +5,23 @@ emitting incomplete UTF-8, and so few that a random draft's tree often holds the
 """
 
 import functools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from longspec_jax import LongSpec, TreeConfig
 from longspec_jax.config import DraftConfig
+from longspec_jax.drafters.longspec import LongSpecDraft
+from longspec_jax.models.target import Target
 from longspec_jax.weights import hf
-from tests.kit import random_draft, random_target, tiny_target_config
+from tests.kit import tiny_target_config
 
 ALPHABET = "abcdfgh \né€"
 STOP = 0
@@ -38,18 +45,40 @@ def toy_tokenizer() -> Any:
 @functools.cache
 def toy_spec(window: int = 37, **target: Any) -> LongSpec:
     """Random models of the tokenizer's vocabulary."""
-    config = tiny_target_config(**{"vocab_size": 17, **target})
+    config = tiny_target_config(**{"vocab_size": 17, "num_layers": 1, **target})
     draft = DraftConfig.for_target(config, window=window)
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    embedded = jnp.zeros((1, 2, config.model_width))
+    init = partial(Target(config).init, method="initialize")
+    init_draft = LongSpecDraft(draft).init
     return LongSpec(
         config,
-        random_target(config),
+        _random_params(lambda key: init(key, tokens), seed=0),
         draft,
-        random_draft(draft),
+        _random_params(lambda key: init_draft(key, embedded, tokens, _first, _first), seed=1),
         tokenizer=toy_tokenizer(),
         stop_tokens=(STOP,),
         tree=TREE,
         prefill_chunk=32,
     )
+
+
+def _first(q: Any, *others: Any) -> Any:
+    """Attention that returns its queries: enough to find the shapes of the parameters."""
+    return q
+
+
+def _random_params(init: Callable[[jax.Array], Any], seed: int) -> Any:
+    """Random values in the shapes of a module; drawn by NumPy, which compiles nothing."""
+    random = np.random.default_rng(seed)
+
+    def draw(path: Any, leaf: Any) -> jax.Array:
+        name = path[-1].key
+        values = random.normal(size=leaf.shape) * (0.3 if name in ("scale", "bias") else 0.08)
+        return jnp.asarray(values + (name == "scale"), leaf.dtype)
+
+    shapes = jax.eval_shape(init, jax.random.key(0))["params"]
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def save_toy(folder: Path) -> tuple[Path, Path]:
