@@ -78,8 +78,14 @@ def strip_draft_prefix(tensors: Tensors) -> Tensors:
         return sum(name.startswith(f"{prefix}cross_attn.") for name in tensors)
 
     prefix = max(DRAFT_PREFIXES, key=carried)
-    # Names without the prefix are kept as they are, to be reported as unexpected.
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+    def stripped(name: str) -> str:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+        # Not a name of the format, so that it is reported instead of standing in for the draft's own.
+        return f"{name} (beside {prefix}*)"
+
+    return {stripped(name): tensor for name, tensor in tensors.items()}
 
 
 def _report(kinds: tuple[list[str], ...], what: str, remedy: str) -> None:

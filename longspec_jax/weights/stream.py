@@ -1,7 +1,7 @@
 """Stored tensors into arrays of any sharding, piece by piece.
 
 Every device's shard is assembled from the slices of the stored tensors that fall into it, in pieces
-of a few megabytes: a piece is read, checked, cast and transposed while it is in the processor's
+of about a megabyte: a piece is read, checked, cast and transposed while it is in the processor's
 cache. Beside the arrays themselves the host holds a few shards at a time, never a second model.
 """
 

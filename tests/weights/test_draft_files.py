@@ -183,9 +183,12 @@ def test_tensors_beside_the_draft_are_unexpected(tmp_path):
     _write_config(tmp_path)
     state = {f"draft_model.{name}": value for name, value in STATE.items()}
     state["target_model.norm.weight"] = np.ones(36, np.float32)
+    state["input_layernorm.weight"] = np.ones(36, np.float32)
     _safetensors(tmp_path, state)
-    with pytest.raises(ValueError, match="unexpected target_model.norm.weight"):
+    with pytest.raises(ValueError) as error:
         load_draft(tmp_path, TARGET)
+    assert "unexpected target_model.norm.weight" in str(error.value)
+    assert "unexpected input_layernorm.weight (beside draft_model.*)" in str(error.value)
 
 
 def test_a_target_is_not_a_draft(tmp_path):
