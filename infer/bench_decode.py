@@ -129,7 +129,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", help="attention implementation; automatic if absent")
     parser.add_argument("--prefill", type=int, metavar="CHUNK", help="time a real prefill, too")
     parser.add_argument("--parts", action="store_true", help="take draft and verify further apart")
-    parser.add_argument("--profile", type=Path, help="write kernel times of one run to this folder")
+    parser.add_argument(
+        "--profile", type=Path, help="write kernel times and compiled programs to this folder"
+    )
     parser.add_argument("--json", type=Path, help="write header and rows to this file")
 
 
@@ -356,8 +358,8 @@ def prefill_flops(config: Any, tokens: int) -> int:
     return config.num_layers * tokens * (products + attention) + 2 * width * config.vocab_size
 
 
-def profile(bench: Bench, program: Callable[..., SpecState], drafter: Any, folder: Path) -> None:
-    """Write device time by kernel, in microseconds a round, slowest first."""
+def profile(bench: Bench, program: Any, drafter: Any, folder: Path) -> None:
+    """Write device time by kernel, microseconds a round, slowest first, and the compiled program."""
     state = jax.block_until_ready(bench.state(drafter))
     with jax.profiler.trace(str(folder)):
         state = jax.block_until_ready(program(bench.model.params, bench.request, state))
@@ -379,9 +381,10 @@ def profile(bench: Bench, program: Callable[..., SpecState], drafter: Any, folde
         for name, times in ordered
     ]
     total = sum(map(sum, kernels.values())) / rounds
-    name = f"{bench.setting.shape}_{bench.setting.context}_{folder.name}.txt"
+    name = f"{bench.setting.shape}_{bench.setting.context}_{folder.name}"
     summary = f"{total:10.1f} us of kernels a round, {rounds} rounds"
-    (folder.parent / name).write_text("\n".join([summary, *lines]))
+    (folder.parent / f"{name}.txt").write_text("\n".join([summary, *lines]))
+    (folder.parent / f"{name}.hlo").write_text(program.as_text())
     print(folder.name, summary)
 
 

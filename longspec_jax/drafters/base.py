@@ -5,8 +5,9 @@ whatever state it keeps is its own pytree. It cannot change the output, only the
 own draws walk its tree.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from jaxtyping import Float, Int
 
@@ -14,22 +15,10 @@ from longspec_jax.axes import Array, CacheSlots, Lengths
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.drafters.tree import Tree, plant
 
-
-@runtime_checkable
-class Score(Protocol):
-    """A draft's belief in what the target will draw, noise and temperature included."""
-
-    def __call__(
-        self, logits: Float[Array, "B w v"], depth: int, vocabulary: Int[Array, " v"] | None = None
-    ) -> Float[Array, "B w v"]:
-        """Log-probabilities that the target draws each token at a node of this depth.
-
-        Args:
-          logits: the draft's own, for the whole vocabulary or for a part of it.
-          depth: depth of the nodes; static.
-          vocabulary: the token of every logit, if they are a part.
-        """
-        ...
+Score: TypeAlias = Callable[..., Float[Array, "B w v"]]
+"""``(draft logits[B, w, V], depth) -> log-probabilities`` that the target will draw each token at a
+node of this depth, the round's sampling noise and temperature included. A drafter whose logits cover
+a part of the vocabulary passes the token of every logit as a third argument."""
 
 
 class Context(NamedTuple):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.decoding import engine
 from longspec_jax.decoding.engine import Params, Request, decode, prefill
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
@@ -68,3 +69,32 @@ def test_the_search_finds_a_planted_copy() -> None:
     planted = "  %t = f32[2,4096,2,6]{3,2,1,0} transpose(%cache), dimensions={0,2,1,3}"
     assert cache_sized(planted, 2, 4096) == [planted.strip()]
     assert cache_sized(planted, 4, 4096) == []
+
+
+def test_prompts_seeds_and_budgets_do_not_compile_again() -> None:
+    """One shape, one program each of prefill, start and loop: trips on an unexpected compilation."""
+    target, drafter = CachedTarget(CONFIG), LongSpecDrafter(DRAFT, TreeConfig((2, 1)))
+    table = random_target(CONFIG)
+    params = Params(table, draft_params(random_draft(DRAFT), table))
+    counted = (decode, engine._prefill_chunk, engine._start)
+    before = [program._cache_size() for program in counted]
+    for length, budget, seed, temperature in ((3, 5, 0, 0.5), (1, 2, 7, 1.0), (9, 4, 1, 0.0)):
+        sampling = Sampling(
+            jnp.full(1, temperature),
+            jnp.zeros(1, jnp.int32),
+            jnp.ones(1),
+            jnp.full(1, seed, jnp.uint32),
+            filtered=False,
+        )
+        request = Request(sampling, jnp.full((1, 1), -1), jnp.full(1, budget, jnp.int32))
+        state = prefill(
+            *(target, drafter, params, jnp.zeros((1, length), jnp.int32), jnp.full(1, length)),
+            request,
+            capacity=32,
+            max_emitted=5,
+            chunk=4,
+        )
+        decode(target, drafter, params, request, state)
+    assert [program._cache_size() - n for program, n in zip(counted, before, strict=True)] == [
+        1
+    ] * 3
