@@ -238,9 +238,9 @@ def _build(cls: Any, values: Mapping[str, Any], path: str) -> Any:
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
     """A value of a field's type."""
-    if value is None or kind is Any:
-        return value
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        if value is None:
+            return None
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if dataclasses.is_dataclass(kind):
         return _build(kind, value, path)
@@ -248,10 +248,10 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         item = typing.get_args(kind)[0]
         if isinstance(value, Mapping):
             return _stages(item, value, path)
-        return tuple(value)
-    if kind is float and isinstance(value, int):
+        return tuple(_convert(item, each, path) for each in value)
+    if kind is float and type(value) is int:
         return float(value)
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{path}={value!r} must be of type {kind.__name__}")
     return value
 

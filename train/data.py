@@ -26,6 +26,9 @@ Row = tuple[np.ndarray, np.ndarray]
 class Rows(Protocol):
     """A random-access source of rows of one length."""
 
+    @property
+    def seq_len(self) -> int: ...  # noqa: D102
+
     def __len__(self) -> int: ...  # noqa: D105
 
     def __getitem__(self, index: int) -> Row: ...  # noqa: D105
@@ -69,6 +72,28 @@ class SyntheticRows:
         """The row at an index."""
         tokens = np.random.default_rng(index).integers(0, self.vocab_size, self.seq_len)
         return tokens.astype(np.int32), np.ones(self.seq_len, np.float32)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some of another source's rows."""
+
+    rows: Rows
+    chosen: np.ndarray
+    """Their indices."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row."""
+        return self.rows.seq_len
+
+    def __len__(self) -> int:
+        """Rows that are chosen."""
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> Row:
+        """The row at an index of the selection."""
+        return self.rows[int(self.chosen[index])]
 
 
 @dataclass(frozen=True)
@@ -117,10 +142,7 @@ def _shuffle(seed: int, epoch: int, count: int) -> np.ndarray:
 def prefetch(
     batches: Batches, first: int, sharding: NamedSharding, depth: int = 2
 ) -> Iterator[Batch]:
-    """Batches from a step on, as sharded device arrays, made ahead by a thread.
-
-    Every process makes only its own columns of each micro-batch.
-    """
+    """Batches from a step on, as sharded device arrays, made ahead by a thread."""
     ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=depth)
     stopped = threading.Event()
 
@@ -135,7 +157,7 @@ def prefetch(
         step = first
         try:
             while not stopped.is_set():
-                put(_to_devices(batches(step, _own_columns(batches)), sharding))
+                put(to_devices(batches, step, sharding))
                 step += 1
         except BaseException as error:  # noqa: BLE001 - handed to the consumer, which raises it
             put(error)
@@ -153,21 +175,22 @@ def prefetch(
         thread.join()
 
 
-def _own_columns(batches: Batches) -> slice:
-    """The columns of a micro-batch that this process feeds."""
-    processes = jax.process_count()
-    columns = batches.batch // batches.accumulation
-    if columns % processes:
-        raise ValueError(
-            f"a micro-batch of {columns} rows does not divide over {processes} processes; "
-            "choose batch and accumulation so that it does"
-        )
-    own = columns // processes
-    return slice(jax.process_index() * own, (jax.process_index() + 1) * own)
+def to_devices(batches: Batches, step: int, sharding: NamedSharding) -> Batch:
+    """A step's batch, of which every process makes the columns of its own devices only."""
+    shape = (batches.accumulation, batches.batch // batches.accumulation, batches.rows.seq_len)
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    spans = [index[1].indices(shape[1]) for index in indices if index is not None]
+    first, last = min(span[0] for span in spans), max(span[1] for span in spans)
+    own = batches(step, slice(first, last))
 
+    def place(part: np.ndarray) -> jax.Array:
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[1].indices(shape[1])
+            return part[:, start - first : stop - first]
 
-def _to_devices(batch: Batch, sharding: NamedSharding) -> Batch:
-    return Batch(*(jax.make_array_from_process_local_data(sharding, part) for part in batch))
+        return jax.make_array_from_callback(shape, sharding, shard)
+
+    return Batch(place(own.tokens), place(own.weights))
 
 
 def read_tokens(path: Path) -> np.ndarray:

@@ -7,13 +7,14 @@ the metrics of a step only after the next one is on its way.
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from train.checkpoint import Checkpoints
@@ -57,7 +58,7 @@ class Stage:
     frozen: Any
     batches: Batches
     held_out: Batch
-    """One micro-batch the objective is measured on."""
+    """One micro-batch that is never trained on; the objective is measured on it."""
 
     @property
     def steps(self) -> int:
@@ -99,7 +100,7 @@ def run_stage(
         batches = prefetch(stage.batches, step, NamedSharding(mesh, ROWS))
         clock.skip()
         first = step
-        while (progress := stage.progress(step, clock.elapsed)) < 1 and not stop.is_set():
+        while not (stopped := stop(step)) and (progress := stage.progress(step, clock.elapsed)) < 1:
             rate = _rate(stage.config, run.optimizer, progress)
             state, values = stage.step(state, stage.frozen, next(batches), np.float32(rate))
             report.add(step, rate, values)
@@ -111,15 +112,15 @@ def run_stage(
                 checkpoints.save(step, state, _meta(stage, step, clock, done=False))
                 clock.skip()
             if run.accept_every and step % run.accept_every == 0:
-                _measure(stage, state, step, metrics)
+                _measure(stage, state, step, clock, metrics)
                 clock.skip()
         report.flush()
         batches.close()
-        if stop.is_set():
+        if stopped:
             checkpoints.save(step, state, _meta(stage, step, clock, done=False))
             checkpoints.close()
             raise Interrupted(f"stopped at step {step} of stage {stage.config.name}")
-    _measure(stage, state, step, metrics)
+    _measure(stage, state, step, clock, metrics)
     metrics.finish()
     checkpoints.save(step, state, _meta(stage, step, clock, done=True))
     return state
@@ -157,16 +158,23 @@ class _Report:
 
 
 @contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set; elsewhere than in the main thread nothing sets it."""
+def stop_signals() -> Iterator[Callable[[int], bool]]:
+    """Whether to stop before a step: after SIGTERM or SIGINT, or when any process got a SIGTERM.
+
+    Elsewhere than in the main thread signals are left alone. With several processes jax listens for
+    SIGTERM, and makes all of them stop before the same step.
+    """
+    if jax.process_count() > 1:
+        yield multihost_utils.reached_preemption_sync_point
+        return
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield event
+        yield lambda step: False
         return
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(number, lambda *_: event.set()) for number in numbers]
     try:
-        yield event
+        yield lambda step: event.is_set()
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
@@ -178,9 +186,9 @@ def _rate(stage: StageConfig, optimizer: OptimizerConfig, progress: float) -> fl
     )
 
 
-def _measure(stage: Stage, state: TrainState, step: int, metrics: Metrics) -> None:
+def _measure(stage: Stage, state: TrainState, step: int, clock: Clock, metrics: Metrics) -> None:
     values = stage.objective.measure(state.params, stage.frozen, stage.held_out)
-    metrics.write(stage.config.name, step, values)
+    metrics.write(stage.config.name, step, {**values, "elapsed": clock.elapsed})
 
 
 def _meta(stage: Stage, step: int, clock: Clock, *, done: bool) -> dict[str, Any]:

@@ -6,7 +6,6 @@ command therefore resumes an interrupted run wherever it stopped.
 
 import dataclasses
 import hashlib
-import json
 import shutil
 import time
 from dataclasses import dataclass
@@ -14,24 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from longspec_jax.config import DraftConfig
+from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_draft, load_target, save_draft, save_target
 from train.card import write_card
 from train.checkpoint import Checkpoints
-from train.config import CorpusConfig, DataConfig, PretrainingConfig, RunConfig, StageConfig
+from train.config import CorpusConfig, PretrainingConfig, RunConfig, StageConfig
 from train.corpus import build_corpus, read_texts
-from train.data import Batches, PackedRows, Rows, SyntheticRows, read_tokens, write_tokens
-from train.documents import DocumentRows, load_documents, parse, to_turns
+from train.data import Batches, write_tokens
 from train.loop import Stage, run_stage
 from train.metrics import Metrics
 from train.objectives import DraftObjective, TargetObjective
 from train.optim import make_optimizer
 from train.passes import cast
-from train.step import ROWS, Batch, Objective, initial_state, make_step, state_shardings
+from train.processes import by_first, gathered
+from train.rows import Source
+from train.step import Objective, initial_state, make_step, state_shardings
 from train.tokenizer import encode_documents, load_tokenizer, train_tokenizer
 
 
@@ -55,28 +54,32 @@ class Run:
         return Path(self.config.export or self.workdir / "draft")
 
 
-def train(config: RunConfig, workdir: Path) -> None:
+def train(config: RunConfig, workdir: Path, command: str = "") -> None:
     """Do everything the configuration asks for.
+
+    Args:
+      config: the run.
+      workdir: where everything is kept; shared by all processes.
+      command: what started it, for the model card.
 
     Raises:
       ValueError: if configuration, data and models do not fit together.
       FileNotFoundError: if a model or file is missing.
       Interrupted: after a signal, with the state saved.
     """
-    started = time.time()
     mesh = make_mesh(*config.mesh.resolve(len(jax.devices())))
     workdir.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(workdir / "metrics.jsonl")
     run = Run(config, workdir, mesh, metrics)
     if config.data.corpus is not None:
-        prepare_corpus(run, config.data.corpus)
+        corpus = config.data.corpus
+        by_first("corpus", lambda: prepare_corpus(run, corpus))
     if config.pretraining is not None and not Path(run.target_source, "config.json").is_file():
         pretrain(run, config.pretraining)
     if config.stages:
         train_draft(run)
     metrics.close()
-    if jax.process_index() == 0:
-        write_card(run.workdir, config, seconds=time.time() - started)
+    by_first("card", lambda: write_card(run.workdir, config, command))
 
 
 def prepare_corpus(run: Run, config: CorpusConfig) -> None:
@@ -118,9 +121,13 @@ def pretrain(run: Run, config: PretrainingConfig) -> None:
     params = None
     for stage in config.stages:
         params = _train_stage(run, stage, objective, (), params, shape.vocab_size)
-    folder = Path(run.target_source)
-    tokenizer.save_pretrained(folder)
-    save_target(folder, shape, cast(params, shape.dtype), stop_tokens=(tokenizer.eos_token_id,))
+    whole, end = gathered(cast(params, shape.dtype)), (tokenizer.eos_token_id,)
+
+    def save() -> None:
+        tokenizer.save_pretrained(run.target_source)
+        save_target(run.target_source, shape, whole, stop_tokens=end)
+
+    by_first("target", save)
 
 
 def train_draft(run: Run) -> None:
@@ -130,6 +137,7 @@ def train_draft(run: Run) -> None:
     target, frozen = load_target(
         run.target_source, dtype=config.dtype, mesh=run.mesh, revision=revision
     )
+    _check_fits(config, target)
     draft, params = DraftConfig.for_target(target, window=config.draft.window), None
     if config.draft.init:
         draft, params = load_draft(config.draft.init, target, dtype="float32", mesh=run.mesh)
@@ -137,7 +145,20 @@ def train_draft(run: Run) -> None:
     for stage in config.stages:
         objective = DraftObjective(target, draft, config.draft, stage.max_offset, config.loss_chunk)
         params = _train_stage(run, stage, objective, frozen, params, target.vocab_size)
-    save_draft(run.draft_folder, draft, cast(params, draft.dtype), target=target)
+    whole = gathered(cast(params, draft.dtype))
+    by_first("draft", lambda: save_draft(run.draft_folder, draft, whole, target=target))
+
+
+def _check_fits(config: RunConfig, target: TargetConfig) -> None:
+    """Refuse rows that are longer than the target's positions."""
+    for stage in config.stages:
+        longest = max(stage.seq_len, config.accept_seq_len)
+        if longest > target.max_positions:
+            raise ValueError(
+                f"stage {stage.name} has rows of {longest} tokens, the target was made for "
+                f"{target.max_positions} positions; set --config.stages.{stage.name}.seq_len and "
+                "--config.accept_seq_len to at most that"
+            )
 
 
 def _train_stage(
@@ -145,20 +166,22 @@ def _train_stage(
 ) -> Any:
     """Masters after a stage that starts from the given ones."""
     config = run.config
+    _check_shares(run.mesh, stage)
     kind = "draft" if frozen else "target"
     optimizer = make_optimizer(config.optimizer)
     shardings = state_shardings(run.mesh, objective, optimizer)
     # Every stage has its own randomness; its name is what tells it from the others.
     seed = int.from_bytes(hashlib.sha256(f"{config.seed}/{stage.name}".encode()).digest()[:4])
     state = initial_state(objective, optimizer, shardings, seed, params)
-    rows = make_rows(run, stage.seq_len, vocab_size)
+    source = Source(config, run.workdir, run.target_source, vocab_size)
+    rows, held_out = source.split(stage, run.mesh)
     plan = Stage(
         dataclasses.replace(stage, name=f"{kind}_{stage.name}"),
         objective,
         make_step(objective, optimizer, seed, run.mesh, shardings),
         frozen,
         Batches(rows, stage.batch, stage.accumulation, seed),
-        _held_out(run, stage, vocab_size),
+        held_out,
     )
     checkpoints = Checkpoints(run.workdir / "checkpoints" / plan.config.name, config.max_to_keep)
     try:
@@ -167,51 +190,15 @@ def _train_stage(
         checkpoints.close()
 
 
-def make_rows(run: Run, seq_len: int, vocab_size: int) -> Rows:
-    """The training rows of the configured source."""
-    data = run.config.data
-    if data.synthetic_rows:
-        return SyntheticRows(data.synthetic_rows, seq_len, vocab_size)
-    if data.corpus is not None:
-        return PackedRows(read_tokens(run.workdir / "corpus" / "train.npy"), seq_len)
-    tokenizer = load_tokenizer(run.target_source, run.config.revision or None)
-    if data.pack:
-        return PackedRows(_packed_tokens(run, data, tokenizer), seq_len)
-    return DocumentRows(load_documents(data), tokenizer, data, seq_len)
-
-
-def _packed_tokens(run: Run, data: DataConfig, tokenizer: Any) -> Any:
-    """All documents of files or a hub data set as one memory-mapped run of tokens."""
-    about = (data.files, data.hub, data.split, run.target_source)
-    digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
-    path = run.workdir / f"tokens-{digest}.npy"
-    if not path.is_file():
-        documents = (to_turns(parse(row)) for row in load_documents(data))
-        texts = ("\n\n".join(turn.content for turn in turns) for turns in documents)
-        write_tokens(path, encode_documents(tokenizer, texts), len(tokenizer))
-    return read_tokens(path)
-
-
-def _held_out(run: Run, stage: StageConfig, vocab_size: int) -> Batch:
-    """Rows to measure on: the held-out documents, or the last training rows where there are none."""
-    config = run.config
-    seq_len = config.accept_seq_len or stage.seq_len
-    if config.data.corpus is not None:
-        rows: Rows = PackedRows(read_tokens(run.workdir / "corpus" / "heldout.npy"), seq_len)
-    else:
-        rows = make_rows(run, seq_len, vocab_size)
-    columns = run.mesh.shape["data"] * run.mesh.shape["fsdp"]
-    count = -(-config.accept_rows // columns) * columns
-    if len(rows) < count:
+def _check_shares(mesh: Mesh, stage: StageConfig) -> None:
+    """Refuse micro-batches that do not spread over the devices."""
+    rows, columns = stage.batch // stage.accumulation, mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % columns:
         raise ValueError(
-            f"measuring acceptance needs {count} rows of {seq_len} tokens, the data give {len(rows)}; "
-            "lower accept_rows or accept_seq_len, or give more data"
+            f"stage {stage.name}: a micro-batch of {rows} rows (batch={stage.batch} / accumulation="
+            f"{stage.accumulation}) does not spread over mesh data x fsdp = {columns}; change "
+            f"--config.stages.{stage.name}.batch, its accumulation, or --config.mesh"
         )
-    # Evenly spread, so that all held-out documents have a say.
-    chosen = [rows[i * len(rows) // count] for i in range(count)]
-    sharding = NamedSharding(run.mesh, jax.sharding.PartitionSpec(*ROWS[1:]))
-    tokens, weights = (jnp.stack(part) for part in zip(*chosen, strict=True))
-    return jax.device_put(Batch(tokens, weights), sharding)
 
 
 def _sample(path: Path, size: int) -> Any:
