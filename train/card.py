@@ -3,7 +3,7 @@
 import json
 import platform
 import shlex
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -17,8 +17,9 @@ library_name: longspec_jax
 
 # {title}
 
-Trained by `{command}` (seed {seed}, {dtype}) on {device} with jax {jax}, Python {python};
-{minutes:.1f} minutes of wall time in the last call of the command.
+Trained by `{command}` (seed {seed}, {dtype}) on {device} with jax {jax}, Python {python}:
+{minutes:.1f} minutes of training in all calls of the command together (compilation, measuring and
+saving apart).
 
 - `target/`: the target model and its tokenizer, in Hugging Face format.
 - `draft/`: the LongSpec draft, in the format of the LongSpec release.
@@ -42,18 +43,20 @@ too. Distributions marked *held out* were not trained on, nor were files that re
 """
 
 
-def write_card(workdir: Path, config: RunConfig, *, seconds: float) -> None:
+def write_card(workdir: Path, config: RunConfig, command: str) -> None:
     """Write ``README.md``, ``config.json`` having been written before."""
+    last = _last_records(workdir / "metrics.jsonl")
     card = _HEAD.format(
         title=config.title,
-        command=shlex.join(["python", "-m", "train.run", *sys.argv[1:]]),
+        command=command or "train.pipeline.train",
         seed=config.seed,
         dtype=config.dtype,
         device=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         jax=jax.__version__,
         python=platform.python_version(),
-        minutes=seconds / 60,
-        measures=_measures(workdir / "metrics.jsonl"),
+        # Every stage counts its own time, over all calls.
+        minutes=sum(stage.get("elapsed", 0.0) for stage in last.values()) / 60,
+        measures=_measures(last),
     )
     sources = workdir / "corpus" / "sources.json"
     if sources.is_file():
@@ -66,13 +69,33 @@ def write_card(workdir: Path, config: RunConfig, *, seconds: float) -> None:
     (workdir / "README.md").write_text(card)
 
 
-def _measures(path: Path) -> str:
-    """The last held-out figures of every stage."""
+def portable_command(arguments: Sequence[str]) -> str:
+    """The training command without what only its author's machine knows: folders and hosts."""
+    kept = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        match name.lstrip("-"):
+            case "config":
+                argument = f"{name}=configs/{Path(value).name}" if equals else argument
+            case "workdir" | "config.export" | "coordinator" | "process" | "processes":
+                continue
+            case _ if value.startswith(("/", "~", ".")) or Path(value).exists():
+                argument = f"{name}={Path(value).name or 'FOLDER'}" if value else argument
+        kept.append(argument)
+    return shlex.join(["python", "-m", "train.run", *kept])
+
+
+def _last_records(path: Path) -> dict[str, dict[str, float]]:
+    """The last figures of every kind, by stage."""
     last: dict[str, dict[str, float]] = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
-        stage = last.setdefault(record.pop("stage"), {})
-        stage.update(record)
+        last.setdefault(record.pop("stage"), {}).update(record)
+    return last
+
+
+def _measures(last: dict[str, dict[str, float]]) -> str:
+    """The last held-out figures of every stage."""
     shown = (
         "step",
         "loss",

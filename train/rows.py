@@ -23,7 +23,8 @@ from train.data import (
     read_tokens,
     write_tokens,
 )
-from train.documents import DocumentRows, load_documents
+from train.documents import DocumentRows
+from train.loading import load_documents
 from train.processes import by_first
 from train.step import ROWS, Batch
 from train.tokenizer import encode_documents, load_tokenizer

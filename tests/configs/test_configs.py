@@ -1,0 +1,147 @@
+"""Every shipped configuration and variant: it parses, converts, and its shapes fit, without memory."""
+
+import dataclasses
+import importlib
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import configs
+from longspec_jax.config import PRESETS, DraftConfig, TargetConfig
+from longspec_jax.sharding import make_mesh
+from longspec_jax.weights.tables import draft_table, target_table
+from train.config import RunConfig, from_config
+from train.objectives import DraftObjective
+from train.optim import make_optimizer
+from train.step import Batch, state_shardings
+
+SHARED = {"__init__", "common", "paper"}
+FOLDER = Path(configs.__path__[0])
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
+PAPER = [name for name in NAMES if name != "demo"]
+VARIANTS = [(name, variant) for name in PAPER for variant in ("short", "long", "sft")]
+
+TABLE = {
+    "vicuna7b": (269.5, 235.9, 15_000, 16384),
+    "vicuna13b": (422.1, 369.6, 15_000, 16384),
+    "longchat7b": (269.5, 235.9, 15_000, 32768),
+    "longchat13b": (422.1, 369.6, 15_360, 16384),
+    "llama3_8b_262k": (260.1, 251.7, 30_000, 32768),
+    "llama31_8b": (260.1, 251.7, 30_000, 32768),
+    "qwq32b_preview": (550.5, 540.0, 30_000, 32768),
+    "qwq32b": (550.5, 540.0, 30_000, 32768),
+}
+"""Stored and live draft parameters in millions, largest offset, long rows: facts of the release."""
+
+
+def load(name: str, *variant: str) -> RunConfig:
+    return from_config(importlib.import_module(f"configs.{name}").get_config(*variant).to_dict())
+
+
+def preset(config: RunConfig) -> TargetConfig:
+    return PRESETS[config.target.split("/")[1].lower()]
+
+
+def count(table: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in table.leaves)
+
+
+def test_every_target_of_the_paper_and_the_release_has_a_configuration() -> None:
+    assert set(PAPER) == set(TABLE)
+    assert {preset(load(name)) for name in PAPER} == set(PRESETS.values())
+
+
+@pytest.mark.parametrize("variant", ["full", "smoke", "tiny"])
+def test_the_demo_variants_convert(variant: str) -> None:
+    config = load("demo", variant)
+    assert config.pretraining is not None and config.data.corpus is not None
+    assert [stage.name for stage in config.stages] == ["short", "long"]
+    longest = max(stage.seq_len + stage.max_offset for stage in config.stages)
+    assert longest <= config.pretraining.shape.max_positions
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_the_papers_stages(name: str, variant: str) -> None:
+    config = load(name, variant)
+    [stage] = config.stages
+    assert stage.name == variant and stage.epochs == 1 and not stage.steps
+    short = variant == "short"
+    assert (stage.batch, stage.learning_rate) == ((2048, 5e-4) if short else (256, 5e-6))
+    assert stage.seq_len == (1024 if short else TABLE[name][3])
+    assert stage.max_offset == (TABLE[name][2] if short else 0)
+    assert stage.max_offset + stage.seq_len <= preset(config).max_positions
+    assert config.data.mask_prompts == (variant == "sft")
+    assert config.draft.max_shift == 4 and config.draft.window == 512
+    earlier = {"short": "", "long": f"runs/{name}-short/draft", "sft": f"runs/{name}-long/draft"}
+    assert config.draft.init == earlier[variant]
+    qwen = preset(config).architecture == "Qwen2ForCausalLM"
+    assert ("<|im_start|>" in config.data.turn) == qwen
+    if variant == "sft":
+        assert ("long_cot" in config.data.hub) == qwen
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_docstring_says_how_and_what_to_expect(name: str) -> None:
+    text = importlib.import_module(f"configs.{name}").__doc__ or ""
+    for variant in ("short", "long", "sft"):
+        assert f"python -m train.run --config=configs/{name}.py:{variant}" in text
+    assert "An estimate" in text and "Hardware" in text
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_drafts_have_the_published_size(name: str) -> None:
+    draft = DraftConfig.for_target(preset(load(name)))
+    table = draft_table(draft)
+    dead = sum(math.prod(shape) for shape in table.dead.values())
+    live = count(table)
+    assert (round((live + dead) / 1e6, 1), round(live / 1e6, 1)) == TABLE[name][:2]
+
+
+def abstract(table: Any, dtype: str) -> dict[str, Any]:
+    """A parameter tree of shapes."""
+    tree: dict[str, Any] = {}
+    for leaf in table.leaves:
+        *parents, last = leaf.path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype))
+    return tree
+
+
+@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize("variant", ["short", "long"])
+def test_a_micro_batch_fits_the_shapes(name: str, variant: str) -> None:
+    config = load(name, variant)
+    [stage] = config.stages
+    # All layers are alike: two of them show what the others would.
+    target = dataclasses.replace(preset(config), num_layers=2)
+    draft = DraftConfig.for_target(target, window=config.draft.window)
+    objective = DraftObjective(target, draft, config.draft, stage.max_offset, config.loss_chunk)
+    params = jax.eval_shape(objective.initialize, jax.random.key(0))
+    rows = (1, stage.batch // stage.accumulation)
+    draws = jax.eval_shape(lambda key: objective.draw(key, rows, stage.seq_len), jax.random.key(0))
+    micro = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), draws)
+    shape = (rows[1], stage.seq_len)
+    batch = Batch(jax.ShapeDtypeStruct(shape, np.int32), jax.ShapeDtypeStruct(shape, np.float32))
+    frozen = abstract(target_table(target), target.dtype)
+    sums = jax.eval_shape(objective.sums, params, frozen, batch, micro)
+    assert {name: leaf.shape for name, leaf in sums.items()} == {"loss": (), "target_loss": ()}
+    assert all(leaf.dtype == jnp.float32 for leaf in sums.values())
+
+    # Masters, optimiser and rows spread over eight devices, as the configuration says.
+    mesh = make_mesh(*config.mesh.resolve(8))
+    state = state_shardings(mesh, objective, make_optimizer(config.optimizer))
+    assert mesh.shape["fsdp"] == 8 and rows[1] % 8 == 0 and config.accept_rows % 8 == 0
+    assert jax.tree.structure(state.params) == jax.tree.structure(params)
+
+
+def test_an_unknown_variant_names_the_known_ones() -> None:
+    for name in NAMES:
+        with pytest.raises(ValueError, match=f"{name} has no variant 'huge'; choose one of .*"):
+            load(name, "huge")
