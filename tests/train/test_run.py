@@ -1,117 +1,188 @@
-"""Whole runs at miniature scale: the demo from nothing, exact resume, signals, errors."""
+"""The training command on Vicuna's configuration, end to end at toy scale, and its mistakes."""
 
 import json
-import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import jax
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
-from configs import demo
-from longspec_jax.weights.hf import load_draft, load_target, save_target
-from tests.kit import random_target, tiny_target_config
-from train import loop, pipeline
-from train.config import RunConfig, from_config
-from train.metrics import Metrics
-
-
-def records(workdir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_the_demo_from_nothing(tmp_path: Path) -> None:
-    config = from_config(demo.get_config("tiny").to_dict())
-    pipeline.train(config, tmp_path)
-    target, params = load_target(tmp_path / "target")
-    draft, _ = load_draft(tmp_path / "draft", target)
-    assert target.tied_embeddings and draft.window == 16
-    assert (tmp_path / "target" / "tokenizer.json").is_file()
-
-    sources = json.loads((tmp_path / "sources.json").read_text())
-    held = {source["name"] for source in sources if source["held_out"]}
-    trained = {source["name"] for source in sources if not source["held_out"]}
-    assert held == {"attrs", "jinja2"} and trained and not held & trained
-    assert all(source["licence"] and source["version"] for source in sources)
-    card = (tmp_path / "README.md").read_text()
-    assert all(f"| {source['name']} |" in card for source in sources)
-
-    stages = [record["stage"] for record in records(tmp_path)]
-    assert list(dict.fromkeys(stages)) == [
-        "corpus", "target_short", "target_long", "draft_short", "draft_long",
-    ]  # fmt: skip
-    last = records(tmp_path)[-1]
-    assert 1 <= last["tau_chain"] <= 5 and 0 <= last["agree_top4_shift4"] <= 1
-
-    # What is there is not made again.
-    pipeline.train(config, tmp_path)
-    again = load_target(tmp_path / "target")[1]
-    assert all(map(np.array_equal, jax.tree.leaves(params), jax.tree.leaves(again)))
+from longspec_jax.weights.hf import load_draft, load_target
+from tests.train.tiny import (
+    ROOT,
+    arguments,
+    command,
+    interrupt_at,
+    records,
+    save_tiny_target,
+    write_documents,
+)
+from train import pipeline, run
 
 
 @pytest.fixture(scope="module")
-def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    config = tiny_target_config(max_positions=64)
-    save_target(folder, config, random_target(config))
-    return folder
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_target(tmp_path_factory.mktemp("target"))
 
 
-def small_run(target: Path, rows: int = 17) -> RunConfig:
-    """A draft for a saved target on synthetic rows: two epochs of four steps."""
-    config: ConfigDict = demo.get_config("tiny")
-    del config.pretraining, config.data.corpus
-    config.target, config.accept_seq_len = str(target), 0
-    config.data.synthetic_rows = rows
-    config.stages.short.update(seq_len=16, batch=4, steps=0, epochs=2, accumulation=2, max_offset=9)
-    del config.stages["long"]
-    return from_config(config.to_dict())
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send this process a SIGTERM when a step's metrics are written."""
-    write = Metrics.write
-
-    def writing(self: Metrics, stage: str, at: int, values: dict[str, float]) -> None:
-        write(self, stage, at, values)
-        if at == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(Metrics, "write", writing)
+def losses(workdir: Path) -> list[float]:
+    return [record["loss"] for record in records(workdir) if "loss" in record]
 
 
-def test_an_interrupted_run_resumes_exactly(
-    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_resumes_exactly_and_exports_what_it_learned(
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = small_run(target_folder)
-    pipeline.train(config, tmp_path / "straight")
-    with monkeypatch.context() as patch:
-        interrupt_at(4, patch)
-        with pytest.raises(loop.Interrupted, match="stage draft_short"):
-            pipeline.train(config, tmp_path / "halved")
-    assert not (tmp_path / "halved" / "draft").exists()
-    pipeline.train(config, tmp_path / "halved")
+    files = write_documents(tmp_path / "documents.jsonl", 38)
+    exported: dict[str, Any] = {}
 
-    weights = [tmp_path / name / "draft" / "model.safetensors" for name in ("straight", "halved")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    losses = [
-        [record["loss"] for record in records(tmp_path / name) if "loss" in record]
-        for name in ("straight", "halved")
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == 8
+    def saving(folder: Path, draft: Any, params: Any, **options: Any) -> None:
+        exported[str(folder)] = params
+        save_draft(folder, draft, params, **options)
+
+    save_draft = pipeline.save_draft
+    monkeypatch.setattr(pipeline, "save_draft", saving)
+    straight, halved = tmp_path / "straight", tmp_path / "halved"
+    # Two of the 38 documents are measured on, the others give four steps an epoch.
+    epochs = "--config.stages.short.epochs=2"
+    assert command(monkeypatch, *arguments(target, files, straight), epochs) == 0
+    assert len(losses(straight)) == 8
+
+    with monkeypatch.context() as patch:
+        interrupt_at(3, patch)
+        assert command(patch, *arguments(target, files, halved), epochs) == run.INTERRUPTED
+    assert "of stage draft_short; the same command resumes it" in capsys.readouterr().err
+    assert not (halved / "draft").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    more = write_documents(tmp_path / "more.jsonl", 60)
+    assert command(monkeypatch, *arguments(target, more, halved), epochs) == run.BAD_INPUT
+    assert "data or batch changed" in capsys.readouterr().err
+    assert command(monkeypatch, *arguments(target, files, halved), epochs) == 0
+
+    weights = [folder / "draft" / "model.safetensors" for folder in (straight, halved)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert losses(straight) == losses(halved)
+    config, _ = load_target(target)
+    draft, params = load_draft(halved / "draft", config)
+    assert draft.window == 7 and draft.dtype == "float32"
+    jax.tree.map(np.testing.assert_array_equal, params, exported[str(halved / "draft")])
+
+    card = (halved / "README.md").read_text()
+    trained = max(record.get("elapsed", 0) for record in records(halved))
+    assert f"{trained / 60:.1f} minutes of training" in card
+    assert "python -m train.run --config=configs/vicuna7b.py:short" in card
+    assert str(tmp_path) not in card and str(ROOT) not in card and "workdir" not in card
+    assert json.loads((halved / "config.json").read_text())["stages"][0]["batch"] == 8
+
+    # The last stage starts from this draft and learns answers alone.
+    sft = arguments(target, files, tmp_path / "sft", "sft")
+    start = f"--config.draft.init={halved / 'draft'}"
+    assert command(monkeypatch, *sft, start, "--config.stages.sft.steps=1") == 0
+    first = next(record for record in records(tmp_path / "sft") if "loss" in record)
+    assert first["tokens"] < 8 * 40 / 2 and abs(first["loss"] - losses(halved)[-1]) < 1
+    before, after = (
+        load_draft(folder / "draft", config)[1] for folder in (halved, tmp_path / "sft")
+    )
+    # The first step has learning rate zero.
+    jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
-def test_other_data_are_refused_on_resume(
-    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+MISTAKES = {
+    "no configuration": ([], "--config=FILE is missing"),
+    "no such file": (["--config=configs/absent.py"], "no configuration file 'configs/absent.py'"),
+    "variant": (["--config=configs/vicuna7b.py:huge"], "no variant 'huge'; choose one of short"),
+    "typo": (
+        ["--config=configs/demo.py", "--config.sed=1"],
+        "the configuration has no field 'sed'; did you mean 'seed'?",
+    ),
+    "inner typo": (
+        ["--config=configs/demo.py", "--config.draft.windw=1"],
+        "no field 'windw'; did you mean 'window'?",
+    ),
+    "unknown field": (["--config=configs/demo.py", "--config.zzzz=1"], "has no field 'zzzz'"),
+    "type": (["--config=configs/demo.py", "--config.seed=x"], "--config.seed=x: invalid literal"),
+    "flag": (["--config=configs/demo.py", "--wrkdir=x"], "'wrkdir'. Did you mean: workdir"),
+    "argument": (["--config=configs/demo.py", "x"], "unexpected argument 'x'"),
+    "no data": (["--config=configs/vicuna7b.py", "--config.data.hub="], "one source of data"),
+    "two sources": (["--config=configs/demo.py", "--config.data.files=x"], "one source of data"),
+    "no target": (["--config=configs/vicuna7b.py", "--config.target="], "a run needs a target"),
+    "dtype": (["--config=configs/demo.py", "--config.dtype=int8"], "dtype='int8'"),
+    "endless": (
+        ["--config=configs/vicuna7b.py", "--config.stages.short.epochs=0"],
+        "stage short would never end",
+    ),
+    "micro-batches": (
+        ["--config=configs/vicuna7b.py", "--config.stages.short.accumulation=3"],
+        "batch=2048 rows do not split into accumulation=3",
+    ),
+    "answers": (
+        ["--config=configs/vicuna7b.py:sft", "--config.stages.sft.seq_len=1024"],
+        "leave nothing of a masked prompt before answer_room=1024",
+    ),
+    "processes": (
+        ["--config=configs/demo.py", "--coordinator=localhost:1", "--processes=2", "--process=2"],
+        "--process=2 of --processes=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_sentence(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with monkeypatch.context() as patch:
-        interrupt_at(4, patch)
-        with pytest.raises(loop.Interrupted):
-            pipeline.train(small_run(target_folder), tmp_path)
-    config = small_run(target_folder, rows=40)
-    with pytest.raises(ValueError, match="data or batch changed"):
-        pipeline.train(config, tmp_path)
+    monkeypatch.chdir(ROOT)
+    given, sentence = MISTAKES[name]
+    assert command(monkeypatch, *given, f"--workdir={tmp_path / 'work'}") == run.BAD_INPUT
+    error = capsys.readouterr().err.strip()
+    assert sentence in error and error.startswith("train.run: ") and "\n" not in error
+    assert not (tmp_path / "work").exists()
+
+
+def test_data_and_model_that_do_not_fit_are_refused(
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = write_documents(tmp_path / "documents.jsonl", 8)
+    given = arguments(target, files, tmp_path / "work")
+    for change, sentence in {
+        "--config.stages.short.seq_len=97": "the target was made for 96 positions",
+        "--config.mesh.data=3": "does not spread over mesh data x fsdp = 6",
+        "--config.accept_rows=9": "measuring acceptance needs 10 rows of 40 tokens, the data give 8",
+        "--config.stages.short.epochs=3": "the data gives 6 rows, a step needs 8",
+        f"--config.target={tmp_path}": "config.json",
+        "--config.target=a/b/c": "is not a folder",
+        "--config.draft.init=runs/absent/draft": "runs/absent/draft is not a folder",
+    }.items():
+        assert command(monkeypatch, *given, change) == run.BAD_INPUT
+        error = capsys.readouterr().err.strip()
+        assert sentence in error and "Traceback" not in error, change
+
+
+def test_the_shell_sees_one_line_and_a_status() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "train.run", "--config=configs/demo.py", "--config.sed=1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == run.BAD_INPUT and not ended.stdout
+    assert ended.stderr.splitlines() == [
+        "train.run: the configuration has no field 'sed'; did you mean 'seed'?"
+    ]

@@ -1,0 +1,94 @@
+"""A tiny Llama checkpoint with a tokenizer, documents for it, and the training command in-process."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longspec_jax.weights.hf import save_target
+from tests.kit import random_target, tiny_target_config
+from train import run
+from train.metrics import Metrics
+from train.tokenizer import train_tokenizer
+
+ROOT = Path(__file__).parents[2]
+WORDS = "the draft proposes a tree of tokens and the target checks it in one pass".split()
+
+
+def save_tiny_target(folder: Path) -> Path:
+    """A one-layer target in Hugging Face format, its tokenizer beside it."""
+    tokenizer = train_tokenizer([" ".join(WORDS)] * 9, 300)
+    config = tiny_target_config(
+        vocab_size=304, model_width=32, mlp_width=40, num_layers=1, num_heads=4, head_width=8,
+        max_positions=96,
+    )  # fmt: skip
+    save_target(folder, config, random_target(config), stop_tokens=(tokenizer.eos_token_id,))
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_documents(path: Path, count: int) -> Path:
+    """Documents of two formats and of many lengths, one a line."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for index in range(count):
+        text = " ".join(rng.choice(WORDS, rng.integers(3, 25)))
+        row = {"problem": text, "qwq": text[::-1]} if index % 3 == 0 else {"target": text}
+        lines.append(json.dumps(row))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def arguments(target: Path, files: Path, workdir: Path, variant: str = "short") -> list[str]:
+    """Vicuna's configuration, shrunk to rows and batches of a toy."""
+    small = dict(batch=8, seq_len=40, accumulation=2)
+    return [
+        f"--config={ROOT}/configs/vicuna7b.py:{variant}",
+        f"--config.target={target}",
+        f"--config.data.files={files}",
+        *(f"--config.stages.{variant}.{name}={value}" for name, value in small.items()),
+        "--config.data.answer_room=16",
+        "--config.accept_rows=2",
+        "--config.draft.window=7",
+        "--config.dtype=float32",
+        "--config.mesh.fsdp=2",
+        f"--workdir={workdir}",
+    ]
+
+
+def command(patch: pytest.MonkeyPatch, *given: str) -> int:
+    """``python -m train.run`` in this process; the exit status."""
+    patch.setattr(sys, "argv", ["train/run.py", *given])
+    values = run.flags.FLAGS
+    values.unparse_flags()
+    for name in list(values):  # A process parses its flags once; here all of them are made anew.
+        if name.startswith("config."):
+            delattr(values, name)
+    for name in ("config", "workdir", "distributed", "coordinator", "processes", "process"):
+        values[name].unparse()
+    try:
+        return run.main(run.parse(sys.argv))
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+
+
+def interrupt_at(step: int, patch: pytest.MonkeyPatch) -> None:
+    """Send this process a SIGTERM when a step's metrics are written."""
+    write = Metrics.write
+
+    def writing(self: Metrics, stage: str, at: int, values: dict[str, float]) -> None:
+        write(self, stage, at, values)
+        if at == step and "loss" in values:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    patch.setattr(Metrics, "write", writing)
+
+
+def records(workdir: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``."""
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
