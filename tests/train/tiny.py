@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from longspec_jax.weights.hf import save_target
-from tests.kit import random_target, tiny_target_config
+from tests.kit import tiny_target_config
 from train import run
 from train.metrics import Metrics
+from train.objectives import TargetObjective
 from train.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +29,8 @@ def save_tiny_target(folder: Path) -> Path:
         vocab_size=304, model_width=32, mlp_width=40, num_layers=1, num_heads=4, head_width=8,
         max_positions=96,
     )  # fmt: skip
-    save_target(folder, config, random_target(config), stop_tokens=(tokenizer.eos_token_id,))
+    params = jax.jit(TargetObjective(config, 16).initialize)(jax.random.key(0))
+    save_target(folder, config, params, stop_tokens=(tokenizer.eos_token_id,))
     tokenizer.save_pretrained(folder)
     return folder
 
