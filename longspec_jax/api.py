@@ -42,10 +42,10 @@ class LongSpec:
     """A target, optionally its draft, and how to decode with them."""
 
     target_config: TargetConfig
-    target_params: Any
+    target_params: Any = field(repr=False)
     draft_config: DraftConfig | None = None
-    draft_params: Any = None
-    tokenizer: Any = None
+    draft_params: Any = field(default=None, repr=False)
+    tokenizer: Any = field(default=None, repr=False)
     """A transformers tokenizer; without one, prompts are token ids and there is no text."""
     stop_tokens: tuple[int, ...] = ()
     """What ends a row unless ``eos_token_id`` says otherwise."""

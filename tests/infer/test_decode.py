@@ -1,6 +1,5 @@
 """The decode command: what it prints, what it writes, and how it fails."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -10,12 +9,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from infer import decode
+from infer import decode, session
 from infer.compilation import enable_cache
 from infer.display import Screen, wants_color
-from longspec_jax import LongSpec
+from longspec_jax import LongSpec, demo_prompts
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
-from longspec_jax.loading import DEMO
+from longspec_jax.loading import DEMO, load_tokenizer
 from tests.infer.toys import save_toy, toy_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -61,11 +60,11 @@ def test_one_prompt(folders, tmp_path, capsys) -> None:
 
 
 def test_color_shows_the_same_text(folders, capsys) -> None:
-    arguments = [*folders, f"--prompt={PROMPT}", "--ignore_eos"]
-    assert decode.main([*arguments, "--color=always", "--no-compare"]) == 0
+    argv = [*folders, f"--prompt={PROMPT}", "--ignore_eos"]
+    assert decode.main([*argv, "--color=always", "--no-compare"]) == 0
     colored = capsys.readouterr().out
     assert "\x1b[32m" in colored and "identical to plain" not in colored
-    assert decode.main([*arguments, "--color=never", "--no-compare", "--no-stream"]) == 0
+    assert decode.main([*argv, "--color=never", "--no-compare", "--no-stream"]) == 0
     plain = capsys.readouterr().out
     for code in ("\x1b[32m", "\x1b[2m", "\x1b[0m"):
         colored = colored.replace(code, "")
@@ -97,21 +96,21 @@ def test_batch_rows_equal_lone_runs(folders, tmp_path) -> None:
 
 
 def test_json_on_standard_output_is_json_alone(folders, capsys) -> None:
-    arguments = ["--prompt=ab", "--method=plain", "--json=-", "--max_new_tokens=3"]
-    assert decode.main([*folders, *arguments]) == 0
+    argv = ["--prompt=ab", "--method=plain", "--json=-", "--max_new_tokens=3"]
+    assert decode.main([*folders, *argv]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["prompt_tokens"] == 2 and "=== prompt" in printed.err
 
 
-def test_default_prompt_is_the_shortest_long_one(folders, monkeypatch, tmp_path) -> None:
-    session = importlib.import_module("infer.session")
-    texts = {"short": "ab", "longer": "ab" * 30, "long": "ab" * 20}
-    monkeypatch.setattr(session, "LONG_PROMPT", 40)
+def test_default_prompt(folders, monkeypatch, tmp_path) -> None:
+    texts = {"first": "ab", session.DEFAULT_PROMPT: "ab" * 20}
     monkeypatch.setattr(session, "demo_prompts", lambda: texts)
     found = run_json(folders, tmp_path, "--method=plain")
-    assert [row["name"] for row in found["rows"]] == ["long"]
+    assert [row["name"] for row in found["rows"]] == [session.DEFAULT_PROMPT]
     found = run_json(folders, tmp_path, "--method=plain", "--all_prompts")
     assert [row["name"] for row in found["rows"]] == list(texts)
+    monkeypatch.setattr(session, "demo_prompts", lambda: {})
+    assert decode.main(folders) == 2
 
 
 BAD = {
@@ -133,23 +132,23 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_message_and_status_2(folders, case, capsys) -> None:
-    arguments, message = BAD[case]
-    given = {argument.split("=")[0] for argument in arguments}
+    bad, message = BAD[case]
+    given = {argument.split("=")[0] for argument in bad}
     kept = [argument for argument in folders if argument.split("=")[0] not in given]
     if "--draft" in given:
         kept = [argument for argument in kept if not argument.startswith("--target")]
-    assert decode.main([*kept, *arguments]) == 2
+    assert decode.main([*kept, *bad]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.startswith("error: ")
     assert "Traceback" not in printed.err
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--tree=wide"], ["--method=magic"], ["--prompt=a", "--list=prompts"]]
+    "argv", [["--tree=wide"], ["--method=magic"], ["--prompt=a", "--list=prompts"]]
 )
-def test_bad_arguments_are_status_2(arguments, capsys) -> None:
+def test_bad_arguments_are_status_2(argv, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
-        decode.main(arguments)
+        decode.main(argv)
 
 
 def test_failures_while_running_are_status_1(folders, monkeypatch, capsys) -> None:
@@ -206,4 +205,8 @@ def test_compilation_cache_folder(monkeypatch, tmp_path) -> None:
 @pytest.mark.skipif(not DEMO.is_dir(), reason="the demo model is not in this checkout")
 def test_demo_prompts_fit_the_demo_model(capsys) -> None:
     assert decode.main(["--list=prompts"]) == 0
-    assert capsys.readouterr().out.count("\n") == len(list(DEMO.glob("prompts/*.txt"))) > 0
+    texts = demo_prompts()
+    assert capsys.readouterr().out.count("\n") == len(texts) > 1
+    tokenizer = load_tokenizer(DEMO / "target")
+    lengths = {name: len(tokenizer(text)["input_ids"]) for name, text in texts.items()}
+    assert lengths[session.DEFAULT_PROMPT] >= 8000 and max(lengths.values()) + 256 <= 16384
