@@ -1,5 +1,7 @@
 """Chunked cross-entropy against the dense one."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -23,7 +25,7 @@ def inputs(dtype: jnp.dtype) -> tuple[jax.Array, ...]:
     return hidden.astype(dtype), head.astype(dtype), labels, weights
 
 
-@pytest.mark.parametrize("chunk", [1, 9, 18, 1000])
+@pytest.mark.parametrize("chunk", [1, 9, 1000])
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
 def test_value_and_gradients_equal_the_dense_ones(
     chunk: int, dtype: jnp.dtype, bound: float
@@ -33,9 +35,15 @@ def test_value_and_gradients_equal_the_dense_ones(
     def chunked(hidden: jax.Array, head: jax.Array) -> jax.Array:
         return cross_entropy_sum(hidden, head, labels, weights, chunk=chunk, head_gradient=True)
 
-    value, gradients = jax.value_and_grad(chunked, (0, 1))(hidden, head)
-    wide = (hidden.astype(jnp.float32), head.astype(jnp.float32))
-    expected, dense_gradients = jax.value_and_grad(dense, (0, 1))(*wide, labels, weights)
+    @jax.jit
+    def both(hidden: jax.Array, head: jax.Array) -> Any:
+        wide = (hidden.astype(jnp.float32), head.astype(jnp.float32))
+        return (
+            jax.value_and_grad(chunked, (0, 1))(hidden, head),
+            jax.value_and_grad(dense, (0, 1))(*wide, labels, weights),
+        )
+
+    (value, gradients), (expected, dense_gradients) = both(hidden, head)
     assert value.dtype == jnp.float32 and relative_error(value, expected) < 1e-5
     for actual, wanted in zip(gradients, dense_gradients, strict=True):
         assert actual.dtype == dtype
