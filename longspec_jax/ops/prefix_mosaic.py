@@ -7,6 +7,7 @@ in its softmax while the other multiplies. Partial results have the layout of
 :func:`longspec_jax.ops.prefix_pallas.split_attention`, with the rows padded to whole warpgroups.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -24,6 +25,7 @@ from longspec_jax.ops.packing import refuse_unsupported
 from longspec_jax.ops.tiles import WARPGROUP_ROWS, MosaicTile, mosaic_prefix_tile
 
 LOG2_E = math.log2(math.e)
+_ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def prefix_attention(
@@ -81,6 +83,8 @@ def split_attention(
     splits = pl.cdiv(slots, tile.split)
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     groups_of_rows = tile.warpgroups
+    row_tiles = pl.cdiv(padded // WARPGROUP_ROWS, groups_of_rows)
+    items = row_tiles * splits * kv_heads * batch
 
     def shared(*shape: int) -> Any:
         return plgpu.SMEM(shape, q.dtype, transforms=swizzled)
@@ -89,7 +93,10 @@ def split_attention(
         functools.partial(
             _kernel,
             tile=tile,
+            items=items,
+            row_tiles=row_tiles,
             padded=padded,
+            splits=splits,
             kv_heads=kv_heads,
             slots=slots,
             scale=(width**-0.5 if scale is None else scale) * LOG2_E,
@@ -111,10 +118,8 @@ def split_attention(
             turn=plgpu.Barrier(num_arrivals=groups_of_rows),
             clean=plgpu.Barrier(num_arrivals=groups_of_rows),
         ),
-        # The last axis varies fastest: programs that share a split run side by side, and its keys
-        # and values come from memory once.
-        grid=(kv_heads * batch, splits, pl.cdiv(padded // WARPGROUP_ROWS, groups_of_rows)),
-        grid_names=("head", "split", "rows"),
+        grid=(min(tile.programs, items),),
+        grid_names=("program",),
         num_threads=groups_of_rows + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -144,8 +149,10 @@ def _refuse_unsupported(width: int, slots: int, dtype: Any, tile: MosaicTile) ->
         raise NotImplementedError(f"head width {width} is neither 64 nor 128")
     if dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"{dtype} is neither bfloat16 nor float16")
-    if slots % tile.slots:
-        raise NotImplementedError(f"capacity {slots} is not a multiple of {tile.slots} slots")
+    if slots < tile.slots or slots % 8:
+        raise NotImplementedError(
+            f"capacity {slots} is not a multiple of 8 of at least one step of {tile.slots} slots"
+        )
 
 
 def _kernel(
@@ -168,34 +175,69 @@ def _kernel(
     turn: Any,
     clean: Any,
     tile: MosaicTile,
+    items: int,
+    row_tiles: int,
     padded: int,
+    splits: int,
     kv_heads: int,
     slots: int,
     scale: float,
 ) -> None:
-    """One split of one key/value head: a warpgroup that fetches, and some that attend."""
-    head, split = jax.lax.axis_index("head"), jax.lax.axis_index("split")
-    batch, kv_head = jax.lax.div(head, kv_heads), jax.lax.rem(head, kv_heads)
+    """A program that stays: a warpgroup that fetches, and some that attend, item after item.
+
+    An item is one row tile of one key/value head against one split. While the last rows of an
+    item are written the keys of the next are already on their way. Items that share a split are
+    neighbours, so that its keys and values come from memory once; the rotation by one a round
+    gives every program its share of the last, lighter row tile.
+    """
+    program = jax.lax.axis_index("program")
+    programs = min(tile.programs, items)
     warpgroup = jax.lax.axis_index("warpgroup")
-    row_tile = jax.lax.axis_index("rows")
-    first_row = (row_tile * tile.warpgroups + warpgroup) * WARPGROUP_ROWS
-    width = q_ref.shape[3]
-    lower = split * tile.split
-    upper = jnp.minimum(jnp.minimum(length_ref[batch], slots), lower + tile.split)
-    seen = jnp.maximum(upper - lower, 0)
-    whole = jax.lax.div(seen, tile.slots)
-    steps = jax.lax.div(seen + (tile.slots - 1), tile.slots)
+    width = k_ref.shape[3]
     alternate = tile.warpgroups == 2
+
+    def each_item(visit: Any) -> None:
+        """Call ``visit(item)`` for every item of this program that holds a slot its row sees."""
+
+        def step(turn_number: jax.Array, past: jax.Array) -> jax.Array:
+            index = turn_number * programs + jax.lax.rem(program + turn_number, programs)
+            rest = jax.lax.div(index, row_tiles)
+            head = jax.lax.div(rest, splits)
+            batch = jnp.minimum(jax.lax.div(head, kv_heads), length_ref.shape[0] - 1)
+            split = jax.lax.rem(rest, splits)
+            lower = split * tile.split
+            upper = jnp.minimum(jnp.minimum(length_ref[batch], slots), lower + tile.split)
+            seen = jnp.where(index < items, jnp.maximum(upper - lower, 0), 0)
+            item = _Item(
+                batch=batch,
+                kv_head=jax.lax.rem(head, kv_heads),
+                split=split,
+                row=jax.lax.rem(index, row_tiles) * (tile.warpgroups * WARPGROUP_ROWS),
+                lower=lower,
+                seen=seen,
+                whole=jax.lax.div(seen, tile.slots),
+                steps=jax.lax.div(seen + (tile.slots - 1), tile.slots),
+                past=past,
+            )
+            pl.when(seen > 0)(lambda: visit(item))
+            return past + item.steps
+
+        jax.lax.fori_loop(0, pl.cdiv(items, programs), step, jnp.int32(0))
+
+    def ring(item: _Item, step: jax.Array | int) -> jax.Array:
+        """The stage of an item's step: the ring goes on from item to item."""
+        return jax.lax.rem(item.past + step, tile.stages)
 
     def take_turn() -> None:
         if alternate:
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
 
-    def attend() -> None:
+    def attend(item: _Item) -> None:
+        first_row = item.row + warpgroup * WARPGROUP_ROWS
         queries = q_smem.at[warpgroup]
         plgpu.copy_gmem_to_smem(
-            q_ref.at[batch, kv_head, pl.ds(first_row, WARPGROUP_ROWS)],
+            q_ref.at[item.batch, item.kv_head, pl.ds(first_row, WARPGROUP_ROWS)],
             queries,
             q_ready.at[warpgroup],
         )
@@ -204,28 +246,26 @@ def _kernel(
         top = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), column)
         total = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), column)
         acc = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
-        plgpu.barrier_wait(k_ready.at[0])
+        plgpu.barrier_wait(k_ready.at[ring(item, 0)])
         if alternate:
             pl.when(warpgroup == 1)(take_turn)
 
         def visit(step: jax.Array, state: Any, edge: bool) -> Any:
             acc, top, total = state
-            stage = jax.lax.rem(step, tile.stages)
+            stage = ring(item, step)
 
             def multiply_keys(scores_ref: Any) -> jax.Array:
                 plgpu.wgmma(scores_ref, queries, k_smem.at[stage].transpose((1, 0)))
                 take_turn()
                 return scores_ref[...]
 
-            scores = pl.run_scoped(
-                multiply_keys, plgpu.ACC((WARPGROUP_ROWS, tile.slots), jnp.float32)
-            )
+            scores = pl.run_scoped(multiply_keys, _ACC((WARPGROUP_ROWS, tile.slots), jnp.float32))
             plgpu.barrier_arrive(k_free.at[stage])
             if edge:
                 slot = plgpu.broadcasted_iota(
                     jnp.int32, (WARPGROUP_ROWS, tile.slots), 1, layout=plgpu.Layout.WGMMA
                 )
-                scores = jnp.where(slot + step * tile.slots < seen, scores, -jnp.inf)
+                scores = jnp.where(slot + step * tile.slots < item.seen, scores, -jnp.inf)
             # Every visited block holds a slot the row sees, so this maximum is finite.
             new_top = jnp.maximum(top, scores.max(axis=1) * scale)
             keep = jnp.exp2(top - new_top)
@@ -240,7 +280,7 @@ def _kernel(
                 plgpu.barrier_arrive(turn)  # This warpgroup's softmax is done.
             plgpu.barrier_wait(v_ready.at[stage])
             if edge:
-                _silence(v_smem.at[stage], seen - step * tile.slots, warpgroup)
+                _silence(v_smem.at[stage], item.seen - step * tile.slots, warpgroup)
                 plgpu.barrier_arrive(clean)
                 plgpu.barrier_wait(clean)
             if alternate:
@@ -249,37 +289,37 @@ def _kernel(
             def multiply_values(acc_ref: Any) -> None:
                 plgpu.wgmma(acc_ref, half, v_smem.at[stage])
 
-                @pl.when(step + 1 < steps)
+                @pl.when(step + 1 < item.steps)
                 def _() -> None:
-                    plgpu.barrier_wait(k_ready.at[jax.lax.rem(step + 1, tile.stages)])
+                    plgpu.barrier_wait(k_ready.at[ring(item, step + 1)])
 
-            acc = pl.run_state(multiply_values)(plgpu.ACC.init(acc))
+            acc = pl.run_state(multiply_values)(_ACC.init(acc))
             plgpu.barrier_arrive(v_free.at[stage])
             return acc, new_top, total
 
         state = (acc, top, total)
-        state = jax.lax.fori_loop(0, whole, functools.partial(visit, edge=False), state)
-        state = jax.lax.fori_loop(whole, steps, functools.partial(visit, edge=True), state)
+        state = jax.lax.fori_loop(0, item.whole, functools.partial(visit, edge=False), state)
+        state = jax.lax.fori_loop(
+            item.whole, item.steps, functools.partial(visit, edge=True), state
+        )
         acc, top, total = state
         if alternate:
             pl.when(warpgroup == 0)(take_turn)
         acc *= jax.lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
         lse_smem[warpgroup] = top / LOG2_E + jnp.log(total)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            lse_smem.at[warpgroup],
-            lse_ref.at[batch, split, kv_head, pl.ds(first_row, WARPGROUP_ROWS)],
-        )
-        out_ref[batch, split, kv_head, pl.ds(first_row, WARPGROUP_ROWS)] = acc
+        place = (item.batch, item.split, item.kv_head, pl.ds(first_row, WARPGROUP_ROWS))
+        plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[place])
+        out_ref[place] = acc
         plgpu.wait_smem_to_gmem(0)
 
-    def stand_by() -> None:
-        """Keep the barriers turning where the last program has fewer rows than warpgroups."""
+    def stand_by(item: _Item) -> None:
+        """Keep the barriers turning where the last row tile has fewer rows than warpgroups."""
         if alternate:
             pl.when(warpgroup == 1)(take_turn)
 
         def visit(step: jax.Array, _: None, edge: bool) -> None:
-            stage = jax.lax.rem(step, tile.stages)
+            stage = ring(item, step)
             # Without these waits it would run ahead and release blocks that others still read.
             plgpu.barrier_wait(k_ready.at[stage])
             take_turn()
@@ -287,48 +327,63 @@ def _kernel(
             plgpu.barrier_wait(v_ready.at[stage])
             if edge:
                 plgpu.barrier_arrive(clean)
+                plgpu.barrier_wait(clean)
             take_turn()
             plgpu.barrier_arrive(v_free.at[stage])
 
-        jax.lax.fori_loop(0, whole, functools.partial(visit, edge=False), None)
-        jax.lax.fori_loop(whole, steps, functools.partial(visit, edge=True), None)
+        jax.lax.fori_loop(0, item.whole, functools.partial(visit, edge=False), None)
+        jax.lax.fori_loop(item.whole, item.steps, functools.partial(visit, edge=True), None)
         if alternate:
             pl.when(warpgroup == 0)(take_turn)
 
-    def fetch() -> None:
-        def copy(step: jax.Array | int, stage: jax.Array | int) -> None:
-            block = (batch, kv_head, pl.ds(lower + step * tile.slots, tile.slots))
-            plgpu.copy_gmem_to_smem(k_ref.at[block], k_smem.at[stage], k_ready.at[stage])
-            plgpu.copy_gmem_to_smem(v_ref.at[block], v_smem.at[stage], v_ready.at[stage])
+    def attend_or_stand_by(item: _Item) -> None:
+        busy = item.row + warpgroup * WARPGROUP_ROWS < padded
+        pl.when(busy)(lambda: attend(item))
+        pl.when(jnp.logical_not(busy))(lambda: stand_by(item))
 
-        for stage in range(tile.stages):
-            pl.when(stage < steps)(functools.partial(copy, stage, stage))
-
-        @pl.loop(tile.stages, jnp.maximum(steps, tile.stages))
+    def fetch(item: _Item) -> None:
+        @pl.loop(0, item.steps)
         def _(step: jax.Array) -> None:
-            stage = jax.lax.rem(step, tile.stages)
-            block = (batch, kv_head, pl.ds(lower + step * tile.slots, tile.slots))
-            plgpu.barrier_wait(k_free.at[stage])
+            stage = ring(item, step)
+            used = item.past + step >= tile.stages
+            block = (item.batch, item.kv_head, pl.ds(item.lower + step * tile.slots, tile.slots))
+            pl.when(used)(lambda: plgpu.barrier_wait(k_free.at[stage]))
             plgpu.copy_gmem_to_smem(k_ref.at[block], k_smem.at[stage], k_ready.at[stage])
-            plgpu.barrier_wait(v_free.at[stage])
+            pl.when(used)(lambda: plgpu.barrier_wait(v_free.at[stage]))
             plgpu.copy_gmem_to_smem(v_ref.at[block], v_smem.at[stage], v_ready.at[stage])
 
     registers = {1: None, 2: (232, 40), 3: (160, 32)}[tile.warpgroups]
 
-    @pl.when(seen > 0)
+    @pl.when(warpgroup < tile.warpgroups)
     def _() -> None:
-        @pl.when(warpgroup < tile.warpgroups)
-        def _() -> None:
-            if registers:
-                plgpu.set_max_registers(registers[0], action="increase")
-            pl.when(first_row < padded)(attend)
-            pl.when(first_row >= padded)(stand_by)
+        if registers:
+            plgpu.set_max_registers(registers[0], action="increase")
+        each_item(attend_or_stand_by)
 
-        @pl.when(warpgroup == tile.warpgroups)
-        def _() -> None:
-            if registers:
-                plgpu.set_max_registers(registers[1], action="decrease")
-            fetch()
+    @pl.when(warpgroup == tile.warpgroups)
+    def _() -> None:
+        if registers:
+            plgpu.set_max_registers(registers[1], action="decrease")
+        each_item(fetch)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """A piece of work: one row tile of one key/value head against one split.
+
+    ``seen`` slots from ``lower`` on take ``whole`` unmasked and ``steps`` steps in all, after the
+    ``past`` steps of the program's earlier items.
+    """
+
+    batch: jax.Array
+    kv_head: jax.Array
+    split: jax.Array
+    row: jax.Array
+    lower: jax.Array
+    seen: jax.Array
+    whole: jax.Array
+    steps: jax.Array
+    past: jax.Array
 
 
 def _silence(values: Any, count: jax.Array, warpgroup: jax.Array) -> None:
@@ -336,7 +391,7 @@ def _silence(values: Any, count: jax.Array, warpgroup: jax.Array) -> None:
 
     @pl.when(warpgroup == 0)
     def _() -> None:
-        block = plgpu.load(values, layout=plgpu.Layout.WGMMA)
+        block = plgpu.load(values, layout=plgpu.Layout.WGMMA)  # pyright: ignore
         row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
         values[...] = jnp.where(row < count, block, jnp.zeros_like(block))
         plgpu.commit_smem()

@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries
-from longspec_jax.ops.hardware import AMPERE, require_ampere
+from longspec_jax.ops.hardware import AMPERE, mosaic_is_supported, require_ampere
 from longspec_jax.ops.merge import Partial
 from longspec_jax.ops.packing import (
     PackedShape,
@@ -31,7 +31,12 @@ from longspec_jax.ops.packing import (
     reached_splits,
     refuse_unsupported,
 )
-from longspec_jax.ops.tiles import MosaicTile, PrefixTile, prefix_tile
+from longspec_jax.ops.tiles import (
+    MosaicTile,
+    PrefixTile,
+    prefix_tile,
+    triton_prefix_tile,
+)
 
 LOG2_E = math.log2(math.e)
 MERGE_ROWS = 16
@@ -53,7 +58,7 @@ def prefix_attention(
     interpret: bool = False,
 ) -> Partial:
     """Attend to ``start[b] <= s < length[b]``; see :func:`reference.prefix_attention`."""
-    tile = choose_tile(q, k.shape[1], k.shape[2], tile, interpret)
+    tile = choose_tile(q, k.shape[1], k.shape[2], tile, interpret, bounded=start is not None)
     out, lse = split_attention(q, k, v, length, start, scale=scale, tile=tile, interpret=interpret)
     batch, tokens, heads, width = q.shape
     kernel = functools.partial(
@@ -142,39 +147,43 @@ def load_merged(
     """Merge the reached splits of some rows, ``chunk`` splits at a time, in ascending order."""
     first, last = reached
     width = out_ref.shape[4]
-    kv_head = jnp.broadcast_to(kv_head, packed.shape)
-    padded = pl.next_power_of_2(width)
-    h = jnp.arange(padded)
-    rows = packed.shape[0]
+    chunk = min(chunk, out_ref.shape[1])
+    h = jnp.arange(pl.next_power_of_2(width))
+    mask = valid[:, None] & (h < width)[None, :]
+    kv_rows = kv_head[:, None] if kv_head.ndim else kv_head
 
     def visit(index: jax.Array, state: State) -> State:
-        split = first + index * chunk + jnp.arange(chunk)
-        wanted = (split < last)[:, None] & valid[None, :]
-        lse = LOG2_E * pltriton.load(
-            lse_ref.at[batch, split[:, None], kv_head[None, :], packed[None, :]],
-            mask=wanted,
-            other=-jnp.inf,
-        )
-        out = pltriton.load(
-            out_ref.at[
-                batch,
-                split[:, None, None],
-                kv_head[None, :, None],
-                packed[None, :, None],
-                h[None, None, :],
-            ],
-            mask=wanted[:, :, None] & (h < width)[None, None, :],
-            other=0.0,
-        )
+        # Unrolled, so that every read of a chunk is in flight before the first is used.
+        splits = [first + index * chunk + i for i in range(chunk)]
+        sums = [
+            pltriton.load(
+                lse_ref.at[batch, split, kv_head, packed],
+                mask=valid & (split < last),
+                other=-jnp.inf,
+            )
+            * LOG2_E
+            for split in splits
+        ]
+        outs = [
+            pltriton.load(
+                out_ref.at[batch, split, kv_rows, packed[:, None], h[None, :]],
+                mask=mask & (split < last),
+                other=0.0,
+            )
+            for split in splits
+        ]
         top, total, acc = state
-        new_top = jnp.maximum(top, lse.max(axis=0))
+        new_top = functools.reduce(jnp.maximum, sums, top)
         shift = finite(new_top)
-        weight = exp2(lse - shift[None, :], interpret)
         keep = exp2(top - shift, interpret)
-        acc = acc * keep[:, None] + (out * weight[:, :, None]).sum(axis=0)
-        return new_top, total * keep + weight.sum(axis=0), acc
+        total, acc = total * keep, acc * keep[:, None]
+        for lse, out in zip(sums, outs, strict=True):
+            weight = exp2(lse - shift, interpret)
+            total, acc = total + weight, acc + out * weight[:, None]
+        return new_top, total, acc
 
-    return jax.lax.fori_loop(0, pl.cdiv(last - first, chunk), visit, empty_state(rows, padded))
+    state = empty_state(packed.shape[0], h.shape[0])
+    return jax.lax.fori_loop(0, pl.cdiv(last - first, chunk), visit, state)
 
 
 def empty_state(rows: int, width: int) -> State:
@@ -254,13 +263,17 @@ def choose_tile(
     slots: int,
     tile: PrefixTile | MosaicTile | None,
     interpret: bool,
+    bounded: bool = False,
 ) -> PrefixTile | MosaicTile:
     """The tile asked for, or the heuristic's for this GPU; refuses where there is none."""
     if tile is not None:
         return tile
     capability = AMPERE if interpret else require_ampere("the Pallas kernels")
     _, tokens, heads, width = q.shape
-    return prefix_tile(tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
+    sizes = (tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
+    if bounded or not mosaic_is_supported():
+        return triton_prefix_tile(*sizes)
+    return prefix_tile(*sizes)
 
 
 def _split_kernel(

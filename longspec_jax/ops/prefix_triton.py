@@ -39,7 +39,9 @@ def prefix_attention(
     batch, tokens, heads, width = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     if tile is None:
-        tile = triton_prefix_tile(tokens, heads, kv_heads, width, slots, q.dtype.itemsize)
+        tile = triton_prefix_tile(
+            tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability
+        )
     return _launch(q, k, v, length, start, scale, tile, 10 * capability[0] + capability[1])
 
 

@@ -28,7 +28,7 @@ def prefix_attention(
     """Attend to ``start[b] <= s < length[b]``; see :func:`reference.prefix_attention`."""
     batch, tokens, heads, width = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
-    scale = width**-0.5 if scale is None else scale
+    factor = width**-0.5 if scale is None else scale
     block = min(BLOCK, slots)
     rows = (heads // kv_heads) * tokens
     # GQA: the queries that share a key/value head become rows of one product.
@@ -55,7 +55,7 @@ def prefix_attention(
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        scores = jnp.where(seen[:, None, None, :], scores * scale, -jnp.inf)
+        scores = jnp.where(seen[:, None, None, :], scores * factor, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
         weights = jnp.exp(scores - shift[..., None])

@@ -86,14 +86,14 @@ def _dense(
     """Masked softmax attention with the scores written out, all in float32."""
     batch, tokens, heads, width = q.shape
     groups = heads // k.shape[2]
-    scale = width**-0.5 if scale is None else scale
+    factor = width**-0.5 if scale is None else scale
     grouped = q.astype(jnp.float32).reshape(batch, tokens, k.shape[2], groups, width)
     # Memory behind the mask may hold anything, NaN included: clear it rather than multiply by 0.
     seen = mask.any(axis=1)[:, :, None, None]
     k = jnp.where(seen, k.astype(jnp.float32), 0.0)
     v = jnp.where(seen, v.astype(jnp.float32), 0.0)
     exact = jax.lax.Precision.HIGHEST
-    scores = jnp.einsum("BTKGH,BUKH->BKGTU", grouped, k, precision=exact) * scale
+    scores = jnp.einsum("BTKGH,BUKH->BKGTU", grouped, k, precision=exact) * factor
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     top = scores.max(axis=-1, keepdims=True, initial=-jnp.inf)
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))

@@ -6,6 +6,12 @@ Nothing is timed at run time. The sweeps behind the numbers are kept in ``docs/r
 import dataclasses
 import math
 
+from longspec_jax.ops.hardware import HOPPER
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200; what matters is that tiles are a pure function of the shape."""
+SHARED_BYTES = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (8, 6): 99 << 10}
+"""Shared memory a program may use, by compute capability; the least of them where unknown."""
 _POWERS = (16, 32, 64, 128)
 
 
@@ -57,12 +63,14 @@ class MosaicTile:
       slots: cache slots per step of the inner loop.
       split: cache slots per program, as in :class:`PrefixTile`.
       stages: depth of the ring of key and value blocks in shared memory.
+      programs: programs that share the work, one a multiprocessor; 132 on H100 and H200.
     """
 
     warpgroups: int
     slots: int
     split: int
     stages: int
+    programs: int = MULTIPROCESSORS
 
     def __post_init__(self) -> None:
         """Refuse tiles the hardware cannot take."""
@@ -113,53 +121,80 @@ def prefix_tile(
     itemsize: int,
     capability: tuple[int, int],
 ) -> PrefixTile | MosaicTile:
-    """Choose the prefix tile for ``tokens`` queries a row over a cache of ``capacity`` slots."""
-    return triton_prefix_tile(tokens, heads, kv_heads, width, capacity, itemsize)
+    """Choose the prefix tile for ``tokens`` queries a row over a cache of ``capacity`` slots.
+
+    Up to 64 packed rows are bound by memory, where both kernels read at the same rate and Triton's
+    starts sooner; more rows are bound by the tensor cores, which only the Hopper kernel fills.
+    """
+    fits = itemsize == 2 and width in (64, 128) and capacity >= 128 and capacity % 8 == 0
+    if capability[0] == HOPPER[0] and fits and tokens * heads // kv_heads > WARPGROUP_ROWS:
+        return mosaic_prefix_tile(tokens, heads, kv_heads, capacity)
+    return triton_prefix_tile(tokens, heads, kv_heads, width, capacity, itemsize, capability)
 
 
 def mosaic_prefix_tile(tokens: int, heads: int, kv_heads: int, capacity: int) -> MosaicTile:
-    """Choose the tile of the Hopper kernel."""
+    """Choose the tile of the Hopper kernel.
+
+    Its programs stay on their multiprocessors, so that the splits are counted to give each the same
+    number of items: one, or three where a last, lighter row tile has to be spread and the cache is
+    long enough for the merge of so many splits not to matter.
+    """
     packed = tokens * heads // kv_heads
-    if packed <= WARPGROUP_ROWS:
-        return MosaicTile(1, 64, _split(capacity, 16, 64), 4)
-    return MosaicTile(2, 128, _split(capacity, 11, 128), 2)
+    warpgroups = 1 if packed <= WARPGROUP_ROWS else 2
+    slots = 64 if packed <= WARPGROUP_ROWS else 128
+    row_tiles = math.ceil(packed / (warpgroups * WARPGROUP_ROWS))
+    rounds = 3 if row_tiles > 1 and capacity >= 16384 else 1
+    count = max(1, rounds * MULTIPROCESSORS // (row_tiles * kv_heads))
+    return MosaicTile(warpgroups, slots, _split(capacity, count, slots), 256 // slots)
 
 
 def triton_prefix_tile(
-    tokens: int, heads: int, kv_heads: int, width: int, capacity: int, itemsize: int
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    capacity: int,
+    itemsize: int,
+    capability: tuple[int, int],
 ) -> PrefixTile:
     """Choose the tile of the Triton kernels, which run from Ampere on."""
     packed = tokens * heads // kv_heads
+    padded = 1 << (width - 1).bit_length()
     if itemsize > 2:
         # Exact float32 products run on the vector units: small tiles, no pipeline to feed.
-        return PrefixTile((16,), 32, _split(capacity, 16, 32), 4, 2 if width <= 128 else 1)
-    if packed <= 16:
-        rows, slots, warps, stages = (16,), 64, 4, 3
-    elif packed <= 32:
-        rows, slots, warps, stages = (32,), 64, 4, 3
-    elif packed <= 64:
-        rows, slots, warps, stages = (64,), 64, 4, 3
+        rows, slots, warps = (16,), 32, 4
+    elif packed <= 64 or padded > 128:
+        rows, slots, warps = (min(64, max(16, 1 << (packed - 1).bit_length())),), 64, 4
     elif packed <= 80:
-        rows, slots, warps, stages = (64, 16), 64, 4, 3
+        rows, slots, warps = (64, 16), 64, 4
     else:
-        rows, slots, warps, stages = (128,), 64, 8, 3
-    if width > 128:
-        rows, slots, stages = (min(max(rows), 64),), 32, 2
-    return PrefixTile(rows, slots, _split(capacity, 16, slots), warps, stages)
+        rows, slots, warps = (128,), 64, 8
+    room = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
+    stages = 4
+    while stages > 1 and (sum(rows) + 2 * stages * slots) * padded * itemsize > room:
+        # A shallow pipeline of small steps runs ahead better than one of large steps.
+        stages, slots = (stages - 1, slots) if stages > 2 or slots == 16 else (stages, slots // 2)
+    row_tiles = math.ceil(packed / sum(rows))
+    count = max(1, min(16, 1024 // (row_tiles * kv_heads)))
+    if row_tiles * kv_heads * count < MULTIPROCESSORS:
+        count = min(64, math.ceil(MULTIPROCESSORS / (row_tiles * kv_heads)))
+    return PrefixTile(rows, slots, _split(capacity, count, slots), warps, stages)
+
+
+def tree_tile(
+    tokens: int, heads: int, kv_heads: int, width: int, keys: int, itemsize: int
+) -> TreeTile:
+    """Choose the tree tile for ``tokens`` queries a row that see up to ``keys`` tree keys."""
+    packed = tokens * heads // kv_heads
+    if itemsize > 2 or width > 128:
+        return TreeTile(16, 32, 4, 4, 2 if width <= 128 or itemsize == 2 else 1)
+    if packed > 2048:
+        # Prefill chunks: enough rows to fill the machine with large tiles.
+        return TreeTile(64, 64, 1, 4, 2)
+    block = min(64, max(16, 1 << (keys - 1).bit_length()))
+    return TreeTile(16, block, 16 if packed <= 16 else 8, 4, 3)
 
 
 def _split(capacity: int, count: int, slots: int) -> int:
-    """Slots per split for about ``count`` splits, a multiple of ``slots``."""
+    """Slots per split for at most ``count`` splits, a multiple of ``slots``."""
     return max(slots, math.ceil(capacity / count / slots) * slots)
-
-
-def tree_tile(tokens: int, heads: int, kv_heads: int, width: int, itemsize: int) -> TreeTile:
-    """Choose the tree tile for ``tokens`` queries a row."""
-    packed = tokens * heads // kv_heads
-    if itemsize > 2:
-        return TreeTile(16, 32, 4, 4, 2 if width <= 128 else 1)
-    if width > 128:
-        return TreeTile(16, 32, 4, 4, 2)
-    if packed > 1024:
-        return TreeTile(128, 64, 1, 8, 2)
-    return TreeTile(16, 64, 8, 4, 2)

@@ -60,7 +60,7 @@ def tree_attention(
         v,
         mask,
         (),
-        tile=tile or tree_tile(tokens, heads, k.shape[2], width, q.dtype.itemsize),
+        tile=tile or tree_tile(tokens, heads, k.shape[2], width, k.shape[1], q.dtype.itemsize),
         scale=width**-0.5 if scale is None else scale,
         split=0,
         slots=0,
@@ -96,7 +96,7 @@ def speculative_attention(
         tree_v,
         mask,
         (length.astype(jnp.int32), *partials),
-        tile=tree or tree_tile(tokens, heads, kv_heads, width, q.dtype.itemsize),
+        tile=tree or tree_tile(tokens, heads, kv_heads, width, tree_k.shape[1], q.dtype.itemsize),
         scale=width**-0.5 if scale is None else scale,
         split=prefix.split,
         slots=slots,
@@ -172,22 +172,29 @@ def _kernel(
         q_ref.at[batch, row[:, None], h[None, :]], mask=valid[:, None] & within, other=0.0
     )
 
-    def visit(block: jax.Array, state: State) -> State:
+    whole = keys <= tile.keys
+
+    def read(block: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         key = block * tile.keys + jnp.arange(tile.keys)
+        exists = key < keys
         seen = pltriton.load(
             mask_ref.at[batch, token[:, None], key[None, :]],
-            mask=valid[:, None] & (key < keys)[None, :],
+            mask=valid[:, None] & exists[None, :],
             other=False,
         )
-
-        def read(ref: Any, wanted: jax.Array) -> jax.Array:
-            source = ref.at[batch, key[:, None], kv_head, h[None, :]]
-            return pltriton.load(source, mask=wanted[:, None] & within, other=0.0)
-
-        scores = product(q, read(k_ref, key < keys), (1, 1)) * scale
-        scores = jnp.where(seen, scores, -jnp.inf)
+        place = (batch, key[:, None], kv_head, h[None, :])
+        k = pltriton.load(k_ref.at[place], mask=exists[:, None] & within, other=0.0)
         # Values that no query of the tile sees may be NaN, which a weight of 0 would not silence.
-        v = read(v_ref, seen.astype(jnp.int32).max(axis=0) > 0)
+        wanted = (seen.astype(jnp.int32).max(axis=0) > 0)[:, None]
+        if whole:  # Read at once, so that the reads do not wait for the mask's.
+            v = pltriton.load(v_ref.at[place], mask=exists[:, None] & within, other=0.0)
+            v = jnp.where(wanted, v, jnp.zeros_like(v))
+        else:  # Left to the software pipeline, which wants a plain read.
+            v = pltriton.load(v_ref.at[place], mask=wanted & within, other=0.0)
+        return seen, k, v
+
+    def update(state: State, seen: jax.Array, k: jax.Array, v: jax.Array) -> State:
+        scores = jnp.where(seen, product(q, k, (1, 1)) * scale, -jnp.inf)
         top, total, acc = state
         new_top = jnp.maximum(top, scores.max(axis=1))
         shift = finite(new_top)
@@ -196,6 +203,7 @@ def _kernel(
         acc = acc * keep[:, None] + product(weight.astype(v.dtype), v, (1, 0))
         return new_top, total * keep + weight.sum(axis=1), acc
 
+    tree = read(0) if whole else None
     if prefix_refs:
         length_ref, partial_ref, partial_lse_ref = prefix_refs
         reached = reached_splits(length_ref[batch], None, split=split, slots=slots)
@@ -212,7 +220,11 @@ def _kernel(
         )
     else:
         state = empty_state(tile.rows, padded)
-    state = jax.lax.fori_loop(0, pl.cdiv(keys, tile.keys), visit, state)
+    if tree is not None:
+        state = update(state, *tree)
+    else:
+        blocks = pl.cdiv(keys, tile.keys)
+        state = jax.lax.fori_loop(0, blocks, lambda i, s: update(s, *read(i)), state)
     out, lse = finish(state)
     out = out.astype(out_ref.dtype)
     mask = valid[:, None] & within

@@ -15,13 +15,13 @@ def tree_attention(
     """Attend where the mask is true; see :func:`reference.tree_attention`."""
     batch, tokens, heads, width = q.shape
     kv_heads = k.shape[2]
-    scale = width**-0.5 if scale is None else scale
+    factor = width**-0.5 if scale is None else scale
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
     scores = jnp.einsum(
         "BTKGH,BUKH->BKGTU", grouped, k, precision=precision, preferred_element_type=jnp.float32
     )
-    scores = jnp.where(mask[:, None, None], scores * scale, -jnp.inf)
+    scores = jnp.where(mask[:, None, None], scores * factor, -jnp.inf)
     top = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))
     total = weights.sum(axis=-1, keepdims=True)

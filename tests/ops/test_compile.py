@@ -41,7 +41,7 @@ def shipped() -> list:
                 for tokens in TOKENS:
                     sizes = (tokens, heads, kv_heads, width)
                     prefix = tiles.prefix_tile(*sizes, 8192, itemsize, capability)
-                    tree = tiles.tree_tile(*sizes, itemsize)
+                    tree = tiles.tree_tile(*sizes, tokens, itemsize)
                     # The split is a number in the kernel; it changes nothing that could fail.
                     shape = {k: v for k, v in vars(prefix).items() if k != "split"}
                     key = (type(prefix), tuple(shape.items()), tree, width > 128, width == 96)
