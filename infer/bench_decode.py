@@ -214,8 +214,9 @@ def measure(
     floor = row["plain_step_bytes"] / bytes_per_s
     row["plain_percent_of_roof"] = _rounded(100e3 * floor / row["plain_ms_per_token"])
     if arguments.profile:
-        profile(bench, loops["round"].result(), drafter, arguments.profile / "round")
-        profile(bench, loops["plain"].result(), plain, arguments.profile / "plain")
+        folder = arguments.profile / f"{setting.shape}_{setting.context}_{setting.batch}"
+        profile(bench, loops["round"].result(), drafter, folder / "round")
+        profile(bench, loops["plain"].result(), plain, folder / "plain")
     if arguments.prefill:
         row |= time_prefill(bench, arguments.prefill)
     return row
@@ -381,7 +382,7 @@ def profile(bench: Bench, program: Any, drafter: Any, folder: Path) -> None:
         for name, times in ordered
     ]
     total = sum(map(sum, kernels.values())) / rounds
-    name = f"{bench.setting.shape}_{bench.setting.context}_{folder.name}"
+    name = folder.name
     summary = f"{total:10.1f} us of kernels a round, {rounds} rounds"
     (folder.parent / f"{name}.txt").write_text("\n".join([summary, *lines]))
     (folder.parent / f"{name}.hlo").write_text(program.as_text())
