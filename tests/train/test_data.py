@@ -123,7 +123,8 @@ def test_measured_rows_are_never_trained_on(
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     target = save_tiny_target(tmp_path / "target")
-    texts = [" ".join([str(7 * i)] * 30) for i in range(20)]
+    numbers = np.random.default_rng(0).integers(1000, size=(20, 20))
+    texts = [" ".join(map(str, row)) for row in numbers]
     lines = [json.dumps({"text": text}) for text in texts]
     (tmp_path / "documents.jsonl").write_text("\n".join(lines))
     config = run_on(tmp_path, pack)
