@@ -206,7 +206,7 @@ def _seeds(value: Any, batch: int) -> np.ndarray:
 
 def _stop_sets(value: Any, batch: int) -> tuple[tuple[int, ...], ...]:
     """One tuple of stop tokens a row, from an id, a set for all rows, or a set for each."""
-    items = [value] if isinstance(value, int | np.integer) else list(value)
+    items: list[Any] = [value] if isinstance(value, int | np.integer) else list(value)
     nested = any(isinstance(item, Sequence | set | np.ndarray) for item in items)
     sets = [tuple(map(int, row)) for row in items] if nested else [tuple(map(int, items))] * batch
     if len(sets) != batch:
