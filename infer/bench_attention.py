@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -41,8 +42,10 @@ from longspec_jax.ops.tiles import (
     tree_tile,
 )
 
-REPETITIONS = 7
-QUEUED_SECONDS = 0.04
+LAYOUTS = {"ours": "head-major", "cudnn": "token-major", "xla-masked": "token-major"}
+"""How each implementation wants the cache; ours is the engine's."""
+REPETITIONS = 5
+QUEUED_SECONDS = 0.02
 """Least work in the queue per repetition, so that the last synchronisation does not count."""
 
 
@@ -196,17 +199,30 @@ def compare(
     cases: Sequence[Case], roof: Roof, implementations: Sequence[str]
 ) -> Iterable[dict[str, Any]]:
     """Time every implementation on every case; one that cannot run yields the reason."""
-    runners: dict[str, Callable[[Case], float]] = {
-        "ours": lambda case: time_jax(case, _ours(case)),
-        "cudnn": lambda case: time_jax(case, _cudnn(case), layout="token-major"),
-        "xla-masked": lambda case: time_jax(case, _xla_masked(case), layout="token-major"),
-        "torch-sdpa": lambda case: time_torch(case, "sdpa"),
-        "torch-flex": lambda case: time_torch(case, "flex"),
-    }
-    for case in cases:
-        for name in implementations:
+    builders = {"ours": _ours, "cudnn": _cudnn, "xla-masked": _xla_masked}
+    for _, group in itertools.groupby(cases, key=lambda case: (case.batch, case.context)):
+        group = list(group)
+        work = [(name, case) for name in implementations for case in group]
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            programs = list(
+                pool.map(
+                    lambda item: (
+                        _compile(item[1], builders[item[0]], LAYOUTS[item[0]])
+                        if item[0] in builders
+                        else None
+                    ),
+                    work,
+                )
+            )
+        for (name, case), program in zip(work, programs, strict=True):
             try:
-                seconds = runners[name](case)
+                if isinstance(program, str):
+                    raise RuntimeError(program)
+                if program is None:
+                    seconds = time_torch(case, name.removeprefix("torch-"))
+                else:
+                    operands = _operands(case, LAYOUTS[name])
+                    seconds = _seconds(functools.partial(program, *operands)) / case.calls
             except Exception as error:  # An alternative that fails is a result, too.
                 reason = (str(error).splitlines() or [""])[0][:160]
                 yield _row(name, case, roof, None, refusal=f"{type(error).__name__}: {reason}")
@@ -220,7 +236,7 @@ def sweep_tiles(cases: Sequence[Case], roof: Roof) -> Iterable[dict[str, Any]]:
         operands = _operands(case)
         candidates = list(candidate_tiles(case))
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            programs = list(pool.map(functools.partial(_compile_tile, case, operands), candidates))
+            programs = list(pool.map(functools.partial(_compile_tile, case), candidates))
         rows = []
         for (prefix, tree), program in zip(candidates, programs, strict=True):
             tiles = {
@@ -239,7 +255,7 @@ def candidate_tiles(case: Case) -> Iterable[tuple[PrefixTile | MosaicTile, TreeT
     """Tiles worth trying: the heuristic's, then one departure at a time or two."""
     sizes = (case.tokens, case.heads, case.kv_heads, case.head_dim)
     prefix = prefix_tile(*sizes, case.context, 2, (9, 0))
-    tree = tree_tile(*sizes, 2)
+    tree = tree_tile(*sizes, case.tokens, 2)
     yield prefix, tree
     packed = case.tokens * case.heads // case.kv_heads
     if packed <= 16:
@@ -285,13 +301,6 @@ def candidate_tiles(case: Case) -> Iterable[tuple[PrefixTile | MosaicTile, TreeT
                 candidate = TreeTile(16, keys, partials, warps, 2)
                 if candidate != tree:
                     yield prefix, candidate
-
-
-def time_jax(case: Case, call: Callable[..., jax.Array], layout: str = "head-major") -> float:
-    """Median seconds of one call of an attention ``call(q, k, v, tree_k, tree_v, mask)``."""
-    operands = _operands(case, layout)
-    program = jax.jit(_chain(call)).lower(*operands).compile()
-    return _seconds(functools.partial(program, *operands)) / case.calls
 
 
 def time_torch(case: Case, kind: str) -> float:
@@ -445,21 +454,46 @@ def _chain(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return program
 
 
-def _compile_tile(case: Case, operands: tuple[Any, ...], tiles: tuple[PrefixTile, TreeTile]) -> Any:
+def _compile_tile(case: Case, tiles: tuple[PrefixTile | MosaicTile, TreeTile]) -> Any:
     """The compiled program of one pair of tiles, or why there is none."""
     from longspec_jax.ops import tree_pallas
 
-    length = jnp.full((case.batch,), case.context, jnp.int32)
+    def build(case: Case) -> Callable[..., jax.Array]:
+        length = jnp.full((case.batch,), case.context, jnp.int32)
 
-    def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
-        return tree_pallas.speculative_attention(
-            q, k, v, length, tree_k, tree_v, mask, prefix=tiles[0], tree=tiles[1]
-        )
+        def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
+            return tree_pallas.speculative_attention(
+                q, k, v, length, tree_k, tree_v, mask, prefix=tiles[0], tree=tiles[1]
+            )
 
+        return call
+
+    return _compile(case, build, "head-major")
+
+
+def _compile(case: Case, build: Callable[[Case], Callable[..., jax.Array]], layout: str) -> Any:
+    """The compiled program of a case, or why there is none; allocates nothing."""
     try:
-        return jax.jit(_chain(call)).lower(*operands).compile()
-    except Exception as error:  # A tile that does not fit is a result, too.
+        return jax.jit(_chain(build(case))).lower(*_abstract_operands(case, layout)).compile()
+    except Exception as error:  # A call that does not compile is a result, too.
         return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+def _abstract_operands(case: Case, layout: str) -> tuple[Any, ...]:
+    """The shapes of :func:`_operands`."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(case.dtype))
+    cache = shape((case.batch, *_cache_sizes(case, layout), case.head_dim))
+    rows = (case.batch, case.tokens)
+    tree = shape((*rows, case.kv_heads, case.head_dim))
+    mask = jax.ShapeDtypeStruct((*rows, case.tokens), jnp.bool_)
+    q = shape((*rows, case.heads, case.head_dim))
+    return q, [(cache, cache)] * case.copies, tree, tree, mask
+
+
+def _cache_sizes(case: Case, layout: str) -> tuple[int, int]:
+    """The two middle axes of a cache."""
+    sizes = (case.kv_heads, case.context)
+    return sizes if layout == "head-major" else sizes[::-1]
 
 
 @functools.lru_cache(maxsize=1)
@@ -472,9 +506,7 @@ def _caches(shape: tuple[int, ...], dtype: str, copies: int) -> list[tuple[jax.A
 
 def _operands(case: Case, layout: str = "head-major") -> tuple[Any, ...]:
     """Random queries, distinct caches, tree keys and values, and a tree mask."""
-    sizes = (
-        (case.kv_heads, case.context) if layout == "head-major" else (case.context, case.kv_heads)
-    )
+    sizes = _cache_sizes(case, layout)
     if _caches.cache_info().currsize and _LAST.get("shape") != (case.batch, *sizes):
         _caches.cache_clear()
     _LAST["shape"] = (case.batch, *sizes)
