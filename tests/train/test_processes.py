@@ -60,7 +60,7 @@ def test_two_processes_train_like_one_and_stop_together(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     target = save_tiny_target(tmp_path / "target")
     files = write_documents(tmp_path / "documents.jsonl", 38)
-    steps = ["--config.stages.short.steps=24", "--config.stages.short.epochs=0"]
+    steps = ["--config.stages.short.steps=12", "--config.stages.short.epochs=0"]
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     mesh = ["--config.mesh.fsdp=4", "--config.accept_rows=4"]
     assert command(monkeypatch, *arguments(target, files, alone), *mesh, *steps) == 0
@@ -79,15 +79,18 @@ def test_two_processes_train_like_one_and_stop_together(
 
     for status, error in finish(start(given, tmp_path / "cache")):
         assert status == 0, error
-    losses = [
-        [record["loss"] for record in records(folder) if "loss" in record]
-        for folder in (alone, shared)
-    ]
-    assert len(losses[0]) == len(losses[1]) == 24
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+    one, two = (
+        [record for record in records(folder) if "loss" in record] for folder in (alone, shared)
+    )
+    assert len(one) == len(two) == 12
+    for name in ("tokens", "loss", "target_loss", "grad_norm"):
+        # Rows differ in the third digit: any other row, or draw, would show.
+        np.testing.assert_allclose(
+            [record[name] for record in two], [record[name] for record in one], rtol=2e-5
+        )
     weights = [load_file(folder / "draft" / "model.safetensors") for folder in (alone, shared)]
     assert set(weights[0]) == set(weights[1])
     for name, expected in weights[0].items():
-        assert relative_error(weights[1][name], expected) < 2e-2, name
+        assert relative_error(weights[1][name], expected) < 1e-3, name
     measures = [records(folder)[-1]["agree_top4_shift1"] for folder in (alone, shared)]
     assert measures[1] == pytest.approx(measures[0], abs=0.05)
