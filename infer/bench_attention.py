@@ -174,7 +174,7 @@ def header(roof: Roof) -> dict[str, Any]:
     return {
         "device": jax.devices()[0].device_kind,
         "versions": versions,
-        "commit": commit or os.environ.get("LONGSPEC_COMMIT", "unknown"),
+        "commit": os.environ.get("LONGSPEC_COMMIT") or commit or "unknown",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "roof_tb_per_s": roof.bytes_per_s / 1e12,
         "roof_tflop_per_s": roof.operations_per_s / 1e12,

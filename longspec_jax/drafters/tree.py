@@ -75,7 +75,9 @@ def best_continuations(
     return _best_in_blocks(scores, count)
 
 
-def _best_per_row(scores: Array, count: int, top: TopK = jax.lax.top_k) -> tuple[Array, ...]:
+def _best_per_row(
+    scores: Array, count: int, top: TopK = jax.lax.top_k
+) -> tuple[Array, Array, Array]:
     """Top-k of every row, then of the survivors: never a sort over ``w * V``."""
     batch, _, columns = scores.shape
     values, column = top(scores, min(count, columns))

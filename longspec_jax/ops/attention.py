@@ -72,7 +72,7 @@ SPECULATIVE_IMPLEMENTATIONS: dict[str, Implementation] = {
 AUTOMATIC = ("pallas", "xla")
 """The implementations that are tried, in this order, when none is named.
 
-"pallas" picks the faster of its two backends by shape; "mosaic" insists on the one for Hopper.
+"mosaic", the kernel for Hopper, must be asked for until whole rounds have been shown to run with it.
 """
 
 

@@ -121,7 +121,7 @@ def prefix_tile(
     itemsize: int,
     capability: tuple[int, int],
 ) -> PrefixTile | MosaicTile:
-    """Choose the prefix tile for ``tokens`` queries a row over a cache of ``capacity`` slots.
+    """The fastest tile measured for ``tokens`` queries a row over a cache of ``capacity`` slots.
 
     Up to 64 packed rows are bound by memory, where both kernels read at the same rate and Triton's
     starts sooner; more rows are bound by the tensor cores, which only the Hopper kernel fills.
