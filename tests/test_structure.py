@@ -17,7 +17,8 @@ ALLOWED: dict[str, set[str]] = {
     "drafters": {"axes", "config", "ops", "models"},
     "decoding": {"axes", "config", "ops", "models", "drafters", "sharding"},
     "weights": {"axes", "config", "models", "drafters", "sharding"},
-    "text": {"axes", "config"},
+    "loading": {"axes", "config", "ops", "models", "generation", "weights"},
+    "generation": {"axes", "config", "models", "drafters", "decoding"},
 }
 """What each part of the library may import besides itself; parts not listed may import all."""
 ENTRY = {
