@@ -16,7 +16,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import os
 import statistics
 import time
@@ -28,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer import bench_attention, bench_parts
+from infer import bench_parts, bench_report
 from infer.bench_models import (
     SHAPES,
     Model,
@@ -39,6 +38,7 @@ from infer.bench_models import (
     random_model,
     state_at,
 )
+from infer.timing import measure_roof
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes
@@ -138,15 +138,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Measure, print, and write what was asked for."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    roof = bench_attention.measure_roof()
-    report = bench_attention.header(roof) | {"method": " ".join((__doc__ or "").split())}
-    print(json.dumps(report))
+    roof = measure_roof()
+    header = bench_report.header(
+        jax.devices()[0].device_kind,
+        __doc__ or "",
+        roof_tb_per_s=roof.bytes_per_s / 1e12,
+        roof_tflop_per_s=roof.operations_per_s / 1e12,
+    )
+    report = bench_report.Report(header, arguments.json)
     tree = TreeConfig(tuple(arguments.tree))
     if arguments.histogram:
         lengths = AcceptanceLengths.from_histogram(arguments.histogram)
     else:
         lengths = AcceptanceLengths.geometric(arguments.acceptance, tree.num_levels)
-    rows: list[dict[str, Any]] = []
     for shape in arguments.shape:
         model = random_model(SHAPES[shape], arguments.attention, arguments.draft_vocabulary)
         for batch in arguments.batch:
@@ -156,12 +160,7 @@ def main(arguments: argparse.Namespace) -> None:
                     *(arguments.repetitions, arguments.turns),
                 )
                 row = measure(setting, model, roof.bytes_per_s, arguments)
-                rows.append(row)
-                print(line(row), flush=True)
-                if arguments.json:  # After every row: a run that is cut short keeps the others.
-                    arguments.json.write_text(
-                        json.dumps({"header": report, "rows": rows}, indent=1)
-                    )
+                report.add(row, line(row))
         del model
 
 
