@@ -1,0 +1,255 @@
+"""How fast Hugging Face transformers decodes plainly: the alternative to measure in the same run.
+
+Random weights of the real shapes are drawn on the device, a real prefill in chunks fills the cache,
+and greedy decoding of single tokens is timed from there: the median over repetitions of many tokens,
+after some that warm up. ``transformers-static`` is a static cache with the step compiled by
+``torch.compile(mode="reduce-overhead")``, that is with CUDA graphs; ``transformers-dynamic`` is the
+library's default, a growing cache and no compilation. Both use torch's
+``scaled_dot_product_attention``. The roof is the bytes of a step (weights that are read, cached keys
+and values) over the bandwidth measured in this run.
+"""
+
+import argparse
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from infer import bench_report
+from infer.bench_models import SHAPES
+from infer.timing import median_seconds
+from longspec_jax.config import TargetConfig
+from longspec_jax.weights.hf_config import hf_config
+
+STATIC, DYNAMIC = "transformers-static", "transformers-dynamic"
+WARM_TOKENS = 6
+"""Tokens before the first timed one: compilation, and the two recordings of a CUDA graph."""
+ALIGNMENT = 64
+"""Slots of a static cache are a multiple of this; odd sizes have slower kernels."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench transformers``."""
+    integers, names = functools.partial(_split, int), functools.partial(_split, str)
+    parser.add_argument("--shape", type=names, default=["vicuna7b"], help=str([*SHAPES]))
+    parser.add_argument("--context", type=integers, default=[4096, 32768])
+    parser.add_argument("--batch", type=integers, default=[1])
+    parser.add_argument("--implementations", type=names, default=[STATIC, DYNAMIC])
+    parser.add_argument("--new_tokens", type=int, default=24, help="tokens of one repetition")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--prefill_chunk", type=int, default=2048)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="the static step"
+    )
+    parser.add_argument("--json", type=Path, help="write header and rows to this file")
+    parser.add_argument("--chart", type=Path, help="draw the rows into this PNG")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure, print, and write what was asked for."""
+    import torch
+
+    name = torch.cuda.get_device_name() if arguments.device == "cuda" else arguments.device
+    bytes_per_s = measure_bandwidth(arguments.device)
+    header = bench_report.header(name, __doc__ or "", roof_tb_per_s=bytes_per_s / 1e12)
+    report = bench_report.Report(header, arguments.json)
+    for shape in arguments.shape:
+        model = random_model(SHAPES[shape], arguments.device)
+        for batch in arguments.batch:
+            for context in arguments.context:
+                for implementation in arguments.implementations:
+                    row = {
+                        **{"implementation": implementation, "shape": shape, "context": context},
+                        **{"batch": batch, "dtype": SHAPES[shape].dtype, "ms_per_token": None},
+                    }
+                    try:
+                        row |= measure(model, implementation, context, batch, arguments)
+                        floor = row["step_bytes"] / bytes_per_s
+                        row["percent_of_roof"] = _rounded(100e3 * floor / row["ms_per_token"])
+                    except Exception as error:  # An alternative that fails is a result, too.
+                        reason = (str(error).splitlines() or [""])[0][:200]
+                        row["refusal"] = f"{type(error).__name__}: {reason}"
+                    report.add(row, line(row))
+                    _release()
+        del model
+        _release()
+    if arguments.chart:
+        bench_report.draw(report.rows, arguments.chart)
+
+
+def measure(
+    model: Any, implementation: str, context: int, batch: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """The figures of one row; the cache is gone when it returns."""
+    import torch
+
+    tokens = WARM_TOKENS + arguments.new_tokens * arguments.repetitions
+    slots = -(-(context + tokens) // ALIGNMENT) * ALIGNMENT
+    cache = empty_cache(implementation, model.config, slots)
+    compiled = implementation == STATIC and arguments.compile
+    with torch.no_grad():
+        prefill_seconds = prefill(model, cache, context, batch, arguments.prefill_chunk)
+        seconds = decode_seconds(
+            greedy_step(model, cache, compiled),
+            torch.zeros((batch, 1), dtype=torch.long, device=model.device),
+            torch.full((1, 1), context, dtype=torch.long, device=model.device),
+            arguments.new_tokens,
+        )
+        warm_up = next(seconds)
+        median = statistics.median(next(seconds) for _ in range(arguments.repetitions))
+    return {
+        "ms_per_token": _rounded(1e3 * median),
+        "tokens_per_second": _rounded(batch / median),
+        "compiled": compiled,
+        "slots": slots if implementation == STATIC else None,
+        "warm_up_seconds": _rounded(warm_up),
+        "prefill_seconds": _rounded(prefill_seconds),
+        "step_bytes": step_bytes(model, batch, context + tokens // 2),
+    }
+
+
+def random_model(config: TargetConfig, device: str) -> Any:
+    """Transformers' own model of this shape, with random weights drawn on the device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = hf_config(config)
+    named = {key: raw[key] for key in raw if key not in ("architectures", "torch_dtype")}
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**named),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation="sdpa",
+        ).eval()
+
+
+def empty_cache(implementation: str, config: Any, slots: int) -> Any:
+    """The cache of an implementation.
+
+    Raises:
+      ValueError: if there is no such implementation.
+    """
+    from transformers import DynamicCache, StaticCache
+
+    if implementation == STATIC:
+        return StaticCache(config=config, max_cache_len=slots)
+    if implementation == DYNAMIC:
+        return DynamicCache(config=config)
+    raise ValueError(f"no implementation {implementation!r}; choose {STATIC} or {DYNAMIC}")
+
+
+def prefill(model: Any, cache: Any, context: int, batch: int, chunk: int) -> float:
+    """Fill the cache with a random prompt, uncompiled; returns its seconds."""
+    import torch
+
+    prompt = torch.randint(model.config.vocab_size, (batch, context), device=model.device)
+    begin = time.perf_counter()
+    for start in range(0, context, chunk):
+        fresh = prompt[:, start : start + chunk]
+        positions = torch.arange(start, start + fresh.shape[1], device=model.device)[None]
+        model(fresh, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+    _synchronize()
+    return time.perf_counter() - begin
+
+
+def greedy_step(model: Any, cache: Any, compiled: bool) -> Callable[[Any, Any], Any]:
+    """``(tokens[B, 1], position[1, 1]) -> tokens[B, 1]``: one token more in the cache."""
+    import torch
+
+    def step(tokens: Any, position: Any) -> Any:
+        output = model(tokens, position_ids=position, past_key_values=cache, use_cache=True)
+        return output.logits[:, -1:].argmax(-1)
+
+    if not compiled:
+        return step
+    # Shapes stay as they are: dynamic ones, which torch infers from a second context, are slower.
+    fast = torch.compile(step, mode="reduce-overhead", dynamic=False)
+
+    def replayed(tokens: Any, position: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return fast(tokens, position).clone()  # The next replay overwrites the graph's output.
+
+    return replayed
+
+
+def decode_seconds(
+    step: Callable[[Any, Any], Any], tokens: Any, position: Any, count: int
+) -> Iterator[float]:
+    """Yield the seconds of the warm-up, then a token's seconds over every ``count`` tokens."""
+
+    def advance(steps: int) -> float:
+        nonlocal tokens, position
+        begin = time.perf_counter()
+        for _ in range(steps):
+            tokens = step(tokens, position)
+            position = position + 1
+        _synchronize()
+        return time.perf_counter() - begin
+
+    yield advance(WARM_TOKENS)
+    while True:
+        yield advance(count) / count
+
+
+def step_bytes(model: Any, batch: int, length: int) -> int:
+    """Bytes a decode step must read: weights without the embedding table, cached keys and values."""
+    config = model.config
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    table = model.get_input_embeddings().weight
+    if not config.tie_word_embeddings:
+        weights -= table.numel() * table.element_size()
+    slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return weights + batch * length * slot * table.element_size()
+
+
+def measure_bandwidth(device: str) -> float:
+    """Bytes per second of reading 4 GB once, little on a CPU."""
+    import torch
+
+    elements = 2**30 if device == "cuda" else 2**20
+    values = torch.randn(elements, device=device)
+    return 4 * elements / median_seconds(values.sum, lambda _: _synchronize())
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    shape = f"{row['implementation']:20s} {row['shape']} B={row['batch']} S={row['context']:6d}"
+    if row["ms_per_token"] is None:
+        return f"{shape}  -  {row['refusal']}"
+    return (
+        f"{shape} {row['ms_per_token']} ms a token ({row['percent_of_roof']} % of roof), "
+        f"{row['tokens_per_second']} tokens/s; warm-up {row['warm_up_seconds']} s, "
+        f"prefill {row['prefill_seconds']} s"
+    )
+
+
+def _synchronize() -> None:
+    """Wait for the device."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _release() -> None:
+    """Give back what the last row took: graphs, compiled programs, memory."""
+    import torch
+
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits: more would not repeat."""
+    return float(f"{value:.4g}")
+
+
+def _split(convert: Callable[[str], Any], text: str) -> list[Any]:
+    return [convert(part) for part in text.split(",")]
