@@ -72,7 +72,8 @@ class SpecState:
     rounds: Leaf
     """``[B]`` target passes this row took part in while it was not done, prefill excluded."""
     histogram: Leaf
-    """``[B, h]`` rounds by the number of tokens they emitted, less one: column 0 is bonus only."""
+    """``[B, h]`` rounds by the number of tokens they emitted, less one: column 0 is bonus only; as
+    wide as the tallest tree that may run is high."""
 
 
 def room(levels: int) -> int:
@@ -248,7 +249,7 @@ def commit_walk(
     count, stopped = _trim(walked.tokens, walked.count, state.emitted, request)
     count = jnp.where(state.done, 0, count)
     block = jnp.concatenate([state.pending[:, None], walked.tokens[:, :-1]], axis=1)
-    step = jnp.arange(height)
+    step, column = jnp.arange(height), jnp.arange(state.histogram.shape[1])
     emit = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
     return SpecState(
         cache=cache_lib.commit(state.cache, verified.keys, verified.values, walked.path, length),
@@ -264,7 +265,7 @@ def commit_walk(
         emitted=state.emitted + count,
         done=state.done | stopped,
         rounds=state.rounds + (count > 0),
-        histogram=state.histogram + (step == count[:, None] - 1),
+        histogram=state.histogram + (column == count[:, None] - 1),
     )
 
 

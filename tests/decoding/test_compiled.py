@@ -8,6 +8,7 @@ import pytest
 
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.decoding import engine
+from longspec_jax.decoding.adaptive import burst
 from longspec_jax.decoding.engine import Params, Request, decode, prefill
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
@@ -18,8 +19,8 @@ CONFIG = tiny_target_config(num_layers=1)
 DRAFT = DraftConfig.for_target(CONFIG, window=11)
 
 
-def compiled_loop(batch: int, capacity: int) -> jax.stages.Compiled:
-    """The decode loop for a cache of this capacity."""
+def compiled_loop(batch: int, capacity: int, *, in_bursts: bool = False) -> jax.stages.Compiled:
+    """The decode loop for a cache of this capacity, or a burst of it."""
     target, drafter = CachedTarget(CONFIG), LongSpecDrafter(DRAFT, TreeConfig((3, 2)))
     table = random_target(CONFIG)
     params = Params(table, draft_params(random_draft(DRAFT), table))
@@ -43,6 +44,8 @@ def compiled_loop(batch: int, capacity: int) -> jax.stages.Compiled:
         max_emitted=5,
         chunk=4,
     )
+    if in_bursts:
+        return burst.lower(target, drafter, params, request, state, jnp.int32(16)).compile()
     return decode.lower(target, drafter, params, request, state).compile()
 
 
@@ -57,9 +60,9 @@ def cache_sized(text: str, batch: int, capacity: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_no_cache_sized_copy(batch: int) -> None:
-    small, large = (compiled_loop(batch, capacity) for capacity in (2048, 4096))
+@pytest.mark.parametrize(("batch", "in_bursts"), [(1, False), (3, False), (3, True)])
+def test_no_cache_sized_copy(batch: int, in_bursts: bool) -> None:
+    small, large = (compiled_loop(batch, size, in_bursts=in_bursts) for size in (2048, 4096))
     assert cache_sized(large.as_text(), batch, 4096) == []
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
 

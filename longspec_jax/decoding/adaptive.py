@@ -1,0 +1,171 @@
+"""Decode in bursts of rounds, each with the tree that pays best at the moment; none at all included.
+
+Every candidate is one executable that runs some rounds on the device. Between two bursts the host
+reads four numbers and asks a :class:`~longspec_jax.decoding.policy.Policy` what to run next. All
+candidates share one drafter's state, and plain decoding keeps it up to date as well, so that every
+switch finds the draft as if it had run throughout.
+
+A switch changes no token: what is emitted are the target's own draws, keyed by seed and position. As
+everywhere this is exact in float32; in bfloat16 trees of different sizes may settle a near-tie
+differently, and which tree meets it depends on the clock.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.axes import Array
+from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.decoding.engine import Params, Request, SpecState, spec_step
+from longspec_jax.decoding.policy import Measurement, Policy
+from longspec_jax.decoding.target import TargetModel
+from longspec_jax.drafters.base import Drafter
+
+NARROW = 8
+"""Most nodes of a level of the smaller tree."""
+
+
+class Leg(NamedTuple):
+    """An adaptive run at one point of its way."""
+
+    state: SpecState
+    """The live state; donated when the run goes on."""
+    totals: tuple[Measurement, ...]
+    """What every candidate has done so far."""
+
+
+def smaller_tree(tree: TreeConfig) -> TreeConfig:
+    """The upper half of a tree's levels, kept narrow: most of what is accepted, for less.
+
+    ``(4, 16, 16, 16, 16)`` becomes ``(4, 8, 8)``, and a chain a chain of half the length.
+    """
+    levels = -(-tree.num_levels // 2)
+    return TreeConfig(tuple(min(width, NARROW) for width in tree.widths[:levels]))
+
+
+def candidates(drafter: Drafter) -> tuple[Drafter, ...]:
+    """A drafter with no tree, with a smaller one and with its own: the cheapest round first.
+
+    Args:
+      drafter: a dataclass with a field ``tree``, and a state that does not depend on it.
+    """
+    trees = dict.fromkeys((PLAIN, smaller_tree(drafter.tree), drafter.tree))
+    varied: Any = drafter
+    return tuple(dataclasses.replace(varied, tree=tree) for tree in trees)
+
+
+def tallest(drafters: Sequence[Drafter]) -> Drafter:
+    """The drafter that shapes the state: output and histogram must hold the longest round."""
+    return max(drafters, key=lambda drafter: drafter.tree.num_levels)
+
+
+@partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",))
+def burst(
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    request: Request,
+    state: SpecState,
+    limit: Array,
+) -> tuple[SpecState, Array]:
+    """At most ``limit`` rounds, fewer if every row is done; the state is donated.
+
+    Args:
+      target: the target's static part.
+      drafter: the drafter's static part; its tree no taller than the one that shaped the state.
+      params: parameters of both.
+      request: what each row asks for.
+      state: the state before the first round.
+      limit: most rounds; traced, so that every number of rounds is one executable.
+
+    Returns:
+      The state, and ``[4]`` int32: rounds, rounds of live rows, tokens emitted, rows not done.
+    """
+
+    def unfinished(carry: tuple[Array, SpecState]) -> Array:
+        rounds, state = carry
+        return (rounds < limit) & ~state.done.all()
+
+    def advance(carry: tuple[Array, SpecState]) -> tuple[Array, SpecState]:
+        rounds, state = carry
+        return rounds + 1, spec_step(target, drafter, params, request, state)
+
+    before = state.rounds.sum(), state.emitted.sum()
+    rounds, state = jax.lax.while_loop(unfinished, advance, (jnp.int32(0), state))
+    gained = state.rounds.sum() - before[0], state.emitted.sum() - before[1]
+    report = jnp.stack([rounds, *gained, (~state.done).sum()])
+    return state, report.astype(jnp.int32)
+
+
+def rehearse(
+    target: TargetModel,
+    drafters: Sequence[Drafter],
+    params: Params,
+    request: Request,
+    state: SpecState,
+) -> SpecState:
+    """One round of every candidate: compiles and loads all that :func:`decode_adaptively` runs.
+
+    Rows that are done take part without emitting anything; the state is donated and of no further
+    use.
+    """
+    for drafter in drafters:
+        state = state.replace(done=jnp.zeros_like(state.done))  # type: ignore[attr-defined]
+        state, _ = burst(target, drafter, params, request, state, np.int32(1))
+    return state
+
+
+def decode_adaptively(
+    target: TargetModel,
+    drafters: Sequence[Drafter],
+    params: Params,
+    request: Request,
+    state: SpecState,
+    policy: Policy,
+    *,
+    stride: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Leg]:
+    """Rounds until every row is done; yields after each burst, and take what you need before resuming.
+
+    Compile beforehand with :func:`rehearse`, or the first timing of every candidate holds its
+    compilation. The time in which the consumer holds a leg is not counted.
+
+    Args:
+      target: the target's static part.
+      drafters: the candidates, in the policy's order; they share parameters and state.
+      params: parameters of both models.
+      request: what each row asks for.
+      state: the prefilled state, shaped by the :func:`tallest` of the candidates; donated.
+      policy: chooses the candidate and the rounds of every burst.
+      stride: most rounds between two legs, 1 to see every round; whole bursts if absent.
+      clock: seconds, for the policy and the totals.
+
+    Raises:
+      NotImplementedError: in a computation of several processes, whose clocks would disagree.
+    """
+    if jax.process_count() > 1:
+        raise NotImplementedError(
+            f"{jax.process_count()} processes would each choose by their own clock and run "
+            "different programs; decode with one fixed tree instead"
+        )
+    totals = [Measurement()] * len(drafters)
+    live = not bool(state.done.all())
+    while live:
+        index, rounds = policy.choose()
+        seen = Measurement()
+        while live and seen.rounds < rounds:
+            limit = min(rounds - seen.rounds, stride or rounds)
+            start = clock()
+            state, report = burst(target, drafters[index], params, request, state, np.int32(limit))
+            ran, row_rounds, tokens, rows = np.asarray(report).tolist()
+            this = Measurement(ran, row_rounds, tokens, clock() - start)
+            live, seen, totals[index] = rows > 0, seen + this, totals[index] + this
+            yield Leg(state, tuple(totals))
+        policy = policy.observe(index, seen)

@@ -1,0 +1,221 @@
+"""Adaptive decoding: switching changes no token, and the clock decides what runs."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import PLAIN, DraftConfig, TreeConfig
+from longspec_jax.decoding import adaptive
+from longspec_jax.decoding.adaptive import candidates, decode_adaptively, rehearse, smaller_tree
+from longspec_jax.decoding.engine import Params, SpecState, prefill, room
+from longspec_jax.decoding.policy import Choice, FastestWithinBudget, Measurement
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import NoDraft
+from longspec_jax.drafters.longspec import LongSpecDrafter
+from tests.decoding.test_lossless import (
+    LENGTHS,
+    MAX_EMITTED,
+    NEW,
+    assert_same,
+    generate,
+    prompts,
+    request,
+)
+from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+from tests.lookup import LookupDrafter, LookupTarget, random_table
+
+VOCABULARY = 13
+TREE = TreeConfig((4, 5, 3))
+TABLE = random_table(0, 97, VOCABULARY)
+NEAR = TABLE + 0.5 * random_table(1, 97, VOCABULARY)
+TIGHT = int((LENGTHS + NEW).max()) + room(TREE.num_levels)
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Runs a fixed cycle of choices, whatever happens."""
+
+    cycle: tuple[Choice, ...]
+    turn: int = 0
+
+    def choose(self) -> Choice:
+        return self.cycle[self.turn % len(self.cycle)]
+
+    def observe(self, candidate: int, seen: Measurement) -> "Forced":
+        assert candidate == self.choose().candidate and seen.rounds <= self.choose().rounds
+        return replace(self, turn=self.turn + 1)
+
+
+def start(target: Any, drafters: Any, params: Params, req: Any, vocabulary: int) -> SpecState:
+    """The prefilled state, in a cache with no slot to spare."""
+    return prefill(
+        *(target, adaptive.tallest(drafters), params),
+        *(jnp.asarray(prompts(vocabulary)), jnp.asarray(LENGTHS), req),
+        capacity=TIGHT,
+        max_emitted=MAX_EMITTED,
+        chunk=8,
+    )
+
+
+def last(legs: Iterator[adaptive.Leg]) -> adaptive.Leg:
+    return deque(legs, maxlen=1).pop()
+
+
+def rows_of(state: SpecState) -> list[np.ndarray]:
+    return [np.asarray(state.output)[b, : int(state.emitted[b])] for b in range(len(LENGTHS))]
+
+
+EVERY_ROUND = tuple(Choice(index, 1) for index in (0, 1, 2, 0, 2, 1))
+"""Every switch there is, one round each."""
+CYCLES = [EVERY_ROUND, (Choice(2, 3), Choice(0, 4), Choice(1, 2)), (Choice(0, 100),)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forced_switching_changes_no_token(temperature: float, seed: int) -> None:
+    target, drafters = LookupTarget(VOCABULARY), candidates(LookupDrafter(TREE))
+    req, params = request(temperature, seeds=(5 + seed, 6, 7 * seed)), Params(TABLE, NEAR)
+    tokens = prompts(VOCABULARY)
+    plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
+    for cycle in CYCLES:
+        state = start(target, drafters, params, req, VOCABULARY)
+        leg = last(decode_adaptively(target, drafters, params, req, state, Forced(cycle)))
+        assert_same(rows_of(leg.state), plain)
+        total = sum(leg.totals, Measurement())
+        assert total.tokens == sum(NEW) - 3 and total.row_rounds == int(leg.state.rounds.sum())
+        histogram = np.asarray(leg.state.histogram).sum(axis=0)
+        assert len(histogram) == 4 and histogram.sum() == total.row_rounds
+        assert histogram @ np.arange(1, 5) == total.tokens
+        used = [measured.rounds > 0 for measured in leg.totals]
+        assert used == [index in {choice.candidate for choice in cycle} for index in range(3)]
+
+
+CONFIG = tiny_target_config()
+DRAFT = DraftConfig.for_target(CONFIG, window=11)  # Shorter than the prompts: the ring wraps.
+
+
+@pytest.fixture(scope="module")
+def models() -> Params:
+    target = random_target(CONFIG)
+    return Params(target, draft_params(random_draft(DRAFT), target))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_transformers_switch_losslessly_and_the_draft_misses_nothing(
+    models: Params, temperature: float
+) -> None:
+    """After any switching the ring is what an uninterrupted run of the tree leaves behind."""
+    target, drafters = CachedTarget(CONFIG), candidates(LongSpecDrafter(DRAFT, TREE))
+    req, tokens = request(temperature), prompts(CONFIG.vocab_size)
+    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    rings = []
+    for cycle in ((Choice(2, 100),), EVERY_ROUND, (Choice(0, 100),)):
+        state = start(target, drafters, models, req, CONFIG.vocab_size)
+        leg = last(decode_adaptively(target, drafters, models, req, state, Forced(cycle)))
+        assert_same(rows_of(leg.state), plain)
+        rings.append(jax.device_get(leg.state.draft))
+    for ring in rings[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ring, rings[0])
+
+
+@pytest.mark.parametrize("stride", [None, 1, 3])
+def test_legs_are_bursts_or_strides_and_time_is_the_clocks(stride: int | None) -> None:
+    """A clock that ticks once a reading: every burst takes a second, the consumer nothing."""
+    target, drafters = LookupTarget(VOCABULARY), candidates(LookupDrafter(TREE))
+    req, params = request(), Params(TABLE, NEAR)
+    now = iter(range(10_000))
+    state = start(target, drafters, params, req, VOCABULARY)
+    policy = Forced((Choice(2, 4), Choice(0, 5)))
+    legs = decode_adaptively(
+        *(target, drafters, params, req, state, policy),
+        stride=stride,
+        clock=lambda: float(next(now)),
+    )
+    rounds, seconds = [], []
+    for leg in legs:
+        total = sum(leg.totals, Measurement())
+        rounds.append(total.rounds)
+        seconds.append(total.seconds)
+        [next(now) for _ in range(50)]  # The consumer takes its time.
+    assert seconds == [float(n) for n in range(1, len(seconds) + 1)]
+    begins = {None: [4, 5], 1: [1] * 9, 3: [3, 1, 3, 2]}[stride]
+    assert np.diff([0, *rounds]).tolist()[: len(begins)] == begins
+
+
+def test_the_clock_decides_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same models and rounds; where the tree is dear plain decoding runs, where cheap the tree."""
+    target, drafters = LookupTarget(VOCABULARY), candidates(LookupDrafter(TREE))
+    req, params = request(new=(31, 31, 31)), Params(TABLE, TABLE)
+    real, now = adaptive.burst, [0.0]
+
+    def run(costs: dict[TreeConfig, float]) -> list[int]:
+        def timed(target, drafter, *args):
+            state, report = real(target, drafter, *args)
+            now[0] += costs[drafter.tree] * int(report[0])
+            return state, report
+
+        monkeypatch.setattr(adaptive, "burst", timed)
+        state = start(target, drafters, params, req, VOCABULARY)
+        policy = replace(FastestWithinBudget.over(3), burst_rounds=4)
+        legs = decode_adaptively(
+            *(target, drafters, params, req, state, policy), clock=lambda: now[0]
+        )
+        return [measured.rounds for measured in last(legs).totals]
+
+    shapes = [drafter.tree for drafter in drafters]
+    plain, _, tree = run(dict(zip(shapes, (1.0, 7.0, 9.0), strict=True)))
+    assert plain > 5 * tree
+    plain, _, tree = run(dict(zip(shapes, (1.0, 3.0, 1.1), strict=True)))
+    assert plain == 2 and tree > plain
+
+
+def test_rehearsal_compiles_everything_and_emits_within_the_budget() -> None:
+    target, drafters = LookupTarget(VOCABULARY), candidates(LookupDrafter(TreeConfig((3, 2))))
+    params, req = Params(TABLE, NEAR), request(new=(2, 2, 2))
+    state = start(target, drafters, params, req, VOCABULARY)
+    before = adaptive.burst._cache_size()
+    state = rehearse(target, drafters, params, req, state)
+    assert adaptive.burst._cache_size() - before == 3
+    assert state.emitted.tolist() == [2, 2, 2]
+    state = start(target, drafters, params, request(), VOCABULARY)
+    last(decode_adaptively(target, drafters, params, request(), state, Forced(EVERY_ROUND)))
+    assert adaptive.burst._cache_size() - before == 3
+
+
+def test_finished_rows_run_nothing() -> None:
+    target, drafters = LookupTarget(VOCABULARY), candidates(LookupDrafter(TREE))
+    params, req = Params(TABLE, NEAR), request(new=(1, 1, 1))
+    state = start(target, drafters, params, req, VOCABULARY)
+    assert not list(decode_adaptively(target, drafters, params, req, state, Forced(EVERY_ROUND)))
+
+
+@pytest.mark.parametrize(
+    ("widths", "smaller"),
+    [
+        ((4, 16, 16, 16, 16), (4, 8, 8)),
+        ((1, 1, 1, 1), (1, 1)),
+        ((2,), (2,)),
+        ((3, 20), (3,)),
+    ],
+)
+def test_candidates_are_none_a_smaller_and_the_tree_itself(widths, smaller) -> None:
+    tree = TreeConfig(widths)
+    assert smaller_tree(tree) == TreeConfig(smaller)
+    found = [drafter.tree for drafter in candidates(LookupDrafter(tree))]
+    assert found == list(dict.fromkeys([PLAIN, TreeConfig(smaller), tree]))
+    assert adaptive.tallest(candidates(LookupDrafter(tree))).tree.num_levels == len(widths)
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    target, drafters = LookupTarget(VOCABULARY), candidates(LookupDrafter(TREE))
+    params, req = Params(TABLE, NEAR), request()
+    state = start(target, drafters, params, req, VOCABULARY)
+    with pytest.raises(NotImplementedError, match="2 processes would each choose by their own"):
+        next(decode_adaptively(target, drafters, params, req, state, Forced(EVERY_ROUND)))

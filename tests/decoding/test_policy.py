@@ -1,0 +1,147 @@
+"""The policy on simulated clocks: what a useless draft costs, and whether a good one is found."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from longspec_jax.decoding.policy import Choice, Estimate, FastestWithinBudget, Measurement
+
+PLAIN, NARROW, TREE = range(3)
+Acceptance = Callable[[int, int], float]
+"""``(candidate, tokens emitted so far) -> mean tokens a round emits``."""
+
+
+def simulate(
+    costs: Sequence[float],
+    acceptance: Acceptance,
+    tokens: int,
+    seed: int = 0,
+    jitter: float = 0.0,
+    pause: float = 0.0,
+    heights: Sequence[int] = (1, 4, 6),
+    rows: int = 1,
+) -> tuple[float, list[Choice]]:
+    """Seconds until every row has emitted so many tokens, and what was run.
+
+    A round takes ``costs[candidate]`` seconds, a little more or less by ``jitter``, and with
+    probability ``pause`` fifty times as long as plain decoding, as if something else ran.
+    """
+    random = np.random.default_rng(seed)
+    policy, elapsed, emitted, choices = FastestWithinBudget.over(len(costs)), 0.0, 0, []
+    while emitted < tokens:
+        choice = policy.choose()
+        choices.append(choice)
+        index, height = choice.candidate, heights[choice.candidate]
+        seen = Measurement()
+        for _ in range(choice.rounds):
+            mean = acceptance(index, emitted)
+            chance = 0.0 if height == 1 else (mean - 1) / (height - 1)
+            count = 1 + int(random.binomial(height - 1, chance, rows).sum()) / rows
+            seconds = costs[index] * (1 + jitter * random.standard_exponential())
+            seconds += 50 * costs[0] * (random.random() < pause)
+            seen += Measurement(1, rows, round(count * rows), float(seconds))
+            emitted += count
+            if emitted >= tokens:
+                break
+        elapsed += seen.seconds
+        policy = policy.observe(index, seen)
+    return elapsed, choices
+
+
+def rounds_of(choices: Sequence[Choice], candidate: int) -> int:
+    return sum(choice.rounds for choice in choices if choice.candidate == candidate)
+
+
+def useless(index: int, emitted: int) -> float:
+    return 1.0
+
+
+def good(index: int, emitted: int) -> float:
+    return (1.0, 2.2, 3.5)[index]
+
+
+@pytest.mark.parametrize("unit", [1e-4, 4e-3, 0.5])
+@pytest.mark.parametrize("costs", [(1, 1.15, 1.3), (1, 1.5, 2.04), (1, 4.0, 10.0)])
+def test_a_useless_draft_costs_at_most_a_tenth(costs, unit) -> None:
+    elapsed, choices = simulate([unit * cost for cost in costs], useless, 2000)
+    assert 2000 * unit < elapsed <= 1.03 * 2000 * unit
+    assert choices[:4] == [Choice(PLAIN, 1)] * 2 + [Choice(NARROW, 1)] * 2
+    assert 4 <= rounds_of(choices, TREE) + rounds_of(choices, NARROW) < 300
+
+
+def test_a_good_draft_is_used() -> None:
+    elapsed, choices = simulate([1, 1.15, 1.3], good, 2000)
+    alone = 2000 / 3.5 * 1.3
+    assert elapsed <= 1.05 * alone
+    assert rounds_of(choices, TREE) > 20 * rounds_of(choices, PLAIN)
+
+
+def test_a_short_completion_is_hardly_slowed() -> None:
+    elapsed, _ = simulate([1, 1.15, 1.3], useless, 64)
+    assert elapsed <= 1.10 * 64
+    elapsed, _ = simulate([1, 1.15, 1.3], good, 256)
+    assert elapsed <= 0.5 * 256
+
+
+@pytest.mark.parametrize("before", [useless, good])
+def test_it_follows_an_acceptance_that_changes(before) -> None:
+    after = good if before is useless else useless
+
+    def changing(index: int, emitted: int) -> float:
+        return (before if emitted < 2000 else after)(index, emitted)
+
+    elapsed, _ = simulate([1, 1.15, 1.3], changing, 4000)
+    oracle = 2000 + 2000 / 3.5 * 1.3
+    assert elapsed <= 1.10 * oracle
+
+
+def test_the_cheaper_of_two_useful_trees_wins() -> None:
+    def shallow(index: int, emitted: int) -> float:
+        return (1.0, 2.4, 2.6)[index]
+
+    elapsed, choices = simulate([1, 1.1, 1.7], shallow, 4000)
+    assert rounds_of(choices, NARROW) > 5 * rounds_of(choices, TREE)
+    assert elapsed <= 1.05 * 4000 / 2.4 * 1.1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_never_much_slower_whatever_a_round_costs(seed: int) -> None:
+    """Random costs, acceptances, jitter and batch sizes: near plain at worst, near the best mostly."""
+    random = np.random.default_rng(seed)
+    narrow = random.uniform(1.02, 4)
+    costs = [1.0, narrow, narrow * random.uniform(1, 3)]
+    means = [1.0, random.uniform(1, 4), random.uniform(1, 6)]
+    if seed % 3 == 0:
+        means = [1.0, 1.0, random.uniform(1, 1.05)]
+    jitter = random.choice([0.0, 0.03])
+    elapsed, _ = simulate(
+        costs, lambda i, _: means[i], 2000, seed, jitter, rows=int(random.choice([1, 4]))
+    )
+    elapsed /= 1 + jitter  # What plain decoding would suffer as well.
+    assert elapsed <= 1.04 * 2000  # The promise is 1.10; this leaves the rest to the real world.
+    best = min(cost / mean for cost, mean in zip(costs, means, strict=True))
+    assert elapsed <= 1.08 * 2000 * best
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_pauses_mislead_nobody(seed: int) -> None:
+    """A machine that stops now and then: choices stay those of a quiet one."""
+    _, choices = simulate([1, 1.15, 1.3], good, 2000, seed, pause=0.004)
+    assert rounds_of(choices, TREE) > 6 * rounds_of(choices, PLAIN)
+    _, choices = simulate([1, 1.5, 2.0], useless, 2000, seed, pause=0.004)
+    assert rounds_of(choices, PLAIN) > 0.9 * 2000
+
+
+def test_bursts_are_longer_where_rounds_are_short() -> None:
+    def leader_burst(seconds: float) -> int:
+        known = Estimate((seconds,) * 2, 1.0, 1e6)
+        return FastestWithinBudget((known, replace(known, tokens=0.5))).choose().rounds
+
+    assert [leader_burst(s) for s in (0.5, 0.004, 0.0005, 1e-5)] == [16, 16, 40, 128]
+
+
+def test_no_rounds_teach_nothing() -> None:
+    policy = FastestWithinBudget.over(2)
+    assert policy.observe(1, Measurement()) == policy
