@@ -55,6 +55,11 @@ def _add_models(result: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tree", type=widths, help="widths of the draft tree by level, such as 4,16,16,16,16"
     )
+    group.add_argument(
+        "--budget",
+        type=int,
+        help="nodes of the tree to verify, the root included: the best by the draft's own score",
+    )
 
 
 def _add_prompts(result: argparse.ArgumentParser) -> None:
@@ -118,11 +123,13 @@ def widths(text: str) -> tuple[int, ...]:
 
 
 def chosen_tree(arguments: argparse.Namespace) -> TreeConfig:
-    """The tree that ``--method`` and ``--tree`` describe."""
+    """The tree that ``--method``, ``--tree`` and ``--budget`` describe."""
     if arguments.method == "plain":
         return PLAIN
-    tree = TreeConfig(arguments.tree) if arguments.tree else TreeConfig()
-    return tree if arguments.method == "tree" else TreeConfig((1,) * tree.num_levels)
+    shape = arguments.tree or TreeConfig().widths
+    if arguments.method == "chain":
+        shape = (1,) * len(shape)
+    return TreeConfig(shape, arguments.budget)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ that warms up; tokens per second are tokens over that time and no product of oth
 step is its bytes (weights that are read, cached keys and values) over the bandwidth measured in this
 run. ``draft`` and ``verify`` are timed apart from the round, in programs of their own
 (``infer.bench_parts``); ``rest`` is what they leave of it: walk, commit, bookkeeping, the loop.
+``streaming`` drives the same rounds from Python and reads every one (``infer.bench_streaming``).
 """
 
 import argparse
@@ -27,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer import bench_parts, bench_report
+from infer import bench_parts, bench_report, bench_streaming
 from infer.bench_models import (
     SHAPES,
     Model,
@@ -120,6 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--histogram", type=integers, help="recorded rounds by emitted tokens, instead"
     )
     parser.add_argument("--tree", type=integers, default=[4, 16, 16, 16, 16])
+    parser.add_argument("--budget", type=int, help="nodes of the tree to verify; all if absent")
     parser.add_argument(
         "--draft_vocabulary", type=int, help="tokens the draft may propose; all if absent"
     )
@@ -128,11 +130,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=20, help="repeats of a separately timed part")
     parser.add_argument("--attention", help="attention implementation; automatic if absent")
     parser.add_argument("--prefill", type=int, metavar="CHUNK", help="time a real prefill, too")
+    parser.add_argument("--streaming", action="store_true", help="time rounds that are read, too")
     parser.add_argument("--parts", action="store_true", help="take draft and verify further apart")
     parser.add_argument(
         "--profile", type=Path, help="write kernel times and compiled programs to this folder"
     )
     parser.add_argument("--json", type=Path, help="write header and rows to this file")
+    parser.add_argument("--chart", type=Path, help="draw the rows into this PNG")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -146,7 +150,7 @@ def main(arguments: argparse.Namespace) -> None:
         roof_tflop_per_s=roof.operations_per_s / 1e12,
     )
     report = bench_report.Report(header, arguments.json)
-    tree = TreeConfig(tuple(arguments.tree))
+    tree = TreeConfig(tuple(arguments.tree), arguments.budget)
     if arguments.histogram:
         lengths = AcceptanceLengths.from_histogram(arguments.histogram)
     else:
@@ -162,6 +166,8 @@ def main(arguments: argparse.Namespace) -> None:
                 row = measure(setting, model, roof.bytes_per_s, arguments)
                 report.add(row, line(row))
         del model
+    if arguments.chart:
+        bench_report.draw(report.rows, arguments.chart)
 
 
 def measure(
@@ -190,6 +196,12 @@ def measure(
                 drafter=drafter,
             ),
         }
+        if arguments.streaming:
+            loops["streaming"] = pool.submit(
+                *(bench.compile, bench_streaming.simulated_round, model.target, drafter),
+                *(setting.lengths, 0),
+                drafter=drafter,
+            )
         programs = {
             name: pool.submit(
                 bench.compile,
@@ -206,6 +218,10 @@ def measure(
     row["compile_seconds"] = round(time.perf_counter() - begin, 1)
     plain_loop = time_loop(bench, loops["plain"].result(), plain)
     round_loop = time_loop(bench, loops["round"].result(), drafter)
+    if arguments.streaming:
+        row |= streaming(
+            round_loop, time_loop(bench, read_by(loops["streaming"].result()), drafter)
+        )
     state = bench.state(drafter)
     times = {name: time_part(bench, program.result(), state) for name, program in programs.items()}
     times["commit"] = time_commit(bench, committing.result(), state)
@@ -234,6 +250,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "context": setting.context,
         "batch": setting.batch,
         "tree": list(setting.tree.widths),
+        "budget": setting.tree.budget,
         "new_tokens": setting.new_tokens,
         "dtype": config.dtype,
         "attention": model.target.attention or "automatic",
@@ -275,6 +292,24 @@ def time_loop(bench: Bench, program: Callable[..., SpecState], drafter: Any) -> 
         int(emitted.sum()) - len(emitted),
         int(rounds.sum()),
     )
+
+
+def read_by(round_program: Callable[..., SpecState]) -> Callable[..., SpecState]:
+    """A whole decode whose every round is launched and read from Python."""
+
+    def program(params: Any, request: Any, state: SpecState) -> SpecState:
+        return bench_streaming.read_all(functools.partial(round_program, params, request), state)
+
+    return program
+
+
+def streaming(loop: LoopTime, read: LoopTime) -> dict[str, Any]:
+    """What reading every round costs over the loop on the device."""
+    read_round, round_ = read.seconds / read.rounds, loop.seconds / loop.rounds
+    return {
+        "streaming_round_ms": _rounded(1e3 * read_round),
+        "streaming_overhead_percent": _rounded(100 * (read_round / round_ - 1)),
+    }
 
 
 def time_part(bench: Bench, program: Callable[..., Any], state: SpecState) -> float:
@@ -397,7 +432,7 @@ def line(row: dict[str, Any]) -> str:
     }
     gib = 2**30
     return (
-        f"{row['shape']} B={row['batch']} S={row['context']} tree={row['tree']}: "
+        f"{row['shape']} B={row['batch']} S={row['context']} tree={row['tree']} budget={row['budget']}: "
         f"plain {row['plain_ms_per_token']} ms ({row['plain_percent_of_roof']} % of roof), "
         f"round {row['round_ms']} ms = draft {row['draft_ms']} + verify {row['verify_ms']} "
         f"+ rest {row['rest_ms']}, {row['round_over_plain']} plain steps; "
@@ -406,6 +441,11 @@ def line(row: dict[str, Any]) -> str:
         f"GiB: weights {row['target_bytes'] / gib:.2f}, draft {row['draft_bytes'] / gib:.2f}, "
         f"cache {row['cache_bytes'] / gib:.2f}, draft state {row['draft_state_bytes'] / gib:.4f}; "
         f"ms: {more}"
+        + (
+            f"; streaming {row['streaming_overhead_percent']} % more a round"
+            if "streaming_round_ms" in row
+            else ""
+        )
         + (f"; prefill {row['prefill_tflop_per_s']} TFLOP/s" if "prefill_chunk" in row else "")
     )
 

@@ -38,7 +38,7 @@ def draft(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
             gumbel = engine.round_noise(target, drafter, request, now.length)
             return engine.propose_tree(drafter, params, request, now, gumbel)
 
-        return jax.lax.fori_loop(0, turns, turn, plant(state.pending, drafter.tree))
+        return jax.lax.fori_loop(0, turns, turn, some_tree(drafter.tree, state))
 
     return program
 
@@ -190,7 +190,8 @@ def draft_choice(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> 
 
 def shallower(drafter: LongSpecDrafter, levels: int) -> LongSpecDrafter:
     """The drafter with the first levels of its tree."""
-    return dataclasses.replace(drafter, tree=TreeConfig(drafter.tree.widths[:levels]))
+    tree = dataclasses.replace(drafter.tree, widths=drafter.tree.widths[:levels])
+    return dataclasses.replace(drafter, tree=tree)
 
 
 def _after(state: SpecState, tokens: Array) -> SpecState:
@@ -200,15 +201,22 @@ def _after(state: SpecState, tokens: Array) -> SpecState:
 
 
 def some_tree(shape: TreeConfig, state: SpecState) -> Tree:
-    """A tree of this shape with different tokens; every node's parent is its level's first."""
+    """A tree of this shape with different tokens; every node sees the first of each level above.
+
+    A budget keeps the nodes that would be grown first.
+    """
+    batch, nodes = state.pending.shape[0], shape.num_nodes
+    known = shape.depths[:nodes]
+    first = jnp.asarray([known.index(depth) for depth in known])
+    depths, node = jnp.asarray(known), jnp.arange(nodes, dtype=jnp.int32)
+    on_spine = (node == first) & (depths < depths[:, None])
     tree = plant(state.pending, shape)
-    depths = jnp.asarray(shape.depths, jnp.int32)
-    tokens = jnp.broadcast_to(jnp.arange(1, shape.num_nodes + 1), tree.tokens.shape)
-    first = [shape.depths.index(depth) for depth in range(shape.num_levels + 1)]
-    node = jnp.arange(shape.num_nodes)
-    on_spine = (node == jnp.asarray(first)[depths]) & (depths < depths[:, None])
-    mask = jnp.broadcast_to(on_spine | jnp.eye(shape.num_nodes, dtype=bool), tree.mask.shape)
-    return tree.replace(tokens=tokens.astype(jnp.int32), mask=mask)
+    mask = on_spine | jnp.eye(nodes, dtype=bool)
+    return tree.replace(
+        tokens=jnp.broadcast_to(node + 1, (batch, nodes)),
+        parents=tree.parents[:, :nodes],
+        mask=jnp.broadcast_to(mask, (batch, nodes, nodes)),
+    )
 
 
 def some_hidden(target: CachedTarget, drafter: LongSpecDrafter, state: SpecState) -> Array:

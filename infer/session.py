@@ -68,7 +68,7 @@ class Session:
         draft = arguments.draft or ("demo" if arguments.target is None else None)
         return {
             **{"target": target, "draft": draft, "method": arguments.method},
-            **{"tree": list(self._tree.widths), "dtype": config.dtype},
+            **{"tree": list(self._tree.widths), "budget": self._tree.budget, "dtype": config.dtype},
             **{"device": jax.devices()[0].device_kind, "jax": jax.__version__, **self._options},
         }
 
@@ -77,12 +77,15 @@ class Session:
         setting, config = self.setting(), self._spec.target_config
         draft = setting["draft"] or "none, so plain decoding (--draft names one)"
         shape = ",".join(map(str, self._tree.widths)) or "none"
+        nodes = f"{self._tree.num_nodes}"
+        if self._tree.selective:
+            nodes = f"the best {nodes} of {self._tree.num_grown}"
         self._out.line(
             f"target {setting['target']} ({config.architecture}, {config.num_layers} layers of width "
             f"{config.model_width}), draft {draft}; {config.dtype} on {setting['device']}"
         )
         self._out.line(
-            f"tree {shape} ({self._tree.num_nodes} nodes a target pass), temperature "
+            f"tree {shape} ({nodes} nodes a target pass), temperature "
             f"{setting['temperature']:g}, seed {setting['seed']}"
         )
 

@@ -129,16 +129,24 @@ class TreeConfig:
     """
 
     widths: tuple[int, ...] = (4, 16, 16, 16, 16)
+    budget: int | None = None
+    """Nodes that are verified, the root included: the best of those grown by the draft's cumulative
+    log-probability, chosen in every row and round. All of them if absent."""
 
     def __post_init__(self) -> None:
         if any(width < 1 for width in self.widths):
             raise ValueError(
                 f"tree widths must be positive, got {self.widths}; use fewer levels for a shallower tree"
             )
-        if self.num_nodes > MAX_TREE_NODES:
+        if self.num_grown > MAX_TREE_NODES:
             raise ValueError(
-                f"tree {self.widths} has {self.num_nodes} nodes with its root; the attention kernels "
+                f"tree {self.widths} has {self.num_grown} nodes with its root; the attention kernels "
                 f"take at most {MAX_TREE_NODES}"
+            )
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(
+                f"a tree budget counts the root and must be at least 1 node, got {self.budget}; leave "
+                f"it out to verify all {self.num_grown} nodes"
             )
 
     @property
@@ -147,13 +155,23 @@ class TreeConfig:
         return len(self.widths)
 
     @property
-    def num_nodes(self) -> int:
-        """Nodes with the root: the query tokens of one verification."""
+    def num_grown(self) -> int:
+        """Nodes the drafter grows, the root included."""
         return 1 + sum(self.widths)
 
     @property
+    def num_nodes(self) -> int:
+        """Nodes with the root: the query tokens of one verification."""
+        return self.num_grown if self.budget is None else min(self.budget, self.num_grown)
+
+    @property
+    def selective(self) -> bool:
+        """Whether the budget leaves out nodes, so that depths differ from row to row."""
+        return self.num_nodes < self.num_grown
+
+    @property
     def depths(self) -> tuple[int, ...]:
-        """Depth of every node; the root has depth 0."""
+        """Depth of every grown node; the root has depth 0."""
         return (0, *(level + 1 for level, width in enumerate(self.widths) for _ in range(width)))
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import KVCache, append_chunk
 from longspec_jax.decoding.target import Verification
+from longspec_jax.drafters.budget import within_budget
 from longspec_jax.drafters.tree import best_continuations, grow, plant
 
 
@@ -67,7 +68,7 @@ class LookupDrafter:
 
     def propose(self, params, state, context, score):
         tree = plant(context.pending, self.tree)
-        total = jnp.zeros((context.pending.shape[0], 1), jnp.float32)
+        total, totals = jnp.zeros((context.pending.shape[0], 1), jnp.float32), []
         history = state[:, None] + token_hash(context.pending, context.length)[:, None]
         first, width = 0, 1
         for depth, children in enumerate(self.tree.widths):
@@ -76,8 +77,9 @@ class LookupDrafter:
             tree = grow(tree, first + width, tokens, first + parents)
             positions = context.length[:, None] + depth + 1
             history = jnp.take_along_axis(history, parents, axis=1) + token_hash(tokens, positions)
+            totals.append(total)
             first, width = first + width, children
-        return tree
+        return within_budget(tree, totals, self.tree)
 
     def commit(self, params, state, tokens, count, length):
         step = jnp.arange(tokens.shape[1])

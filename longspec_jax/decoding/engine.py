@@ -24,7 +24,7 @@ from longspec_jax.decoding.sampling import Sampling, draw, log_probabilities, no
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.verify import Walk, walk
 from longspec_jax.drafters.base import Context, Drafter
-from longspec_jax.drafters.tree import Tree
+from longspec_jax.drafters.tree import Tree, node_depths
 
 Walker: TypeAlias = Callable[[Tree, Array, int], Walk]
 """``(tree, draws[B, T], levels) -> walk``: what :func:`longspec_jax.decoding.verify.walk` is."""
@@ -228,12 +228,13 @@ def verify_tree(
     gumbel: Array,
 ) -> tuple[Verification, Int[Array, "B T"]]:
     """One target pass over the tree, and the target's draw at every node."""
-    depths = jnp.asarray(drafter.tree.depths, jnp.int32)
+    depths = node_depths(tree, drafter.tree)
     positions = state.length[:, None] + depths
     verified = target.verify(
         params.target, state.cache, tree.tokens, positions, tree.mask, state.length
     )
-    return verified, draw(verified.logits, gumbel[:, depths], request.sampling)
+    gumbel = jnp.take_along_axis(gumbel, depths[:, :, None], axis=1)
+    return verified, draw(verified.logits, gumbel, request.sampling)
 
 
 def commit_walk(

@@ -23,7 +23,7 @@ from longspec_jax.decoding.engine import Params, Request, SpecState, spec_step
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.verify import Walk, walk
 from longspec_jax.drafters.base import Drafter
-from longspec_jax.drafters.tree import Tree
+from longspec_jax.drafters.tree import Tree, node_depths
 
 GOLDEN = 2654435769
 """2**32 divided by the golden ratio: multiples of it, modulo 2**32, fill the range evenly."""
@@ -110,12 +110,13 @@ def simulated_walk(
             f"acceptance lengths up to {len(lengths.probabilities)} do not fit a tree of {levels} "
             f"levels, which emits at most {levels + 1}"
         )
-    depths = jnp.asarray(shape.depths, jnp.int32)
-    first = jnp.asarray([shape.depths.index(depth) for depth in range(levels + 1)], jnp.int32)
+    depths = node_depths(tree, shape)
     count = drawn_count(lengths, seed, rounds)
-    last = first[count - 1]
+    # A budget may have left no node so deep: the path then ends early, and is committed all the same.
+    deepest = jnp.minimum(count - 1, depths.max(axis=1))
+    last = jnp.argmax(depths == deepest[:, None], axis=1)
     on_path = jnp.take_along_axis(tree.mask, last[:, None, None], axis=1)
-    at_depth = on_path & (depths == jnp.arange(levels + 1)[:, None])
+    at_depth = on_path & (depths[:, None, :] == jnp.arange(levels + 1)[:, None])
     nodes = jnp.where(at_depth.any(axis=2), jnp.argmax(at_depth, axis=2), last[:, None])
     accepted = jnp.take_along_axis(tree.tokens, nodes, axis=1)
     accepted = jnp.concatenate([accepted[:, 1:], accepted[:, :1]], axis=1)

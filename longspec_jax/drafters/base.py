@@ -48,7 +48,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, params: Any, state: Any, context: Context, score: Score) -> Tree:
-        """Candidate continuations of the pending tokens."""
+        """Candidate continuations of the pending tokens: ``tree.num_nodes`` nodes with the root."""
         ...
 
     def commit(

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Int
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.drafters.base import Context, Score
+from longspec_jax.drafters.budget import within_budget
 from longspec_jax.drafters.tree import Tree, best_continuations, grow, plant
 from longspec_jax.models.layers import (
     GroupedQKV,
@@ -29,10 +30,10 @@ from longspec_jax.models.layers import (
     RMSNorm,
     SwiGLU,
     rotary_angles,
-    rotate,
 )
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention import prefix_attention, tree_attention
+from longspec_jax.ops.split_heads import rotate, split_heads
 
 
 class DraftOutput(NamedTuple):
@@ -88,19 +89,18 @@ class LongSpecDraft(nn.Module):
         """
         c = self.config
         angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
-        q, k, v = self.self_qkv(self.self_norm(embedded))
-        q, k = rotate(q, angles), rotate(k, angles)
-        x = embedded + self.self_out(attend_self(q, k, v))
-        cross_q = rotate(self.cross_q(self.cross_norm(x)), angles)
-        x = x + self.cross_out(attend_cross(cross_q))
-        return DraftOutput(x + self.mlp(self.mlp_norm(x)), k, v)
+        q, k, v = split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
+        x, normalised = self.cross_norm.add(embedded, self.self_out(attend_self(q, k, v)))
+        cross_q = rotate(self.cross_q(normalised), angles)
+        x, normalised = self.mlp_norm.add(x, self.cross_out(attend_cross(cross_q)))
+        return DraftOutput(x + self.mlp(normalised), k, v)
 
     def keys_values(self, embedded: Array, positions: Array) -> tuple[Array, Array]:
         """Self-attention keys and values of tokens, which depend on (token, position) alone."""
         c = self.config
-        _, k, v = self.self_qkv(self.self_norm(embedded))
         angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
-        return rotate(k, angles), v
+        _, k, v = split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
+        return k, v
 
 
 @struct.dataclass
@@ -172,9 +172,9 @@ class LongSpecDrafter:
         tree = plant(context.pending, self.tree)
         ring = ring_positions(context.length, window)
         # One buffer for ring and tree: a level's K/V are written behind the ring as it is run.
-        rooms = ((0, 0), (0, self.tree.num_nodes - (self.tree.widths or (0,))[-1]), (0, 0), (0, 0))
+        rooms = ((0, 0), (0, self.tree.num_grown - (self.tree.widths or (0,))[-1]), (0, 0), (0, 0))
         keys, values = jnp.pad(state.keys, rooms), jnp.pad(state.values, rooms)
-        total = jnp.zeros((batch, 1), jnp.float32)
+        total, totals = jnp.zeros((batch, 1), jnp.float32), []
         first, width = 0, 1
         for depth, children in enumerate(self.tree.widths):
             nodes = slice(first, first + width)
@@ -207,8 +207,9 @@ class LongSpecDrafter:
                 if params.vocabulary is not None:
                     tokens = jnp.take(params.vocabulary, tokens)
                 tree = grow(tree, first + width, tokens, first + parents)
+            totals.append(total)
             first, width = first + width, children
-        return tree
+        return within_budget(tree, totals, self.tree)
 
     def commit(
         self,

@@ -1,9 +1,10 @@
 """The draft tree: dynamic tokens and parents in a static shape.
 
-Node 0 is the root, the pending token. A level's nodes follow the previous level's, so a node's
+Node 0 is the root, the pending token. A level's nodes follow the previous level's, so a grown node's
 depth is known at trace time from :class:`TreeConfig`, while its token, its parent and therefore the
 ancestor mask are device arrays that differ from row to row and round to round (LongSpec appendix E:
-nodes that fall out of the beam get no children, and nothing moves).
+nodes that fall out of the beam get no children, and nothing moves). Where a budget has chosen among
+the grown nodes (:mod:`longspec_jax.drafters.budget`), depths differ as well.
 """
 
 from collections.abc import Callable
@@ -39,8 +40,8 @@ class Tree:
 
 
 def plant(pending: Int[Array, " B"], config: TreeConfig) -> Tree:
-    """A tree that holds its root only."""
-    batch, nodes = pending.shape[0], config.num_nodes
+    """A tree that holds its root only, with room for all nodes that will be grown."""
+    batch, nodes = pending.shape[0], config.num_grown
     tokens = jnp.zeros((batch, nodes), jnp.int32).at[:, 0].set(pending)
     parents = jnp.full((batch, nodes), -1, jnp.int32)
     mask = jnp.zeros((batch, nodes, nodes), bool).at[:, 0, 0].set(True)
@@ -58,6 +59,18 @@ def grow(tree: Tree, first: int, tokens: Int[Array, "B w"], parents: Int[Array, 
         parents=tree.parents.at[:, nodes].set(parents.astype(jnp.int32)),
         mask=tree.mask.at[:, nodes].set(ancestors | itself),
     )
+
+
+def node_depths(tree: Tree, config: TreeConfig) -> Int[Array, "#B T"]:
+    """Depth of every node; one row for all where it is known beforehand.
+
+    Args:
+      tree: a grown tree, or the part of it within the budget.
+      config: the shape it was grown in.
+    """
+    if config.selective:
+        return tree.mask.sum(axis=2, dtype=jnp.int32) - 1  # A node sees itself and its ancestors.
+    return jnp.asarray(config.depths, jnp.int32)[None]
 
 
 def best_continuations(
@@ -96,18 +109,18 @@ def _best_in_blocks(scores: Array, count: int) -> tuple[Array, Array, Array]:
     if ragged:
         scores = jnp.pad(scores, ((0, 0), (0, 0), (0, ragged)), constant_values=-jnp.inf)
     blocks = scores.reshape(batch, nodes, -1, BLOCK)
-    _, node, block = _best_per_row(blocks.max(axis=-1), count, _top_by_rank)
+    _, node, block = _best_per_row(blocks.max(axis=-1), count, top_by_rank)
     found = jnp.take_along_axis(
         blocks.reshape(batch, -1, BLOCK), (node * blocks.shape[2] + block)[:, :, None], axis=1
     )
-    best, at, inside = _best_per_row(found, count, _top_by_rank)
+    best, at, inside = _best_per_row(found, count, top_by_rank)
     token = jnp.take_along_axis(block, at, axis=1) * BLOCK + inside
     # Where fewer tokens are possible than wanted, the padding may be chosen: name a real token.
     token = jnp.minimum(token, vocabulary - 1)
     return best, jnp.take_along_axis(node, at, axis=1), token
 
 
-def _top_by_rank(values: Float[Array, "*rows n"], count: int) -> tuple[Array, Array]:
+def top_by_rank(values: Float[Array, "*rows n"], count: int) -> tuple[Array, Array]:
     """``lax.top_k`` of a few hundred numbers a row by comparing all pairs.
 
     A million comparisons are one small reduction on a GPU; ``lax.top_k`` of 2048 numbers took 73 us

@@ -221,9 +221,23 @@ def test_transformers_are_drafter_invariant(models: Params, temperature: float) 
     target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
     req = request(temperature)
     plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
-    for tree in TREES[:2]:
+    for tree in (*TREES[:2], TreeConfig((4, 5, 3), budget=9)):
         rows, _ = generate(target, LongSpecDrafter(DRAFT, tree), models, tokens, LENGTHS, req)
         assert_same(rows, plain)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("budget", [1, 2, 9])
+def test_a_budget_changes_no_token(budget: int, temperature: float) -> None:
+    """Not even one that leaves the root alone, which is plain decoding."""
+    target, tokens, req = LookupTarget(VOCABULARY), prompts(VOCABULARY), request(temperature)
+    params = Params(TABLE, DRAFT_TABLES["near"])
+    plain, _ = generate(target, NoDraft(), params, tokens, LENGTHS, req)
+    drafter = LookupDrafter(TreeConfig((4, 5, 3), budget))
+    rows, state = generate(target, drafter, params, tokens, LENGTHS, req)
+    assert_same(rows, plain)
+    accepted = state.emitted - 1 - state.rounds
+    assert int(accepted.sum()) == 0 if budget == 1 else int(accepted.min()) > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

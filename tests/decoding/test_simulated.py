@@ -105,6 +105,17 @@ def test_rounds_emit_the_wanted_mean_along_existing_paths() -> None:
         assert int(end.draft[row]) == int(fresh[0])
 
 
+@pytest.mark.parametrize("budget", [2, 7])
+def test_a_budget_that_left_no_node_so_deep_ends_the_path(budget: int) -> None:
+    """The wanted mean is kept: a benchmark's rounds do the same work, whatever they commit."""
+    drafter = LookupDrafter(TreeConfig(TREE.widths, budget))
+    lengths = AcceptanceLengths.geometric(2.6, TREE.num_levels)
+    _, state = start()
+    end = simulated_decode(TARGET, drafter, lengths, 1, PARAMS, request(), state)
+    np.testing.assert_array_equal(end.emitted, NEW)
+    np.testing.assert_allclose((end.emitted - 1) / end.rounds, lengths.mean, atol=0.2)
+
+
 def test_accepted_tokens_are_drafted_and_the_bonus_is_the_targets() -> None:
     """With a perfect draft whose best path is taken, simulated output is the target's own."""
     params = table_params(PARAMS.target)

@@ -23,7 +23,7 @@ from longspec_jax.decoding import engine
 from longspec_jax.decoding.simulated import AcceptanceLengths
 
 KEYS = {
-    *("shape", "context", "batch", "tree", "plain_ms_per_token", "plain_percent_of_roof"),
+    *("shape", "context", "batch", "tree", "budget", "plain_ms_per_token", "plain_percent_of_roof"),
     *("round_ms", "draft_ms", "verify_ms", "rest_ms", "commit_ms", "round_over_plain"),
     *("acceptance_length", "tokens_per_second", "plain_tokens_per_second", "speed_up"),
     *("target_bytes", "cache_bytes", "draft_bytes", "draft_state_bytes"),
@@ -93,6 +93,22 @@ PARTS = [
     *(bench_parts.verify_attention, bench_parts.draft_cross, bench_parts.draft_head),
     bench_parts.draft_choice,
 ]
+
+
+@pytest.mark.parametrize("budget", [1, 3, 5])
+def test_a_budget_is_measured(budget: int, tmp_path: Path) -> None:
+    """Also one that leaves a level out of the verified tree."""
+    file = tmp_path / "rows.json"
+    bench.main(
+        [
+            *("decode", "--shape=demo", "--context=64", "--tree=2,3", f"--budget={budget}"),
+            *("--acceptance=2", "--new_tokens=41", "--turns=1", "--repetitions=1"),
+            *("--parts", f"--json={file}"),
+        ]
+    )
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["tree"] == [2, 3] and row["budget"] == budget
+    assert row["acceptance_length"] == pytest.approx(2, abs=0.15)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)

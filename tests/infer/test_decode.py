@@ -59,6 +59,14 @@ def test_one_prompt(folders, tmp_path, capsys) -> None:
     assert row["text"] == found["text"] and len(row["tokens"]) == len(row["drafted"]) == 24
 
 
+def test_a_budget_changes_the_tree_and_not_the_text(folders, tmp_path, capsys) -> None:
+    whole = run_json(folders, tmp_path, f"--prompt={PROMPT}")
+    found = run_json(folders, tmp_path, f"--prompt={PROMPT}", "--budget=5")
+    assert whole["setting"]["budget"] is None and found["setting"]["budget"] == 5
+    assert found["text"] == whole["text"] and found["identical_to_plain"] is True
+    assert "tree 4,5 (the best 5 of 10 nodes a target pass)" in capsys.readouterr().out
+
+
 def test_color_shows_the_same_text(folders, capsys) -> None:
     argv = [*folders, f"--prompt={PROMPT}", "--ignore_eos"]
     assert decode.main([*argv, "--color=always", "--no-compare"]) == 0
@@ -123,6 +131,7 @@ BAD = {
     "no template": (['--messages=[{"role":"user","content":"a"}]'], "no chat template"),
     "too long": (["--prompt=ab", "--max_new_tokens=1023"], "max_positions=1024; lower"),
     "tree": (["--prompt=a", "--tree=4,0"], "tree widths must be positive"),
+    "budget": (["--prompt=a", "--budget=0"], "a tree budget counts the root"),
     "temperature": (["--prompt=a", "--temperature=-1"], "temperature=-1 of row 0 must be >= 0"),
     "top_p": (["--prompt=a", "--top_p=2"], "must be in (0, 1]"),
     "attention": (["--prompt=a", "--attention=magic"], "no implementation 'magic'; choose"),
