@@ -67,3 +67,22 @@ def test_a_missing_matplotlib_is_a_message(monkeypatch, tmp_path: Path, capsys) 
 def test_rows_without_a_chart(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no chart to draw"):
         bench_report.draw([{"accuracy": 1}], tmp_path / "x.png")
+
+
+def test_decode_rows_are_drawn_beside_other_implementations(tmp_path: Path) -> None:
+    ours = {
+        **{"shape": "a", "batch": 1, "context": 64, "tree": [2], "attention": "automatic"},
+        **{"tokens_per_second": 9.0, "plain_tokens_per_second": 5.0, "acceptance_wanted": 2.0},
+        **{"round_ms": 6.0, "draft_ms": 1.0, "verify_ms": 4.0, "rest_ms": 1.0},
+        **{"plain_ms_per_token": 3.0, "round_over_plain": 2.0},
+    }
+    other = {"implementation": "b", "shape": "a", "batch": 1, "context": 64, "ms_per_token": 4.0}
+    refused = {**other, "implementation": "c", "ms_per_token": None}
+    rows = [
+        ours,
+        {**ours, "context": 128, "budget": 9},
+        {**other, "tokens_per_second": 4.0},
+        refused,
+    ]
+    bench_report.draw(rows, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
