@@ -121,6 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--histogram", type=integers, help="recorded rounds by emitted tokens, instead"
     )
     parser.add_argument("--tree", type=integers, default=[4, 16, 16, 16, 16])
+    parser.add_argument("--budget", type=int, help="nodes of the tree to verify; all if absent")
     parser.add_argument(
         "--draft_vocabulary", type=int, help="tokens the draft may propose; all if absent"
     )
@@ -149,7 +150,7 @@ def main(arguments: argparse.Namespace) -> None:
         roof_tflop_per_s=roof.operations_per_s / 1e12,
     )
     report = bench_report.Report(header, arguments.json)
-    tree = TreeConfig(tuple(arguments.tree))
+    tree = TreeConfig(tuple(arguments.tree), arguments.budget)
     if arguments.histogram:
         lengths = AcceptanceLengths.from_histogram(arguments.histogram)
     else:
@@ -249,6 +250,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "context": setting.context,
         "batch": setting.batch,
         "tree": list(setting.tree.widths),
+        "budget": setting.tree.budget,
         "new_tokens": setting.new_tokens,
         "dtype": config.dtype,
         "attention": model.target.attention or "automatic",
@@ -430,7 +432,7 @@ def line(row: dict[str, Any]) -> str:
     }
     gib = 2**30
     return (
-        f"{row['shape']} B={row['batch']} S={row['context']} tree={row['tree']}: "
+        f"{row['shape']} B={row['batch']} S={row['context']} tree={row['tree']} budget={row['budget']}: "
         f"plain {row['plain_ms_per_token']} ms ({row['plain_percent_of_roof']} % of roof), "
         f"round {row['round_ms']} ms = draft {row['draft_ms']} + verify {row['verify_ms']} "
         f"+ rest {row['rest_ms']}, {row['round_over_plain']} plain steps; "
