@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
+from longspec_jax.decoding.adaptive import candidates
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.engine import Params
 from longspec_jax.decoding.target import CachedTarget
@@ -145,6 +146,7 @@ class LongSpec:
         generation_config: Any = None,
         *,
         tree: TreeConfig | Sequence[int] | None = None,
+        adaptive: bool = False,
         streamer: Streamer | None = None,
         on_round: Callable[[StreamRound], None] | None = None,
         chat_template: str | None = None,
@@ -157,13 +159,17 @@ class LongSpec:
             own length.
           generation_config: a transformers ``GenerationConfig``; keyword arguments win over it.
           tree: shape of the draft trees, ``PLAIN`` for plain decoding; the object's own if absent.
+          adaptive: choose among this tree, a smaller one and plain decoding as the run goes, by the
+            tokens a second that each turns out to emit. A draft that does not help then costs next to
+            nothing. Off unless asked for: it compiles three programs instead of one, and where exact
+            arithmetic does not settle a near-tie (bfloat16) the clock may.
           streamer: a transformers streamer for a single row: receives the prompt, then every
             round's tokens.
           on_round: called with what every round adds, as :meth:`stream` yields it.
           chat_template: a Jinja template for messages instead of the tokenizer's own.
           **options: see :class:`~longspec_jax.generation.options.GenerateOptions`.
         """
-        job = self._prepare(inputs, generation_config, tree, chat_template, options)
+        job = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
         listen = on_round if streamer is None else feed(streamer, job.prompts, on_round)
         run = follow(job, self._warm, self.tokenizer, listen)
         if streamer is not None:
@@ -176,11 +182,12 @@ class LongSpec:
         generation_config: Any = None,
         *,
         tree: TreeConfig | Sequence[int] | None = None,
+        adaptive: bool = False,
         chat_template: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Iterator[StreamRound]:
         """Yield what every round adds; arguments as in :meth:`generate`, and the same tokens."""
-        job = self._prepare(inputs, generation_config, tree, chat_template, options)
+        job = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
         collector = RoundCollector(job, self.tokenizer)
         return map(collector.add, runner.run_rounds(job, self._warm))
 
@@ -190,6 +197,7 @@ class LongSpec:
         generation_config: Any = None,
         *,
         tree: TreeConfig | Sequence[int] | None = None,
+        adaptive: bool = False,
         on_round: Callable[[StreamRound], None] | None = None,
         chat_template: str | None = None,
         **options: Unpack[GenerateOptions],
@@ -199,7 +207,7 @@ class LongSpec:
         Arguments as in :meth:`generate`, and ``on_round``: called with what every round of the
         speculative run adds, as :meth:`stream` yields it.
         """
-        job = self._prepare(inputs, generation_config, tree, chat_template, options)
+        job = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
         return comparison.run_both(job, self._warm, self.tokenizer, on_round)
 
     def inspect(
@@ -234,6 +242,7 @@ class LongSpec:
         tree: TreeConfig | Sequence[int] | None,
         chat_template: str | None,
         options: GenerateOptions,
+        adaptive: bool = False,
     ) -> runner.Job:
         """Check everything a call was given, before anything runs."""
         config = self.target_config
@@ -242,6 +251,7 @@ class LongSpec:
         rows = resolve(options, generation_config, lengths, self.stop_tokens)
         check_positions(lengths, rows.max_new_tokens, config.max_positions)
         drafter, draft = self._drafter(tree)
+        drafters = _choices(drafter) if adaptive else (drafter,)
         shape = runner.Shape.for_call(
             max(lengths),
             int(rows.max_new_tokens.max()),
@@ -253,7 +263,7 @@ class LongSpec:
             check_fits(config, plan, free_bytes())
         target = CachedTarget(config, self.attention)
         params = Params(self.target_params, draft)
-        return runner.Job(target, drafter, params, prompts, rows.request(), shape, plan)
+        return runner.Job(target, drafters, params, prompts, rows.request(), shape, plan)
 
     def _drafter(self, tree: TreeConfig | Sequence[int] | None) -> tuple[Drafter, Any]:
         """The static part and the parameters of what proposes the trees of a call."""
@@ -286,3 +296,13 @@ class LongSpec:
             draft_state_bytes=tree_bytes(state),
             working_bytes=working_bytes(config, rows, shape.chunk, drafter.tree.num_nodes),
         )
+
+
+def _choices(drafter: Drafter) -> tuple[Drafter, ...]:
+    """What an adaptive call chooses among."""
+    if not drafter.tree.widths:
+        raise ValueError(
+            "adaptive=True has nothing to choose: this call decodes plainly; load a draft and leave its "
+            "tree in place, or drop adaptive"
+        )
+    return candidates(drafter)

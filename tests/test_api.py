@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 import longspec_jax
 from longspec_jax import PLAIN, LongSpec, TreeConfig
-from longspec_jax.decoding import engine
+from longspec_jax.decoding import adaptive, engine
 from longspec_jax.generation import memory
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.infer.toys import STOP, TREE, toy_spec, toy_tokenizer
@@ -75,6 +75,32 @@ def test_stream_equals_generate(spec, batch) -> None:
         assert batch.text[row] == whole
     assert rounds[0].stats.decode_tokens == 0 and math.isnan(rounds[0].stats.acceptance_length)
     assert rounds[-1].stats.histograms == batch.stats.histograms
+
+
+def test_the_tree_of_a_call_is_counted(batch) -> None:
+    [use] = batch.stats.trees
+    assert use.tree == TREE and use.rounds == max(batch.stats.target_passes)
+    assert use.tokens == 3 * 23 and 0 < use.seconds <= batch.stats.decode_seconds
+
+
+def test_adaptive_calls_say_the_same_and_what_ran(spec, batch) -> None:
+    found = spec.generate(PROMPTS, adaptive=True, **WARM, eos_token_id=[])
+    assert found.sequences == batch.sequences and found.text == batch.text
+    stats = found.stats
+    assert [use.tree.widths for use in stats.trees] == [(), (4,), (4, 5)]
+    assert all(use.rounds >= 2 for use in stats.trees), "each is timed twice"
+    assert sum(use.rounds for use in stats.trees) == max(stats.target_passes)
+    assert sum(use.tokens for use in stats.trees) == stats.decode_tokens
+    assert len(stats.acceptance_histogram) == 3
+    assert stats.draft_state_bytes == batch.stats.draft_state_bytes
+    rounds = list(spec.stream(PROMPTS, adaptive=True, **WARM, eos_token_id=[]))
+    assert rounds[0].stats.compile_seconds == 0.0
+    for row in range(3):
+        assert sum((r.tokens[row] for r in rounds), ()) == batch.sequences[row]
+    assert len(rounds) == max(rounds[-1].stats.target_passes) + 1
+    assert spec.compare(PROMPTS, adaptive=True, **WARM).identical
+    with pytest.raises(ValueError, match="adaptive=True has nothing to choose"):
+        spec.generate(PROMPTS, tree=PLAIN, adaptive=True)
 
 
 def test_every_row_stops_at_its_own_set(spec, batch) -> None:
@@ -196,9 +222,9 @@ def test_prompts_of_many_lengths_meet_few_compilations(spec) -> None:
         return spec.generate(np.arange(tokens) % 17, **options).stats.compile_seconds
 
     run(1)
-    compiled = engine.decode._cache_size(), engine._prefill_chunk._cache_size()
+    compiled = adaptive.burst._cache_size(), engine._prefill_chunk._cache_size()
     assert {run(tokens) for tokens in range(2, 240, 23)} == {0.0}
-    assert (engine.decode._cache_size(), engine._prefill_chunk._cache_size()) == compiled
+    assert (adaptive.burst._cache_size(), engine._prefill_chunk._cache_size()) == compiled
 
 
 def test_sharded_parameters_say_the_same(spec) -> None:

@@ -110,7 +110,7 @@ def rehearse(
     request: Request,
     state: SpecState,
 ) -> SpecState:
-    """One round of every candidate: compiles and loads all that :func:`decode_adaptively` runs.
+    """One round of every candidate: compiles and loads all that :func:`decode_bursts` runs.
 
     Rows that are done take part without emitting anything; the state is donated and of no further
     use.
@@ -121,7 +121,7 @@ def rehearse(
     return state
 
 
-def decode_adaptively(
+def decode_bursts(
     target: TargetModel,
     drafters: Sequence[Drafter],
     params: Params,
@@ -134,8 +134,9 @@ def decode_adaptively(
 ) -> Iterator[Leg]:
     """Rounds until every row is done; yields after each burst, and take what you need before resuming.
 
-    Compile beforehand with :func:`rehearse`, or the first timing of every candidate holds its
-    compilation. The time in which the consumer holds a leg is not counted.
+    With one drafter and the policy :class:`~longspec_jax.decoding.policy.Always` it is the whole run
+    in one executable. Compile beforehand with :func:`rehearse`, or the first timing of every candidate
+    holds its compilation. The time in which the consumer holds a leg is not counted.
 
     Args:
       target: the target's static part.
@@ -148,15 +149,16 @@ def decode_adaptively(
       clock: seconds, for the policy and the totals.
 
     Raises:
-      NotImplementedError: in a computation of several processes, whose clocks would disagree.
+      NotImplementedError: if there is a choice in a computation of several processes, whose clocks
+        would disagree.
     """
-    if jax.process_count() > 1:
+    if len(drafters) > 1 and jax.process_count() > 1:
         raise NotImplementedError(
             f"{jax.process_count()} processes would each choose by their own clock and run "
             "different programs; decode with one fixed tree instead"
         )
     totals = [Measurement()] * len(drafters)
-    live = not bool(state.done.all())
+    live = not np.asarray(state.done).all()
     while live:
         index, rounds = policy.choose()
         seen = Measurement()

@@ -17,6 +17,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 SAMPLES = 2
 """Timings of one round each before a candidate is judged: one alone may have met a pause."""
+MANY = 2**31 - 1
+"""More rounds than any run has."""
 RECENT = 5
 """Timings of which the least counts; a context grows, so old ones are dropped."""
 
@@ -59,6 +61,21 @@ class Policy(Protocol):
     def observe(self, candidate: int, seen: Measurement) -> "Policy":
         """The policy after some rounds of a candidate."""
         ...
+
+
+@dataclass(frozen=True)
+class Always:
+    """Runs one candidate to the end."""
+
+    candidate: int = 0
+
+    def choose(self) -> Choice:
+        """The candidate, until every row is done."""
+        return Choice(self.candidate, MANY)
+
+    def observe(self, candidate: int, seen: Measurement) -> "Always":
+        """Nothing is learnt."""
+        return self
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ near-tie; the gap between the two candidates at the first divergence says whethe
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.engine import Params, Request
 from longspec_jax.decoding.sampling import noise, perturb
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation import runner
 from longspec_jax.generation.collect import collect, follow
 from longspec_jax.generation.memory import free_bytes
@@ -81,7 +80,7 @@ def run_both(
         raise ValueError(
             "nothing to compare: this call decodes plainly; load a draft and leave its tree in place"
         )
-    plain_job = replace(job, drafter=NoDraft(), params=Params(job.params.target, None))
+    plain_job = job.without_draft()
     copies: list[Start] = []
 
     def begin() -> Start:

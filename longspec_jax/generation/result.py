@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from longspec_jax.config import TreeConfig
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.text import Piece
 
@@ -10,6 +11,19 @@ ACCEPTANCE_DEFINITION = (
     "emitted tokens / target forward passes of the decode phase, bonus included, prefill excluded"
 )
 """Printed wherever the acceptance length is."""
+
+
+@dataclass(frozen=True)
+class TreeUse:
+    """What one of the trees of a call did."""
+
+    tree: TreeConfig
+    """Its shape; without levels, plain decoding."""
+    rounds: int
+    """Target passes, of all rows at once."""
+    tokens: int
+    """Emitted by all rows together."""
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -24,6 +38,8 @@ class Stats:
     histograms: tuple[tuple[int, ...], ...]
     """Rounds of a row by accepted draft tokens: entry 0 counts the rounds that emitted the bonus
     alone. A round cut short by a stop token or the budget counts what it emitted."""
+    trees: tuple[TreeUse, ...]
+    """Every tree that could be used: the one asked for, or all that ``adaptive`` chose among."""
     prefill_seconds: float
     decode_seconds: float
     """Decode rounds alone: no prefill, no compilation, no detokenisation."""

@@ -1,8 +1,8 @@
 """Run a prepared call through the decode loop, and time its phases apart.
 
 The first call of a shape is preceded by a short run of the same shape: one prefill chunk and one
-round. Whatever is compiled or loaded on first use is paid there and reported as compile time, so
-that prefill and decode seconds mean the same in every call.
+round of every tree. Whatever is compiled or loaded on first use is paid there and reported as compile
+time, so that prefill and decode seconds mean the same in every call.
 """
 
 import time
@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.decoding import engine
+from longspec_jax.decoding import adaptive, engine
+from longspec_jax.decoding.adaptive import Leg
 from longspec_jax.decoding.cache import bucket_capacity
 from longspec_jax.decoding.engine import Params, Request, SpecState
+from longspec_jax.decoding.policy import Always, FastestWithinBudget, Measurement
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Drafter
+from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.generation.inputs import Prompts
 from longspec_jax.generation.memory import MemoryPlan, tree_bytes
-from longspec_jax.generation.result import Stats
+from longspec_jax.generation.result import Stats, TreeUse
 
 SMALLEST_OUTPUT = 64
 """Output buffers are powers of two from here, so that few budgets are ever compiled."""
@@ -49,7 +51,8 @@ class Job:
     """Everything one call needs, checked and on its way to the device."""
 
     target: CachedTarget
-    drafter: Drafter
+    drafters: tuple[Drafter, ...]
+    """What a round may run, the cheapest first; the run chooses by the clock if there are several."""
     params: Params
     prompts: Prompts
     request: Request
@@ -57,11 +60,16 @@ class Job:
     memory: MemoryPlan
 
     @property
+    def drafter(self) -> Drafter:
+        """The drafter that was asked for: of several, the one with the tallest tree."""
+        return adaptive.tallest(self.drafters)
+
+    @property
     def signature(self) -> tuple[Any, ...]:
         """What a compilation depends on."""
         sampling = self.request.sampling
         return (
-            *(self.target, self.drafter, self.shape, len(self.prompts)),
+            *(self.target, self.drafters, self.shape, len(self.prompts)),
             *(self.request.stop_tokens.shape, sampling.stochastic, sampling.filtered),
         )
 
@@ -85,13 +93,24 @@ class Job:
             chunk=chunk,
         )
 
-    def decode(self, state: SpecState) -> SpecState:
-        """The state after the last round, in one executable."""
-        return engine.decode(self.target, self.drafter, self.params, self.request, state)
+    def outset(self, state: SpecState) -> Leg:
+        """The run before its first round."""
+        return Leg(state, (Measurement(),) * len(self.drafters))
 
-    def step(self, state: SpecState) -> SpecState:
-        """The state after one more round."""
-        return engine.step(self.target, self.drafter, self.params, self.request, state)
+    def legs(self, state: SpecState, stride: int | None = None) -> Iterator[Leg]:
+        """Decode to the end in bursts of at most ``stride`` rounds; one burst if nothing is chosen."""
+        count = len(self.drafters)
+        policy = FastestWithinBudget.over(count) if count > 1 else Always()
+        models = self.target, self.drafters, self.params
+        return adaptive.decode_bursts(*models, self.request, state, policy, stride=stride)
+
+    def rehearse(self, state: SpecState) -> SpecState:
+        """Run one round of everything that :meth:`legs` may."""
+        return adaptive.rehearse(self.target, self.drafters, self.params, self.request, state)
+
+    def without_draft(self) -> "Job":
+        """The same call, decoded plainly."""
+        return replace(self, drafters=(NoDraft(),), params=Params(self.params.target, None))
 
 
 class Progress(NamedTuple):
@@ -126,6 +145,8 @@ class Run(NamedTuple):
     timing: Timing
     state: SpecState
     """The live state; donated when the run goes on."""
+    totals: tuple[Measurement, ...]
+    """What every drafter of the job has done so far."""
 
 
 class WarmShapes:
@@ -135,10 +156,9 @@ class WarmShapes:
         """Start with none."""
         self._seen: set[Any] = set()
 
-    def prepare(self, job: Job, advance: Callable[[Job, SpecState], SpecState]) -> float:
+    def prepare(self, job: Job) -> float:
         """Make a short run if the job's shape is new; return its seconds, 0 if it is not."""
-        key = (job.signature, advance)
-        if key in self._seen:
+        if job.signature in self._seen:
             return 0.0
         two = jnp.minimum(job.request.max_new_tokens, 2)
         short = replace(
@@ -147,9 +167,9 @@ class WarmShapes:
             request=replace(job.request, max_new_tokens=two),
         )
         start = time.perf_counter()
-        Progress.of(jax.block_until_ready(advance(short, short.prefill())))
+        Progress.of(jax.block_until_ready(short.rehearse(short.prefill())))
         seconds = time.perf_counter() - start
-        self._seen.add(key)
+        self._seen.add(job.signature)
         return seconds
 
 
@@ -185,19 +205,22 @@ def plain_copy(start: Start) -> Start:
 
 
 def run(job: Job, warm: WarmShapes, begin: Callable[[], Start] | None = None) -> Run:
-    """Run to the end in one executable.
+    """Run to the end on the device, the host asked only where there is something to choose.
 
     Args:
       job: the prepared call.
       warm: the shapes compiled so far.
       begin: makes the prefilled state, after the warm-up; the job's own prefill if absent.
     """
-    compiled = warm.prepare(job, Job.decode)
+    compiled = warm.prepare(job)
     state, seconds = begin() if begin else prefill(job)
     start = time.perf_counter()
-    state = jax.block_until_ready(job.decode(state))
+    leg = job.outset(state)
+    for leg in job.legs(state):  # noqa: B007 - only the last one counts.
+        pass
+    jax.block_until_ready(leg.state)
     timing = Timing(compiled, seconds, time.perf_counter() - start)
-    return Run(Progress.of(state), timing, state)
+    return Run(Progress.of(leg.state), timing, *leg)
 
 
 def run_rounds(
@@ -207,26 +230,31 @@ def run_rounds(
 
     Arguments as in :func:`run`.
     """
-    compiled = warm.prepare(job, Job.step)
+    compiled = warm.prepare(job)
     state, seconds = begin() if begin else prefill(job)
-    progress, timing = Progress.of(state), Timing(compiled, seconds)
-    yield Run(progress, timing, state)
-    while not progress.done.all():
-        start = time.perf_counter()
-        state = job.step(state)
-        progress = Progress.of(state)
+    timing = Timing(compiled, seconds)
+    yield Run(Progress.of(state), timing, *job.outset(state))
+    start = time.perf_counter()
+    for leg in job.legs(state, stride=1):
+        progress = Progress.of(leg.state)
         timing = replace(timing, decode=timing.decode + time.perf_counter() - start)
-        yield Run(progress, timing, state)
+        yield Run(progress, timing, *leg)
+        start = time.perf_counter()
 
 
 def statistics(job: Job, run: Run) -> Stats:
     """The counts of a run so far."""
     progress, timing = run.progress, run.timing
+    used = zip(job.drafters, run.totals, strict=True)
     return Stats(
         prompt_tokens=tuple(len(row) for row in job.prompts),
         new_tokens=tuple(progress.emitted.tolist()),
         target_passes=tuple(progress.rounds.tolist()),
         histograms=tuple(map(tuple, progress.histogram.tolist())),
+        trees=tuple(
+            TreeUse(drafter.tree, total.rounds, total.tokens, total.seconds)
+            for drafter, total in used
+        ),
         prefill_seconds=timing.prefill,
         decode_seconds=timing.decode,
         compile_seconds=timing.compile,

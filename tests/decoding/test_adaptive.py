@@ -12,7 +12,7 @@ import pytest
 
 from longspec_jax.config import PLAIN, DraftConfig, TreeConfig
 from longspec_jax.decoding import adaptive
-from longspec_jax.decoding.adaptive import candidates, decode_adaptively, rehearse, smaller_tree
+from longspec_jax.decoding.adaptive import candidates, decode_bursts, rehearse, smaller_tree
 from longspec_jax.decoding.engine import Params, SpecState, prefill, room
 from longspec_jax.decoding.policy import Choice, FastestWithinBudget, Measurement
 from longspec_jax.decoding.target import CachedTarget
@@ -85,7 +85,7 @@ def test_forced_switching_changes_no_token(temperature: float, seed: int) -> Non
     plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
     for cycle in CYCLES:
         state = start(target, drafters, params, req, VOCABULARY)
-        leg = last(decode_adaptively(target, drafters, params, req, state, Forced(cycle)))
+        leg = last(decode_bursts(target, drafters, params, req, state, Forced(cycle)))
         assert_same(rows_of(leg.state), plain)
         total = sum(leg.totals, Measurement())
         assert total.tokens == sum(NEW) - 3 and total.row_rounds == int(leg.state.rounds.sum())
@@ -117,7 +117,7 @@ def test_transformers_switch_losslessly_and_the_draft_misses_nothing(
     rings = []
     for cycle in ((Choice(2, 100),), EVERY_ROUND, (Choice(0, 100),)):
         state = start(target, drafters, models, req, CONFIG.vocab_size)
-        leg = last(decode_adaptively(target, drafters, models, req, state, Forced(cycle)))
+        leg = last(decode_bursts(target, drafters, models, req, state, Forced(cycle)))
         assert_same(rows_of(leg.state), plain)
         rings.append(jax.device_get(leg.state.draft))
     for ring in rings[1:]:
@@ -132,7 +132,7 @@ def test_legs_are_bursts_or_strides_and_time_is_the_clocks(stride: int | None) -
     now = iter(range(10_000))
     state = start(target, drafters, params, req, VOCABULARY)
     policy = Forced((Choice(2, 4), Choice(0, 5)))
-    legs = decode_adaptively(
+    legs = decode_bursts(
         *(target, drafters, params, req, state, policy),
         stride=stride,
         clock=lambda: float(next(now)),
@@ -163,7 +163,7 @@ def test_the_clock_decides_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(adaptive, "burst", timed)
         state = start(target, drafters, params, req, VOCABULARY)
         policy = replace(FastestWithinBudget.over(3), burst_rounds=4)
-        legs = decode_adaptively(
+        legs = decode_bursts(
             *(target, drafters, params, req, state, policy), clock=lambda: now[0]
         )
         return [measured.rounds for measured in last(legs).totals]
@@ -184,7 +184,7 @@ def test_rehearsal_compiles_everything_and_emits_within_the_budget() -> None:
     assert adaptive.burst._cache_size() - before == 3
     assert state.emitted.tolist() == [2, 2, 2]
     state = start(target, drafters, params, request(), VOCABULARY)
-    last(decode_adaptively(target, drafters, params, request(), state, Forced(EVERY_ROUND)))
+    last(decode_bursts(target, drafters, params, request(), state, Forced(EVERY_ROUND)))
     assert adaptive.burst._cache_size() - before == 3
 
 
@@ -192,7 +192,7 @@ def test_finished_rows_run_nothing() -> None:
     target, drafters = LookupTarget(VOCABULARY), candidates(LookupDrafter(TREE))
     params, req = Params(TABLE, NEAR), request(new=(1, 1, 1))
     state = start(target, drafters, params, req, VOCABULARY)
-    assert not list(decode_adaptively(target, drafters, params, req, state, Forced(EVERY_ROUND)))
+    assert not list(decode_bursts(target, drafters, params, req, state, Forced(EVERY_ROUND)))
 
 
 @pytest.mark.parametrize(
@@ -218,4 +218,4 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     params, req = Params(TABLE, NEAR), request()
     state = start(target, drafters, params, req, VOCABULARY)
     with pytest.raises(NotImplementedError, match="2 processes would each choose by their own"):
-        next(decode_adaptively(target, drafters, params, req, state, Forced(EVERY_ROUND)))
+        next(decode_bursts(target, drafters, params, req, state, Forced(EVERY_ROUND)))
