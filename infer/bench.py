@@ -1,4 +1,4 @@
-"""Benchmarks: ``python -m infer.bench attention|decode|transformers|report [options]``.
+"""Benchmarks: ``python -m infer.bench attention|decode|match|transformers|report [options]``.
 
 This entry point only parses; each benchmark is a module that imports from a notebook.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 BENCHMARKS = {
     "attention": "infer.bench_attention",
     "decode": "infer.bench_decode",
+    "match": "infer.bench_match",
     "transformers": "infer.bench_transformers",
     "report": "infer.bench_report",
 }

@@ -1,10 +1,11 @@
 """Result files of the benchmarks: ``python -m infer.bench report FILE... [--json F] [--chart F]``.
 
 A benchmark writes one object, ``{"header": ..., "rows": [...]}``, anew after every row: a run that
-is cut short keeps what it measured. Files of several runs merge into ``{"headers": [...], "rows":
-[...]}``, where every row's ``run`` is the index of its header, since the roof, the commit and the
-date are the run's own. Merged files merge again. This command merges, and draws charts on a machine
-that has matplotlib from rows measured on one that has not.
+is cut short keeps what it measured; some add a ``summary`` when they end. Files of several runs
+merge into ``{"headers": [...], "rows": [...]}``, where every row's ``run`` is the index of its
+header, since the roof, the commit and the date are the run's own. Merged files merge again. This
+command merges, and draws charts on a machine that has matplotlib from rows measured on one that has
+not.
 """
 
 import argparse
@@ -79,6 +80,14 @@ class Report:
         if self._path:
             write(self._path, {"header": self._header, "rows": self.rows})
 
+    def conclude(self, summary: list[Row]) -> None:
+        """Print what all rows say together, and write it beside them."""
+        for part in summary:
+            print(json.dumps(part), flush=True)
+        if self._path:
+            whole = {"header": self._header, "summary": summary, "rows": self.rows}
+            write(self._path, whole)
+
 
 def write(path: Path, report: Row) -> None:
     """Replace a result file; being killed halfway leaves the file before."""
@@ -89,6 +98,8 @@ def write(path: Path, report: Row) -> None:
 
 def merge(reports: Iterable[Row]) -> Row:
     """One report of several; rows keep their order and say which header is theirs.
+
+    Summaries are left out: they speak of one file's rows.
 
     Raises:
       ValueError: if one of them is not a report.
