@@ -60,6 +60,12 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         type=int,
         help="nodes of the tree to verify, the root included: the best by the draft's own score",
     )
+    group.add_argument(
+        "--adaptive",
+        action="store_true",
+        help="choose among the tree, a smaller one and plain decoding by what each turns out to emit "
+        "a second: a draft that does not help costs next to nothing. Three programs to compile",
+    )
 
 
 def _add_prompts(result: argparse.ArgumentParser) -> None:

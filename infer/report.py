@@ -73,7 +73,20 @@ def _totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "plain_decode_seconds": sum(item.decode_seconds for item in plain) if plain else None,
         "identical_to_plain": all(item.identical for item in compared) if compared else None,
         "draft_state_bytes": max(item.draft_state_bytes for item in stats),
+        "trees": list(_trees(stats)),
     }
+
+
+def _trees(stats: Sequence[Stats]) -> Iterator[dict[str, Any]]:
+    """What each of the trees did in all calls together."""
+    uses = [use for item in stats for use in item.trees]
+    for tree in dict.fromkeys(use.tree for use in uses):
+        own = [use for use in uses if use.tree == tree]
+        yield {
+            **{"tree": list(tree.widths), "budget": tree.budget},
+            **{"rounds": sum(u.rounds for u in own), "tokens": sum(u.tokens for u in own)},
+            "seconds": sum(u.seconds for u in own),
+        }
 
 
 def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
@@ -100,6 +113,7 @@ def lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
     totals = _totals(outcomes)
     yield from _acceptance_lines(totals)
     yield from _speed_lines(totals)
+    yield from _tree_lines(totals["trees"])
     yield from _memory_lines(outcomes[0].stats)
     yield from _identity_lines(outcomes)
 
@@ -131,6 +145,16 @@ def _speed_lines(totals: dict[str, Any]) -> Iterator[str]:
         f"prefill {totals['prefill_seconds']:.2f}, "
         f"compile and warm-up {totals['compile_seconds']:.2f} (apart from both)"
     )
+
+
+def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
+    if len(trees) < 2:
+        return
+    yield "tree                    rounds  tokens  ms a round  (adaptive: chosen by tokens/s)"
+    for use in trees:
+        name = ",".join(map(str, use["tree"])) or "none (plain)"
+        pace = f"{1000 * use['seconds'] / use['rounds']:10.2f}" if use["rounds"] else ""
+        yield f"{name:22}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
 
 
 def _memory_lines(stats: Stats) -> Iterator[str]:

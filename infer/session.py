@@ -68,7 +68,8 @@ class Session:
         draft = arguments.draft or ("demo" if arguments.target is None else None)
         return {
             **{"target": target, "draft": draft, "method": arguments.method},
-            **{"tree": list(self._tree.widths), "budget": self._tree.budget, "dtype": config.dtype},
+            **{"tree": list(self._tree.widths), "budget": self._tree.budget},
+            **{"adaptive": arguments.adaptive, "dtype": config.dtype},
             **{"device": jax.devices()[0].device_kind, "jax": jax.__version__, **self._options},
         }
 
@@ -149,7 +150,8 @@ class Session:
         self, name: str, tokens: Any, options: dict[str, Any], on_round: Callable[..., None] | None
     ) -> Outcome:
         """Decode, with the plain run beside it if it was asked for."""
-        arguments: dict[str, Any] = {"tree": self._tree, "on_round": on_round, **options}
+        choice = {"tree": self._tree, "adaptive": self._arguments.adaptive}
+        arguments: dict[str, Any] = {**choice, "on_round": on_round, **options}
         if not self._arguments.compare or not self._tree.widths:
             return Outcome(name, self._spec.generate(tokens, **arguments))
         compared = self._spec.compare(tokens, **arguments)

@@ -92,6 +92,16 @@ def test_several_prompts_have_totals(folders, tmp_path, capsys) -> None:
     assert "=== all 2 prompts ===" in capsys.readouterr().out
 
 
+def test_adaptive_runs_say_what_ran(folders, tmp_path, capsys) -> None:
+    found = run_json(folders, tmp_path, f"--prompt={PROMPT}", "--ignore_eos", "--adaptive")
+    assert found["identical_to_plain"] is True and found["setting"]["adaptive"] is True
+    assert [use["tree"] for use in found["trees"]] == [[], [4], [4, 5]]
+    assert sum(use["rounds"] for use in found["trees"]) == found["target_passes"]
+    assert sum(use["tokens"] for use in found["trees"]) == 23
+    printed = capsys.readouterr().out
+    assert "adaptive: chosen by tokens/s" in printed and "none (plain)" in printed
+
+
 def test_batch_rows_equal_lone_runs(folders, tmp_path) -> None:
     path = tmp_path / "batch.jsonl"
     rows = [{"prompt": PROMPT, "seed": 5}, {"input_ids": [3, 4, 5], "max_new_tokens": 7}, "fgh"]
@@ -132,6 +142,7 @@ BAD = {
     "too long": (["--prompt=ab", "--max_new_tokens=1023"], "max_positions=1024; lower"),
     "tree": (["--prompt=a", "--tree=4,0"], "tree widths must be positive"),
     "budget": (["--prompt=a", "--budget=0"], "a tree budget counts the root"),
+    "adaptive": (["--prompt=a", "--adaptive", "--method=plain"], "has nothing to choose"),
     "temperature": (["--prompt=a", "--temperature=-1"], "temperature=-1 of row 0 must be >= 0"),
     "top_p": (["--prompt=a", "--top_p=2"], "must be in (0, 1]"),
     "attention": (["--prompt=a", "--attention=magic"], "no implementation 'magic'; choose"),
