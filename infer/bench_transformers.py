@@ -91,6 +91,7 @@ def measure(
     slots = -(-(context + tokens) // ALIGNMENT) * ALIGNMENT
     cache = empty_cache(implementation, model.config, slots)
     compiled = implementation == STATIC and arguments.compile
+    before = compilations()
     with torch.no_grad():
         prefill_seconds = prefill(model, cache, context, batch, arguments.prefill_chunk)
         seconds = decode_seconds(
@@ -105,6 +106,7 @@ def measure(
         "ms_per_token": _rounded(1e3 * median),
         "tokens_per_second": _rounded(batch / median),
         "compiled": compiled,
+        **{name: count - before[name] for name, count in compilations().items()},
         "slots": slots if implementation == STATIC else None,
         "warm_up_seconds": _rounded(warm_up),
         "prefill_seconds": _rounded(prefill_seconds),
@@ -177,6 +179,19 @@ def greedy_step(model: Any, cache: Any, compiled: bool) -> Callable[[Any, Any], 
     return replayed
 
 
+def compilations() -> dict[str, int]:
+    """What torch has compiled so far: one graph and no skip is a step that runs as it should.
+
+    A graph that torch refuses to record as a CUDA graph runs all the same, only slower.
+    """
+    from torch._dynamo.utils import counters
+
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "cuda_graph_skips": counters["inductor"]["cudagraph_skips"],
+    }
+
+
 def decode_seconds(
     step: Callable[[Any, Any], Any], tokens: Any, position: Any, count: int
 ) -> Iterator[float]:
@@ -224,7 +239,8 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{shape} {row['ms_per_token']} ms a token ({row['percent_of_roof']} % of roof), "
         f"{row['tokens_per_second']} tokens/s; warm-up {row['warm_up_seconds']} s, "
-        f"prefill {row['prefill_seconds']} s"
+        f"prefill {row['prefill_seconds']} s; {row['graphs']} graphs compiled, "
+        f"{row['cuda_graph_skips']} refused as CUDA graphs"
     )
 
 
