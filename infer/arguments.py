@@ -47,6 +47,13 @@ def _add_models(result: argparse.ArgumentParser) -> None:
     group.add_argument("--attention", help="attention implementation; automatic if absent")
     group.add_argument("--prefill_chunk", type=int, help="tokens of one prefill step")
     group.add_argument(
+        "--draft_vocabulary",
+        type=int,
+        metavar="N",
+        help="let the draft propose the N most frequent tokens only, by the table saved beside it "
+        "(python -m train.vocabulary); the text is the same. All tokens if absent",
+    )
+    group.add_argument(
         "--method",
         default="tree",
         choices=["tree", "chain", "plain"],

@@ -33,10 +33,12 @@ def load(arguments: argparse.Namespace) -> LongSpec:
                 f"--draft={arguments.draft} needs the --target it was trained for; a draft works with "
                 "no other"
             )
-        return LongSpec.demo(**options)
+        return LongSpec.demo(**options, draft_vocabulary=arguments.draft_vocabulary)
+    plain = arguments.method == "plain"
     return LongSpec.from_pretrained(
         arguments.target,
-        arguments.draft if arguments.method != "plain" else None,
+        None if plain else arguments.draft,
+        draft_vocabulary=None if plain else arguments.draft_vocabulary,
         revision=arguments.revision,
         draft_revision=arguments.draft_revision,
         **options,
@@ -68,6 +70,7 @@ class Session:
         draft = arguments.draft or ("demo" if arguments.target is None else None)
         return {
             **{"target": target, "draft": draft, "method": arguments.method},
+            **{"draft_vocabulary": arguments.draft_vocabulary},
             **{"tree": list(self._tree.widths), "budget": self._tree.budget},
             **{"adaptive": arguments.adaptive, "dtype": config.dtype},
             **{"device": jax.devices()[0].device_kind, "jax": jax.__version__, **self._options},

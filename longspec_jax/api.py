@@ -9,6 +9,7 @@ The output depends on target, prompt, options and seed. Draft and tree change th
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,6 +24,7 @@ from longspec_jax.decoding.engine import Params
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecParams
+from longspec_jax.drafters.vocabulary import check_vocabulary
 from longspec_jax.generation import comparison, inspection, runner
 from longspec_jax.generation.collect import RoundCollector, Streamer, collect, feed, follow
 from longspec_jax.generation.inputs import Inputs, check_positions, to_prompts
@@ -36,6 +38,7 @@ from longspec_jax.generation.memory import (
 from longspec_jax.generation.options import GenerateOptions, resolve
 from longspec_jax.generation.result import GenerateResult, StreamRound
 from longspec_jax.loading import DEMO, best_dtype, check_weights_fit, load_tokenizer
+from longspec_jax.sharding import param_shardings
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +61,16 @@ class LongSpec:
     """Tokens of one prefill step; more is faster on large devices and takes more memory."""
     mesh: Mesh | None = None
     """What the parameters are spread over; one device if absent."""
+    draft_vocabulary: Any = field(default=None, repr=False)
+    """Ids of the tokens the draft may propose, ``[v]``, all if absent; the output is the same."""
     _warm: runner.WarmShapes = field(default_factory=runner.WarmShapes, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse parts that do not belong together."""
         if self.draft_config is not None:
             self.draft_config.check_fits(self.target_config)
+        if self.draft_vocabulary is not None:
+            check_vocabulary(self.draft_vocabulary, self.target_config.vocab_size)
         if self.prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1 token, got {self.prefill_chunk}")
         base = getattr(self.tokenizer, "vocab_size", 0)
@@ -87,6 +94,7 @@ class LongSpec:
         draft_revision: str | None = None,
         tokenizer: Any = None,
         prefill_chunk: int | None = None,
+        draft_vocabulary: int | None = None,
     ) -> "LongSpec":
         """Load Hugging Face checkpoints.
 
@@ -102,8 +110,18 @@ class LongSpec:
           draft_revision: the same for the draft.
           tokenizer: instead of the one beside the target.
           prefill_chunk: tokens of one prefill step; 2048 on a GPU and 256 on a CPU if absent.
+          draft_vocabulary: how many tokens the draft may propose, the first of the table saved beside
+            it (``python -m train.vocabulary`` makes one); all of them if absent. A smaller LM head is
+            faster and misses some tokens; the output is the same.
         """
         from longspec_jax.weights import hf
+        from longspec_jax.weights.draft_vocabulary import load_draft_vocabulary
+
+        if draft is None and draft_vocabulary is not None:
+            raise ValueError(
+                f"draft_vocabulary={draft_vocabulary} limits what a draft proposes, and none is named; "
+                "pass draft= as well"
+            )
 
         dtype = best_dtype() if dtype == "auto" else dtype
         if mesh is None:
@@ -111,8 +129,11 @@ class LongSpec:
         target_config, target_params = hf.load_target(
             target, dtype=dtype, mesh=mesh, revision=revision
         )
-        draft_config, draft_params = None, None
+        draft_config, draft_params, proposed = None, None, None
         if draft is not None:
+            if draft_vocabulary is not None:
+                limits = target_config.vocab_size, draft_vocabulary
+                proposed = load_draft_vocabulary(draft, *limits, revision=draft_revision)
             draft_config, draft_params = hf.load_draft(
                 draft, target_config, dtype=dtype, mesh=mesh, revision=draft_revision
             )
@@ -128,6 +149,7 @@ class LongSpec:
             attention=attention,
             prefill_chunk=prefill_chunk or (2048 if jax.default_backend() == "gpu" else 256),
             mesh=mesh,
+            draft_vocabulary=proposed,
         )
 
     @classmethod
@@ -276,10 +298,22 @@ class LongSpec:
                 f"tree {shape.widths} needs a draft and none is loaded; pass draft= to "
                 "from_pretrained, or tree=PLAIN"
             )
+        return LongSpecDrafter(self.draft_config, shape, self.attention), self._draft
+
+    @cached_property
+    def _draft(self) -> LongSpecParams:
+        """The draft's parameters and the target's tables; the rows of a reduced head, copied once."""
         tables = self.target_params
         head = tables.get("head", tables["embedding"])
         params = LongSpecParams(self.draft_params, tables["embedding"], head)
-        return LongSpecDrafter(self.draft_config, shape, self.attention), params
+        if self.draft_vocabulary is None:
+            return params
+        tokens = check_vocabulary(self.draft_vocabulary, self.target_config.vocab_size)
+        params = params.restricted(jnp.asarray(tokens))
+        if self.mesh is None:
+            return params
+        sharding = param_shardings(self.mesh, {"head": params.head})["head"]
+        return params.replace(head=jax.device_put(params.head, sharding))
 
     def _plan(self, rows: int, shape: runner.Shape, drafter: Drafter, draft: Any) -> MemoryPlan:
         """Bytes of a call, from shapes alone."""
@@ -291,7 +325,7 @@ class LongSpec:
             batch=rows,
             capacity=shape.capacity,
             target_bytes=tree_bytes(self.target_params),
-            draft_bytes=tree_bytes(draft.layer) if draft is not None else 0,
+            draft_bytes=tree_bytes(draft.own) if draft is not None else 0,
             cache_bytes=cache_bytes(config, rows, shape.capacity),
             draft_state_bytes=tree_bytes(state),
             working_bytes=working_bytes(config, rows, shape.chunk, drafter.tree.num_nodes),

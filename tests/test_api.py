@@ -227,6 +227,37 @@ def test_prompts_of_many_lengths_meet_few_compilations(spec) -> None:
     assert (adaptive.burst._cache_size(), engine._prefill_chunk._cache_size()) == compiled
 
 
+def test_a_draft_vocabulary_changes_the_speed_alone(spec, batch) -> None:
+    """What cannot be proposed is said all the same; the rows of the head are counted."""
+    few = (3, 9, 1, 12, 7, 4)
+    again = dataclasses.replace(spec, draft_vocabulary=few).generate(
+        PROMPTS, **WARM, eos_token_id=[]
+    )
+    assert again.sequences == batch.sequences
+    said, drafted = (np.concatenate(rows) for rows in (again.sequences, again.drafted))
+    assert drafted.any() and set(said[drafted]) <= set(few) and not set(said) <= set(few)
+    rows = len(few) * (spec.target_config.model_width + 1) * 4
+    assert again.stats.memory.draft_bytes == batch.stats.memory.draft_bytes + rows
+
+
+def test_the_whole_vocabulary_in_another_order_is_the_whole_vocabulary(spec, batch) -> None:
+    reordered = dataclasses.replace(spec, draft_vocabulary=range(16, -1, -1))
+    again = reordered.generate(PROMPTS, **WARM, eos_token_id=[])
+    assert again.sequences == batch.sequences
+    assert again.stats.histograms == batch.stats.histograms
+
+
+def test_a_draft_vocabulary_that_does_not_fit(spec) -> None:
+    with pytest.raises(ValueError, match="token 17, outside the target's 17 tokens"):
+        dataclasses.replace(spec, draft_vocabulary=[3, 17])
+    with pytest.raises(ValueError, match="token 3 2 times"):
+        dataclasses.replace(spec, draft_vocabulary=[3, 1, 3])
+    with pytest.raises(ValueError, match="only 2 continuations. Use a narrower tree"):
+        dataclasses.replace(spec, draft_vocabulary=[3, 1]).generate("a", tree=(4,))
+    with pytest.raises(ValueError, match="draft_vocabulary=5 limits .*none is named"):
+        LongSpec.from_pretrained("target", draft_vocabulary=5)
+
+
 def test_sharded_parameters_say_the_same(spec) -> None:
     target = toy_spec(num_heads=4, model_width=32, mlp_width=54, vocab_size=18)
     mesh = make_mesh(tp=2)
@@ -242,6 +273,8 @@ def test_sharded_parameters_say_the_same(spec) -> None:
     )
     expected = target.generate(PROMPTS[0], max_new_tokens=9, tree=(3,)).sequences
     assert sharded.generate(PROMPTS[0], max_new_tokens=9, tree=(3,)).sequences == expected
+    reduced = dataclasses.replace(sharded, draft_vocabulary=[5, 3, 1, 8])
+    assert reduced.generate(PROMPTS[0], max_new_tokens=9, tree=(3,)).sequences == expected
 
 
 BAD_CALLS = {

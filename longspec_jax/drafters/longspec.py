@@ -125,6 +125,11 @@ class LongSpecParams:
         rows = jnp.take(self.head, vocabulary, axis=0)
         return self.replace(head=rows, vocabulary=vocabulary)  # type: ignore[attr-defined]
 
+    @property
+    def own(self) -> Any:
+        """What is not shared with the target: the layer, and the rows of a reduced head."""
+        return self.layer if self.vocabulary is None else (self.layer, self.head, self.vocabulary)
+
 
 @struct.dataclass
 class LongSpecState:

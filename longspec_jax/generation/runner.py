@@ -71,6 +71,7 @@ class Job:
         return (
             *(self.target, self.drafters, self.shape, len(self.prompts)),
             *(self.request.stop_tokens.shape, sampling.stochastic, sampling.filtered),
+            tuple(leaf.shape for leaf in jax.tree.leaves(self.params.draft)),
         )
 
     def prefill(self) -> SpecState:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-_FILES = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.txt")
+_FILES = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.txt", "draft_vocabulary.safetensors")
 _SAFETENSORS = ("model.safetensors", "model-*.safetensors")
 _PICKLES = ("pytorch_model*.bin", "draft_model_weights.pth")
 
@@ -43,7 +43,7 @@ def _download(name: str, revision: str | None) -> Path:
         folder = Path(
             snapshot_download(name, revision=revision, allow_patterns=[*_FILES, *_SAFETENSORS])
         )
-        if not any(folder.glob("*.safetensors")):
+        if not any(any(folder.glob(pattern)) for pattern in _SAFETENSORS):
             snapshot_download(name, revision=revision, allow_patterns=[*_FILES, *_PICKLES])
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

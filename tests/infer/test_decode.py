@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from infer.display import Screen, wants_color
 from longspec_jax import LongSpec, demo_prompts
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.loading import DEMO, load_tokenizer
+from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
 from tests.infer.toys import save_toy, toy_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +67,20 @@ def test_a_budget_changes_the_tree_and_not_the_text(folders, tmp_path, capsys) -
     assert whole["setting"]["budget"] is None and found["setting"]["budget"] == 5
     assert found["text"] == whole["text"] and found["identical_to_plain"] is True
     assert "tree 4,5 (the best 5 of 10 nodes a target pass)" in capsys.readouterr().out
+
+
+def test_a_draft_vocabulary_needs_its_table(folders, tmp_path, capsys) -> None:
+    """Made beside the draft's weights; the text is the same with it."""
+    copies = [shutil.copytree(f.split("=")[1], tmp_path / f.split("/")[-1]) for f in folders[:2]]
+    named = [f"--target={copies[0]}", f"--draft={copies[1]}", *folders[2:]]
+    few = (f"--prompt={PROMPT}", "--draft_vocabulary=6")
+    assert decode.main([*named, *few]) == 2
+    assert "draft comes without draft_vocabulary.safetensors" in capsys.readouterr().err
+    save_draft_vocabulary(copies[1], [3, 9, 1, 12, 7, 4, 0], 17)
+    whole, found = (run_json(named, tmp_path, *options) for options in (few[:1], few))
+    assert (whole["setting"]["draft_vocabulary"], found["setting"]["draft_vocabulary"]) == (None, 6)
+    assert found["text"] == whole["text"] and found["identical_to_plain"] is True
+    assert found["memory"]["draft_bytes"] > whole["memory"]["draft_bytes"]
 
 
 def test_color_shows_the_same_text(folders, capsys) -> None:

@@ -10,13 +10,13 @@ from longspec_jax.weights import hub
 REPOSITORIES = {
     "both": ["model-00001-of-00002.safetensors", "pytorch_model.bin", "consolidated.safetensors"],
     "pickles": ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"],
-    "trainer": ["draft_model_weights.pth", "optimizer.pth"],
+    "trainer": ["draft_model_weights.pth", "optimizer.pth", "draft_vocabulary.safetensors"],
 }
 COMMON = ["config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "README.md"]
 WANTED = {
     "both": ["model-00001-of-00002.safetensors"],
     "pickles": ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"],
-    "trainer": ["draft_model_weights.pth"],
+    "trainer": ["draft_model_weights.pth", "draft_vocabulary.safetensors"],
 }
 
 

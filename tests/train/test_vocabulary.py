@@ -1,0 +1,83 @@
+"""From a corpus to a table beside the draft, through the command."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longspec_jax.weights.draft_vocabulary import FILE, load_draft_vocabulary
+from longspec_jax.weights.hf import save_target
+from tests.kit import tiny_target_config
+from tests.weights.random_params import random_target
+from train import vocabulary
+from train.tokenizer import train_tokenizer
+
+TEXTS = ["the cat sat on the mat", "the dog sat", "a mat"]
+STOP = 7
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A target with its tokenizer, an empty draft folder, and a corpus."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = train_tokenizer(TEXTS, 270)
+    config = tiny_target_config(vocab_size=len(tokenizer) + 3)
+    save_target(folder / "target", config, random_target(config), stop_tokens=(STOP,))
+    tokenizer.save_pretrained(folder / "target")
+    (folder / "draft").mkdir()
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (folder / "corpus.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def arguments(folder: Path, **changed: str) -> list[str]:
+    values = {"target": f"{folder}/target", "draft": f"{folder}/draft"}
+    values |= {"files": f"{folder}/corpus.jsonl", **changed}
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def test_the_table_orders_tokens_by_count(folder: Path, capsys) -> None:
+    assert vocabulary.main(arguments(folder)) == 0
+    tokenizer = vocabulary.load_tokenizer(folder / "target")
+    size = len(tokenizer) + 3
+    table = load_draft_vocabulary(folder / "draft", size, size).tolist()
+    counts = np.bincount(
+        [i for text in TEXTS for i in tokenizer(text)["input_ids"]], minlength=size
+    )
+    special = sorted({*tokenizer.all_special_ids, STOP})
+    assert table[: len(special)] == special
+    assert [counts[i] for i in table[len(special) :]] == sorted(
+        (counts[i] for i in range(size) if i not in special), reverse=True
+    )
+    printed = capsys.readouterr().out
+    assert f"3 documents, {counts.sum() + 3} tokens" in printed  # An end behind every document.
+    assert f"--draft_vocabulary={size}: 100.00% of the corpus" in printed
+
+
+def test_a_size_keeps_the_beginning(folder: Path, capsys) -> None:
+    assert vocabulary.main(arguments(folder, size="20")) == 0
+    [written] = [line for line in capsys.readouterr().out.splitlines() if FILE in line]
+    assert written.endswith(f"{FILE}: 20 tokens")
+
+
+BAD = {
+    "draft": (dict(draft="absent"), "absent is not a folder; the table is saved beside"),
+    "target": (dict(target="absent"), "absent is not a folder"),
+    "files": (dict(files="absent.jsonl"), "no file matches 'absent.jsonl'"),
+    "size": (dict(size="3"), "a draft vocabulary of 3 tokens is out of range"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence(folder: Path, case: str, capsys) -> None:
+    changed, message = BAD[case]
+    assert vocabulary.main(arguments(folder, **changed)) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and message in printed.err
+
+
+def test_a_tokenizer_larger_than_the_target_is_refused(folder: Path) -> None:
+    tokenizer = vocabulary.load_tokenizer(folder / "target")
+    with pytest.raises(ValueError, match="and the target has 9; use the tokenizer"):
+        vocabulary.count_tokens(TEXTS, tokenizer, 9)
