@@ -207,6 +207,17 @@ def test_inspect_shows_the_rounds_of_generate(spec, batch) -> None:
             assert 0 <= depth.drawn_probability <= 1
 
 
+def test_inspect_shows_what_a_budget_kept(spec, batch) -> None:
+    options = {**WARM, "seed": WARM["seed"][0]}
+    tree = TreeConfig(TREE.widths, budget=5)
+    views = list(spec.inspect(PROMPTS[0], tree=tree, **options, eos_token_id=[]))
+    drawn = [depth.drawn for view in views for depth in view.depths]
+    assert tuple(drawn)[:23] == batch.sequences[0][1:]
+    for view in views:
+        assert 1 <= sum(len(depth.candidates) for depth in view.depths) <= 4
+        assert all(depth.accepted for depth in view.depths[:-1])
+
+
 def test_draft_state_does_not_grow_with_the_context(spec) -> None:
     ids = np.arange(900) % 17
     short = spec.generate(ids[:40], max_new_tokens=3, tree=(2,)).stats

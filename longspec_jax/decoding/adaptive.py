@@ -46,7 +46,8 @@ def smaller_tree(tree: TreeConfig) -> TreeConfig:
     ``(4, 16, 16, 16, 16)`` becomes ``(4, 8, 8)``, and a chain a chain of half the length.
     """
     levels = -(-tree.num_levels // 2)
-    return TreeConfig(tuple(min(width, NARROW) for width in tree.widths[:levels]))
+    widths = tuple(min(width, NARROW) for width in tree.widths[:levels])
+    return TreeConfig(widths, tree.budget)
 
 
 def candidates(drafter: Drafter) -> tuple[Drafter, ...]:

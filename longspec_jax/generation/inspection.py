@@ -34,7 +34,7 @@ class DepthView:
     """The target's probability of it, before noise, temperature and filters."""
     candidates: tuple[int, ...]
     """The draft's proposals below this node, best first; empty at the tree's last level and at
-    nodes outside the draft's beam."""
+    nodes outside the draft's beam. Proposals outside the tree's budget are not listed."""
     probabilities: tuple[float, ...]
     """The target's probabilities of the candidates."""
 

@@ -207,6 +207,7 @@ def test_finished_rows_run_nothing() -> None:
 def test_candidates_are_none_a_smaller_and_the_tree_itself(widths, smaller) -> None:
     tree = TreeConfig(widths)
     assert smaller_tree(tree) == TreeConfig(smaller)
+    assert smaller_tree(TreeConfig(tree.widths, budget=3)) == TreeConfig(smaller, budget=3)
     found = [drafter.tree for drafter in candidates(LookupDrafter(tree))]
     assert found == list(dict.fromkeys([PLAIN, TreeConfig(smaller), tree]))
     assert adaptive.tallest(candidates(LookupDrafter(tree))).tree.num_levels == len(widths)
