@@ -16,6 +16,7 @@ _CONTENTS = {
     "GenerateResult": "longspec_jax.generation.result",
     "StreamRound": "longspec_jax.generation.result",
     "Stats": "longspec_jax.generation.result",
+    "TreeUse": "longspec_jax.generation.result",
     "Comparison": "longspec_jax.generation.comparison",
     "RoundView": "longspec_jax.generation.inspection",
     "MemoryPlan": "longspec_jax.generation.memory",
@@ -47,7 +48,12 @@ if TYPE_CHECKING:
     from longspec_jax.generation.inspection import RoundView  # noqa: F401
     from longspec_jax.generation.memory import MemoryPlan  # noqa: F401
     from longspec_jax.generation.options import GenerateOptions  # noqa: F401
-    from longspec_jax.generation.result import GenerateResult, Stats, StreamRound  # noqa: F401
+    from longspec_jax.generation.result import (  # noqa: F401
+        GenerateResult,
+        Stats,
+        StreamRound,
+        TreeUse,
+    )
     from longspec_jax.loading import demo_prompts  # noqa: F401
     from longspec_jax.sharding import make_mesh  # noqa: F401
     from longspec_jax.weights.hf import (  # noqa: F401

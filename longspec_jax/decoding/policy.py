@@ -178,10 +178,10 @@ class FastestWithinBudget:
         new = estimates[candidate].updated(seen)
         # A pause is nobody's fault: time is counted at the candidate's usual pace.
         spent = seen.rounds * new.seconds
-        if candidate != self.leader:
+        fastest = self.estimates[self.leader].speed
+        if candidate != self.leader and fastest:
             emitted = seen.rounds * seen.tokens / seen.row_rounds
-            lost = spent - emitted / self.estimates[self.leader].speed
-            new = replace(new, regret=new.regret + lost)
+            new = replace(new, regret=new.regret + spent - emitted / fastest)
         estimates[candidate] = new
         return replace(self, estimates=tuple(estimates), elapsed=self.elapsed + spent)
 

@@ -163,9 +163,7 @@ def test_the_clock_decides_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(adaptive, "burst", timed)
         state = start(target, drafters, params, req, VOCABULARY)
         policy = replace(FastestWithinBudget.over(3), burst_rounds=4)
-        legs = decode_bursts(
-            *(target, drafters, params, req, state, policy), clock=lambda: now[0]
-        )
+        legs = decode_bursts(*(target, drafters, params, req, state, policy), clock=lambda: now[0])
         return [measured.rounds for measured in last(legs).totals]
 
     shapes = [drafter.tree for drafter in drafters]
