@@ -30,10 +30,10 @@ from longspec_jax.models.layers import (
     RMSNorm,
     SwiGLU,
     rotary_angles,
-    rotate,
 )
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention import prefix_attention, tree_attention
+from longspec_jax.ops.split_heads import rotate, split_heads
 
 
 class DraftOutput(NamedTuple):
@@ -89,19 +89,18 @@ class LongSpecDraft(nn.Module):
         """
         c = self.config
         angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
-        q, k, v = self.self_qkv(self.self_norm(embedded))
-        q, k = rotate(q, angles), rotate(k, angles)
-        x = embedded + self.self_out(attend_self(q, k, v))
-        cross_q = rotate(self.cross_q(self.cross_norm(x)), angles)
-        x = x + self.cross_out(attend_cross(cross_q))
-        return DraftOutput(x + self.mlp(self.mlp_norm(x)), k, v)
+        q, k, v = split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
+        x, normalised = self.cross_norm.add(embedded, self.self_out(attend_self(q, k, v)))
+        cross_q = rotate(self.cross_q(normalised), angles)
+        x, normalised = self.mlp_norm.add(x, self.cross_out(attend_cross(cross_q)))
+        return DraftOutput(x + self.mlp(normalised), k, v)
 
     def keys_values(self, embedded: Array, positions: Array) -> tuple[Array, Array]:
         """Self-attention keys and values of tokens, which depend on (token, position) alone."""
         c = self.config
-        _, k, v = self.self_qkv(self.self_norm(embedded))
         angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
-        return rotate(k, angles), v
+        _, k, v = split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
+        return k, v
 
 
 @struct.dataclass

@@ -15,6 +15,7 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, RopeScaling
+from longspec_jax.ops.residual_norm import residual_norm, rms_norm
 
 INITIAL_SCALE = 0.02
 
@@ -25,13 +26,20 @@ class RMSNorm(nn.Module):
     eps: float
     dtype: jnp.dtype
 
-    @nn.compact
     def __call__(self, x: Array) -> Array:
         """Normalise ``[..., width]``; returns the configured dtype."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.dtype)
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * scale.astype(jnp.float32)).astype(self.dtype)
+        return rms_norm(jnp.asarray(x), self.weights(x.shape[-1]), self.eps).astype(self.dtype)
+
+    def add(self, x: Array, delta: Array | None) -> tuple[Array, Array]:
+        """Add a sublayer's output, where there is one, to the stream; the sum and its norm."""
+        if delta is None:
+            return x, self(x)
+        return residual_norm(x, delta, self.weights(x.shape[-1]), self.eps)
+
+    @nn.compact
+    def weights(self, width: int) -> Array:
+        """The scale ``[width]``."""
+        return self.param("scale", nn.initializers.ones, (width,), self.dtype)
 
 
 class Projection(nn.Module):
@@ -94,13 +102,10 @@ class GroupedQKV(nn.Module):
     bias: bool
 
     @nn.compact
-    def __call__(self, x: Array) -> tuple[Array, Array, Array]:
-        """Map ``[B, T, D]`` to queries ``[B, T, N, H]``, keys and values ``[B, T, K, H]``."""
+    def __call__(self, x: Array) -> Array:
+        """Map ``[B, T, D]`` to ``[B, T, K, G + 2, H]``: a head's queries, its key and its value."""
         heads = (self.num_kv_heads, self.num_groups + 2, self.head_width)
-        qkv = Projection((self.width,), heads, self.dtype, self.bias, name="fused")(x)
-        q = qkv[:, :, :, : self.num_groups]
-        q = q.reshape(*x.shape[:2], self.num_kv_heads * self.num_groups, self.head_width)
-        return q, qkv[:, :, :, -2], qkv[:, :, :, -1]
+        return Projection((self.width,), heads, self.dtype, self.bias, name="fused")(x)
 
 
 def rotary_angles(
@@ -133,14 +138,6 @@ def rotary_frequencies(head_width: int, theta: float, scaling: RopeScaling) -> n
             ramp = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
             scaled = (1 - ramp) * frequencies / factor + ramp * frequencies
             return scaled.astype(np.float32)
-
-
-def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
-    """Rotate the pairs ``(x[i], x[i + H/2])`` of every head of ``x[B, T, heads, H]`` by the angles."""
-    cos, sin = (part[:, :, None, :] for part in angles)
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    return rotated.astype(x.dtype)
 
 
 def matmul_precision(dtype: Any) -> jax.lax.Precision | None:

@@ -24,8 +24,8 @@ from longspec_jax.models.layers import (
     SwiGLU,
     matmul_precision,
     rotary_angles,
-    rotate,
 )
+from longspec_jax.ops.split_heads import part, rotate, split_heads
 
 Attend: TypeAlias = Callable[[int, Array, Array, Array], Array]
 """``(layer, q[B,T,N,H], k[B,T,K,H], v[B,T,K,H]) -> out[B,T,N,H]``."""
@@ -65,10 +65,11 @@ class Attention(nn.Module):
         attend: Callable[[Array, Array, Array], Array],
     ) -> tuple[Array, Array, Array]:
         """Return the projected output ``[B, T, D]`` and the fresh keys and values."""
-        q, k, v = self.qkv(x)
         if self.config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, angles), rotate(k, angles)
+            q, k, v = part(self.qkv(x))
+            q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
+        else:
+            q, k, v = split_heads(self.qkv(x), *angles)
         return self.out(attend(q, k, v)), k, v
 
 
@@ -88,13 +89,18 @@ class Layer(nn.Module):
     def __call__(
         self,
         x: Array,
+        delta: Array | None,
         angles: tuple[Array, Array],
         attend: Callable[[Array, Array, Array], Array],
-    ) -> tuple[Array, Array, Array]:
-        """Return the residual stream ``[B, T, D]`` and the fresh keys and values."""
-        attended, k, v = self.attention(self.attention_norm(x), angles, attend)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), k, v
+    ) -> tuple[Array, Array, Array, Array]:
+        """Return the residual stream ``[B, T, D]``, its increment, and the fresh keys and values.
+
+        The stream between layers is ``x + delta``: the next norm adds and normalises in one op.
+        """
+        x, normalised = self.attention_norm.add(x, delta)
+        attended, k, v = self.attention(normalised, angles, attend)
+        x, normalised = self.mlp_norm.add(x, attended)
+        return x, self.mlp(normalised), k, v
 
 
 class Target(nn.Module):
@@ -129,16 +135,18 @@ class Target(nn.Module):
         """
         c = self.config
         angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
-        x = self.embed(tokens)
+        x, delta = self.embed(tokens), None
         keys, values = [], []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 # ``i=index`` binds now: the layer calls back while the loop variable is current,
                 # but a rematerialised layer calls back later.
-                x, k, v = layer(x, angles, lambda q, k, v, i=index: attend(i, q, k, v))
+                x, delta, k, v = layer(
+                    x, delta, angles, lambda q, k, v, i=index: attend(i, q, k, v)
+                )
             keys.append(k)
             values.append(v)
-        return TargetOutput(self.final_norm(x), tuple(keys), tuple(values))
+        return TargetOutput(self.final_norm.add(x, delta)[1], tuple(keys), tuple(values))
 
     def unembed(self, hidden: Array) -> Array:
         """Logits ``[..., V]`` of hidden states ``[..., D]``, float32."""

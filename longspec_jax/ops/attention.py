@@ -57,6 +57,8 @@ PREFIX_IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 TREE_IMPLEMENTATIONS: dict[str, Implementation] = {
     "pallas": Implementation(f"{_OPS}.tree_pallas"),
+    "mosaic": Implementation(f"{_OPS}.tree_pallas"),
+    "triton": Implementation(f"{_OPS}.tree_pallas"),
     "xla": Implementation(f"{_OPS}.tree_xla"),
     "reference": Implementation(f"{_OPS}.reference"),
     "interpret": Implementation(f"{_OPS}.tree_pallas", interpret=True),
@@ -70,10 +72,7 @@ SPECULATIVE_IMPLEMENTATIONS: dict[str, Implementation] = {
     "interpret": Implementation(f"{_OPS}.tree_pallas", interpret=True),
 }
 AUTOMATIC = ("pallas", "xla")
-"""The implementations that are tried, in this order, when none is named.
-
-"mosaic", the kernel for Hopper, must be asked for until whole rounds have been shown to run with it.
-"""
+"""The implementations that are tried, in this order, when none is named."""
 
 
 def prefix_attention(

@@ -1,10 +1,16 @@
 """What the attention kernels ask of the machine, in one place."""
 
+import importlib.util
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 AMPERE = (8, 0)
 """The first NVIDIA generation with bfloat16 matrix units and asynchronous copies."""
 HOPPER = (9, 0)
+DECODE_ROWS = 512
+"""Up to so many rows a layer's small ops are bound by their launches."""
 
 
 def compute_capability() -> tuple[int, int] | None:
@@ -29,6 +35,15 @@ def require_ampere(kernel: str) -> tuple[int, int]:
             f"{found[0]}.{found[1]}; choose implementation='xla'"
         )
     return found
+
+
+def decodes_on_ampere(rows: int, dtype: Any) -> bool:
+    """Whether an op over so many rows belongs to a decode step on a GPU that our kernels serve."""
+    if rows > DECODE_ROWS or dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return False
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return False
+    return (compute_capability() or (0, 0)) >= AMPERE
 
 
 def mosaic_is_supported() -> bool:

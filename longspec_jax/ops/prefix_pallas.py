@@ -34,6 +34,7 @@ from longspec_jax.ops.packing import (
 from longspec_jax.ops.tiles import (
     MosaicTile,
     PrefixTile,
+    prefix_tile,
     triton_prefix_tile,
 )
 
@@ -266,15 +267,14 @@ def choose_tile(
 ) -> PrefixTile | MosaicTile:
     """The tile asked for, or the heuristic's for this GPU; refuses where there is none.
 
-    The Hopper kernel is never chosen here: alone it is right and faster, but whole rounds of a 7B
-    model with it in every layer did not come to an end (docs/kernels.md), so that it must be asked for.
+    The Hopper kernel takes no lower bound, and interpret mode does not run it.
     """
     if tile is not None:
         return tile
     capability = AMPERE if interpret else require_ampere("the Pallas kernels")
     _, tokens, heads, width = q.shape
     sizes = (tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
-    return triton_prefix_tile(*sizes)
+    return triton_prefix_tile(*sizes) if bounded or interpret else prefix_tile(*sizes)
 
 
 def _split_kernel(

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.models.layers import rotary_angles, rotate
+from longspec_jax.models.layers import rotary_angles
+from longspec_jax.ops.split_heads import rotate
 from longspec_jax.weights.hf_rope import rope_scaling, rope_theta
 from tests.models.hf_models import torch, transformers
 

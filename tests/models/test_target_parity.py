@@ -99,7 +99,11 @@ def test_layer(pair):
             torch.from_numpy(x), attention_mask=mask, position_embeddings=angles
         )
     expected = expected[0] if isinstance(expected, tuple) else expected
-    actual = _run(Layer(config), params["layers_1"], x)
+    x = jnp.asarray(x)
+    stream, increment, _, _ = Layer(config).apply(
+        {"params": params["layers_1"]}, x, None, _angles(config, x), causal_attention
+    )
+    actual = stream + increment
     np.testing.assert_allclose(actual, expected.numpy(), atol=TIGHT)
 
 
@@ -151,7 +155,7 @@ def test_cached_decoding(pair):
 
 
 def _run(module, params, x):
-    """Output of a layer or its attention under a causal mask."""
+    """Output of a layer's attention under a causal mask."""
 
     def apply(params, x):
         return module.apply({"params": params}, x, _angles(module.config, x), causal_attention)[0]

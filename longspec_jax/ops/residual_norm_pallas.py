@@ -1,0 +1,41 @@
+"""Residual addition and RMS norm as one Pallas kernel for Triton: a program a row."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from longspec_jax.axes import Array
+from longspec_jax.ops.prefix_pallas import compiler_params
+
+
+def residual_norm(
+    x: Array, delta: Array, scale: Array, eps: float, interpret: bool = False
+) -> tuple[Array, Array]:
+    """See :func:`longspec_jax.ops.residual_norm.residual_norm`."""
+    width = x.shape[-1]
+    rows = x.reshape(-1, width)
+    padded = pl.next_power_of_2(width)
+
+    def kernel(x_ref, delta_ref, scale_ref, total_ref, out_ref) -> None:
+        row, column = pl.program_id(0), jnp.arange(padded)
+        mask = column < width
+        total = pltriton.load(x_ref.at[row, column], mask=mask, other=0.0)
+        total += pltriton.load(delta_ref.at[row, column], mask=mask, other=0.0)
+        factor = pltriton.load(scale_ref.at[column], mask=mask, other=0.0).astype(jnp.float32)
+        wide = total.astype(jnp.float32)
+        wide *= jax.lax.rsqrt((wide * wide).sum() / width + eps)
+        pltriton.store(total_ref.at[row, column], total, mask=mask)
+        out = (wide * factor).astype(out_ref.dtype)
+        pltriton.store(out_ref.at[row, column], out, mask=mask)
+
+    shape = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+    total, out = pl.pallas_call(
+        kernel,
+        grid=(rows.shape[0],),
+        out_shape=(shape, shape),
+        compiler_params=compiler_params(warps=8, stages=1),
+        interpret=interpret,
+        name="residual_norm",
+    )(rows, delta.reshape(rows.shape), scale)
+    return total.reshape(x.shape), out.reshape(x.shape)

@@ -1,0 +1,86 @@
+"""Parting and rotating heads as one Pallas kernel for Triton: a program does 16 heads of a token."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from longspec_jax.axes import Array
+from longspec_jax.ops.prefix_pallas import compiler_params
+from longspec_jax.ops.split_heads import Heads
+
+HEADS = 16
+
+
+def split_heads(qkv: Array, cos: Array, sin: Array, interpret: bool = False) -> Heads:
+    """See :func:`longspec_jax.ops.split_heads.split_heads`."""
+    batch, tokens, kv_heads, slots, width = qkv.shape
+    rows, half, groups = batch * tokens, width // 2, slots - 2
+    kernel = functools.partial(_kernel, kv_heads=kv_heads, groups=groups, half=half)
+    q, k, v = pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(kv_heads * groups, HEADS) + 2 * pl.cdiv(kv_heads, HEADS), rows),
+        out_shape=tuple(
+            jax.ShapeDtypeStruct((rows, heads, width), qkv.dtype)
+            for heads in (kv_heads * groups, kv_heads, kv_heads)
+        ),
+        compiler_params=compiler_params(warps=4, stages=1),
+        interpret=interpret,
+        name="split_heads",
+    )(
+        qkv.reshape(rows, kv_heads * slots, width),
+        cos.reshape(rows, half),
+        sin.reshape(rows, half),
+    )
+    shape = (batch, tokens, -1, width)
+    return q.reshape(shape), k.reshape(shape), v.reshape(shape)
+
+
+def _kernel(
+    qkv_ref: Any,
+    cos_ref: Any,
+    sin_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    *,
+    kv_heads: int,
+    groups: int,
+    half: int,
+) -> None:
+    """Write some heads of one token: of queries, or of keys, or of values."""
+    row, block = pl.program_id(1), pl.program_id(0)
+    h = jnp.arange(pl.next_power_of_2(half))
+    within = h < half
+
+    def write(ref: Any, heads: int, block: jax.Array, slots: Any, rotated: bool) -> None:
+        head = block * HEADS + jnp.arange(HEADS)
+        mask = (head < heads)[:, None] & within[None, :]
+        source, target = (row, slots(head)[:, None]), (row, head[:, None])
+        low = pltriton.load(qkv_ref.at[*source, h[None, :]], mask=mask, other=0.0)
+        high = pltriton.load(qkv_ref.at[*source, h[None, :] + half], mask=mask, other=0.0)
+        if rotated:
+            cos = pltriton.load(cos_ref.at[row, h], mask=within, other=0.0)[None, :]
+            sin = pltriton.load(sin_ref.at[row, h], mask=within, other=0.0)[None, :]
+            dtype, low, high = low.dtype, low.astype(jnp.float32), high.astype(jnp.float32)
+            low, high = low * cos - high * sin, high * cos + low * sin
+            low, high = low.astype(dtype), high.astype(dtype)
+        pltriton.store(ref.at[*target, h[None, :]], low, mask=mask)
+        pltriton.store(ref.at[*target, h[None, :] + half], high, mask=mask)
+
+    size = groups + 2
+    places = (
+        (q_ref, kv_heads * groups, lambda n: n // groups * size + n % groups, True),
+        (k_ref, kv_heads, lambda n: n * size + groups, True),
+        (v_ref, kv_heads, lambda n: n * size + groups + 1, False),
+    )
+    first = 0
+    for ref, heads, slots, rotated in places:
+        blocks = pl.cdiv(heads, HEADS)
+        pl.when((block >= first) & (block < first + blocks))(
+            functools.partial(write, ref, heads, block - first, slots, rotated)
+        )
+        first += blocks

@@ -1,0 +1,80 @@
+"""The small ops of a layer: the kernels against plain JAX, and their gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.ops import residual_norm, residual_norm_pallas, split_heads, split_heads_pallas
+from tests.kit import TOLERANCE, relative_error
+
+COMPILED = [pytest.param(True, id="interpret"), pytest.param(False, marks=pytest.mark.gpu)]
+DTYPES = ["float32", "bfloat16"]
+
+
+def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def angles(seed: int, *shape: int) -> tuple[jax.Array, jax.Array]:
+    angle = jax.random.uniform(jax.random.key(seed), shape) * 6
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+@pytest.mark.parametrize("interpret", COMPILED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [96, 256])
+def test_residual_norm_kernel(interpret: bool, dtype: str, width: int) -> None:
+    x, delta = normal(0, 2, 3, width, dtype=dtype), normal(1, 2, 3, width, dtype=dtype)
+    scale = normal(2, width, dtype=dtype)
+    total, out = residual_norm_pallas.residual_norm(x, delta, scale, 1e-5, interpret=interpret)
+    assert total.dtype == out.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(total, x + delta)
+    wide = np.float64(x + delta)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * np.float64(scale)
+    assert relative_error(out, expected) <= TOLERANCE[dtype]
+    composed = residual_norm.composed(x, delta, scale, 1e-5)
+    assert relative_error(composed[1], expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("interpret", COMPILED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "groups", "width"), [(3, 1, 32), (2, 4, 24), (7, 5, 16)])
+def test_split_heads_kernel(
+    interpret: bool, dtype: str, kv_heads: int, groups: int, width: int
+) -> None:
+    qkv = normal(0, 2, 3, kv_heads, groups + 2, width, dtype=dtype)
+    cos, sin = angles(1, 2, 3, width // 2)
+    actual = split_heads_pallas.split_heads(qkv, cos, sin, interpret=interpret)
+    expected = split_heads.composed(qkv, cos, sin)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        assert relative_error(ours, np.float64(theirs)) <= TOLERANCE[dtype]
+
+
+def test_gradients_are_those_of_plain_jax() -> None:
+    x, delta, scale = normal(0, 2, 32), normal(1, 2, 32), normal(2, 32)
+
+    def loss(op, x, delta, scale):
+        total, out = op(x, delta, scale, 1e-5)
+        return (total**2).sum() + jnp.sin(out).sum()
+
+    ours, plain = (
+        jax.grad(functools.partial(loss, op), (0, 1, 2))(x, delta, scale)
+        for op in (residual_norm.residual_norm, residual_norm.composed)
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, plain)
+
+    qkv, (cos, sin) = normal(3, 1, 2, 2, 3, 8), angles(4, 1, 2, 4)
+
+    def heads_loss(op, qkv):
+        return sum(
+            (index + 1) * jnp.sin(part).sum() for index, part in enumerate(op(qkv, cos, sin))
+        )
+
+    np.testing.assert_array_equal(
+        jax.grad(functools.partial(heads_loss, split_heads.split_heads))(qkv),
+        jax.grad(functools.partial(heads_loss, split_heads.composed))(qkv),
+    )
