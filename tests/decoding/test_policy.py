@@ -22,11 +22,13 @@ def simulate(
     pause: float = 0.0,
     heights: Sequence[int] = (1, 4, 6),
     rows: int = 1,
+    growth: float = 0.0,
 ) -> tuple[float, list[Choice]]:
     """Seconds until every row has emitted so many tokens, and what was run.
 
     A round takes ``costs[candidate]`` seconds, a little more or less by ``jitter``, and with
-    probability ``pause`` fifty times as long as plain decoding, as if something else ran.
+    probability ``pause`` fifty times as long as plain decoding, as if something else ran. Every
+    emitted token makes rounds longer by ``growth``, as a growing context does.
     """
     random = np.random.default_rng(seed)
     policy, elapsed, emitted, choices = FastestWithinBudget.over(len(costs)), 0.0, 0, []
@@ -40,6 +42,7 @@ def simulate(
             chance = 0.0 if height == 1 else (mean - 1) / (height - 1)
             count = 1 + int(random.binomial(height - 1, chance, rows).sum()) / rows
             seconds = costs[index] * (1 + jitter * random.standard_exponential())
+            seconds *= 1 + growth * emitted
             seconds += 50 * costs[0] * (random.random() < pause)
             seen += Measurement(1, rows, round(count * rows), float(seconds))
             emitted += count
@@ -132,6 +135,16 @@ def test_pauses_mislead_nobody(seed: int) -> None:
     assert rounds_of(choices, TREE) > 6 * rounds_of(choices, PLAIN)
     _, choices = simulate([1, 1.5, 2.0], useless, 2000, seed, pause=0.004)
     assert rounds_of(choices, PLAIN) > 0.9 * 2000
+
+
+def test_a_growing_context_misleads_nobody() -> None:
+    """What a round costs triples: timings of candidates not run for long are too low."""
+    growth, tokens = 1 / 1000, 2000
+    plain = tokens + growth * tokens**2 / 2
+    elapsed, _ = simulate([1, 1.15, 1.3], useless, tokens, growth=growth)
+    assert elapsed <= 1.04 * plain
+    elapsed, _ = simulate([1, 1.15, 1.3], good, tokens, growth=growth)
+    assert elapsed <= 1.08 * plain * 1.3 / 3.5
 
 
 def test_bursts_are_longer_where_rounds_are_short() -> None:
