@@ -49,7 +49,7 @@ def candidate_tiles(case: Case) -> Iterable[tuple[PrefixTile | MosaicTile, TreeT
     packed = case.tokens * case.heads // case.kv_heads
     if packed <= 16:
         shapes = [((16,), s, w, d) for s in (32, 64, 128) for w in (1, 2, 4) for d in (2, 3, 4, 5)]
-        counts = (16, 32, 64)
+        counts = (4, 8, 16, 32)
     elif packed <= 64:
         shapes = [
             (rows, s, 4, d)

@@ -13,6 +13,7 @@ from jaxtyping import Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TargetConfig
+from longspec_jax.ops.append_rows import append_rows
 
 
 @struct.dataclass
@@ -78,14 +79,6 @@ def commit(
     ``path`` has a static height; rows beyond the accepted count write garbage behind the new length,
     where the next commit overwrites it. The caller guarantees ``length + h <= S``.
     """
-
-    def write_row(slots: Array, fresh: Array, path: Array, at: Array) -> Array:
-        rows = fresh[path].swapaxes(0, 1)
-        return jax.lax.dynamic_update_slice_in_dim(slots, rows, at, axis=1)
-
-    def write(slots: Array, fresh: Array) -> Array:
-        if slots.shape[0] == 1:  # A plain slice update; vmap would turn it into a scatter.
-            return write_row(slots[0], fresh[0], path[0], length[0])[None]
-        return jax.vmap(write_row)(slots, fresh, path, length)
-
-    return KVCache(tuple(map(write, cache.keys, keys)), tuple(map(write, cache.values, values)))
+    layers = len(keys)
+    written = append_rows((*cache.keys, *cache.values), (*keys, *values), path, length)
+    return KVCache(written[:layers], written[layers:])

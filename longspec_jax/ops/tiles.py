@@ -175,9 +175,8 @@ def triton_prefix_tile(
         # A shallow pipeline of small steps runs ahead better than one of large steps.
         stages, slots = (stages - 1, slots) if stages > 2 or slots == 16 else (stages, slots // 2)
     row_tiles = math.ceil(packed / sum(rows))
-    count = max(1, min(16, 1024 // (row_tiles * kv_heads)))
-    if row_tiles * kv_heads * count < MULTIPROCESSORS:
-        count = min(64, math.ceil(MULTIPROCESSORS / (row_tiles * kv_heads)))
+    # One program a multiprocessor: more, shorter splits cost their starts and their merge.
+    count = max(1, min(64, MULTIPROCESSORS // (row_tiles * kv_heads)))
     return PrefixTile(rows, slots, _split(capacity, count, slots), warps, stages)
 
 

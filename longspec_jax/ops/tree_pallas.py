@@ -186,12 +186,9 @@ def _kernel(
         k = pltriton.load(k_ref.at[place], mask=exists[:, None] & within, other=0.0)
         # Values that no query of the tile sees may be NaN, which a weight of 0 would not silence.
         wanted = (seen.astype(jnp.int32).max(axis=0) > 0)[:, None]
-        if whole:  # Read at once, so that the reads do not wait for the mask's.
-            v = pltriton.load(v_ref.at[place], mask=exists[:, None] & within, other=0.0)
-            v = jnp.where(wanted, v, jnp.zeros_like(v))
-        else:  # Left to the software pipeline, which wants a plain read.
-            v = pltriton.load(v_ref.at[place], mask=wanted & within, other=0.0)
-        return seen, k, v
+        # Read before they are silenced, so that the reads do not wait for the mask's.
+        v = pltriton.load(v_ref.at[place], mask=exists[:, None] & within, other=0.0)
+        return seen, k, jnp.where(wanted, v, jnp.zeros_like(v))
 
     def update(state: State, seen: jax.Array, k: jax.Array, v: jax.Array) -> State:
         scores = jnp.where(seen, product(q, k, (1, 1)) * scale, -jnp.inf)

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longspec_jax.ops import tiles, tree_pallas
+from longspec_jax.ops import (
+    append_rows_pallas,
+    residual_norm_pallas,
+    split_heads_pallas,
+    tiles,
+    tree_pallas,
+)
 from longspec_jax.ops.hardware import mosaic_is_supported
 from longspec_jax.ops.tiles import MosaicTile
 
@@ -82,6 +88,26 @@ def test_shipped_tiles_lower_for_cuda(tokens, heads, kv_heads, width, dtype, pre
             .lower(lowering_platforms=("cuda",))
         )
     assert lowered.as_text().count("custom_call @") >= 2
+
+
+def test_layer_ops_lower_for_cuda() -> None:
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    angles = jax.ShapeDtypeStruct((1, 69, 64), jnp.float32)
+    rows, caches = operand((1, 69, 8, 128)), operand((1, 8, 4096, 128))
+    path = jax.ShapeDtypeStruct((1, 6), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def call(x, scale, qkv, cos, sin, rows, caches, path, length):
+        return (
+            residual_norm_pallas.residual_norm(x, x, scale, 1e-5),
+            split_heads_pallas.split_heads(qkv, cos, sin),
+            append_rows_pallas.append_rows(caches, rows, path, length),
+        )
+
+    arguments = operand((1, 69, 5120)), operand((5120,)), operand((1, 69, 8, 6, 128)), angles, angles
+    with on_hopper():
+        traced = jax.jit(call).trace(*arguments, [rows] * 65, [caches] * 65, *path)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @") == 4
 
 
 def test_prefix_tile_is_pure_and_bounded_by_the_capacity() -> None:

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.ops import residual_norm, residual_norm_pallas, split_heads, split_heads_pallas
+from longspec_jax.ops import (
+    append_rows,
+    append_rows_pallas,
+    residual_norm,
+    residual_norm_pallas,
+    split_heads,
+    split_heads_pallas,
+)
 from tests.kit import TOLERANCE, relative_error
 
 COMPILED = [pytest.param(True, id="interpret"), pytest.param(False, marks=pytest.mark.gpu)]
@@ -52,6 +59,25 @@ def test_split_heads_kernel(
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
         assert relative_error(ours, np.float64(theirs)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("interpret", COMPILED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_append_rows_kernel(interpret: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(append_rows_pallas, "CACHES", 2)  # Three caches take two launches.
+    caches = [normal(seed, 2, 3, 19, 24, dtype=dtype) for seed in range(3)]
+    fresh = [normal(9 + seed, 2, 7, 3, 24, dtype=dtype) for seed in range(3)]
+    path = jnp.asarray([[0, 3, 6], [0, 1, 1]])
+    length = jnp.asarray([16, 5])
+    actual = append_rows_pallas.append_rows(caches, fresh, path, length, interpret=interpret)
+    plain = append_rows.composed(caches, fresh, path, length)
+    for ours, theirs, cache, rows in zip(actual, plain, caches, fresh, strict=True):
+        expected = np.array(cache)
+        for b in range(2):
+            for step in range(3):
+                expected[b, :, int(length[b]) + step] = rows[b, int(path[b, step])]
+        np.testing.assert_array_equal(ours, expected)
+        np.testing.assert_array_equal(theirs, expected)
 
 
 def test_gradients_are_those_of_plain_jax() -> None:
