@@ -124,6 +124,16 @@ def test_transformers_switch_losslessly_and_the_draft_misses_nothing(
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ring, rings[0])
 
 
+def test_a_plain_round_that_keeps_the_draft_up_to_date_is_no_dearer(models: Params) -> None:
+    """A token's draft K/V, beside a target of merely two layers."""
+    target, req, flops = CachedTarget(CONFIG), request(), []
+    for drafter in (NoDraft(), candidates(LongSpecDrafter(DRAFT, TREE))[0]):
+        state = start(target, [drafter], models, req, CONFIG.vocab_size)
+        program = adaptive.burst.lower(target, drafter, models, req, state, np.int32(1))
+        flops.append(program.compile().cost_analysis()["flops"])
+    assert flops[0] < flops[1] <= 1.10 * flops[0]
+
+
 @pytest.mark.parametrize("stride", [None, 1, 3])
 def test_legs_are_bursts_or_strides_and_time_is_the_clocks(stride: int | None) -> None:
     """A clock that ticks once a reading: every burst takes a second, the consumer nothing."""

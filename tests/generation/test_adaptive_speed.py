@@ -21,17 +21,13 @@ def test_a_useless_draft_costs_at_most_a_tenth() -> None:
 
     spec = dataclasses.replace(spec, draft_params=jax.tree.map(useless, spec.draft_params))
     prompt = next(iter(demo_prompts().values()))[:1000]
-    options = dict(max_new_tokens=384, eos_token_id=[])
-    plain, chosen = [], []
-    for _ in range(4):  # In turn, and the best of each: other work on the machine only adds.
-        plain.append(spec.generate(prompt, tree=PLAIN, **options))
-        chosen.append(spec.generate(prompt, adaptive=True, **options))
-    assert {result.sequences for result in (*plain, *chosen)} == {plain[0].sequences}
-    assert chosen[0].stats.acceptance_length < 1.1
-    # Against the plain rounds of the same run, which met the same load.
-    assert min(map(_over_own_plain_rounds, chosen)) <= 1.10
-    seconds = [min(r.stats.decode_seconds for r in results) for results in (plain, chosen)]
-    assert seconds[1] <= 1.25 * seconds[0], "1.10 on a quiet machine"
+    options = dict(adaptive=True, max_new_tokens=384, eos_token_id=[])
+    runs = [spec.generate(prompt, **options) for _ in range(3)]
+    plain = spec.generate(prompt, tree=PLAIN, **{**options, "adaptive": False})
+    assert {run.sequences for run in runs} == {plain.sequences}
+    assert runs[0].stats.acceptance_length < 1.1
+    # The pace of plain rounds is taken from the same run, which met the same load throughout.
+    assert min(map(_over_own_plain_rounds, runs)) <= 1.10
 
 
 def _over_own_plain_rounds(result: GenerateResult) -> float:
