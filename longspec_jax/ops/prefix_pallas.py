@@ -46,6 +46,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]
 """Running maximum [R], sum [R] and unnormalised output [R, H] of an online softmax, in base 2."""
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "tile", "interpret"))
 def prefix_attention(
     q: Queries,
     k: CacheSlots,

@@ -1,5 +1,7 @@
 """Residual addition and RMS norm as one Pallas kernel for Triton: a program a row."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -9,6 +11,7 @@ from longspec_jax.axes import Array
 from longspec_jax.ops.prefix_pallas import compiler_params
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def residual_norm(
     x: Array, delta: Array, scale: Array, eps: float, interpret: bool = False
 ) -> tuple[Array, Array]:

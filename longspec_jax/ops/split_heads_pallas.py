@@ -15,6 +15,7 @@ from longspec_jax.ops.split_heads import Heads
 HEADS = 16
 
 
+@functools.partial(jax.jit, static_argnames=("interpret",))
 def split_heads(qkv: Array, cos: Array, sin: Array, interpret: bool = False) -> Heads:
     """See :func:`longspec_jax.ops.split_heads.split_heads`."""
     batch, tokens, kv_heads, slots, width = qkv.shape

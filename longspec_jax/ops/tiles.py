@@ -143,7 +143,8 @@ def mosaic_prefix_tile(tokens: int, heads: int, kv_heads: int, capacity: int) ->
     warpgroups = 1 if packed <= WARPGROUP_ROWS else 2
     slots = 64 if packed <= WARPGROUP_ROWS else 128
     row_tiles = math.ceil(packed / (warpgroups * WARPGROUP_ROWS))
-    rounds = 3 if row_tiles > 1 and capacity >= 16384 else 1
+    lighter = math.ceil(packed / WARPGROUP_ROWS) % warpgroups and row_tiles > 1
+    rounds = 3 if lighter and capacity >= 16384 else 1
     count = max(1, rounds * MULTIPROCESSORS // (row_tiles * kv_heads))
     return MosaicTile(warpgroups, slots, _split(capacity, count, slots), 256 // slots)
 

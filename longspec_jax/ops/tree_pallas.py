@@ -3,6 +3,8 @@
 A few hundred fresh keys under an arbitrary boolean mask (LongSpec section 3.3). The fused variant
 starts each row's online softmax from the prefix's split partials, so that prefix, tree and merge
 together are two kernels a layer.
+
+Jitted, so that the equal layers of a model are traced and lowered once.
 """
 
 import functools
@@ -39,6 +41,7 @@ from longspec_jax.ops.prefix_pallas import (
 from longspec_jax.ops.tiles import MosaicTile, PrefixTile, TreeTile, tree_tile
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "tile", "interpret"))
 def tree_attention(
     q: Queries,
     k: TreeRows,
@@ -69,6 +72,7 @@ def tree_attention(
     return Partial(out.reshape(q.shape), lse.reshape(batch, tokens, heads))
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "prefix", "tree", "interpret"))
 def speculative_attention(
     q: Queries,
     prefix_k: CacheSlots,

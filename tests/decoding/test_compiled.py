@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.adaptive import burst
 from longspec_jax.decoding.engine import Params, Request, decode, prefill
@@ -19,11 +19,14 @@ CONFIG = tiny_target_config(num_layers=1)
 DRAFT = DraftConfig.for_target(CONFIG, window=11)
 
 
-def compiled_loop(batch: int, capacity: int, *, in_bursts: bool = False) -> jax.stages.Compiled:
+def compiled_loop(
+    batch: int, capacity: int, *, in_bursts: bool = False, config: TargetConfig = CONFIG
+) -> jax.stages.Compiled:
     """The decode loop for a cache of this capacity, or a burst of it."""
-    target, drafter = CachedTarget(CONFIG), LongSpecDrafter(DRAFT, TreeConfig((3, 2)))
-    table = random_target(CONFIG)
-    params = Params(table, draft_params(random_draft(DRAFT), table))
+    draft = DraftConfig.for_target(config, window=11)
+    target, drafter = CachedTarget(config), LongSpecDrafter(draft, TreeConfig((3, 2)))
+    table = random_target(config)
+    params = Params(table, draft_params(random_draft(draft), table))
     sampling = Sampling(
         jnp.zeros(batch),
         jnp.zeros(batch, jnp.int32),
@@ -49,9 +52,9 @@ def compiled_loop(batch: int, capacity: int, *, in_bursts: bool = False) -> jax.
     return decode.lower(target, drafter, params, request, state).compile()
 
 
-def cache_sized(text: str, batch: int, capacity: int) -> list[str]:
+def cache_sized(text: str, batch: int, capacity: int, config: TargetConfig = CONFIG) -> list[str]:
     """Instructions of the compiled program that copy or reorder a whole cache array."""
-    elements = batch * CONFIG.num_kv_heads * capacity * CONFIG.head_width
+    elements = batch * config.num_kv_heads * capacity * config.head_width
     found = []
     for line in text.splitlines():
         match = re.search(r"= \w+\[([\d,]+)\]\S* (copy|copy-start|transpose|concatenate)\(", line)
@@ -65,6 +68,17 @@ def test_no_cache_sized_copy(batch: int, in_bursts: bool) -> None:
     small, large = (compiled_loop(batch, size, in_bursts=in_bursts) for size in (2048, 4096))
     assert cache_sized(large.as_text(), batch, 4096) == []
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("heads", [6, 30], ids=["triton", "mosaic"])
+def test_no_cache_sized_copy_with_the_kernels(batch: int, heads: int) -> None:
+    """Thirty heads make 150 rows of a key/value head: the Hopper kernel, where there is one."""
+    config = tiny_target_config(num_heads=heads, head_width=64, dtype="bfloat16")
+    compiled = compiled_loop(batch, 8192, config=config)
+    assert "append_rows" in compiled.as_text()
+    assert cache_sized(compiled.as_text(), batch, 8192, config) == []
 
 
 def test_the_search_finds_a_planted_copy() -> None:
