@@ -103,7 +103,13 @@ def test_layer_ops_lower_for_cuda() -> None:
             append_rows_pallas.append_rows(caches, rows, path, length),
         )
 
-    arguments = operand((1, 69, 5120)), operand((5120,)), operand((1, 69, 8, 6, 128)), angles, angles
+    arguments = (
+        operand((1, 69, 5120)),
+        operand((5120,)),
+        operand((1, 69, 8, 6, 128)),
+        angles,
+        angles,
+    )
     with on_hopper():
         traced = jax.jit(call).trace(*arguments, [rows] * 65, [caches] * 65, *path)
         lowered = traced.lower(lowering_platforms=("cuda",))
