@@ -10,7 +10,8 @@ that warms up; tokens per second are tokens over that time and no product of oth
 step is its bytes (weights that are read, cached keys and values) over the bandwidth measured in this
 run. ``draft`` and ``verify`` are timed apart from the round, in programs of their own
 (``infer.bench_parts``); ``rest`` is what they leave of it: walk, commit, bookkeeping, the loop.
-``streaming`` drives the same rounds from Python and reads every one (``infer.bench_streaming``).
+``streaming`` drives the same rounds from Python and reads every one, as the library streams, and
+``stepwise`` without launching ahead of what was read (``infer.bench_streaming``).
 """
 
 import argparse
@@ -219,9 +220,13 @@ def measure(
     plain_loop = time_loop(bench, loops["plain"].result(), plain)
     round_loop = time_loop(bench, loops["round"].result(), drafter)
     if arguments.streaming:
-        row |= streaming(
-            round_loop, time_loop(bench, read_by(loops["streaming"].result()), drafter)
-        )
+        ways = {
+            "streaming": bench_streaming.stream,
+            "stepwise": bench_streaming.stream_by_steps,
+        }
+        for name, way in ways.items():
+            program = read_by(way, loops["streaming"].result())
+            row |= streaming(name, round_loop, time_loop(bench, program, drafter))
     state = bench.state(drafter)
     times = {name: time_part(bench, program.result(), state) for name, program in programs.items()}
     times["commit"] = time_commit(bench, committing.result(), state)
@@ -294,21 +299,27 @@ def time_loop(bench: Bench, program: Callable[..., SpecState], drafter: Any) -> 
     )
 
 
-def read_by(round_program: Callable[..., SpecState]) -> Callable[..., SpecState]:
-    """A whole decode whose every round is launched and read from Python."""
+def read_by(way: Callable[..., Any], round_program: Callable[..., Any]) -> Callable[..., SpecState]:
+    """A whole decode whose every round is launched and read from Python.
+
+    Args:
+      way: ``bench_streaming.stream`` or its twin.
+      round_program: the compiled round.
+    """
 
     def program(params: Any, request: Any, state: SpecState) -> SpecState:
-        return bench_streaming.read_all(functools.partial(round_program, params, request), state)
+        advance = functools.partial(round_program, params, request)
+        return bench_streaming.read_all(way(advance, state))
 
     return program
 
 
-def streaming(loop: LoopTime, read: LoopTime) -> dict[str, Any]:
+def streaming(name: str, loop: LoopTime, read: LoopTime) -> dict[str, Any]:
     """What reading every round costs over the loop on the device."""
     read_round, round_ = read.seconds / read.rounds, loop.seconds / loop.rounds
     return {
-        "streaming_round_ms": _rounded(1e3 * read_round),
-        "streaming_overhead_percent": _rounded(100 * (read_round / round_ - 1)),
+        f"{name}_round_ms": _rounded(1e3 * read_round),
+        f"{name}_overhead_percent": _rounded(100 * (read_round / round_ - 1)),
     }
 
 
@@ -442,7 +453,8 @@ def line(row: dict[str, Any]) -> str:
         f"cache {row['cache_bytes'] / gib:.2f}, draft state {row['draft_state_bytes'] / gib:.4f}; "
         f"ms: {more}"
         + (
-            f"; streaming {row['streaming_overhead_percent']} % more a round"
+            f"; streaming {row['streaming_overhead_percent']} % more a round, step by step "
+            f"{row['stepwise_overhead_percent']} %"
             if "streaming_round_ms" in row
             else ""
         )

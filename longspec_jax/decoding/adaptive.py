@@ -122,6 +122,15 @@ def rehearse(
     return state
 
 
+def check_one_clock(candidates: int) -> None:
+    """Refuse a choice by the clock where several clocks would disagree."""
+    if candidates > 1 and jax.process_count() > 1:
+        raise NotImplementedError(
+            f"{jax.process_count()} processes would each choose by their own clock and run "
+            "different programs; decode with one fixed tree instead"
+        )
+
+
 def decode_bursts(
     target: TargetModel,
     drafters: Sequence[Drafter],
@@ -153,11 +162,7 @@ def decode_bursts(
       NotImplementedError: if there is a choice in a computation of several processes, whose clocks
         would disagree.
     """
-    if len(drafters) > 1 and jax.process_count() > 1:
-        raise NotImplementedError(
-            f"{jax.process_count()} processes would each choose by their own clock and run "
-            "different programs; decode with one fixed tree instead"
-        )
+    check_one_clock(len(drafters))
     totals = [Measurement()] * len(drafters)
     live = not np.asarray(state.done).all()
     while live:

@@ -19,7 +19,7 @@ from longspec_jax.decoding.engine import Params, Request, SpecState
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.verify import walk
 from longspec_jax.drafters.base import Drafter
-from longspec_jax.generation.runner import Job, WarmShapes, run_rounds
+from longspec_jax.generation.runner import Job, WarmShapes, run_steps
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def rounds(job: Job, warm: WarmShapes) -> Iterator[RoundView]:
 
 
 def _views(job: Job, warm: WarmShapes) -> Iterator[RoundView]:
-    for number, run in enumerate(run_rounds(job, warm)):
+    for number, run in enumerate(run_steps(job, warm)):
         if not run.progress.done[0]:
             seen = _examine(job.target, job.drafter, job.params, job.request, run.state)
             position = len(job.prompts[0]) + int(run.progress.emitted[0])

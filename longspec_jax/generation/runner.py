@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.decoding import adaptive, engine
+from longspec_jax.decoding import adaptive, ahead, engine
 from longspec_jax.decoding.adaptive import Leg
 from longspec_jax.decoding.cache import bucket_capacity
 from longspec_jax.decoding.engine import Params, Request, SpecState
-from longspec_jax.decoding.policy import Always, FastestWithinBudget, Measurement
+from longspec_jax.decoding.policy import Always, FastestWithinBudget, Measurement, Policy
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.generation.inputs import Prompts
@@ -100,14 +100,31 @@ class Job:
 
     def legs(self, state: SpecState, stride: int | None = None) -> Iterator[Leg]:
         """Decode to the end in bursts of at most ``stride`` rounds; one burst if nothing is chosen."""
-        count = len(self.drafters)
-        policy = FastestWithinBudget.over(count) if count > 1 else Always()
         models = self.target, self.drafters, self.params
-        return adaptive.decode_bursts(*models, self.request, state, policy, stride=stride)
+        return adaptive.decode_bursts(*models, self.request, state, self._policy, stride=stride)
 
-    def rehearse(self, state: SpecState) -> SpecState:
-        """Run one round of everything that :meth:`legs` may."""
-        return adaptive.rehearse(self.target, self.drafters, self.params, self.request, state)
+    def rounds(self, state: SpecState) -> ahead.Rounds:
+        """Decode to the end round by round, each launched before the last one is read."""
+        return ahead.Rounds(self._launch, state, self._policy, len(self.drafters))
+
+    def rehearse(self, state: SpecState, ahead_of_host: bool) -> SpecState:
+        """Run one round of everything that :meth:`legs` may, or :meth:`rounds`."""
+        if not ahead_of_host:
+            return adaptive.rehearse(self.target, self.drafters, self.params, self.request, state)
+        for candidate in range(len(self.drafters)):
+            state, _ = self._launch(candidate, state)
+        return state
+
+    @property
+    def _policy(self) -> Policy:
+        """What chooses among the drafters."""
+        count = len(self.drafters)
+        return FastestWithinBudget.over(count) if count > 1 else Always()
+
+    def _launch(self, candidate: int, state: SpecState) -> tuple[SpecState, jax.Array]:
+        """Start a round of one of the drafters; the state is donated."""
+        drafter = self.drafters[candidate]
+        return ahead.one_round(self.target, drafter, self.params, self.request, state)
 
     def without_draft(self) -> "Job":
         """The same call, decoded plainly."""
@@ -129,6 +146,16 @@ class Progress(NamedTuple):
         """Fetch them in one transfer."""
         return cls(*jax.device_get([getattr(state, name) for name in cls._fields]))
 
+    def after(self, report: ahead.Report) -> "Progress":
+        """The progress one round later, as the device's own state counts it."""
+        output, drafted, histogram = self.output.copy(), self.drafted.copy(), self.histogram.copy()
+        for row, (begin, count) in enumerate(zip(self.emitted, report.count, strict=True)):
+            output[row, begin : begin + count] = report.tokens[row, :count]
+            drafted[row, begin : begin + count] = report.drafted[row, :count]
+            histogram[row, count - 1] += count > 0
+        emitted, rounds = self.emitted + report.count, self.rounds + (report.count > 0)
+        return Progress(output, drafted, emitted, report.done, rounds, histogram)
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -145,7 +172,7 @@ class Run(NamedTuple):
     progress: Progress
     timing: Timing
     state: SpecState
-    """The live state; donated when the run goes on."""
+    """The live state; donated when the run goes on, and a round ahead where that was launched."""
     totals: tuple[Measurement, ...]
     """What every drafter of the job has done so far."""
 
@@ -157,9 +184,15 @@ class WarmShapes:
         """Start with none."""
         self._seen: set[Any] = set()
 
-    def prepare(self, job: Job) -> float:
-        """Make a short run if the job's shape is new; return its seconds, 0 if it is not."""
-        if job.signature in self._seen:
+    def prepare(self, job: Job, ahead_of_host: bool = False) -> float:
+        """Make a short run if the job's shape is new; return its seconds, 0 if it is not.
+
+        Args:
+          job: the prepared call.
+          ahead_of_host: whether :meth:`Job.rounds` will run it, not :meth:`Job.legs`.
+        """
+        signature = ahead_of_host, job.signature
+        if signature in self._seen:
             return 0.0
         two = jnp.minimum(job.request.max_new_tokens, 2)
         short = replace(
@@ -168,9 +201,10 @@ class WarmShapes:
             request=replace(job.request, max_new_tokens=two),
         )
         start = time.perf_counter()
-        Progress.of(jax.block_until_ready(short.rehearse(short.prefill())))
+        state = short.rehearse(short.prefill(), ahead_of_host)
+        Progress.of(jax.block_until_ready(state))
         seconds = time.perf_counter() - start
-        self._seen.add(job.signature)
+        self._seen.add(signature)
         return seconds
 
 
@@ -227,12 +261,31 @@ def run(job: Job, warm: WarmShapes, begin: Callable[[], Start] | None = None) ->
 def run_rounds(
     job: Job, warm: WarmShapes, begin: Callable[[], Start] | None = None
 ) -> Iterator[Run]:
-    """Yield after the prefill and after every round; the consumer's time is not counted.
+    """Yield after the prefill and after every round, while the next round already runs.
 
-    Arguments as in :func:`run`.
+    The consumer's time is not counted. Arguments as in :func:`run`.
+    """
+    compiled = warm.prepare(job, ahead_of_host=True)
+    state, seconds = begin() if begin else prefill(job)
+    progress, timing = Progress.of(state), Timing(compiled, seconds)
+    if progress.done.all():
+        yield Run(progress, timing, *job.outset(state))
+        return
+    with job.rounds(state) as rounds:
+        yield Run(progress, timing, rounds.state, rounds.totals)
+        for report in rounds:
+            progress = progress.after(report)
+            decode = sum(total.seconds for total in rounds.totals)
+            yield Run(progress, replace(timing, decode=decode), rounds.state, rounds.totals)
+
+
+def run_steps(job: Job, warm: WarmShapes) -> Iterator[Run]:
+    """As :func:`run_rounds`, but no round is launched before the one before it was consumed.
+
+    Slower, for a consumer that needs the very state behind the round it looks at.
     """
     compiled = warm.prepare(job)
-    state, seconds = begin() if begin else prefill(job)
+    state, seconds = prefill(job)
     timing = Timing(compiled, seconds)
     yield Run(Progress.of(state), timing, *job.outset(state))
     start = time.perf_counter()
