@@ -1,8 +1,8 @@
 """The decode loop: prefill, then rounds of propose, verify, walk, commit.
 
-One step function has two drivers: :func:`decode` runs it under ``lax.while_loop`` on the device,
-:func:`decode_steps` yields after every round for streaming. Target and drafter are callables over
-arrays; the loop knows no tokenizer, no checkpoint and no model family.
+One step function has several drivers: :func:`decode` runs it under ``lax.while_loop`` on the device,
+:func:`decode_steps` yields the state after every round, ``longspec_jax.decoding.ahead`` streams. Target
+and drafter are callables over arrays; the loop knows no tokenizer, no checkpoint and no model family.
 
 Rows are independent: each has its own length, seed, sampling parameters, stop tokens and budget, and
 a row that is done neither advances nor affects the others.

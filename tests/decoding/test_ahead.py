@@ -1,5 +1,6 @@
 """Launching ahead changes no token, reads one array a round and never lets the device wait."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,6 +113,24 @@ def test_tokens_are_those_of_the_loop_and_the_round_too_many_does_nothing(
     whole = np.concatenate([looped.drafted[b, 1 : int(looped.emitted[b])] for b in range(3)])
     np.testing.assert_array_equal(drafted, whole)
     assert_same_state(rounds.state, looped)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_round_asks_the_host_nothing(transformers: Models, temperature: float) -> None:
+    """On a GPU a loop of unknown length, or a branch, would hold up its launch until it is done.
+
+    Lowered for one, with attention that has no such loop of its own: the kernels have none either.
+    """
+    target, req = CachedTarget(CONFIG, "reference"), requested(temperature)
+    state = transformers.start(req)
+    for tree in (TREE, TreeConfig(TREE.widths, budget=7)):
+        arguments = LongSpecDrafter(DRAFT, tree, "reference"), transformers.params, req, state
+        traced = one_round.trace(target, *arguments)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "stablehlo." in text
+        assert not re.findall(r"stablehlo\.(?:while|case|if)\b", text)
+    looped = decode.trace(target, *arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.while" in looped
 
 
 def test_every_row_ends_at_its_own_stop_token() -> None:
