@@ -9,6 +9,7 @@ import pytest
 from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.adaptive import burst
+from longspec_jax.decoding.ahead import one_round
 from longspec_jax.decoding.engine import Params, Request, decode, prefill
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
@@ -20,9 +21,9 @@ DRAFT = DraftConfig.for_target(CONFIG, window=11)
 
 
 def compiled_loop(
-    batch: int, capacity: int, *, in_bursts: bool = False, config: TargetConfig = CONFIG
+    batch: int, capacity: int, *, way: str = "loop", config: TargetConfig = CONFIG
 ) -> jax.stages.Compiled:
-    """The decode loop for a cache of this capacity, or a burst of it."""
+    """The decode loop for a cache of this capacity, a burst of it or a single round."""
     draft = DraftConfig.for_target(config, window=11)
     target, drafter = CachedTarget(config), LongSpecDrafter(draft, TreeConfig((3, 2)))
     table = random_target(config)
@@ -47,9 +48,10 @@ def compiled_loop(
         max_emitted=5,
         chunk=4,
     )
-    if in_bursts:
+    if way == "burst":
         return burst.lower(target, drafter, params, request, state, jnp.int32(16)).compile()
-    return decode.lower(target, drafter, params, request, state).compile()
+    program = {"loop": decode, "round": one_round}[way]
+    return program.lower(target, drafter, params, request, state).compile()
 
 
 def cache_sized(text: str, batch: int, capacity: int, config: TargetConfig = CONFIG) -> list[str]:
@@ -63,9 +65,9 @@ def cache_sized(text: str, batch: int, capacity: int, config: TargetConfig = CON
     return found
 
 
-@pytest.mark.parametrize(("batch", "in_bursts"), [(1, False), (3, False), (3, True)])
-def test_no_cache_sized_copy(batch: int, in_bursts: bool) -> None:
-    small, large = (compiled_loop(batch, size, in_bursts=in_bursts) for size in (2048, 4096))
+@pytest.mark.parametrize(("batch", "way"), [(1, "loop"), (3, "loop"), (3, "burst"), (3, "round")])
+def test_no_cache_sized_copy(batch: int, way: str) -> None:
+    small, large = (compiled_loop(batch, size, way=way) for size in (2048, 4096))
     assert cache_sized(large.as_text(), batch, 4096) == []
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
 
@@ -73,10 +75,11 @@ def test_no_cache_sized_copy(batch: int, in_bursts: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("heads", [6, 30], ids=["triton", "mosaic"])
-def test_no_cache_sized_copy_with_the_kernels(batch: int, heads: int) -> None:
+@pytest.mark.parametrize("way", ["loop", "round"])
+def test_no_cache_sized_copy_with_the_kernels(batch: int, heads: int, way: str) -> None:
     """Thirty heads make 150 rows of a key/value head: the Hopper kernel, where there is one."""
     config = tiny_target_config(num_heads=heads, head_width=64, dtype="bfloat16")
-    compiled = compiled_loop(batch, 8192, config=config)
+    compiled = compiled_loop(batch, 8192, way=way, config=config)
     assert "append_rows" in compiled.as_text()
     assert cache_sized(compiled.as_text(), batch, 8192, config) == []
 
