@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 EPILOG = """\
@@ -60,12 +60,13 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         help="chain: a single branch as deep as the tree; plain: no speculation",
     )
     group.add_argument(
-        "--tree", type=widths, help="widths of the draft tree by level, such as 4,16,16,16,16"
+        "--tree", type=widths, help="widths of the draft tree by level; 4,16,16,16,16 if absent"
     )
     group.add_argument(
         "--budget",
         type=int,
-        help="nodes of the tree to verify, the root included: the best by the draft's own score",
+        help="nodes of the tree to verify, the root included: the best by the draft's own score; "
+        f"{DEFAULT_TREE.budget} of the default tree, all of a tree that is named",
     )
     group.add_argument(
         "--adaptive",
@@ -139,10 +140,12 @@ def chosen_tree(arguments: argparse.Namespace) -> TreeConfig:
     """The tree that ``--method``, ``--tree`` and ``--budget`` describe."""
     if arguments.method == "plain":
         return PLAIN
-    shape = arguments.tree or TreeConfig().widths
+    shape, budget = arguments.tree or DEFAULT_TREE.widths, arguments.budget
     if arguments.method == "chain":
-        shape = (1,) * len(shape)
-    return TreeConfig(shape, arguments.budget)
+        return TreeConfig((1,) * len(shape), budget)
+    if arguments.tree is None and budget is None:
+        return DEFAULT_TREE
+    return TreeConfig(shape, budget)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:

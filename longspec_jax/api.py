@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
+from longspec_jax.config import DEFAULT_TREE, DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.decoding.adaptive import candidates
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.engine import Params
@@ -53,7 +53,7 @@ class LongSpec:
     """A transformers tokenizer; without one, prompts are token ids and there is no text."""
     stop_tokens: tuple[int, ...] = ()
     """What ends a row unless ``eos_token_id`` says otherwise."""
-    tree: TreeConfig = TreeConfig()
+    tree: TreeConfig = DEFAULT_TREE
     """The tree of calls that name none."""
     attention: str | None = None
     """Attention implementation; chosen automatically if absent."""
@@ -104,7 +104,7 @@ class LongSpec:
           dtype: of parameters and activations; ``auto`` is bfloat16 where the GPU has it, float16
             on older GPUs and float32 on a CPU.
           mesh: devices to spread the parameters over, from :func:`longspec_jax.make_mesh`.
-          tree: shape of the draft trees; the paper's if absent.
+          tree: shape of the draft trees; the paper's with a budget of 64 nodes if absent.
           attention: attention implementation; chosen automatically if absent.
           revision: branch, tag or commit of the target on the hub.
           draft_revision: the same for the draft.
@@ -145,7 +145,7 @@ class LongSpec:
             draft_params,
             tokenizer=tokenizer,
             stop_tokens=hf.load_stop_tokens(target, revision=revision),
-            tree=tree or TreeConfig(),
+            tree=tree or DEFAULT_TREE,
             attention=attention,
             prefill_chunk=prefill_chunk or (2048 if jax.default_backend() == "gpu" else 256),
             mesh=mesh,

@@ -177,6 +177,10 @@ class TreeConfig:
 
 MAX_TREE_NODES = 256
 PLAIN = TreeConfig(())
+DEFAULT_TREE = TreeConfig(budget=64)
+"""The tree of calls that name none: the paper's, of which the best 64 of 69 nodes are verified. They
+fill whole tiles of query rows, so that a round takes 4 to 9 % less time on a GPU (Vicuna-7B at 32k and
+4k), for at most 1 % fewer tokens (README)."""
 
 
 _SEVEN_B: dict[str, Any] = dict(
