@@ -134,7 +134,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench report``."""
-    parser.add_argument("files", type=Path, nargs="+", help="result files, earliest first")
+    parser.add_argument("files", type=Path, nargs="+", help="result files")
     parser.add_argument("--json", type=Path, help="write all of them as one file")
     parser.add_argument("--chart", type=Path, help="draw the rows into this PNG")
 
@@ -146,4 +146,5 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.json:
         write(arguments.json, merged)
     if arguments.chart:
-        draw(merged["rows"], arguments.chart)
+        dates = [header.get("date", "") for header in merged["headers"]]
+        draw(sorted(merged["rows"], key=lambda row: dates[row["run"]]), arguments.chart)

@@ -1,10 +1,14 @@
 """Charts of benchmark rows as PNG files. Matplotlib is imported when one is drawn."""
 
-from collections.abc import Callable, Sequence
+import math
+import textwrap
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 Rows = Sequence[dict[str, Any]]
+OF_PLAIN = {"attention", "new_tokens", "dtype"}
+"""Settings of speculative rows that plain decoding, too, depends on."""
 
 
 def draw(rows: Rows, path: Path) -> None:
@@ -18,7 +22,7 @@ def draw(rows: Rows, path: Path) -> None:
         chosen = [row for row in rows if any(row.get(field) is not None for field in fields)]
         if chosen:
             figure = chart(chosen)
-            figure.savefig(path, dpi=130)
+            figure.savefig(path, dpi=100)
             _pyplot().close(figure)
             return
     fields = [field for _, fields in CHARTS for field in fields]
@@ -26,138 +30,206 @@ def draw(rows: Rows, path: Path) -> None:
 
 
 def attention(rows: Rows) -> Any:
-    """Time of every implementation against its roof, one panel a context, smallest batch.
+    """Time of every implementation against its roof, a panel for every context and batch.
 
     Where several runs measured the same, the last one is drawn.
     """
-    batch = min(row["batch"] for row in rows)
-    rows = [row for row in rows if row["batch"] == batch]
-    contexts = sorted({row["context"] for row in rows})
+    pyplot = _pyplot()
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    settings = ("context", "batch", "head_dim", "dtype")
+    panels = sorted({tuple(row[name] for name in settings) for row in rows})
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    shapes = sorted({_shape(row) for row in rows})
-    figure, axes = _pyplot().subplots(
-        len(contexts), 1, figsize=(11, 2.6 * len(contexts) + 0.6), squeeze=False, sharex=True
+    colors = {name: f"C{place}" for place, name in enumerate(names)}
+    figure, axes = pyplot.subplots(
+        len(panels), 1, figsize=(10, 2.2 * len(panels) + 0.6), squeeze=False, layout="constrained"
     )
-    width = 0.8 / len(names)
-    for axis, context in zip(axes[:, 0], contexts, strict=True):
-        here = [row for row in rows if row["context"] == context]
-        for place, name in enumerate(names):
-            times = {
-                _shape(row): row["microseconds"] for row in here if row["implementation"] == name
-            }
-            middle = (place - (len(names) - 1) / 2) * width
-            bars = [
-                (index + middle, times[shape])
-                for index, shape in enumerate(shapes)
-                if shape in times
-            ]
-            axis.bar(
-                [x for x, _ in bars], [y for _, y in bars], width, label=name, color=f"C{place}"
-            )
-        roofs = {_shape(row): row["microseconds"] * row["percent_of_roof"] / 100 for row in here}
-        for index, shape in enumerate(shapes):
-            if shape in roofs:
-                axis.hlines(roofs[shape], index - 0.45, index + 0.45, color="black", lw=1.2)
-        axis.set_yscale("log")
-        axis.set_ylabel("µs")
-        axis.set_title(f"{context} cached tokens, batch {batch} (black: roof)", fontsize=9)
-    labels = [f"{heads}/{kv_heads}\nT={tokens}" for heads, kv_heads, tokens in shapes]
-    axes[-1, 0].set_xticks(range(len(shapes)), labels, fontsize=8)
-    handles = {}  # An implementation may be missing from any one panel.
-    for axis in axes[:, 0]:
-        handles |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(
-        handles.values(), handles.keys(), loc="upper center", ncols=len(names), fontsize=8
-    )
-    figure.tight_layout(rect=(0, 0, 1, 0.97))
+    for axis, panel in zip(axes[:, 0], panels, strict=True):
+        here = [row for row in rows if tuple(row[name] for name in settings) == panel]
+        _draw_times(axis, here, colors)
+        context, batch, head_dim, dtype = panel
+        title = f"{context} cached tokens, batch {batch} (heads {head_dim} wide, {dtype})"
+        axis.set_title(title, fontsize=9)
+    bars = [Patch(color=color, label=name) for name, color in colors.items()]
+    handles = [*bars, Line2D([], [], color="black", label="roof")]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8)
     return figure
 
 
-def _shape(row: dict[str, Any]) -> tuple[int, int, int]:
-    """What tells the bars of one panel apart."""
-    return row["heads"], row["kv_heads"], row["tokens"]
+def _draw_times(axis: Any, rows: Rows, colors: dict[str, str]) -> None:
+    """Microseconds of one panel: a group of bars a shape, the implementations that ran it."""
+    from matplotlib.ticker import LogLocator
+
+    shapes: dict[tuple[int, int, int], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        shape = (row["heads"], row["kv_heads"], row["tokens"])
+        shapes.setdefault(shape, {})[row["implementation"]] = row
+    middles, place = [], 0.0
+    for _, measured in sorted(shapes.items()):
+        names = [name for name in colors if name in measured]
+        times = [measured[name]["microseconds"] for name in names]
+        places = [place + index for index in range(len(names))]
+        bars = axis.bar(places, times, 0.96, color=[colors[name] for name in names])
+        axis.bar_label(bars, [_brief(time) for time in times], padding=1, fontsize=6.5)
+        best = min(measured.values(), key=lambda row: row["microseconds"])  # The least rounded.
+        roof = best["microseconds"] * best["percent_of_roof"] / 100
+        axis.hlines(roof, places[0] - 0.6, places[-1] + 0.6, color="black", lw=1.2)
+        middles.append((places[0] + places[-1]) / 2)
+        place = places[-1] + 2
+    labels = [
+        f"{heads}/{kv_heads} heads\n{tokens} token{'s' * (tokens > 1)}"
+        for heads, kv_heads, tokens in sorted(shapes)
+    ]
+    axis.set_xticks(middles, labels, fontsize=8)
+    axis.set_xlim(-1.2, place - 0.8)
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    decades = math.log10(high / low)
+    axis.set_ylim(low / 10 ** (0.05 * decades), high * 10 ** (0.1 * decades))
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if decades < 2 else (1,)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
+    axis.tick_params(axis="y", labelsize=8)
+    axis.set_ylabel("µs, log scale", fontsize=8)
 
 
 def decode(rows: Rows) -> Any:
-    """Tokens a second and what a round consists of against the context, a row of panels a model.
+    """Tokens a second and what a round consists of, a row of panels for every model and batch.
 
-    Rows of other implementations, which have no rounds, are lines of the left panel.
+    Rows of other implementations, which have no rounds, are in the left panel. Where rows agree in
+    every setting, the last one is drawn.
     """
     groups = list(dict.fromkeys((row["shape"], row["batch"]) for row in rows))
     figure, axes = _pyplot().subplots(
-        len(groups), 2, figsize=(12, 3.4 * len(groups)), squeeze=False, layout="constrained"
+        len(groups), 2, figsize=(11, 3 * len(groups)), squeeze=False, layout="constrained"
     )
-    for (speeds, rounds), (shape, batch) in zip(axes, groups, strict=True):
+    for (left, right), (shape, batch) in zip(axes, groups, strict=True):
         here = [row for row in rows if (row["shape"], row["batch"]) == (shape, batch)]
         ours = [row for row in here if row.get("round_ms") is not None]
-        _draw_speeds(speeds, here)
+        others = [row for row in here if row.get("round_ms") is None]
+        latest = {(row["context"], *_settings(row).values()): row for row in ours}
+        ours = [latest[key] for key in sorted(latest)]
+        varied = {
+            name
+            for row in ours
+            for name, words in _settings(row).items()
+            if words != _settings(ours[0])[name]
+        }
+        _draw_speeds(left, ours, others, varied)
         if ours:
-            _draw_rounds(rounds, ours)
-        for axis in (speeds, rounds):
-            axis.set_title(f"{shape}, batch {batch}", fontsize=9)
-            axis.set_xlabel("cached tokens")
+            _draw_rounds(right, ours, varied)
+        else:
+            right.set_axis_off()
+        common = [
+            words for row in ours[:1] for words in _words(row, _settings(row).keys() - varied)
+        ]
+        contexts = {row["context"] for row in here}
+        if len(contexts) == 1:
+            common.insert(0, f"{_short(*contexts)} cached tokens")
+        left.set_title(f"{shape}, batch {batch}", fontsize=10, loc="left")
+        right.set_title(textwrap.fill(", ".join(common), 80), fontsize=7.5, loc="right")
+        for axis in (left, right):
             axis.set_ylim(bottom=0)
     return figure
 
 
-def _draw_speeds(axis: Any, rows: Rows) -> None:
+def _draw_speeds(axis: Any, ours: Rows, others: Rows, varied: set[str]) -> None:
     """Tokens a second: with speculation, by plain decoding, by other implementations."""
-    lines: dict[str, dict[int, float]] = {}
+    speeds: dict[str, dict[int, float]] = {}
+    for row in ours:
+        label = ", ".join(["speculation", *_words(row, varied)])
+        speeds.setdefault(label, {})[row["context"]] = row["tokens_per_second"]
+    for row in ours:
+        label = ", ".join(["plain", *_words(row, varied & OF_PLAIN)])
+        speeds.setdefault(label, {})[row["context"]] = row["plain_tokens_per_second"]
+    for row in others:
+        speeds.setdefault(row["implementation"], {})[row["context"]] = row["tokens_per_second"]
+    names = [label for label in speeds if label != "plain"]
+    colors = {"plain": "0.6"} | {name: f"C{place}" for place, name in enumerate(names)}
+    contexts = sorted({row["context"] for row in [*ours, *others]})
+    if len(contexts) == 1:
+        values = [points[contexts[0]] for points in speeds.values()]
+        bars = axis.bar(range(len(values)), values, 0.6, color=[colors[label] for label in speeds])
+        axis.bar_label(bars, [_brief(value) for value in values], padding=2, fontsize=8)
+        _name_bars(axis, [label.split(", ") for label in speeds])
+    else:
+        for label, points in speeds.items():
+            places = sorted(points)
+            values = [points[place] for place in places]
+            axis.plot(places, values, "o-", color=colors[label], label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(contexts, [_short(context) for context in contexts], fontsize=8)
+        axis.minorticks_off()
+        axis.set_xlabel("cached tokens", fontsize=8)
+        axis.legend(fontsize=7)
+    axis.margins(y=0.15)
+    axis.tick_params(axis="y", labelsize=8)
+    axis.set_ylabel("tokens/s", fontsize=8)
 
-    def add(label: str, row: dict[str, Any], field: str) -> None:
-        lines.setdefault(label, {})[row["context"]] = row[field]
 
-    for row in rows:
-        if "round_ms" in row:
-            add(_setting(row), row, "tokens_per_second")
-            add(f"plain{_kernels(row)}", row, "plain_tokens_per_second")
-        else:
-            add(row["implementation"], row, "tokens_per_second")
-    for label, points in lines.items():
-        contexts = sorted(points)
-        axis.plot(contexts, [points[context] for context in contexts], "o-", label=label)
-    contexts = sorted({row["context"] for row in rows})
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(contexts, [str(context) for context in contexts])
-    axis.minorticks_off()
-    axis.set_ylabel("tokens/s")
-    axis.legend(fontsize=7)
+def _draw_rounds(axis: Any, rows: Rows, varied: set[str]) -> None:
+    """Draft, verification and the rest of a round, stacked, beside a plain step.
 
-
-def _draw_rounds(axis: Any, rows: Rows) -> None:
-    """Draft, verification and the rest of a round, stacked, beside a plain step."""
-    rows = list({(row["context"], _setting(row)): row for row in rows}.values())
-    rows.sort(key=lambda row: row["context"])
+    Parts are timed apart: where they exceed the round, the rest is negative and left out.
+    """
     places = range(len(rows))
     bottom = [0.0] * len(rows)
     for part in ("draft", "verify", "rest"):
-        heights = [row[f"{part}_ms"] for row in rows]
+        heights = [max(row[f"{part}_ms"], 0) for row in rows]
         axis.bar(places, heights, 0.6, bottom, label=part)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     plain = [row["plain_ms_per_token"] for row in rows]
     left, right = [place - 0.4 for place in places], [place + 0.4 for place in places]
     axis.hlines(plain, left, right, color="black", lw=1.5, label="plain step")
-    for place, height, row in zip(places, bottom, rows, strict=True):
-        ratio = f"{row['round_over_plain']:.2f} plain steps"
-        axis.annotate(ratio, (place, height), ha="center", va="bottom", fontsize=8)
-    several = len({_setting(row) for row in rows}) > 1
-    names = [str(row["context"]) + (f"\n{_setting(row)}" if several else "") for row in rows]
-    axis.set_xticks(places, names, fontsize=8)
-    axis.margins(y=0.1)
-    axis.set_ylabel("ms a round")
-    axis.legend(fontsize=7)
+    tops = list(map(max, bottom, plain))
+    for place, top, row in zip(places, tops, rows, strict=True):
+        ratio = f"{row['round_ms']:.1f} ms\n{row['round_over_plain']:.2f} × plain"
+        axis.annotate(
+            ratio, (place, top), (0, 2), textcoords="offset points", ha="center", fontsize=7
+        )
+    _name_bars(axis, [[_short(row["context"]), *_words(row, varied)] for row in rows])
+    axis.set_ylim(top=1.5 * max(tops))
+    axis.tick_params(axis="y", labelsize=8)
+    axis.set_ylabel("ms a round", fontsize=8)
+    axis.legend(fontsize=7, loc="upper center", ncols=4)
 
 
-def _setting(row: dict[str, Any]) -> str:
-    """What tells speculative rows of one model and batch apart."""
-    tree = ",".join(map(str, row["tree"]))
-    budget = f", best {row['budget']}" if row.get("budget") else ""
-    return f"tree {tree}{budget}{_kernels(row)}, acceptance about {row['acceptance_wanted']}"
+def _settings(row: dict[str, Any]) -> dict[str, str]:
+    """How a speculative row was measured, besides its model, batch and context, in words."""
+    tree, budget = row["tree"], row.get("budget")
+    return {
+        "tree": f"tree {','.join(map(str, tree))}",
+        "budget": f"best {budget} nodes" if budget else f"all {1 + sum(tree)} nodes",
+        "draft_vocabulary": f"draft vocabulary {row['draft_vocabulary']}",
+        "acceptance": f"acceptance about {row['acceptance_wanted']}",
+        "attention": f"{row['attention']} attention",
+        "new_tokens": f"{row['new_tokens']} new tokens",
+        "dtype": row["dtype"],
+    }
 
 
-def _kernels(row: dict[str, Any]) -> str:
-    """The attention implementation where one was named."""
-    return "" if row["attention"] == "automatic" else f", {row['attention']}"
+def _words(row: dict[str, Any], names: Collection[str]) -> list[str]:
+    """Some of a row's settings."""
+    return [words for name, words in _settings(row).items() if name in names]
+
+
+def _name_bars(axis: Any, names: Sequence[Sequence[str]]) -> None:
+    """Name the bars at 0, 1, ... in short lines; a few of them stay as narrow as several."""
+    labels = ["\n".join(textwrap.fill(words, 16) for words in name) for name in names]
+    axis.set_xticks(range(len(names)), labels, fontsize=8)
+    middle, room = (len(names) - 1) / 2, max(len(names), 4) / 2
+    axis.set_xlim(middle - room, middle + room)
+
+
+def _short(context: int) -> str:
+    """A context as people call it."""
+    return str(context) if context % 1024 else f"{context // 1024}k"
+
+
+def _brief(value: float) -> str:
+    """What stands above a bar: a whole number, or one decimal of a small one."""
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def _pyplot() -> Any:

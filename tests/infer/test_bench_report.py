@@ -2,11 +2,26 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from infer import bench, bench_report
+from infer import bench, bench_report, charts
+
+ATTENTION = {
+    **{"implementation": "ours", "tokens": 69, "heads": 32, "kv_heads": 8, "context": 4096},
+    **{"batch": 1, "head_dim": 128, "dtype": "bfloat16"},
+    **{"microseconds": 32.0, "percent_of_roof": 50.0},
+}
+DECODE = {
+    **{"shape": "a", "batch": 1, "context": 4096, "tree": [2, 4], "attention": "automatic"},
+    **{"draft_vocabulary": 512, "new_tokens": 9, "dtype": "bfloat16", "acceptance_wanted": 2.0},
+    **{"tokens_per_second": 9.0, "plain_tokens_per_second": 5.0},
+    **{"round_ms": 6.0, "draft_ms": 1.0, "verify_ms": 5.5, "rest_ms": -0.5},
+    **{"plain_ms_per_token": 3.0, "round_over_plain": 2.0},
+}
 
 
 def test_the_file_is_whole_after_every_row(tmp_path: Path, capsys) -> None:
@@ -44,12 +59,8 @@ def test_the_commit_can_be_given(monkeypatch) -> None:
 
 
 def test_the_command_merges_and_draws(tmp_path: Path) -> None:
-    row = {
-        **{"implementation": "ours", "tokens": 69, "heads": 32, "kv_heads": 8, "context": 4096},
-        **{"batch": 1, "microseconds": 32.0, "percent_of_roof": 50.0},
-    }
     for name, more in {"a": {}, "b": {"implementation": "cudnn", "context": 32768}}.items():
-        bench_report.write(tmp_path / name, {"header": {}, "rows": [{**row, **more}]})
+        bench_report.write(tmp_path / name, {"header": {}, "rows": [{**ATTENTION, **more}]})
     files = [str(tmp_path / name) for name in "ab"]
     merged, chart = tmp_path / "merged.json", tmp_path / "chart.png"
     bench.main(["report", *files, f"--json={merged}", f"--chart={chart}"])
@@ -59,8 +70,7 @@ def test_the_command_merges_and_draws(tmp_path: Path) -> None:
 
 def test_a_missing_matplotlib_is_a_message(monkeypatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    row = {"batch": 1, "context": 1, "implementation": "ours", "microseconds": 1.0}
-    bench_report.draw([{**row, "heads": 1, "kv_heads": 1, "tokens": 1}], tmp_path / "x.png")
+    bench_report.draw([ATTENTION], tmp_path / "x.png")
     assert "no chart: " in capsys.readouterr().out
 
 
@@ -69,20 +79,61 @@ def test_rows_without_a_chart(tmp_path: Path) -> None:
         bench_report.draw([{"accuracy": 1}], tmp_path / "x.png")
 
 
+def test_every_context_and_batch_has_a_panel_of_its_shapes() -> None:
+    cudnn = {**ATTENTION, "implementation": "cudnn", "microseconds": 1234.0, "percent_of_roof": 1.3}
+    rows = [
+        ATTENTION,
+        {**ATTENTION, "batch": 8, "tokens": 1},
+        {**ATTENTION, "microseconds": 20.0},
+        cudnn,
+    ]
+    figure = charts.attention(rows)
+    first, second = figure.axes
+    assert [bar.get_facecolor() for bar in first.patches] == [
+        handle.get_facecolor() for handle in figure.legends[0].legend_handles[:2]
+    ]
+    assert _texts(first.texts) == ["20.0", "1234"]  # The later of two equal rows.
+    assert _texts(first.get_xticklabels()) == ["32/8 heads\n69 tokens"]
+    assert _texts(second.get_xticklabels()) == ["32/8 heads\n1 token"]
+    assert first.collections[0].get_segments()[0][0][1] == 10  # The roof, from the fastest row.
+
+
 def test_decode_rows_are_drawn_beside_other_implementations(tmp_path: Path) -> None:
-    ours = {
-        **{"shape": "a", "batch": 1, "context": 64, "tree": [2], "attention": "automatic"},
-        **{"tokens_per_second": 9.0, "plain_tokens_per_second": 5.0, "acceptance_wanted": 2.0},
-        **{"round_ms": 6.0, "draft_ms": 1.0, "verify_ms": 4.0, "rest_ms": 1.0},
-        **{"plain_ms_per_token": 3.0, "round_over_plain": 2.0},
-    }
     other = {"implementation": "b", "shape": "a", "batch": 1, "context": 64, "ms_per_token": 4.0}
     refused = {**other, "implementation": "c", "ms_per_token": None}
-    rows = [
-        ours,
-        {**ours, "context": 128, "budget": 9},
-        {**other, "tokens_per_second": 4.0},
-        refused,
-    ]
+    rows = [DECODE, {**DECODE, "budget": 5}, {**other, "tokens_per_second": 4.0}, refused]
     bench_report.draw(rows, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    speeds, rounds = charts.decode(rows[:3]).axes
+    assert _texts(speeds.get_legend().get_texts()) == [
+        *("speculation, all 7 nodes", "speculation, best 5 nodes", "plain", "b")
+    ]
+    assert _texts(rounds.get_xticklabels()) == ["4k\nall 7 nodes", "4k\nbest 5 nodes"]
+    assert min(bar.get_height() for bar in rounds.patches) == 0  # The rest.
+
+
+def test_one_context_is_bars_of_the_latest_rows_named_by_what_differs() -> None:
+    rows = [DECODE, {**DECODE, "draft_vocabulary": 64}, {**DECODE, "tokens_per_second": 7.0}]
+    speeds, _ = charts.decode(rows).axes
+    bars = {
+        name: bar.get_height()
+        for name, bar in zip(_texts(speeds.get_xticklabels()), speeds.patches, strict=True)
+    }
+    assert bars == {
+        "speculation\ndraft vocabulary\n512": 7,
+        "speculation\ndraft vocabulary\n64": 9,
+        "plain": 5,
+    }
+
+
+def test_rows_are_drawn_by_the_dates_of_their_runs(tmp_path: Path, monkeypatch) -> None:
+    drawn = []
+    monkeypatch.setattr(bench_report, "draw", lambda rows, path: drawn.extend(rows))
+    for name, date in {"a": "2026-11-21", "b": "2026-11-20"}.items():
+        bench_report.write(tmp_path / name, {"header": {"date": date}, "rows": [{"name": name}]})
+    bench.main(["report", *(str(tmp_path / name) for name in "ab"), "--chart=x.png"])
+    assert [row["name"] for row in drawn] == ["b", "a"]
+
+
+def _texts(labels: Iterable[Any]) -> list[str]:
+    return [label.get_text() for label in labels]
