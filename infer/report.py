@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from longspec_jax.generation.comparison import Comparison, Divergence
+from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION, GenerateResult, Stats
 
 
@@ -155,6 +156,20 @@ def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
         name = ",".join(map(str, use["tree"])) or "none (plain)"
         pace = f"{1000 * use['seconds'] / use['rounds']:10.2f}" if use["rounds"] else ""
         yield f"{name:22}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
+
+
+def memory_plan_line(plan: MemoryPlan) -> str:
+    """What a call will take, for reading before it begins."""
+    return (
+        f"memory plan: weights {_size(plan.target_bytes)}, draft {_size(plan.draft_bytes)}, cache "
+        f"{_size(plan.cache_bytes)} for {plan.batch} x {plan.capacity} slots, draft state "
+        f"{_size(plan.draft_state_bytes)}, working memory about {_size(plan.working_bytes)}"
+    )
+
+
+def _size(count: int) -> str:
+    """Bytes with a unit: ``75.5 MB``."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _memory_lines(stats: Stats) -> Iterator[str]:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from infer import prompts as prompts_lib
 from infer.arguments import DTYPES, sampling_options
 from infer.display import Screen
-from infer.report import Outcome, lines
+from infer.report import Outcome, lines, memory_plan_line
 from longspec_jax import PLAIN, LongSpec, TreeConfig, demo_prompts
 
 DEFAULT_PROMPT = "networkx_classes_digraph"
@@ -126,6 +127,7 @@ class Session:
     def _decode_one(self, name: str, item: Any, tokens: list[int]) -> Outcome:
         """One prompt: the end of it, its completion as it comes, the numbers."""
         self._out.line(f"\n=== {name}: {len(tokens)} tokens === {self._out.legend()}")
+        self._print_plan([tokens], self._options)
         if isinstance(item, str):
             self._out.dim(("..." if len(item) > TAIL else "") + item[-TAIL:])
         streams = self._arguments.stream
@@ -142,12 +144,19 @@ class Session:
         columns = {name: [row[name] for row in merged] for name in merged[0]}
         stops = columns["eos_token_id"]
         columns["eos_token_id"] = [[stop] if isinstance(stop, int) else stop for stop in stops]
+        self._print_plan(tokens, columns)
         outcome = self._run(Path(path).name, tokens, columns, None)
         for row, text in enumerate(outcome.result.text):
             self._out.line(f"\n=== row {row}: {len(tokens[row])} tokens ===\n{text or ''}")
         self._out.line()
         self._print(lines([outcome]))
         return outcome
+
+    def _print_plan(self, rows: list[list[int]], options: dict[str, Any]) -> None:
+        """Say what the call will take before anything is allocated."""
+        longest, new = max(map(len, rows)), int(np.max(options["max_new_tokens"]))
+        plan = self._spec.memory_plan(len(rows), longest, new, self._tree)
+        self._out.line(memory_plan_line(plan))
 
     def _run(
         self, name: str, tokens: Any, options: dict[str, Any], on_round: Callable[..., None] | None

@@ -250,11 +250,16 @@ class LongSpec:
         return inspection.rounds(job, self._warm)
 
     def memory_plan(
-        self, rows: int, context: int, tree: TreeConfig | Sequence[int] | None = None
+        self,
+        rows: int,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        tree: TreeConfig | Sequence[int] | None = None,
     ) -> MemoryPlan:
-        """What rows of ``context`` tokens, prompt and new ones together, take on the device."""
+        """What :meth:`generate` takes on the device for rows of at most ``prompt_tokens`` tokens."""
         drafter, params = self._drafter(tree)
-        shape = runner.Shape.for_call(context, 1, drafter.tree.num_levels, self.prefill_chunk)
+        levels = drafter.tree.num_levels
+        shape = runner.Shape.for_call(prompt_tokens, max_new_tokens, levels, self.prefill_chunk)
         return self._plan(rows, shape, drafter, params)
 
     def _prepare(

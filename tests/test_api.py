@@ -343,8 +343,9 @@ def test_parts_that_do_not_fit(spec) -> None:
 
 
 def test_memory_is_checked_before_allocation(spec, monkeypatch) -> None:
-    plan = spec.memory_plan(rows=2, context=600)
+    plan = spec.memory_plan(rows=2, prompt_tokens=600, max_new_tokens=1)
     assert plan.cache_bytes == 2 * plan.capacity * 2 * 2 * 6 * 4
+    assert spec.memory_plan(1, 4, 3) == spec.generate([3, 4, 5, 6], max_new_tokens=3).stats.memory
     enough = plan.needed_bytes
     memory.check_fits(spec.target_config, plan, enough)
     with pytest.raises(MemoryError, match="largest context that fits is 512 tokens"):

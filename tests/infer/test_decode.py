@@ -55,7 +55,8 @@ def test_one_prompt(folders, tmp_path, capsys) -> None:
     assert (
         found["acceptance_definition"] == ACCEPTANCE_DEFINITION and ACCEPTANCE_DEFINITION in printed
     )
-    for words in ("identical to plain  yes, all 24 tokens", "compile", "draft state", "tokens/s"):
+    assert f"draft state {found['draft_state_bytes'] / 1e6:.1f} MB, working" in printed
+    for words in ("identical to plain  yes, all 24 tokens", "compile", "memory plan", "tokens/s"):
         assert words in printed
     [row] = found["rows"]
     assert row["text"] == found["text"] and len(row["tokens"]) == len(row["drafted"]) == 24
