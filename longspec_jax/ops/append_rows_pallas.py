@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
+from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.prefix_pallas import compiler_params
 
 CACHES = 64
@@ -28,15 +29,17 @@ def append_rows(
     written: list[CacheSlots] = []
     for first in range(0, len(caches), CACHES):
         some = slice(first, first + CACHES)
-        written += _call(caches[some], fresh[some], path, length, interpret)
+        written += _call(caches[some], fresh[some], path, length, interpret=interpret)
     return tuple(written)
 
 
+@partitioned("b k s h, b u k h, b p, b -> b k s h")
 def _call(
     caches: Sequence[CacheSlots],
     fresh: Sequence[TreeRows],
     path: Array,
     length: Array,
+    *,
     interpret: bool,
 ) -> Sequence[CacheSlots]:
     """One launch: a program for each row of the batch, key/value head and cache."""

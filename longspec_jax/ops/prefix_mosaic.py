@@ -22,12 +22,14 @@ from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, Tre
 from longspec_jax.ops import hardware, prefix_pallas, tree_pallas
 from longspec_jax.ops.merge import Partial
 from longspec_jax.ops.packing import refuse_unsupported
+from longspec_jax.ops.partitioned import PREFIX, SPECULATIVE, partitioned
 from longspec_jax.ops.tiles import WARPGROUP_ROWS, MosaicTile, mosaic_prefix_tile
 
 LOG2_E = math.log2(math.e)
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
+@partitioned(PREFIX)
 def prefix_attention(
     q: Queries,
     k: CacheSlots,
@@ -42,6 +44,7 @@ def prefix_attention(
     return prefix_pallas.prefix_attention(q, k, v, length, start, scale=scale, tile=tile)
 
 
+@partitioned(SPECULATIVE)
 def speculative_attention(
     q: Queries,
     prefix_k: CacheSlots,

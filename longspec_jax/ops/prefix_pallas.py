@@ -31,6 +31,7 @@ from longspec_jax.ops.packing import (
     reached_splits,
     refuse_unsupported,
 )
+from longspec_jax.ops.partitioned import PREFIX, partitioned
 from longspec_jax.ops.tiles import (
     MosaicTile,
     PrefixTile,
@@ -47,6 +48,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "tile", "interpret"))
+@partitioned(PREFIX)
 def prefix_attention(
     q: Queries,
     k: CacheSlots,

@@ -18,11 +18,13 @@ from longspec_jax.ops import tree_xla
 from longspec_jax.ops.hardware import require_ampere
 from longspec_jax.ops.merge import Partial, merge
 from longspec_jax.ops.packing import refuse_unsupported
+from longspec_jax.ops.partitioned import PREFIX, partitioned
 from longspec_jax.ops.tiles import PrefixTile, triton_prefix_tile
 
 MERGE_ROWS = 16
 
 
+@partitioned(PREFIX)
 def prefix_attention(
     q: Queries,
     k: CacheSlots,

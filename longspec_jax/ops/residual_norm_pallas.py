@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Array
+from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.prefix_pallas import compiler_params
 
 
@@ -16,8 +17,17 @@ def residual_norm(
     x: Array, delta: Array, scale: Array, eps: float, interpret: bool = False
 ) -> tuple[Array, Array]:
     """See :func:`longspec_jax.ops.residual_norm.residual_norm`."""
-    width = x.shape[-1]
-    rows = x.reshape(-1, width)
+    rows = (-1, x.shape[-1])
+    total, out = _rows(x.reshape(rows), delta.reshape(rows), scale, eps=eps, interpret=interpret)
+    return total.reshape(x.shape), out.reshape(x.shape)
+
+
+@partitioned("r d, r d, d -> r d, r d", cut=("r",))
+def _rows(
+    x: Array, delta: Array, scale: Array, *, eps: float, interpret: bool
+) -> tuple[Array, Array]:
+    """One launch: a program for each row."""
+    width = x.shape[1]
     padded = pl.next_power_of_2(width)
 
     def kernel(x_ref, delta_ref, scale_ref, total_ref, out_ref) -> None:
@@ -32,13 +42,12 @@ def residual_norm(
         out = (wide * factor).astype(out_ref.dtype)
         pltriton.store(out_ref.at[row, column], out, mask=mask)
 
-    shape = jax.ShapeDtypeStruct(rows.shape, x.dtype)
-    total, out = pl.pallas_call(
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(
         kernel,
-        grid=(rows.shape[0],),
+        grid=(x.shape[0],),
         out_shape=(shape, shape),
         compiler_params=compiler_params(warps=8, stages=1),
         interpret=interpret,
         name="residual_norm",
-    )(rows, delta.reshape(rows.shape), scale)
-    return total.reshape(x.shape), out.reshape(x.shape)
+    )(x, delta, scale)

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Array
+from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.prefix_pallas import compiler_params
 from longspec_jax.ops.split_heads import Heads
 
@@ -16,7 +17,8 @@ HEADS = 16
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
-def split_heads(qkv: Array, cos: Array, sin: Array, interpret: bool = False) -> Heads:
+@partitioned("b t k j h, b t c, b t c -> b t (k g) h, b t k h, b t k h")
+def split_heads(qkv: Array, cos: Array, sin: Array, *, interpret: bool = False) -> Heads:
     """See :func:`longspec_jax.ops.split_heads.split_heads`."""
     batch, tokens, kv_heads, slots, width = qkv.shape
     rows, half, groups = batch * tokens, width // 2, slots - 2

@@ -25,6 +25,7 @@ from longspec_jax.ops.packing import (
     reached_splits,
     refuse_unsupported,
 )
+from longspec_jax.ops.partitioned import SPECULATIVE, TREE, partitioned
 from longspec_jax.ops.prefix_pallas import (
     LOG2_E,
     State,
@@ -42,6 +43,7 @@ from longspec_jax.ops.tiles import MosaicTile, PrefixTile, TreeTile, tree_tile
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "tile", "interpret"))
+@partitioned(TREE)
 def tree_attention(
     q: Queries,
     k: TreeRows,
@@ -73,6 +75,7 @@ def tree_attention(
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "prefix", "tree", "interpret"))
+@partitioned(SPECULATIVE)
 def speculative_attention(
     q: Queries,
     prefix_k: CacheSlots,

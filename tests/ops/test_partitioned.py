@@ -1,0 +1,180 @@
+"""The kernels on a mesh: every device computes its share, and no device gathers an operand."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from longspec_jax.ops import (
+    append_rows_pallas,
+    prefix_pallas,
+    residual_norm_pallas,
+    split_heads_pallas,
+    tree_pallas,
+)
+from longspec_jax.sharding import BATCH, make_mesh
+
+DATA = BATCH[0]
+TOKENS, WIDTH, SLOTS, KEYS = 3, 16, 67, 5
+SPECS = dict(
+    q=P(DATA, None, "tp"),
+    slots=P(DATA, "tp"),
+    length=P(DATA),
+    start=P(DATA),
+    rows=P(DATA, None, "tp"),
+    mask=P(DATA),
+    path=P(DATA),
+    qkv=P(DATA, None, "tp"),
+    cos=P(DATA),
+    x=P(DATA),
+    scale=P(),
+)
+"""Where the operands of a decode step lie."""
+
+
+def operands(kv_heads: int = 2, groups: int = 2) -> dict[str, jax.Array]:
+    """Two batch rows; keys serve as values too."""
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(random.normal(size=shape), jnp.float32)
+
+    return dict(
+        q=normal(2, TOKENS, kv_heads * groups, WIDTH),
+        slots=normal(2, kv_heads, SLOTS, WIDTH),
+        length=jnp.asarray([61, 17]),
+        start=jnp.asarray([40, 0]),
+        rows=normal(2, KEYS, kv_heads, WIDTH),
+        mask=jnp.asarray(random.random((2, TOKENS, KEYS)) < 0.5),
+        path=jnp.asarray([[0, 4], [2, 3]]),
+        qkv=normal(2, TOKENS, kv_heads, groups + 2, WIDTH),
+        cos=normal(2, TOKENS, WIDTH // 2),
+        x=normal(2, TOKENS, 24),
+        scale=normal(24),
+    )
+
+
+def attention(
+    q: jax.Array,
+    slots: jax.Array,
+    length: jax.Array,
+    rows: jax.Array,
+    mask: jax.Array,
+    **others: jax.Array,
+) -> Any:
+    return tree_pallas.speculative_attention(
+        q, slots, slots, length, rows, rows, mask, interpret=True
+    )
+
+
+def every_op(**x: jax.Array) -> Any:
+    """All partitioned kernels in one program."""
+    slots, length, rows = x["slots"], x["length"], x["rows"]
+    prefix = functools.partial(prefix_pallas.prefix_attention, interpret=True)
+    return (
+        attention(**x),
+        prefix(x["q"], slots, slots, length),
+        prefix(x["q"], slots, slots, length, x["start"]),
+        tree_pallas.tree_attention(x["q"], rows, rows, x["mask"], interpret=True),
+        split_heads_pallas.split_heads(x["qkv"], x["cos"], x["cos"], interpret=True),
+        residual_norm_pallas.residual_norm(x["x"], x["x"], x["scale"], 1e-5, interpret=True),
+        append_rows_pallas.append_rows(
+            [slots, 2 * slots, slots], [rows, rows, 2 * rows], x["path"], length, interpret=True
+        ),
+    )
+
+
+def put(mesh: Mesh, arrays: dict[str, jax.Array], **specs: P) -> dict[str, jax.Array]:
+    """Operands as a decode step holds them, but for ``specs``."""
+    where = {**SPECS, **specs}
+    return {
+        name: jax.device_put(array, NamedSharding(mesh, where[name]))
+        for name, array in arrays.items()
+    }
+
+
+def collectives(text: str) -> set[str]:
+    """The kinds of communication in a compiled program."""
+    return set(re.findall(r"(all-gather|all-reduce|all-to-all|collective-permute)", text))
+
+
+@functools.cache
+def expected(op: Callable[..., Any], kv_heads: int, groups: int = 2) -> Any:
+    """What one device computes."""
+    return jax.jit(op)(**operands(kv_heads, groups))
+
+
+@pytest.mark.parametrize(
+    ("axes", "groups"), [(dict(tp=2), 2), (dict(data=2, tp=2), 1)], ids=["tp", "data-tp"]
+)
+def test_shares_are_computed_where_they_lie(axes: dict[str, int], groups: int) -> None:
+    arrays = put(make_mesh(**axes), operands(2, groups))
+    compiled = jax.jit(every_op).lower(**arrays).compile()
+    assert collectives(compiled.as_text()) == set()
+    actual = compiled(**arrays)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
+    jax.tree.map(close, actual, expected(every_op, 2, groups))
+    q, prefix, _, _, (_, k, _), (total, _), (cache, *_) = actual
+    rows = "data" if "data" in axes else None
+    assert q.sharding.is_equivalent_to(NamedSharding(q.sharding.mesh, P(rows, None, "tp")), 4)
+    for array in (prefix.out, prefix.lse, k):
+        assert array.sharding.spec[2] == "tp"
+    assert cache.sharding.spec[1] == "tp"
+    assert total.sharding.shard_shape(total.shape)[0] == 2 // axes.get("data", 1)
+
+
+def test_without_the_rule_operands_are_gathered() -> None:
+    """Negative control: the search above finds what an opaque kernel costs."""
+    arrays = put(make_mesh(tp=2), operands())
+    bare = tree_pallas.speculative_attention.__wrapped__.__wrapped__
+
+    def opaque(**x: jax.Array) -> Any:
+        given = (x["q"], x["slots"], x["slots"], x["length"], x["rows"], x["rows"], x["mask"])
+        return bare(*given, interpret=True)
+
+    assert "all-gather" in collectives(jax.jit(opaque).lower(**arrays).compile().as_text())
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "specs"),
+    [
+        pytest.param(3, dict(slots=P(), rows=P(), qkv=P()), id="three heads on two devices"),
+        pytest.param(1, dict(slots=P(), rows=P(), qkv=P()), id="one head on two devices"),
+        pytest.param(2, dict(slots=P(None, None, None, "tp"), q=P("tp")), id="other axes cut"),
+    ],
+)
+def test_what_does_not_fit_is_gathered_and_right(kv_heads: int, specs: dict[str, P]) -> None:
+    arrays = put(make_mesh(tp=2), operands(kv_heads), **specs)
+    actual = jax.jit(attention)(**arrays)
+    np.testing.assert_allclose(actual, expected(attention, kv_heads), rtol=1e-5, atol=2e-6)
+
+
+def test_one_device_runs_the_op_itself() -> None:
+    """Not a trace of the partitioner, although this process has eight devices."""
+
+    def lowered(op: Callable[..., Any]) -> str:
+        return op.lower(*arguments, interpret=True).as_text()
+
+    x = operands()
+    arguments = (x["q"], x["rows"], x["rows"], x["mask"])
+    ours = tree_pallas.tree_attention
+    plain = jax.jit(ours.__wrapped__.__wrapped__, static_argnames=("interpret",))
+    assert lowered(ours) == lowered(plain)
+
+
+def test_equal_layers_are_lowered_once() -> None:
+    def layers(**x: jax.Array) -> jax.Array:
+        q = x["q"]
+        for _ in range(3):
+            q = attention(**{**x, "q": q + x["q"]})
+        return q
+
+    arrays = put(make_mesh(tp=2), operands())
+    assert jax.jit(layers).lower(**arrays).as_text().count("@CustomSPMDPartitioning") == 1
