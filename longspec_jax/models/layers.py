@@ -57,12 +57,13 @@ class Projection(nn.Module):
         """Map ``[..., *in_axes]`` to ``[..., *out_axes]``."""
         shape = (*self.in_axes, *self.out_axes)
         kernel = self.param("kernel", nn.initializers.normal(INITIAL_SCALE), shape, self.dtype)
-        contracted = len(self.in_axes)
-        # One plain matrix product; the head axes exist only in the shapes.
-        rows = x.reshape(*x.shape[: x.ndim - contracted], int(np.prod(self.in_axes)))
-        matrix = kernel.reshape(int(np.prod(self.in_axes)), int(np.prod(self.out_axes)))
-        out = jnp.matmul(rows, matrix, precision=matmul_precision(self.dtype))
-        out = out.reshape(*rows.shape[:-1], *self.out_axes)
+        contracted, size = len(self.in_axes), int(np.prod(self.in_axes))
+        rows = x.reshape(*x.shape[: x.ndim - contracted], size)
+        # The produced axes stay apart: [2, F] in one axis could not be sharded over F. It is one plain
+        # matrix product all the same.
+        kernel = kernel.reshape(size, *self.out_axes)
+        over = ((rows.ndim - 1,), (0,)), ((), ())
+        out = jax.lax.dot_general(rows, kernel, over, precision=matmul_precision(self.dtype))
         if self.bias:
             bias = self.param("bias", nn.initializers.zeros, tuple(self.out_axes), self.dtype)
             out = out + bias
