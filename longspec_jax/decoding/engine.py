@@ -1,14 +1,15 @@
 """The decode loop: prefill, then rounds of propose, verify, walk, commit.
 
 One step function has several drivers: :func:`decode` runs it under ``lax.while_loop`` on the device,
-:func:`decode_steps` yields the state after every round, ``longspec_jax.decoding.ahead`` streams. Target
-and drafter are callables over arrays; the loop knows no tokenizer, no checkpoint and no model family.
+``longspec_jax.decoding.adaptive`` in bursts, between which the host looks and may choose another tree,
+``longspec_jax.decoding.ahead`` streams. Target and drafter are callables over arrays; the loop knows no
+tokenizer, no checkpoint and no model family.
 
 Rows are independent: each has its own length, seed, sampling parameters, stop tokens and budget, and
 a row that is done neither advances nor affects the others.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -294,24 +295,3 @@ def decode(
         lambda state: spec_step(target, drafter, params, request, state),
         state,
     )
-
-
-@partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",))
-def step(
-    target: TargetModel, drafter: Drafter, params: Params, request: Request, state: SpecState
-) -> SpecState:
-    """One jitted round; the state is donated."""
-    return spec_step(target, drafter, params, request, state)
-
-
-def decode_steps(
-    target: TargetModel, drafter: Drafter, params: Params, request: Request, state: SpecState
-) -> Iterator[SpecState]:
-    """Yield the state after the prefill and after every round; take what you need before resuming.
-
-    Resuming donates the yielded state's buffers to the next round.
-    """
-    yield state
-    while not bool(state.done.all()):
-        state = step(target, drafter, params, request, state)
-        yield state

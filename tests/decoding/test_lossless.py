@@ -9,7 +9,9 @@ import pytest
 
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.decoding import engine
-from longspec_jax.decoding.engine import Params, Request, decode, decode_steps, prefill, room
+from longspec_jax.decoding.adaptive import decode_bursts
+from longspec_jax.decoding.engine import Params, Request, decode, prefill, room
+from longspec_jax.decoding.policy import Always
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import NoDraft
@@ -196,8 +198,8 @@ def test_streaming_and_the_device_loop_agree() -> None:
         max_emitted=MAX_EMITTED,
         chunk=8,
     )
-    counts, last = [], start
-    for last in decode_steps(target, drafter, params, req, start):
+    counts, last = [np.asarray(start.emitted)], start
+    for last, _ in decode_bursts(target, (drafter,), params, req, start, Always(), stride=1):
         counts.append(np.asarray(last.emitted))
     assert_same([np.asarray(last.output)[b, : counts[-1][b]] for b in range(3)], rows)
     np.testing.assert_array_equal(last.histogram, final.histogram)
