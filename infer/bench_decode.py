@@ -30,81 +30,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer import bench_parts, bench_report, bench_streaming
-from infer.bench_models import (
-    SHAPES,
-    Model,
-    abstract,
-    draft_state,
-    filled_cache,
-    greedy_request,
-    random_model,
-    state_at,
-)
-from infer.timing import measure_roof
+from infer.bench_models import SHAPES, Model, draft_state, random_model
+from infer.decode_setting import Bench, Setting
+from infer.kernel_profile import profile
+from infer.prefill_time import time_prefill
+from infer.timing import measure_roof, rounded
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
-from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes
+from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.engine import SpecState
 from longspec_jax.decoding.simulated import AcceptanceLengths, simulated_decode
 from longspec_jax.drafters.base import NoDraft
-from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.generation.memory import tree_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One point of a measurement."""
-
-    shape: str
-    context: int
-    batch: int
-    tree: TreeConfig
-    new_tokens: int
-    lengths: AcceptanceLengths
-    repetitions: int
-    turns: int
-    """Repeats of a part inside its program."""
-
-    @property
-    def capacity(self) -> int:
-        """Cache slots of a row."""
-        needed = self.context + self.new_tokens + engine.room(self.tree.num_levels)
-        return bucket_capacity(needed)
-
-
-@dataclasses.dataclass
-class Bench:
-    """A setting with its model and the cache that the measurements hand to one another."""
-
-    setting: Setting
-    model: Model
-    cache: KVCache
-
-    @classmethod
-    def prepare(cls, setting: Setting, model: Model) -> "Bench":
-        """Fill a cache."""
-        return cls(setting, model, filled_cache(model.config, setting.batch, setting.capacity))
-
-    @functools.cached_property
-    def drafter(self) -> LongSpecDrafter:
-        """The draft with the setting's tree."""
-        return self.model.drafter(self.setting.tree)
-
-    @functools.cached_property
-    def request(self) -> engine.Request:
-        """What every row asks for."""
-        return greedy_request(self.setting.batch, self.setting.new_tokens)
-
-    def state(self, drafter: Any) -> SpecState:
-        """The state at the beginning; it takes the cache along."""
-        draft = draft_state(self.model, drafter, self.setting.batch)
-        setting = self.setting
-        return state_at(self.cache, draft, drafter.tree, setting.context, setting.new_tokens)
-
-    def compile(self, program: Any, *static: Any, drafter: Any) -> Callable[..., Any]:
-        """Compile ``program(*static, params, request, state)`` from shapes alone."""
-        dynamic = abstract((self.model.params, self.request, self.state(drafter)))
-        return program.lower(*static, *dynamic).compile()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -232,7 +169,7 @@ def measure(
     times["commit"] = time_commit(bench, committing.result(), state)
     row |= results(setting, plain_loop, round_loop, times)
     floor = row["plain_step_bytes"] / bytes_per_s
-    row["plain_percent_of_roof"] = _rounded(100e3 * floor / row["plain_ms_per_token"])
+    row["plain_percent_of_roof"] = rounded(100e3 * floor / row["plain_ms_per_token"])
     if arguments.profile:
         folder = arguments.profile / f"{setting.shape}_{setting.context}_{setting.batch}"
         profile(bench, loops["round"].result(), drafter, folder / "round")
@@ -318,8 +255,8 @@ def streaming(name: str, loop: LoopTime, read: LoopTime) -> dict[str, Any]:
     """What reading every round costs over the loop on the device."""
     read_round, round_ = read.seconds / read.rounds, loop.seconds / loop.rounds
     return {
-        f"{name}_round_ms": _rounded(1e3 * read_round),
-        f"{name}_overhead_percent": _rounded(100 * (read_round / round_ - 1)),
+        f"{name}_round_ms": rounded(1e3 * read_round),
+        f"{name}_overhead_percent": rounded(100 * (read_round / round_ - 1)),
     }
 
 
@@ -351,87 +288,17 @@ def results(
     plain_step, round_ = plain.seconds / plain.rounds, spec.seconds / spec.rounds
     rest = round_ - times["draft"] - times["verify"]
     return {
-        "plain_ms_per_token": _rounded(1e3 * plain_step),
-        "round_ms": _rounded(1e3 * round_),
-        **{f"{name}_ms": _rounded(1e3 * seconds) for name, seconds in times.items()},
-        "rest_ms": _rounded(1e3 * rest),
-        "round_over_plain": _rounded(round_ / plain_step),
-        "acceptance_wanted": _rounded(setting.lengths.mean),
-        "acceptance_length": _rounded(spec.emitted / spec.row_rounds),
-        "tokens_per_second": _rounded(spec.emitted / spec.seconds),
-        "plain_tokens_per_second": _rounded(plain.emitted / plain.seconds),
-        "speed_up": _rounded(spec.emitted / spec.seconds / (plain.emitted / plain.seconds)),
+        "plain_ms_per_token": rounded(1e3 * plain_step),
+        "round_ms": rounded(1e3 * round_),
+        **{f"{name}_ms": rounded(1e3 * seconds) for name, seconds in times.items()},
+        "rest_ms": rounded(1e3 * rest),
+        "round_over_plain": rounded(round_ / plain_step),
+        "acceptance_wanted": rounded(setting.lengths.mean),
+        "acceptance_length": rounded(spec.emitted / spec.row_rounds),
+        "tokens_per_second": rounded(spec.emitted / spec.seconds),
+        "plain_tokens_per_second": rounded(plain.emitted / plain.seconds),
+        "speed_up": rounded(spec.emitted / spec.seconds / (plain.emitted / plain.seconds)),
     }
-
-
-def time_prefill(bench: Bench, chunk: int) -> dict[str, Any]:
-    """Seconds and useful TFLOP/s of prefilling the setting's context, compiled before."""
-    setting, config = bench.setting, bench.model.config
-    bench.cache = None  # type: ignore[assignment]  # Room for the one that prefill allocates.
-    tokens = np.random.default_rng(0).integers(
-        0, config.vocab_size, (setting.batch, setting.context)
-    )
-    length = jnp.full((setting.batch,), setting.context, jnp.int32)
-
-    def once() -> float:
-        begin = time.perf_counter()
-        state = engine.prefill(
-            *(bench.model.target, bench.drafter, bench.model.params),
-            *(jnp.asarray(tokens, jnp.int32), length, bench.request),
-            capacity=setting.capacity,
-            max_emitted=setting.new_tokens,
-            chunk=chunk,
-        )
-        jax.block_until_ready(state)
-        return time.perf_counter() - begin
-
-    once()
-    seconds = once()
-    flops = prefill_flops(config, setting.context) * setting.batch
-    return {
-        "prefill_chunk": chunk,
-        "prefill_seconds": _rounded(seconds),
-        "prefill_tflop_per_s": _rounded(flops / seconds / 1e12),
-    }
-
-
-def prefill_flops(config: Any, tokens: int) -> int:
-    """Operations that prefilling needs: products of all layers, causal attention, one LM head row."""
-    heads, width = config.num_heads * config.head_width, config.model_width
-    kv = config.num_kv_heads * config.head_width
-    products = 2 * width * (heads + 2 * kv) + 2 * heads * width + 6 * width * config.mlp_width
-    attention = 4 * heads * (tokens + 1) // 2
-    return config.num_layers * tokens * (products + attention) + 2 * width * config.vocab_size
-
-
-def profile(bench: Bench, program: Any, drafter: Any, folder: Path) -> None:
-    """Write device time by kernel, microseconds a round, slowest first, and the compiled program."""
-    state = jax.block_until_ready(bench.state(drafter))
-    with jax.profiler.trace(str(folder)):
-        state = jax.block_until_ready(program(bench.model.params, bench.request, state))
-    bench.cache = state.cache
-    rounds = int(state.rounds.max())
-    kernels: dict[str, list[float]] = {}
-    for path in folder.rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            if not plane.name.startswith("/device:"):
-                continue
-            for stream in plane.lines:
-                if not stream.name.startswith("Stream"):
-                    continue
-                for event in stream.events:
-                    kernels.setdefault(event.name, []).append(event.duration_ns / 1e3)
-    ordered = sorted(kernels.items(), key=lambda item: -sum(item[1]))
-    lines = [
-        f"{sum(times) / rounds:10.1f} us {len(times) / rounds:8.1f} x {name}"
-        for name, times in ordered
-    ]
-    total = sum(map(sum, kernels.values())) / rounds
-    name = folder.name
-    summary = f"{total:10.1f} us of kernels a round, {rounds} rounds"
-    (folder.parent / f"{name}.txt").write_text("\n".join([summary, *lines]))
-    (folder.parent / f"{name}.hlo").write_text(program.as_text())
-    print(folder.name, summary)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -460,11 +327,6 @@ def line(row: dict[str, Any]) -> str:
         )
         + (f"; prefill {row['prefill_tflop_per_s']} TFLOP/s" if "prefill_chunk" in row else "")
     )
-
-
-def _rounded(value: float) -> float:
-    """Four significant digits: more would not repeat."""
-    return float(f"{value:.4g}")
 
 
 def _split(convert: Callable[[str], Any], text: str) -> list[Any]:

@@ -64,3 +64,8 @@ def median_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float
         wait(result)
         seconds.append((time.perf_counter() - begin) / queued)
     return statistics.median(seconds)
+
+
+def rounded(value: float) -> float:
+    """Four significant digits: more would not repeat."""
+    return float(f"{value:.4g}")

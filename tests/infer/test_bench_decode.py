@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from infer import bench, bench_decode, bench_parts
+from infer import bench, bench_decode, bench_parts, prefill_time
 from infer.bench_models import (
     SHAPES,
     draft_state,
@@ -85,7 +85,7 @@ def test_bytes_and_operations_by_hand() -> None:
     per_layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
     attention = 4 * 4096 * (1000 + 1) // 2
     expected = 32 * 1000 * (2 * per_layer + attention) + 2 * 4096 * 32000
-    assert bench_decode.prefill_flops(config, 1000) == expected
+    assert prefill_time.prefill_flops(config, 1000) == expected
 
 
 PARTS = [

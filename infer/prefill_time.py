@@ -1,0 +1,52 @@
+"""How fast a prompt is prefilled at a setting of ``infer.bench decode``."""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infer.decode_setting import Bench
+from infer.timing import rounded
+from longspec_jax.decoding import engine
+
+
+def time_prefill(bench: Bench, chunk: int) -> dict[str, Any]:
+    """Seconds and useful TFLOP/s of prefilling the setting's context, compiled before."""
+    setting, config = bench.setting, bench.model.config
+    bench.cache = None  # type: ignore[assignment]  # Room for the one that prefill allocates.
+    tokens = np.random.default_rng(0).integers(
+        0, config.vocab_size, (setting.batch, setting.context)
+    )
+    length = jnp.full((setting.batch,), setting.context, jnp.int32)
+
+    def once() -> float:
+        begin = time.perf_counter()
+        state = engine.prefill(
+            *(bench.model.target, bench.drafter, bench.model.params),
+            *(jnp.asarray(tokens, jnp.int32), length, bench.request),
+            capacity=setting.capacity,
+            max_emitted=setting.new_tokens,
+            chunk=chunk,
+        )
+        jax.block_until_ready(state)
+        return time.perf_counter() - begin
+
+    once()
+    seconds = once()
+    flops = prefill_flops(config, setting.context) * setting.batch
+    return {
+        "prefill_chunk": chunk,
+        "prefill_seconds": rounded(seconds),
+        "prefill_tflop_per_s": rounded(flops / seconds / 1e12),
+    }
+
+
+def prefill_flops(config: Any, tokens: int) -> int:
+    """Operations that prefilling needs: products of all layers, causal attention, one LM head row."""
+    heads, width = config.num_heads * config.head_width, config.model_width
+    kv = config.num_kv_heads * config.head_width
+    products = 2 * width * (heads + 2 * kv) + 2 * heads * width + 6 * width * config.mlp_width
+    attention = 4 * heads * (tokens + 1) // 2
+    return config.num_layers * tokens * (products + attention) + 2 * width * config.vocab_size
