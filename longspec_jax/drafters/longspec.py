@@ -33,6 +33,7 @@ from longspec_jax.models.layers import (
 )
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention import prefix_attention, tree_attention
+from longspec_jax.ops.residual_norm import add
 from longspec_jax.ops.split_heads import rotate, split_heads
 
 
@@ -90,10 +91,10 @@ class LongSpecDraft(nn.Module):
         c = self.config
         angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
         q, k, v = split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
-        x, normalised = self.cross_norm.add(embedded, self.self_out(attend_self(q, k, v)))
+        x, normalised = self.cross_norm.add(embedded, self.self_out.summands(attend_self(q, k, v)))
         cross_q = rotate(self.cross_q(normalised), angles)
-        x, normalised = self.mlp_norm.add(x, self.cross_out(attend_cross(cross_q)))
-        return DraftOutput(x + self.mlp(normalised), k, v)
+        x, normalised = self.mlp_norm.add(x, self.cross_out.summands(attend_cross(cross_q)))
+        return DraftOutput(add(x, self.mlp(normalised)), k, v)
 
     def keys_values(self, embedded: Array, positions: Array) -> tuple[Array, Array]:
         """Self-attention keys and values of tokens, which depend on (token, position) alone."""

@@ -6,16 +6,15 @@ PartitionSpec and no reshape is left to the caller.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, RopeScaling
 from longspec_jax.ops.residual_norm import residual_norm, rms_norm
+from longspec_jax.ops.skinny_product import gated_product, product, summands
 
 INITIAL_SCALE = 0.02
 
@@ -31,7 +30,11 @@ class RMSNorm(nn.Module):
         return rms_norm(jnp.asarray(x), self.weights(x.shape[-1]), self.eps).astype(self.dtype)
 
     def add(self, x: Array, delta: Array | None) -> tuple[Array, Array]:
-        """Add a sublayer's output, where there is one, to the stream; the sum and its norm."""
+        """Add a sublayer's output, as summands ``[S, ..., width]`` and where there is one.
+
+        Returns:
+          The stream with the output added, and its norm.
+        """
         if delta is None:
             return x, self(x)
         return residual_norm(x, delta, self.weights(x.shape[-1]), self.eps)
@@ -52,22 +55,27 @@ class Projection(nn.Module):
     dtype: jnp.dtype
     bias: bool = False
 
-    @nn.compact
     def __call__(self, x: Array) -> Array:
         """Map ``[..., *in_axes]`` to ``[..., *out_axes]``."""
+        kernel, bias = self.weights()
+        return product(self._flat(x), kernel, bias)
+
+    def summands(self, x: Array) -> Array:
+        """Arrays ``[S, ..., out]`` whose sum is the mapped input; one axis out, no bias."""
+        return summands(self._flat(x), self.weights()[0])
+
+    @nn.compact
+    def weights(self) -> tuple[Array, Array | None]:
+        """The kernel ``[prod(in_axes), *out_axes]``, and the bias ``[*out_axes]`` if there is one."""
         shape = (*self.in_axes, *self.out_axes)
         kernel = self.param("kernel", nn.initializers.normal(INITIAL_SCALE), shape, self.dtype)
-        contracted, size = len(self.in_axes), int(np.prod(self.in_axes))
-        rows = x.reshape(*x.shape[: x.ndim - contracted], size)
-        # The produced axes stay apart: [2, F] in one axis could not be sharded over F. It is one plain
-        # matrix product all the same.
-        kernel = kernel.reshape(size, *self.out_axes)
-        over = ((rows.ndim - 1,), (0,)), ((), ())
-        out = jax.lax.dot_general(rows, kernel, over, precision=matmul_precision(self.dtype))
+        bias = None
         if self.bias:
             bias = self.param("bias", nn.initializers.zeros, tuple(self.out_axes), self.dtype)
-            out = out + bias
-        return out
+        return kernel.reshape(-1, *self.out_axes), bias
+
+    def _flat(self, x: Array) -> Array:
+        return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)
 
 
 class SwiGLU(nn.Module):
@@ -83,9 +91,8 @@ class SwiGLU(nn.Module):
         self.down = Projection((self.hidden,), (self.width,), self.dtype)
 
     def __call__(self, x: Array) -> Array:
-        """Map ``[..., D]`` to ``[..., D]``."""
-        gate_up = self.gate_up(x)
-        return self.down(nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])
+        """Map ``[..., D]`` to summands ``[S, ..., D]`` of the result."""
+        return self.down.summands(gated_product(x, self.gate_up.weights()[0]))
 
 
 class GroupedQKV(nn.Module):
@@ -139,8 +146,3 @@ def rotary_frequencies(head_width: int, theta: float, scaling: RopeScaling) -> n
             ramp = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
             scaled = (1 - ramp) * frequencies / factor + ramp * frequencies
             return scaled.astype(np.float32)
-
-
-def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
-    """Full float32 products for float32 models; Ampere and later would use TF32 otherwise."""
-    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None

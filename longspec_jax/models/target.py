@@ -22,9 +22,9 @@ from longspec_jax.models.layers import (
     Projection,
     RMSNorm,
     SwiGLU,
-    matmul_precision,
     rotary_angles,
 )
+from longspec_jax.ops.skinny_product import matmul_precision
 from longspec_jax.ops.split_heads import part, rotate, split_heads
 
 Attend: TypeAlias = Callable[[int, Array, Array, Array], Array]
@@ -64,13 +64,13 @@ class Attention(nn.Module):
         angles: tuple[Array, Array],
         attend: Callable[[Array, Array, Array], Array],
     ) -> tuple[Array, Array, Array]:
-        """Return the projected output ``[B, T, D]`` and the fresh keys and values."""
+        """Return summands ``[S, B, T, D]`` of the projected output, and the fresh keys and values."""
         if self.config.qk_norm:
             q, k, v = part(self.qkv(x))
             q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
         else:
             q, k, v = split_heads(self.qkv(x), *angles)
-        return self.out(attend(q, k, v)), k, v
+        return self.out.summands(attend(q, k, v)), k, v
 
 
 class Layer(nn.Module):
@@ -95,7 +95,8 @@ class Layer(nn.Module):
     ) -> tuple[Array, Array, Array, Array]:
         """Return the residual stream ``[B, T, D]``, its increment, and the fresh keys and values.
 
-        The stream between layers is ``x + delta``: the next norm adds and normalises in one op.
+        The stream between layers is ``x`` and the summands of its increment, ``[S, B, T, D]``: the
+        next norm adds and normalises in one op.
         """
         x, normalised = self.attention_norm.add(x, delta)
         attended, k, v = self.attention(normalised, angles, attend)

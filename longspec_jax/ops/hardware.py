@@ -46,6 +46,11 @@ def decodes_on_ampere(rows: int, dtype: Any) -> bool:
     return (compute_capability() or (0, 0)) >= AMPERE
 
 
+def is_hopper() -> bool:
+    """Whether the default device is of the generation the Mosaic GPU kernels are written for."""
+    return (compute_capability() or (0, 0))[0] == HOPPER[0]
+
+
 def mosaic_is_supported() -> bool:
     """Whether this jax has the Mosaic GPU interface that the Hopper kernel is written for."""
     return jax.__version_info__ >= (0, 11)

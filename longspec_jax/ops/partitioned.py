@@ -56,7 +56,7 @@ def partitioned(rule: str, cut: tuple[str, ...] = ("b", "k")) -> Callable[[Op], 
             def share(*arrays: Any) -> Any:
                 return op(*arrays, **static)
 
-            if _one_device():
+            if one_device():
                 return share(*given)
             terms = [
                 term
@@ -92,7 +92,7 @@ def partitioned(rule: str, cut: tuple[str, ...] = ("b", "k")) -> Callable[[Op], 
     return decorate
 
 
-def _one_device() -> bool:
+def one_device() -> bool:
     """Whether there is nothing to cut for; a mesh without devices could not ask the partitioner."""
     mesh = jax.sharding.get_abstract_mesh()
     return (jax.device_count() if mesh.empty else mesh.size) == 1

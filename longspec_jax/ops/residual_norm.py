@@ -20,7 +20,7 @@ MAX_WIDTH = 16384
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def residual_norm(
     x: Float[Array, "*rows D"],
-    delta: Float[Array, "*rows D"],
+    summands: Float[Array, "S *rows D"],
     scale: Float[Array, " D"],
     eps: float,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
@@ -28,19 +28,19 @@ def residual_norm(
 
     Args:
       x: the residual stream.
-      delta: what is added to it.
+      summands: what is added to it, a sum of its own (:mod:`longspec_jax.ops.skinny_product`).
       scale: the norm's weights.
       eps: added to the mean square.
 
     Returns:
-      ``x + delta`` and its RMS norm, both in the dtype of ``x``; differentiable.
+      ``x + summands.sum(0)`` and its RMS norm, both in the dtype of ``x``; differentiable.
     """
     rows = x.size // x.shape[-1]
     if decodes_on_ampere(rows, x.dtype) and x.shape[-1] <= MAX_WIDTH:
         from longspec_jax.ops import residual_norm_pallas  # Its backend may be absent.
 
-        return residual_norm_pallas.residual_norm(x, delta, scale, eps)
-    return composed(x, delta, scale, eps)
+        return residual_norm_pallas.residual_norm(x, summands, scale, eps)
+    return composed(x, summands, scale, eps)
 
 
 @residual_norm.defjvp
@@ -48,10 +48,17 @@ def _differentiate(eps: float, primals: tuple, tangents: tuple) -> tuple:
     return jax.jvp(functools.partial(composed, eps=eps), primals, tangents)
 
 
-def composed(x: Array, delta: Array, scale: Array, eps: float) -> tuple[Array, Array]:
+def composed(x: Array, summands: Array, scale: Array, eps: float) -> tuple[Array, Array]:
     """The op in plain JAX: its definition, and what runs everywhere but in a GPU's decode step."""
-    total = x + delta
+    total = add(x, summands)
     return total, rms_norm(total, scale, eps)
+
+
+def add(x: Array, summands: Array) -> Array:
+    """``x + summands.sum(0)`` in the dtype of ``x``, rounded once."""
+    if summands.shape[0] == 1:
+        return x + summands[0]
+    return (x.astype(jnp.float32) + summands.sum(axis=0)).astype(x.dtype)
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:

@@ -14,27 +14,31 @@ from longspec_jax.ops.prefix_pallas import compiler_params
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def residual_norm(
-    x: Array, delta: Array, scale: Array, eps: float, interpret: bool = False
+    x: Array, summands: Array, scale: Array, eps: float, interpret: bool = False
 ) -> tuple[Array, Array]:
     """See :func:`longspec_jax.ops.residual_norm.residual_norm`."""
-    rows = (-1, x.shape[-1])
-    total, out = _rows(x.reshape(rows), delta.reshape(rows), scale, eps=eps, interpret=interpret)
+    width = x.shape[-1]
+    flat = summands.reshape(summands.shape[0], -1, width)
+    total, out = _rows(x.reshape(-1, width), flat, scale, eps=eps, interpret=interpret)
     return total.reshape(x.shape), out.reshape(x.shape)
 
 
-@partitioned("r d, r d, d -> r d, r d", cut=("r",))
+@partitioned("r d, s r d, d -> r d, r d", cut=("r",))
 def _rows(
-    x: Array, delta: Array, scale: Array, *, eps: float, interpret: bool
+    x: Array, summands: Array, scale: Array, *, eps: float, interpret: bool
 ) -> tuple[Array, Array]:
     """One launch: a program for each row."""
     width = x.shape[1]
     padded = pl.next_power_of_2(width)
 
-    def kernel(x_ref, delta_ref, scale_ref, total_ref, out_ref) -> None:
+    def kernel(x_ref, summands_ref, scale_ref, total_ref, out_ref) -> None:
         row, column = pl.program_id(0), jnp.arange(padded)
         mask = column < width
-        total = pltriton.load(x_ref.at[row, column], mask=mask, other=0.0)
-        total += pltriton.load(delta_ref.at[row, column], mask=mask, other=0.0)
+        delta = jnp.zeros(padded, jnp.float32)
+        for index in range(summands.shape[0]):
+            delta += pltriton.load(summands_ref.at[index, row, column], mask=mask, other=0.0)
+        total = pltriton.load(x_ref.at[row, column], mask=mask, other=0.0) + delta
+        total = total.astype(x.dtype)
         factor = pltriton.load(scale_ref.at[column], mask=mask, other=0.0).astype(jnp.float32)
         wide = total.astype(jnp.float32)
         wide *= jax.lax.rsqrt((wide * wide).sum() / width + eps)
@@ -50,4 +54,4 @@ def _rows(
         compiler_params=compiler_params(warps=8, stages=1),
         interpret=interpret,
         name="residual_norm",
-    )(x, delta, scale)
+    )(x, summands, scale)

@@ -98,7 +98,7 @@ def test_layer_ops_lower_for_cuda() -> None:
 
     def call(x, scale, qkv, cos, sin, rows, caches, path, length):
         return (
-            residual_norm_pallas.residual_norm(x, x, scale, 1e-5),
+            residual_norm_pallas.residual_norm(x, x[None], scale, 1e-5),
             split_heads_pallas.split_heads(qkv, cos, sin),
             append_rows_pallas.append_rows(caches, rows, path, length),
         )
@@ -114,6 +114,69 @@ def test_layer_ops_lower_for_cuda() -> None:
         traced = jax.jit(call).trace(*arguments, [rows] * 65, [caches] * 65, *path)
         lowered = traced.lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @") == 4
+
+
+@pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")
+@pytest.mark.parametrize("rows", [8, 24, 64])
+@pytest.mark.parametrize(
+    ("contracted", "columns", "gated", "split", "bias"),
+    [
+        (4096, 12288, False, False, False),
+        (3584, 4608, False, False, True),
+        (4096, 4096, False, True, False),
+        (5120, 5120, False, True, False),
+        (11008, 4096, False, True, False),
+        (4096, 11008, True, False, False),
+    ],
+)
+def test_skinny_products_lower_for_cuda(rows, contracted, columns, gated, split, bias) -> None:
+    from longspec_jax.ops import skinny_product_mosaic
+
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    x = operand((rows, contracted))
+    weights = operand((contracted, 2, columns) if gated else (contracted, columns))
+    tile = tiles.product_tile(rows, contracted, columns, gated=gated, split=split)
+    assert tile is not None
+
+    def call(x, weights, bias):
+        if gated:
+            return skinny_product_mosaic.gated_product(x, weights, tile=tile)
+        if split:
+            return skinny_product_mosaic.summands(x, weights, tile=tile)
+        return skinny_product_mosaic.product(x, weights, bias, tile=tile)
+
+    with on_hopper():
+        traced = jax.jit(call).trace(x, weights, operand((columns,)) if bias else None)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+
+
+def test_product_tile_fills_the_machine_once() -> None:
+    for contracted, columns, gated, split in (
+        (4096, 12288, False, False),
+        (4096, 6144, False, False),
+        (5120, 7168, False, False),
+        (4096, 4096, False, True),
+        (5120, 5120, False, True),
+        (27648, 5120, False, True),
+        (14336, 4096, False, True),
+        (4096, 14336, True, False),
+    ):
+        tile = tiles.product_tile(64, contracted, columns, gated=gated, split=split)
+        assert tile is not None
+        assert 80 <= columns // tile.columns * tile.splits <= tiles.MULTIPROCESSORS
+        assert contracted % (tile.splits * tile.depth) == 0
+        stage = 2 * tile.depth * (64 + tile.columns * (1 + gated))
+        assert 2 <= tile.stages and tile.stages * stage <= tiles.SHARED_BYTES[(9, 0)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "contracted", "columns"),
+    [(1, 4096, 4096), (69, 4096, 4096), (72, 4096, 4096), (64, 256, 256), (64, 4096, 4100)],
+)
+def test_other_products_are_left_to_xla(rows: int, contracted: int, columns: int) -> None:
+    for gated in (False, True):
+        assert tiles.product_tile(rows, contracted, columns, gated=gated) is None
 
 
 def test_prefix_tile_is_pure_and_bounded_by_the_capacity() -> None:

@@ -33,16 +33,20 @@ def angles(seed: int, *shape: int) -> tuple[jax.Array, jax.Array]:
 @pytest.mark.parametrize("interpret", COMPILED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [96, 256])
-def test_residual_norm_kernel(interpret: bool, dtype: str, width: int) -> None:
-    x, delta = normal(0, 2, 3, width, dtype=dtype), normal(1, 2, 3, width, dtype=dtype)
-    scale = normal(2, width, dtype=dtype)
-    total, out = residual_norm_pallas.residual_norm(x, delta, scale, 1e-5, interpret=interpret)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_residual_norm_kernel(interpret: bool, dtype: str, width: int, splits: int) -> None:
+    x, scale = normal(0, 2, 3, width, dtype=dtype), normal(2, width, dtype=dtype)
+    # A product whose contraction was split leaves float32 summands.
+    summands = normal(1, splits, 2, 3, width, dtype=dtype if splits == 1 else "float32")
+    total, out = residual_norm_pallas.residual_norm(x, summands, scale, 1e-5, interpret=interpret)
     assert total.dtype == out.dtype == jnp.dtype(dtype)
-    np.testing.assert_array_equal(total, x + delta)
-    wide = np.float64(x + delta)
+    np.testing.assert_array_equal(total, residual_norm.add(x, summands))
+    exact = np.float64(x) + np.float64(summands).sum(axis=0)
+    assert relative_error(total, exact) <= TOLERANCE[dtype]
+    wide = np.float64(total)
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * np.float64(scale)
     assert relative_error(out, expected) <= TOLERANCE[dtype]
-    composed = residual_norm.composed(x, delta, scale, 1e-5)
+    composed = residual_norm.composed(x, summands, scale, 1e-5)
     assert relative_error(composed[1], expected) <= TOLERANCE[dtype]
 
 
@@ -81,7 +85,7 @@ def test_append_rows_kernel(interpret: bool, dtype: str, monkeypatch: pytest.Mon
 
 
 def test_gradients_are_those_of_plain_jax() -> None:
-    x, delta, scale = normal(0, 2, 32), normal(1, 2, 32), normal(2, 32)
+    x, delta, scale = normal(0, 2, 32), normal(1, 1, 2, 32), normal(2, 32)
 
     def loss(op, x, delta, scale):
         total, out = op(x, delta, scale, 1e-5)

@@ -84,7 +84,7 @@ def every_op(**x: jax.Array) -> Any:
         prefix(x["q"], slots, slots, length, x["start"]),
         tree_pallas.tree_attention(x["q"], rows, rows, x["mask"], interpret=True),
         split_heads_pallas.split_heads(x["qkv"], x["cos"], x["cos"], interpret=True),
-        residual_norm_pallas.residual_norm(x["x"], x["x"], x["scale"], 1e-5, interpret=True),
+        residual_norm_pallas.residual_norm(x["x"], x["x"][None], x["scale"], 1e-5, interpret=True),
         append_rows_pallas.append_rows(
             [slots, 2 * slots, slots], [rows, rows, 2 * rows], x["path"], length, interpret=True
         ),

@@ -1,0 +1,97 @@
+"""Products of few rows: the Hopper kernel against plain JAX, and plain JAX against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.ops import hardware, residual_norm, skinny_product, tiles
+from tests.kit import TOLERANCE, relative_error
+
+DTYPES = ["float32", "bfloat16"]
+
+
+def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def exact(x: jax.Array, weights: jax.Array) -> np.ndarray:
+    return np.tensordot(np.float64(x), np.float64(weights), 1)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_definitions(dtype: str) -> None:
+    x, bias = normal(0, 2, 3, 40, dtype=dtype), normal(1, 4, 6, dtype=dtype)
+    weights = normal(2, 40, 4, 6, dtype=dtype)
+    out = skinny_product.product(x, weights, bias)
+    assert out.shape == (2, 3, 4, 6) and out.dtype == jnp.dtype(dtype)
+    assert relative_error(out, exact(x, weights) + np.float64(bias)) <= TOLERANCE[dtype]
+
+    weights = normal(3, 40, 24, dtype=dtype)
+    parts = skinny_product.summands(x, weights)
+    assert parts.shape[1:] == (2, 3, 24)
+    assert relative_error(np.float64(parts).sum(0), exact(x, weights)) <= TOLERANCE[dtype]
+
+    weights = normal(4, 40, 2, 24, dtype=dtype) / 6
+    gate, up = np.moveaxis(exact(x, weights), -2, 0)
+    out = skinny_product.gated_product(x, weights)
+    assert relative_error(out, silu(gate) * up) <= TOLERANCE[dtype]
+
+
+def test_gradients_are_those_of_plain_jax() -> None:
+    x, weights, bias = normal(0, 3, 8), normal(1, 8, 4), normal(2, 4)
+    gate = normal(3, 8, 2, 4)
+    for op, plain, arguments in (
+        (skinny_product.product, skinny_product.composed, (x, weights, bias)),
+        (skinny_product.summands, skinny_product.composed, (x, weights)),
+        (skinny_product.gated_product, skinny_product.composed_gate, (x, gate)),
+    ):
+        ours, theirs = (
+            jax.grad(lambda *a, op=op: jnp.sin(op(*a)).sum(), range(len(arguments)))(*arguments)
+            for op in (op, plain)
+        )
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [8, 24, 64])
+def test_hopper_kernel(rows: int, dtype: str) -> None:
+    if not (hardware.is_hopper() and hardware.mosaic_is_supported()):
+        pytest.skip("written for Hopper GPUs and jax 0.11 or newer")
+    for contracted, columns, split in ((4096, 4096, True), (4224, 8192, True), (3584, 4608, False)):
+        x = normal(0, rows, contracted, dtype=dtype)
+        weights = normal(1, contracted, columns, dtype=dtype) / 64
+        tile = tiles.product_tile(rows, contracted, columns, split=split)
+        assert tile is not None
+        if split:
+            out = skinny_product.summands(x, weights)
+            assert out.shape == (tile.splits, rows, columns)
+            out = residual_norm.add(jnp.zeros((rows, columns), dtype), out)
+            expected = exact(x, weights)
+        else:
+            bias = normal(2, columns, dtype=dtype)
+            out = skinny_product.product(x, weights, bias)
+            expected = exact(x, weights) + np.float64(bias)
+        assert out.dtype == jnp.dtype(dtype)
+        assert relative_error(out, expected) <= TOLERANCE["bfloat16"]
+
+    x, weights = normal(0, rows, 2048, dtype=dtype), normal(1, 2048, 2, 8192, dtype=dtype) / 64
+    gate, up = np.moveaxis(exact(x, weights), -2, 0)
+    out = skinny_product.gated_product(x, weights)
+    assert tiles.product_tile(rows, 2048, 8192, gated=True) is not None
+    assert relative_error(out, silu(gate) * up) <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.gpu
+def test_hopper_kernel_keeps_rows_apart() -> None:
+    """What is not finite in one row stays there, and rows that do not exist are never seen."""
+    x = normal(0, 8, 4096, dtype="bfloat16").at[3].set(jnp.nan)
+    weights = normal(1, 4096, 4096, dtype="bfloat16")
+    out = np.float64(skinny_product.summands(x, weights).sum(axis=0))
+    assert np.isnan(out[3]).all()
+    assert np.isfinite(np.delete(out, 3, axis=0)).all()
