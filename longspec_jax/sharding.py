@@ -19,6 +19,7 @@ BATCH = P(("data", "fsdp"))
 
 RULES: tuple[tuple[str, P], ...] = (
     (r"(embedding|head)$", P("tp", "fsdp")),  # [V, D]
+    (r"head_scale$", P("tp")),  # [V]
     (r"qkv/fused/kernel$", P("fsdp", "tp", None, None)),  # [D, K, G+2, H]
     (r"qkv/fused/bias$", P("tp", None, None)),  # [K, G+2, H]
     (r"cross_q/kernel$", P("fsdp", "tp", None)),  # [D, N, H]
@@ -26,7 +27,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(attention/out|self_out|cross_out)/kernel$", P("tp", None, "fsdp")),  # [N, H, D]
     (r"gate_up/kernel$", P("fsdp", None, "tp")),  # [D, 2, F]
     (r"down/kernel$", P("tp", "fsdp")),  # [F, D]
-    (r"scale$", P()),
+    (r"(^|/)scale$", P()),
 )
 
 

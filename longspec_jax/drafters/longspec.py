@@ -23,6 +23,7 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.drafters.base import Context, Score
 from longspec_jax.drafters.budget import within_budget
+from longspec_jax.drafters.int8_head import int8_logits, round_rows
 from longspec_jax.drafters.tree import Tree, best_continuations, grow, plant
 from longspec_jax.models.layers import (
     GroupedQKV,
@@ -116,6 +117,8 @@ class LongSpecParams:
     """The target's LM head ``[V, D]``; the embedding itself where they are tied."""
     vocabulary: Leaf = None
     """``[v]`` int32 tokens that can be proposed, ``head`` being their rows; all of them if absent."""
+    head_scale: Leaf = None
+    """``[v]`` float32, what the rows of an int8 ``head`` are multiplied by; absent if it is not one."""
 
     def restricted(self, vocabulary: Int[Array, " v"]) -> "LongSpecParams":
         """Propose only these tokens, the most frequent ones: a cheaper LM head at every level.
@@ -123,12 +126,33 @@ class LongSpecParams:
         Verification stays over the whole vocabulary, so the output is unchanged.
         """
         rows = jnp.take(self.head, vocabulary, axis=0)
-        return self.replace(head=rows, vocabulary=vocabulary)  # type: ignore[attr-defined]
+        scale = None if self.head_scale is None else jnp.take(self.head_scale, vocabulary)
+        return self.replace(  # type: ignore[attr-defined]
+            head=rows, vocabulary=vocabulary, head_scale=scale
+        )
+
+    def with_int8_head(self) -> "LongSpecParams":
+        """Read a copy of the head in 8 bits, faster at every level; the target keeps its own.
+
+        Rows are rounded one by one: it is the same before and after :meth:`restricted`.
+        """
+        if self.head_scale is not None:
+            raise ValueError("the draft's head is in 8 bits already; call with_int8_head once")
+        rows, scale = round_rows(self.head)
+        return self.replace(head=rows, head_scale=scale)  # type: ignore[attr-defined]
+
+    def logits(self, hidden: Array) -> Array:
+        """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
+        if self.head_scale is None:
+            return head_logits(self.head, hidden)
+        return int8_logits(self.head, self.head_scale, hidden)
 
     @property
     def own(self) -> Any:
-        """What is not shared with the target: the layer, and the rows of a reduced head."""
-        return self.layer if self.vocabulary is None else (self.layer, self.head, self.vocabulary)
+        """What is not shared with the target: the layer, and the rows of a reduced or int8 head."""
+        if self.vocabulary is None and self.head_scale is None:
+            return self.layer
+        return self.layer, self.head, self.vocabulary, self.head_scale
 
 
 @struct.dataclass
@@ -204,7 +228,7 @@ class LongSpecDrafter:
                     attend_self,
                     lambda q: self._attend_cross(q, context),
                 )
-                logits = head_logits(params.head, output.hidden)
+                logits = params.logits(output.hidden)
                 if params.vocabulary is None:
                     belief = score(logits, depth)
                 else:

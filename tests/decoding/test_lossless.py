@@ -261,6 +261,26 @@ def test_a_reduced_draft_vocabulary_changes_no_token(models: Params, temperature
         assert int((state.emitted - 1 - state.rounds).sum()) > 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("size", [None, 60])
+def test_an_int8_head_of_the_draft_changes_no_token(
+    models: Params, temperature: float, size: int | None
+) -> None:
+    """Though its beliefs move, and it goes on to accept."""
+    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
+    drafter, req = LongSpecDrafter(DRAFT, TREES[0]), request(temperature)
+    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    draft = models.draft
+    if size is not None:
+        part = np.random.default_rng(0).permutation(101)[:size]
+        draft = draft.restricted(jnp.asarray(part, jnp.int32))
+    rounded = Params(models.target, draft.with_int8_head())
+    rows, state = generate(target, drafter, rounded, tokens, LENGTHS, req)
+    assert_same(rows, plain)
+    if temperature:
+        assert int((state.emitted - 1 - state.rounds).sum()) > 0
+
+
 def test_output_does_not_depend_on_chunk_capacity_or_neighbours(models: Params) -> None:
     target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
     drafter = LongSpecDrafter(DRAFT, TREES[0])

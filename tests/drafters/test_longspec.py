@@ -120,6 +120,28 @@ def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_an_int8_head_proposes_what_its_rounded_table_does() -> None:
+    """Scores are those of the table that the steps and their scales stand for."""
+    lengths = np.array([17, 3], np.int32)
+    params, context, tokens = _setup(lengths)
+    rounded = params.with_int8_head()
+    table = rounded.head.astype(jnp.float32) * rounded.head_scale[:, None]
+    assert 0 < np.abs(table - params.head).max() < 0.01 * np.abs(params.head).max()
+    drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
+    state = drafter.prefill(params, jnp.asarray(tokens), jnp.asarray(lengths))
+    seen = []
+
+    def score(logits: jax.Array, depth: int) -> jax.Array:
+        seen.append(logits)
+        return jax.nn.log_softmax(logits)
+
+    tree = drafter.propose(rounded, state, context, score)
+    expected = drafter.propose(params.replace(head=table), state, context, score)
+    np.testing.assert_array_equal(tree.tokens, expected.tokens)
+    for ours, theirs in zip(seen[:3], seen[3:], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-4)
+
+
 def test_committing_equals_prefilling_the_longer_text() -> None:
     lengths = np.array([9, 2, 13], np.int32)
     params, _, tokens = _setup(lengths)
