@@ -22,7 +22,7 @@ from longspec_jax.decoding.target import CachedTarget, Verification
 from longspec_jax.decoding.verify import Walk
 from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.tree import Tree, best_continuations, plant
-from longspec_jax.models.target import Target, head_logits
+from longspec_jax.models.target import Target
 from longspec_jax.ops.attention import prefix_attention, speculative_attention
 
 Part = Callable[[Params, Request, SpecState], Any]
@@ -157,7 +157,7 @@ def draft_head(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Pa
 
     def program(params: Params, request: Request, state: SpecState) -> Array:
         def turn(_: Array, hidden: Array) -> Array:
-            logits = head_logits(params.draft.head, hidden)
+            logits = params.draft.logits(hidden)
             return hidden + logits.max(axis=-1, keepdims=True).astype(hidden.dtype)
 
         return jax.lax.fori_loop(0, turns, turn, some_hidden(target, drafter, state))
@@ -174,7 +174,7 @@ def draft_choice(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> 
 
         def turn(_: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             hidden, total = carry[:2]
-            logits = head_logits(params.draft.head, hidden)
+            logits = params.draft.logits(hidden)
             scores = engine.log_probabilities(logits, gumbel[:, :1], request.sampling)
             best, parents, tokens = best_continuations(total[:, :, None] + scores, width)
             chosen = best[:, :, None] + parents[:, :, None] + tokens[:, :, None]

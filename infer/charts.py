@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 Rows = Sequence[dict[str, Any]]
-OF_PLAIN = {"attention", "new_tokens", "dtype"}
+OF_PLAIN = {"attention", "lengths", "new_tokens", "dtype"}
 """Settings of speculative rows that plain decoding, too, depends on."""
 
 
@@ -198,12 +198,15 @@ def _draw_rounds(axis: Any, rows: Rows, varied: set[str]) -> None:
 def _settings(row: dict[str, Any]) -> dict[str, str]:
     """How a speculative row was measured, besides its model, batch and context, in words."""
     tree, budget = row["tree"], row.get("budget")
+    shortest, longest = row.get("lengths", (row["context"], row["context"]))
     return {
         "tree": f"tree {','.join(map(str, tree))}",
         "budget": f"best {budget} nodes" if budget else f"all {1 + sum(tree)} nodes",
         "draft_vocabulary": f"draft vocabulary {row['draft_vocabulary']}",
+        "draft_head_int8": f"{'int8' if row.get('draft_head_int8') else row['dtype']} draft head",
         "acceptance": f"acceptance about {row['acceptance_wanted']}",
         "attention": f"{row['attention']} attention",
+        "lengths": f"rows of {'one length' if shortest == longest else 'different lengths'}",
         "new_tokens": f"{row['new_tokens']} new tokens",
         "dtype": row["dtype"],
     }

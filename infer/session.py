@@ -34,12 +34,17 @@ def load(arguments: argparse.Namespace) -> LongSpec:
                 f"--draft={arguments.draft} needs the --target it was trained for; a draft works with "
                 "no other"
             )
-        return LongSpec.demo(**options, draft_vocabulary=arguments.draft_vocabulary)
+        return LongSpec.demo(
+            **options,
+            draft_vocabulary=arguments.draft_vocabulary,
+            draft_head_int8=arguments.draft_head_int8,
+        )
     plain = arguments.method == "plain"
     return LongSpec.from_pretrained(
         arguments.target,
         None if plain else arguments.draft,
         draft_vocabulary=None if plain else arguments.draft_vocabulary,
+        draft_head_int8=not plain and arguments.draft_head_int8,
         revision=arguments.revision,
         draft_revision=arguments.draft_revision,
         **options,
@@ -72,6 +77,7 @@ class Session:
         return {
             **{"target": target, "draft": draft, "method": arguments.method},
             **{"draft_vocabulary": arguments.draft_vocabulary},
+            **{"draft_head_int8": arguments.draft_head_int8},
             **{"tree": list(self._tree.widths), "budget": self._tree.budget},
             **{"adaptive": arguments.adaptive, "dtype": config.dtype},
             **{"device": jax.devices()[0].device_kind, "jax": jax.__version__, **self._options},
