@@ -12,6 +12,10 @@ run. ``draft`` and ``verify`` are timed apart from the round, in programs of the
 (``infer.bench_parts``); ``rest`` is what they leave of it: walk, commit, bookkeeping, the loop.
 ``streaming`` drives the same rounds from Python and reads every one, as the library streams, and
 ``stepwise`` without launching ahead of what was read (``infer.bench_streaming``).
+
+``lengths`` are the committed tokens of the shortest and of the longest row. They are the context,
+unless ``--ragged`` spreads the rows evenly from all of it to half of it; bytes are those of the
+actual lengths.
 """
 
 import argparse
@@ -53,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=integers, default=[4096, 32768])
     parser.add_argument("--batch", type=integers, default=[1])
     parser.add_argument(
+        "--ragged", action="store_true", help="rows of a batch from the whole context to half of it"
+    )
+    parser.add_argument(
         "--acceptance", type=float, default=3.57, help="mean tokens emitted a round"
     )
     parser.add_argument(
@@ -62,11 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, help="nodes of the tree to verify; all if absent")
     parser.add_argument(
         "--draft_vocabulary", type=int, help="tokens the draft may propose; all if absent"
-    )
-    parser.add_argument(
-        "--draft_head_int8",
-        action="store_true",
-        help="a copy of the LM head in 8 bits for the draft",
     )
     parser.add_argument("--new_tokens", type=int, default=256, help="tokens of one repetition")
     parser.add_argument("--repetitions", type=int, default=3)
@@ -99,14 +101,12 @@ def main(arguments: argparse.Namespace) -> None:
     else:
         lengths = AcceptanceLengths.geometric(arguments.acceptance, tree.num_levels)
     for shape in arguments.shape:
-        model = random_model(
-            *(SHAPES[shape], arguments.attention, arguments.draft_vocabulary),
-            draft_head_int8=arguments.draft_head_int8,
-        )
+        model = random_model(SHAPES[shape], arguments.attention, arguments.draft_vocabulary)
         for batch in arguments.batch:
             for context in arguments.context:
+                shortest = -(-context // 2) if arguments.ragged else context
                 setting = Setting(
-                    *(shape, context, batch, tree, arguments.new_tokens, lengths),
+                    *(shape, context, shortest, batch, tree, arguments.new_tokens, lengths),
                     *(arguments.repetitions, arguments.turns),
                 )
                 row = measure(setting, model, roof.bytes_per_s, arguments)
@@ -194,10 +194,11 @@ def describe(bench: Bench) -> dict[str, Any]:
     itemsize = jnp.dtype(config.dtype).itemsize
     table = config.vocab_size * config.model_width * itemsize
     read = weights - (0 if config.tied_embeddings else table)
-    seen = cache_bytes(config, setting.batch, setting.context + setting.new_tokens // 2)
+    seen = sum(cache_bytes(config, 1, row + setting.new_tokens // 2) for row in setting.contexts)
     return {
         "shape": setting.shape,
         "context": setting.context,
+        "lengths": [min(setting.contexts), max(setting.contexts)],
         "batch": setting.batch,
         "tree": list(setting.tree.widths),
         "budget": setting.tree.budget,
@@ -205,9 +206,8 @@ def describe(bench: Bench) -> dict[str, Any]:
         "dtype": config.dtype,
         "attention": model.target.attention or "automatic",
         "draft_vocabulary": bench.model.params.draft.head.shape[0],
-        "draft_head_int8": bench.model.params.draft.head_scale is not None,
         "target_bytes": weights,
-        "draft_bytes": tree_bytes(model.params.draft.own),
+        "draft_bytes": tree_bytes(model.params.draft.layer),
         "cache_bytes": cache_bytes(config, setting.batch, setting.capacity),
         "draft_state_bytes": tree_bytes(draft_state(model, bench.drafter, setting.batch)),
         "plain_step_bytes": read + seen,
@@ -317,9 +317,11 @@ def line(row: dict[str, Any]) -> str:
         for name in row
         if name.endswith("_ms") and name not in ("round_ms", "rest_ms", "draft_ms", "verify_ms")
     }
+    shortest, longest = row["lengths"]
+    cached = longest if shortest == longest else f"{shortest}-{longest}"
     gib = 2**30
     return (
-        f"{row['shape']} B={row['batch']} S={row['context']} tree={row['tree']} budget={row['budget']}: "
+        f"{row['shape']} B={row['batch']} S={cached} tree={row['tree']} budget={row['budget']}: "
         f"plain {row['plain_ms_per_token']} ms ({row['plain_percent_of_roof']} % of roof), "
         f"round {row['round_ms']} ms = draft {row['draft_ms']} + verify {row['verify_ms']} "
         f"+ rest {row['rest_ms']}, {row['round_over_plain']} plain steps; "

@@ -6,6 +6,7 @@ device by compiled programs, in the model's dtype; nothing passes through host m
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -68,7 +69,6 @@ def random_model(
     config: TargetConfig,
     attention: str | None = None,
     draft_vocabulary: int | None = None,
-    draft_head_int8: bool = False,
     seed: int = 0,
 ) -> Model:
     """Random weights of target and draft, drawn on the device.
@@ -77,7 +77,6 @@ def random_model(
       config: the target's shape.
       attention: attention implementation; automatic if absent.
       draft_vocabulary: tokens that the draft may propose; all of them if absent.
-      draft_head_int8: give the draft a copy of the LM head in 8 bits.
       seed: of the weights.
     """
     tokens = jnp.zeros((1, 2), jnp.int32)
@@ -99,8 +98,6 @@ def random_model(
     shared = LongSpecParams(layer, target["embedding"], head)
     if draft_vocabulary is not None:
         shared = shared.restricted(jnp.arange(draft_vocabulary, dtype=jnp.int32))
-    if draft_head_int8:
-        shared = shared.with_int8_head()
     return Model(config, CachedTarget(config, attention), Params(target, shared))
 
 
@@ -163,9 +160,9 @@ def _prefill(drafter: Drafter, params: Any, tokens: jax.Array, length: jax.Array
 
 
 def state_at(
-    cache: KVCache, draft: Any, tree: TreeConfig, context: int, new_tokens: int
+    cache: KVCache, draft: Any, tree: TreeConfig, contexts: Sequence[int], new_tokens: int
 ) -> SpecState:
-    """The state of a round after ``context`` committed tokens; cache and draft are not copied."""
+    """The state of a round after ``contexts[b]`` committed tokens; cache and draft are not copied."""
     batch, height = cache.keys[0].shape[0], engine.room(tree.num_levels)
 
     def full(value: Any, *shape: int, dtype: Any = jnp.int32) -> jax.Array:
@@ -174,7 +171,7 @@ def state_at(
     return SpecState(
         cache=cache,
         draft=draft,
-        length=full(context, batch),
+        length=jnp.asarray(contexts, jnp.int32),
         pending=full(1, batch),
         output=full(0, batch, new_tokens + height),
         drafted=full(False, batch, new_tokens + height, dtype=bool),

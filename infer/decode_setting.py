@@ -5,6 +5,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from infer.bench_models import (
     Model,
     abstract,
@@ -27,6 +29,9 @@ class Setting:
 
     shape: str
     context: int
+    """Committed tokens of the first row."""
+    shortest: int
+    """Committed tokens of the last row of several; those between are spread evenly."""
     batch: int
     tree: TreeConfig
     new_tokens: int
@@ -34,6 +39,12 @@ class Setting:
     repetitions: int
     turns: int
     """Repeats of a part inside its program."""
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Committed tokens of every row, the longest first."""
+        spread = np.linspace(self.context, self.shortest, self.batch)
+        return tuple(np.rint(spread).astype(int).tolist())
 
     @property
     def capacity(self) -> int:
@@ -69,7 +80,7 @@ class Bench:
         """The state at the beginning; it takes the cache along."""
         draft = draft_state(self.model, drafter, self.setting.batch)
         setting = self.setting
-        return state_at(self.cache, draft, drafter.tree, setting.context, setting.new_tokens)
+        return state_at(self.cache, draft, drafter.tree, setting.contexts, setting.new_tokens)
 
     def compile(self, program: Any, *static: Any, drafter: Any) -> Callable[..., Any]:
         """Compile ``program(*static, params, request, state)`` from shapes alone."""

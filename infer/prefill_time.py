@@ -13,13 +13,13 @@ from longspec_jax.decoding import engine
 
 
 def time_prefill(bench: Bench, chunk: int) -> dict[str, Any]:
-    """Seconds and useful TFLOP/s of prefilling the setting's context, compiled before."""
+    """Seconds and useful TFLOP/s of prefilling the setting's rows, compiled before."""
     setting, config = bench.setting, bench.model.config
     bench.cache = None  # type: ignore[assignment]  # Room for the one that prefill allocates.
     tokens = np.random.default_rng(0).integers(
         0, config.vocab_size, (setting.batch, setting.context)
     )
-    length = jnp.full((setting.batch,), setting.context, jnp.int32)
+    length = jnp.asarray(setting.contexts, jnp.int32)
 
     def once() -> float:
         begin = time.perf_counter()
@@ -35,7 +35,7 @@ def time_prefill(bench: Bench, chunk: int) -> dict[str, Any]:
 
     once()
     seconds = once()
-    flops = prefill_flops(config, setting.context) * setting.batch
+    flops = sum(prefill_flops(config, tokens) for tokens in setting.contexts)
     return {
         "prefill_chunk": chunk,
         "prefill_seconds": rounded(seconds),

@@ -18,10 +18,13 @@ from infer.bench_models import (
     random_model,
     state_at,
 )
+from infer.decode_setting import Bench, Setting
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.simulated import AcceptanceLengths
+from longspec_jax.drafters.base import NoDraft
 
+TREE = TreeConfig((2, 3))
 KEYS = {
     *("shape", "context", "batch", "tree", "budget", "plain_ms_per_token", "plain_percent_of_roof"),
     *("round_ms", "draft_ms", "verify_ms", "rest_ms", "commit_ms", "round_over_plain"),
@@ -57,6 +60,39 @@ def test_the_command_writes_header_and_rows(tmp_path: Path) -> None:
         )
         parts = row["draft_ms"] + row["verify_ms"] + row["rest_ms"]
         assert parts == pytest.approx(row["round_ms"], rel=1e-2, abs=1e-2)
+
+
+def test_rows_of_a_batch_may_differ_in_length(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "rows.json"
+    bench.main(
+        [
+            *("decode", "--shape=demo", "--context=65", "--batch=1,3", "--ragged", "--tree=2,3"),
+            *("--acceptance=2", "--new_tokens=41", "--turns=1", "--repetitions=1"),
+            *("--budget=4", f"--json={file}"),
+        ]
+    )
+    one, three = json.loads(file.read_text())["rows"]
+    assert (one["lengths"], three["lengths"]) == ([65, 65], [33, 65])
+    assert three["acceptance_length"] == pytest.approx(2, abs=0.15)
+    printed = capsys.readouterr().out
+    assert "B=1 S=65 " in printed and "B=3 S=33-65 " in printed
+
+
+@pytest.mark.parametrize(("batch", "fewer"), [(1, 0), (5, 8 + 16 + 24 + 32)])
+def test_bytes_are_those_of_the_rows_as_they_are(model, batch: int, fewer: int) -> None:
+    """Five rows of 64 to 32 tokens, whose K and V are 2 layers x 2 heads x 16 float32 numbers."""
+    lengths = AcceptanceLengths.geometric(2.0, 2)
+    even, ragged = (
+        Bench.prepare(Setting("demo", 64, shortest, batch, TREE, 8, lengths, 1, 1), model)
+        for shortest in (64, 32)
+    )
+    assert even.state(NoDraft()).length.tolist() == [64] * batch
+    assert ragged.state(NoDraft()).length.tolist() == [64, 56, 48, 40, 32][:batch]
+    before, after = map(bench_decode.describe, (even, ragged))
+    saved = before["plain_step_bytes"] - after["plain_step_bytes"]
+    assert saved == fewer * 2 * (2 * 2 * 16 * 4)
+    assert before["lengths"] == [64, 64]
+    assert after["lengths"] == [64 if batch == 1 else 32, 64]
 
 
 def test_the_published_shapes_are_offered() -> None:
@@ -111,29 +147,12 @@ def test_a_budget_is_measured(budget: int, tmp_path: Path) -> None:
     assert row["acceptance_length"] == pytest.approx(2, abs=0.15)
 
 
-def test_an_int8_head_is_measured(model, tmp_path: Path) -> None:
-    """In the rounds and in the parts; its bytes are counted."""
-    file = tmp_path / "rows.json"
-    bench.main(
-        [
-            *("decode", "--shape=demo", "--context=64", "--tree=2,3", "--acceptance=2"),
-            *("--new_tokens=41", "--turns=1", "--repetitions=1", "--parts", f"--json={file}"),
-            *("--draft_vocabulary=61", "--draft_head_int8"),
-        ]
-    )
-    [row] = json.loads(file.read_text())["rows"]
-    assert row["draft_head_int8"] is True and row["draft_vocabulary"] == 61
-    assert row["draft_head_ms"] > 0 and row["draft_choice_ms"] > 0
-    layer = sum(4 * leaf.size for leaf in jax.tree.leaves(model.params.draft.layer))
-    assert row["draft_bytes"] == layer + 61 * (64 + 4 + 4)
-
-
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_every_turn_of_a_part_does_the_work(model, part) -> None:
     """The loop body holds the products: nothing was hoisted out of the loop or dropped."""
     drafter = model.drafter(TreeConfig((2, 3)))
     cache = filled_cache(model.config, 1, 256)
-    state = state_at(cache, draft_state(model, drafter, 1), drafter.tree, 64, 8)
+    state = state_at(cache, draft_state(model, drafter, 1), drafter.tree, (64,), 8)
     program = jax.jit(part(model.target, drafter, 3)).lower(
         model.params, greedy_request(1, 8), state
     )
@@ -153,7 +172,7 @@ def test_the_verify_part_is_the_rounds_verification(model) -> None:
     """One turn of the part draws what verifying the same tree draws."""
     drafter = model.drafter(TreeConfig((2, 3)))
     cache = filled_cache(model.config, 2, 256)
-    state = state_at(cache, draft_state(model, drafter, 2), drafter.tree, 64, 8)
+    state = state_at(cache, draft_state(model, drafter, 2), drafter.tree, (64, 64), 8)
     request = greedy_request(2, 8)
     draws = jax.jit(bench_parts.verify(model.target, drafter, 1))(model.params, request, state)
     tree = bench_parts.some_tree(drafter.tree, state)

@@ -26,7 +26,7 @@ def test_a_stream_yields_what_the_loop_emits() -> None:
 
     def start():
         cache = filled_cache(model.config, 2, 256)
-        return state_at(cache, draft_state(model, drafter, 2), drafter.tree, 64, new)
+        return state_at(cache, draft_state(model, drafter, 2), drafter.tree, (64, 64), new)
 
     chosen = (model.target, drafter, lengths, 0, model.params, request)
     looped = simulated_decode(*chosen, start())
