@@ -11,7 +11,9 @@ step is its bytes (weights that are read, cached keys and values) over the bandw
 run. ``draft`` and ``verify`` are timed apart from the round, in programs of their own
 (``infer.bench_parts``); ``rest`` is what they leave of it: walk, commit, bookkeeping, the loop.
 ``streaming`` drives the same rounds from Python and reads every one, as the library streams, and
-``stepwise`` without launching ahead of what was read (``infer.bench_streaming``).
+``stepwise`` without launching ahead of what was read (``infer.bench_streaming``). ``adaptive`` is
+decoding that chooses its tree by the clock, and here nothing is simulated: a random draft is as
+useless as a draft can be (``infer.bench_adaptive``).
 
 ``lengths`` are the committed tokens of the shortest and of the longest row. They are the context,
 unless ``--ragged`` spreads the rows evenly from all of it to half of it; bytes are those of the
@@ -33,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer import bench_parts, bench_report, bench_streaming
+from infer import bench_adaptive, bench_parts, bench_report, bench_streaming
 from infer.bench_models import SHAPES, Model, draft_state, random_model
 from infer.decode_setting import Bench, Setting
 from infer.kernel_profile import profile
@@ -76,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", help="attention implementation; automatic if absent")
     parser.add_argument("--prefill", type=int, metavar="CHUNK", help="time a real prefill, too")
     parser.add_argument("--streaming", action="store_true", help="time rounds that are read, too")
+    parser.add_argument("--adaptive", action="store_true", help="time adaptive decoding, too")
     parser.add_argument("--parts", action="store_true", help="take draft and verify further apart")
     parser.add_argument(
         "--profile", type=Path, help="write kernel times and compiled programs to this folder"
@@ -172,6 +175,8 @@ def measure(
         for name, way in ways.items():
             program = read_by(way, loops["streaming"].result())
             row |= streaming(name, round_loop, time_loop(bench, program, drafter))
+    if arguments.adaptive:
+        row |= bench_adaptive.time_adaptive(bench, plain_loop.seconds / plain_loop.rounds)
     state = bench.state(drafter)
     times = {name: time_part(bench, program.result(), state) for name, program in programs.items()}
     times["commit"] = time_commit(bench, committing.result(), state)
@@ -334,6 +339,12 @@ def line(row: dict[str, Any]) -> str:
             f"; streaming {row['streaming_overhead_percent']} % more a round, step by step "
             f"{row['stepwise_overhead_percent']} %"
             if "streaming_round_ms" in row
+            else ""
+        )
+        + (
+            f"; adaptive {row['adaptive_ms_per_token']} ms, {row['adaptive_over_plain']} plain steps, "
+            f"at acceptance {row['adaptive_acceptance_length']}, rounds {row['adaptive_choices']}"
+            if "adaptive_choices" in row
             else ""
         )
         + (f"; prefill {row['prefill_tflop_per_s']} TFLOP/s" if "prefill_chunk" in row else "")

@@ -1,0 +1,77 @@
+"""What adaptive decoding costs with a draft that is of no use.
+
+It decodes as the library's ``adaptive=True``: bursts of rounds with no tree, with a smaller one or
+with the setting's own, as a policy chooses by the clock
+(:func:`longspec_jax.decoding.adaptive.decode_bursts`). Every decode begins with a policy that knows
+nothing, as every call of the library does, so its time includes finding out. No acceptance is
+simulated: the walk is the real one, a random draft earns next to nothing, and what is lost to plain
+decoding is the price of the choice.
+"""
+
+import statistics
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import jax
+
+from infer.decode_setting import Bench
+from infer.timing import rounded
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding import adaptive
+from longspec_jax.decoding.policy import FastestWithinBudget, Measurement
+
+
+class AdaptiveTime(NamedTuple):
+    """A whole adaptive decode, timed."""
+
+    seconds: float
+    """From its first choice to the end of the device's work."""
+    totals: tuple[Measurement, ...]
+    """What every candidate did, the one without a tree first."""
+
+
+def time_adaptive(bench: Bench, plain_step: float) -> dict[str, Any]:
+    """What an emitted token of a row costs, and how the rounds of all repetitions were shared out.
+
+    Args:
+      bench: what is decoded, once to compile it and then in the setting's repetitions.
+      plain_step: seconds in which plain decoding emits a token in every row.
+    """
+    setting = bench.setting
+    trees = [drafter.tree for drafter in adaptive.candidates(bench.drafter)]
+    _, *runs = [decode(bench) for _ in range(setting.repetitions + 1)]
+    by_tree = zip(*(run.totals for run in runs), strict=True)
+    totals = [sum(measured, Measurement()) for measured in by_tree]
+    whole = sum(totals, Measurement())
+    row_tokens = whole.tokens / (setting.repetitions * setting.batch)
+    token = statistics.median(run.seconds for run in runs) / row_tokens
+    return {
+        "adaptive_ms_per_token": rounded(1e3 * token),
+        "adaptive_over_plain": rounded(token / plain_step),
+        "adaptive_acceptance_length": rounded(whole.tokens / whole.row_rounds),
+        "adaptive_choices": {
+            name(tree): total.rounds for tree, total in zip(trees, totals, strict=True)
+        },
+    }
+
+
+def decode(bench: Bench) -> AdaptiveTime:
+    """Decode the setting's tokens; the state at the end leaves its cache to the bench."""
+    drafters = adaptive.candidates(bench.drafter)
+    state = jax.block_until_ready(bench.state(adaptive.tallest(drafters)))
+    begin = time.perf_counter()
+    legs = adaptive.decode_bursts(
+        *(bench.model.target, drafters, bench.model.params, bench.request, state),
+        FastestWithinBudget.over(len(drafters)),
+    )
+    leg = deque(legs, maxlen=1).pop()
+    jax.block_until_ready(leg.state)
+    seconds = time.perf_counter() - begin
+    bench.cache = leg.state.cache
+    return AdaptiveTime(seconds, leg.totals)
+
+
+def name(tree: TreeConfig) -> str:
+    """A candidate in a row: its widths, because a budget may give two trees the same size."""
+    return f"tree {','.join(map(str, tree.widths))}" if tree.widths else "plain"
