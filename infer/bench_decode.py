@@ -72,6 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft_vocabulary", type=int, help="tokens the draft may propose; all if absent"
     )
+    parser.add_argument(
+        "--draft_head_int8",
+        action="store_true",
+        help="a copy of the LM head in 8 bits for the draft",
+    )
     parser.add_argument("--new_tokens", type=int, default=256, help="tokens of one repetition")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--turns", type=int, default=20, help="repeats of a separately timed part")
@@ -104,7 +109,10 @@ def main(arguments: argparse.Namespace) -> None:
     else:
         lengths = AcceptanceLengths.geometric(arguments.acceptance, tree.num_levels)
     for shape in arguments.shape:
-        model = random_model(SHAPES[shape], arguments.attention, arguments.draft_vocabulary)
+        model = random_model(
+            *(SHAPES[shape], arguments.attention, arguments.draft_vocabulary),
+            draft_head_int8=arguments.draft_head_int8,
+        )
         for batch in arguments.batch:
             for context in arguments.context:
                 shortest = -(-context // 2) if arguments.ragged else context
@@ -211,8 +219,9 @@ def describe(bench: Bench) -> dict[str, Any]:
         "dtype": config.dtype,
         "attention": model.target.attention or "automatic",
         "draft_vocabulary": bench.model.params.draft.head.shape[0],
+        "draft_head_int8": bench.model.params.draft.head_scale is not None,
         "target_bytes": weights,
-        "draft_bytes": tree_bytes(model.params.draft.layer),
+        "draft_bytes": tree_bytes(model.params.draft.own),
         "cache_bytes": cache_bytes(config, setting.batch, setting.capacity),
         "draft_state_bytes": tree_bytes(draft_state(model, bench.drafter, setting.batch)),
         "plain_step_bytes": read + seen,

@@ -147,6 +147,23 @@ def test_a_budget_is_measured(budget: int, tmp_path: Path) -> None:
     assert row["acceptance_length"] == pytest.approx(2, abs=0.15)
 
 
+def test_an_int8_head_is_measured(model, tmp_path: Path) -> None:
+    """In the rounds and in the parts; its bytes are counted."""
+    file = tmp_path / "rows.json"
+    bench.main(
+        [
+            *("decode", "--shape=demo", "--context=64", "--tree=2,3", "--acceptance=2"),
+            *("--new_tokens=41", "--turns=1", "--repetitions=1", "--parts", f"--json={file}"),
+            *("--draft_vocabulary=61", "--draft_head_int8"),
+        ]
+    )
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["draft_head_int8"] is True and row["draft_vocabulary"] == 61
+    assert row["draft_head_ms"] > 0 and row["draft_choice_ms"] > 0
+    layer = sum(4 * leaf.size for leaf in jax.tree.leaves(model.params.draft.layer))
+    assert row["draft_bytes"] == layer + 61 * (64 + 4 + 4)
+
+
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_every_turn_of_a_part_does_the_work(model, part) -> None:
     """The loop body holds the products: nothing was hoisted out of the loop or dropped."""

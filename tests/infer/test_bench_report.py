@@ -126,6 +126,15 @@ def test_one_context_is_bars_of_the_latest_rows_named_by_what_differs() -> None:
     }
 
 
+def test_bars_tell_an_int8_head() -> None:
+    """Rows from before there was one are of the model's dtype."""
+    rows = [DECODE, {**DECODE, "draft_head_int8": True}, {**DECODE, "draft_head_int8": False}]
+    speeds, _ = charts.decode(rows).axes
+    assert _texts(speeds.get_xticklabels()) == [
+        *("speculation\nbfloat16 draft\nhead", "speculation\nint8 draft head", "plain")
+    ]
+
+
 def test_rows_of_different_lengths_do_not_replace_rows_of_one_length() -> None:
     rows = [DECODE, {**DECODE, "lengths": [2048, 4096], "plain_tokens_per_second": 6.0}]
     speeds, _ = charts.decode([*rows, {**DECODE, "lengths": [4096, 4096]}]).axes
