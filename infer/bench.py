@@ -1,4 +1,4 @@
-"""Benchmarks: ``python -m infer.bench attention|decode|match|transformers|report [options]``.
+"""Benchmarks: ``python -m infer.bench attention|decode|match|products|transformers|report [options]``.
 
 This entry point only parses; each benchmark is a module that imports from a notebook.
 """
@@ -11,6 +11,7 @@ BENCHMARKS = {
     "attention": "infer.bench_attention",
     "decode": "infer.bench_decode",
     "match": "infer.bench_match",
+    "products": "infer.bench_products",
     "transformers": "infer.bench_transformers",
     "report": "infer.bench_report",
 }

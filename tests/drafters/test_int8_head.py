@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import DraftConfig
+from longspec_jax.drafters import int8_head
 from longspec_jax.drafters.int8_head import int8_logits, round_rows
 from longspec_jax.drafters.longspec import LongSpecParams
 from longspec_jax.models.target import head_logits
@@ -39,10 +40,14 @@ def test_rows_by_hand() -> None:
     assert rows.dtype == jnp.int8 and scale.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("integers", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_logits_are_close_to_the_whole_heads(dtype: str, seed: int) -> None:
+def test_logits_are_close_to_the_whole_heads(
+    integers: bool, dtype: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the spread of each token's own logits: every row is rounded by its own scale."""
+    monkeypatch.setattr(int8_head, "decodes_on_ampere", lambda rows, dtype: integers)
     table = jnp.asarray(random_table(211, 67, seed), dtype)
     hidden = jax.random.normal(jax.random.key(seed), (5, 31, 67), jnp.dtype(dtype))
     expected = np.asarray(head_logits(table, hidden))
@@ -54,6 +59,19 @@ def test_logits_are_close_to_the_whole_heads(dtype: str, seed: int) -> None:
     assert others.sum() == 210
     # An error of 1 / sqrt(12) steps, 127 of them to 2 or 4 standard deviations: 0.5 to 0.9 %.
     assert 1e-3 < np.max(error[others] / spread[others]) < 1.2e-2
+
+
+def test_hidden_states_in_two_terms_lose_nothing_to_speak_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One element a hundred times the others, as real hidden states have; and one state of zeros."""
+    rows, scale = round_rows(jnp.asarray(random_table(211, 67, 3)))
+    hidden = jax.random.normal(jax.random.key(1), (3, 67)).at[:, 5].mul(100).at[2].set(0)
+    exact = np.float64(hidden) @ (np.float64(rows) * np.float64(scale)[:, None]).T
+    monkeypatch.setattr(int8_head, "decodes_on_ampere", lambda rows, dtype: True)
+    logits = int8_logits(rows, scale, hidden)
+    assert np.abs(logits - exact).max() < 1e-4 * np.abs(exact).max()
+    assert not np.any(logits[2])
 
 
 def test_largest_steps_are_exact_in_bfloat16() -> None:
