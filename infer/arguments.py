@@ -54,10 +54,10 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         "(python -m train.vocabulary); the text is the same. All tokens if absent",
     )
     group.add_argument(
-        "--draft_head_int8",
+        "--draft_int8",
         action="store_true",
-        help="let the draft read a copy of the LM head in 8 bits: half the bytes at every level of a "
-        "tree, and a byte more of memory per element; the text is the same",
+        help="let the draft read its weights and a copy of the LM head in 8 bits: half the bytes at "
+        "every level of a tree; the text is the same",
     )
     group.add_argument(
         "--method",

@@ -73,9 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft_vocabulary", type=int, help="tokens the draft may propose; all if absent"
     )
     parser.add_argument(
-        "--draft_head_int8",
+        "--draft_int8",
         action="store_true",
-        help="a copy of the LM head in 8 bits for the draft",
+        help="the draft's weights and LM head in 8 bits",
     )
     parser.add_argument("--new_tokens", type=int, default=256, help="tokens of one repetition")
     parser.add_argument("--repetitions", type=int, default=3)
@@ -111,7 +111,7 @@ def main(arguments: argparse.Namespace) -> None:
     for shape in arguments.shape:
         model = random_model(
             *(SHAPES[shape], arguments.attention, arguments.draft_vocabulary),
-            draft_head_int8=arguments.draft_head_int8,
+            draft_int8=arguments.draft_int8,
         )
         for batch in arguments.batch:
             for context in arguments.context:
@@ -219,7 +219,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "dtype": config.dtype,
         "attention": model.target.attention or "automatic",
         "draft_vocabulary": bench.model.params.draft.head.shape[0],
-        "draft_head_int8": bench.model.params.draft.head_scale is not None,
+        "draft_int8": bench.model.params.draft.int8,
         "target_bytes": weights,
         "draft_bytes": tree_bytes(model.params.draft.own),
         "cache_bytes": cache_bytes(config, setting.batch, setting.capacity),

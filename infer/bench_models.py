@@ -69,7 +69,7 @@ def random_model(
     config: TargetConfig,
     attention: str | None = None,
     draft_vocabulary: int | None = None,
-    draft_head_int8: bool = False,
+    draft_int8: bool = False,
     seed: int = 0,
 ) -> Model:
     """Random weights of target and draft, drawn on the device.
@@ -78,7 +78,7 @@ def random_model(
       config: the target's shape.
       attention: attention implementation; automatic if absent.
       draft_vocabulary: tokens that the draft may propose; all of them if absent.
-      draft_head_int8: give the draft a copy of the LM head in 8 bits.
+      draft_int8: the draft's layer and a copy of the LM head in 8 bits.
       seed: of the weights.
     """
     tokens = jnp.zeros((1, 2), jnp.int32)
@@ -100,8 +100,8 @@ def random_model(
     shared = LongSpecParams(layer, target["embedding"], head)
     if draft_vocabulary is not None:
         shared = shared.restricted(jnp.arange(draft_vocabulary, dtype=jnp.int32))
-    if draft_head_int8:
-        shared = shared.with_int8_head()
+    if draft_int8:
+        shared = shared.in_int8()
     return Model(config, CachedTarget(config, attention), Params(target, shared))
 
 

@@ -203,7 +203,7 @@ def _settings(row: dict[str, Any]) -> dict[str, str]:
         "tree": f"tree {','.join(map(str, tree))}",
         "budget": f"best {budget} nodes" if budget else f"all {1 + sum(tree)} nodes",
         "draft_vocabulary": f"draft vocabulary {row['draft_vocabulary']}",
-        "draft_head_int8": f"{'int8' if row.get('draft_head_int8') else row['dtype']} draft head",
+        "draft_int8": f"{'int8' if row.get('draft_int8') else row['dtype']} draft",
         "acceptance": f"acceptance about {row['acceptance_wanted']}",
         "attention": f"{row['attention']} attention",
         "lengths": f"rows of {'one length' if shortest == longest else 'different lengths'}",

@@ -37,14 +37,14 @@ def load(arguments: argparse.Namespace) -> LongSpec:
         return LongSpec.demo(
             **options,
             draft_vocabulary=arguments.draft_vocabulary,
-            draft_head_int8=arguments.draft_head_int8,
+            draft_int8=arguments.draft_int8,
         )
     plain = arguments.method == "plain"
     return LongSpec.from_pretrained(
         arguments.target,
         None if plain else arguments.draft,
         draft_vocabulary=None if plain else arguments.draft_vocabulary,
-        draft_head_int8=not plain and arguments.draft_head_int8,
+        draft_int8=not plain and arguments.draft_int8,
         revision=arguments.revision,
         draft_revision=arguments.draft_revision,
         **options,
@@ -77,7 +77,7 @@ class Session:
         return {
             **{"target": target, "draft": draft, "method": arguments.method},
             **{"draft_vocabulary": arguments.draft_vocabulary},
-            **{"draft_head_int8": arguments.draft_head_int8},
+            **{"draft_int8": arguments.draft_int8},
             **{"tree": list(self._tree.widths), "budget": self._tree.budget},
             **{"adaptive": arguments.adaptive, "dtype": config.dtype},
             **{"device": jax.devices()[0].device_kind, "jax": jax.__version__, **self._options},

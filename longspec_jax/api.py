@@ -63,8 +63,8 @@ class LongSpec:
     """What the parameters are spread over; one device if absent."""
     draft_vocabulary: Any = field(default=None, repr=False)
     """Ids of the tokens the draft may propose, ``[v]``, all if absent; the output is the same."""
-    draft_head_int8: bool = False
-    """Let the draft read a copy of the LM head in 8 bits; the output is the same."""
+    draft_int8: bool = False
+    """Let the draft read its weights and a copy of the LM head in 8 bits; the output is the same."""
     _warm: runner.WarmShapes = field(default_factory=runner.WarmShapes, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,8 +73,8 @@ class LongSpec:
             self.draft_config.check_fits(self.target_config)
         if self.draft_vocabulary is not None:
             check_vocabulary(self.draft_vocabulary, self.target_config.vocab_size)
-        if self.draft_head_int8:
-            _check_reads_a_head(self.draft_config)
+        if self.draft_int8:
+            _check_there_is_a_draft(self.draft_config)
         if self.prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1 token, got {self.prefill_chunk}")
         base = getattr(self.tokenizer, "vocab_size", 0)
@@ -99,7 +99,7 @@ class LongSpec:
         tokenizer: Any = None,
         prefill_chunk: int | None = None,
         draft_vocabulary: int | None = None,
-        draft_head_int8: bool = False,
+        draft_int8: bool = False,
     ) -> "LongSpec":
         """Load Hugging Face checkpoints.
 
@@ -118,8 +118,8 @@ class LongSpec:
           draft_vocabulary: how many tokens the draft may propose, the first of the table saved beside
             it (``python -m train.vocabulary`` makes one); all of them if absent. A smaller LM head is
             faster and misses some tokens; the output is the same.
-          draft_head_int8: let the draft read a copy of the target's LM head in 8 bits: half the bytes
-            at every level, and a byte more of memory per element; the output is the same.
+          draft_int8: let the draft read its weights and a copy of the target's LM head in 8 bits: half
+            the bytes at every level of a tree; the output is the same.
         """
         from longspec_jax.weights import hf
         from longspec_jax.weights.draft_vocabulary import load_draft_vocabulary
@@ -129,8 +129,8 @@ class LongSpec:
                 f"draft_vocabulary={draft_vocabulary} limits what a draft proposes, and none is named; "
                 "pass draft= as well"
             )
-        if draft_head_int8:
-            _check_reads_a_head(draft)
+        if draft_int8:
+            _check_there_is_a_draft(draft)
 
         dtype = best_dtype() if dtype == "auto" else dtype
         if mesh is None:
@@ -159,7 +159,7 @@ class LongSpec:
             prefill_chunk=prefill_chunk or (2048 if jax.default_backend() == "gpu" else 256),
             mesh=mesh,
             draft_vocabulary=proposed,
-            draft_head_int8=draft_head_int8,
+            draft_int8=draft_int8,
         )
 
     @classmethod
@@ -317,18 +317,18 @@ class LongSpec:
 
     @cached_property
     def _draft(self) -> LongSpecParams:
-        """The draft's parameters and the target's tables; a reduced or int8 head, copied once."""
+        """The draft's parameters and the target's tables; what is reduced or rounded is copied once."""
         tables = self.target_params
         head = tables.get("head", tables["embedding"])
         params = LongSpecParams(self.draft_params, tables["embedding"], head)
         if self.draft_vocabulary is not None:
             tokens = check_vocabulary(self.draft_vocabulary, self.target_config.vocab_size)
             params = params.restricted(jnp.asarray(tokens))
-        if self.draft_head_int8:
-            params = params.with_int8_head()
+        if self.draft_int8:
+            params = params.in_int8()
         if self.mesh is None or params.head is head:
             return params
-        copied = {"head": params.head, "head_scale": params.head_scale}
+        copied = {name: getattr(params, name) for name in ("layer", "head", "head_scale")}
         return params.replace(**jax.device_put(copied, param_shardings(self.mesh, copied)))
 
     def _plan(self, rows: int, shape: runner.Shape, drafter: Drafter, draft: Any) -> MemoryPlan:
@@ -348,12 +348,12 @@ class LongSpec:
         )
 
 
-def _check_reads_a_head(draft: Any) -> None:
-    """Raise if there is no draft whose LM head could be in 8 bits."""
+def _check_there_is_a_draft(draft: Any) -> None:
+    """Raise if there is no draft that could be in 8 bits."""
     if draft is None:
         raise ValueError(
-            "draft_head_int8=True is about the LM head that a draft reads, and there is no draft: plain "
-            "decoding reads the target's alone, which stays as it is; name a draft or drop the option"
+            "draft_int8=True is about what a draft reads, and there is no draft: plain decoding reads "
+            "the target alone, which stays as it is; name a draft or drop the option"
         )
 
 

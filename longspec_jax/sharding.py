@@ -27,6 +27,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(attention/out|self_out|cross_out)/kernel$", P("tp", None, "fsdp")),  # [N, H, D]
     (r"gate_up/kernel$", P("fsdp", None, "tp")),  # [D, 2, F]
     (r"down/kernel$", P("tp", "fsdp")),  # [F, D]
+    (r"(fused|cross_q|gate_up)/rows$", P("tp", "fsdp")),  # 8-bit [out, in]
+    (r"(self_out|cross_out|down)/rows$", P("fsdp", "tp")),  # 8-bit [out, in]
     (r"(^|/)scale$", P()),
 )
 

@@ -272,25 +272,24 @@ def test_a_draft_vocabulary_that_does_not_fit(spec) -> None:
 
 
 @pytest.mark.parametrize("few", [None, (3, 9, 1, 12, 7, 4)])
-def test_an_int8_head_of_the_draft_changes_the_speed_alone(spec, batch, few) -> None:
-    """Its copy is counted: a byte an element, and a scale a row."""
-    rounded = dataclasses.replace(spec, draft_vocabulary=few, draft_head_int8=True)
+def test_a_draft_in_8_bits_changes_the_speed_alone(spec, batch, few) -> None:
+    """What it has of its own is counted."""
+    rounded = dataclasses.replace(spec, draft_vocabulary=few, draft_int8=True)
     again = rounded.generate(PROMPTS, **WARM, eos_token_id=[])
     assert again.sequences == batch.sequences
     assert again.stats.acceptance_length > 1
-    width, rows = spec.target_config.model_width, 17 if few is None else len(few)
-    copied = rows * (width + 4) + (0 if few is None else rows * 4)
-    assert again.stats.memory.draft_bytes == batch.stats.memory.draft_bytes + copied
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(rounded._draft.own))
+    assert again.stats.memory.draft_bytes == own != batch.stats.memory.draft_bytes
     assert again.stats.memory.target_bytes == batch.stats.memory.target_bytes
     planned = rounded.memory_plan(3, 9, 24).draft_bytes
     assert planned == again.stats.memory.draft_bytes
 
 
-def test_an_int8_head_needs_a_draft_that_reads_one(spec) -> None:
-    with pytest.raises(ValueError, match="draft_head_int8=True .*there is no draft"):
-        dataclasses.replace(spec, draft_config=None, draft_params=None, draft_head_int8=True)
-    with pytest.raises(ValueError, match="draft_head_int8=True .*there is no draft"):
-        LongSpec.from_pretrained("target", draft_head_int8=True)
+def test_8_bits_need_a_draft(spec) -> None:
+    with pytest.raises(ValueError, match="draft_int8=True .*there is no draft"):
+        dataclasses.replace(spec, draft_config=None, draft_params=None, draft_int8=True)
+    with pytest.raises(ValueError, match="draft_int8=True .*there is no draft"):
+        LongSpec.from_pretrained("target", draft_int8=True)
 
 
 def test_sharded_parameters_say_the_same(spec) -> None:
@@ -310,8 +309,8 @@ def test_sharded_parameters_say_the_same(spec) -> None:
     assert sharded.generate(PROMPTS[0], max_new_tokens=9, tree=(3,)).sequences == expected
     for head in (
         dict(draft_vocabulary=[5, 3, 1, 8]),
-        dict(draft_head_int8=True),
-        dict(draft_vocabulary=[5, 3, 1, 8], draft_head_int8=True),
+        dict(draft_int8=True),
+        dict(draft_vocabulary=[5, 3, 1, 8], draft_int8=True),
     ):
         reduced = dataclasses.replace(sharded, **head)
         assert reduced.generate(PROMPTS[0], max_new_tokens=9, tree=(3,)).sequences == expected

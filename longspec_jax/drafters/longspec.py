@@ -9,13 +9,14 @@ Self-attention comes first, so its keys and values depend on (token, position) a
 the last 512 prompt tokens and no more, and committed tokens can be embedded afresh.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Bool, Int
 
@@ -23,10 +24,10 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.drafters.base import Context, Score
 from longspec_jax.drafters.budget import within_budget
-from longspec_jax.drafters.int8_head import int8_logits, round_rows
 from longspec_jax.drafters.tree import Tree, best_continuations, grow, plant
 from longspec_jax.models.layers import (
     GroupedQKV,
+    Int8Projection,
     Projection,
     RMSNorm,
     SwiGLU,
@@ -34,6 +35,7 @@ from longspec_jax.models.layers import (
 )
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention import prefix_attention, tree_attention
+from longspec_jax.ops.int8_product import int8_product, round_rows
 from longspec_jax.ops.residual_norm import add
 from longspec_jax.ops.split_heads import rotate, split_heads
 
@@ -53,10 +55,13 @@ class LongSpecDraft(nn.Module):
     """The draft layer as a pure function of embeddings; attention patterns are the caller's."""
 
     config: DraftConfig
+    int8: bool = False
+    """Whether the products' weights are of 8 bits."""
 
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
+        projection = Int8Projection if self.int8 else Projection
         heads = (c.num_heads, c.head_width)
         self.self_norm = RMSNorm(c.norm_eps, dtype)
         self.self_qkv = GroupedQKV(
@@ -66,13 +71,14 @@ class LongSpecDraft(nn.Module):
             c.head_width,
             dtype,
             bias=True,
+            projection=projection,
         )
-        self.self_out = Projection(heads, (c.model_width,), dtype)
+        self.self_out = projection(heads, (c.model_width,), dtype)
         self.cross_norm = RMSNorm(c.norm_eps, dtype)
-        self.cross_q = Projection((c.model_width,), heads, dtype, bias=True)
-        self.cross_out = Projection(heads, (c.model_width,), dtype)
+        self.cross_q = projection((c.model_width,), heads, dtype, bias=True)
+        self.cross_out = projection(heads, (c.model_width,), dtype)
         self.mlp_norm = RMSNorm(c.norm_eps, dtype)
-        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype)
+        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, projection)
 
     def __call__(
         self,
@@ -131,21 +137,28 @@ class LongSpecParams:
             head=rows, vocabulary=vocabulary, head_scale=scale
         )
 
-    def with_int8_head(self) -> "LongSpecParams":
-        """Read a copy of the head in 8 bits, faster at every level; the target keeps its own.
+    def in_int8(self) -> "LongSpecParams":
+        """Read copies of the layer's products and of the head in 8 bits; the target keeps its own.
 
-        Rows are rounded one by one: it is the same before and after :meth:`restricted`.
+        Half the bytes at every level. The head's rows are rounded one by one: it is the same before
+        and after :meth:`restricted`.
         """
         if self.head_scale is not None:
-            raise ValueError("the draft's head is in 8 bits already; call with_int8_head once")
+            raise ValueError("the draft is in 8 bits already; call in_int8 once")
         rows, scale = round_rows(self.head)
-        return self.replace(head=rows, head_scale=scale)  # type: ignore[attr-defined]
+        layer = _rounded(self.layer)
+        return self.replace(layer=layer, head=rows, head_scale=scale)  # type: ignore[attr-defined]
+
+    @property
+    def int8(self) -> bool:
+        """Whether this is the result of :meth:`in_int8`."""
+        return self.head_scale is not None
 
     def logits(self, hidden: Array) -> Array:
         """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
         if self.head_scale is None:
             return head_logits(self.head, hidden)
-        return int8_logits(self.head, self.head_scale, hidden)
+        return int8_product(hidden, self.head, self.head_scale)
 
     @property
     def own(self) -> Any:
@@ -153,6 +166,22 @@ class LongSpecParams:
         if self.vocabulary is None and self.head_scale is None:
             return self.layer
         return self.layer, self.head, self.vocabulary, self.head_scale
+
+
+def _rounded(layer: Any, name: str = "") -> Any:
+    """Parameters of :class:`LongSpecDraft` for its 8-bit products."""
+    if "kernel" not in layer:
+        return {
+            key: _rounded(value, key) if isinstance(value, Mapping) else value
+            for key, value in layer.items()
+        }
+    # Attention's outputs are contracted over heads and their width.
+    contracted = 2 if name.endswith("_out") else 1
+    others, kernel = dict(layer), layer["kernel"]
+    del others["kernel"]
+    inputs = int(np.prod(kernel.shape[:contracted]))
+    rows, scale = round_rows(kernel.reshape(inputs, -1).T)
+    return {"rows": rows, "scale": scale, **others}
 
 
 @struct.dataclass
@@ -221,7 +250,7 @@ class LongSpecDrafter:
                 return partial.out.astype(q.dtype)
 
             with jax.named_scope(f"draft_level_{depth + 1}"):
-                output: Any = LongSpecDraft(self.config).apply(
+                output: Any = LongSpecDraft(self.config, params.int8).apply(
                     {"params": params.layer},
                     jnp.take(params.embedding, tree.tokens[:, nodes], axis=0),
                     positions,
@@ -264,7 +293,7 @@ class LongSpecDrafter:
         self, params: LongSpecParams, tokens: Array, positions: Array
     ) -> tuple[Array, Array]:
         embedded = jnp.take(params.embedding, tokens, axis=0)
-        keys_values: Any = LongSpecDraft(self.config).apply(
+        keys_values: Any = LongSpecDraft(self.config, params.int8).apply(
             {"params": params.layer}, embedded, positions, method="keys_values"
         )
         return keys_values

@@ -5,7 +5,8 @@ angles in float32. Projections keep their head axes, so that tensor parallelism 
 PartitionSpec and no reshape is left to the caller.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, RopeScaling
+from longspec_jax.ops.int8_product import int8_product
 from longspec_jax.ops.residual_norm import residual_norm, rms_norm
 from longspec_jax.ops.skinny_product import gated_product, product, summands
 
@@ -74,8 +76,43 @@ class Projection(nn.Module):
             bias = self.param("bias", nn.initializers.zeros, tuple(self.out_axes), self.dtype)
         return kernel.reshape(-1, *self.out_axes), bias
 
+    def gated(self, x: Array) -> Array:
+        """The second half of the mapped input, ``[..., 2, F]``, times the silu of the first."""
+        return gated_product(self._flat(x), self.weights()[0])
+
     def _flat(self, x: Array) -> Array:
         return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)
+
+
+class Int8Projection(nn.Module):
+    """A :class:`Projection` with weights of 8 bits (:mod:`longspec_jax.ops.int8_product`)."""
+
+    in_axes: Sequence[int]
+    out_axes: Sequence[int]
+    dtype: jnp.dtype
+    bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """Map ``[..., *in_axes]`` to ``[..., *out_axes]``."""
+        shape = (int(np.prod(self.out_axes)), int(np.prod(self.in_axes)))
+        rows = self.param("rows", nn.initializers.zeros, shape, jnp.int8)
+        scale = self.param("scale", nn.initializers.ones, shape[:1], jnp.float32)
+        batch = x.shape[: x.ndim - len(self.in_axes)]
+        out = int8_product(x.reshape(*batch, -1), rows, scale).astype(self.dtype)
+        out = out.reshape(*batch, *self.out_axes)
+        if self.bias:
+            out += self.param("bias", nn.initializers.zeros, tuple(self.out_axes), self.dtype)
+        return out
+
+    def summands(self, x: Array) -> Array:
+        """As of :class:`Projection`; there is one."""
+        return self(x)[None]
+
+    def gated(self, x: Array) -> Array:
+        """As of :class:`Projection`."""
+        gate_up = self(x)
+        return nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
 
 class SwiGLU(nn.Module):
@@ -84,15 +121,16 @@ class SwiGLU(nn.Module):
     width: int
     hidden: int
     dtype: jnp.dtype
+    projection: Callable[..., Any] = Projection
 
     def setup(self) -> None:
         """Declare the submodules."""
-        self.gate_up = Projection((self.width,), (2, self.hidden), self.dtype)
-        self.down = Projection((self.hidden,), (self.width,), self.dtype)
+        self.gate_up = self.projection((self.width,), (2, self.hidden), self.dtype)
+        self.down = self.projection((self.hidden,), (self.width,), self.dtype)
 
     def __call__(self, x: Array) -> Array:
         """Map ``[..., D]`` to summands ``[S, ..., D]`` of the result."""
-        return self.down.summands(gated_product(x, self.gate_up.weights()[0]))
+        return self.down.summands(self.gate_up.gated(x))
 
 
 class GroupedQKV(nn.Module):
@@ -108,12 +146,13 @@ class GroupedQKV(nn.Module):
     head_width: int
     dtype: jnp.dtype
     bias: bool
+    projection: Callable[..., Any] = Projection
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """Map ``[B, T, D]`` to ``[B, T, K, G + 2, H]``: a head's queries, its key and its value."""
         heads = (self.num_kv_heads, self.num_groups + 2, self.head_width)
-        return Projection((self.width,), heads, self.dtype, self.bias, name="fused")(x)
+        return self.projection((self.width,), heads, self.dtype, self.bias, name="fused")(x)
 
 
 def rotary_angles(

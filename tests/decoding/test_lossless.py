@@ -263,7 +263,7 @@ def test_a_reduced_draft_vocabulary_changes_no_token(models: Params, temperature
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("size", [None, 60])
-def test_an_int8_head_of_the_draft_changes_no_token(
+def test_a_draft_in_8_bits_changes_no_token(
     models: Params, temperature: float, size: int | None
 ) -> None:
     """Though its beliefs move, and it goes on to accept."""
@@ -274,7 +274,7 @@ def test_an_int8_head_of_the_draft_changes_no_token(
     if size is not None:
         part = np.random.default_rng(0).permutation(101)[:size]
         draft = draft.restricted(jnp.asarray(part, jnp.int32))
-    rounded = Params(models.target, draft.with_int8_head())
+    rounded = Params(models.target, draft.in_int8())
     rows, state = generate(target, drafter, rounded, tokens, LENGTHS, req)
     assert_same(rows, plain)
     if temperature:

@@ -1,5 +1,8 @@
 """The draft in decoding form: ring, window edge, and equality with running the whole path again."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,15 +123,31 @@ def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_an_int8_head_proposes_what_its_rounded_table_does() -> None:
-    """Scores are those of the table that the steps and their scales stand for."""
+def widened(rounded: Any, whole: Any) -> Any:
+    """The parameters that 8-bit ones stand for."""
+    if "rows" not in rounded:
+        return {
+            key: widened(value, whole[key]) if isinstance(value, dict) else value
+            for key, value in rounded.items()
+        }
+    kernel = (rounded["rows"] * rounded["scale"][:, None]).T.reshape(whole["kernel"].shape)
+    assert 0 < np.abs(kernel - whole["kernel"]).max() < 0.01 * np.abs(whole["kernel"]).max()
+    others = {key: value for key, value in rounded.items() if key not in ("rows", "scale")}
+    return {"kernel": kernel, **others}
+
+
+def test_a_draft_in_8_bits_proposes_what_its_rounded_weights_do() -> None:
+    """Scores are those of the weights that the steps and their scales stand for."""
     lengths = np.array([17, 3], np.int32)
     params, context, tokens = _setup(lengths)
-    rounded = params.with_int8_head()
+    rounded = params.in_int8()
     table = rounded.head.astype(jnp.float32) * rounded.head_scale[:, None]
     assert 0 < np.abs(table - params.head).max() < 0.01 * np.abs(params.head).max()
     drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
-    state = drafter.prefill(params, jnp.asarray(tokens), jnp.asarray(lengths))
+    state = drafter.prefill(rounded, jnp.asarray(tokens), jnp.asarray(lengths))
+    stood_for = params.replace(head=table, layer=widened(rounded.layer, params.layer))
+    same = drafter.prefill(stood_for, jnp.asarray(tokens), jnp.asarray(lengths))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), state, same)
     seen = []
 
     def score(logits: jax.Array, depth: int) -> jax.Array:
@@ -136,7 +155,7 @@ def test_an_int8_head_proposes_what_its_rounded_table_does() -> None:
         return jax.nn.log_softmax(logits)
 
     tree = drafter.propose(rounded, state, context, score)
-    expected = drafter.propose(params.replace(head=table), state, context, score)
+    expected = drafter.propose(stood_for, state, context, score)
     np.testing.assert_array_equal(tree.tokens, expected.tokens)
     for ours, theirs in zip(seen[:3], seen[3:], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-4)

@@ -147,21 +147,23 @@ def test_a_budget_is_measured(budget: int, tmp_path: Path) -> None:
     assert row["acceptance_length"] == pytest.approx(2, abs=0.15)
 
 
-def test_an_int8_head_is_measured(model, tmp_path: Path) -> None:
+def test_a_draft_in_8_bits_is_measured(model, tmp_path: Path) -> None:
     """In the rounds and in the parts; its bytes are counted."""
     file = tmp_path / "rows.json"
     bench.main(
         [
             *("decode", "--shape=demo", "--context=64", "--tree=2,3", "--acceptance=2"),
             *("--new_tokens=41", "--turns=1", "--repetitions=1", "--parts", f"--json={file}"),
-            *("--draft_vocabulary=61", "--draft_head_int8"),
+            *("--draft_vocabulary=61", "--draft_int8"),
         ]
     )
     [row] = json.loads(file.read_text())["rows"]
-    assert row["draft_head_int8"] is True and row["draft_vocabulary"] == 61
+    assert row["draft_int8"] is True and row["draft_vocabulary"] == 61
     assert row["draft_head_ms"] > 0 and row["draft_choice_ms"] > 0
-    layer = sum(4 * leaf.size for leaf in jax.tree.leaves(model.params.draft.layer))
-    assert row["draft_bytes"] == layer + 61 * (64 + 4 + 4)
+    # The layer by hand: the products' elements and a scale an output, biases and norms in float32.
+    elements = 64 * 128 + 3 * 64 * 64 + 64 * 2 * 96 + 96 * 64
+    outputs = 128 + 3 * 64 + 2 * 96 + 64
+    assert row["draft_bytes"] == elements + 4 * (outputs + 128 + 64 + 3 * 64) + 61 * (64 + 4 + 4)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)

@@ -126,12 +126,12 @@ def test_one_context_is_bars_of_the_latest_rows_named_by_what_differs() -> None:
     }
 
 
-def test_bars_tell_an_int8_head() -> None:
+def test_bars_tell_an_int8_draft() -> None:
     """Rows from before there was one are of the model's dtype."""
-    rows = [DECODE, {**DECODE, "draft_head_int8": True}, {**DECODE, "draft_head_int8": False}]
+    rows = [DECODE, {**DECODE, "draft_int8": True}, {**DECODE, "draft_int8": False}]
     speeds, _ = charts.decode(rows).axes
     assert _texts(speeds.get_xticklabels()) == [
-        *("speculation\nbfloat16 draft\nhead", "speculation\nint8 draft head", "plain")
+        *("speculation\nbfloat16 draft", "speculation\nint8 draft", "plain")
     ]
 
 

@@ -1,0 +1,74 @@
+"""The draft in 8 bits: which rows, what is counted as its own, and where its leaves lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import DraftConfig
+from longspec_jax.drafters.longspec import LongSpecParams
+from longspec_jax.ops.int8_product import int8_product, round_rows
+from longspec_jax.sharding import make_mesh, param_shardings
+from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+
+TARGET = tiny_target_config()
+VOCABULARY = jnp.asarray([90, 5, 7, 33, 61, 2, 71])
+
+
+@pytest.fixture(scope="module")
+def params() -> LongSpecParams:
+    layer = random_draft(DraftConfig.for_target(TARGET, window=5))
+    return draft_params(layer, random_target(TARGET))
+
+
+def test_rounding_and_restricting_in_either_order(params: LongSpecParams) -> None:
+    first, last = (
+        params.in_int8().restricted(VOCABULARY),
+        params.restricted(VOCABULARY).in_int8(),
+    )
+    for ours, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(last), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    hidden = jax.random.normal(jax.random.key(0), (3, 36))
+    whole = params.in_int8().logits(hidden)
+    np.testing.assert_allclose(last.logits(hidden), whole[:, VOCABULARY], rtol=1e-5, atol=1e-5)
+
+
+def test_a_draft_is_rounded_once(params: LongSpecParams) -> None:
+    with pytest.raises(ValueError, match="in 8 bits already"):
+        params.in_int8().in_int8()
+
+
+def test_own_leaves_out_what_the_target_has(params: LongSpecParams) -> None:
+    def beside_the_layer(params: LongSpecParams) -> int:
+        own, layer = (
+            sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+            for tree in (params.own, params.layer)
+        )
+        return own - layer
+
+    assert beside_the_layer(params) == 0
+    assert beside_the_layer(params.in_int8()) == 101 * 36 + 101 * 4
+    assert beside_the_layer(params.restricted(VOCABULARY)) == 7 * 36 * 4 + 7 * 4
+    both = params.restricted(VOCABULARY).in_int8()
+    assert beside_the_layer(both) == 7 * 36 + 7 * 4 + 7 * 4
+    assert params.in_int8().embedding is params.embedding
+
+
+def test_rows_and_their_scales_share_a_device() -> None:
+    mesh = make_mesh(fsdp=2, tp=2)
+    table = jax.random.normal(jax.random.key(1), (26, 6))
+    rows, scale = round_rows(table)
+    leaves = {"head": rows, "head_scale": scale}
+    placed = jax.device_put(leaves, param_shardings(mesh, leaves))
+    assert placed["head"].sharding.shard_shape((26, 6)) == (13, 3)
+    assert placed["head_scale"].sharding.shard_shape((26,)) == (13,)
+    spread = jax.device_put(table, param_shardings(mesh, {"head": table})["head"])
+    for ours, theirs in zip(round_rows(spread), (rows, scale), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    hidden = jax.random.normal(jax.random.key(0), (3, 6))
+    np.testing.assert_allclose(
+        int8_product(hidden, placed["head"], placed["head_scale"]),
+        int8_product(hidden, rows, scale),
+        rtol=1e-5,
+        atol=1e-5,
+    )
