@@ -152,7 +152,7 @@ def test_bursts_are_longer_where_rounds_are_short() -> None:
         known = Estimate((seconds,) * 2, 1.0, 1e6)
         return FastestWithinBudget((known, replace(known, tokens=0.5))).choose().rounds
 
-    assert [leader_burst(s) for s in (0.5, 0.004, 0.0005, 1e-5)] == [16, 16, 40, 128]
+    assert [leader_burst(s) for s in (0.5, 0.02, 0.004, 1e-5)] == [16, 16, 63, 128]
 
 
 def test_no_rounds_teach_nothing() -> None:
