@@ -9,6 +9,10 @@ Two things bound what can be lost. Looking at a candidate that is not the fastes
 the fastest would have emitted more; this *regret* may reach a small share of the time spent so far,
 for every candidate, and no more. And what is known of a candidate fades as rounds pass, so that it is
 looked at again, the sooner the closer it came.
+
+At the end of a burst the device waits for the host, the longer the more buffers a round has. That
+*wait* is told from the rounds by bursts of different lengths of one candidate: without it whatever
+runs in long bursts would seem faster than what is merely looked at.
 """
 
 import math
@@ -82,8 +86,10 @@ class Always:
 class Estimate:
     """What is known of one candidate."""
 
-    timings: tuple[float, ...] = ()
-    """Seconds a round of its latest bursts."""
+    timings: tuple[tuple[int, float], ...] = ()
+    """Rounds and seconds of its latest bursts, each with one wait."""
+    single: float = math.inf
+    """Least seconds of a burst of one round."""
     tokens: float = 0.0
     """Tokens a round emits in a row, a mean over recent rounds."""
     weight: float = 0.0
@@ -91,15 +97,18 @@ class Estimate:
     regret: float = 0.0
     """Seconds by which looking at it was slower than running the fastest would have been."""
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of a round: the least of recent timings, since whatever else runs only adds."""
-        return min(self.timings)
+    def pace(self, wait: float) -> float:
+        """Seconds of a round: the least of recent timings, since whatever else runs only adds.
 
-    @property
-    def speed(self) -> float:
+        Args:
+          wait: seconds that the host adds to a burst.
+        """
+        # A wait that was overestimated must not make rounds free.
+        return min(max(seconds - wait, 0.1 * seconds) / rounds for rounds, seconds in self.timings)
+
+    def speed(self, wait: float) -> float:
         """Tokens a second in a row; 0 before the first measurement."""
-        return self.tokens / self.seconds if self.timings else 0.0
+        return self.tokens / self.pace(wait) if self.timings else 0.0
 
     def faded(self, factor: float) -> "Estimate":
         """The same beliefs, held less firmly."""
@@ -109,8 +118,21 @@ class Estimate:
         """The estimate after some more rounds."""
         weight = self.weight + seen.rounds
         step = (seen.tokens / seen.row_rounds - self.tokens) * seen.rounds / weight
-        timings = (*self.timings, seen.seconds / seen.rounds)[-RECENT:]
-        return replace(self, timings=timings, tokens=self.tokens + step, weight=weight)
+        timings = (*self.timings, (seen.rounds, seen.seconds))[-RECENT:]
+        single = min(self.single, seen.seconds) if seen.rounds == 1 else self.single
+        return replace(
+            self, timings=timings, single=single, tokens=self.tokens + step, weight=weight
+        )
+
+    def wait(self, seen: Measurement) -> float:
+        """What a burst and one of a single round say about the seconds that belong to no round.
+
+        A pause in the longer burst or a context that grew makes it less, never more.
+        """
+        if seen.rounds < 2 or math.isinf(self.single):
+            return 0.0
+        excess = seen.rounds * self.single - seen.seconds
+        return min(max(excess / (seen.rounds - 1), 0.0), self.single)
 
 
 @dataclass(frozen=True)
@@ -140,6 +162,8 @@ class FastestWithinBudget:
     longest_burst: int = 128
     elapsed: float = 0.0
     """Seconds of all rounds, pauses left out."""
+    wait: float = 0.0
+    """Seconds that the host adds to a burst, the most that any two bursts told."""
 
     @classmethod
     def over(cls, candidates: int) -> "FastestWithinBudget":
@@ -149,7 +173,7 @@ class FastestWithinBudget:
     @property
     def leader(self) -> int:
         """The candidate believed to be fastest; the first one before any was measured."""
-        speeds = [estimate.speed for estimate in self.estimates]
+        speeds = [estimate.speed(self.wait) for estimate in self.estimates]
         return speeds.index(max(speeds))
 
     def choose(self) -> Choice:
@@ -161,7 +185,7 @@ class FastestWithinBudget:
         hopes = {i: self._hope(i) for i in range(len(self.estimates)) if i != leader}
         for index in sorted(hopes, key=hopes.__getitem__, reverse=True):
             look = Choice(index, max(1, self.burst_rounds // 4))
-            if hopes[index] > self.estimates[leader].speed and self._pays(look):
+            if hopes[index] > self.estimates[leader].speed(self.wait) and self._pays(look):
                 return look
         return Choice(leader, self._burst(leader))
 
@@ -176,31 +200,35 @@ class FastestWithinBudget:
             return self
         factor = 0.5 ** (seen.rounds / self.half_life)
         estimates = [estimate.faded(factor) for estimate in self.estimates]
+        wait = max(self.wait, estimates[candidate].wait(seen))
         new = estimates[candidate].updated(seen)
         # A pause is nobody's fault: time is counted at the candidate's usual pace.
-        spent = seen.rounds * new.seconds
-        fastest = self.estimates[self.leader].speed
+        spent = seen.rounds * new.pace(wait) + wait
+        fastest = self.estimates[self.leader].speed(wait)
         if candidate != self.leader and fastest:
             emitted = seen.rounds * seen.tokens / seen.row_rounds
             new = replace(new, regret=new.regret + spent - emitted / fastest)
         estimates[candidate] = new
-        return replace(self, estimates=tuple(estimates), elapsed=self.elapsed + spent)
+        elapsed = self.elapsed + spent
+        return replace(self, estimates=tuple(estimates), elapsed=elapsed, wait=wait)
 
     def _hope(self, index: int) -> float:
         """The speed a candidate may have, given how little is known of it."""
         estimate = self.estimates[index]
         doubt = self.optimism / math.sqrt(max(estimate.weight, 1e-9))
-        return estimate.speed * (1 + doubt)
+        return estimate.speed(self.wait) * (1 + doubt)
 
     def _pays(self, look: Choice) -> bool:
         """Whether the budget covers the regret that a look is expected to cost."""
-        estimate, fastest = self.estimates[look.candidate], self.estimates[self.leader].speed
-        expected = look.rounds * (estimate.seconds - estimate.tokens / fastest)
-        cheapest = min(estimate.seconds for estimate in self.estimates)
+        estimate = self.estimates[look.candidate]
+        fastest = self.estimates[self.leader].speed(self.wait)
+        slower = estimate.pace(self.wait) - estimate.tokens / fastest
+        expected = look.rounds * slower + self.wait
+        cheapest = min(estimate.pace(self.wait) for estimate in self.estimates)
         allowed = self.share * self.elapsed + self.credit * cheapest
         return estimate.regret + expected <= allowed
 
     def _burst(self, index: int) -> int:
         """Rounds of a burst: enough that waiting for the host does not show."""
-        rounds = math.ceil(self.burst_seconds / self.estimates[index].seconds)
+        rounds = math.ceil(self.burst_seconds / self.estimates[index].pace(self.wait))
         return min(max(rounds, self.burst_rounds), self.longest_burst)
