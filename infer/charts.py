@@ -9,6 +9,8 @@ from typing import Any
 Rows = Sequence[dict[str, Any]]
 OF_PLAIN = {"attention", "lengths", "new_tokens", "dtype"}
 """Settings of speculative rows that plain decoding, too, depends on."""
+CROWDED = 40.0
+"""Points of type size that the names of a row of bars share."""
 
 
 def draw(rows: Rows, path: Path) -> None:
@@ -185,8 +187,9 @@ def _draw_rounds(axis: Any, rows: Rows, varied: set[str]) -> None:
     tops = list(map(max, bottom, plain))
     for place, top, row in zip(places, tops, rows, strict=True):
         ratio = f"{row['round_ms']:.1f} ms\n{row['round_over_plain']:.2f} × plain"
+        size = min(7.0, CROWDED / len(rows))
         axis.annotate(
-            ratio, (place, top), (0, 2), textcoords="offset points", ha="center", fontsize=7
+            ratio, (place, top), (0, 2), textcoords="offset points", ha="center", fontsize=size
         )
     _name_bars(axis, [[_short(row["context"]), *_words(row, varied)] for row in rows])
     axis.set_ylim(top=1.5 * max(tops))
@@ -219,8 +222,9 @@ def _words(row: dict[str, Any], names: Collection[str]) -> list[str]:
 
 def _name_bars(axis: Any, names: Sequence[Sequence[str]]) -> None:
     """Name the bars at 0, 1, ... in short lines; a few of them stay as narrow as several."""
-    labels = ["\n".join(textwrap.fill(words, 16) for words in name) for name in names]
-    axis.set_xticks(range(len(names)), labels, fontsize=8)
+    width = 16 if len(names) <= 5 else 10
+    labels = ["\n".join(textwrap.fill(words, width) for words in name) for name in names]
+    axis.set_xticks(range(len(names)), labels, fontsize=min(8.0, CROWDED / len(names)))
     middle, room = (len(names) - 1) / 2, max(len(names), 4) / 2
     axis.set_xlim(middle - room, middle + room)
 
