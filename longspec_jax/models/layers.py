@@ -66,6 +66,10 @@ class Projection(nn.Module):
         """Arrays ``[S, ..., out]`` whose sum is the mapped input; one axis out, no bias."""
         return summands(self._flat(x), self.weights()[0])
 
+    def gated(self, x: Array) -> Array:
+        """The second half of the mapped input, ``[..., 2, F]``, times the silu of the first."""
+        return gated_product(self._flat(x), self.weights()[0])
+
     @nn.compact
     def weights(self) -> tuple[Array, Array | None]:
         """The kernel ``[prod(in_axes), *out_axes]``, and the bias ``[*out_axes]`` if there is one."""
@@ -75,10 +79,6 @@ class Projection(nn.Module):
         if self.bias:
             bias = self.param("bias", nn.initializers.zeros, tuple(self.out_axes), self.dtype)
         return kernel.reshape(-1, *self.out_axes), bias
-
-    def gated(self, x: Array) -> Array:
-        """The second half of the mapped input, ``[..., 2, F]``, times the silu of the first."""
-        return gated_product(self._flat(x), self.weights()[0])
 
     def _flat(self, x: Array) -> Array:
         return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)
@@ -122,6 +122,7 @@ class SwiGLU(nn.Module):
     hidden: int
     dtype: jnp.dtype
     projection: Callable[..., Any] = Projection
+    """What the products are made with."""
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -147,6 +148,7 @@ class GroupedQKV(nn.Module):
     dtype: jnp.dtype
     bias: bool
     projection: Callable[..., Any] = Projection
+    """What the product is made with."""
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
