@@ -17,7 +17,7 @@ import concurrent.futures
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from infer import attention_tiles, attention_torch, bench_report
 from infer.attention_candidates import CANDIDATES, Refusal, compiled
 from infer.attention_cases import Case, Operands
 from infer.attention_torch import TORCH
+from infer.comma_separated import comma_separated
 from infer.timing import Roof, jax_seconds, measure_roof
 
 DEFAULT = ("ours", "mosaic", "cudnn", "xla-masked", "torch-sdpa", "torch-flex")
@@ -34,8 +35,8 @@ DEFAULT = ("ours", "mosaic", "cudnn", "xla-masked", "torch-sdpa", "torch-flex")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench attention``."""
-    integers = functools.partial(_split, int)
-    names = functools.partial(_split, str)
+    integers = comma_separated(int)
+    names = comma_separated(str)
     parser.add_argument("--tokens", type=integers, default=[1, 16, 48, 69, 128])
     parser.add_argument("--heads", type=names, default=["32/32", "32/8", "40/8"])
     parser.add_argument("--contexts", type=integers, default=[4096, 16384, 32768, 131072])
@@ -149,12 +150,8 @@ def line(row: dict[str, Any]) -> str:
 
 
 def _implementations(text: str) -> list[str]:
-    names, known = _split(str, text), [*CANDIDATES, *TORCH]
+    names, known = comma_separated(str)(text), [*CANDIDATES, *TORCH]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; choose from {known}")
     return names
-
-
-def _split(convert: Callable[[str], Any], text: str) -> list[Any]:
-    return [convert(part) for part in text.split(",")]

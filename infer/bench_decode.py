@@ -37,6 +37,7 @@ import numpy as np
 
 from infer import bench_adaptive, bench_parts, bench_report, bench_streaming
 from infer.bench_models import SHAPES, Model, draft_state, random_model
+from infer.comma_separated import comma_separated
 from infer.decode_setting import Bench, Setting
 from infer.kernel_profile import profile
 from infer.prefill_time import time_prefill
@@ -52,9 +53,9 @@ from longspec_jax.generation.memory import tree_bytes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench decode``."""
-    integers = functools.partial(_split, int)
+    integers = comma_separated(int)
     parser.add_argument(
-        "--shape", type=functools.partial(_split, str), default=["vicuna7b"], help=str([*SHAPES])
+        "--shape", type=comma_separated(str), default=["vicuna7b"], help=str([*SHAPES])
     )
     parser.add_argument("--context", type=integers, default=[4096, 32768])
     parser.add_argument("--batch", type=integers, default=[1])
@@ -358,7 +359,3 @@ def line(row: dict[str, Any]) -> str:
         )
         + (f"; prefill {row['prefill_tflop_per_s']} TFLOP/s" if "prefill_chunk" in row else "")
     )
-
-
-def _split(convert: Callable[[str], Any], text: str) -> list[Any]:
-    return [convert(part) for part in text.split(",")]

@@ -12,8 +12,7 @@ unless the draw skipped one. It is computed anew from the cache and may be off b
 """
 
 import argparse
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import jax
 import numpy as np
 
 from infer import bench_report
+from infer.comma_separated import comma_separated
 from longspec_jax import LongSpec, TreeConfig, demo_prompts
 from longspec_jax.generation.comparison import Comparison
 
@@ -41,10 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generations", type=int, default=60, help="of every temperature")
     parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt")
     parser.add_argument("--new_tokens", type=int, default=512)
-    parser.add_argument("--temperatures", type=functools.partial(_split, float), default=[0.0, 1.0])
-    parser.add_argument(
-        "--tree", type=functools.partial(_split, int), default=list(TreeConfig().widths)
-    )
+    parser.add_argument("--temperatures", type=comma_separated(float), default=[0.0, 1.0])
+    parser.add_argument("--tree", type=comma_separated(int), default=list(TreeConfig().widths))
     parser.add_argument("--dtype", default="bfloat16", help="float32 as a control")
     parser.add_argument("--attention", help="attention implementation; automatic if absent")
     parser.add_argument("--json", type=Path, help="write header, rows and summary to this file")
@@ -179,7 +177,3 @@ def line(row: dict[str, Any]) -> str:
         return f"{place}: all {row['new_tokens']} tokens identical, {accepted}"
     gap = "unknown" if row["gap"] is None else f"{row['gap']:.2e}"
     return f"{place}: differs from token {row['first_divergence']} on, gap {gap}, {accepted}"
-
-
-def _split(convert: Callable[[str], Any], text: str) -> list[Any]:
-    return [convert(part) for part in text.split(",")]

@@ -140,14 +140,7 @@ def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2)
 
 def greedy_request(batch: int, new_tokens: int) -> Request:
     """Every row wants ``new_tokens`` tokens at temperature 0 and stops at nothing."""
-    sampling = Sampling(
-        jnp.zeros(batch),
-        jnp.zeros(batch, jnp.int32),
-        jnp.ones(batch),
-        jnp.zeros(batch, jnp.uint32),
-        stochastic=False,
-        filtered=False,
-    )
+    sampling = Sampling.greedy(batch)
     return Request(sampling, jnp.full((batch, 1), -1), jnp.full((batch,), new_tokens, jnp.int32))
 
 

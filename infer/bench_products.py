@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from infer import bench_report
 from infer.bench_models import SHAPES, WEIGHT_SCALE
+from infer.comma_separated import comma_separated
 from infer.timing import jax_seconds, measure_roof, rounded
 from longspec_jax.config import TargetConfig
 from longspec_jax.ops import skinny_product
@@ -40,9 +41,9 @@ OPS: dict[str, tuple[Op, Op]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench products``."""
-    integers = functools.partial(_split, int)
+    integers = comma_separated(int)
     parser.add_argument(
-        "--shape", type=functools.partial(_split, str), default=["vicuna7b"], help=str([*SHAPES])
+        "--shape", type=comma_separated(str), default=["vicuna7b"], help=str([*SHAPES])
     )
     parser.add_argument("--rows", type=integers, default=[1, 16, 64])
     parser.add_argument("--json", type=Path, help="write header and rows to this file")
@@ -116,7 +117,3 @@ def line(row: dict[str, Any]) -> str:
 def _seconds(op: Op, x: jax.Array, weights: list[jax.Array]) -> float:
     program = jax.jit(lambda x, weights: [op(x, each) for each in weights])
     return jax_seconds(functools.partial(program, x, weights)) / len(weights)
-
-
-def _split(convert: Callable[[str], Any], text: str) -> list[Any]:
-    return [convert(part) for part in text.split(",")]

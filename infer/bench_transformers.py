@@ -10,7 +10,6 @@ and values) over the bandwidth measured in this run.
 """
 
 import argparse
-import functools
 import gc
 import statistics
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 from infer import bench_report
 from infer.bench_models import SHAPES
+from infer.comma_separated import comma_separated
 from infer.timing import median_seconds
 from longspec_jax.config import TargetConfig
 from longspec_jax.weights.hf_config import hf_config
@@ -33,7 +33,7 @@ ALIGNMENT = 64
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench transformers``."""
-    integers, names = functools.partial(_split, int), functools.partial(_split, str)
+    integers, names = comma_separated(int), comma_separated(str)
     parser.add_argument("--shape", type=names, default=["vicuna7b"], help=str([*SHAPES]))
     parser.add_argument("--context", type=integers, default=[4096, 32768])
     parser.add_argument("--batch", type=integers, default=[1])
@@ -265,7 +265,3 @@ def _release() -> None:
 def _rounded(value: float) -> float:
     """Four significant digits: more would not repeat."""
     return float(f"{value:.4g}")
-
-
-def _split(convert: Callable[[str], Any], text: str) -> list[Any]:
-    return [convert(part) for part in text.split(",")]

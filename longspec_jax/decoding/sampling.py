@@ -34,6 +34,18 @@ class Sampling:
     filtered: bool = struct.field(pytree_node=False, default=True)
     """Static: whether any row uses top-k or top-p. Spares the others a sort over the vocabulary."""
 
+    @classmethod
+    def greedy(cls, rows: int) -> "Sampling":
+        """The argmax in every one of so many rows."""
+        return cls(
+            jnp.zeros(rows),
+            jnp.zeros(rows, jnp.int32),
+            jnp.ones(rows),
+            jnp.zeros(rows, jnp.uint32),
+            stochastic=False,
+            filtered=False,
+        )
+
 
 def noise(
     sampling: Sampling, positions: Int[Array, "B P"], vocabulary: int

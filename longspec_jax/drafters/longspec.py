@@ -143,7 +143,7 @@ class LongSpecParams:
         Half the bytes at every level. The head's rows are rounded one by one: it is the same before
         and after :meth:`restricted`.
         """
-        if self.head_scale is not None:
+        if self.int8:
             raise ValueError("the draft is in 8 bits already; call in_int8 once")
         rows, scale = round_rows(self.head)
         layer = _rounded(self.layer)
@@ -156,14 +156,14 @@ class LongSpecParams:
 
     def logits(self, hidden: Array) -> Array:
         """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
-        if self.head_scale is None:
-            return head_logits(self.head, hidden)
-        return int8_product(hidden, self.head, self.head_scale)
+        if self.int8:
+            return int8_product(hidden, self.head, self.head_scale)
+        return head_logits(self.head, hidden)
 
     @property
     def own(self) -> Any:
         """What is not shared with the target: the layer, and the rows of a reduced or int8 head."""
-        if self.vocabulary is None and self.head_scale is None:
+        if self.vocabulary is None and not self.int8:
             return self.layer
         return self.layer, self.head, self.vocabulary, self.head_scale
 

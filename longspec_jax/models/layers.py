@@ -16,7 +16,7 @@ from longspec_jax.axes import Array
 from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, RopeScaling
 from longspec_jax.ops.int8_product import int8_product
 from longspec_jax.ops.residual_norm import residual_norm, rms_norm
-from longspec_jax.ops.skinny_product import gated_product, product, summands
+from longspec_jax.ops.skinny_product import gate, gated_product, product, summands
 
 INITIAL_SCALE = 0.02
 
@@ -111,8 +111,7 @@ class Int8Projection(nn.Module):
 
     def gated(self, x: Array) -> Array:
         """As of :class:`Projection`."""
-        gate_up = self(x)
-        return nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+        return gate(self(x))
 
 
 class SwiGLU(nn.Module):

@@ -73,7 +73,11 @@ def composed(x: Array, weights: Array, bias: Array | None = None) -> Array:
 
 def composed_gate(x: Array, weights: Array) -> Array:
     """The gated product in plain JAX."""
-    gate_up = composed(x, weights)
+    return gate(composed(x, weights))
+
+
+def gate(gate_up: Array) -> Array:
+    """``silu`` of the first half of ``[..., 2, F]`` times the second."""
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
 

@@ -28,14 +28,7 @@ def compiled_loop(
     target, drafter = CachedTarget(config), LongSpecDrafter(draft, TreeConfig((3, 2)))
     table = random_target(config)
     params = Params(table, draft_params(random_draft(draft), table))
-    sampling = Sampling(
-        jnp.zeros(batch),
-        jnp.zeros(batch, jnp.int32),
-        jnp.ones(batch),
-        jnp.zeros(batch, jnp.uint32),
-        stochastic=False,
-        filtered=False,
-    )
+    sampling = Sampling.greedy(batch)
     request = Request(sampling, jnp.full((batch, 1), -1), jnp.full(batch, 5))
     state = prefill(
         target,

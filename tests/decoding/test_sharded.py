@@ -56,13 +56,7 @@ def start(target: Any, draft: Any, attention: str | None = None) -> tuple[Any, .
     """The arguments of the decode loop after prefill."""
     models = CachedTarget(CONFIG, attention), LongSpecDrafter(DRAFT, TreeConfig((2,)), attention)
     params = Params(target, draft_params(draft, target))
-    greedy = Sampling(
-        jnp.zeros(2),
-        jnp.zeros(2, jnp.int32),
-        jnp.ones(2),
-        jnp.zeros(2, jnp.uint32),
-        stochastic=False,
-    )
+    greedy = Sampling.greedy(2)
     request = Request(greedy, jnp.full((2, 1), -1), jnp.full(2, 9))
     length = jnp.asarray([5, 3])
     options = dict(capacity=CAPACITY, max_emitted=9, chunk=8)

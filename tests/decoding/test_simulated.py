@@ -27,14 +27,7 @@ PARAMS = table_params(random_table(0, 97, VOCABULARY), random_table(1, 97, VOCAB
 
 
 def request() -> Request:
-    sampling = Sampling(
-        jnp.zeros(2),
-        jnp.zeros(2, jnp.int32),
-        jnp.ones(2),
-        jnp.zeros(2, jnp.uint32),
-        stochastic=False,
-        filtered=False,
-    )
+    sampling = Sampling.greedy(2)
     return Request(sampling, jnp.full((2, 1), -1), jnp.asarray(NEW))
 
 
