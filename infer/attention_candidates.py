@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from infer.attention_cases import HEAD_MAJOR, TOKEN_MAJOR, Case, abstract_operands
 from longspec_jax.ops import attention
 from longspec_jax.ops.tiles import MosaicTile, PrefixTile, TreeTile
+
+from .attention_cases import HEAD_MAJOR, TOKEN_MAJOR, Case, abstract_operands
 
 Call = Callable[..., jax.Array]
 """``(q, k, v, tree_k, tree_v, mask) -> out``, all in the shapes of a case."""

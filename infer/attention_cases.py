@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer.timing import Roof
+from .timing import Roof
 
 HEAD_MAJOR, TOKEN_MAJOR = "head-major", "token-major"
 """The two layouts of a cache: ``[B, K, S, H]``, the engine's, and ``[B, S, K, H]``."""

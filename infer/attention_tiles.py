@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from infer.attention_candidates import Refusal, compiled, ours_with
-from infer.attention_cases import HEAD_MAJOR, Case, Operands
-from infer.timing import Roof, jax_seconds
 from longspec_jax.ops.tiles import MosaicTile, PrefixTile, TreeTile, prefix_tile, tree_tile
+
+from .attention_candidates import Refusal, compiled, ours_with
+from .attention_cases import HEAD_MAJOR, Case, Operands
+from .timing import Roof, jax_seconds
 
 Tiles = tuple[PrefixTile | MosaicTile, TreeTile]
 

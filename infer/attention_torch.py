@@ -7,8 +7,8 @@ values of prefix and tree are one array, which saves torch a concatenation.
 from collections.abc import Callable
 from typing import Any
 
-from infer.attention_cases import Case, tree_mask
-from infer.timing import median_seconds
+from .attention_cases import Case, tree_mask
+from .timing import median_seconds
 
 
 def seconds(case: Case, attend: Callable[[Case, Any], Callable[..., Any]]) -> float:

@@ -8,12 +8,12 @@ import importlib
 from collections.abc import Sequence
 
 BENCHMARKS = {
-    "attention": "infer.bench_attention",
-    "decode": "infer.bench_decode",
-    "match": "infer.bench_match",
-    "products": "infer.bench_products",
-    "transformers": "infer.bench_transformers",
-    "report": "infer.bench_report",
+    "attention": ".bench_attention",
+    "decode": ".bench_decode",
+    "match": ".bench_match",
+    "products": ".bench_products",
+    "transformers": ".bench_transformers",
+    "report": ".bench_report",
 }
 """Subcommand to the module that provides ``add_arguments(parser)`` and ``main(arguments)``."""
 
@@ -23,11 +23,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m infer.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in BENCHMARKS.items():
-        benchmark = importlib.import_module(module)
+        benchmark = importlib.import_module(module, __package__)
         summary = (benchmark.__doc__ or name).splitlines()[0]
         benchmark.add_arguments(commands.add_parser(name, help=summary))
     arguments = parser.parse_args(argv)
-    importlib.import_module(BENCHMARKS[arguments.command]).main(arguments)
+    importlib.import_module(BENCHMARKS[arguments.command], __package__).main(arguments)
 
 
 if __name__ == "__main__":

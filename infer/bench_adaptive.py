@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from infer.decode_setting import Bench
-from infer.timing import rounded
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import adaptive
 from longspec_jax.decoding.policy import FastestWithinBudget, Measurement
+
+from .decode_setting import Bench
+from .timing import rounded
 
 
 class AdaptiveTime(NamedTuple):

@@ -23,12 +23,12 @@ from typing import Any
 
 import jax
 
-from infer import attention_tiles, attention_torch, bench_report
-from infer.attention_candidates import CANDIDATES, Refusal, compiled
-from infer.attention_cases import Case, Operands
-from infer.attention_torch import TORCH
-from infer.comma_separated import comma_separated
-from infer.timing import Roof, jax_seconds, measure_roof
+from . import attention_tiles, attention_torch, bench_report
+from .attention_candidates import CANDIDATES, Refusal, compiled
+from .attention_cases import Case, Operands
+from .attention_torch import TORCH
+from .comma_separated import comma_separated
+from .timing import Roof, jax_seconds, measure_roof
 
 DEFAULT = ("ours", "mosaic", "cudnn", "xla-masked", "torch-sdpa", "torch-flex")
 

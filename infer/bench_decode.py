@@ -35,13 +35,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer import bench_adaptive, bench_parts, bench_report, bench_streaming
-from infer.bench_models import SHAPES, Model, draft_state, random_model
-from infer.comma_separated import comma_separated
-from infer.decode_setting import Bench, Setting
-from infer.kernel_profile import profile
-from infer.prefill_time import time_prefill
-from infer.timing import measure_roof, rounded
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import cache_bytes
@@ -49,6 +42,14 @@ from longspec_jax.decoding.engine import SpecState
 from longspec_jax.decoding.simulated import AcceptanceLengths, simulated_decode
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.memory import tree_bytes
+
+from . import bench_adaptive, bench_parts, bench_report, bench_streaming
+from .bench_models import SHAPES, Model, draft_state, random_model
+from .comma_separated import comma_separated
+from .decode_setting import Bench, Setting
+from .kernel_profile import profile
+from .prefill_time import time_prefill
+from .timing import measure_roof, rounded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,10 +20,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from infer import bench_report
-from infer.comma_separated import comma_separated
 from longspec_jax import LongSpec, TreeConfig, demo_prompts
 from longspec_jax.generation.comparison import Comparison
+
+from . import bench_report
+from .comma_separated import comma_separated
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from infer import bench_report
-from infer.bench_models import SHAPES, WEIGHT_SCALE
-from infer.comma_separated import comma_separated
-from infer.timing import jax_seconds, measure_roof, rounded
 from longspec_jax.config import TargetConfig
 from longspec_jax.ops import skinny_product
+
+from . import bench_report
+from .bench_models import SHAPES, WEIGHT_SCALE
+from .comma_separated import comma_separated
+from .timing import jax_seconds, measure_roof, rounded
 
 DISTINCT_BYTES = 600e6
 """Weights in turn: a dozen times the second-level cache of an H200."""

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from infer import charts
+from . import charts
 
 Row = dict[str, Any]
 PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "transformers")

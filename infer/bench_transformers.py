@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from infer import bench_report
-from infer.bench_models import SHAPES
-from infer.comma_separated import comma_separated
-from infer.timing import median_seconds
 from longspec_jax.config import TargetConfig
 from longspec_jax.weights.hf_config import hf_config
+
+from . import bench_report
+from .bench_models import SHAPES
+from .comma_separated import comma_separated
+from .timing import median_seconds
 
 STATIC, DYNAMIC = "transformers-static", "transformers-dynamic"
 WARM_TOKENS = 6

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infer import arguments as arguments_lib
-from infer.compilation import enable_cache
-from infer.display import Screen, wants_color
-from infer.report import Outcome, as_json
+from . import arguments as arguments_lib
+from .compilation import enable_cache
+from .display import Screen, wants_color
+from .report import Outcome, as_json
 
 USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
 
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> list[Outcome]:
     # A Python without PyTorch is what we run in; transformers need not warn of it.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     enable_cache(arguments.compilation_cache)
-    from infer.session import Session, load  # Slow to import: not for --help or a typing error.
+    from .session import Session, load  # Slow to import: not for --help or a typing error.
 
     # With JSON on standard output, everything meant for reading goes to standard error.
     out = sys.stderr if arguments.json == "-" else sys.stdout

@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from infer.bench_models import (
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding import engine
+from longspec_jax.decoding.cache import KVCache, bucket_capacity
+from longspec_jax.decoding.engine import SpecState
+from longspec_jax.decoding.simulated import AcceptanceLengths
+from longspec_jax.drafters.longspec import LongSpecDrafter
+
+from .bench_models import (
     Model,
     abstract,
     draft_state,
@@ -15,12 +22,6 @@ from infer.bench_models import (
     greedy_request,
     state_at,
 )
-from longspec_jax.config import TreeConfig
-from longspec_jax.decoding import engine
-from longspec_jax.decoding.cache import KVCache, bucket_capacity
-from longspec_jax.decoding.engine import SpecState
-from longspec_jax.decoding.simulated import AcceptanceLengths
-from longspec_jax.drafters.longspec import LongSpecDrafter
 
 
 @dataclasses.dataclass(frozen=True)

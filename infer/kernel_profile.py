@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from infer.decode_setting import Bench
+from .decode_setting import Bench
 
 
 def profile(bench: Bench, program: Any, drafter: Any, folder: Path) -> None:

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer.decode_setting import Bench
-from infer.timing import rounded
 from longspec_jax.decoding import engine
+
+from .decode_setting import Bench
+from .timing import rounded
 
 
 def time_prefill(bench: Bench, chunk: int) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from infer import prompts as prompts_lib
-from infer.arguments import DTYPES, sampling_options
-from infer.display import Screen
-from infer.report import Outcome, lines, memory_plan_line
 from longspec_jax import PLAIN, LongSpec, TreeConfig, demo_prompts
+
+from . import prompts as prompts_lib
+from .arguments import DTYPES, sampling_options
+from .display import Screen
+from .report import Outcome, lines, memory_plan_line
 
 DEFAULT_PROMPT = "networkx_classes_digraph"
 """More than 8000 tokens, and greedily completed by the demo model without repeating itself, which a

@@ -32,7 +32,11 @@ FOREIGN = {"absl", "ml_collections", "orbax", "optax", "datasets", "torch", "jax
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """Dotted names a file imports, and whether at module level."""
+    """Dotted names a file imports, and whether at module level.
+
+    The commands import each other relatively, so that a wheel can hold them under the library's name.
+    """
+    folder = path.relative_to(ROOT).parts[0]
     tree = ast.parse(path.read_text())
     found = []
     for node in ast.walk(tree):
@@ -40,8 +44,11 @@ def imports(path: Path) -> list[tuple[str, bool]]:
         if isinstance(node, ast.Import):
             found += [(alias.name, top) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            found += [(f"{node.module}.{alias.name}", top) for alias in node.names]
+            relative = folder in ENTRY and folder != "configs"
+            assert node.level == 0 or relative, f"{path}: relative import"
+            module = ".".join(filter(None, [folder if node.level else "", node.module]))
+            assert node.level == 1 or module.split(".")[0] != folder or not relative, module
+            found += [(f"{module}.{alias.name}", top) for alias in node.names]
     return found
 
 

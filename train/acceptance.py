@@ -18,9 +18,10 @@ import numpy as np
 from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.models.target import head_logits
-from train.losses import chunk_length
-from train.passes import Draws, TargetView, head_of, run_draft, run_target
-from train.transforms import plain_positions
+
+from .losses import chunk_length
+from .passes import Draws, TargetView, head_of, run_draft, run_target
+from .transforms import plain_positions
 
 TOP = 4
 """The first level of the paper's tree proposes this many tokens."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from train.config import RunConfig
+from .config import RunConfig
 
 _HEAD = """---
 license: mit

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from train.step import TrainState
+from .step import TrainState
 
 
 class Checkpoints:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from train.config import CorpusConfig
-from train.tokenizer import BOS, EOS, PAD
+from .config import CorpusConfig
+from .tokenizer import BOS, EOS, PAD
 
 PERMISSIVE = re.compile(
     r"^(MIT(-0|-CMU)?|0?BSD.*|Apache-2\.0|Apache.*2(\.0)?.*|ISC(L)?|PSF-2\.0|Python-2\.0(\.1)?|Zlib"

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from train.step import Batch
+from .step import Batch
 
 Row = tuple[np.ndarray, np.ndarray]
 """``tokens[T]`` int32 and ``weights[T]`` float32."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from train.config import DataConfig
-from train.data import Row
-from train.formats import Turn
-from train.loading import Documents
+from .config import DataConfig
+from .data import Row
+from .formats import Turn
+from .loading import Documents
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from train.config import DataConfig
-from train.formats import Fields, Turn, to_turns
+from .config import DataConfig
+from .formats import Fields, Turn, to_turns
 
 LINE = "json_line"
 """The column of a JSON-lines file: rows of different shapes do not fit one Arrow schema, lines do."""

@@ -17,12 +17,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
-from train.checkpoint import Checkpoints
-from train.config import OptimizerConfig, RunConfig, StageConfig
-from train.data import Batches, prefetch
-from train.metrics import Metrics
-from train.optim import learning_rate
-from train.step import ROWS, Batch, Objective, Step, TrainState
+from .checkpoint import Checkpoints
+from .config import OptimizerConfig, RunConfig, StageConfig
+from .data import Batches, prefetch
+from .metrics import Metrics
+from .optim import learning_rate
+from .step import ROWS, Batch, Objective, Step, TrainState
 
 
 class Interrupted(Exception):

@@ -14,12 +14,13 @@ from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.drafters.longspec import LongSpecDraft
 from longspec_jax.models.target import Target
-from train.acceptance import Pair, simulated_acceptance
-from train.config import DraftSettings
-from train.losses import cross_entropy_sum, next_token_labels
-from train.passes import Draws, cast, head_of, run_draft, run_target
-from train.step import Batch
-from train.transforms import anchored_positions, noisy_shifts, plain_positions
+
+from .acceptance import Pair, simulated_acceptance
+from .config import DraftSettings
+from .losses import cross_entropy_sum, next_token_labels
+from .passes import Draws, cast, head_of, run_draft, run_target
+from .step import Batch
+from .transforms import anchored_positions, noisy_shifts, plain_positions
 
 
 @dataclass(frozen=True)

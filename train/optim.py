@@ -13,7 +13,8 @@ import jax
 import optax
 
 from longspec_jax.sharding import path_name
-from train.config import OptimizerConfig
+
+from .config import OptimizerConfig
 
 _NOT_DECAYED = re.compile(r"(scale|bias)$")
 

@@ -10,7 +10,8 @@ from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.drafters.longspec import LongSpecDraft
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention import causal_attention
-from train.transforms import shifted_attention
+
+from .transforms import shifted_attention
 
 
 class TargetView(NamedTuple):

@@ -18,20 +18,21 @@ from jax.sharding import Mesh
 from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_draft, load_target, save_draft, save_target
-from train.card import write_card
-from train.checkpoint import Checkpoints
-from train.config import CorpusConfig, PretrainingConfig, RunConfig, StageConfig
-from train.corpus import build_corpus, read_texts
-from train.data import Batches, write_tokens
-from train.loop import Stage, run_stage
-from train.metrics import Metrics
-from train.objectives import DraftObjective, TargetObjective
-from train.optim import make_optimizer
-from train.passes import cast
-from train.processes import by_first, gathered
-from train.rows import Source
-from train.step import Objective, initial_state, make_step, state_shardings
-from train.tokenizer import encode_documents, load_tokenizer, train_tokenizer
+
+from .card import write_card
+from .checkpoint import Checkpoints
+from .config import CorpusConfig, PretrainingConfig, RunConfig, StageConfig
+from .corpus import build_corpus, read_texts
+from .data import Batches, write_tokens
+from .loop import Stage, run_stage
+from .metrics import Metrics
+from .objectives import DraftObjective, TargetObjective
+from .optim import make_optimizer
+from .passes import cast
+from .processes import by_first, gathered
+from .rows import Source
+from .step import Objective, initial_state, make_step, state_shardings
+from .tokenizer import encode_documents, load_tokenizer, train_tokenizer
 
 
 @dataclass

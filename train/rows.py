@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from train.config import DataConfig, RunConfig, StageConfig
-from train.data import (
+from .config import DataConfig, RunConfig, StageConfig
+from .data import (
     PackedRows,
     Rows,
     Selection,
@@ -23,11 +23,11 @@ from train.data import (
     read_tokens,
     write_tokens,
 )
-from train.documents import DocumentRows
-from train.loading import load_documents
-from train.processes import by_first
-from train.step import ROWS, Batch
-from train.tokenizer import encode_documents, load_tokenizer
+from .documents import DocumentRows
+from .loading import load_documents
+from .processes import by_first
+from .step import ROWS, Batch
+from .tokenizer import encode_documents, load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,11 @@ def main(argv: Sequence[str]) -> int:
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save.
     from jax.errors import JaxRuntimeError
 
-    from train import processes
-    from train.card import portable_command
-    from train.config import from_config
-    from train.loop import Interrupted
-    from train.pipeline import train
+    from . import processes
+    from .card import portable_command
+    from .config import from_config
+    from .loop import Interrupted
+    from .pipeline import train
 
     try:
         config = from_config(_CONFIG.value.to_dict())

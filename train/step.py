@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from longspec_jax.axes import Array
 from longspec_jax.sharding import param_shardings, partition_spec, path_name
-from train.passes import cast
+
+from .passes import cast
 
 ROWS = P(None, ("data", "fsdp"))
 """Batches are ``[A, B, T]``: micro-batches one after another, their rows spread over both data axes."""

@@ -25,9 +25,10 @@ from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
 from longspec_jax.weights.hf import load_stop_tokens
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
-from train.config import DataConfig
-from train.loading import load_documents
-from train.tokenizer import encode_documents, load_tokenizer
+
+from .config import DataConfig
+from .loading import load_documents
+from .tokenizer import encode_documents, load_tokenizer
 
 SHARES = (32, 16, 8, 4, 2)
 """Fractions of the vocabulary whose coverage of the corpus is printed."""

@@ -1,0 +1,48 @@
+"""What a call is doing while no text comes: for whoever waits for it.
+
+A call reports its activities to the function it was given, in the order in which they begin; a long
+one is reported again as it gets on. Reports cost nothing where nobody listens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from longspec_jax.config import TreeConfig
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """Programs of a new shape are compiled and tried out."""
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """Trees are timed, once for this model on this machine, to choose what calls run by default."""
+
+    tree: TreeConfig
+    """The one being timed; without levels, plain decoding."""
+
+
+@dataclass(frozen=True)
+class Prefilling:
+    """The prompts are run through the target."""
+
+    done: int
+    """Tokens of the longest prompt so far."""
+    total: int
+    """Its tokens."""
+
+
+@dataclass(frozen=True)
+class DecodingPlainly:
+    """A comparison decodes once more, without speculation."""
+
+    done: int
+    """Tokens emitted so far, all rows together."""
+    total: int
+    """Most tokens it will emit."""
+
+
+Activity: TypeAlias = Compiling | Fitting | Prefilling | DecodingPlainly
+OnActivity: TypeAlias = Callable[[Activity], None]
