@@ -29,6 +29,7 @@ from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.verify import Walk, walk
 from longspec_jax.drafters.base import Context, Drafter
 from longspec_jax.drafters.tree import Tree, node_depths
+from longspec_jax.ops.partitioned import spread_over
 
 Walker: TypeAlias = Callable[[Tree, Array, int], Walk]
 """``(tree, draws[B, T], levels) -> walk``: what :func:`longspec_jax.decoding.verify.walk` is."""
@@ -185,7 +186,9 @@ def _prefill_chunk(
     """One chunk; keeps the logits of the rows whose last prompt token it holds."""
     fresh = jax.lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
     last = length - 1 - offset
-    new, cache = target.prefill_chunk(params, cache, fresh, offset, jnp.clip(last, 0, chunk - 1))
+    at = jnp.clip(last, 0, chunk - 1)
+    with spread_over(target.devices):
+        new, cache = target.prefill_chunk(params, cache, fresh, offset, at)
     here = (last >= 0) & (last < chunk)
     return jax.lax.with_sharding_constraint(
         (jnp.where(here[:, None], new, logits), cache), (home.rows, home.cache)
@@ -210,9 +213,11 @@ def _start(
     first = draw(logits[:, None], gumbel, request.sampling)[:, 0]
     stopped = (request.stop_tokens == first[:, None]).any(axis=1) | (first == NO_TOKEN)
     output = jnp.zeros((batch, max_emitted + height), jnp.int32).at[:, 0].set(first)
+    with spread_over(target.devices):
+        draft = drafter.prefill(params.draft, tokens, length)
     return SpecState(
         cache=cache,
-        draft=drafter.prefill(params.draft, tokens, length),
+        draft=draft,
         length=length,
         pending=first,
         output=output,
@@ -242,11 +247,12 @@ def spec_step(
       state: the state before the round.
       walker: how the tree is walked. Only the default is lossless; another one serves to measure.
     """
-    gumbel = round_noise(target, drafter, request, state.length)
-    tree = propose_tree(drafter, params, request, state, gumbel)
-    verified, draws = verify_tree(target, drafter, params, request, state, tree, gumbel)
-    walked = walker(tree, draws, drafter.tree.num_levels)
-    return commit_walk(drafter, params, request, state, verified, walked)
+    with spread_over(target.devices):
+        gumbel = round_noise(target, drafter, request, state.length)
+        tree = propose_tree(drafter, params, request, state, gumbel)
+        verified, draws = verify_tree(target, drafter, params, request, state, tree, gumbel)
+        walked = walker(tree, draws, drafter.tree.num_levels)
+        return commit_walk(drafter, params, request, state, verified, walked)
 
 
 def round_noise(
