@@ -10,13 +10,14 @@ LIBRARY = "longspec_jax"
 
 ALLOWED: dict[str, set[str]] = {
     "axes": set(),
-    "config": set(),
+    "checks": set(),
+    "config": {"checks"},
     "sharding": {"axes", "config"},
     "ops": {"axes", "config"},
     "models": {"axes", "config", "ops"},
     "drafters": {"axes", "config", "ops", "models"},
     "decoding": {"axes", "config", "ops", "models", "drafters", "sharding"},
-    "weights": {"axes", "config", "models", "drafters", "sharding"},
+    "weights": {"axes", "checks", "config", "models", "drafters", "sharding"},
     "loading": {"axes", "config", "ops", "models", "generation", "weights"},
     "generation": {"axes", "config", "models", "drafters", "decoding"},
 }
