@@ -15,8 +15,8 @@ MAX_LAYERS = 1024
 """Most layers of a target: every layer is a part of its own of the compiled program."""
 SMALLEST_EPS = 1e-30
 """Least epsilon of a norm that float32 can still add and divide by."""
-LARGEST_FACTOR = 1e6
-"""Most that a rotary scaling stretches positions."""
+SMALLEST_FACTOR, LARGEST_FACTOR = 1e-6, 1e6
+"""Between them is every factor of a rotary scaling."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,12 @@ class Llama3RopeScaling:
     def __post_init__(self) -> None:
         who = "llama3 rope scaling: "
         finite_number(f"{who}factor", self.factor, 1, LARGEST_FACTOR)
-        finite_number(f"{who}low_freq_factor", self.low_freq_factor, 0, LARGEST_FACTOR)
-        finite_number(f"{who}high_freq_factor", self.high_freq_factor, 0, LARGEST_FACTOR)
+        finite_number(
+            f"{who}low_freq_factor", self.low_freq_factor, SMALLEST_FACTOR, LARGEST_FACTOR
+        )
+        finite_number(
+            f"{who}high_freq_factor", self.high_freq_factor, SMALLEST_FACTOR, LARGEST_FACTOR
+        )
         whole_number(f"{who}original_max_positions", self.original_max_positions)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(

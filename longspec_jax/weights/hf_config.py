@@ -263,10 +263,11 @@ def _architecture(raw: RawConfig) -> str:
     """The Hugging Face class, by name or by ``model_type``."""
     names = raw.texts("architectures")
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
-    kind = None if names else raw.text("model_type", "") or None
-    name = names[0] if names else by_type.get(kind or "", kind)
+    kind = raw.text("model_type", "")
+    name = names[0] if names else by_type.get(kind, kind)
     if name not in FAMILIES:
-        raise ValueError(f"{raw.origin}: {_unsupported(name)}")
+        key = "architectures" if names else "model_type"
+        raise ValueError(f"{raw.origin}, {key}: {_unsupported(name or None)}")
     return name
 
 
@@ -340,7 +341,8 @@ def _dtype(raw: RawConfig, dtype: str | None) -> str:
         return check_dtype(dtype)
     key = "dtype" if raw.has("dtype") else "torch_dtype"
     if not raw.has(key):
-        raise ValueError(f"{raw.origin} names no dtype; pass dtype=, one of {', '.join(DTYPES)}")
+        named = ", ".join(DTYPES)
+        raise ValueError(f"{raw.origin}: no dtype or torch_dtype; pass dtype=, one of {named}")
     named = raw.text(key, "").removeprefix("torch.")
     if named not in DTYPES:
         rule = f"is not supported; parameters are one of {', '.join(DTYPES)}"

@@ -9,6 +9,7 @@ from typing import Any
 from longspec_jax.checks import shown
 from longspec_jax.config import (
     LARGEST_FACTOR,
+    SMALLEST_FACTOR,
     LinearRopeScaling,
     Llama3RopeScaling,
     RopeScaling,
@@ -19,6 +20,7 @@ KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_condense_ratio")
 """Every key that says something about the rotary embedding."""
 
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_OTHER = "load another model"
 
 
 def rope_theta(raw: RawConfig) -> float:
@@ -37,10 +39,13 @@ def rope_scaling(raw: RawConfig) -> RopeScaling:
     entry = raw.part("rope_parameters" if raw.has("rope_parameters") else "rope_scaling")
     kind = entry.text("rope_type", entry.text("type", "default"))
     condense = raw.number("rope_condense_ratio", 1.0, 1, LARGEST_FACTOR)
-    whole = entry.number("partial_rotary_factor", 1.0) == 1
-    # Values that are dictionaries are one embedding a layer type, which no supported family has.
-    if not whole or any(isinstance(part, dict) for part in entry.values.values()):
-        kind = "partial or nested"
+    if entry.number("partial_rotary_factor", 1.0) != 1:
+        raise entry.error(
+            "partial_rotary_factor", "is not supported: heads are rotated whole", _OTHER
+        )
+    for key, part in entry.values.items():
+        if isinstance(part, dict):
+            raise entry.error(key, "is not supported: all layers rotate alike, by numbers", _OTHER)
     if kind == "default":
         return None if condense == 1 else LinearRopeScaling(condense)
     if kind == "linear":
@@ -62,8 +67,8 @@ def _llama3(entry: RawConfig) -> Llama3RopeScaling:
     """Llama 3.1's scaling."""
     entry.require(_LLAMA3_KEYS, "llama3 rope scaling")
     factor, low, high, original = _LLAMA3_KEYS
-    slow = entry.number(low, most=LARGEST_FACTOR)
-    fast = entry.number(high, most=LARGEST_FACTOR)
+    slow = entry.number(low, least=SMALLEST_FACTOR, most=LARGEST_FACTOR)
+    fast = entry.number(high, least=SMALLEST_FACTOR, most=LARGEST_FACTOR)
     if fast <= slow:
         raise entry.error(high, f"must be above {low}={slow:g}")
     stretch = entry.number(factor, least=1, most=LARGEST_FACTOR)
