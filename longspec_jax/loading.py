@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from longspec_jax.checks import LARGEST_NUMBER
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
 from longspec_jax.weights.hf_config import target_config
@@ -55,6 +56,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
 def _check_settings(settings: RawConfig) -> None:
     """Refuse a tokenizer that is code: transformers would ask for leave and then run it."""
     settings.text("tokenizer_class", "")
+    settings.number("model_max_length", LARGEST_NUMBER)
     named = settings.values.get("auto_map")
     if named.get("AutoTokenizer") if isinstance(named, dict) else named:
         raise settings.error(

@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "drafters": {"axes", "config", "ops", "models"},
     "decoding": {"axes", "config", "ops", "models", "drafters", "sharding"},
     "weights": {"axes", "checks", "config", "models", "drafters", "sharding"},
-    "loading": {"axes", "config", "ops", "models", "generation", "weights"},
+    "loading": {"axes", "checks", "config", "ops", "models", "generation", "weights"},
     "generation": {"axes", "config", "models", "drafters", "decoding"},
 }
 """What each part of the library may import besides itself; parts not listed may import all."""
