@@ -133,6 +133,7 @@ class LongSpec:
             _check_there_is_a_draft(draft)
 
         dtype = best_dtype() if dtype == "auto" else dtype
+        stop_tokens = hf.load_stop_tokens(target, revision=revision)
         if mesh is None:
             check_weights_fit(target, dtype, revision)
         target_config, target_params = hf.load_target(
@@ -153,7 +154,7 @@ class LongSpec:
             draft_config,
             draft_params,
             tokenizer=tokenizer,
-            stop_tokens=hf.load_stop_tokens(target, revision=revision),
+            stop_tokens=stop_tokens,
             tree=tree or DEFAULT_TREE,
             attention=attention,
             prefill_chunk=prefill_chunk or (2048 if jax.default_backend() == "gpu" else 256),

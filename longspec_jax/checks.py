@@ -11,8 +11,8 @@ LARGEST_WHOLE = 2**31 - 1
 """Sizes, positions and token ids are 32-bit integers on the device."""
 LARGEST_NUMBER = 1e30
 """Numbers are float32 on the device, which ends at 3e38; this leaves room to multiply."""
-
 LONGEST_SHOWN = 80
+"""Characters of a value in a message."""
 
 
 def is_whole(value: Any) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longspec_jax.checks import finite_number, is_whole, whole_number
+from longspec_jax.checks import finite_number, is_whole, shown, whole_number
 
 MAX_LAYERS = 1024
 """Most layers of a target: every layer is a part of its own of the compiled program."""
@@ -167,13 +167,13 @@ class TreeConfig:
         object.__setattr__(self, "widths", _tree_widths(self.widths))
         if self.num_grown > MAX_TREE_NODES:
             raise ValueError(
-                f"tree {self.widths} has {self.num_grown} nodes with its root; the attention kernels "
-                f"take at most {MAX_TREE_NODES}"
+                f"tree {shown(self.widths)} has {self.num_grown} nodes with its root; the attention "
+                f"kernels take at most {MAX_TREE_NODES}"
             )
         if self.budget is not None and not (is_whole(self.budget) and self.budget >= 1):
             raise ValueError(
                 "a tree budget counts the root and must be whole and at least 1 node, got "
-                f"{self.budget!r}; leave it out to verify all {self.num_grown} nodes"
+                f"{shown(self.budget)}; leave it out to verify all {self.num_grown} nodes"
             )
 
     @property
@@ -207,12 +207,13 @@ def _tree_widths(widths: Any) -> tuple[int, ...]:
     ordered = isinstance(widths, Sequence) and not isinstance(widths, str | bytes)
     if not ordered or not all(is_whole(width) for width in widths):
         raise ValueError(
-            f"tree widths must be whole numbers, one a level, such as (4, 16, 16), got {widths!r}"
+            "tree widths must be whole numbers, one a level, such as (4, 16, 16), got "
+            f"{shown(widths)}"
         )
     found = tuple(int(width) for width in widths)
     if any(width < 1 for width in found):
         raise ValueError(
-            f"tree widths must be positive, got {found}; use fewer levels for a shallower tree"
+            f"tree widths must be positive, got {shown(found)}; use fewer levels for a shallower tree"
         )
     if len(found) > MAX_TREE_LEVELS:
         raise ValueError(
@@ -223,7 +224,9 @@ def _tree_widths(widths: Any) -> tuple[int, ...]:
 
 
 MAX_TREE_NODES = 256
+"""Most query tokens of one verification."""
 MAX_TREE_LEVELS = 32
+"""Most levels: 200 of them compile for minutes."""
 PLAIN = TreeConfig(())
 DEFAULT_TREE = TreeConfig(budget=64)
 """The tree of calls that name none: the paper's, of which the best 64 of 69 nodes are verified. They

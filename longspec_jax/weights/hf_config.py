@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from longspec_jax.checks import LARGEST_WHOLE
+from longspec_jax.checks import LARGEST_WHOLE, whole_number
 from longspec_jax.config import (
     MAX_LAYERS,
     SMALLEST_EPS,
@@ -115,6 +115,7 @@ def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> dict[s
             f"qk_norm={family.qk_norm}, this configuration has qkv_bias={config.qkv_bias} and "
             f"qk_norm={config.qk_norm}; name the architecture it belongs to"
         )
+    end = [whole_number("stop_tokens", token, 0, config.vocab_size - 1) for token in stop_tokens]
     raw: dict[str, Any] = {
         "architectures": [config.architecture],
         "model_type": family.model_type,
@@ -127,7 +128,7 @@ def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> dict[s
         "torch_dtype": config.dtype,
         # Explicit, because transformers' own defaults (1 and 2) mean something else elsewhere.
         "bos_token_id": None,
-        "eos_token_id": list(stop_tokens) or None,
+        "eos_token_id": end or None,
         **raw_rope(config.rope_theta, config.rope_scaling),
         **_raw_positions(config),
     }
