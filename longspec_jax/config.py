@@ -170,6 +170,11 @@ class TreeConfig:
                 f"tree {shown(self.widths)} has {self.num_grown} nodes with its root; the attention "
                 f"kernels take at most {MAX_TREE_NODES}"
             )
+        if self.num_levels > MAX_TREE_LEVELS:
+            raise ValueError(
+                f"a tree of {self.num_levels} levels is too deep: every level is compiled and run on its "
+                f"own, and the largest number that is taken is {MAX_TREE_LEVELS}"
+            )
         if self.budget is not None and not (is_whole(self.budget) and self.budget >= 1):
             raise ValueError(
                 "a tree budget counts the root and must be whole and at least 1 node, got "
@@ -214,11 +219,6 @@ def _tree_widths(widths: Any) -> tuple[int, ...]:
     if any(width < 1 for width in found):
         raise ValueError(
             f"tree widths must be positive, got {shown(found)}; use fewer levels for a shallower tree"
-        )
-    if len(found) > MAX_TREE_LEVELS:
-        raise ValueError(
-            f"a tree of {len(found)} levels is too deep: every level is compiled and run on its own, "
-            f"and the largest number that is taken is {MAX_TREE_LEVELS}"
         )
     return found
 
