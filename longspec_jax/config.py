@@ -172,8 +172,8 @@ class TreeConfig:
             )
         if self.num_levels > MAX_TREE_LEVELS:
             raise ValueError(
-                f"a tree of {self.num_levels} levels is too deep: every level is compiled and run on its "
-                f"own, and the largest number that is taken is {MAX_TREE_LEVELS}"
+                f"a tree of {self.num_levels} levels is too deep: every level is compiled and run on "
+                f"its own, and the largest number that is taken is {MAX_TREE_LEVELS}"
             )
         if self.budget is not None and not (is_whole(self.budget) and self.budget >= 1):
             raise ValueError(
