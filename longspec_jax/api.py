@@ -152,6 +152,7 @@ class LongSpec:
 
         keep_programs()
         dtype = best_dtype() if dtype == "auto" else dtype
+        stop_tokens = hf.load_stop_tokens(target, revision=revision)
         if mesh is None:
             check_weights_fit(target, dtype, revision)
         target_config, target_params = hf.load_target(
@@ -172,7 +173,7 @@ class LongSpec:
             draft_config,
             draft_params,
             tokenizer=tokenizer,
-            stop_tokens=hf.load_stop_tokens(target, revision=revision),
+            stop_tokens=stop_tokens,
             tree=tree,
             attention=attention,
             prefill_chunk=prefill_chunk or (2048 if jax.default_backend() == "gpu" else 256),
@@ -391,7 +392,7 @@ class LongSpec:
         elif chosen is None:
             trees = (PLAIN,)
         else:
-            trees = (chosen if isinstance(chosen, TreeConfig) else TreeConfig(tuple(chosen)),)
+            trees = (chosen if isinstance(chosen, TreeConfig) else TreeConfig(chosen),)
             if self.draft_config is None and tree is None:
                 trees = (PLAIN,)
         if not trees[-1].widths:
