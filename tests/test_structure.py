@@ -10,7 +10,9 @@ LIBRARY = "longspec_jax"
 
 ALLOWED: dict[str, set[str]] = {
     "axes": set(),
+    "commands": set(),
     "config": set(),
+    "extras": set(),
     "sharding": {"axes", "config"},
     "ops": {"axes", "config"},
     "models": {"axes", "config", "ops"},
