@@ -57,19 +57,19 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     straight, halved = tmp_path / "straight", tmp_path / "halved"
     # Two of the 38 documents are measured on, the others give four steps an epoch.
     epochs = "--config.stages.short.epochs=2"
-    assert command(monkeypatch, *arguments(target, files, straight), epochs) == 0
+    assert command(*arguments(target, files, straight), epochs) == 0
     assert len(losses(straight)) == 8
 
     with monkeypatch.context() as patch:
         interrupt_at(3, patch)
-        assert command(patch, *arguments(target, files, halved), epochs) == run.INTERRUPTED
+        assert command(*arguments(target, files, halved), epochs) == run.INTERRUPTED
     assert "of stage draft_short; the same command resumes it" in capsys.readouterr().err
     assert not (halved / "draft").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     more = write_documents(tmp_path / "more.jsonl", 60)
-    assert command(monkeypatch, *arguments(target, more, halved), epochs) == run.BAD_INPUT
+    assert command(*arguments(target, more, halved), epochs) == run.BAD_INPUT
     assert "data or batch changed" in capsys.readouterr().err
-    assert command(monkeypatch, *arguments(target, files, halved), epochs) == 0
+    assert command(*arguments(target, files, halved), epochs) == 0
 
     weights = [folder / "draft" / "model.safetensors" for folder in (straight, halved)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
@@ -89,7 +89,7 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     # The last stage starts from this draft and learns answers alone.
     sft = arguments(target, files, tmp_path / "sft", "sft")
     start = f"--config.draft.init={halved / 'draft'}"
-    assert command(monkeypatch, *sft, start, "--config.stages.sft.steps=1") == 0
+    assert command(*sft, start, "--config.stages.sft.steps=1") == 0
     first = next(record for record in records(tmp_path / "sft") if "loss" in record)
     assert first["tokens"] < 8 * 40 / 2 and abs(first["loss"] - losses(halved)[-1]) < 1
     before, after = (
@@ -147,7 +147,7 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(ROOT)
     given, sentence = MISTAKES[name]
-    assert command(monkeypatch, *given, f"--workdir={tmp_path / 'work'}") == run.BAD_INPUT
+    assert command(*given, f"--workdir={tmp_path / 'work'}") == run.BAD_INPUT
     error = capsys.readouterr().err.strip()
     assert sentence in error and error.startswith("train.run: ") and "\n" not in error
     assert not (tmp_path / "work").exists()
@@ -170,7 +170,7 @@ def test_data_and_model_that_do_not_fit_are_refused(
         "--config.target=a/b/c": "is not a folder",
         "--config.draft.init=runs/absent/draft": "runs/absent/draft is not a folder",
     }.items():
-        assert command(monkeypatch, *given, change) == run.BAD_INPUT
+        assert command(*given, change) == run.BAD_INPUT
         error = capsys.readouterr().err.strip()
         assert sentence in error and "Traceback" not in error, change
 
