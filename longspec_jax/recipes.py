@@ -134,22 +134,20 @@ def paper_config(
     if variant not in VARIANTS:
         raise ValueError(f"{name} has no variant {variant!r}; choose one of {', '.join(VARIANTS)}")
     config = base_config()
-    config.title = f"LongSpec draft for {target}, stage {variant}"
-    config.target = target
-    config.update(overrides)
+    config.update(target=target, title=f"LongSpec draft for {target}, stage {variant}", **overrides)
     if variant == "short":
-        config.data.hub = SHORT_DATA
         # 16 micro-batches of 128 rows: 16k tokens a device on eight devices.
-        config.stages.short = stage(
-            SHORT_LENGTH, 2048, 5e-4, accumulation=16, max_offset=max_offset
-        )
+        first = stage(SHORT_LENGTH, 2048, 5e-4, accumulation=16, max_offset=max_offset)
+        config.update(data=dict(hub=SHORT_DATA), stages=dict(short=first))
         return config
     earlier = VARIANTS[VARIANTS.index(variant) - 1]
-    config.draft.init = f"runs/{name}-{earlier}/draft"
-    config.data.hub = LONG_DATA if variant == "long" else sft_data
-    config.data.mask_prompts = variant == "sft"
-    config.save_every = 20
-    config.accept_every = 20
-    # Micro-batches of eight rows: one long row a device on eight devices.
-    config.stages[variant] = stage(long_length, 256, 5e-6, accumulation=32)
+    hub = LONG_DATA if variant == "long" else sft_data
+    config.update(
+        draft=dict(init=f"runs/{name}-{earlier}/draft"),
+        data=dict(hub=hub, mask_prompts=variant == "sft"),
+        save_every=20,
+        accept_every=20,
+        # Micro-batches of eight rows: one long row a device on eight devices.
+        stages={variant: stage(long_length, 256, 5e-6, accumulation=32)},
+    )
     return config

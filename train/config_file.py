@@ -4,9 +4,10 @@ A configuration is a Python file with ``get_config([variant])``. Those of the pr
 folder, in a checkout and in a wheel alike, and are found by name from anywhere.
 """
 
-import importlib.util
 import sys
+import types
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,9 @@ def load(argument: str) -> ConfigDict:
 
 def _get_config(path: Path) -> Callable[..., Any]:
     """The function a configuration file defines."""
-    spec = importlib.util.spec_from_file_location("longspec_configuration", path)
-    if spec is None or spec.loader is None:
-        raise TypeError("its name does not end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Dataclasses look their module up.
-    spec.loader.exec_module(module)
+    loader = SourceFileLoader("longspec_configuration", str(path))
+    module = types.ModuleType(loader.name)
+    module.__file__ = str(path)
+    sys.modules[loader.name] = module  # Dataclasses look their module up.
+    loader.exec_module(module)
     return module.get_config

@@ -156,7 +156,6 @@ def test_a_mistake_is_one_sentence(
 def test_data_and_model_that_do_not_fit_are_refused(
     target: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     files = write_documents(tmp_path / "documents.jsonl", 8)
@@ -186,3 +185,31 @@ def test_the_shell_sees_one_line_and_a_status() -> None:
     assert ended.stderr.splitlines() == [
         "train.run: the configuration has no field 'sed'; did you mean 'seed'?"
     ]
+
+
+HELP = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))
+sys.argv = ["train/run.py", "--help"]
+runpy.run_module("train.run", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("missing", ["ml_collections", "absl,orbax"])
+def test_without_the_extra_the_shell_sees_what_to_type(missing: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HELP, missing], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ended.returncode == run.BAD_INPUT and not ended.stdout
+    [sentence] = ended.stderr.splitlines()
+    names = missing.replace(",", ", ")
+    assert sentence.startswith(
+        f"train.run: training needs packages that are not installed ({names}): pip install "
+    )
+
+
+def test_help_names_the_command_and_the_configurations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--config=demo", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: python -m train.run --config=NAME")
+    assert "qwq32b_preview, vicuna13b" in text and "--workdir" in text and text.endswith("\n")
