@@ -7,7 +7,11 @@ import importlib.util
 from importlib import metadata
 
 DISTRIBUTION = "longspec_jax"
-PURPOSES = {"train": "training needs", "notebook": "charts need", "test": "PyTorch models need"}
+PURPOSES = {
+    "train": "training needs",
+    "notebook": "charts need",
+    "test": "comparing with PyTorch needs",
+}
 """What an extra is for, beginning the sentence."""
 MODULES = {
     "absl": "train",

@@ -78,17 +78,28 @@ def portable_command(command: str, arguments: Sequence[str]) -> str:
       arguments: what it was given.
     """
     kept = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
+    for argument in _joined(arguments):
+        name, _, value = argument.partition("=")
         match name.lstrip("-"):
             case "config":
-                argument = f"{name}={_portable_config(value)}" if equals else argument
+                argument = f"{name}={_portable_config(value)}"
             case "workdir" | "config.export" | "coordinator" | "process" | "processes":
                 continue
             case _ if value.startswith(("/", "~", ".")) or Path(value).exists():
                 argument = f"{name}={Path(value).name or 'FOLDER'}" if value else argument
         kept.append(argument)
     return shlex.join([*command.split(), *kept])
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """``--flag value`` as ``--flag=value``; a training command takes no other plain words."""
+    words: list[str] = []
+    for argument in arguments:
+        if words and "=" not in words[-1] and not argument.startswith("-"):
+            words[-1] += f"={argument}"
+        else:
+            words.append(argument)
+    return words
 
 
 def _portable_config(value: str) -> str:
