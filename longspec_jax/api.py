@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from longspec_jax.checks import as_tree, check_arguments, check_chunk
 from longspec_jax.config import DEFAULT_TREE, DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.decoding.adaptive import candidates
 from longspec_jax.decoding.cache import cache_bytes
@@ -68,15 +69,24 @@ class LongSpec:
     _warm: runner.WarmShapes = field(default_factory=runner.WarmShapes, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse parts that do not belong together."""
+        """Refuse parts that are not what they should be, or do not belong together."""
+        check_arguments(
+            target_config=self.target_config,
+            draft_config=self.draft_config,
+            tokenizer=self.tokenizer,
+            attention=self.attention,
+            prefill_chunk=self.prefill_chunk,
+            mesh=self.mesh,
+            draft_int8=self.draft_int8,
+        )
+        check_chunk(self.prefill_chunk, self.target_config.max_positions)
+        object.__setattr__(self, "tree", as_tree(self.tree))
         if self.draft_config is not None:
             self.draft_config.check_fits(self.target_config)
         if self.draft_vocabulary is not None:
             check_vocabulary(self.draft_vocabulary, self.target_config.vocab_size)
         if self.draft_int8:
             _check_there_is_a_draft(self.draft_config)
-        if self.prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk must be at least 1 token, got {self.prefill_chunk}")
         base = getattr(self.tokenizer, "vocab_size", 0)
         if base > self.target_config.vocab_size:
             raise ValueError(
@@ -92,7 +102,7 @@ class LongSpec:
         *,
         dtype: str = "auto",
         mesh: Mesh | None = None,
-        tree: TreeConfig | None = None,
+        tree: TreeConfig | Sequence[int] | None = None,
         attention: str | None = None,
         revision: str | None = None,
         draft_revision: str | None = None,
@@ -124,10 +134,31 @@ class LongSpec:
         from longspec_jax.weights import hf
         from longspec_jax.weights.draft_vocabulary import load_draft_vocabulary
 
+        if prefill_chunk is None:
+            prefill_chunk = 2048 if jax.default_backend() == "gpu" else 256
+        check_arguments(
+            target=target,
+            draft=draft,
+            dtype=dtype,
+            mesh=mesh,
+            attention=attention,
+            revision=revision,
+            draft_revision=draft_revision,
+            tokenizer=tokenizer,
+            prefill_chunk=prefill_chunk,
+            draft_vocabulary=draft_vocabulary,
+            draft_int8=draft_int8,
+        )
+        tree = DEFAULT_TREE if tree is None else as_tree(tree)
         if draft is None and draft_vocabulary is not None:
             raise ValueError(
                 f"draft_vocabulary={draft_vocabulary} limits what a draft proposes, and none is named; "
                 "pass draft= as well"
+            )
+        if draft is None and draft_revision is not None:
+            raise ValueError(
+                f"draft_revision={draft_revision!r} is the version of a draft, and none is named; pass "
+                "draft= as well"
             )
         if draft_int8:
             _check_there_is_a_draft(draft)
@@ -146,7 +177,8 @@ class LongSpec:
             draft_config, draft_params = hf.load_draft(
                 draft, target_config, dtype=dtype, mesh=mesh, revision=draft_revision
             )
-        tokenizer = tokenizer or load_tokenizer(target, revision)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(target, revision)
         return cls(
             target_config,
             target_params,
@@ -154,9 +186,9 @@ class LongSpec:
             draft_params,
             tokenizer=tokenizer,
             stop_tokens=hf.load_stop_tokens(target, revision=revision),
-            tree=tree or DEFAULT_TREE,
+            tree=tree,
             attention=attention,
-            prefill_chunk=prefill_chunk or (2048 if jax.default_backend() == "gpu" else 256),
+            prefill_chunk=prefill_chunk,
             mesh=mesh,
             draft_vocabulary=proposed,
             draft_int8=draft_int8,

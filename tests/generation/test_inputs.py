@@ -1,5 +1,8 @@
 """Prompts in, token ids out: every form a caller may have gives the same ids."""
 
+import copy
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,6 +12,13 @@ from tests.infer.toys import toy_tokenizer
 TEXTS = ["ab cd gh é", "fgh €€ abc"]
 IDS = [toy_tokenizer()(text)["input_ids"] for text in TEXTS]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def chatty() -> Any:
+    """The toy's tokenizer with a chat template of its own."""
+    tokenizer = copy.copy(toy_tokenizer())
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 def padded() -> dict[str, np.ndarray]:
@@ -31,7 +41,7 @@ def padded() -> dict[str, np.ndarray]:
     ids=["text", "lists", "arrays", "padded", "encoding", "messages"],
 )
 def test_batches(inputs) -> None:
-    rows = to_prompts(inputs, toy_tokenizer(), 17, TEMPLATE)
+    rows = to_prompts(inputs, chatty(), 17)
     assert [row.tolist() for row in rows] == IDS
     assert all(row.dtype == np.int32 for row in rows)
 
@@ -48,7 +58,7 @@ def test_batches(inputs) -> None:
     ids=["text", "list", "array", "row", "messages"],
 )
 def test_single_rows(inputs) -> None:
-    [row] = to_prompts(inputs, toy_tokenizer(), 17, TEMPLATE)
+    [row] = to_prompts(inputs, chatty(), 17)
     assert row.tolist() == IDS[0]
 
 

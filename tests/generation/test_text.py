@@ -89,6 +89,7 @@ def byte_level() -> PreTrainedTokenizerFast:
         symbols |= {token: None, token[1:]: None, token[:-1]: None}
     vocabulary = {token: index for index, token in enumerate(symbols)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = whole
     backend.decoder = decoders.ByteLevel()
     return with_specials(backend)
 
@@ -102,12 +103,16 @@ def random_tokens(tokenizer: PreTrainedTokenizerFast, choose: random.Random) -> 
         kind = choose.randrange(6)
         if kind < 3:
             text = choose.choice(["饕", "餮饕", "😀", "👩‍💻", "é", "€€€"]).encode()
-            run = [text, text[:-1], text[1:], choose.choice(stray)][choose.choice([0, 0, 0, 1, 2, 3])]
+            run = [text, text[:-1], text[1:], choose.choice(stray)][
+                choose.choice([0, 0, 0, 1, 2, 3])
+            ]
             tokens += [tokenizer.convert_tokens_to_ids(name(byte)) for byte in run]
         elif kind < 5:
             tokens.append(choose.randrange(len(tokenizer)))
         else:
-            tokens.append(choose.choice([len(tokenizer) - 3, len(tokenizer) - 2, len(tokenizer) + 5]))
+            tokens.append(
+                choose.choice([len(tokenizer) - 3, len(tokenizer) - 2, len(tokenizer) + 5])
+            )
     return tokens
 
 
