@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from longspec_jax.checks import as_tree, check_arguments, check_chunk
+from longspec_jax.arguments import as_tree, check_arguments, check_chunk
 from longspec_jax.config import DEFAULT_TREE, DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.decoding.adaptive import candidates
 from longspec_jax.decoding.cache import cache_bytes

@@ -94,17 +94,26 @@ def _unpadded(batch: Mapping[str, Any]) -> list[Any]:
     rows = _rows(batch["input_ids"])
     if batch.get("attention_mask") is None:
         return rows
-    masks = [np.asarray(mask) for mask in _rows(batch["attention_mask"])]
-    shapes = [len(row) for row in rows], [mask.size for mask in masks]
-    if shapes[0] != shapes[1] or not all(np.isin(mask, (0, 1)).all() for mask in masks):
+    masks = _rows(batch["attention_mask"])
+    if len(masks) != len(rows):
         raise ValueError(
-            f"attention_mask must hold a 0 or a 1 for every token id: input_ids has rows of {shapes[0]} "
-            f"tokens and attention_mask of {shapes[1]}; pass both as the tokenizer returned them"
+            f"attention_mask has {len(masks)} rows for {len(rows)} of input_ids; pass both as the "
+            "tokenizer returned them"
         )
-    return [
-        [token for token, kept in zip(row, mask, strict=True) if kept]
-        for row, mask in zip(rows, masks, strict=True)
-    ]
+    return [_kept(row, mask) for row, mask in zip(rows, masks, strict=True)]
+
+
+def _kept(row: Any, mask: Any) -> Any:
+    """The tokens of a row whose mask is 1; a row that is no list of tokens is refused later."""
+    row, mask = as_plain(row), as_plain(mask)
+    if not isinstance(row, Sequence):
+        return row
+    if not isinstance(mask, Sequence) or [entry in (0, 1) for entry in mask] != [True] * len(row):
+        raise ValueError(
+            f"attention_mask must hold a 0 or a 1 for each of the {len(row)} tokens of a row, got "
+            f"{mask!r:.80}; pass both as the tokenizer returned them"
+        )
+    return [token for token, kept in zip(row, mask, strict=True) if kept]
 
 
 def _encode(row: Any, tokenizer: Any, vocab_size: int, chat_template: str | None) -> np.ndarray:

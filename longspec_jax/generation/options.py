@@ -17,6 +17,7 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.generation.values import as_plain, floats, in_row, integers, is_integer
 
 DEFAULT_NEW_TOKENS = 256
+LARGEST_TEMPERATURE = float(np.finfo(np.float32).max)
 TRANSFORMERS_TOP_K = 50
 """The ``top_k`` of a GenerationConfig that names none, wherever transformers samples with it."""
 
@@ -195,7 +196,7 @@ def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int)
         "temperature",
         merged.get("temperature", 1.0 if sample else 0.0),
         rows,
-        lambda one: 0 <= one <= np.finfo(np.float32).max,
+        lambda one: 0 <= one <= LARGEST_TEMPERATURE,
         ">= 0 (0 is greedy) and finite",
     )
     array = np.asarray(values, np.float32)
