@@ -164,6 +164,7 @@ class LongSpec:
             _check_there_is_a_draft(draft)
 
         dtype = best_dtype() if dtype == "auto" else dtype
+        stop_tokens = hf.load_stop_tokens(target, revision=revision)
         if mesh is None:
             check_weights_fit(target, dtype, revision)
         target_config, target_params = hf.load_target(
@@ -185,7 +186,7 @@ class LongSpec:
             draft_config,
             draft_params,
             tokenizer=tokenizer,
-            stop_tokens=hf.load_stop_tokens(target, revision=revision),
+            stop_tokens=stop_tokens,
             tree=tree,
             attention=attention,
             prefill_chunk=prefill_chunk,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from longspec_jax.checks import is_whole, shown
 from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
-from longspec_jax.generation.values import is_integer
 from longspec_jax.ops.attention import SPECULATIVE_IMPLEMENTATIONS
 from longspec_jax.sharding import AXES
 
@@ -65,10 +65,10 @@ _RULES = {
         "a tokenizer, as transformers.AutoTokenizer.from_pretrained(...) returns it",
     ),
     "prefill_chunk": _Rule(
-        lambda value: is_integer(value) and value >= 1, "a number of tokens, at least 1"
+        lambda value: is_whole(value) and value >= 1, "a number of tokens, at least 1"
     ),
     "draft_vocabulary": _Rule(
-        lambda value: value is None or (is_integer(value) and value >= 1),
+        lambda value: value is None or (is_whole(value) and value >= 1),
         "a number of tokens, at least 1; leave it out to propose from all",
     ),
     "draft_int8": _Rule(lambda value: isinstance(value, bool), "True or False"),
@@ -87,7 +87,7 @@ def check_arguments(**values: Any) -> None:
     for name, value in values.items():
         good, must_be = _RULES[name]
         if not good(value):
-            raise ValueError(f"{name}={value!r:.80} must be {must_be}")
+            raise ValueError(f"{name}={shown(value)} must be {must_be}")
 
 
 def check_chunk(prefill_chunk: int, max_positions: int) -> None:

@@ -10,15 +10,16 @@ LIBRARY = "longspec_jax"
 
 ALLOWED: dict[str, set[str]] = {
     "axes": set(),
-    "config": set(),
+    "checks": set(),
+    "config": {"checks"},
     "sharding": {"axes", "config"},
     "ops": {"axes", "config"},
     "models": {"axes", "config", "ops"},
     "drafters": {"axes", "config", "ops", "models"},
     "decoding": {"axes", "config", "ops", "models", "drafters", "sharding"},
-    "weights": {"axes", "config", "models", "drafters", "sharding"},
-    "loading": {"axes", "config", "ops", "models", "generation", "weights"},
-    "generation": {"axes", "config", "models", "drafters", "decoding"},
+    "weights": {"axes", "checks", "config", "models", "drafters", "sharding"},
+    "loading": {"axes", "checks", "config", "ops", "models", "generation", "weights"},
+    "generation": {"axes", "checks", "config", "models", "drafters", "decoding"},
 }
 """What each part of the library may import besides itself; parts not listed may import all."""
 ENTRY = {

@@ -20,11 +20,11 @@ import numpy as np
 from jaxtyping import Int
 
 from longspec_jax.drafters.vocabulary import most_frequent
-from longspec_jax.weights.checkpoint import read_json
 from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
 from longspec_jax.weights.hf import load_stop_tokens
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.raw import read_json
 
 from .config import DataConfig
 from .loading import load_documents

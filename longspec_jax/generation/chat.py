@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from longspec_jax.checks import shown
 from longspec_jax.generation import template_sandbox
 from longspec_jax.generation.tokens import encode_text
 
@@ -51,23 +52,23 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise ValueError(
             "messages must be a list of objects with role and content, at least one, got "
-            f"{messages!r:.80}"
+            f"{shown(messages)}"
         )
     return [_plain_message(index, message) for index, message in enumerate(messages)]
 
 
 def _plain_message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-        raise ValueError(f"message {index} must have role and content, got {message!r:.80}")
+        raise ValueError(f"message {index} must have role and content, got {shown(message)}")
     if not isinstance(message["role"], str):
-        raise ValueError(f"message {index}: the role must be text, got {message['role']!r:.80}")
+        raise ValueError(f"message {index}: the role must be text, got {shown(message['role'])}")
     content = message["content"]
     if isinstance(content, list | tuple):
         content = "".join(_part(index, part) for part in content)
     elif not isinstance(content, str):
         raise ValueError(
             f"message {index}: the content must be text, or a list of parts "
-            f'{{"type": "text", "text": ...}}, got {content!r:.80}'
+            f'{{"type": "text", "text": ...}}, got {shown(content)}'
         )
     others = {key: value for key, value in message.items() if value is not None}
     return {**others, "content": content}
@@ -80,14 +81,14 @@ def _part(index: int, part: Any) -> str:
         return text
     raise ValueError(
         f'message {index}: a part of the content must be {{"type": "text", "text": ...}}, got '
-        f"{part!r:.80}; there are no models of images or sound here"
+        f"{shown(part)}; there are no models of images or sound here"
     )
 
 
 def _template(tokenizer: Any, template: str | None) -> str:
     """The Jinja text of a template: given, named, or the tokenizer's own."""
     if template is not None and not isinstance(template, str):
-        raise ValueError(f"chat_template must be a Jinja template as text, got {template!r:.80}")
+        raise ValueError(f"chat_template must be a Jinja template as text, got {shown(template)}")
     if template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "messages need a chat template and this tokenizer has none; pass chat_template= (a Jinja "

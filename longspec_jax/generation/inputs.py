@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from longspec_jax.checks import is_whole, shown
 from longspec_jax.generation.chat import render_chat
 from longspec_jax.generation.tokens import encode_text
-from longspec_jax.generation.values import as_plain, is_integer
+from longspec_jax.generation.values import as_plain
 
 Inputs: TypeAlias = Any
 """Text, chat messages (``[{"role": ..., "content": ...}, ...]``), token ids, or a list of one of
@@ -59,8 +60,8 @@ def to_prompt(
     row, *others = to_prompts(inputs, tokenizer, vocab_size, chat_template)
     if others:
         raise ValueError(
-            f"one prompt is needed here, and {inputs!r:.80} holds {1 + len(others)}; make each a row of "
-            "its own"
+            f"one prompt is needed here, and {shown(inputs)} holds {1 + len(others)}; make each a row "
+            "of its own"
         )
     return row
 
@@ -79,7 +80,7 @@ def _rows(inputs: Inputs) -> list[Any]:
         raise ValueError(
             f"cannot read a prompt from {type(inputs).__name__}; pass text, chat messages or token ids"
         )
-    if inputs and (is_integer(inputs[0]) or isinstance(inputs[0], Mapping)):
+    if inputs and (is_whole(inputs[0]) or isinstance(inputs[0], Mapping)):
         return [inputs]
     return list(inputs)
 
@@ -111,7 +112,7 @@ def _kept(row: Any, mask: Any) -> Any:
     if not isinstance(mask, Sequence) or [entry in (0, 1) for entry in mask] != [True] * len(row):
         raise ValueError(
             f"attention_mask must hold a 0 or a 1 for each of the {len(row)} tokens of a row, got "
-            f"{mask!r:.80}; pass both as the tokenizer returned them"
+            f"{shown(mask)}; pass both as the tokenizer returned them"
         )
     return [token for token, kept in zip(row, mask, strict=True) if kept]
 
@@ -134,11 +135,10 @@ def _encode(row: Any, tokenizer: Any, vocab_size: int, chat_template: str | None
 
 def _checked(ids: Any, vocab_size: int) -> np.ndarray:
     """Token ids as int32; what does not fit is refused before it would be cut off."""
-    tokens = as_plain(ids)
-    if isinstance(tokens, str | bytes | bytearray) or not isinstance(tokens, Sequence):
-        tokens = [ids]
-    if not _are_integers(tokens):
-        raise ValueError(f"a row must be text, messages or a list of token ids, got {ids!r:.80}")
+    tokens: Any = as_plain(ids)
+    listed = isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes | bytearray)
+    if not (listed and _are_integers(tokens)):
+        raise ValueError(f"a row must be text, messages or a list of token ids, got {shown(ids)}")
     if not tokens:
         raise ValueError("the prompt is empty; pass at least one token")
     if min(tokens) < 0 or max(tokens) >= vocab_size:
@@ -179,4 +179,4 @@ def require_tokenizer(tokenizer: Any) -> Any:
 
 def _are_integers(tokens: Sequence[Any]) -> bool:
     # The types are few and the tokens many: a prompt may have a hundred thousand.
-    return set(map(type, tokens)) <= {int} or all(map(is_integer, tokens))
+    return set(map(type, tokens)) <= {int} or all(map(is_whole, tokens))

@@ -12,9 +12,10 @@ from typing import Any, TypedDict
 import jax.numpy as jnp
 import numpy as np
 
+from longspec_jax.checks import is_whole, shown
 from longspec_jax.decoding.engine import Request
 from longspec_jax.decoding.sampling import Sampling
-from longspec_jax.generation.values import as_plain, floats, in_row, integers, is_integer
+from longspec_jax.generation.values import as_plain, floats, in_row, integers
 
 DEFAULT_NEW_TOKENS = 256
 LARGEST_TEMPERATURE = float(np.finfo(np.float32).max)
@@ -156,7 +157,7 @@ def _from_config(config: Any, prompt_lengths: Sequence[int]) -> dict[str, Any]:
         return {}
     if isinstance(config, type) or not hasattr(config, "to_diff_dict"):
         raise ValueError(
-            f"generation_config must be a transformers GenerationConfig, got {config!r:.80}; pass "
+            f"generation_config must be a transformers GenerationConfig, got {shown(config)}; pass "
             "options as keyword arguments, such as max_new_tokens=64"
         )
     values = {key: value for key, value in config.to_diff_dict().items() if value is not None}
@@ -187,7 +188,7 @@ def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int)
     sample = merged.get("do_sample")
     if not isinstance(sample, bool | np.bool_ | None):
         raise ValueError(
-            f"do_sample={sample!r:.80} must be True or False, for all rows; a row with temperature 0 "
+            f"do_sample={shown(sample)} must be True or False, for all rows; a row with temperature 0 "
             "draws the argmax"
         )
     if "temperature" in given and "do_sample" not in given:
@@ -226,8 +227,8 @@ def _check_no_filter(resolved: RowOptions, given: Mapping[str, Any]) -> None:
 def _stop_sets(value: Any, rows: int) -> tuple[tuple[int, ...], ...]:
     """One tuple of stop tokens a row, from an id, a set for all rows, or a set for each."""
     value = as_plain(value)
-    items = [value] if is_integer(value) else _listed(value)
-    nested = [_listed(item) for item in items if not is_integer(item)]
+    items = [value] if is_whole(value) else _listed(value)
+    nested = [_listed(item) for item in items if not is_whole(item)]
     if nested and len(nested) < len(items):
         raise _no_stop_set(value)
     sets = nested if nested else [items] * rows
@@ -238,7 +239,7 @@ def _stop_sets(value: Any, rows: int) -> tuple[tuple[int, ...], ...]:
         )
     for ids in sets:
         for token in ids:
-            if not is_integer(token):
+            if not is_whole(token):
                 raise _no_stop_set(token)
             if token < 0:
                 raise ValueError(
@@ -257,7 +258,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _no_stop_set(value: Any) -> ValueError:
     return ValueError(
-        f"eos_token_id={value!r:.80} must be a token id, a list of ids, or a list of ids for every "
+        f"eos_token_id={shown(value)} must be a token id, a list of ids, or a list of ids for every "
         "prompt; tokenizer.convert_tokens_to_ids gives the id of a token"
     )
 

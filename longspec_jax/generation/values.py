@@ -1,8 +1,9 @@
 """One value a row, from one for all rows or a sequence with one each; strict about types."""
 
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
 from typing import Any
+
+from longspec_jax.checks import is_number, is_whole, shown
 
 
 def in_row(row: int, rows: int) -> str:
@@ -23,7 +24,7 @@ def integers(name: str, value: Any, rows: int, good: Callable[[int], bool], rule
     Raises:
       ValueError: for anything else.
     """
-    return _by_row(name, value, rows, lambda one: int(one) if is_integer(one) else None, good, rule)
+    return _by_row(name, value, rows, lambda one: int(one) if is_whole(one) else None, good, rule)
 
 
 def floats(
@@ -31,22 +32,13 @@ def floats(
 ) -> list[float]:
     """A number a row; arguments and errors as in :func:`integers`."""
     return _by_row(
-        name, value, rows, lambda one: float(one) if _is_number(one) else None, good, rule
+        name, value, rows, lambda one: float(one) if is_number(one) else None, good, rule
     )
 
 
 def as_plain(value: Any) -> Any:
     """Python's own numbers and lists for an array of numpy, jax or torch."""
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def is_integer(value: Any) -> bool:
-    """Whether a value is a whole number; ``True`` is none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _by_row(
@@ -70,9 +62,9 @@ def _by_row(
     found = [read(one) for one in given]
     for row, (one, number) in enumerate(zip(given, found, strict=True)):
         if number is None:
-            kind = "an integer" if _is_number(one) else "a number"
+            kind = "an integer" if is_number(one) else "a number"
             where = "" if shared else in_row(row, rows)
-            raise ValueError(f"{name}={one!r:.80}{where} must be {kind}, or one number a row")
+            raise ValueError(f"{name}={shown(one)}{where} must be {kind}, or one number a row")
         if not good(number):
             raise ValueError(f"{name}={one}{in_row(row, rows)} must be {rule}")
     return found
