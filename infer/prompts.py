@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from longspec_jax.generation.chat import render_chat
 from longspec_jax.generation.inputs import require_tokenizer, to_prompts
 from longspec_jax.generation.options import GenerateOptions
 
@@ -179,10 +180,4 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _apply(tokenizer: Any, messages: Messages, template: str | None) -> list[int]:
-    return tokenizer.apply_chat_template(
-        list(messages),
-        chat_template=template,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-    )
+    return render_chat(tokenizer, messages, template)

@@ -174,7 +174,7 @@ BAD = {
     "tree": (["--prompt=a", "--tree=4,0"], "tree widths must be positive"),
     "budget": (["--prompt=a", "--budget=0"], "a tree budget counts the root"),
     "adaptive": (["--prompt=a", "--adaptive", "--method=plain"], "has nothing to choose"),
-    "temperature": (["--prompt=a", "--temperature=-1"], "temperature=-1 of row 0 must be >= 0"),
+    "temperature": (["--prompt=a", "--temperature=-1"], "temperature=-1.0 must be >= 0"),
     "top_p": (["--prompt=a", "--top_p=2"], "must be in (0, 1]"),
     "attention": (["--prompt=a", "--attention=magic"], "no implementation 'magic'; choose"),
     "json folder": (["--prompt=a", "--json=absent/out.json"], "its folder does not exist"),
