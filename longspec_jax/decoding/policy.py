@@ -53,6 +53,14 @@ class Measurement:
             self.seconds + other.seconds,
         )
 
+    def __sub__(self, other: "Measurement") -> "Measurement":
+        return Measurement(
+            self.rounds - other.rounds,
+            self.row_rounds - other.row_rounds,
+            self.tokens - other.tokens,
+            self.seconds - other.seconds,
+        )
+
 
 @runtime_checkable
 class Policy(Protocol):

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,16 +202,13 @@ def _in_bursts(job: Job, state: SpecState) -> list[Measurement]:
 
 def _streamed(job: Job, state: SpecState) -> list[Measurement]:
     """The same rounds, each of them read while the next one runs; the state is donated."""
-    seen, part = [], Measurement()
+    seen: list[Measurement] = []
     with job.rounds(state) as rounds:
         for report in rounds:
-            part = rounds.totals[0] + Measurement(*(-value for value in _counts(seen)))
-            if part.rounds == (ROUNDS if seen else 1) or report.done.all() or part.seconds > LONG:
+            part = rounds.totals[0] - sum(seen, Measurement())
+            over = report.done.all() or part.seconds > LONG
+            if over or part.rounds == (ROUNDS if seen else 1):
                 seen.append(part)
-            if len(seen) == 3 or part.seconds > LONG:
+            if over or len(seen) == 3:
                 break
     return seen
-
-
-def _counts(seen: Sequence[Measurement]) -> tuple[float, ...]:
-    return astuple(sum(seen, Measurement()))

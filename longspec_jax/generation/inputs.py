@@ -141,6 +141,7 @@ def _checked(ids: Any, vocab_size: int) -> np.ndarray:
         raise ValueError(f"a row must be text, messages or a list of token ids, got {shown(ids)}")
     if not tokens:
         raise ValueError("the prompt is empty; pass at least one token")
+    tokens = list(map(int, tokens))
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         outside = next(token for token in tokens if not 0 <= token < vocab_size)
         raise ValueError(

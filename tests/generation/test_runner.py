@@ -170,9 +170,7 @@ def test_a_streamer_is_ended_whatever_happens() -> None:
 def test_logits_that_are_not_finite_stop_the_run(on_round, temperature) -> None:
     spec = toy_spec()
     options = dict(max_new_tokens=9, temperature=temperature, eos_token_id=[], on_round=on_round)
-    clean = spec.generate([PROMPT, PROMPT[:9]], **options)
-    token = clean.sequences[1][3]
-    assert token not in clean.sequences[0][:9] or temperature == 0.0
+    token = spec.generate(PROMPT[:9], **options).sequences[0][3]
     embedding = spec.target_params["embedding"].at[token].set(jnp.inf)
     spoiled = dataclasses.replace(
         spec, target_params={**spec.target_params, "embedding": embedding}
