@@ -168,7 +168,7 @@ class LongSpec:
         if not (DEMO / "target").is_dir():
             raise FileNotFoundError(
                 f"the demo model is missing from {DEMO}; reinstall the package, or make one with "
-                "python -m train.run --config=configs/demo.py"
+                "longspec-train --config=demo (python -m train.run in a checkout)"
             )
         return cls.from_pretrained(DEMO / "target", DEMO / "draft", **options)
 

@@ -66,7 +66,7 @@ def test_the_card_counts_all_training_and_names_no_folder_of_its_author(tmp_path
         "--coordinator=node7:99",
         "--config.seed=3",
     ]
-    write_card(tmp_path, config, portable_command(given))
+    write_card(tmp_path, config, portable_command("python -m train.run", given))
     card = (tmp_path / "README.md").read_text()
     assert "2.0 minutes of training in all calls" in card
     assert (
