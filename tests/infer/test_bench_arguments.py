@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from infer import bench, bench_arguments, bench_files, bench_models, bench_values, decode_setting
+from infer import (
+    bench,
+    bench_arguments,
+    bench_files,
+    bench_models,
+    bench_progress,
+    bench_values,
+    decode_setting,
+)
 from infer.attention_candidates import CANDIDATES
 from infer.attention_torch import TORCH
 from infer.bench_arguments import ByMachine, settled
@@ -220,3 +228,20 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr("infer.bench_products.measure_roof", stop)
     assert bench.main(["products", "--shape=tiny"]) == 130
     assert capsys.readouterr().err.endswith("interrupted\n")
+
+
+def test_steps_are_told_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    bench_progress.step("compiling")
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    bench_progress.step("compiling")
+    assert capsys.readouterr().err == "... compiling\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    {1: "5 seconds", 42: "40 seconds", 100: "2 minutes", 9000: "2 hours"}.items(),
+)
+def test_an_estimate_is_rough(seconds: float, words: str, capsys) -> None:
+    bench_progress.announce("1 case", seconds)
+    assert f": 1 case; about {words}. " in capsys.readouterr().err
