@@ -12,6 +12,7 @@ unless the draw skipped one. It is computed anew from the cache and may be off b
 """
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,8 @@ class Window:
 
 def main(arguments: argparse.Namespace) -> None:
     """Compare, print, and write what was asked for."""
+    # A Python without PyTorch is what we run in; transformers need not warn of it.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     cpu = jax.default_backend() == "cpu"
     arguments = settled(arguments, cpu)
     spec = LongSpec.demo(dtype=arguments.dtype, attention=arguments.attention)

@@ -65,7 +65,6 @@ BAD = {
         "transformers --implementations=fast"
     ),
     "--device: unknown tpu": "transformers --device=tpu",
-    "--device=cuda: PyTorch sees no CUDA device": "transformers --device=cuda",
     "--json: /nowhere/x.json: its folder does not exist": "decode --json=/nowhere/x.json",
     "--json: /tmp is a folder": "decode --json=/tmp",
     "--json: /dev/full is a device": "decode --json=/dev/full",
@@ -95,6 +94,12 @@ def test_bad_input_is_one_line_before_anything_runs(
     assert status == 2 and not printed.out
     [line] = printed.err.splitlines()
     assert line.startswith("error: ") and words in line
+
+
+def test_a_device_that_is_not_there_is_refused(capsys) -> None:
+    pytest.importorskip("torch", reason="it is PyTorch's device")
+    assert bench.main(["transformers", "--device=cuda"]) == 2
+    assert "--device=cuda: PyTorch sees no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["", *SUMMARIES])
