@@ -18,7 +18,6 @@ import functools
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,42 +26,28 @@ from . import attention_tiles, attention_torch, bench_report
 from .attention_candidates import CANDIDATES, Refusal, compiled
 from .attention_cases import Case, Operands
 from .attention_torch import TORCH
-from .comma_separated import comma_separated
+from .bench_arguments import settled
+from .bench_models import check_memory
+from .bench_progress import announce, counted
 from .timing import Roof, jax_seconds, measure_roof
 
-DEFAULT = ("ours", "mosaic", "cudnn", "xla-masked", "torch-sdpa", "torch-flex")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench attention``."""
-    integers = comma_separated(int)
-    names = comma_separated(str)
-    parser.add_argument("--tokens", type=integers, default=[1, 16, 48, 69, 128])
-    parser.add_argument("--heads", type=names, default=["32/32", "32/8", "40/8"])
-    parser.add_argument("--contexts", type=integers, default=[4096, 16384, 32768, 131072])
-    parser.add_argument("--batches", type=integers, default=[1, 8])
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--implementations",
-        type=_implementations,
-        default=list(DEFAULT),
-        help=f"some of {', '.join([*CANDIDATES, *TORCH])}; ours is the automatic choice",
-    )
-    parser.add_argument("--tiles", action="store_true", help="sweep our tiles instead")
-    parser.add_argument("--json", type=Path, help="write header and rows to this file")
-    parser.add_argument("--chart", type=Path, help="draw the rows into this PNG")
+CPU_SECONDS = 5
+"""A rough estimate for a program, to compile and time it."""
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure, print a table, and write what was asked for."""
     # Torch needs its share of the memory that jax would otherwise take.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+    cpu = jax.default_backend() == "cpu"
+    arguments = settled(arguments, cpu)
+    if cpu and arguments.tiles:
+        raise ValueError("--tiles sweeps GPU kernels, and this is a CPU; run it on a GPU")
     cases = [
         Case(
             tokens=tokens,
-            heads=int(heads.partition("/")[0]),
-            kv_heads=int(heads.partition("/")[2]),
+            heads=heads,
+            kv_heads=kv_heads,
             head_dim=arguments.head_dim,
             context=context,
             batch=batch,
@@ -70,9 +55,16 @@ def main(arguments: argparse.Namespace) -> None:
         )
         for batch in arguments.batches
         for context in arguments.contexts
-        for heads in arguments.heads
+        for heads, kv_heads in arguments.heads
         for tokens in arguments.tokens
     ]
+    for case in cases:
+        words = f"{case.copies} caches of {case.context} tokens in {counted(case.batch, 'row')}"
+        check_memory(words, case.copies * case.cache_bytes)
+    if cpu:
+        programs = len(cases) * len(arguments.implementations)
+        work = f"{counted(len(cases), 'case')}, {counted(programs, 'program')} to compile"
+        announce(work, CPU_SECONDS * programs)
     roof = measure_roof()
     header = bench_report.header(
         jax.devices()[0].device_kind,
@@ -80,15 +72,13 @@ def main(arguments: argparse.Namespace) -> None:
         roof_tb_per_s=roof.bytes_per_s / 1e12,
         roof_tflop_per_s=roof.operations_per_s / 1e12,
     )
-    report = bench_report.Report(header, arguments.json)
-    if arguments.tiles:
-        rows = attention_tiles.sweep(cases, roof)
-    else:
-        rows = compare(cases, roof, arguments.implementations)
-    for row in rows:
-        report.add(row, line(row))
-    if arguments.chart:
-        bench_report.draw(report.rows, arguments.chart)
+    with bench_report.Report(header, arguments.json, arguments.chart) as report:
+        if arguments.tiles:
+            rows = attention_tiles.sweep(cases, roof)
+        else:
+            rows = compare(cases, roof, arguments.implementations)
+        for row in rows:
+            report.add(row, line(row))
 
 
 def compare(
@@ -147,11 +137,3 @@ def line(row: dict[str, Any]) -> str:
         f"{shape} {row['microseconds']:9.1f} us {row['tb_per_s']:6.2f} TB/s "
         f"{row['tflop_per_s']:6.1f} TFLOP/s {row['percent_of_roof']:5.1f} %{tiles}"
     )
-
-
-def _implementations(text: str) -> list[str]:
-    names, known = comma_separated(str)(text), [*CANDIDATES, *TORCH]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; choose from {known}")
-    return names

@@ -24,11 +24,11 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,94 +39,56 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.engine import SpecState
-from longspec_jax.decoding.simulated import AcceptanceLengths, simulated_decode
+from longspec_jax.decoding.simulated import simulated_decode
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.memory import tree_bytes
 
 from . import bench_adaptive, bench_parts, bench_report, bench_streaming
-from .bench_models import SHAPES, Model, draft_state, random_model
-from .comma_separated import comma_separated
-from .decode_setting import Bench, Setting
+from .bench_arguments import settled
+from .bench_models import Model, check_memory, draft_state, random_model
+from .bench_progress import announce, counted, step
+from .bench_shapes import SHAPES
+from .charts import brief
+from .decode_setting import Bench, Setting, all_settings, rough_seconds, setting_bytes
 from .kernel_profile import profile
 from .prefill_time import time_prefill
 from .timing import measure_roof, rounded
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench decode``."""
-    integers = comma_separated(int)
-    parser.add_argument(
-        "--shape", type=comma_separated(str), default=["vicuna7b"], help=str([*SHAPES])
-    )
-    parser.add_argument("--context", type=integers, default=[4096, 32768])
-    parser.add_argument("--batch", type=integers, default=[1])
-    parser.add_argument(
-        "--ragged", action="store_true", help="rows of a batch from the whole context to half of it"
-    )
-    parser.add_argument(
-        "--acceptance", type=float, default=3.57, help="mean tokens emitted a round"
-    )
-    parser.add_argument(
-        "--histogram", type=integers, help="recorded rounds by emitted tokens, instead"
-    )
-    parser.add_argument("--tree", type=integers, default=[4, 16, 16, 16, 16])
-    parser.add_argument("--budget", type=int, help="nodes of the tree to verify; all if absent")
-    parser.add_argument(
-        "--draft_vocabulary", type=int, help="tokens the draft may propose; all if absent"
-    )
-    parser.add_argument(
-        "--draft_int8",
-        action="store_true",
-        help="the draft's weights and LM head in 8 bits",
-    )
-    parser.add_argument("--new_tokens", type=int, default=256, help="tokens of one repetition")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=20, help="repeats of a separately timed part")
-    parser.add_argument("--attention", help="attention implementation; automatic if absent")
-    parser.add_argument("--prefill", type=int, metavar="CHUNK", help="time a real prefill, too")
-    parser.add_argument("--streaming", action="store_true", help="time rounds that are read, too")
-    parser.add_argument("--adaptive", action="store_true", help="time adaptive decoding, too")
-    parser.add_argument("--parts", action="store_true", help="take draft and verify further apart")
-    parser.add_argument(
-        "--profile", type=Path, help="write kernel times and compiled programs to this folder"
-    )
-    parser.add_argument("--json", type=Path, help="write header and rows to this file")
-    parser.add_argument("--chart", type=Path, help="draw the rows into this PNG")
-
-
 def main(arguments: argparse.Namespace) -> None:
     """Measure, print, and write what was asked for."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    roof = measure_roof()
+    cpu = jax.default_backend() == "cpu"
+    arguments = settled(arguments, cpu)
+    settings = all_settings(arguments)
+    for setting in settings:
+        check_memory(
+            f"{setting.shape} with {setting.context} cached tokens", setting_bytes(setting)
+        )
+    if cpu:
+        shapes = ", ".join(dict.fromkeys(setting.shape for setting in settings))
+        work = f"{counted(len(settings), 'case')} of the shape {shapes}"
+        announce(work, sum(map(rough_seconds, settings)))
+    device, roof = jax.devices()[0].device_kind, measure_roof()
     header = bench_report.header(
-        jax.devices()[0].device_kind,
+        device,
         __doc__ or "",
         roof_tb_per_s=roof.bytes_per_s / 1e12,
         roof_tflop_per_s=roof.operations_per_s / 1e12,
     )
-    report = bench_report.Report(header, arguments.json)
-    tree = TreeConfig(tuple(arguments.tree), arguments.budget)
-    if arguments.histogram:
-        lengths = AcceptanceLengths.from_histogram(arguments.histogram)
-    else:
-        lengths = AcceptanceLengths.geometric(arguments.acceptance, tree.num_levels)
-    for shape in arguments.shape:
-        model = random_model(
-            *(SHAPES[shape], arguments.attention, arguments.draft_vocabulary),
-            draft_int8=arguments.draft_int8,
-        )
-        for batch in arguments.batch:
-            for context in arguments.context:
-                shortest = -(-context // 2) if arguments.ragged else context
-                setting = Setting(
-                    *(shape, context, shortest, batch, tree, arguments.new_tokens, lengths),
-                    *(arguments.repetitions, arguments.turns),
-                )
+    with bench_report.Report(header, arguments.json, arguments.chart) as report:
+        for shape, of_shape in itertools.groupby(settings, lambda setting: setting.shape):
+            step(f"drawing the weights of {shape}")
+            model = random_model(
+                *(SHAPES[shape], arguments.attention, arguments.draft_vocabulary),
+                draft_int8=arguments.draft_int8,
+            )
+            for setting in of_shape:
                 row = measure(setting, model, roof.bytes_per_s, arguments)
                 report.add(row, line(row))
-        del model
-    if arguments.chart:
-        bench_report.draw(report.rows, arguments.chart)
+            del model  # Before the next one is drawn.
+        for row in report.rows:
+            print(f"\n{verdict(row, device)}")
 
 
 def measure(
@@ -145,6 +107,8 @@ def measure(
             "draft_head": bench_parts.draft_head,
             "draft_choice": bench_parts.draft_choice,
         }
+    place = f"{setting.shape}, {setting.context} cached tokens, batch {setting.batch}"
+    step(f"{place}: compiling")
     begin = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         loops = {
@@ -175,7 +139,9 @@ def measure(
             drafter=drafter,
         )
     row["compile_seconds"] = round(time.perf_counter() - begin, 1)
+    step(f"{place}: timing plain decoding")
     plain_loop = time_loop(bench, loops["plain"].result(), plain)
+    step(f"{place}: timing rounds")
     round_loop = time_loop(bench, loops["round"].result(), drafter)
     if arguments.streaming:
         ways = {
@@ -187,6 +153,7 @@ def measure(
             row |= streaming(name, round_loop, time_loop(bench, program, drafter))
     if arguments.adaptive:
         row |= bench_adaptive.time_adaptive(bench, plain_loop.seconds / plain_loop.rounds)
+    step(f"{place}: timing the parts of a round")
     state = bench.state(drafter)
     times = {name: time_part(bench, program.result(), state) for name, program in programs.items()}
     times["commit"] = time_commit(bench, committing.result(), state)
@@ -324,6 +291,18 @@ def results(
         "plain_tokens_per_second": rounded(plain.emitted / plain.seconds),
         "speed_up": rounded(spec.emitted / spec.seconds / (plain.emitted / plain.seconds)),
     }
+
+
+def verdict(row: dict[str, Any], device: str) -> str:
+    """What a row says about speculation, in a sentence."""
+    nodes = TreeConfig(tuple(row["tree"]), row["budget"]).num_nodes
+    rows = f" in {row['batch']} rows together" if row["batch"] > 1 else ""
+    return (
+        f"{row['shape']} at {row['context']} tokens on {device}: "
+        f"{brief(row['tokens_per_second'])} tokens/s{rows} with a tree of {nodes} nodes, "
+        f"{brief(row['plain_tokens_per_second'])} without: {row['speed_up']:.1f}x "
+        f"(accepted length drawn at {row['acceptance_length']:.2f}, random weights)"
+    )
 
 
 def line(row: dict[str, Any]) -> str:

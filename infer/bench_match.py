@@ -12,19 +12,23 @@ unless the draw skipped one. It is computed anew from the cache and may be off b
 """
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from longspec_jax import LongSpec, TreeConfig, demo_prompts
+from longspec_jax import LongSpec, demo_prompts
 from longspec_jax.generation.comparison import Comparison
 
 from . import bench_report
-from .comma_separated import comma_separated
+from .bench_arguments import settled
+from .bench_progress import announce, counted
+
+CPU_COMPILE_SECONDS, CPU_SECONDS_PER_TOKEN = 30, 0.02
+"""For a rough estimate: two shared cores."""
 
 
 @dataclass(frozen=True)
@@ -37,44 +41,45 @@ class Window:
     tokens: list[int]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench match``."""
-    parser.add_argument("--generations", type=int, default=60, help="of every temperature")
-    parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt")
-    parser.add_argument("--new_tokens", type=int, default=512)
-    parser.add_argument("--temperatures", type=comma_separated(float), default=[0.0, 1.0])
-    parser.add_argument("--tree", type=comma_separated(int), default=list(TreeConfig().widths))
-    parser.add_argument("--dtype", default="bfloat16", help="float32 as a control")
-    parser.add_argument("--attention", help="attention implementation; automatic if absent")
-    parser.add_argument("--json", type=Path, help="write header, rows and summary to this file")
-
-
 def main(arguments: argparse.Namespace) -> None:
     """Compare, print, and write what was asked for."""
+    # A Python without PyTorch is what we run in; transformers need not warn of it.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    cpu = jax.default_backend() == "cpu"
+    arguments = settled(arguments, cpu)
     spec = LongSpec.demo(dtype=arguments.dtype, attention=arguments.attention)
     documents = {name: spec.tokenizer(text)["input_ids"] for name, text in demo_prompts().items()}
     prompts = windows(documents, arguments.context, arguments.generations)
+    tokens, most = arguments.context + arguments.new_tokens, spec.target_config.max_positions
+    if tokens > most:
+        raise ValueError(
+            f"--context={arguments.context} and --new_tokens={arguments.new_tokens} are {tokens} "
+            f"positions, and the demo was made for {most}; lower one of them"
+        )
+    if cpu:
+        calls = len(prompts) * len(arguments.temperatures)
+        work = f"{counted(calls, 'generation')} of {arguments.new_tokens} tokens, each twice"
+        announce(work, CPU_COMPILE_SECONDS + calls * tokens * CPU_SECONDS_PER_TOKEN)
     header = bench_report.header(
         jax.devices()[0].device_kind,
         __doc__ or "",
         **{"dtype": arguments.dtype, "attention": arguments.attention or "automatic"},
-        **{"tree": arguments.tree, "new_tokens": arguments.new_tokens},
+        **{"tree": list(arguments.tree.widths), "new_tokens": arguments.new_tokens},
     )
-    report = bench_report.Report(header, arguments.json)
-    for temperature in arguments.temperatures:
-        for seed, window in enumerate(prompts):
-            compared = spec.compare(
-                window.tokens,
-                tree=TreeConfig(tuple(arguments.tree)),
-                max_new_tokens=arguments.new_tokens,
-                temperature=temperature,
-                seed=seed,
-                eos_token_id=[],  # The rows that end early would be no long generations.
-            )
-            row = describe(window, temperature, seed, compared)
-            report.add(row, line(row))
-    found = [summary(report.rows, temperature) for temperature in arguments.temperatures]
-    report.conclude(found)
+    with bench_report.Report(header, arguments.json) as report:
+        for temperature in arguments.temperatures:
+            for seed, window in enumerate(prompts):
+                compared = spec.compare(
+                    window.tokens,
+                    tree=arguments.tree,
+                    max_new_tokens=arguments.new_tokens,
+                    temperature=temperature,
+                    seed=seed,
+                    eos_token_id=[],  # The rows that end early would be no long generations.
+                )
+                row = describe(window, temperature, seed, compared)
+                report.add(row, line(row))
+        report.conclude([summary(report.rows, each) for each in arguments.temperatures])
 
 
 def windows(documents: Mapping[str, Sequence[int]], context: int, count: int) -> list[Window]:

@@ -6,14 +6,14 @@ device by compiled programs, in the model's dtype; nothing passes through host m
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.config import PRESETS, DraftConfig, TargetConfig, TreeConfig
+from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.engine import Params, Request, SpecState
@@ -21,33 +21,10 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter
 from longspec_jax.drafters.longspec import LongSpecDraft, LongSpecDrafter, LongSpecParams
+from longspec_jax.generation.memory import free_bytes, tree_bytes
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import path_name
 
-DEMO = TargetConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=512,
-    model_width=64,
-    mlp_width=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_width=16,
-    max_positions=4096,
-    dtype="float32",
-)
-SHAPES: dict[str, TargetConfig] = {
-    "demo": DEMO,
-    "vicuna7b": PRESETS["vicuna-7b-v1.5-16k"],
-    "vicuna13b": PRESETS["vicuna-13b-v1.5-16k"],
-    "longchat7b": PRESETS["longchat-7b-v1.5-32k"],
-    "longchat13b": PRESETS["longchat-13b-16k"],
-    "llama3-8b": PRESETS["llama-3-8b-instruct-262k"],
-    "llama31-8b": PRESETS["llama-3.1-8b-instruct"],
-    "qwq32b-preview": PRESETS["qwq-32b-preview"],
-    "qwq32b": PRESETS["qwq-32b"],
-}
-"""Short names of the shapes; ``demo`` is small enough for a CPU."""
 WEIGHT_SCALE = 0.02
 
 
@@ -82,9 +59,7 @@ def random_model(
       seed: of the weights.
     """
     tokens = jnp.zeros((1, 2), jnp.int32)
-    target = _draw(
-        lambda key: Target(config).init(key, tokens, method="initialize")["params"], seed
-    )
+    target = _draw(_initializer(config), seed)
     draft = DraftConfig.for_target(config)
     layer = _draw(
         lambda key: LongSpecDraft(draft).init(
@@ -103,6 +78,31 @@ def random_model(
     if draft_int8:
         shared = shared.in_int8()
     return Model(config, CachedTarget(config, attention), Params(target, shared))
+
+
+def target_bytes(config: TargetConfig) -> int:
+    """Bytes of the target's weights, none of which is drawn."""
+    return tree_bytes(jax.eval_shape(_initializer(config), jax.random.key(0)))
+
+
+def check_memory(what: str, needed: int) -> None:
+    """Raise before anything is drawn if the device cannot hold it.
+
+    Args:
+      what: is measured, in words.
+      needed: its bytes.
+    """
+    free = free_bytes()
+    if free is not None and needed > free:
+        raise MemoryError(
+            f"{what} takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on the device; choose "
+            "a shorter context, fewer rows or a smaller shape"
+        )
+
+
+def _initializer(config: TargetConfig) -> Callable[[jax.Array], Any]:
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    return lambda key: Target(config).init(key, tokens, method="initialize")["params"]
 
 
 def _draw(init: Any, seed: int) -> Any:

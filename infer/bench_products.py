@@ -13,7 +13,6 @@ import argparse
 import functools
 import math
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,12 +22,16 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.ops import skinny_product
 
 from . import bench_report
-from .bench_models import SHAPES, WEIGHT_SCALE
-from .comma_separated import comma_separated
+from .bench_arguments import settled
+from .bench_models import WEIGHT_SCALE, check_memory
+from .bench_progress import announce, counted
+from .bench_shapes import SHAPES
 from .timing import jax_seconds, measure_roof, rounded
 
 DISTINCT_BYTES = 600e6
 """Weights in turn: a dozen times the second-level cache of an H200."""
+CPU_SECONDS = 1.0
+"""A rough estimate for a product, ours and XLA's, to compile and time them."""
 
 Op = Callable[[jax.Array, jax.Array], jax.Array]
 OPS: dict[str, tuple[Op, Op]] = {
@@ -40,28 +43,26 @@ OPS: dict[str, tuple[Op, Op]] = {
 """Ours and XLA's, by the product's place in a layer."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench products``."""
-    integers = comma_separated(int)
-    parser.add_argument(
-        "--shape", type=comma_separated(str), default=["vicuna7b"], help=str([*SHAPES])
-    )
-    parser.add_argument("--rows", type=integers, default=[1, 16, 64])
-    parser.add_argument("--json", type=Path, help="write header and rows to this file")
-
-
 def main(arguments: argparse.Namespace) -> None:
     """Measure, print, and write what was asked for."""
+    cpu = jax.default_backend() == "cpu"
+    arguments = settled(arguments, cpu)
+    for shape in arguments.shape:
+        sizes = map(math.prod, weight_shapes(SHAPES[shape]).values())
+        check_memory(f"a product of {shape}", 2 * 4 * max(sizes))
+    if cpu:
+        number = len(arguments.shape) * len(OPS) * len(arguments.rows)
+        announce(f"{counted(2 * number, 'program')} to compile", CPU_SECONDS * number)
     roof = measure_roof()
     header = bench_report.header(
         jax.devices()[0].device_kind,
         (__doc__ or "").split("\n\n", 1)[1],
         roof_tb_per_s=roof.bytes_per_s / 1e12,
     )
-    report = bench_report.Report(header, arguments.json)
-    for shape in arguments.shape:
-        for row in measure(shape, arguments.rows, roof.bytes_per_s):
-            report.add(row, line(row))
+    with bench_report.Report(header, arguments.json) as report:
+        for shape in arguments.shape:
+            for row in measure(shape, arguments.rows, roof.bytes_per_s):
+                report.add(row, line(row))
 
 
 def weight_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:

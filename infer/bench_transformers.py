@@ -11,75 +11,84 @@ and values) over the bandwidth measured in this run.
 
 import argparse
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from longspec_jax.config import TargetConfig
 from longspec_jax.weights.hf_config import hf_config
 
 from . import bench_report
-from .bench_models import SHAPES
-from .comma_separated import comma_separated
+from .bench_arguments import DYNAMIC, STATIC, settled
+from .bench_progress import announce, counted, step
+from .bench_shapes import SHAPES
 from .timing import median_seconds
 
-STATIC, DYNAMIC = "transformers-static", "transformers-dynamic"
 WARM_TOKENS = 6
 """Tokens before the first timed one: compilation, and the two recordings of a CUDA graph."""
 ALIGNMENT = 64
 """Slots of a static cache are a multiple of this; odd sizes have slower kernels."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench transformers``."""
-    integers, names = comma_separated(int), comma_separated(str)
-    parser.add_argument("--shape", type=names, default=["vicuna7b"], help=str([*SHAPES]))
-    parser.add_argument("--context", type=integers, default=[4096, 32768])
-    parser.add_argument("--batch", type=integers, default=[1])
-    parser.add_argument("--implementations", type=names, default=[STATIC, DYNAMIC])
-    parser.add_argument("--new_tokens", type=int, default=24, help="tokens of one repetition")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--prefill_chunk", type=int, default=2048)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=True, help="the static step"
-    )
-    parser.add_argument("--json", type=Path, help="write header and rows to this file")
-    parser.add_argument("--chart", type=Path, help="draw the rows into this PNG")
+CPU_SECONDS = 30
+"""A rough estimate for a row: most of it is compiling the static step."""
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure, print, and write what was asked for."""
     import torch
 
-    name = torch.cuda.get_device_name() if arguments.device == "cuda" else arguments.device
-    bytes_per_s = measure_bandwidth(arguments.device)
+    there = torch.cuda.is_available()
+    if arguments.device == "cuda" and not there:
+        raise ValueError("--device=cuda: PyTorch sees no CUDA device; choose --device=cpu")
+    device = arguments.device or ("cuda" if there else "cpu")
+    cpu = device == "cpu"
+    arguments = settled(arguments, cpu)
+    if cpu:
+        number = math.prod(
+            map(
+                len,
+                (arguments.shape, arguments.batch, arguments.context, arguments.implementations),
+            )
+        )
+        announce(f"{counted(number, 'case')} of {', '.join(arguments.shape)}", CPU_SECONDS * number)
+    bytes_per_s = measure_bandwidth(device)
+    name = "cpu" if cpu else torch.cuda.get_device_name()
     header = bench_report.header(name, __doc__ or "", roof_tb_per_s=bytes_per_s / 1e12)
-    report = bench_report.Report(header, arguments.json)
-    for shape in arguments.shape:
-        model = random_model(SHAPES[shape], arguments.device)
-        for batch in arguments.batch:
-            for context in arguments.context:
-                for implementation in arguments.implementations:
-                    row = {
-                        **{"implementation": implementation, "shape": shape, "context": context},
-                        **{"batch": batch, "dtype": SHAPES[shape].dtype, "ms_per_token": None},
-                    }
-                    try:
-                        row |= measure(model, implementation, context, batch, arguments)
-                        floor = row["step_bytes"] / bytes_per_s
-                        row["percent_of_roof"] = _rounded(100e3 * floor / row["ms_per_token"])
-                    except Exception as error:  # An alternative that fails is a result, too.
-                        reason = (str(error).splitlines() or [""])[0][:200]
-                        row["refusal"] = f"{type(error).__name__}: {reason}"
-                    report.add(row, line(row))
-                    _release()
-        del model
-        _release()
-    if arguments.chart:
-        bench_report.draw(report.rows, arguments.chart)
+    with bench_report.Report(header, arguments.json, arguments.chart) as report:
+        for shape in arguments.shape:
+            step(f"drawing the weights of {shape}")
+            model = random_model(SHAPES[shape], device)
+            for batch in arguments.batch:
+                for context in arguments.context:
+                    for implementation in arguments.implementations:
+                        row = {
+                            **{"implementation": implementation, "shape": shape},
+                            **{"context": context, "batch": batch, "dtype": SHAPES[shape].dtype},
+                            **timed(model, implementation, context, batch, arguments, bytes_per_s),
+                        }
+                        report.add(row, line(row))
+                        _release()
+            del model
+            _release()
+
+
+def timed(
+    model: Any,
+    implementation: str,
+    context: int,
+    batch: int,
+    arguments: argparse.Namespace,
+    bytes_per_s: float,
+) -> dict[str, Any]:
+    """The figures of one row, or the reason why there are none."""
+    try:
+        found = measure(model, implementation, context, batch, arguments)
+    except Exception as error:  # An alternative that fails is a result, too.
+        reason = (str(error).splitlines() or [""])[0][:200]
+        return {"ms_per_token": None, "refusal": f"{type(error).__name__}: {reason}"}
+    floor = found["step_bytes"] / bytes_per_s
+    return {**found, "percent_of_roof": _rounded(100e3 * floor / found["ms_per_token"])}
 
 
 def measure(

@@ -73,7 +73,7 @@ def _draw_times(axis: Any, rows: Rows, colors: dict[str, str]) -> None:
         times = [measured[name]["microseconds"] for name in names]
         places = [place + index for index in range(len(names))]
         bars = axis.bar(places, times, 0.96, color=[colors[name] for name in names])
-        axis.bar_label(bars, [_brief(time) for time in times], padding=1, fontsize=6.5)
+        axis.bar_label(bars, [brief(time) for time in times], padding=1, fontsize=6.5)
         best = min(measured.values(), key=lambda row: row["microseconds"])  # The least rounded.
         roof = best["microseconds"] * best["percent_of_roof"] / 100
         axis.hlines(roof, places[0] - 0.6, places[-1] + 0.6, color="black", lw=1.2)
@@ -153,7 +153,7 @@ def _draw_speeds(axis: Any, ours: Rows, others: Rows, varied: set[str]) -> None:
     if len(contexts) == 1:
         values = [points[contexts[0]] for points in speeds.values()]
         bars = axis.bar(range(len(values)), values, 0.6, color=[colors[label] for label in speeds])
-        axis.bar_label(bars, [_brief(value) for value in values], padding=2, fontsize=8)
+        axis.bar_label(bars, [brief(value) for value in values], padding=2, fontsize=8)
         _name_bars(axis, [label.split(", ") for label in speeds])
     else:
         for label, points in speeds.items():
@@ -234,8 +234,8 @@ def _short(context: int) -> str:
     return str(context) if context % 1024 else f"{context // 1024}k"
 
 
-def _brief(value: float) -> str:
-    """What stands above a bar: a whole number, or one decimal of a small one."""
+def brief(value: float) -> str:
+    """A speed for people: a whole number, or one decimal of a small one."""
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 

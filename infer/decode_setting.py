@@ -1,5 +1,6 @@
-"""One point of ``infer.bench decode``: what is decoded, with which model, from which cache."""
+"""The points of ``infer.bench decode``: what is decoded, with which model, from which cache."""
 
+import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import numpy as np
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
-from longspec_jax.decoding.cache import KVCache, bucket_capacity
+from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes
 from longspec_jax.decoding.engine import SpecState
 from longspec_jax.decoding.simulated import AcceptanceLengths
 from longspec_jax.drafters.longspec import LongSpecDrafter
@@ -21,7 +22,12 @@ from .bench_models import (
     filled_cache,
     greedy_request,
     state_at,
+    target_bytes,
 )
+from .bench_shapes import SHAPES
+
+CPU_BYTES_PER_S, CPU_NODES_PER_PASS, CPU_COMPILE_SECONDS = 2e9, 32, 20
+"""For a rough estimate: two shared cores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,3 +93,63 @@ class Bench:
         """Compile ``program(*static, params, request, state)`` from shapes alone."""
         dynamic = abstract((self.model.params, self.request, self.state(drafter)))
         return program.lower(*static, *dynamic).compile()
+
+
+def all_settings(arguments: argparse.Namespace) -> list[Setting]:
+    """Every point that the arguments ask for, those of a shape in a row.
+
+    Raises:
+      ValueError: naming the option that asks for what cannot be.
+    """
+    tree = arguments.tree
+    if arguments.budget:
+        tree = dataclasses.replace(tree, budget=arguments.budget)
+    lengths = acceptance_lengths(arguments, tree.num_levels)
+    for shape in arguments.shape:
+        size = SHAPES[shape].vocab_size
+        if arguments.draft_vocabulary and arguments.draft_vocabulary > size:
+            raise ValueError(
+                f"--draft_vocabulary={arguments.draft_vocabulary}: {shape} has {size} tokens; name at "
+                "most so many, or leave it out for all"
+            )
+    return [
+        Setting(
+            *(shape, context, -(-context // 2) if arguments.ragged else context, batch),
+            *(tree, arguments.new_tokens, lengths, arguments.repetitions, arguments.turns),
+        )
+        for shape in dict.fromkeys(arguments.shape)
+        for batch in arguments.batch
+        for context in arguments.context
+    ]
+
+
+def acceptance_lengths(arguments: argparse.Namespace, levels: int) -> AcceptanceLengths:
+    """How often a round emits so many tokens, from ``--histogram`` or ``--acceptance``."""
+    counts = arguments.histogram
+    option = "--acceptance" if counts is None else "--histogram"
+    try:
+        if counts is None:
+            return AcceptanceLengths.geometric(arguments.acceptance, levels)
+        if len(counts) > levels + 1:
+            raise ValueError(
+                f"{len(counts)} counts, but a tree of {levels} levels emits at most {levels + 1} "
+                "tokens a round; give one count for each, or a deeper --tree"
+            )
+        return AcceptanceLengths.from_histogram(counts)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
+def setting_bytes(setting: Setting) -> int:
+    """The target's weights and the cache: most of what a setting takes."""
+    config = SHAPES[setting.shape]
+    return target_bytes(config) + cache_bytes(config, setting.batch, setting.capacity)
+
+
+def rough_seconds(setting: Setting) -> float:
+    """What a setting takes on a CPU, to say minutes or hours beforehand."""
+    token = setting_bytes(setting) / CPU_BYTES_PER_S
+    round_ = token * (1 + setting.tree.num_nodes / CPU_NODES_PER_PASS)
+    rounds = setting.new_tokens / setting.lengths.mean + 2 * setting.turns
+    once = setting.new_tokens * token + rounds * round_
+    return CPU_COMPILE_SECONDS + (setting.repetitions + 1) * once

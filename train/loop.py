@@ -107,13 +107,13 @@ def run_stage(
             step += 1
             if step == first + 1:  # Compilation is not training time.
                 jax.block_until_ready(values)
-                clock.skip()
+                report.skip()
             if run.save_every and step % run.save_every == 0:
                 checkpoints.save(step, state, _meta(stage, step, clock, done=False))
-                clock.skip()
+                report.skip()
             if run.accept_every and step % run.accept_every == 0:
                 _measure(stage, state, step, clock, metrics)
-                clock.skip()
+                report.skip()
         report.flush()
         batches.close()
         if stopped:
@@ -132,11 +132,17 @@ class _Report:
     def __init__(self, stage: Stage, every: int, metrics: Metrics, clock: Clock):
         self._stage, self._every, self._metrics, self._clock = stage, every, metrics, clock
         self._pending: tuple[int, float, dict[str, Any]] | None = None
+        self._timed = True
 
     def add(self, step: int, rate: float, values: dict[str, Any]) -> None:
         """Take a step's metrics, and write those of the step before."""
         self.flush()
         self._pending = (step, rate, values)
+
+    def skip(self) -> None:
+        """Do not count the time since the last tick; the pending step, part of it, has no speed."""
+        self._clock.skip()
+        self._timed = False
 
     def flush(self) -> None:
         """Wait for the pending step and write its metrics if it is its turn."""
@@ -144,12 +150,14 @@ class _Report:
             return
         step, rate, values = self._pending
         self._pending = None
+        timed, self._timed = self._timed, True
         jax.block_until_ready(values)
         seconds = self._clock.tick()
         self._metrics.advance()
         if step % self._every == 0:
             tokens = self._stage.config.batch * self._stage.config.seq_len
             speed = {"step_time": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
+            speed = speed if timed else {}
             elapsed = {"elapsed": self._clock.elapsed}
             scalars = {name: float(value) for name, value in values.items()}
             self._metrics.write(

@@ -1,6 +1,7 @@
 """What a call returns: tokens, text and the raw counts every derived number comes from."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longspec_jax.config import TreeConfig
@@ -11,6 +12,8 @@ ACCEPTANCE_DEFINITION = (
     "emitted tokens / target forward passes of the decode phase, bonus included, prefill excluded"
 )
 """Printed wherever the acceptance length is."""
+SHOWN = 40
+"""Characters of a text that a result shows of itself."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,16 @@ class GenerateResult:
     """Whether each emitted token was an accepted draft token."""
     stats: Stats
 
+    def __repr__(self) -> str:
+        """One line: how much text, how it begins, how fast it came."""
+        stats = self.stats
+        numbers = [
+            _sizes(self.text, self.sequences),
+            f"{stats.acceptance_length:.2f} tokens a target pass",
+            f"{stats.tokens_per_second:.1f} tokens/s",
+        ]
+        return f"GenerateResult({', '.join(numbers[: 3 if stats.decode_tokens else 1])})"
+
 
 @dataclass(frozen=True)
 class StreamRound:
@@ -102,3 +115,18 @@ class StreamRound:
     def text(self) -> tuple[str, ...]:
         """Released text of every row."""
         return tuple("".join(piece.text for piece in row) for row in self.pieces)
+
+    def __repr__(self) -> str:
+        """One line: what the round added; no text where no character became complete."""
+        text = self.text if any(self.pieces) else (None,) * len(self.tokens)
+        return f"StreamRound({_sizes(text, self.tokens)})"
+
+
+def _sizes(text: Sequence[str | None], tokens: Sequence[Sequence[int]]) -> str:
+    """Rows, tokens, and the beginning of the first row's text."""
+    count = sum(map(len, tokens))
+    words = [f"{len(tokens)} rows"] if len(tokens) > 1 else []
+    words.append(f"{count} token{'s' * (count != 1)}")
+    if text[0] is not None:
+        words.append(repr(text[0][:SHOWN]) + "..." * (len(text[0]) > SHOWN))
+    return ", ".join(words)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from infer import bench, bench_adaptive
-from infer.bench_models import SHAPES, random_model
+from infer.bench_models import random_model
+from infer.bench_shapes import SHAPES
 from infer.decode_setting import Bench, Setting
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding.policy import Measurement
@@ -22,8 +23,8 @@ def prepared() -> Bench:
     """Three rows of different lengths."""
     tree = TreeConfig((2, 3, 2))
     lengths = AcceptanceLengths.geometric(2.0, tree.num_levels)
-    setting = Setting("demo", 64, 32, 3, tree, NEW, lengths, repetitions=2, turns=1)
-    return Bench.prepare(setting, random_model(SHAPES["demo"]))
+    setting = Setting("tiny", 64, 32, 3, tree, NEW, lengths, repetitions=2, turns=1)
+    return Bench.prepare(setting, random_model(SHAPES["tiny"]))
 
 
 def test_a_decode_emits_what_was_asked_for_and_hands_the_cache_on(prepared: Bench) -> None:
@@ -67,7 +68,7 @@ def test_the_command_reports_adaptive_decoding(tmp_path: Path, capsys) -> None:
     file = tmp_path / "rows.json"
     bench.main(
         [
-            *("decode", "--shape=demo", "--context=64", "--tree=2,3", "--acceptance=2"),
+            *("decode", "--shape=tiny", "--context=64", "--tree=2,3", "--acceptance=2"),
             *(f"--new_tokens={NEW}", "--turns=1", "--repetitions=2", "--adaptive"),
             f"--json={file}",
         ]

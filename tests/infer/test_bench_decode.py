@@ -1,6 +1,5 @@
 """The decode benchmark on a CPU: its rows, its arithmetic, its random models."""
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -9,15 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from infer import bench, bench_decode, bench_parts, prefill_time
+from infer import bench, bench_arguments, bench_decode, bench_parts, prefill_time
 from infer.bench_models import (
-    SHAPES,
     draft_state,
     filled_cache,
     greedy_request,
     random_model,
     state_at,
 )
+from infer.bench_shapes import SHAPES
 from infer.decode_setting import Bench, Setting
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.decoding import engine
@@ -35,14 +34,15 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(SHAPES["demo"])
+    return random_model(SHAPES["tiny"])
 
 
-def test_the_command_writes_header_and_rows(tmp_path: Path) -> None:
+def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
+    """And says before what will run, and after what it means."""
     file = tmp_path / "rows.json"
     bench.main(
         [
-            *("decode", "--shape=demo", "--context=64,320", "--tree=2,3", "--acceptance=2"),
+            *("decode", "--shape=tiny", "--context=64,320", "--tree=2,3", "--acceptance=2"),
             *("--new_tokens=41", "--turns=1", "--repetitions=1", f"--json={file}"),
         ]
     )
@@ -60,13 +60,40 @@ def test_the_command_writes_header_and_rows(tmp_path: Path) -> None:
         )
         parts = row["draft_ms"] + row["verify_ms"] + row["rest_ms"]
         assert parts == pytest.approx(row["round_ms"], rel=1e-2, abs=1e-2)
+    printed = capsys.readouterr()
+    [plan] = printed.err.splitlines()
+    assert plan.startswith("on a CPU (") and "2 cases of the shape tiny; about" in plan
+    sentences = [row for row in printed.out.splitlines() if row.startswith("tiny at ")]
+    assert [row.split(" on ")[0] for row in sentences] == [
+        "tiny at 64 tokens",
+        "tiny at 320 tokens",
+    ]
+
+
+VERDICT = {
+    **{"shape": "vicuna7b", "context": 4096, "batch": 1, "tree": [4, 16, 16, 16, 16], "budget": 64},
+    **{"tokens_per_second": 554.83, "plain_tokens_per_second": 227.6, "speed_up": 2.4377},
+    **{"acceptance_length": 3.5402},
+}
+
+
+def test_the_result_is_a_sentence() -> None:
+    assert bench_decode.verdict(VERDICT, "NVIDIA H200") == (
+        "vicuna7b at 4096 tokens on NVIDIA H200: 555 tokens/s with a tree of 64 nodes, 228 without: "
+        "2.4x (accepted length drawn at 3.54, random weights)"
+    )
+    rows = {**VERDICT, "batch": 8, "tokens_per_second": 4321.0}
+    assert ": 4321 tokens/s in 8 rows together with" in bench_decode.verdict(rows, "a")
+    assert ": 42.3 tokens/s with" in bench_decode.verdict(
+        {**VERDICT, "tokens_per_second": 42.34}, "a"
+    )
 
 
 def test_rows_of_a_batch_may_differ_in_length(tmp_path: Path, capsys) -> None:
     file = tmp_path / "rows.json"
     bench.main(
         [
-            *("decode", "--shape=demo", "--context=65", "--batch=1,3", "--ragged", "--tree=2,3"),
+            *("decode", "--shape=tiny", "--context=65", "--batch=1,3", "--ragged", "--tree=2,3"),
             *("--acceptance=2", "--new_tokens=41", "--turns=1", "--repetitions=1"),
             *("--budget=4", f"--json={file}"),
         ]
@@ -83,7 +110,7 @@ def test_bytes_are_those_of_the_rows_as_they_are(model, batch: int, fewer: int) 
     """Five rows of 64 to 32 tokens, whose K and V are 2 layers x 2 heads x 16 float32 numbers."""
     lengths = AcceptanceLengths.geometric(2.0, 2)
     even, ragged = (
-        Bench.prepare(Setting("demo", 64, shortest, batch, TREE, 8, lengths, 1, 1), model)
+        Bench.prepare(Setting("tiny", 64, shortest, batch, TREE, 8, lengths, 1, 1), model)
         for shortest in (64, 32)
     )
     assert even.state(NoDraft()).length.tolist() == [64] * batch
@@ -96,15 +123,14 @@ def test_bytes_are_those_of_the_rows_as_they_are(model, batch: int, fewer: int) 
 
 
 def test_the_published_shapes_are_offered() -> None:
-    parser = argparse.ArgumentParser()
-    bench_decode.add_arguments(parser)
-    chosen = parser.parse_args(["--shape=vicuna7b,qwq32b", "--tree=1,1"])
+    parser = bench_arguments.parser({"decode": "rounds"})
+    chosen = parser.parse_args(["decode", "--shape=vicuna7b,qwq32b", "--tree=1,1"])
     assert all(shape in SHAPES for shape in chosen.shape)
     assert SHAPES["llama3-8b"].vocab_size == 128256
 
 
 def test_random_models_are_random_and_seeded(model) -> None:
-    again = random_model(SHAPES["demo"])
+    again = random_model(SHAPES["tiny"])
     leaves = jax.tree.leaves(model.params)
     for ours, theirs in zip(leaves, jax.tree.leaves(again.params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -137,7 +163,7 @@ def test_a_budget_is_measured(budget: int, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     bench.main(
         [
-            *("decode", "--shape=demo", "--context=64", "--tree=2,3", f"--budget={budget}"),
+            *("decode", "--shape=tiny", "--context=64", "--tree=2,3", f"--budget={budget}"),
             *("--acceptance=2", "--new_tokens=41", "--turns=1", "--repetitions=1"),
             *("--parts", f"--json={file}"),
         ]
@@ -152,7 +178,7 @@ def test_a_draft_in_8_bits_is_measured(model, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     bench.main(
         [
-            *("decode", "--shape=demo", "--context=64", "--tree=2,3", "--acceptance=2"),
+            *("decode", "--shape=tiny", "--context=64", "--tree=2,3", "--acceptance=2"),
             *("--new_tokens=41", "--turns=1", "--repetitions=1", "--parts", f"--json={file}"),
             *("--draft_vocabulary=61", "--draft_int8"),
         ]

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 from infer import bench, bench_products
-from infer.bench_models import SHAPES
+from infer.bench_shapes import SHAPES
 
 
 def test_rows_of_every_product(tmp_path: Path) -> None:
     file = tmp_path / "products.json"
-    bench.main(["products", "--shape=demo", "--rows=1,16", f"--json={file}"])
+    bench.main(["products", "--shape=tiny", "--rows=1,16", f"--json={file}"])
     written = json.loads(file.read_text())
     assert written["header"]["roof_tb_per_s"] > 0
     found = {(row["product"], row["rows"]) for row in written["rows"]}

@@ -74,6 +74,84 @@ def test_a_missing_matplotlib_is_a_message(monkeypatch, tmp_path: Path, capsys) 
     assert "no chart: " in capsys.readouterr().out
 
 
+MALFORMED = {
+    "is no JSON: Expecting value": "rows",
+    "is no JSON: Extra data": '{"header": {}, "rows": []} {}',
+    "a result file holds one object, this one a list": "[]",
+    "a result file holds rows and header or headers, this one ['rows']": '{"rows": []}',
+    "its rows must be a list of objects": '{"header": {}, "rows": 3}',
+    "its headers must be a list of objects": '{"headers": [1], "rows": []}',
+    "must be the index of one of its 1 headers": '{"header": {}, "rows": [{"run": 1}]}',
+    "is no UTF-8 text": b"\xff",
+}
+
+
+@pytest.mark.parametrize("words", MALFORMED)
+def test_malformed_files_are_refused_by_name(words: str, tmp_path: Path, capsys) -> None:
+    good, bad, merged = (tmp_path / name for name in ("good", "bad", "merged"))
+    content = MALFORMED[words]
+    bad.write_bytes(content if isinstance(content, bytes) else content.encode())
+    bench_report.write(good, {"header": {}, "rows": []})
+    assert bench.main(["report", str(good), str(bad), f"--json={merged}"]) == 2
+    printed = capsys.readouterr()
+    [line] = printed.err.splitlines()
+    assert f"result file {bad}" in line and words in line
+    assert not printed.out and not merged.exists()
+
+
+def test_rows_that_lack_a_field_have_no_chart(tmp_path: Path, capsys) -> None:
+    file, chart = tmp_path / "a", tmp_path / "a.png"
+    bench_report.write(file, {"header": {}, "rows": [{"round_ms": 1.0}]})
+    assert bench.main(["report", str(file), f"--chart={chart}"]) == 2
+    assert "no chart to draw: a row lacks the field 'shape'" in capsys.readouterr().err
+
+
+def fail_to_write(*_) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_rows_that_cannot_be_written_are_printed_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    file = tmp_path / "rows.json"
+    monkeypatch.setattr(Path, "write_text", fail_to_write)
+    with pytest.raises(OSError, match="No space left on device.*; its content is the last line"):
+        with bench_report.Report({"device": "a"}, file) as report:
+            report.add({"number": 1}, "line 1")
+            report.add({"number": 2}, "line 2")
+    printed = capsys.readouterr()
+    assert json.loads(printed.out.splitlines()[-1]) == {
+        "header": {"device": "a"},
+        "rows": report.rows,
+    }
+    assert printed.err.count("No space left on device; going on") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_earlier_file_survives_a_failure_to_write(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "rows.json"
+    bench_report.write(file, {"kept": True})
+    monkeypatch.setattr(Path, "write_text", fail_to_write)
+    with pytest.raises(OSError, match="No space"):
+        bench_report.write(file, {"kept": False})
+    assert json.loads(file.read_text()) == {"kept": True}
+
+
+def test_a_file_that_could_be_written_after_all_is_whole(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "rows.json"
+    with bench_report.Report({"device": "a"}, file) as report:
+        with monkeypatch.context() as full:
+            full.setattr(Path, "write_text", fail_to_write)
+            report.add({"number": 1}, "line 1")
+    assert json.loads(file.read_text())["rows"] == [{"number": 1}]
+
+
+def test_the_header_is_a_line_for_people(capsys) -> None:
+    versions = {"jax": "1.2", "torch": None}
+    bench_report.Report({"device": "a GPU", "versions": versions, "roof_tb_per_s": 4.4321})
+    assert capsys.readouterr().out == "a GPU; jax 1.2; measured roofs 4.43 TB/s\n"
+
+
 def test_rows_without_a_chart(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no chart to draw"):
         bench_report.draw([{"accuracy": 1}], tmp_path / "x.png")

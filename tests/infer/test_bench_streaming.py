@@ -8,19 +8,19 @@ import numpy as np
 
 from infer import bench, bench_streaming
 from infer.bench_models import (
-    SHAPES,
     draft_state,
     filled_cache,
     greedy_request,
     random_model,
     state_at,
 )
+from infer.bench_shapes import SHAPES
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.simulated import AcceptanceLengths, simulated_decode
 
 
 def test_a_stream_yields_what_the_loop_emits() -> None:
-    model, new = random_model(SHAPES["demo"]), 17
+    model, new = random_model(SHAPES["tiny"]), 17
     drafter, lengths = model.drafter(TreeConfig((2, 3))), AcceptanceLengths.geometric(2.0, 2)
     request = greedy_request(2, new)
 
@@ -43,7 +43,7 @@ def test_the_command_reports_the_overhead(tmp_path: Path, capsys) -> None:
     file, chart = tmp_path / "rows.json", tmp_path / "rows.png"
     bench.main(
         [
-            *("decode", "--shape=demo", "--context=64", "--tree=2", "--acceptance=1.5"),
+            *("decode", "--shape=tiny", "--context=64", "--tree=2", "--acceptance=1.5"),
             *("--new_tokens=9", "--turns=1", "--repetitions=1", "--streaming"),
             *(f"--json={file}", f"--chart={chart}"),
         ]
