@@ -17,8 +17,9 @@ import pytest
 
 MOST_MAPPINGS = 20_000
 MOST_BYTES = 2_500_000_000
-WORTH_DROPPING = 5_000
-"""Mappings from which on programs are dropped; below it, small modules share what they compile."""
+SMALL_MAPPINGS = 3_000
+SMALL_BYTES = 1_200_000_000
+"""Up to here programs stay for the next module: what small modules share is compiled once."""
 
 
 class Footprint(NamedTuple):
@@ -57,7 +58,7 @@ class FootprintCheck:
         now = Footprint.now()
         worker = getattr(request.config, "workerinput", {}).get("workerid", "this process")
         self._largest[worker] = now.most(self._largest.get(worker, now))
-        if now.mappings > WORTH_DROPPING:
+        if now.mappings > SMALL_MAPPINGS or now.bytes > SMALL_BYTES:
             drop_programs()
         if now.mappings > MOST_MAPPINGS or now.bytes > MOST_BYTES:
             pytest.fail(

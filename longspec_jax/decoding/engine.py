@@ -10,7 +10,6 @@ a row that is done neither advances nor affects the others.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -21,6 +20,7 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.sampling import Sampling, draw, log_probabilities, noise
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.verify import Walk, walk
@@ -120,7 +120,7 @@ def prefill(
     return _start(target, drafter, max_emitted, params, cache, padded, length, logits, request)
 
 
-@partial(jax.jit, static_argnames=("target", "chunk"), donate_argnames=("cache",))
+@program(static_argnames=("target", "chunk"), donate_argnames=("cache",))
 def _prefill_chunk(
     target: TargetModel,
     chunk: int,
@@ -139,7 +139,7 @@ def _prefill_chunk(
     return jnp.where(here[:, None], new, logits), cache
 
 
-@partial(jax.jit, static_argnames=("target", "drafter", "max_emitted"), donate_argnames=("cache",))
+@program(static_argnames=("target", "drafter", "max_emitted"), donate_argnames=("cache",))
 def _start(
     target: TargetModel,
     drafter: Drafter,
@@ -285,7 +285,7 @@ def _trim(
     return count, stopped | (emitted + count >= request.max_new_tokens)
 
 
-@partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",))
+@program(static_argnames=("target", "drafter"), donate_argnames=("state",))
 def decode(
     target: TargetModel, drafter: Drafter, params: Params, request: Request, state: SpecState
 ) -> SpecState:

@@ -6,7 +6,7 @@ time, so that prefill and decode seconds mean the same in every call.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from longspec_jax.decoding.adaptive import Leg
 from longspec_jax.decoding.cache import bucket_capacity
 from longspec_jax.decoding.engine import Params, Request, SpecState
 from longspec_jax.decoding.policy import Always, FastestWithinBudget, Measurement, Policy
+from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.generation.inputs import Prompts
@@ -178,11 +179,11 @@ class Run(NamedTuple):
 
 
 class WarmShapes:
-    """The shapes this process has compiled, and how to compile one more."""
+    """The shapes whose programs this process holds, and how to compile one more."""
 
     def __init__(self) -> None:
         """Start with none."""
-        self._seen: set[Any] = set()
+        self._programs: dict[Any, Set[Any]] = {}
 
     def prepare(self, job: Job, ahead_of_host: bool = False) -> float:
         """Make a short run if the job's shape is new; return its seconds, 0 if it is not.
@@ -192,7 +193,7 @@ class WarmShapes:
           ahead_of_host: whether :meth:`Job.rounds` will run it, not :meth:`Job.legs`.
         """
         signature = ahead_of_host, job.signature
-        if signature in self._seen:
+        if signature in self._programs and RECENT.renew(self._programs[signature]):
             return 0.0
         two = jnp.minimum(job.request.max_new_tokens, 2)
         short = replace(
@@ -201,10 +202,12 @@ class WarmShapes:
             request=replace(job.request, max_new_tokens=two),
         )
         start = time.perf_counter()
-        state = short.rehearse(short.prefill(), ahead_of_host)
+        with RECENT.noted() as used:
+            state = short.rehearse(short.prefill(), ahead_of_host)
         Progress.of(jax.block_until_ready(state))
         seconds = time.perf_counter() - start
-        self._seen.add(signature)
+        kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
+        self._programs = {**kept, signature: used}
         return seconds
 
 
