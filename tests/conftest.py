@@ -1,16 +1,24 @@
-"""Test session set-up: eight fake CPU devices, and shape annotations that are executed.
+"""Test session set-up: eight fake CPU devices, shape annotations that are executed, bounded memory.
 
 Device settings must precede the first use of jax. With ``-m gpu`` the real devices are used.
 """
 
 import os
 import sys
+from typing import Any
 
 
 def _wants_gpu() -> bool:
     return any("gpu" in a and "not gpu" not in a for a in sys.argv) or bool(
         os.environ.get("LONGSPEC_TEST_GPU")
     )
+
+
+def pytest_configure(config: Any) -> None:
+    from tests.footprint import FootprintCheck
+
+    if not _wants_gpu():
+        config.pluginmanager.register(FootprintCheck())
 
 
 if not _wants_gpu():

@@ -13,7 +13,6 @@ differently, and which tree meets it depends on the clock.
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +23,7 @@ from longspec_jax.axes import Array
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding.engine import Params, Request, SpecState, spec_step
 from longspec_jax.decoding.policy import Measurement, Policy
+from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter
 
@@ -64,7 +64,7 @@ def tallest(drafters: Sequence[Drafter]) -> Drafter:
     return max(drafters, key=lambda drafter: drafter.tree.num_levels)
 
 
-@partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",))
+@program(static_argnames=("target", "drafter"), donate_argnames=("state",))
 def burst(
     target: TargetModel,
     drafter: Drafter,

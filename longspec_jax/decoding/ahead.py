@@ -22,10 +22,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,6 +31,7 @@ from longspec_jax.axes import Array
 from longspec_jax.decoding.adaptive import check_one_clock
 from longspec_jax.decoding.engine import Params, Request, SpecState, spec_step
 from longspec_jax.decoding.policy import Measurement, Policy
+from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter
 
@@ -79,7 +78,7 @@ def report_of(before: SpecState, after: SpecState, height: int) -> Array:
     return jnp.concatenate([part.astype(jnp.int32) for part in (*ends, *gained)], axis=1)
 
 
-@partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",))
+@program(static_argnames=("target", "drafter"), donate_argnames=("state",))
 def one_round(
     target: TargetModel, drafter: Drafter, params: Params, request: Request, state: SpecState
 ) -> tuple[SpecState, Array]:

@@ -10,7 +10,7 @@ a row that is done neither advances nor affects the others.
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, draw, log_probabilities, noise
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.verify import Walk, walk
@@ -171,7 +172,7 @@ def _allocate(target: TargetModel, batch: int, capacity: int, home: Home) -> Cal
     return jax.jit(empty, out_shardings=(home.cache, home.rows))
 
 
-@partial(jax.jit, static_argnames=("target", "chunk", "home"), donate_argnames=("cache",))
+@program(static_argnames=("target", "chunk", "home"), donate_argnames=("cache",))
 def _prefill_chunk(
     target: TargetModel,
     chunk: int,
@@ -195,7 +196,7 @@ def _prefill_chunk(
     )
 
 
-@partial(jax.jit, static_argnames=("target", "drafter", "max_emitted"), donate_argnames=("cache",))
+@program(static_argnames=("target", "drafter", "max_emitted"), donate_argnames=("cache",))
 def _start(
     target: TargetModel,
     drafter: Drafter,
@@ -347,7 +348,7 @@ def _trim(
     return count, stopped | (emitted + count >= request.max_new_tokens)
 
 
-@partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",))
+@program(static_argnames=("target", "drafter"), donate_argnames=("state",))
 def decode(
     target: TargetModel, drafter: Drafter, params: Params, request: Request, state: SpecState
 ) -> SpecState:

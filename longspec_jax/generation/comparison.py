@@ -6,7 +6,6 @@ near-tie; the gap between the two candidates at the first divergence says whethe
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from longspec_jax.axes import Array
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.engine import Params, Request
+from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.sampling import noise, perturb
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.generation import runner
@@ -155,7 +155,7 @@ def _sequences(run: Run) -> list[list[int]]:
     return [row[:count].tolist() for row, count in emitted]
 
 
-@partial(jax.jit, static_argnames=("target",))
+@program(static_argnames=("target",))
 def _scores(
     target: CachedTarget,
     params: Params,

@@ -6,7 +6,6 @@ each proposal, what the target drew, and hence why the walk went on or stopped.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 from longspec_jax.axes import Array
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.engine import Params, Request, SpecState
+from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.verify import walk
 from longspec_jax.drafters.base import Drafter
@@ -81,7 +81,7 @@ def _views(job: Job, warm: WarmShapes) -> Iterator[RoundView]:
             yield _view(number, position, jax.device_get(seen))
 
 
-@partial(jax.jit, static_argnames=("target", "drafter"))
+@program(static_argnames=("target", "drafter"))
 def _examine(
     target: CachedTarget, drafter: Drafter, params: Params, request: Request, state: SpecState
 ) -> dict[str, Array]:

@@ -113,14 +113,24 @@ class Job:
 
     def rounds(self, state: SpecState) -> ahead.Rounds:
         """Decode to the end round by round, each launched before the last one is read."""
-        return ahead.Rounds(self.launch, state, self._policy, len(self.drafters))
+        fixed = self.params, self.request
+        # All rounds of a run have one shape, so their programs are looked up once.
+        programs = [
+            ahead.one_round.of_shape(self.target, drafter, *fixed, state)
+            for drafter in self.drafters
+        ]
 
-    def rehearse(self, state: SpecState, ahead_of_host: bool) -> SpecState:
+        def launch(candidate: int, state: SpecState) -> tuple[SpecState, jax.Array]:
+            return programs[candidate](self.target, self.drafters[candidate], *fixed, state)
+
+        return ahead.Rounds(launch, state, self._policy, len(self.drafters))
+
+    def rehearse(self, state: SpecState, streams: bool) -> SpecState:
         """Run one round of everything that :meth:`legs` may, or :meth:`rounds`."""
-        if not ahead_of_host:
+        if not streams:
             return adaptive.rehearse(self.target, self.drafters, self.params, self.request, state)
-        for candidate in range(len(self.drafters)):
-            state, _ = self.launch(candidate, state)
+        for drafter in self.drafters:
+            state, _ = ahead.one_round(self.target, drafter, self.params, self.request, state)
         return state
 
     @property
@@ -128,11 +138,6 @@ class Job:
         """What chooses among the drafters."""
         count = len(self.drafters)
         return FastestWithinBudget.over(count) if count > 1 else Always()
-
-    def launch(self, candidate: int, state: SpecState) -> tuple[SpecState, jax.Array]:
-        """Start a round of one of the drafters; the state is donated."""
-        drafter = self.drafters[candidate]
-        return ahead.one_round(self.target, drafter, self.params, self.request, state)
 
     def only(self, drafter: Drafter) -> "Job":
         """The same call with one of its drafters."""

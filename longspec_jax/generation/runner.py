@@ -6,7 +6,7 @@ time, so that prefill and decode seconds mean the same in every call.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +17,7 @@ import numpy as np
 from longspec_jax.decoding import ahead
 from longspec_jax.decoding.engine import SpecState, room
 from longspec_jax.decoding.policy import Measurement
+from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling
 from longspec_jax.generation.job import Job
@@ -86,11 +87,11 @@ class Run(NamedTuple):
 
 
 class WarmShapes:
-    """The shapes this process has compiled, and how to compile one more."""
+    """The shapes whose programs this process holds, and how to compile one more."""
 
     def __init__(self) -> None:
         """Start with none."""
-        self._seen: set[Any] = set()
+        self._programs: dict[Any, Set[Any]] = {}
 
     def prepare(self, job: Job, streams: bool = False) -> float:
         """Make a short run if the job's shape is new; return its seconds, 0 if it is not.
@@ -109,15 +110,18 @@ class WarmShapes:
             request=replace(job.request, max_new_tokens=jnp.asarray(two)),
         )
         start = time.perf_counter()
-        state = short.rehearse(short.prefill(), streams)
+        with RECENT.noted() as used:
+            state = short.rehearse(short.prefill(), streams)
         Progress.of(jax.block_until_ready(state))
         seconds = time.perf_counter() - start
-        self._seen.add((streams, job.signature))
+        kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
+        self._programs = {**kept, (streams, job.signature): used}
         return seconds
 
     def knows(self, job: Job, streams: bool = False) -> bool:
-        """Whether everything the job will run has been compiled."""
-        return (streams, job.signature) in self._seen
+        """Whether everything the job will run is compiled; it is then the last to be let go."""
+        used = self._programs.get((streams, job.signature))
+        return used is not None and RECENT.renew(used)
 
 
 class Ready(NamedTuple):

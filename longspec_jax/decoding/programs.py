@@ -1,0 +1,152 @@
+"""Compiled programs, of which the least recently used are let go.
+
+``jax.jit`` keeps every executable for as long as its function lives: for the life of the process. On a
+CPU an executable takes some 350 memory mappings, of which Linux allows a process 65,530, and tens of
+megabytes; a server that meets many batch sizes, capacities and trees would come to its end inside the
+compiler. A :class:`Program` gives every shape a jitted function of its own, and all programs of the
+process share one bounded list of these. What drops off the list takes its executable along, and is
+compiled again if its shape comes back. The programs of others, which ``jax.clear_caches()`` would drop
+too, stay.
+"""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Set
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import jax
+
+MOST_PROGRAMS = 64
+"""Executables kept; a call uses three, one more for every tree it may choose."""
+
+
+class Recent:
+    """A bounded mapping from which the least recently used entry drops out."""
+
+    def __init__(self, most: int) -> None:
+        """Start empty.
+
+        Args:
+          most: entries kept.
+        """
+        self._most = most
+        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._notes: list[set[Hashable]] = []
+        self._lock = Lock()
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The entry, made if it is absent; now the most recently used."""
+        with self._lock:
+            if key not in self._entries:
+                self._entries[key] = make()
+            self._entries.move_to_end(key)
+            for note in self._notes:
+                note.add(key)
+            entry = self._entries[key]
+            self._trim()
+        return entry
+
+    def values(self) -> list[Any]:
+        """All entries, the least recently used first."""
+        with self._lock:
+            return list(self._entries.values())
+
+    @contextmanager
+    def noted(self) -> Iterator[set[Hashable]]:
+        """The keys of all entries used while the context is open, complete when it closes."""
+        note: set[Hashable] = set()
+        self._notes.append(note)
+        try:
+            yield note
+        finally:
+            self._notes.remove(note)
+
+    def keeps(self, keys: Set[Hashable]) -> bool:
+        """Whether none of these entries has dropped out."""
+        with self._lock:
+            return keys <= self._entries.keys()
+
+    def renew(self, keys: Set[Hashable]) -> bool:
+        """As :meth:`keeps`; those that are there are now the most recently used."""
+        with self._lock:
+            present = [key for key in keys if key in self._entries]
+            for key in present:
+                self._entries.move_to_end(key)
+        return len(present) == len(keys)
+
+    @contextmanager
+    def limited(self, most: int) -> Iterator[None]:
+        """Keep at most this many entries while the context is open."""
+        before, self._most = self._most, most
+        with self._lock:
+            self._trim()
+        try:
+            yield
+        finally:
+            self._most = before
+
+    def _trim(self) -> None:
+        while len(self._entries) > self._most:
+            self._entries.popitem(last=False)
+
+
+RECENT = Recent(MOST_PROGRAMS)
+"""The programs of this process."""
+
+
+class Program:
+    """A jitted function whose shapes are kept or let go one by one; made by :func:`program`."""
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        """Compile nothing yet.
+
+        Args:
+          function: what is compiled.
+          **options: of ``jax.jit``.
+        """
+        functools.update_wrapper(self, function)
+        self._function, self._options = function, options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the shape's own jitted function."""
+        return self.of_shape(*args, **kwargs)(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """As of a jitted function."""
+        return self.of_shape(*args, **kwargs).lower(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """As of a jitted function."""
+        return self.of_shape(*args, **kwargs).trace(*args, **kwargs)
+
+    def of_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The jitted function for arguments of these shapes, to look it up once and call it often."""
+        # A leaf without a shape is a static argument. What else matters to a compilation, such as
+        # types and devices, is left to jax: it varies little, and follows from the rest.
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        key = self, structure, *(getattr(leaf, "shape", leaf) for leaf in leaves)
+        return RECENT.get(key, self._jitted)[1]
+
+    def _cache_size(self) -> int:
+        """As of a jitted function: how many executables there are, of all shapes."""
+        own = (jitted for owner, jitted in RECENT.values() if owner is self)
+        return sum(jitted._cache_size() for jitted in own)
+
+    def _jitted(self) -> tuple["Program", Any]:
+        # jax keeps what it compiles by the function it is given: a new one, which nobody else holds.
+        @functools.wraps(self._function)
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            return self._function(*args, **kwargs)
+
+        return self, jax.jit(alone, **self._options)
+
+
+def program(**options: Any) -> Callable[[Callable[..., Any]], Program]:
+    """``jax.jit`` whose executables are among the bounded number that this process keeps.
+
+    Args:
+      **options: of ``jax.jit``.
+    """
+    return lambda function: Program(function, **options)

@@ -1,0 +1,111 @@
+"""Programs come and go without changing what they compute, and a process holds a bounded number."""
+
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax import PLAIN
+from longspec_jax.decoding import adaptive, engine
+from longspec_jax.decoding.programs import RECENT, Program, Recent, program
+from tests.footprint import Footprint
+from tests.infer.toys import toy_spec
+
+
+def test_the_least_recently_used_entry_drops_out() -> None:
+    recent = Recent(2)
+    made = []
+    for key in "abacab":
+        recent.get(key, partial(made.append, key))
+    assert made == ["a", "b", "c", "b"]
+    assert recent.keeps({"a", "b"}) and not recent.keeps({"a", "c"})
+
+
+def test_renewed_entries_stay_longest() -> None:
+    recent = Recent(2)
+    for key in "ab":
+        recent.get(key, key.upper)
+    assert recent.renew({"a"})
+    recent.get("c", str)
+    assert recent.keeps({"a", "c"})
+    assert not recent.renew({"a", "b"})
+
+
+def test_keys_are_noted_and_the_limit_lowered_for_a_while() -> None:
+    recent = Recent(3)
+    recent.get("a", str)
+    with recent.noted() as used:
+        recent.get("b", str)
+        recent.get("a", str)
+    recent.get("c", str)
+    assert used == {"a", "b"}
+    with recent.limited(1):
+        assert recent.keeps({"c"}) and not recent.keeps({"a"})
+    for key in "ab":
+        recent.get(key, str)
+    assert recent.keeps({"a", "b", "c"})
+
+
+def scaled(factor: int, x: jax.Array, y: dict[str, jax.Array]) -> jax.Array:
+    """``factor * x + y``."""
+    return factor * x + y["y"]
+
+
+def inputs(size: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    return np.arange(size, dtype=np.float32), {"y": np.ones(size, np.float32)}
+
+
+def made() -> Program:
+    return program(static_argnames=("factor",), donate_argnames=("x",))(scaled)
+
+
+def test_a_program_is_its_jitted_function() -> None:
+    ours = made()
+    assert ours.__name__ == "scaled" and ours.__doc__ == scaled.__doc__
+    x = jnp.ones(3)
+    np.testing.assert_array_equal(ours(2, x, y={"y": jnp.zeros(3)}), [2, 2, 2])
+    assert x.is_deleted(), "donated"
+    assert "jit_scaled" in ours.lower(2, *inputs(3)).as_text()
+    assert ours.trace(2, *inputs(3)).fun_name == "scaled"
+
+
+def test_statics_structures_and_shapes_are_programs_of_their_own() -> None:
+    ours = made()
+    for factor, size in ((2, 3), (2, 5), (3, 3), (2, 3)):
+        x, y = inputs(size)
+        np.testing.assert_array_equal(ours(factor, x, y), factor * x + 1)
+    assert ours._cache_size() == 3
+    ours(2, inputs(3)[0], {**inputs(3)[1], "z": np.ones(2)})
+    assert ours._cache_size() == 4
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mappings are read from /proc")
+def test_mappings_stay_bounded_and_results_right() -> None:
+    ours = made()
+    with RECENT.limited(4):
+        for size in range(1, 5):
+            ours(2, *inputs(size))
+        before = Footprint.now().mappings
+        for size in (*range(5, 45), *range(1, 5)):
+            x, y = inputs(size)
+            np.testing.assert_array_equal(ours(2, x, y), 2 * x + 1)
+        assert Footprint.now().mappings < before + 50
+        assert ours._cache_size() == 4
+
+
+def test_calls_whose_programs_were_let_go_are_warmed_again_and_say_the_same() -> None:
+    """A limit of one call's three programs: every second call compiles, outside what is timed."""
+    spec, counted = toy_spec(), (engine._prefill_chunk, engine._start, adaptive.burst)
+    options = dict(max_new_tokens=9, tree=PLAIN, eos_token_id=[])
+    with RECENT.limited(3):
+        first, again, other, back = (
+            spec.generate([[1, 2, 3]] * rows, **options) for rows in (1, 1, 2, 1)
+        )
+        assert [program._cache_size() for program in counted] == [1, 1, 1]
+    assert first.sequences == again.sequences == back.sequences == other.sequences[:1]
+    compiled = [result.stats.compile_seconds for result in (first, again, other, back)]
+    assert compiled[1] == 0 and min(compiled[0], compiled[2], compiled[3]) > 0.1
+    assert back.stats.prefill_seconds < compiled[3]

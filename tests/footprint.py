@@ -1,0 +1,92 @@
+"""What a test process holds: programs dropped between modules, a limit on what they take.
+
+Every executable that XLA compiles for a CPU stays mapped into the process, some 700 mappings for one
+shape of calls, and the kernel allows a process 65,530 (``vm.max_map_count``): past that the compiler
+itself crashes.
+"""
+
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+MOST_MAPPINGS = 20_000
+MOST_BYTES = 2_500_000_000
+SMALL_MAPPINGS = 3_000
+SMALL_BYTES = 1_200_000_000
+"""Up to here programs stay for the next module: what small modules share is compiled once."""
+
+
+class Footprint(NamedTuple):
+    """Memory of this process."""
+
+    mappings: int = 0
+    bytes: int = 0
+
+    @classmethod
+    def now(cls) -> "Footprint":
+        """As Linux counts it; nothing where there is no ``/proc``."""
+        process = Path("/proc/self")
+        if not process.exists():
+            return cls()
+        pages = int((process / "statm").read_text().split()[1])
+        mappings = (process / "maps").read_bytes().count(b"\n")
+        return cls(mappings, pages * os.sysconf("SC_PAGE_SIZE"))
+
+    def most(self, other: "Footprint") -> "Footprint":
+        """The larger of each."""
+        return Footprint(*map(max, self, other))
+
+    def __str__(self) -> str:
+        return f"{self.mappings:,} memory mappings and {self.bytes / 1e9:.2f} GB"
+
+
+class FootprintCheck:
+    """A pytest plugin: measures at the end of every module, drops programs, reports the largest."""
+
+    def __init__(self) -> None:
+        self._largest: dict[str, Footprint] = {}
+
+    @pytest.fixture(scope="module", autouse=True)
+    def _programs_end_with_their_module(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        yield
+        now = Footprint.now()
+        worker = getattr(request.config, "workerinput", {}).get("workerid", "this process")
+        self._largest[worker] = now.most(self._largest.get(worker, now))
+        if now.mappings > SMALL_MAPPINGS or now.bytes > SMALL_BYTES:
+            drop_programs()
+        if now.mappings > MOST_MAPPINGS or now.bytes > MOST_BYTES:
+            pytest.fail(
+                f"{request.node.nodeid} ended with {now}, the limit being {MOST_MAPPINGS:,} and "
+                f"{MOST_BYTES / 1e9} GB; let it compile fewer shapes, or split it",
+                pytrace=False,
+            )
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["footprint"] = {worker: tuple(it) for worker, it in self._largest.items()}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        # A worker that crashed has no output.
+        reported = getattr(node, "workeroutput", {}).get("footprint", {})
+        self._largest |= {worker: Footprint(*it) for worker, it in reported.items()}
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for worker, largest in sorted(self._largest.items()):
+            terminalreporter.write_line(f"{worker}: at most {largest}")
+
+
+def drop_programs() -> None:
+    """Unmap every executable, and give what the compiler allocated back to the system."""
+    gc.collect()
+    if jax := sys.modules.get("jax"):
+        jax.clear_caches()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)

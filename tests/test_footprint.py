@@ -1,0 +1,39 @@
+"""The test suite's own health: programs are really dropped, and a crash ends the run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.footprint import Footprint, drop_programs
+
+OPTIONS = Path(__file__).resolve().parents[1] / "pyproject.toml"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mappings are read from /proc")
+def test_programs_are_unmapped_though_their_functions_live_on() -> None:
+    jax.jit(lambda x: x - 1)(1.0)  # What the first program brings along stays.
+    drop_programs()
+    before = Footprint.now().mappings
+    kept = [jax.jit(lambda x, size=size: x + size) for size in range(8)]
+    for function in kept:
+        function(1.0)
+    held = Footprint.now().mappings
+    drop_programs()
+    assert held - before > 4 * (Footprint.now().mappings - before)
+
+
+def test_a_crash_ends_the_run(tmp_path: Path) -> None:
+    """With this project's options; with pytest-xdist's own it may wait for ever."""
+    for name in "abcd":
+        (tmp_path / f"test_{name}.py").write_text("def test_passes(): pass\n")
+    (tmp_path / "test_z.py").write_text(
+        "import os, time\n\ndef test_dies():\n    time.sleep(0.5)\n    os.kill(os.getpid(), 11)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-c", OPTIONS, "--rootdir", tmp_path, tmp_path]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout
+    assert "1 failed, 4 passed" in run.stdout
+    assert "crashed while running 'test_z.py::test_dies'" in run.stdout
