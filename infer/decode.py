@@ -72,15 +72,14 @@ def _run(argv: Sequence[str] | None, end: Callable[[int], object] | None) -> int
 
 
 def _failed(error: Exception, shows_traceback: bool) -> int:
-    from .wording import in_command_words
-
+    """Say what went wrong, in one message; returns the exit status."""
     if shows_traceback:
         import traceback
 
         traceback.print_exception(error)
     bad_input = isinstance(error, USER_ERRORS)
     label = "error" if bad_input else f"failed while running: {type(error).__name__}"
-    print(f"{label}: {in_command_words(str(error))}", file=sys.stderr)
+    print(f"{label}: {error}", file=sys.stderr)
     try:
         sys.stdout.flush()
     except OSError:

@@ -15,6 +15,7 @@ from .display import Screen, wants_color
 from .journal import Journal
 from .output_file import STDOUT, OutputFile
 from .prompt_files import Prompt
+from .wording import command_words
 
 if TYPE_CHECKING:  # Slow to import, and imported where the screen says so.
     from .session import Session
@@ -59,7 +60,8 @@ class Run:
         self.screen.clear_status()  # The hub shows how its downloads get on.
         folders = fetch(self._arguments)
         self.screen.status("loading the models")
-        spec = load(self._arguments, folders)
+        with command_words():
+            spec = load(self._arguments, folders)
         self._session = Session(spec, self._arguments, self._tree, self.screen, self.journal)
         self._session.decode(self._prompts)
 

@@ -11,7 +11,7 @@ WRITTEN = (
     "draft_revision",
 )
 """Options that are nothing else."""
-ERRORS = (ValueError, MemoryError, NotImplementedError)
+ERRORS = (ValueError, MemoryError, NotImplementedError, FileNotFoundError)
 """What the library raises for requests that cannot be met."""
 _OPTION = re.compile(
     rf"(?<![-\w])(?:({'|'.join(WRITTEN)})\b(?!\.\w)|({'|'.join(SPOKEN)})(?==))(=True\b)?"
