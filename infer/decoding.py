@@ -20,6 +20,9 @@ from .wording import command_words
 if TYPE_CHECKING:  # Slow to import, and imported where the screen says so.
     from .session import Session
 
+INTERRUPTED = 130
+"""The exit status that shells have for it: 128 and the number of SIGINT."""
+
 
 class Run:
     """A request, and how far it has got."""
@@ -112,13 +115,12 @@ def decode(
 
 def _leave(run: Run, end: Callable[[int], object] | None) -> int:
     """Keep what there is, and end within moments whatever the work is inside of."""
-    status = 130
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The impatient would lose what is being kept.
     if end is None:
-        interruption.end_soon(status)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The impatient would lose what is kept here.
+        interruption.end_soon(INTERRUPTED)
     run.journal.close()
     run.screen.close()
     run.write(interrupted=True)
     run.print_interrupted()
-    (end or interruption.end_now)(status)
-    return status
+    (end or interruption.end_now)(INTERRUPTED)
+    return INTERRUPTED

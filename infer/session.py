@@ -183,6 +183,7 @@ class Session:
 
     def _call(self, method: Callable[..., Found], call: Call) -> Found:
         """Call the library, its rounds and activities followed."""
+        self._out.status("preparing")
         return method(
             list(call.tokens),
             tree=self._named_tree,
