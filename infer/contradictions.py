@@ -24,7 +24,7 @@ def check(arguments: argparse.Namespace) -> None:
 def _contradictions(arguments: argparse.Namespace) -> Iterator[str]:
     yield from _models(arguments)
     yield from _decoding(arguments)
-    yield from _prompts(arguments)
+    yield from _files(arguments)
     if not arguments.batch:
         yield from _filters(arguments)
 
@@ -70,11 +70,14 @@ def _decoding(arguments: argparse.Namespace) -> Iterator[str]:
         yield f"--compare needs a draft to compare, and {reason}; {remedy}"
 
 
-def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
+def _files(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.stream and arguments.batch:
         yield "--stream shows one prompt as it is completed, and --batch has several; drop --stream"
     if (arguments.prompt_file or []).count(STDIN) > 1:
         yield "--prompt_file -: standard input can be read once"
+    cache = arguments.compilation_cache
+    if cache not in (None, "off") and Path(cache).exists() and not Path(cache).is_dir():
+        yield f"--compilation_cache {cache} is no folder; name one, or off for none"
 
 
 def _filters(arguments: argparse.Namespace) -> Iterator[str]:

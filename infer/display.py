@@ -53,10 +53,10 @@ class Screen:
         """Print a line."""
         self._write(f"{text}\n")
 
-    def entry(self, text: str) -> None:
+    def entry(self, text: str, indent: int = LABEL) -> None:
         """Print a line of a report, folded to the terminal under its label."""
         if self._width is not None and len(text) > self._width:
-            text = textwrap.fill(text, self._width, subsequent_indent=" " * LABEL)
+            text = textwrap.fill(text, self._width, subsequent_indent=" " * indent)
         self.line(text)
 
     def dim(self, text: str) -> None:

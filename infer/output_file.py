@@ -41,16 +41,11 @@ class OutputFile:
         """
         if name == STDOUT:
             return cls(None)
-        path = Path(name).expanduser()
-        if not _is_special(path):
-            path = Path(os.path.realpath(path))  # A link stays a link.
-        for option, source in inputs:
-            if _is_or_holds(source, path):
-                raise ValueError(
-                    f"--json {name} is an input of this run ({option} {source}) and would be "
-                    "overwritten; name another file"
-                )
         try:
+            path = Path(name).expanduser()
+            if not _is_special(path):
+                path = Path(os.path.realpath(path))  # A link stays a link.
+            _refuse_inputs(name, path, inputs)
             _try(path)
         except FileNotFoundError:
             raise FileNotFoundError(
@@ -79,6 +74,15 @@ class OutputFile:
             _rescue(data, f"--json {self.path} cannot be written: {error.strerror or error}")
             return False
         return True
+
+
+def _refuse_inputs(name: str, path: Path, inputs: Iterable[tuple[str, Path]]) -> None:
+    for option, source in inputs:
+        if _is_or_holds(source, path):
+            raise ValueError(
+                f"--json {name} is an input of this run ({option} {source}) and would be "
+                "overwritten; name another file"
+            )
 
 
 def _is_or_holds(source: Path, path: Path) -> bool:

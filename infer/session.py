@@ -28,6 +28,7 @@ TAIL = 300
 COMPLETION = "--- completion ---"
 """What stands between the end of a prompt and its completion."""
 
+NO_TEXT = "(no text: the target came without a tokenizer; --json writes the token ids)"
 Found = TypeVar("Found")
 
 
@@ -105,7 +106,7 @@ class Session:
         calls = [self._checked(group) for group in groups]
         header = self._setting, self._spec.target_config, self._tree, self._reason()
         for line in header_lines(*header):
-            self._out.line(line)
+            self._out.entry(line, indent=2)
         for call in calls:
             self._run_batch(call) if batch else self._run_one(call)
         self._print_totals(self._journal.finished)
@@ -153,7 +154,7 @@ class Session:
         self._journal.begin(call.name, call.row_names)
         title = f"\n=== {call.name}: {counted(len(tokens), 'token')} === {self._out.legend()}"
         self._out.line(title.rstrip())
-        self._out.line(memory_plan_line(call.plan))
+        self._out.entry(memory_plan_line(call.plan), indent=2)
         if isinstance(prompt.item, str):
             self._out.dim(("..." if len(prompt.item) > TAIL else "") + prompt.item[-TAIL:])
             self._out.end_line()
@@ -165,7 +166,7 @@ class Session:
     def _run_batch(self, call: Call) -> None:
         """The rows of a file as one batch."""
         self._journal.begin(call.name, call.row_names)
-        self._out.line(memory_plan_line(call.plan))
+        self._out.entry(memory_plan_line(call.plan), indent=2)
         outcome = self._decode(call)
         self._show(outcome)
         self._note_empty(call, outcome)
@@ -209,7 +210,7 @@ class Session:
 
     def _show(self, outcome: Outcome) -> None:
         """Text that is not on the screen yet, and the numbers."""
-        texts = [text or "" for text in outcome.result.text]
+        texts = [NO_TEXT if text is None else text for text in outcome.result.text]
         if self._arguments.batch:
             for name, text, count in zip(
                 outcome.row_names, texts, outcome.stats.prompt_tokens, strict=True

@@ -52,7 +52,7 @@ REFUSED = {
     "--tree=4,0": "tree widths must be positive",
     "--tree=-4": "tree widths must be positive",
     "--tree=300": "has 301 nodes",
-    "--tree=" + ",".join("2" * 200): "",
+    "--tree=" + ",".join("1" * 200): "level",
     # Empty values.
     **{
         f"{option}=": f"{option}: the value is empty; leave the option out"
@@ -100,6 +100,8 @@ REFUSED = {
     "--top_k=5 --temperature=0": "--top_k 5 filters what is drawn",
     "--prompt_file=- --prompt_file=-": "--prompt_file -: standard input can be read once",
     # Files.
+    f"--compilation_cache={__file__}": "is no folder; name one, or off for none",
+    "--batch=absent --stream": "--stream shows one prompt as it is completed, and --batch has several",
     "--prompt_file=absent": "--prompt_file: absent cannot be read: No such file",
     "--prompt_file=/": "--prompt_file: / cannot be read: Is a directory",
     "--messages=absent": "--messages: absent cannot be read: No such file",
@@ -123,7 +125,7 @@ REFUSED = {
 @pytest.mark.parametrize("typed", REFUSED)
 def test_refused_on_one_line_before_anything(typed, capsys) -> None:
     """Without loading jax, on standard error alone."""
-    if "--tree=2,2,2,2" in typed and TreeConfig.__module__ and _many_levels_are_fine():
+    if "--tree=1,1,1,1" in typed and _many_levels_are_fine():
         pytest.skip("the tree's own refusal of many levels is not in this checkout yet")
     assert decode.main(typed.split(" ")) == 2
     printed = capsys.readouterr()

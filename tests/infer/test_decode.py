@@ -1,19 +1,22 @@
 """The decode command: what it prints, what it writes, and how it fails."""
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
-from infer import decode, session
+from infer import arguments, decode, models, session
 from infer.compilation import enable_cache
 from infer.display import Screen, wants_color
-from longspec_jax import LongSpec, demo_prompts
+from longspec_jax import PLAIN, GenerateResult, LongSpec, MemoryPlan, Stats, TreeUse, demo_prompts
+from longspec_jax.generation.activity import Compiling
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.loading import DEMO, load_tokenizer
 from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
@@ -270,3 +273,110 @@ def test_demo_prompts_fit_the_demo_model(capsys) -> None:
     tokenizer = load_tokenizer(DEMO / "target")
     lengths = {name: len(tokenizer(text)["input_ids"]) for name, text in texts.items()}
     assert lengths[session.DEFAULT_PROMPT] >= 8000 and max(lengths.values()) + 256 <= 16384
+
+
+def first_token_only(self, tokens, *, on_round, **options) -> GenerateResult:
+    """A call whose text ends with its first token."""
+    memory = MemoryPlan(1, 256, 1, 2, 3, 4, 5)
+    trees = (TreeUse(PLAIN, 0, 0, 0.0),)
+    found = Stats((2,), (1,), (0,), ((0,),), trees, 1.0, 0.0, 0.0, 0, memory)
+    return GenerateResult(((0,),), ("",), ((False,),), found)
+
+
+def test_a_text_that_ends_at_once_says_why(folders, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(LongSpec, "generate", first_token_only)
+    argv = [*folders, "--prompt=ab", "--no-compare"]
+    assert decode.main(argv) == 0
+    said = "no text: the first token of prompt ends the text (EOS); --ignore_eos goes on past it"
+    assert said in capsys.readouterr().out
+    assert decode.main([*argv, "--max_new_tokens=1"]) == 0
+    assert said not in capsys.readouterr().out
+
+
+def test_the_prompt_and_its_completion_are_told_apart(folders, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(LongSpec, "generate", first_token_only)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO("cd é".encode())))
+    assert decode.main([*folders, "--prompt_file=-", "--no-compare"]) == 0
+    assert "cd é\n--- completion ---\n" in capsys.readouterr().out
+
+
+def test_numbers_that_cannot_be_written_are_not_lost(
+    folders, monkeypatch, tmp_path, capsys
+) -> None:
+    """The folder goes during the run."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+
+    def call(self, *args, **options):
+        folder.rmdir()
+        return first_token_only(self, *args, **options)
+
+    monkeypatch.setattr(LongSpec, "generate", call)
+    argv = [*folders, "--prompt=ab", "--no-compare", f"--json={folder / 'out.json'}"]
+    assert decode.main(argv) == 1
+    said = capsys.readouterr().err
+    rescued = Path(said.split("the numbers are in ")[1].strip())
+    assert "out.json cannot be written: No such file" in said
+    assert json.loads(rescued.read_text())["new_tokens"] == 1
+    rescued.unlink()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"input_ids": [3, 99]}', "batch.jsonl, line 2: token id 99 is outside"),
+        ('{"prompt": "ab", "max_new_tokens": 5000}', "batch.jsonl, line 2: a prompt of 2 tokens"),
+    ],
+)
+def test_rows_are_named_by_their_line(folders, tmp_path, line, message, capsys) -> None:
+    """Also where only the model can tell, and before anything is printed."""
+    path = tmp_path / "batch.jsonl"
+    path.write_text(f'"ab"\n{line}')
+    assert decode.main([*folders, f"--batch={path}"]) == 2
+    printed = capsys.readouterr()
+    assert f"error: {message}" in printed.err and not printed.out
+
+
+def test_activities_reach_the_screen(folders, monkeypatch, capsys) -> None:
+    """As soon as the library's calls report them."""
+    seen = []
+    monkeypatch.setattr(Screen, "activity", lambda screen, activity: seen.append(activity))
+
+    def call(self, tokens, *, on_round, on_activity, **options):
+        on_activity(Compiling())
+        return first_token_only(self, tokens, on_round=on_round)
+
+    monkeypatch.setattr(LongSpec, "generate", call)
+    assert decode.main([*folders, "--prompt=ab", "--no-compare"]) == 0
+    assert seen == [Compiling()]
+
+
+def test_platforms_that_do_not_start(monkeypatch) -> None:
+    """Some plugins fail without a word."""
+
+    def fail():
+        raise AssertionError
+
+    monkeypatch.setattr(models.jax, "devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(ValueError, match=r"JAX_PLATFORMS=cuda .* cannot start here \(AssertionErr"):
+        models.check_devices()
+    monkeypatch.delenv("JAX_PLATFORMS")
+    with pytest.raises(AssertionError):
+        models.check_devices()
+
+
+@pytest.mark.skipif(not DEMO.is_dir(), reason="the demo model is not in this checkout")
+def test_the_demo_by_its_name(monkeypatch, tmp_path) -> None:
+    """With its own draft, or with a draft of the user's."""
+    found = []
+    monkeypatch.setattr(
+        LongSpec,
+        "from_pretrained",
+        lambda target, draft=None, **options: found.append((target, draft)),
+    )
+    for typed in ([], ["--target=demo"], ["--target=demo", f"--draft={tmp_path}"]):
+        parsed = arguments.parser().parse_args(typed)
+        models.load(parsed, models.fetch(parsed))
+    demo = (DEMO / "target", DEMO / "draft")
+    assert found == [demo, demo, (DEMO / "target", tmp_path)]

@@ -1,0 +1,93 @@
+"""The report's lines, from hand-made statistics."""
+
+import re
+
+import pytest
+
+from infer.report import Outcome, as_json, counted, gathered, header_lines, lines
+from longspec_jax import GenerateResult, MemoryPlan, Stats, StreamRound, TreeConfig, TreeUse
+from longspec_jax.generation.comparison import Comparison, Divergence
+from longspec_jax.generation.text import Piece
+from tests.kit import tiny_target_config
+
+
+def stats(trees: tuple[TreeConfig, ...] = (TreeConfig((4, 5)),), new_tokens: int = 5) -> Stats:
+    return Stats(
+        prompt_tokens=(2,),
+        new_tokens=(new_tokens,),
+        target_passes=((new_tokens - 1) // 2,),
+        histograms=((0, (new_tokens - 1) // 2, 0),),
+        trees=tuple(TreeUse(tree, 2, 4, 0.5) for tree in trees),
+        prefill_seconds=1.0,
+        decode_seconds=0.5,
+        compile_seconds=3.0,
+        draft_state_bytes=1_500_000,
+        memory=MemoryPlan(1, 256, 1, 2, 3_000_000_000, 4, 5),
+    )
+
+
+def outcome(*divergences: Divergence, found: Stats | None = None) -> Outcome:
+    result = GenerateResult(((1, 2, 3, 4, 5),), ("abc",), ((True,) * 5,), found or stats())
+    return Outcome("prompt", ("prompt",), result, Comparison(result, result, divergences))
+
+
+def test_identical() -> None:
+    printed = [*lines([outcome()], "float32")]
+    assert "identical to plain  yes, all 5 tokens" in printed
+    assert "acceptance length   2.00 tokens per target pass" in printed
+    assert "tokens/s            8.0 with this method, 8.0 without (1.00x)" in printed
+    assert any(line.startswith("memory              draft state 1.5 MB") for line in printed)
+    assert any("target cache 3.00 GB for 1 x 256 slots" in line for line in printed)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "meaning"),
+    [
+        ("bfloat16", "(bfloat16 rounds near-ties either way; --dtype float32 is identical)"),
+        ("float32", "(float32 must not differ: please report this)"),
+    ],
+)
+def test_what_a_difference_means(dtype, meaning) -> None:
+    printed = [*lines([outcome(Divergence(0, 2, 7, 9, 0.03125))], dtype)]
+    assert f"identical to plain  no: 1 of 1 row {meaning}" in printed
+    assert (
+        printed[-1]
+        == "  prompt: first at token 3 of 5, 7 became 9, a gap of 3.12e-02 in the logits"
+    )
+
+
+def test_tables_fit_60_columns() -> None:
+    trees = (TreeConfig(()), TreeConfig((1, 1, 1)), TreeConfig((4, 16, 16, 16, 16)))
+    printed = [*lines([outcome(found=stats(trees, 100_001))], "float32")]
+    start = printed.index("rounds by the draft tokens they accepted, and by at least so many")
+    table = [*printed[start : start + 5], *(line for line in printed if line.startswith("  "))]
+    prose = [line for line in table if line.lstrip().startswith("(")]
+    assert all(len(line) <= 60 for line in set(table[1:]) - set(prose)), table
+    assert any(line.startswith("  4,16,16,16,16") for line in table)
+
+
+def test_nothing_is_one_nodes() -> None:
+    setting = {"target": "t", "draft": None, "device": "cpu", "temperature": 0.0, "seed": 0}
+    config = tiny_target_config(num_layers=1)
+    printed = [*header_lines(setting, config, TreeConfig(()), "speculation does not pay here")]
+    assert "1 layer of width" in printed[0] and "tree none (1 node per target pass)" in printed[1]
+    assert printed[2] == "speculation does not pay here"
+    assert (counted(1, "token"), counted(0, "token")) == ("1 token", "0 tokens")
+    every = " ".join([*printed, *lines([outcome()], "float32")])
+    assert not re.search(r"\b1 \w+s\b (?!per)|tokens? a |nodes a ", every), every
+
+
+def test_rounds_are_gathered() -> None:
+    rounds = [
+        StreamRound(((1,), (2,)), ((False,), (False,)), ((Piece("a", False),), ()), stats()),
+        StreamRound(((3, 4), ()), ((True, False), ()), ((Piece("b", True),), ()), stats()),
+    ]
+    found = gathered(rounds)
+    assert found.sequences == ((1, 3, 4), (2,)) and found.text == ("ab", "")
+    assert found.drafted == ((False, True, False), (False,)) and found.stats is rounds[-1].stats
+
+
+def test_json_without_a_call() -> None:
+    found = as_json([], {"target": "t"}, interrupted=True)
+    assert found["interrupted"] and found["rows"] == [] and found["memory"] is None
+    assert found["acceptance_length"] is None and found["tokens_per_second"] is None
