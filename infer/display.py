@@ -60,14 +60,14 @@ class Screen:
         self.line(text)
 
     def dim(self, text: str) -> None:
-        """Print text that is not the model's, without a line end."""
-        self._write(self._paint(text, DIM))
+        """Print text that is not the model's, without a line end of its own."""
+        self._write(text, DIM)
 
     def round(self, added: "StreamRound") -> None:
         """Print what a round of the first row released."""
         for drafted, pieces in itertools.groupby(added.pieces[0], lambda piece: piece.drafted):
             text = "".join(piece.text for piece in pieces)
-            self._write(self._paint(text, GREEN) if drafted else text)
+            self._write(text, GREEN if drafted else "")
 
     def end_line(self) -> None:
         """Begin a line, if one is open."""
@@ -96,16 +96,13 @@ class Screen:
         """What the colours mean."""
         if not self._color:
             return ""
-        return f"{self._paint('green', GREEN)}: accepted draft tokens"
+        return f"{GREEN}green{RESET}: accepted draft tokens"
 
-    def _paint(self, text: str, code: str) -> str:
-        return f"{code}{text}{RESET}" if self._color and text else text
-
-    def _write(self, text: str) -> None:
+    def _write(self, text: str, color: str = "") -> None:
         if not text:
             return
         self._status.clear()
-        self._out.write(text)
+        self._out.write(f"{color}{text}{RESET}" if color and self._color else text)
         self._out.flush()
         self._at_line_start = text.endswith("\n")
 

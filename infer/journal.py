@@ -55,11 +55,6 @@ class Journal:
             self._closed = True
 
     @property
-    def finished(self) -> "list[Outcome]":
-        """The calls that have ended."""
-        return list(self._finished)
-
-    @property
     def unfinished(self) -> "Outcome | None":
         """The call under way, as far as it has got; None before its first token."""
         if not self._rounds:
@@ -67,6 +62,12 @@ class Journal:
         from .report import Outcome, gathered
 
         return Outcome(self._name, self._row_names, gathered(self._rounds))
+
+    @property
+    def outcomes(self) -> "list[Outcome]":
+        """The calls that have ended, and the one under way."""
+        partial = self.unfinished
+        return [*self._finished, *([] if partial is None else [partial])]
 
     def _check_open(self) -> None:
         if self._closed:

@@ -100,16 +100,15 @@ class Session:
     def decode(self, named: Sequence[Prompt]) -> None:
         """Decode the prompts, or samples of the demo if none is named."""
         prompts = tuple(named) or tuple(self._samples())
-        batch = self._arguments.batch
-        groups = [prompts] if batch else [(prompt,) for prompt in prompts]
+        groups = [prompts] if self._arguments.batch else [(prompt,) for prompt in prompts]
         # Every call is checked before the first is printed: what can be refused is refused at once.
         calls = [self._checked(group) for group in groups]
         header = self._setting, self._spec.target_config, self._tree, self._reason()
         for line in header_lines(*header):
             self._out.entry(line, indent=2)
         for call in calls:
-            self._run_batch(call) if batch else self._run_one(call)
-        self._print_totals(self._journal.finished)
+            self._run(call)
+        self._print_totals()
 
     def _reason(self) -> str | None:
         """Why the library chose this tree, in one line, where nobody named one."""
@@ -148,28 +147,25 @@ class Session:
         merged = [{**stops, **row_options(self._arguments, row)} for row in rows]
         return {name: [row[name] for row in merged] for name in merged[0]}
 
-    def _run_one(self, call: Call) -> None:
-        """One prompt: the end of it, its completion as it comes, the numbers."""
-        [tokens], [prompt] = call.tokens, call.prompts
+    def _run(self, call: Call) -> None:
+        """One call: what is completed, the completion, the numbers."""
         self._journal.begin(call.name, call.row_names)
-        title = f"\n=== {call.name}: {counted(len(tokens), 'token')} === {self._out.legend()}"
-        self._out.line(title.rstrip())
+        if not self._arguments.batch:
+            count = counted(len(call.tokens[0]), "token")
+            self._out.line(f"\n=== {call.name}: {count} === {self._out.legend()}".rstrip())
         self._out.entry(memory_plan_line(call.plan), indent=2)
-        if isinstance(prompt.item, str):
-            self._out.dim(("..." if len(prompt.item) > TAIL else "") + prompt.item[-TAIL:])
-            self._out.end_line()
-        self._out.line(COMPLETION)
+        if not self._arguments.batch:
+            self._print_end(call.prompts[0].item)
         outcome = self._decode(call)
         self._show(outcome)
         self._note_empty(call, outcome)
 
-    def _run_batch(self, call: Call) -> None:
-        """The rows of a file as one batch."""
-        self._journal.begin(call.name, call.row_names)
-        self._out.entry(memory_plan_line(call.plan), indent=2)
-        outcome = self._decode(call)
-        self._show(outcome)
-        self._note_empty(call, outcome)
+    def _print_end(self, prompt: Any) -> None:
+        """The end of a prompt, if it is text, and what tells it from its completion."""
+        if isinstance(prompt, str):
+            self._out.dim(("..." if len(prompt) > TAIL else "") + prompt[-TAIL:])
+            self._out.end_line()
+        self._out.line(COMPLETION)
 
     def _decode(self, call: Call) -> Outcome:
         """Decode, with the plain run beside it if it was asked for; noted in the journal."""
@@ -239,7 +235,8 @@ class Session:
                 "goes on past it"
             )
 
-    def _print_totals(self, outcomes: Sequence[Outcome]) -> None:
+    def _print_totals(self) -> None:
+        outcomes = self._journal.outcomes
         if len(outcomes) > 1:
             self._out.line(f"\n=== all {len(outcomes)} prompts ===")
             self._report(outcomes)
@@ -256,13 +253,11 @@ class Session:
             self._show(partial)
             tokens = sum(partial.stats.new_tokens)
             self._out.line(f"interrupted after {counted(tokens, 'new token')} of {partial.name}")
-        self._print_totals([*self._journal.finished, *([partial] if partial else [])])
+        self._print_totals()
 
     def as_json(self, interrupted: bool = False) -> dict[str, Any]:
         """Everything measured so far."""
-        partial = self._journal.unfinished
-        outcomes = [*self._journal.finished, *([partial] if partial else [])]
-        return as_json(outcomes, self._setting, interrupted)
+        return as_json(self._journal.outcomes, self._setting, interrupted)
 
 
 def _listening(method: Callable[..., Any], listener: Callable[[Any], None]) -> dict[str, Any]:

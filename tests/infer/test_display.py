@@ -118,5 +118,15 @@ def test_entries_are_folded_under_their_label(terminal) -> None:
     assert piped.getvalue() == f"{entry}\n"
 
 
+@pytest.mark.parametrize("color", [True, False])
+def test_a_line_is_ended_once(color) -> None:
+    """Also where its end is coloured."""
+    out = io.StringIO()
+    screen = Screen(color, out)
+    screen.dim("text\n")
+    screen.end_line()
+    assert out.getvalue().count("\n") == 1
+
+
 def test_the_legend_shows_its_colour() -> None:
     assert Screen(True, io.StringIO()).legend() == f"{GREEN}green{RESET}: accepted draft tokens"

@@ -59,11 +59,11 @@ def test_what_a_difference_means(dtype, meaning) -> None:
 def test_tables_fit_60_columns() -> None:
     trees = (TreeConfig(()), TreeConfig((1, 1, 1)), TreeConfig((4, 16, 16, 16, 16)))
     printed = [*lines([outcome(found=stats(trees, 100_001))], "float32")]
-    start = printed.index("rounds by the draft tokens they accepted, and by at least so many")
-    table = [*printed[start : start + 5], *(line for line in printed if line.startswith("  "))]
-    prose = [line for line in table if line.lstrip().startswith("(")]
-    assert all(len(line) <= 60 for line in set(table[1:]) - set(prose)), table
-    assert any(line.startswith("  4,16,16,16,16") for line in table)
+    histogram = printed.index("accepted  rounds                               at least")
+    uses = next(index for index, line in enumerate(printed) if line.startswith("  tree"))
+    table = [*printed[histogram : histogram + 4], *printed[uses : uses + 4]]
+    assert table[3].startswith("       2") and table[-1].startswith("  4,16,16,16,16")
+    assert all(len(line) <= 60 for line in table), table
 
 
 def test_nothing_is_one_nodes() -> None:
