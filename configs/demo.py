@@ -11,7 +11,7 @@ Without anchor-offset, at the same budget: ``--config.draft.anchor_offset=False`
 
 from ml_collections import ConfigDict
 
-from configs.common import base_config, stage
+from longspec_jax.recipes import base_config, stage
 
 CONTEXT = 16384
 

@@ -13,7 +13,7 @@ The target is gated: accept its licence on the hub and log in, or name a local c
 
 from ml_collections import ConfigDict
 
-from configs.paper import paper_config
+from longspec_jax.recipes import paper_config
 
 
 def get_config(variant: str = "short") -> ConfigDict:

@@ -17,7 +17,7 @@ draft of another revision is refused on loading, not decoded slowly. Pin the com
 
 from ml_collections import ConfigDict
 
-from configs.paper import paper_config
+from longspec_jax.recipes import paper_config
 
 
 def get_config(variant: str = "short") -> ConfigDict:

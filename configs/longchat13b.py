@@ -12,7 +12,7 @@ The paper gives offsets up to 30k for this target; its 16,384 positions leave ro
 
 from ml_collections import ConfigDict
 
-from configs.paper import paper_config
+from longspec_jax.recipes import paper_config
 
 
 def get_config(variant: str = "short") -> ConfigDict:

@@ -11,7 +11,7 @@ Expected τ (paper): GovReport 3.59, QMSum 3.06, Multi-News 3.41, LCC 4.21, Repo
 
 from ml_collections import ConfigDict
 
-from configs.paper import paper_config
+from longspec_jax.recipes import paper_config
 
 
 def get_config(variant: str = "short") -> ConfigDict:

@@ -11,8 +11,7 @@ Expected acceptance length (paper, for QwQ-32B): AIME24 with 32k new tokens 3.82
 
 from ml_collections import ConfigDict
 
-from configs.common import CHATML_TURN
-from configs.paper import COT_DATA, paper_config
+from longspec_jax.recipes import CHATML_TURN, COT_DATA, paper_config
 
 
 def get_config(variant: str = "short") -> ConfigDict:

@@ -11,7 +11,7 @@ Expected τ (paper): GovReport 3.31, QMSum 2.76, Multi-News 3.44, LCC 3.57, Repo
 
 from ml_collections import ConfigDict
 
-from configs.paper import paper_config
+from longspec_jax.recipes import paper_config
 
 
 def get_config(variant: str = "short") -> ConfigDict:

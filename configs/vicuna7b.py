@@ -11,7 +11,7 @@ Expected τ (paper): GovReport 3.57, QMSum 3.14, Multi-News 3.51, LCC 3.73, Repo
 
 from ml_collections import ConfigDict
 
-from configs.paper import paper_config
+from longspec_jax.recipes import paper_config
 
 
 def get_config(variant: str = "short") -> ConfigDict:

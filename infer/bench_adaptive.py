@@ -40,7 +40,7 @@ def time_adaptive(bench: Bench, plain_step: float) -> dict[str, Any]:
       plain_step: seconds in which plain decoding emits a token in every row.
     """
     setting = bench.setting
-    trees = [drafter.tree for drafter in adaptive.candidates(bench.drafter)]
+    trees = [drafter.tree for drafter in adaptive.candidates([bench.drafter])]
     _, *runs = [decode(bench) for _ in range(setting.repetitions + 1)]
     by_tree = zip(*(run.totals for run in runs), strict=True)
     totals = [sum(measured, Measurement()) for measured in by_tree]
@@ -59,7 +59,7 @@ def time_adaptive(bench: Bench, plain_step: float) -> dict[str, Any]:
 
 def decode(bench: Bench) -> AdaptiveTime:
     """Decode the setting's tokens; the state at the end leaves its cache to the bench."""
-    drafters = adaptive.candidates(bench.drafter)
+    drafters = adaptive.candidates([bench.drafter])
     state = jax.block_until_ready(bench.state(adaptive.tallest(drafters)))
     begin = time.perf_counter()
     legs = adaptive.decode_bursts(

@@ -7,7 +7,8 @@
 The output depends on target, prompt, options and seed. Draft and tree change the speed alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from longspec_jax.config import DEFAULT_TREE, DraftConfig, TargetConfig, TreeConfig
-from longspec_jax.decoding.adaptive import candidates
+from longspec_jax.compilation import cache_folder, keep_programs
+from longspec_jax.config import PLAIN, DraftConfig, TargetConfig, TreeConfig
+from longspec_jax.decoding.adaptive import candidates, tallest
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.engine import Params
 from longspec_jax.decoding.target import CachedTarget
@@ -26,8 +28,18 @@ from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecParams
 from longspec_jax.drafters.vocabulary import check_vocabulary
 from longspec_jax.generation import comparison, inspection, runner
-from longspec_jax.generation.collect import RoundCollector, Streamer, collect, feed, follow
+from longspec_jax.generation.activity import Fitted, OnActivity
+from longspec_jax.generation.collect import RoundCollector, Streamer, collect, feeding, follow
+from longspec_jax.generation.fit import (
+    best_tree,
+    default_trees,
+    kept_paces,
+    ready_to_fit,
+    usual_tree,
+    worth_timing,
+)
 from longspec_jax.generation.inputs import Inputs, check_positions, to_prompts
+from longspec_jax.generation.job import Job, Shape
 from longspec_jax.generation.memory import (
     MemoryPlan,
     check_fits,
@@ -35,8 +47,10 @@ from longspec_jax.generation.memory import (
     tree_bytes,
     working_bytes,
 )
+from longspec_jax.generation.notices import Notices
 from longspec_jax.generation.options import GenerateOptions, resolve
 from longspec_jax.generation.result import GenerateResult, StreamRound
+from longspec_jax.generation.runner import Begin
 from longspec_jax.loading import DEMO, best_dtype, check_weights_fit, load_tokenizer
 from longspec_jax.sharding import param_shardings
 
@@ -53,8 +67,8 @@ class LongSpec:
     """A transformers tokenizer; without one, prompts are token ids and there is no text."""
     stop_tokens: tuple[int, ...] = ()
     """What ends a row unless ``eos_token_id`` says otherwise."""
-    tree: TreeConfig = DEFAULT_TREE
-    """The tree of calls that name none."""
+    tree: TreeConfig | None = None
+    """The tree of calls that name none; if absent the fastest on this machine, which may be none."""
     attention: str | None = None
     """Attention implementation; chosen automatically if absent."""
     prefill_chunk: int = 256
@@ -66,6 +80,7 @@ class LongSpec:
     draft_int8: bool = False
     """Let the draft read its weights and a copy of the LM head in 8 bits; the output is the same."""
     _warm: runner.WarmShapes = field(default_factory=runner.WarmShapes, repr=False)
+    _notices: Notices = field(default_factory=Notices, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse parts that do not belong together."""
@@ -75,6 +90,8 @@ class LongSpec:
             check_vocabulary(self.draft_vocabulary, self.target_config.vocab_size)
         if self.draft_int8:
             _check_there_is_a_draft(self.draft_config)
+            # What was rounded is not kept beside what it was rounded to.
+            object.__setattr__(self, "draft_params", self._draft.layer)
         if self.prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1 token, got {self.prefill_chunk}")
         base = getattr(self.tokenizer, "vocab_size", 0)
@@ -109,7 +126,8 @@ class LongSpec:
           dtype: of parameters and activations; ``auto`` is bfloat16 where the GPU has it, float16
             on older GPUs and float32 on a CPU.
           mesh: devices to spread the parameters over, from :func:`longspec_jax.make_mesh`.
-          tree: shape of the draft trees; the paper's with a budget of 64 nodes if absent.
+          tree: shape of the draft trees of calls that name none; if absent, the fastest on this machine,
+            which the first call finds out.
           attention: attention implementation; chosen automatically if absent.
           revision: branch, tag or commit of the target on the hub.
           draft_revision: the same for the draft.
@@ -132,7 +150,9 @@ class LongSpec:
         if draft_int8:
             _check_there_is_a_draft(draft)
 
+        keep_programs()
         dtype = best_dtype() if dtype == "auto" else dtype
+        stop_tokens = hf.load_stop_tokens(target, revision=revision)
         if mesh is None:
             check_weights_fit(target, dtype, revision)
         target_config, target_params = hf.load_target(
@@ -153,8 +173,8 @@ class LongSpec:
             draft_config,
             draft_params,
             tokenizer=tokenizer,
-            stop_tokens=hf.load_stop_tokens(target, revision=revision),
-            tree=tree or DEFAULT_TREE,
+            stop_tokens=stop_tokens,
+            tree=tree,
             attention=attention,
             prefill_chunk=prefill_chunk or (2048 if jax.default_backend() == "gpu" else 256),
             mesh=mesh,
@@ -164,13 +184,19 @@ class LongSpec:
 
     @classmethod
     def demo(cls, **options: Any) -> "LongSpec":
-        """The small target and draft that come with the package; options as above."""
+        """The small target and draft that come with the package; options as above.
+
+        Its dtype is float32 unless another is asked for: a model this small gains nothing from less, and
+        its output is then that of plain decoding on every device.
+        """
         if not (DEMO / "target").is_dir():
             raise FileNotFoundError(
                 f"the demo model is missing from {DEMO}; reinstall the package, or make one with "
-                "python -m train.run --config=configs/demo.py"
+                "longspec-train --config=demo (python -m train.run in a checkout)"
             )
-        return cls.from_pretrained(DEMO / "target", DEMO / "draft", **options)
+        return cls.from_pretrained(
+            DEMO / "target", DEMO / "draft", **{"dtype": "float32", **options}
+        )
 
     def generate(
         self,
@@ -181,6 +207,7 @@ class LongSpec:
         adaptive: bool = False,
         streamer: Streamer | None = None,
         on_round: Callable[[StreamRound], None] | None = None,
+        on_activity: OnActivity | None = None,
         chat_template: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> GenerateResult:
@@ -190,7 +217,9 @@ class LongSpec:
           inputs: text, chat messages or token ids; a list of them is a batch of rows, each with its
             own length.
           generation_config: a transformers ``GenerationConfig``; keyword arguments win over it.
-          tree: shape of the draft trees, ``PLAIN`` for plain decoding; the object's own if absent.
+          tree: shape of the draft trees, ``PLAIN`` for plain decoding; the object's own if absent, and
+            without one the fastest on this machine: a few are timed the first time that this model
+            decodes here, and the figures kept (:mod:`longspec_jax.generation.fit`).
           adaptive: choose among this tree, a smaller one and plain decoding as the run goes, by the
             tokens a second that each turns out to emit. A draft that does not help then costs next to
             nothing. Off unless asked for: it compiles three programs instead of one, and where exact
@@ -198,15 +227,20 @@ class LongSpec:
           streamer: a transformers streamer for a single row: receives the prompt, then every
             round's tokens.
           on_round: called with what every round adds, as :meth:`stream` yields it.
+          on_activity: called with what the call is doing while there is no text, one of the classes of
+            :mod:`longspec_jax.generation.activity`.
           chat_template: a Jinja template for messages instead of the tokenizer's own.
           **options: see :class:`~longspec_jax.generation.options.GenerateOptions`.
         """
         job = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
-        listen = on_round if streamer is None else feed(streamer, job.prompts, on_round)
-        run = follow(job, self._warm, self.tokenizer, listen)
-        if streamer is not None:
-            streamer.end()
-        return collect(job, run, self.tokenizer)
+        begin = self._beginning(job, tree, adaptive, on_activity)
+        if streamer is None:
+            run = follow(start := begin(on_round is not None), self.tokenizer, on_round)
+        else:
+            with feeding(streamer, job.prompts, on_round) as listen:
+                run = follow(start := begin(True), self.tokenizer, listen)
+        self._notices.look_at(start.job, run)
+        return collect(start.job, run, self.tokenizer)
 
     def stream(
         self,
@@ -215,13 +249,25 @@ class LongSpec:
         *,
         tree: TreeConfig | Sequence[int] | None = None,
         adaptive: bool = False,
+        on_activity: OnActivity | None = None,
         chat_template: str | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> Iterator[StreamRound]:
-        """Yield what every round adds; arguments as in :meth:`generate`, and the same tokens."""
+    ) -> Generator[StreamRound, None, None]:
+        """Yield what every round adds; arguments as in :meth:`generate`, and the same tokens.
+
+        Close the generator to stop early.
+        """
         job = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
-        collector = RoundCollector(job, self.tokenizer)
-        return map(collector.add, runner.run_rounds(job, self._warm))
+        # What is wrong with a call is said by the call, not by the first round.
+        return self._rounds(self._beginning(job, tree, adaptive, on_activity))
+
+    def _rounds(self, begin: Begin) -> Generator[StreamRound, None, None]:
+        start = begin(True)
+        collector = RoundCollector(start.job, self.tokenizer)
+        with closing(runner.run_rounds(start)) as runs:
+            for run in runs:
+                self._notices.look_at(start.job, run)
+                yield collector.add(run)
 
     def compare(
         self,
@@ -231,16 +277,23 @@ class LongSpec:
         tree: TreeConfig | Sequence[int] | None = None,
         adaptive: bool = False,
         on_round: Callable[[StreamRound], None] | None = None,
+        on_activity: OnActivity | None = None,
         chat_template: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> comparison.Comparison:
         """Decode with speculation and without, and say whether a token differs.
 
-        Arguments as in :meth:`generate`, and ``on_round``: called with what every round of the
-        speculative run adds, as :meth:`stream` yields it.
+        Arguments as in :meth:`generate`; ``on_round`` is called with what every round of the speculative
+        run adds, and has both runs go round by round. Where no tree pays and none is named, both are
+        the same plain run.
         """
         job = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
-        return comparison.run_both(job, self._warm, self.tokenizer, on_round)
+        if not job.drafter.tree.widths:
+            raise ValueError(
+                "nothing to compare: this call decodes plainly; load a draft and leave its tree in place"
+            )
+        begin = self._beginning(job, tree, adaptive, on_activity)
+        return comparison.run_both(begin, self._warm, self.tokenizer, on_round, on_activity)
 
     def inspect(
         self,
@@ -267,9 +320,10 @@ class LongSpec:
         tree: TreeConfig | Sequence[int] | None = None,
     ) -> MemoryPlan:
         """What :meth:`generate` takes on the device for rows of at most ``prompt_tokens`` tokens."""
-        drafter, params = self._drafter(tree)
+        drafters, params = self._drafters(tree, adaptive=False)
+        drafter = tallest(drafters)
         levels = drafter.tree.num_levels
-        shape = runner.Shape.for_call(prompt_tokens, max_new_tokens, levels, self.prefill_chunk)
+        shape = Shape.for_call(prompt_tokens, max_new_tokens, levels, self.prefill_chunk)
         return self._plan(rows, shape, drafter, params)
 
     def _prepare(
@@ -280,16 +334,16 @@ class LongSpec:
         chat_template: str | None,
         options: GenerateOptions,
         adaptive: bool = False,
-    ) -> runner.Job:
+    ) -> Job:
         """Check everything a call was given, before anything runs."""
         config = self.target_config
         prompts = to_prompts(inputs, self.tokenizer, config.vocab_size, chat_template)
         lengths = [len(row) for row in prompts]
         rows = resolve(options, generation_config, lengths, self.stop_tokens)
         check_positions(lengths, rows.max_new_tokens, config.max_positions)
-        drafter, draft = self._drafter(tree)
-        drafters = _choices(drafter) if adaptive else (drafter,)
-        shape = runner.Shape.for_call(
+        drafters, draft = self._drafters(tree, adaptive)
+        drafter = tallest(drafters)
+        shape = Shape.for_call(
             max(lengths),
             int(rows.max_new_tokens.max()),
             drafter.tree.num_levels,
@@ -298,22 +352,71 @@ class LongSpec:
         plan = self._plan(len(prompts), shape, drafter, draft)
         if self.mesh is None:
             check_fits(config, plan, free_bytes())
-        target = CachedTarget(config, self.attention)
+        devices = 1 if self.mesh is None else self.mesh.size
+        target = CachedTarget(config, self.attention, devices)
         params = Params(self.target_params, draft)
-        return runner.Job(target, drafters, params, prompts, rows.request(), shape, plan)
+        return Job(target, drafters, params, prompts, rows.request(), shape, plan)
 
-    def _drafter(self, tree: TreeConfig | Sequence[int] | None) -> tuple[Drafter, Any]:
-        """The static part and the parameters of what proposes the trees of a call."""
+    def _beginning(
+        self, job: Job, tree: Any, adaptive: bool, on_activity: OnActivity | None
+    ) -> Begin:
+        """What makes a prepared call ready to run, its tree settled first if none was named."""
+        fits = tree is None and self.tree is None and not adaptive
+        folder = cache_folder()
+        if not fits or job.params.draft is None:
+            return lambda streams: runner.ready(
+                job, self._warm, streams=streams, on_activity=on_activity
+            )
+        if len(job.drafters) == 1 or folder is None:
+            chosen, paces = usual_tree(), ()
+        elif (paces := kept_paces(job, folder / "paces")) is not None:
+            chosen = best_tree(paces)
+        else:
+            return lambda streams: ready_to_fit(
+                job, self._warm, folder / "paces", streams=streams, on_activity=on_activity
+            )
+        if on_activity:
+            on_activity(Fitted(chosen, paces))
+        settled = job.settled_on(chosen)
+        return lambda streams: runner.ready(
+            settled, self._warm, streams=streams, on_activity=on_activity
+        )
+
+    def _drafters(
+        self, tree: TreeConfig | Sequence[int] | None, adaptive: bool
+    ) -> tuple[tuple[Drafter, ...], Any]:
+        """The static part of what may propose the trees of a call, and its parameters."""
         chosen = self.tree if tree is None else tree
-        shape = chosen if isinstance(chosen, TreeConfig) else TreeConfig(tuple(chosen))
-        if not shape.widths or (self.draft_config is None and tree is None):
-            return NoDraft(), None
+        if chosen is None and self.draft_config is not None:
+            trees = self._trees_worth_timing()
+        elif chosen is None:
+            trees = (PLAIN,)
+        else:
+            trees = (chosen if isinstance(chosen, TreeConfig) else TreeConfig(chosen),)
+            if self.draft_config is None and tree is None:
+                trees = (PLAIN,)
+        if not trees[-1].widths:
+            if adaptive:
+                raise ValueError(
+                    "adaptive=True has nothing to choose: this call decodes plainly; load a draft and "
+                    "leave its tree in place, or drop adaptive"
+                )
+            return (NoDraft(),), None
         if self.draft_config is None:
             raise ValueError(
-                f"tree {shape.widths} needs a draft and none is loaded; pass draft= to "
+                f"tree {trees[-1].widths} needs a draft and none is loaded; pass draft= to "
                 "from_pretrained, or tree=PLAIN"
             )
-        return LongSpecDrafter(self.draft_config, shape, self.attention), self._draft
+        drafters = tuple(
+            LongSpecDrafter(self.draft_config, shape, self.attention) for shape in trees
+        )
+        return candidates(drafters) if adaptive else drafters, self._draft
+
+    def _trees_worth_timing(self) -> tuple[TreeConfig, ...]:
+        """What a call without a tree may run: one where it is known, several where it is timed."""
+        if self.mesh is not None or jax.process_count() > 1 or not worth_timing(self.target_params):
+            return (usual_tree(),)
+        return default_trees() if cache_folder() else (usual_tree(),)
 
     @cached_property
     def _draft(self) -> LongSpecParams:
@@ -331,7 +434,7 @@ class LongSpec:
         copied = {name: getattr(params, name) for name in ("layer", "head", "head_scale")}
         return params.replace(**jax.device_put(copied, param_shardings(self.mesh, copied)))
 
-    def _plan(self, rows: int, shape: runner.Shape, drafter: Drafter, draft: Any) -> MemoryPlan:
+    def _plan(self, rows: int, shape: Shape, drafter: Drafter, draft: Any) -> MemoryPlan:
         """Bytes of a call, from shapes alone."""
         config = self.target_config
         tokens = jax.ShapeDtypeStruct((rows, shape.capacity), jnp.int32)
@@ -355,13 +458,3 @@ def _check_there_is_a_draft(draft: Any) -> None:
             "draft_int8=True is about what a draft reads, and there is no draft: plain decoding reads "
             "the target alone, which stays as it is; name a draft or drop the option"
         )
-
-
-def _choices(drafter: Drafter) -> tuple[Drafter, ...]:
-    """What an adaptive call chooses among."""
-    if not drafter.tree.widths:
-        raise ValueError(
-            "adaptive=True has nothing to choose: this call decodes plainly; load a draft and leave its "
-            "tree in place, or drop adaptive"
-        )
-    return candidates(drafter)

@@ -5,8 +5,18 @@ them from a Hugging Face ``config.json`` is :mod:`longspec_jax.weights.hf_config
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from longspec_jax.checks import finite_number, is_whole, shown, whole_number
+
+MAX_LAYERS = 1024
+"""Most layers of a target: every layer is a part of its own of the compiled program."""
+SMALLEST_EPS = 1e-30
+"""Least epsilon of a norm that float32 can still add and divide by."""
+SMALLEST_FACTOR, LARGEST_FACTOR = 1e-6, 1e6
+"""Between them is every factor of a rotary scaling."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +26,7 @@ class LinearRopeScaling:
     factor: float
 
     def __post_init__(self) -> None:
-        if self.factor < 1:
-            raise ValueError(f"linear rope scaling needs a factor >= 1, got {self.factor}")
+        finite_number("linear rope scaling: factor", self.factor, 1, LARGEST_FACTOR)
 
 
 @dataclass(frozen=True)
@@ -30,10 +39,19 @@ class Llama3RopeScaling:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        if self.factor < 1 or self.high_freq_factor <= self.low_freq_factor:
+        who = "llama3 rope scaling: "
+        finite_number(f"{who}factor", self.factor, 1, LARGEST_FACTOR)
+        finite_number(
+            f"{who}low_freq_factor", self.low_freq_factor, SMALLEST_FACTOR, LARGEST_FACTOR
+        )
+        finite_number(
+            f"{who}high_freq_factor", self.high_freq_factor, SMALLEST_FACTOR, LARGEST_FACTOR
+        )
+        whole_number(f"{who}original_max_positions", self.original_max_positions)
+        if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                "llama3 rope scaling needs factor >= 1 and high_freq_factor > low_freq_factor, got "
-                f"factor={self.factor}, low={self.low_freq_factor}, high={self.high_freq_factor}"
+                f"{who}high_freq_factor={self.high_freq_factor} must be above "
+                f"low_freq_factor={self.low_freq_factor}"
             )
 
 
@@ -68,12 +86,10 @@ class TargetConfig:
     """Parameters and activations; norms, softmax, angles, loss and acceptance are float32."""
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-        if self.head_width % 2:
-            raise ValueError(f"head_width={self.head_width} must be even for the rotary embedding")
+        whole_number("vocab_size", self.vocab_size)
+        whole_number("max_positions", self.max_positions)
+        whole_number("num_layers", self.num_layers, most=MAX_LAYERS)
+        _check_layer(self)
 
     @property
     def num_groups(self) -> int:
@@ -98,8 +114,8 @@ class DraftConfig:
     """A node sees the tokens at most this many positions behind it, and itself (LongSpec 3.1)."""
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"the draft window must be at least 1 token, got {self.window}")
+        whole_number("window", self.window)
+        _check_layer(self)
 
     @classmethod
     def for_target(cls, target: TargetConfig, **overrides: Any) -> "DraftConfig":
@@ -120,6 +136,20 @@ class DraftConfig:
                 )
 
 
+def _check_layer(config: TargetConfig | DraftConfig) -> None:
+    """Raise unless the sizes and numbers that every layer has are such that it can be computed."""
+    for name in ("model_width", "mlp_width", "num_heads", "num_kv_heads", "head_width"):
+        whole_number(name, getattr(config, name))
+    finite_number("rope_theta", config.rope_theta, 1)
+    finite_number("norm_eps", config.norm_eps, SMALLEST_EPS, 1)
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            f"num_heads={config.num_heads} must be a multiple of num_kv_heads={config.num_kv_heads}"
+        )
+    if config.head_width % 2:
+        raise ValueError(f"head_width={config.head_width} must be even for the rotary embedding")
+
+
 @dataclass(frozen=True)
 class TreeConfig:
     """Widths of the draft tree by level; the nodes of a level are the best continuations of the last.
@@ -134,19 +164,21 @@ class TreeConfig:
     log-probability, chosen in every row and round. All of them if absent."""
 
     def __post_init__(self) -> None:
-        if any(width < 1 for width in self.widths):
-            raise ValueError(
-                f"tree widths must be positive, got {self.widths}; use fewer levels for a shallower tree"
-            )
+        object.__setattr__(self, "widths", _tree_widths(self.widths))
         if self.num_grown > MAX_TREE_NODES:
             raise ValueError(
-                f"tree {self.widths} has {self.num_grown} nodes with its root; the attention kernels "
-                f"take at most {MAX_TREE_NODES}"
+                f"tree {shown(self.widths)} has {self.num_grown} nodes with its root; the attention "
+                f"kernels take at most {MAX_TREE_NODES}"
             )
-        if self.budget is not None and self.budget < 1:
+        if self.num_levels > MAX_TREE_LEVELS:
             raise ValueError(
-                f"a tree budget counts the root and must be at least 1 node, got {self.budget}; leave "
-                f"it out to verify all {self.num_grown} nodes"
+                f"a tree of {self.num_levels} levels is too deep: every level is compiled and run on "
+                f"its own, and the largest number that is taken is {MAX_TREE_LEVELS}"
+            )
+        if self.budget is not None and not (is_whole(self.budget) and self.budget >= 1):
+            raise ValueError(
+                "a tree budget counts the root and must be whole and at least 1 node, got "
+                f"{shown(self.budget)}; leave it out to verify all {self.num_grown} nodes"
             )
 
     @property
@@ -175,7 +207,26 @@ class TreeConfig:
         return (0, *(level + 1 for level, width in enumerate(self.widths) for _ in range(width)))
 
 
+def _tree_widths(widths: Any) -> tuple[int, ...]:
+    """The widths as a tuple, from any sequence of whole numbers."""
+    ordered = isinstance(widths, Sequence) and not isinstance(widths, str | bytes)
+    if not ordered or not all(is_whole(width) for width in widths):
+        raise ValueError(
+            "tree widths must be whole numbers, one a level, such as (4, 16, 16), got "
+            f"{shown(widths)}"
+        )
+    found = tuple(int(width) for width in widths)
+    if any(width < 1 for width in found):
+        raise ValueError(
+            f"tree widths must be positive, got {shown(found)}; use fewer levels for a shallower tree"
+        )
+    return found
+
+
 MAX_TREE_NODES = 256
+"""Most query tokens of one verification."""
+MAX_TREE_LEVELS = 32
+"""Most levels: 200 of them compile for minutes."""
 PLAIN = TreeConfig(())
 DEFAULT_TREE = TreeConfig(budget=64)
 """The tree of calls that name none: the paper's, of which the best 64 of 69 nodes are verified. They

@@ -1,21 +1,25 @@
 """What loading needs beside the weights: a dtype, a tokenizer, room in memory, the demo's folder."""
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from longspec_jax.generation.memory import free_bytes, tree_bytes
-from longspec_jax.models.target import Target
+from longspec_jax.checks import LARGEST_NUMBER
+from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
-from longspec_jax.weights.checkpoint import read_json
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.raw import RawConfig, read_json
+from longspec_jax.weights.tables import target_table
 
 DEMO = Path(__file__).parent / "demo"
 """The embedded demo: a small target, its draft and sample prompts."""
+
+_SETTINGS = "tokenizer_config.json"
 
 
 def best_dtype() -> str:
@@ -27,19 +31,54 @@ def best_dtype() -> str:
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
-    """The tokenizer beside a target; None if there is none."""
+    """The tokenizer beside a target; None if there is none.
+
+    Raises:
+      ValueError: if it is damaged, or comes with code of its own, which is never run.
+    """
     from transformers import AutoTokenizer  # Slow to import, and not needed for token ids.
 
     folder = local_folder(source, revision)
     if not any(folder.glob("tokenizer*")):
         return None
+    if (folder / _SETTINGS).is_file():
+        _check_settings(read_json(folder / _SETTINGS))
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # A damaged file raises anything there, bare Exceptions too.
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(
-            f"the tokenizer in {folder} cannot be read ({error}); download it again, or pass "
-            "tokenizer="
+            f"{_culprit(folder, error)}: the tokenizer cannot be read ({reason}); download it again, or "
+            "pass tokenizer="
         ) from error
+
+
+def _check_settings(settings: RawConfig) -> None:
+    """Refuse a tokenizer that is code: transformers would ask for leave and then run it."""
+    settings.text("tokenizer_class", "")
+    settings.number("model_max_length", LARGEST_NUMBER)
+    named = settings.values.get("auto_map")
+    if named.get("AutoTokenizer") if isinstance(named, dict) else named:
+        raise settings.error(
+            "auto_map",
+            "names code that would split the text, and code that comes with a model is never run",
+            "remove the entry if tokenizer.json says it all, or load the tokenizer yourself and pass "
+            "tokenizer=",
+        )
+
+
+def _culprit(folder: Path, error: Exception) -> Path:
+    """The file that made a tokenizer fail, as far as that can be told."""
+    if any(kind.__name__ == "StrictDataclassError" for kind in type(error).__mro__):
+        return folder / "config.json"  # Which transformers reads to choose the tokenizer's class.
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception:
+        return file
+    return folder / _SETTINGS
 
 
 def check_weights_fit(source: str | Path, dtype: str, revision: str | None = None) -> None:
@@ -48,12 +87,11 @@ def check_weights_fit(source: str | Path, dtype: str, revision: str | None = Non
     if free is None:
         return
     config = target_config(read_json(local_folder(source, revision) / "config.json"), dtype)
-    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    init = functools.partial(Target(config).init, method="initialize")
-    needed = tree_bytes(jax.eval_shape(init, jax.random.key(0), tokens))
+    values = sum(math.prod(leaf.shape) for leaf in target_table(config).leaves)
+    needed = values * jnp.dtype(config.dtype).itemsize
     if needed > free:
         raise MemoryError(
-            f"the weights of {source} take {needed / 2**30:.2f} GiB in {dtype} and "
+            f"the weights of {source} take {needed / 2**30:.2f} GiB in {config.dtype} and "
             f"{free / 2**30:.2f} GiB are free on the device; spread them over several devices with "
             "mesh=make_mesh(tp=...), or free memory"
         )

@@ -25,6 +25,7 @@ if not _wants_gpu():
         ]
     )
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["LONGSPEC_CACHE"] = "off"  # Nothing that an earlier run kept, nothing timed.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 try:

@@ -38,7 +38,6 @@ def test_speculation_pays_and_is_counted(spec, batch) -> None:
     assert 1 < stats.acceptance_length == stats.decode_tokens / sum(stats.target_passes)
     histogram = stats.acceptance_histogram
     assert sum(histogram) == sum(stats.target_passes) and len(histogram) == 3
-    assert sum((accepted + 1) * rounds for accepted, rounds in enumerate(histogram)) == 3 * 23
     for row, passes, rounds in zip(
         batch.drafted, stats.target_passes, stats.histograms, strict=True
     ):
@@ -46,6 +45,7 @@ def test_speculation_pays_and_is_counted(spec, batch) -> None:
         # A round emits its accepted tokens and a bonus, unless the budget cuts the bonus off.
         assert 23 - sum(row) in (passes, passes - 1)
         assert sum(rounds) == passes
+        assert sum(row) == sum(accepted * count for accepted, count in enumerate(rounds))
 
 
 def test_rows_equal_lone_plain_runs(spec, batch) -> None:
@@ -87,7 +87,7 @@ def test_adaptive_calls_say_the_same_and_what_ran(spec, batch) -> None:
     found = spec.generate(PROMPTS, adaptive=True, **WARM, eos_token_id=[])
     assert found.sequences == batch.sequences and found.text == batch.text
     stats = found.stats
-    assert [use.tree.widths for use in stats.trees] == [(), (4,), (4, 5)]
+    assert [use.tree.widths for use in stats.trees] == [(), (1,), (4, 5)]
     assert all(use.rounds >= 2 for use in stats.trees), "each is timed twice"
     assert sum(use.rounds for use in stats.trees) == max(stats.target_passes)
     assert sum(use.tokens for use in stats.trees) == stats.decode_tokens
@@ -179,6 +179,8 @@ def test_compare_reports_where_and_how_close(spec, monkeypatch) -> None:
 
     def corrupt(*args):
         run = follow(*args)
+        if not args[0].job.drafter.tree.widths:
+            return run
         output = run.progress.output.copy()
         output[1, 4] = (output[1, 4] + 1) % 17
         return run._replace(progress=run.progress._replace(output=output))

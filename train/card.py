@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from .config import RunConfig
+from .config_file import is_bundled
 
 _HEAD = """---
 license: mit
@@ -69,20 +70,45 @@ def write_card(workdir: Path, config: RunConfig, command: str) -> None:
     (workdir / "README.md").write_text(card)
 
 
-def portable_command(arguments: Sequence[str]) -> str:
-    """The training command without what only its author's machine knows: folders and hosts."""
+def portable_command(command: str, arguments: Sequence[str]) -> str:
+    """The training command without what only its author's machine knows: folders and hosts.
+
+    Args:
+      command: how it was called.
+      arguments: what it was given.
+    """
     kept = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
+    for argument in _joined(arguments):
+        name, _, value = argument.partition("=")
         match name.lstrip("-"):
             case "config":
-                argument = f"{name}=configs/{Path(value).name}" if equals else argument
+                argument = f"{name}={_portable_config(value)}"
             case "workdir" | "config.export" | "coordinator" | "process" | "processes":
                 continue
             case _ if value.startswith(("/", "~", ".")) or Path(value).exists():
                 argument = f"{name}={Path(value).name or 'FOLDER'}" if value else argument
         kept.append(argument)
-    return shlex.join(["python", "-m", "train.run", *kept])
+    return shlex.join([*command.split(), *kept])
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """``--flag value`` as ``--flag=value``; a training command takes no other plain words."""
+    words: list[str] = []
+    for argument in arguments:
+        if words and "=" not in words[-1] and not argument.startswith("-"):
+            words[-1] += f"={argument}"
+        else:
+            words.append(argument)
+    return words
+
+
+def _portable_config(value: str) -> str:
+    """A configuration as another machine finds it: the project's own by name, others by file name."""
+    file, colon, variant = value.partition(":")
+    path = Path(file)
+    if path.parent.name == "configs" and is_bundled(path.name):
+        return f"configs/{path.name}{colon}{variant}"
+    return path.name + colon + variant
 
 
 def _last_records(path: Path) -> dict[str, dict[str, float]]:

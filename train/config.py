@@ -1,6 +1,6 @@
 """What a training run is, as frozen dataclasses, and the one place where a config file becomes them.
 
-Each field is declared here once; ``configs/common.py`` holds the values and the other config files
+Each field is declared here once; :mod:`longspec_jax.recipes` holds the values and the config files
 override them. The conversion is strict both ways: a key no field takes and a field no key fills are
 errors.
 """
@@ -231,7 +231,9 @@ def _build(cls: Any, values: Mapping[str, Any], path: str) -> Any:
             raise ValueError(f"{path} has no field {name!r}{hint}")
     required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
     if missing := sorted(required - set(values)):
-        raise ValueError(f"{path} lacks {', '.join(missing)}; configs/common.py gives their values")
+        raise ValueError(
+            f"{path} lacks {', '.join(missing)}; longspec_jax.recipes.base_config gives their values"
+        )
     kinds = typing.get_type_hints(cls)
     return cls(**{n: _convert(kinds[n], v, f"{path}.{n}") for n, v in values.items()})
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from longspec_jax import loading
+
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 """Special tokens, with ids 0, 1 and 2."""
 
@@ -41,15 +43,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     """The tokenizer of a Hugging Face folder or hub id."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(source), revision=revision)
-    except (OSError, ValueError) as error:
+    tokenizer = loading.load_tokenizer(source, revision)
+    if tokenizer is None:
         raise ValueError(
-            f"no tokenizer could be loaded from {source}: {str(error).splitlines()[0]}; put "
-            "tokenizer.json and tokenizer_config.json beside the model"
-        ) from error
+            f"{source} comes without a tokenizer; put tokenizer.json and tokenizer_config.json beside "
+            "the model"
+        )
+    return tokenizer
 
 
 def encode_documents(

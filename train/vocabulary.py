@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from longspec_jax.commands import command_name
 from longspec_jax.drafters.vocabulary import most_frequent
-from longspec_jax.weights.checkpoint import read_json
+from longspec_jax.extras import missing_packages
 from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
 from longspec_jax.weights.hf import load_stop_tokens
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.raw import read_json
 
 from .config import DataConfig
 from .loading import load_documents
@@ -37,6 +39,9 @@ SHARES = (32, 16, 8, 4, 2)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     arguments = _parser().parse_args(argv)
+    if (missing := missing_packages("train")) is not None:
+        print(f"error: {missing}", file=sys.stderr)
+        return 2
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # It misses PyTorch; we do not.
     try:
         for line in run(arguments):
@@ -107,7 +112,7 @@ def _data(arguments: argparse.Namespace) -> DataConfig:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m train.vocabulary",
+        prog=command_name(__package__, "vocabulary"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -27,9 +27,6 @@ from longspec_jax.decoding.policy import Measurement, Policy
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter
 
-NARROW = 8
-"""Most nodes of a level of the smaller tree."""
-
 
 class Leg(NamedTuple):
     """An adaptive run at one point of its way."""
@@ -41,24 +38,25 @@ class Leg(NamedTuple):
 
 
 def smaller_tree(tree: TreeConfig) -> TreeConfig:
-    """The upper half of a tree's levels, kept narrow: most of what is accepted, for less.
+    """A chain of half a tree's levels: most of what is accepted, where every node costs.
 
-    ``(4, 16, 16, 16, 16)`` becomes ``(4, 8, 8)``, and a chain a chain of half the length.
+    ``(4, 16, 16, 16, 16)`` becomes ``(1, 1, 1)``.
     """
-    levels = -(-tree.num_levels // 2)
-    widths = tuple(min(width, NARROW) for width in tree.widths[:levels])
-    return TreeConfig(widths, tree.budget)
+    return TreeConfig((1,) * -(-tree.num_levels // 2))
 
 
-def candidates(drafter: Drafter) -> tuple[Drafter, ...]:
-    """A drafter with no tree, with a smaller one and with its own: the cheapest round first.
+def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
+    """What a run may choose among: no tree and the drafters' own; a smaller one too if there is one own.
 
     Args:
-      drafter: a dataclass with a field ``tree``, and a state that does not depend on it.
+      drafters: dataclasses that differ in their field ``tree`` alone, with a state that does not depend
+        on it; the cheapest first.
     """
-    trees = dict.fromkeys((PLAIN, smaller_tree(drafter.tree), drafter.tree))
-    varied: Any = drafter
-    return tuple(dataclasses.replace(varied, tree=tree) for tree in trees)
+    varied: Any = drafters[0]
+    trees = [drafter.tree for drafter in drafters]
+    if len(trees) == 1:
+        trees.insert(0, smaller_tree(trees[0]))
+    return tuple(dataclasses.replace(varied, tree=tree) for tree in dict.fromkeys([PLAIN, *trees]))
 
 
 def tallest(drafters: Sequence[Drafter]) -> Drafter:

@@ -10,22 +10,26 @@ a row that is done neither advances nor affects the others.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeAlias
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.sampling import Sampling, draw, log_probabilities, noise
+from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, draw, log_probabilities, noise
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.verify import Walk, walk
 from longspec_jax.drafters.base import Context, Drafter
 from longspec_jax.drafters.tree import Tree, node_depths
+from longspec_jax.ops.partitioned import spread_over
 
 Walker: TypeAlias = Callable[[Tree, Array, int], Walk]
 """``(tree, draws[B, T], levels) -> walk``: what :func:`longspec_jax.decoding.verify.walk` is."""
@@ -73,7 +77,7 @@ class SpecState:
     rounds: Leaf
     """``[B]`` target passes this row took part in while it was not done, prefill excluded."""
     histogram: Leaf
-    """``[B, h]`` rounds by the number of tokens they emitted, less one: column 0 is bonus only; as
+    """``[B, h]`` rounds by the accepted draft tokens they emitted: column 0 is the bonus alone; as
     wide as the tallest tree that may run is high."""
 
 
@@ -86,13 +90,14 @@ def prefill(
     target: TargetModel,
     drafter: Drafter,
     params: Params,
-    tokens: Int[Array, "B P"],
-    length: Lengths,
+    tokens: Int[Any, "B P"],
+    length: Int[Any, " B"],
     request: Request,
     *,
     capacity: int,
     max_emitted: int,
     chunk: int,
+    on_chunk: Callable[[int], None] | None = None,
 ) -> SpecState:
     """Run the prompts through the target in chunks and draw each row's first token.
 
@@ -106,24 +111,71 @@ def prefill(
       capacity: cache slots of a row; at least prompt + new tokens + :func:`room`.
       max_emitted: the largest ``max_new_tokens`` the state can serve; static.
       chunk: tokens of one prefill chunk; one compiled shape serves prompts of any length.
+      on_chunk: called as the prefill gets on, with the tokens of the longest prompt that have been run.
     """
     batch, prompt = tokens.shape
     chunks = -(-prompt // chunk)
     capacity = max(capacity, chunks * chunk)
-    padded = jnp.pad(tokens, ((0, 0), (0, capacity - prompt)))
-    cache = target.allocate(batch, capacity)
-    logits = jnp.zeros((batch, target.vocab_size), jnp.float32)
+    home = _home(params.target)
+    # Padded on the host: on the device every number of chunks would be a program of its own.
+    host = np.zeros((batch, capacity), np.int32)
+    host[:, :prompt] = tokens
+    padded, length = jax.device_put((host, np.asarray(length, np.int32)), home.rows)
+    cache, logits = _allocate(target, batch, capacity, home)()
     for index in range(chunks):
+        before = logits
         logits, cache = _prefill_chunk(
-            target, chunk, params.target, cache, padded, length, jnp.int32(index * chunk), logits
+            target,
+            chunk,
+            home,
+            params.target,
+            cache,
+            padded,
+            length,
+            np.int32(index * chunk),
+            logits,
         )
+        if on_chunk is not None:
+            # One chunk late, so that the device always has the next one to go on with.
+            jax.block_until_ready(before)
+            on_chunk(min(index * chunk, prompt))
     return _start(target, drafter, max_emitted, params, cache, padded, length, logits, request)
 
 
-@partial(jax.jit, static_argnames=("target", "chunk"), donate_argnames=("cache",))
+class Home(NamedTuple):
+    """Where the arrays of a prefill live; the same before and after every chunk, so that all chunks,
+    the first included, are one program.
+    """
+
+    cache: Sharding
+    rows: Sharding
+
+
+def _home(params: Any) -> Home:
+    """Beside the parameters; key/value heads on the devices that hold their projections."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    if not isinstance(sharding, NamedSharding):
+        return Home(sharding, sharding)
+    mesh = sharding.mesh
+    return Home(NamedSharding(mesh, P(None, "tp")), NamedSharding(mesh, P()))
+
+
+@lru_cache(maxsize=32)
+def _allocate(target: TargetModel, batch: int, capacity: int, home: Home) -> Callable[[], Any]:
+    """A program that makes an empty cache and the logits of no token, where they will stay."""
+
+    def empty() -> tuple[KVCache, Float[Array, "B V"]]:
+        logits = jnp.zeros((batch, target.vocab_size), jnp.float32)
+        return target.allocate(batch, capacity), logits
+
+    return jax.jit(empty, out_shardings=(home.cache, home.rows))
+
+
+@partial(jax.jit, static_argnames=("target", "chunk", "home"), donate_argnames=("cache",))
 def _prefill_chunk(
     target: TargetModel,
     chunk: int,
+    home: Home,
     params: Any,
     cache: KVCache,
     tokens: Int[Array, "B S"],
@@ -134,9 +186,13 @@ def _prefill_chunk(
     """One chunk; keeps the logits of the rows whose last prompt token it holds."""
     fresh = jax.lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
     last = length - 1 - offset
-    new, cache = target.prefill_chunk(params, cache, fresh, offset, jnp.clip(last, 0, chunk - 1))
+    at = jnp.clip(last, 0, chunk - 1)
+    with spread_over(target.devices):
+        new, cache = target.prefill_chunk(params, cache, fresh, offset, at)
     here = (last >= 0) & (last < chunk)
-    return jnp.where(here[:, None], new, logits), cache
+    return jax.lax.with_sharding_constraint(
+        (jnp.where(here[:, None], new, logits), cache), (home.rows, home.cache)
+    )
 
 
 @partial(jax.jit, static_argnames=("target", "drafter", "max_emitted"), donate_argnames=("cache",))
@@ -155,11 +211,13 @@ def _start(
     batch, height = length.shape[0], drafter.tree.num_levels + 1
     gumbel = noise(request.sampling, length[:, None], target.vocab_size)
     first = draw(logits[:, None], gumbel, request.sampling)[:, 0]
-    stopped = (request.stop_tokens == first[:, None]).any(axis=1)
+    stopped = (request.stop_tokens == first[:, None]).any(axis=1) | (first == NO_TOKEN)
     output = jnp.zeros((batch, max_emitted + height), jnp.int32).at[:, 0].set(first)
+    with spread_over(target.devices):
+        draft = drafter.prefill(params.draft, tokens, length)
     return SpecState(
         cache=cache,
-        draft=drafter.prefill(params.draft, tokens, length),
+        draft=draft,
         length=length,
         pending=first,
         output=output,
@@ -189,11 +247,12 @@ def spec_step(
       state: the state before the round.
       walker: how the tree is walked. Only the default is lossless; another one serves to measure.
     """
-    gumbel = round_noise(target, drafter, request, state.length)
-    tree = propose_tree(drafter, params, request, state, gumbel)
-    verified, draws = verify_tree(target, drafter, params, request, state, tree, gumbel)
-    walked = walker(tree, draws, drafter.tree.num_levels)
-    return commit_walk(drafter, params, request, state, verified, walked)
+    with spread_over(target.devices):
+        gumbel = round_noise(target, drafter, request, state.length)
+        tree = propose_tree(drafter, params, request, state, gumbel)
+        verified, draws = verify_tree(target, drafter, params, request, state, tree, gumbel)
+        walked = walker(tree, draws, drafter.tree.num_levels)
+        return commit_walk(drafter, params, request, state, verified, walked)
 
 
 def round_noise(
@@ -250,6 +309,8 @@ def commit_walk(
     height, length = drafter.tree.num_levels + 1, state.length
     count, stopped = _trim(walked.tokens, walked.count, state.emitted, request)
     count = jnp.where(state.done, 0, count)
+    # A round that was cut may have emitted accepted draft tokens alone, and no bonus.
+    accepted = jnp.minimum(count, walked.count - 1)
     block = jnp.concatenate([state.pending[:, None], walked.tokens[:, :-1]], axis=1)
     step, column = jnp.arange(height), jnp.arange(state.histogram.shape[1])
     emit = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
@@ -263,20 +324,21 @@ def commit_walk(
             state.pending,
         ),
         output=emit(state.output, walked.tokens, state.emitted),
-        drafted=emit(state.drafted, step < walked.count[:, None] - 1, state.emitted),
+        drafted=emit(state.drafted, step < accepted[:, None], state.emitted),
         emitted=state.emitted + count,
         done=state.done | stopped,
         rounds=state.rounds + (count > 0),
-        histogram=state.histogram + (column == count[:, None] - 1),
+        histogram=state.histogram + ((column == accepted[:, None]) & (count > 0)[:, None]),
     )
 
 
 def _trim(
     tokens: Int[Array, "B h"], count: Lengths, emitted: Lengths, request: Request
 ) -> tuple[Lengths, Array]:
-    """Cut a round's tokens after the first stop token and at the row's budget."""
+    """Cut a round's tokens after the first stop token, or what is none, and at the row's budget."""
     step = jnp.arange(tokens.shape[1])
     stops = (tokens[:, :, None] == request.stop_tokens[:, None, :]).any(axis=2)
+    stops |= tokens == NO_TOKEN
     stops &= step < count[:, None]
     first_stop = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1) + 1, tokens.shape[1] + 1)
     count = jnp.minimum(count, request.max_new_tokens - emitted)

@@ -40,6 +40,11 @@ class TargetModel(Protocol):
         """Width of the logits."""
         ...
 
+    @property
+    def devices(self) -> int | None:
+        """How many the parameters are spread over; None if it is not said."""
+        ...
+
     def allocate(self, batch: int, capacity: int) -> KVCache:
         """An empty cache."""
         ...
@@ -70,6 +75,8 @@ class CachedTarget:
     config: TargetConfig
     attention: str | None = None
     """Attention implementation; chosen automatically if absent."""
+    devices: int | None = None
+    """How many the parameters are spread over; if absent all that are visible, which serves one."""
 
     @property
     def vocab_size(self) -> int:

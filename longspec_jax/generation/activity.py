@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from longspec_jax.config import TreeConfig
+from longspec_jax.generation.kept import TreePace
 
 
 @dataclass(frozen=True)
@@ -44,5 +45,15 @@ class DecodingPlainly:
     """Most tokens it will emit."""
 
 
-Activity: TypeAlias = Compiling | Fitting | Prefilling | DecodingPlainly
+@dataclass(frozen=True)
+class Fitted:
+    """It is settled what the call runs."""
+
+    tree: TreeConfig
+    """The tree; without levels, plain decoding."""
+    paces: tuple[TreePace, ...]
+    """What was timed now or before; empty if nothing could be, and the tree is the usual one."""
+
+
+Activity: TypeAlias = Compiling | Fitting | Fitted | Prefilling | DecodingPlainly
 OnActivity: TypeAlias = Callable[[Activity], None]

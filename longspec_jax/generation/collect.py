@@ -1,14 +1,16 @@
 """From a finished run to its result, and from rounds as they come to what they added."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 
 from longspec_jax.generation import runner
 from longspec_jax.generation.inputs import Prompts
+from longspec_jax.generation.job import Job
 from longspec_jax.generation.result import GenerateResult, StreamRound
-from longspec_jax.generation.runner import Job, Run, Start, WarmShapes, statistics
+from longspec_jax.generation.runner import Ready, Run, statistics
 from longspec_jax.generation.text import Detokenizer, Piece, continuation
 
 
@@ -42,45 +44,40 @@ def collect(job: Job, run: Run, tokenizer: Any) -> GenerateResult:
     return GenerateResult(sequences, tuple(text), drafted, statistics(job, run))
 
 
-def follow(
-    job: Job,
-    warm: WarmShapes,
-    tokenizer: Any,
-    on_round: Callable[[StreamRound], None] | None,
-    begin: Callable[[], Start] | None = None,
-) -> Run:
+def follow(start: Ready, tokenizer: Any, on_round: Callable[[StreamRound], None] | None) -> Run:
     """Run to the end: round by round if someone listens, in one executable otherwise.
 
     Args:
-      job: the prepared call.
-      warm: the shapes compiled so far.
+      start: the call, ready to run.
       tokenizer: a transformers tokenizer, or None for no text.
       on_round: called with what every round adds.
-      begin: makes the prefilled state; the job's own prefill if absent.
     """
     if on_round is None:
-        return runner.run(job, warm, begin)
-    collector = RoundCollector(job, tokenizer)
-    runs = runner.run_rounds(job, warm, begin)
-    run = next(runs)
-    on_round(collector.add(run))
-    for run in runs:
-        on_round(collector.add(run))
+        return runner.run(start)
+    collector = RoundCollector(start.job, tokenizer)
+    with closing(runner.run_rounds(start)) as runs:
+        for run in runs:
+            on_round(collector.add(run))
     return run
 
 
-def feed(
+@contextmanager
+def feeding(
     streamer: Streamer, prompts: Prompts, on_round: Callable[[StreamRound], None] | None
-) -> Callable[[StreamRound], None]:
-    """Hand the prompt to a streamer, and return what hands it the rounds."""
+) -> Iterator[Callable[[StreamRound], None]]:
+    """Hand the prompt to a streamer, then what hands it the rounds; ended whatever happens."""
     rows = len(prompts)
     if rows > 1 or on_round is not None:
         raise ValueError(
             f"a streamer follows one row and takes the place of on_round; {rows} rows and "
             f"on_round={on_round} were given. Use on_round= alone, or stream()"
         )
-    streamer.put(prompts[0][None])
-    return lambda added: streamer.put(np.asarray(added.tokens[0], np.int32))
+    try:
+        streamer.put(prompts[0][None])
+        yield lambda added: streamer.put(np.asarray(added.tokens[0], np.int32))
+    finally:
+        # Somebody may wait for the end in another thread.
+        streamer.end()
 
 
 class RoundCollector:

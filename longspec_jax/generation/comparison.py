@@ -18,10 +18,13 @@ from longspec_jax.decoding.engine import Params, Request
 from longspec_jax.decoding.sampling import noise, perturb
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.generation import runner
+from longspec_jax.generation.activity import DecodingPlainly, OnActivity
 from longspec_jax.generation.collect import collect, follow
+from longspec_jax.generation.job import Job
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.result import GenerateResult, StreamRound
-from longspec_jax.generation.runner import Job, Run, Start, WarmShapes
+from longspec_jax.generation.runner import Begin, Ready, Run, Timing, WarmShapes
+from longspec_jax.ops.partitioned import spread_over
 
 
 @dataclass(frozen=True)
@@ -61,43 +64,61 @@ class Comparison:
 
 
 def run_both(
-    job: Job,
+    begin: Begin,
     warm: WarmShapes,
     tokenizer: Any,
     on_round: Callable[[StreamRound], None] | None = None,
+    on_activity: OnActivity | None = None,
 ) -> Comparison:
     """Run a call with speculation and without, and find every row's first divergence.
 
-    Both begin with copies of one prefill, which knows no drafter, where memory takes two caches.
+    Both begin with copies of one prefill, which knows no drafter, where memory takes two caches. Both
+    are run in the same way, round by round if someone listens, so that their seconds compare. A call
+    that decodes plainly is its own comparison.
 
     Args:
-      job: the speculative call.
+      begin: makes the speculative call ready.
       warm: the shapes compiled so far.
       tokenizer: a transformers tokenizer, or None for no text.
       on_round: called with every round of the speculative run as it ends.
+      on_activity: told what is done while no round ends.
     """
+    streams = on_round is not None
+    start = begin(streams)
+    job, plain_job = start.job, start.job.without_draft()
     if not job.drafter.tree.widths:
-        raise ValueError(
-            "nothing to compare: this call decodes plainly; load a draft and leave its tree in place"
-        )
-    plain_job = job.without_draft()
-    copies: list[Start] = []
-
-    def begin() -> Start:
-        start = runner.prefill(job)
-        free = free_bytes()
-        if free is None or free > job.memory.cache_bytes + job.memory.working_bytes:
-            copies.append(runner.plain_copy(start))
-        return start
-
-    run = follow(job, warm, tokenizer, on_round, begin)
+        plain = collect(job, follow(start, tokenizer, on_round), tokenizer)
+        return Comparison(plain, plain, ())
+    compiled = warm.prepare(plain_job, streams)
+    plain_start = None
+    if _room_for_two(job):
+        copy = jax.tree.map(jnp.copy, runner.state_for(plain_job, start.state))
+        plain_start = Ready(plain_job, copy, Timing(compiled, start.timing.prefill))
+    run = follow(start, tokenizer, on_round)
     speculative = collect(job, run, tokenizer)
-    del run  # Its cache makes room for plain decoding's.
-    plain_run = runner.run(plain_job, warm, copies.pop if copies else None)
+    del run, start  # The cache makes room for plain decoding's.
+    if plain_start is None:
+        plain_start = runner.ready(plain_job, warm, streams=streams, on_activity=on_activity)
+    listener = _plain_listener(plain_job, on_activity)
+    plain_run = follow(plain_start, None, listener if streams else None)
     plain = collect(plain_job, plain_run, tokenizer)
     pairs = enumerate(zip(plain.sequences, speculative.sequences, strict=True))
     found = (_divergence(plain_job, plain_run, row, pair) for row, pair in pairs)
     return Comparison(speculative, plain, tuple(item for item in found if item is not None))
+
+
+def _room_for_two(job: Job) -> bool:
+    """Whether the device holds a second cache beside the first."""
+    free = free_bytes()
+    return free is None or free > job.memory.cache_bytes + job.memory.working_bytes
+
+
+def _plain_listener(job: Job, on_activity: OnActivity | None) -> Callable[[StreamRound], None]:
+    """What follows the plain run, and reports how far it has got."""
+    total = int(job.request.max_new_tokens.sum())
+    tell = on_activity or (lambda activity: None)
+    tell(DecodingPlainly(0, total))
+    return lambda added: tell(DecodingPlainly(sum(added.stats.new_tokens), total))
 
 
 def first_difference(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
@@ -147,6 +168,7 @@ def _scores(
     length = length.astype(jnp.int32)
     mask = jnp.ones((tokens.shape[0], 1, 1), bool)
     token = tokens[:, None].astype(jnp.int32)
-    verified = target.verify(params.target, cache, token, length[:, None], mask, length)
+    with spread_over(target.devices):
+        verified = target.verify(params.target, cache, token, length[:, None], mask, length)
     gumbel = noise(request.sampling, length[:, None] + 1, target.vocab_size)
     return perturb(verified.logits, gumbel, request.sampling)[:, 0]

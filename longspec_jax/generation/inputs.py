@@ -91,7 +91,7 @@ def _encode_messages(messages: Any, tokenizer: Any, chat_template: str | None) -
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "messages need a chat template and this tokenizer has none; pass chat_template= (a Jinja "
-            "string such as infer.prompts.VICUNA_TEMPLATE), or pass the prompt as text"
+            "string such as longspec_jax.infer.prompts.VICUNA_TEMPLATE), or pass the prompt as text"
         )
     return tokenizer.apply_chat_template(
         list(messages),

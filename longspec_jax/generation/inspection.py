@@ -19,7 +19,9 @@ from longspec_jax.decoding.engine import Params, Request, SpecState
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.verify import walk
 from longspec_jax.drafters.base import Drafter
-from longspec_jax.generation.runner import Job, WarmShapes, run_steps
+from longspec_jax.generation.job import Job
+from longspec_jax.generation.runner import WarmShapes, ready, run_steps
+from longspec_jax.ops.partitioned import spread_over
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def rounds(job: Job, warm: WarmShapes) -> Iterator[RoundView]:
 
 
 def _views(job: Job, warm: WarmShapes) -> Iterator[RoundView]:
-    for number, run in enumerate(run_steps(job, warm)):
+    for number, run in enumerate(run_steps(ready(job, warm, streams=False))):
         if not run.progress.done[0]:
             seen = _examine(job.target, job.drafter, job.params, job.request, run.state)
             position = len(job.prompts[0]) + int(run.progress.emitted[0])
@@ -84,9 +86,10 @@ def _examine(
     target: CachedTarget, drafter: Drafter, params: Params, request: Request, state: SpecState
 ) -> dict[str, Array]:
     """A round without its commit: the same tree, draws and walk as the step that follows."""
-    gumbel = engine.round_noise(target, drafter, request, state.length)
-    tree = engine.propose_tree(drafter, params, request, state, gumbel)
-    verified, draws = engine.verify_tree(target, drafter, params, request, state, tree, gumbel)
+    with spread_over(target.devices):
+        gumbel = engine.round_noise(target, drafter, request, state.length)
+        tree = engine.propose_tree(drafter, params, request, state, gumbel)
+        verified, draws = engine.verify_tree(target, drafter, params, request, state, tree, gumbel)
     walked = walk(tree, draws, drafter.tree.num_levels)
     probabilities = jax.nn.softmax(verified.logits, axis=-1)
     # At node i: the probability of what was drawn there; at node j: that of j under its parent.

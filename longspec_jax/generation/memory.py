@@ -1,6 +1,7 @@
 """What a call will need of device memory, known before anything is allocated."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -54,11 +55,29 @@ def working_bytes(config: TargetConfig, batch: int, chunk: int, nodes: int) -> i
 
 
 def free_bytes() -> int | None:
-    """Bytes the default device can still allocate; None where it does not say (CPU)."""
+    """Bytes the default device can still allocate; None where nothing says."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return _free_host_bytes() if jax.default_backend() == "cpu" else None
+
+
+def _free_host_bytes() -> int | None:
+    """Bytes of main memory that can be had, by the system's own estimate and the container's limit."""
+    bounds = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        [available] = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+        bounds.append(int(available) * 1024)
+    except (OSError, ValueError):
+        pass
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        bounds.append(limit - used)
+    except (OSError, ValueError):
+        pass  # No container, or one without a limit.
+    return min(bounds) if bounds else None
 
 
 def largest_context(config: TargetConfig, plan: MemoryPlan, free: int) -> int:

@@ -6,129 +6,22 @@ time, so that prefill and decode seconds mean the same in every call.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.decoding import adaptive, ahead, engine
-from longspec_jax.decoding.adaptive import Leg
-from longspec_jax.decoding.cache import bucket_capacity
-from longspec_jax.decoding.engine import Params, Request, SpecState
-from longspec_jax.decoding.policy import Always, FastestWithinBudget, Measurement, Policy
-from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Drafter, NoDraft
-from longspec_jax.generation.inputs import Prompts
-from longspec_jax.generation.memory import MemoryPlan, tree_bytes
+from longspec_jax.decoding import ahead
+from longspec_jax.decoding.engine import SpecState, room
+from longspec_jax.decoding.policy import Measurement
+from longspec_jax.decoding.sampling import NO_TOKEN
+from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling
+from longspec_jax.generation.job import Job
+from longspec_jax.generation.memory import tree_bytes
 from longspec_jax.generation.result import Stats, TreeUse
-
-SMALLEST_OUTPUT = 64
-"""Output buffers are powers of two from here, so that few budgets are ever compiled."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The static sizes of a call."""
-
-    capacity: int
-    max_emitted: int
-    chunk: int
-
-    @classmethod
-    def for_call(cls, longest: int, new_tokens: int, levels: int, chunk: int) -> "Shape":
-        """Bucketed sizes that hold the longest prompt, its new tokens and a round's overhang."""
-        slots = longest + new_tokens + engine.room(levels)
-        slots = max(slots, -(-longest // chunk) * chunk)
-        emitted = max(SMALLEST_OUTPUT, 1 << (new_tokens - 1).bit_length())
-        return cls(bucket_capacity(slots), emitted, chunk)
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """Everything one call needs, checked and on its way to the device."""
-
-    target: CachedTarget
-    drafters: tuple[Drafter, ...]
-    """What a round may run, the cheapest first; the run chooses by the clock if there are several."""
-    params: Params
-    prompts: Prompts
-    request: Request
-    shape: Shape
-    memory: MemoryPlan
-
-    @property
-    def drafter(self) -> Drafter:
-        """The drafter that was asked for: of several, the one with the tallest tree."""
-        return adaptive.tallest(self.drafters)
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """What a compilation depends on."""
-        sampling = self.request.sampling
-        return (
-            *(self.target, self.drafters, self.shape, len(self.prompts)),
-            *(self.request.stop_tokens.shape, sampling.stochastic, sampling.filtered),
-            tuple(leaf.shape for leaf in jax.tree.leaves(self.params.draft)),
-        )
-
-    def prefill(self) -> SpecState:
-        """The state before the first round."""
-        chunk = self.shape.chunk
-        length = np.asarray([len(row) for row in self.prompts], np.int32)
-        # Padded to whole chunks here: prompts of any length then meet one compiled shape.
-        tokens = np.zeros((len(length), -(-int(length.max()) // chunk) * chunk), np.int32)
-        for row, prompt in zip(tokens, self.prompts, strict=True):
-            row[: len(prompt)] = prompt
-        return engine.prefill(
-            self.target,
-            self.drafter,
-            self.params,
-            jnp.asarray(tokens),
-            jnp.asarray(length),
-            self.request,
-            capacity=self.shape.capacity,
-            max_emitted=self.shape.max_emitted,
-            chunk=chunk,
-        )
-
-    def outset(self, state: SpecState) -> Leg:
-        """The run before its first round."""
-        return Leg(state, (Measurement(),) * len(self.drafters))
-
-    def legs(self, state: SpecState, stride: int | None = None) -> Iterator[Leg]:
-        """Decode to the end in bursts of at most ``stride`` rounds; one burst if nothing is chosen."""
-        models = self.target, self.drafters, self.params
-        return adaptive.decode_bursts(*models, self.request, state, self._policy, stride=stride)
-
-    def rounds(self, state: SpecState) -> ahead.Rounds:
-        """Decode to the end round by round, each launched before the last one is read."""
-        return ahead.Rounds(self._launch, state, self._policy, len(self.drafters))
-
-    def rehearse(self, state: SpecState, ahead_of_host: bool) -> SpecState:
-        """Run one round of everything that :meth:`legs` may, or :meth:`rounds`."""
-        if not ahead_of_host:
-            return adaptive.rehearse(self.target, self.drafters, self.params, self.request, state)
-        for candidate in range(len(self.drafters)):
-            state, _ = self._launch(candidate, state)
-        return state
-
-    @property
-    def _policy(self) -> Policy:
-        """What chooses among the drafters."""
-        count = len(self.drafters)
-        return FastestWithinBudget.over(count) if count > 1 else Always()
-
-    def _launch(self, candidate: int, state: SpecState) -> tuple[SpecState, jax.Array]:
-        """Start a round of one of the drafters; the state is donated."""
-        drafter = self.drafters[candidate]
-        return ahead.one_round(self.target, drafter, self.params, self.request, state)
-
-    def without_draft(self) -> "Job":
-        """The same call, decoded plainly."""
-        return replace(self, drafters=(NoDraft(),), params=Params(self.params.target, None))
 
 
 class Progress(NamedTuple):
@@ -152,9 +45,24 @@ class Progress(NamedTuple):
         for row, (begin, count) in enumerate(zip(self.emitted, report.count, strict=True)):
             output[row, begin : begin + count] = report.tokens[row, :count]
             drafted[row, begin : begin + count] = report.drafted[row, :count]
-            histogram[row, count - 1] += count > 0
+            if count:
+                histogram[row, np.count_nonzero(report.drafted[row, :count])] += 1
         emitted, rounds = self.emitted + report.count, self.rounds + (report.count > 0)
         return Progress(output, drafted, emitted, report.done, rounds, histogram)
+
+    def check_finite(self, job: Job) -> "Progress":
+        """Return itself; raise if the target's logits were not finite somewhere, and say where."""
+        for row, (tokens, count) in enumerate(zip(self.output, self.emitted, strict=True)):
+            if tokens[count - 1] == NO_TOKEN:
+                where = f"of row {row} " if len(self.emitted) > 1 else ""
+                dtype = job.target.config.dtype
+                remedy = "" if dtype == "float32" else "dtype float32, which has more range, or "
+                raise FloatingPointError(
+                    f"the target's logits {where}behind {len(job.prompts[row]) + count - 1} tokens are "
+                    f"not finite, so that no token can be drawn: its weights or norms overflow {dtype}; "
+                    f"try {remedy}another checkpoint"
+                )
+        return self
 
 
 @dataclass(frozen=True)
@@ -184,116 +92,132 @@ class WarmShapes:
         """Start with none."""
         self._seen: set[Any] = set()
 
-    def prepare(self, job: Job, ahead_of_host: bool = False) -> float:
+    def prepare(self, job: Job, streams: bool = False) -> float:
         """Make a short run if the job's shape is new; return its seconds, 0 if it is not.
 
         Args:
           job: the prepared call.
-          ahead_of_host: whether :meth:`Job.rounds` will run it, not :meth:`Job.legs`.
+          streams: whether :meth:`Job.rounds` will run it, not :meth:`Job.legs`.
         """
-        signature = ahead_of_host, job.signature
-        if signature in self._seen:
+        if self.knows(job, streams):
             return 0.0
-        two = jnp.minimum(job.request.max_new_tokens, 2)
+        two = np.minimum(job.request.max_new_tokens, 2)
         short = replace(
             job,
-            prompts=tuple(row[: job.shape.chunk] for row in job.prompts),
-            request=replace(job.request, max_new_tokens=two),
+            # Two chunks where there are two: on a mesh the second one's arrays may lie elsewhere.
+            prompts=tuple(row[: 2 * job.shape.chunk] for row in job.prompts),
+            request=replace(job.request, max_new_tokens=jnp.asarray(two)),
         )
         start = time.perf_counter()
-        state = short.rehearse(short.prefill(), ahead_of_host)
+        state = short.rehearse(short.prefill(), streams)
         Progress.of(jax.block_until_ready(state))
         seconds = time.perf_counter() - start
-        self._seen.add(signature)
+        self._seen.add((streams, job.signature))
         return seconds
 
+    def knows(self, job: Job, streams: bool = False) -> bool:
+        """Whether everything the job will run has been compiled."""
+        return (streams, job.signature) in self._seen
 
-class Start(NamedTuple):
-    """A prefilled state and the seconds it took; used up by the run that begins with it."""
 
+class Ready(NamedTuple):
+    """A compiled and prefilled call; used up by the run that begins with it."""
+
+    job: Job
     state: SpecState
-    seconds: float
+    timing: Timing
 
 
-def prefill(job: Job) -> Start:
-    """Run the prompts through the target, and time it."""
-    start = time.perf_counter()
-    state = jax.block_until_ready(job.prefill())
-    return Start(state, time.perf_counter() - start)
+Begin: TypeAlias = Callable[[bool], Ready]
+"""``streams -> ready``: makes a call ready to run, all at once or to be followed round by round."""
 
 
-def plain_copy(start: Start) -> Start:
-    """A copy of a prefilled state from which plain decoding can begin.
-
-    Prefill does not depend on the drafter, so what it computed serves both; the copy makes the plain
-    run independent of whatever the speculative one writes.
-    """
-    state = start.state
-    emitted = state.output.shape[1] - state.histogram.shape[1] + 1
-    plain = state.replace(
-        draft=(),
-        output=state.output[:, :emitted],
-        drafted=state.drafted[:, :emitted],
-        histogram=state.histogram[:, :1],
-    )
-    return Start(jax.tree.map(jnp.copy, plain), start.seconds)
-
-
-def run(job: Job, warm: WarmShapes, begin: Callable[[], Start] | None = None) -> Run:
-    """Run to the end on the device, the host asked only where there is something to choose.
+def ready(
+    job: Job, warm: WarmShapes, *, streams: bool, on_activity: OnActivity | None = None
+) -> Ready:
+    """Compile what is new, and run the prompts through the target.
 
     Args:
       job: the prepared call.
       warm: the shapes compiled so far.
-      begin: makes the prefilled state, after the warm-up; the job's own prefill if absent.
+      streams: whether :func:`run_rounds` will run it, not :func:`run` or :func:`run_steps`.
+      on_activity: told of compilation and prefill.
     """
-    compiled = warm.prepare(job)
-    state, seconds = begin() if begin else prefill(job)
+    if on_activity and not warm.knows(job, streams):
+        on_activity(Compiling())
+    compiled = warm.prepare(job, streams)
     start = time.perf_counter()
-    leg = job.outset(state)
+    state = jax.block_until_ready(job.prefill(_prefill_reporter(job, on_activity)))
+    return Ready(job, state, Timing(compiled, time.perf_counter() - start))
+
+
+def _prefill_reporter(job: Job, on_activity: OnActivity | None) -> Callable[[int], None] | None:
+    if on_activity is None:
+        return None
+    total = max(map(len, job.prompts))
+    return lambda done: on_activity(Prefilling(done, total))
+
+
+def state_for(job: Job, state: SpecState) -> SpecState:
+    """A prefilled state for another job of the same call, whose tree is no taller; shares arrays.
+
+    Prefill does not depend on the tree, nor but for its own state on the drafter: what it computed for
+    one serves all.
+    """
+    height = room(job.drafter.tree.num_levels)
+    emitted = state.output.shape[1] - state.histogram.shape[1] + height
+    return replace(
+        state,
+        draft=() if job.params.draft is None else state.draft,
+        output=state.output[:, :emitted],
+        drafted=state.drafted[:, :emitted],
+        histogram=state.histogram[:, :height],
+    )
+
+
+def run(start: Ready) -> Run:
+    """Run to the end on the device, the host asked only where there is something to choose."""
+    job, state, timing = start
+    begin = time.perf_counter()
+    leg = job.unmoved(state)
     for leg in job.legs(state):  # noqa: B007 - only the last one counts.
         pass
     jax.block_until_ready(leg.state)
-    timing = Timing(compiled, seconds, time.perf_counter() - start)
-    return Run(Progress.of(leg.state), timing, *leg)
+    timing = replace(timing, decode=time.perf_counter() - begin)
+    return Run(Progress.of(leg.state).check_finite(job), timing, *leg)
 
 
-def run_rounds(
-    job: Job, warm: WarmShapes, begin: Callable[[], Start] | None = None
-) -> Iterator[Run]:
+def run_rounds(start: Ready) -> Generator[Run, None, None]:
     """Yield after the prefill and after every round, while the next round already runs.
 
-    The consumer's time is not counted. Arguments as in :func:`run`.
+    The consumer's time is not counted. Close the iterator to stop early.
     """
-    compiled = warm.prepare(job, ahead_of_host=True)
-    state, seconds = begin() if begin else prefill(job)
-    progress, timing = Progress.of(state), Timing(compiled, seconds)
+    job, state, timing = start
+    progress = Progress.of(state).check_finite(job)
     if progress.done.all():
-        yield Run(progress, timing, *job.outset(state))
+        yield Run(progress, timing, *job.unmoved(state))
         return
     with job.rounds(state) as rounds:
         yield Run(progress, timing, rounds.state, rounds.totals)
         for report in rounds:
-            progress = progress.after(report)
+            progress = progress.after(report).check_finite(job)
             decode = sum(total.seconds for total in rounds.totals)
             yield Run(progress, replace(timing, decode=decode), rounds.state, rounds.totals)
 
 
-def run_steps(job: Job, warm: WarmShapes) -> Iterator[Run]:
+def run_steps(start: Ready) -> Iterator[Run]:
     """As :func:`run_rounds`, but no round is launched before the one before it was consumed.
 
     Slower, for a consumer that needs the very state behind the round it looks at.
     """
-    compiled = warm.prepare(job)
-    state, seconds = prefill(job)
-    timing = Timing(compiled, seconds)
-    yield Run(Progress.of(state), timing, *job.outset(state))
-    start = time.perf_counter()
+    job, state, timing = start
+    yield Run(Progress.of(state).check_finite(job), timing, *job.unmoved(state))
+    begin = time.perf_counter()
     for leg in job.legs(state, stride=1):
-        progress = Progress.of(leg.state)
-        timing = replace(timing, decode=timing.decode + time.perf_counter() - start)
+        progress = Progress.of(leg.state).check_finite(job)
+        timing = replace(timing, decode=timing.decode + time.perf_counter() - begin)
         yield Run(progress, timing, *leg)
-        start = time.perf_counter()
+        begin = time.perf_counter()
 
 
 def statistics(job: Job, run: Run) -> Stats:

@@ -9,11 +9,13 @@ with the key/value head they read. An axis that does not divide over its devices
 A program of one device holds the op itself and nothing else.
 """
 
+import contextlib
 import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 import jax
@@ -92,10 +94,33 @@ def partitioned(rule: str, cut: tuple[str, ...] = ("b", "k")) -> Callable[[Op], 
     return decorate
 
 
+_DEVICES: ContextVar[int | None] = ContextVar("devices", default=None)
+
+
+@contextlib.contextmanager
+def spread_over(devices: int | None) -> Iterator[None]:
+    """Say, while a program is traced, over how many devices its arrays are spread.
+
+    Tracing cannot see it. What traces must itself depend on the number (as a static argument), because
+    programs are kept by their arguments.
+
+    Args:
+      devices: their number; None for the mesh in use or, without one, all that are visible.
+    """
+    token = _DEVICES.set(devices)
+    try:
+        yield
+    finally:
+        _DEVICES.reset(token)
+
+
 def one_device() -> bool:
     """Whether there is nothing to cut for; a mesh without devices could not ask the partitioner."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return (jax.device_count() if mesh.empty else mesh.size) == 1
+    devices = _DEVICES.get()
+    if devices is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        devices = jax.device_count() if mesh.empty else mesh.size
+    return devices == 1
 
 
 def _parse(term: str) -> Term:

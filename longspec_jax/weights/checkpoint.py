@@ -4,29 +4,16 @@ Knows files and formats, not models. Safetensors are read through a memory map, 
 costs its own bytes and nothing else.
 """
 
-import json
-from collections.abc import Callable
+import re
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
-Index: TypeAlias = tuple[slice, ...]
-
-
-class Tensor(NamedTuple):
-    """One stored tensor: what it is, and how to read a part of it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    """NumPy's name, such as ``bfloat16``."""
-    read: Callable[[Index], np.ndarray]
-    file: Path
-
-
-Tensors: TypeAlias = dict[str, Tensor]
+from longspec_jax.weights.raw import read_json
+from longspec_jax.weights.tensors import Tensor, Tensors
+from longspec_jax.weights.torch_files import open_torch
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -60,36 +47,20 @@ def open_tensors(folder: Path, stack: ExitStack) -> Tensors:
     return _open_file(folder / name, stack)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A parsed JSON object."""
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path.parent} has no {path.name}; a model folder holds it beside the weights: download "
-            "the whole model again, or name the folder that has both"
-        )
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, must hold an object")
-    return value
-
-
 def _open_indexed(index: Path, stack: ExitStack) -> Tensors:
     """The tensors of all shards that an index names."""
-    named: dict[str, str] = read_json(index).get("weight_map", {})
-    shards = sorted(set(named.values()))
+    files = _weight_map(index)
+    shards = sorted(set(files.values()))
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing or not shards:
         raise FileNotFoundError(
-            f"{index} names {len(shards)} files, of which {', '.join(missing) or 'none'} "
+            f"{index}: weight_map names {len(shards)} files, of which {', '.join(missing) or 'none'} "
             f"{'are' if len(missing) > 1 else 'is'} missing; download the model again"
         )
     tensors: Tensors = {}
     for shard in shards:
         opened = _open_file(index.parent / shard, stack)
-        listed = {name for name, file in named.items() if file == shard}
+        listed = {name for name, file in files.items() if file == shard}
         if listed != set(opened):
             raise ValueError(
                 f"{shard} and {index.name} disagree about {_some(listed ^ set(opened))}; the files "
@@ -99,13 +70,28 @@ def _open_indexed(index: Path, stack: ExitStack) -> Tensors:
     return tensors
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file that holds each tensor, by an index; refuses one that leads out of its folder.
+
+    The names are judged, not where they lead: the files of a hub's snapshot are links out of it.
+    """
+    named = read_json(index).part("weight_map")
+    suffix = ".safetensors" if index.name.startswith(WEIGHT_FILES[0]) else ".bin"
+    for tensor, file in named.values.items():
+        if not isinstance(file, str) or not re.fullmatch(
+            rf"[\w.-]{{1,200}}\{suffix}", file, re.ASCII
+        ):
+            raise named.error(
+                tensor,
+                f"must be the plain name of a {suffix} file beside the index, without any folder",
+                "no other file is opened: download the model again, from a source you trust",
+            )
+    return dict(named.values)
+
+
 def _open_file(path: Path, stack: ExitStack) -> Tensors:
     """The tensors of one file."""
-    if path.suffix == ".safetensors":
-        return _open_safetensors(path, stack)
-    from longspec_jax.weights import torch_files  # Needs torch, which is optional.
-
-    return torch_files.open_torch(path)
+    return _open_safetensors(path, stack) if path.suffix == ".safetensors" else open_torch(path)
 
 
 def _open_safetensors(path: Path, stack: ExitStack) -> Tensors:

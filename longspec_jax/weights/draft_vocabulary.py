@@ -18,7 +18,7 @@ from longspec_jax.weights.hub import local_folder
 FILE = "draft_vocabulary.safetensors"
 TENSOR = "tokens"
 """``[v]`` int32 token ids, the most useful first."""
-HOW = "python -m train.vocabulary --help says how to make one"
+HOW = "longspec-vocabulary --help (python -m train.vocabulary --help) says how to make one"
 
 
 def save_draft_vocabulary(folder: str | Path, tokens: Any, vocab_size: int) -> Path:

@@ -15,7 +15,6 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from longspec_jax.weights.match import check_params
-from longspec_jax.weights.raw import RawConfig
 from longspec_jax.weights.stream import is_finite
 from longspec_jax.weights.tables import Leaf, Part, Table
 
@@ -29,7 +28,7 @@ _REPLACED = (
 )
 
 
-def write_model(folder: Path, table: Table, params: Any, dtype: str, raw: RawConfig) -> None:
+def write_model(folder: Path, table: Table, params: Any, dtype: str, raw: dict[str, Any]) -> None:
     """Write a model folder, replacing the weights it may hold.
 
     Raises:
@@ -90,6 +89,6 @@ def _unstack(leaf: Leaf, part: Part, values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(block.reshape(part.shape))
 
 
-def _write_json(path: Path, value: RawConfig) -> None:
+def _write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON object for people and for Hugging Face."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -12,10 +12,11 @@ from jax.sharding import Mesh
 
 from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.weights import hf_config
-from longspec_jax.weights.checkpoint import open_tensors, read_json
+from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.export import write_model
 from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.match import check_tensors, strip_draft_prefix
+from longspec_jax.weights.match import check_layers, check_tensors, strip_draft_prefix
+from longspec_jax.weights.raw import read_json
 from longspec_jax.weights.stream import load_params
 from longspec_jax.weights.tables import draft_table, target_table
 
@@ -45,9 +46,10 @@ def load_target(
     """
     folder = local_folder(source, revision)
     config = hf_config.target_config(read_json(folder / "config.json"), dtype)
-    table = target_table(config)
     with ExitStack() as stack:
         tensors = open_tensors(folder, stack)
+        check_layers(config, tensors, folder / "config.json")
+        table = target_table(config)
         check_tensors(table, tensors, str(source), dtype=None if dtype else config.dtype)
         return config, load_params(table, tensors, config.dtype, mesh)
 
@@ -100,7 +102,7 @@ def save_target(
       stop_tokens: written as ``eos_token_id``.
     """
     raw = hf_config.hf_config(config, stop_tokens)
-    write_model(Path(folder), target_table(config), params, config.dtype, raw)
+    write_model(Path(folder).expanduser(), target_table(config), params, config.dtype, raw)
 
 
 def save_draft(
@@ -115,7 +117,7 @@ def save_draft(
       target: its target; recorded, so that loading it with another vocabulary is refused.
     """
     raw = hf_config.hf_draft_config(config, target)
-    write_model(Path(folder), draft_table(config), params, config.dtype, raw)
+    write_model(Path(folder).expanduser(), draft_table(config), params, config.dtype, raw)
 
 
 def load_stop_tokens(source: str | Path, *, revision: str | None = None) -> tuple[int, ...]:

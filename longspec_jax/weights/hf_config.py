@@ -6,12 +6,25 @@ it. A model that this library would compute differently from its authors is refu
 approximated: each refusal names the values, the rule and what to do.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from longspec_jax.config import DraftConfig, LinearRopeScaling, RopeScaling, TargetConfig
+from longspec_jax.checks import LARGEST_WHOLE, whole_number
+from longspec_jax.config import (
+    MAX_LAYERS,
+    SMALLEST_EPS,
+    DraftConfig,
+    LinearRopeScaling,
+    RopeScaling,
+    TargetConfig,
+)
 from longspec_jax.weights.hf_rope import KEYS as ROPE_KEYS
 from longspec_jax.weights.hf_rope import raw_rope, rope_scaling, rope_theta
-from longspec_jax.weights.raw import RawConfig, check_keys, value
+from longspec_jax.weights.raw import RawConfig
+
+C = TypeVar("C", TargetConfig, DraftConfig)
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -63,29 +76,35 @@ def target_config(raw: RawConfig, dtype: str | None = None) -> TargetConfig:
     """
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
-    check_keys(raw, (*_WIDTHS.values(), "max_position_embeddings"), architecture)
-    _check_refused(raw, _REFUSED_TARGET, architecture)
+    raw.require((*_WIDTHS.values(), "max_position_embeddings"), architecture)
+    _check_refused(raw, _REFUSED_TARGET)
     scaling = rope_scaling(raw)
     max_positions = _max_positions(raw, scaling)
     _check_window(raw, family, max_positions)
-    heads, width = raw["num_attention_heads"], raw["hidden_size"]
-    return TargetConfig(
+    limits = {"num_hidden_layers": MAX_LAYERS}
+    sizes = {
+        field: raw.whole(key, most=limits.get(key, LARGEST_WHOLE)) for field, key in _WIDTHS.items()
+    }
+    width, heads = sizes["model_width"], sizes["num_heads"]
+    return _build(
+        raw,
+        TargetConfig,
         architecture=architecture,
-        **{field: raw[key] for field, key in _WIDTHS.items()},
-        num_kv_heads=value(raw, "num_key_value_heads", heads),
-        head_width=value(raw, "head_dim", family.head_width or width // heads),
+        **sizes,
+        num_kv_heads=raw.whole("num_key_value_heads", heads),
+        head_width=_head_width(raw, width, heads, family.head_width),
         max_positions=max_positions,
         rope_theta=rope_theta(raw),
         rope_scaling=scaling,
-        norm_eps=value(raw, "rms_norm_eps", 1e-6),
+        norm_eps=_norm_eps(raw, 1e-6),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        tied_embeddings=value(raw, "tie_word_embeddings", False),
+        tied_embeddings=raw.flag("tie_word_embeddings", False),
         dtype=_dtype(raw, dtype),
     )
 
 
-def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> RawConfig:
+def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> dict[str, Any]:
     """A ``config.json`` that transformers 4 and 5 and :func:`target_config` read as ``config``."""
     family = FAMILIES.get(config.architecture)
     if family is None:
@@ -96,7 +115,8 @@ def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> RawCon
             f"qk_norm={family.qk_norm}, this configuration has qkv_bias={config.qkv_bias} and "
             f"qk_norm={config.qk_norm}; name the architecture it belongs to"
         )
-    raw: RawConfig = {
+    end = [whole_number("stop_tokens", token, 0, config.vocab_size - 1) for token in stop_tokens]
+    raw: dict[str, Any] = {
         "architectures": [config.architecture],
         "model_type": family.model_type,
         **{key: getattr(config, field) for field, key in _WIDTHS.items()},
@@ -108,7 +128,7 @@ def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> RawCon
         "torch_dtype": config.dtype,
         # Explicit, because transformers' own defaults (1 and 2) mean something else elsewhere.
         "bos_token_id": None,
-        "eos_token_id": list(stop_tokens) or None,
+        "eos_token_id": end or None,
         **raw_rope(config.rope_theta, config.rope_scaling),
         **_raw_positions(config),
     }
@@ -129,35 +149,37 @@ def draft_config(raw: RawConfig, target: TargetConfig, dtype: str | None = None)
     Raises:
       ValueError: if the file describes a draft for another vocabulary, or an unknown rotary scaling.
     """
-    vocab_size = value(raw, "vocab_size", target.vocab_size)
+    vocab_size = raw.whole("vocab_size", target.vocab_size)
     if vocab_size != target.vocab_size:
         raise ValueError(
-            f"the draft was made for vocab_size={vocab_size}, the target has {target.vocab_size}. A "
-            "draft shares its target's vocabulary: load the draft that belongs to this target"
+            f"{raw.origin}: the draft was made for vocab_size={vocab_size}, the target has "
+            f"{target.vocab_size}. A draft shares its target's vocabulary: load the draft that belongs "
+            "to this target"
         )
     # The release's drafts have biases whatever their file says about the target's.
-    _check_refused(raw, _REFUSED, "the draft")
-    width = value(raw, "hidden_size", target.model_width)
-    heads = value(raw, "num_attention_heads", target.num_heads)
+    _check_refused(raw, _REFUSED)
+    width = raw.whole("hidden_size", target.model_width)
+    heads = raw.whole("num_attention_heads", target.num_heads)
     # The published drafts divide width by heads; ours may name a head width, as Qwen3 needs.
-    inherited = target.head_width if "hidden_size" not in raw else width // heads
-    has_rope = any(value(raw, key, None) for key in ROPE_KEYS)
-    return DraftConfig.for_target(
-        target,
+    inherited = None if raw.has("hidden_size") else target.head_width
+    has_rope = any(raw.has(key) for key in ROPE_KEYS)
+    return _build(
+        raw,
+        functools.partial(DraftConfig.for_target, target),
         model_width=width,
-        mlp_width=value(raw, "intermediate_size", target.mlp_width),
+        mlp_width=raw.whole("intermediate_size", target.mlp_width),
         num_heads=heads,
-        num_kv_heads=value(raw, "num_key_value_heads", target.num_kv_heads),
-        head_width=value(raw, "head_dim", inherited),
+        num_kv_heads=raw.whole("num_key_value_heads", target.num_kv_heads),
+        head_width=_head_width(raw, width, heads, inherited),
         rope_theta=rope_theta(raw) if has_rope else target.rope_theta,
         rope_scaling=rope_scaling(raw) if has_rope else target.rope_scaling,
-        norm_eps=value(raw, "rms_norm_eps", target.norm_eps),
+        norm_eps=_norm_eps(raw, target.norm_eps),
         dtype=check_dtype(dtype or target.dtype),
-        window=value(raw, "longspec_window", 512),
+        window=raw.whole("longspec_window", 512),
     )
 
 
-def hf_draft_config(config: DraftConfig, target: TargetConfig | None = None) -> RawConfig:
+def hf_draft_config(config: DraftConfig, target: TargetConfig | None = None) -> dict[str, Any]:
     """A ``config.json`` for an exported draft, readable as a Llama or Qwen2 configuration.
 
     Args:
@@ -186,17 +208,9 @@ def hf_draft_config(config: DraftConfig, target: TargetConfig | None = None) -> 
 
 def stop_tokens(raw: RawConfig, generation: RawConfig | None = None) -> tuple[int, ...]:
     """Tokens that end a generation: ``generation_config.json``'s if it names any, else the model's."""
-    for source in (generation or {}, raw):
-        found = source.get("eos_token_id")
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
-    return ()
-
-
-def declared_dtype(raw: RawConfig) -> str | None:
-    """The dtype a ``config.json`` names, in either dialect."""
-    found = value(raw, "dtype", value(raw, "torch_dtype", None))
-    return None if found is None else str(found).removeprefix("torch.")
+    vocab_size = raw.whole("vocab_size", LARGEST_WHOLE)
+    named = generation.tokens("eos_token_id", vocab_size) if generation else ()
+    return named or raw.tokens("eos_token_id", vocab_size)
 
 
 def check_dtype(dtype: str) -> str:
@@ -215,14 +229,30 @@ def _max_positions(raw: RawConfig, scaling: RopeScaling) -> int:
     With linear scaling ``max_position_embeddings`` is the length before scaling, as transformers
     documents it; the Vicuna and LongChat files add the scaled length as ``max_sequence_length``.
     """
-    base = raw["max_position_embeddings"]
+    base = raw.whole("max_position_embeddings")
     if not isinstance(scaling, LinearRopeScaling):
         return base
-    scaled = value(raw, "max_sequence_length", 0)
-    return scaled if scaled > base else int(base * scaling.factor)
+    named, scaled = raw.whole("max_sequence_length", base), int(base * scaling.factor)
+    if scaled > LARGEST_WHOLE:
+        rule = f"times the factor {scaling.factor:g} of the rope scaling must be at most {LARGEST_WHOLE}"
+        raise raw.error("max_position_embeddings", rule)
+    return named if named > base else scaled
 
 
-def _raw_positions(config: TargetConfig) -> RawConfig:
+def _head_width(raw: RawConfig, width: int, heads: int, default: int | None) -> int:
+    """The head width that the file names, or the default, or the model width divided by the heads."""
+    if not raw.has("head_dim") and default is None and width % heads:
+        rule = f"must divide hidden_size={width} where head_dim is not given"
+        raise raw.error("num_attention_heads", rule)
+    return raw.whole("head_dim", default or width // heads)
+
+
+def _norm_eps(raw: RawConfig, default: float) -> float:
+    """The epsilon of the norms."""
+    return raw.number("rms_norm_eps", default, SMALLEST_EPS, 1)
+
+
+def _raw_positions(config: TargetConfig) -> dict[str, int]:
     """The inverse of :func:`_max_positions`."""
     if not isinstance(config.rope_scaling, LinearRopeScaling) or config.rope_scaling.factor == 1:
         return {"max_position_embeddings": config.max_positions}
@@ -232,11 +262,13 @@ def _raw_positions(config: TargetConfig) -> RawConfig:
 
 def _architecture(raw: RawConfig) -> str:
     """The Hugging Face class, by name or by ``model_type``."""
-    names = value(raw, "architectures", [])
+    names = raw.texts("architectures")
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
-    name = names[0] if names else by_type.get(raw.get("model_type", ""), raw.get("model_type"))
+    kind = raw.text("model_type", "")
+    name = names[0] if names else by_type.get(kind, kind)
     if name not in FAMILIES:
-        raise ValueError(_unsupported(name))
+        key = "architectures" if names else "model_type"
+        raise ValueError(f"{raw.origin}, {key}: {_unsupported(name or None)}")
     return name
 
 
@@ -249,43 +281,71 @@ def _unsupported(name: str | None) -> str:
 
 _REMEDY = "load a model without it"
 _REFUSED = {
-    "hidden_act": ("silu", "another activation than silu is not supported", _REMEDY),
-    "partial_rotary_factor": (1.0, "rotating a part of the head is not supported", _REMEDY),
-    "quantization_config": (None, "quantised weights are not", "load the unquantised checkpoint"),
+    "hidden_act": ("silu", "no other activation is computed", _REMEDY),
+    "partial_rotary_factor": (1.0, "heads are rotated whole", _REMEDY),
+    "quantization_config": (
+        None,
+        "quantised weights are not read",
+        "load the unquantised checkpoint",
+    ),
 }
 _REFUSED_TARGET = _REFUSED | {
-    "attention_bias": (False, "a bias on the attention output is not supported", _REMEDY),
-    "mlp_bias": (False, "biases in the MLP are not supported", _REMEDY),
+    "attention_bias": (False, "no bias is added to the attention output", _REMEDY),
+    "mlp_bias": (False, "no biases are added in the MLP", _REMEDY),
+    "auto_map": (
+        None,
+        "code that comes with a model is never run, and may compute something else",
+        "remove the entry if the layers are those of the architecture, or load a model without it",
+    ),
 }
-"""Keys that change the arithmetic: the supported value, what another means, what to do."""
+"""Keys that change the arithmetic: the supported value, what holds here, what to do."""
 
 
-def _check_refused(raw: RawConfig, refused: dict, who: str) -> None:
+def _check_refused(raw: RawConfig, refused: dict[str, tuple[Any, str, str]]) -> None:
     """Refuse what would change the arithmetic."""
-    for key, (supported, meaning, remedy) in refused.items():
-        found = value(raw, key, supported)
-        if found != supported:
-            raise ValueError(
-                f"{who} has {key}={found!r}: {meaning}, only {key}={supported!r}; {remedy}"
-            )
+    for key, (supported, rule, remedy) in refused.items():
+        if raw.has(key) and raw.values[key] != supported:
+            raise raw.error(key, f"is not supported, only {key}={supported!r}: {rule}", remedy)
+
+
+def _build(raw: RawConfig, make: Callable[..., C], **fields: Any) -> C:
+    """A configuration; where it refuses how its fields fit together, file and keys are named."""
+    try:
+        return make(**fields)
+    except ValueError as error:
+        raise ValueError(
+            f"{raw.origin}: {error}; heads are num_attention_heads and num_key_value_heads, and "
+            "head_width is head_dim or hidden_size / num_attention_heads"
+        ) from error
 
 
 def _check_window(raw: RawConfig, family: Family, max_positions: int) -> None:
     """Refuse a sliding window that would hide tokens the full attention here sees."""
-    windows = {"sliding_window": family.default_window} | raw
-    window = windows["sliding_window"]
-    active = family.window_switch is not None and windows.get(family.window_switch)
-    if active and window is not None and window < max_positions:
+    switch = family.window_switch
+    if switch is None or (switch != "sliding_window" and not raw.flag(switch, False)):
+        return
+    # Null means that there is no window, and absent the family's own.
+    default = None if "sliding_window" in raw.values else family.default_window
+    window = raw.whole("sliding_window", default or LARGEST_WHOLE)
+    if window < max_positions:
         raise ValueError(
-            f"sliding_window={window} is below the {max_positions} positions of the model: attention "
-            "windows are not supported. To use the model where its window hides nothing, set "
-            f"max_position_embeddings to {window} in config.json; or load a model without a window"
+            f"{raw.origin}: sliding_window={window} is below the {max_positions} positions of the "
+            "model: attention windows are not supported. To use the model where its window hides "
+            f"nothing, set max_position_embeddings to {window} in config.json; or load a model without "
+            "a window"
         )
 
 
 def _dtype(raw: RawConfig, dtype: str | None) -> str:
     """The requested dtype, or the file's."""
-    dtype = dtype or declared_dtype(raw)
-    if dtype is None:
-        raise ValueError("config.json names no dtype; pass dtype=, one of " + ", ".join(DTYPES))
-    return check_dtype(dtype)
+    if dtype is not None:
+        return check_dtype(dtype)
+    key = "dtype" if raw.has("dtype") else "torch_dtype"
+    if not raw.has(key):
+        named = ", ".join(DTYPES)
+        raise ValueError(f"{raw.origin}: no dtype or torch_dtype; pass dtype=, one of {named}")
+    named = raw.text(key, "").removeprefix("torch.")
+    if named not in DTYPES:
+        rule = f"is not supported; parameters are one of {', '.join(DTYPES)}"
+        raise raw.error(key, rule, "pass dtype= to choose one")
+    return named

@@ -4,19 +4,30 @@ transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one ``
 the old LongChat files ``rope_condense_ratio``, which is linear scaling under another name.
 """
 
-from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, RopeScaling
-from longspec_jax.weights.raw import RawConfig, check_keys, value
+from typing import Any
+
+from longspec_jax.checks import shown
+from longspec_jax.config import (
+    LARGEST_FACTOR,
+    SMALLEST_FACTOR,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    RopeScaling,
+)
+from longspec_jax.weights.raw import RawConfig
 
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_condense_ratio")
 """Every key that says something about the rotary embedding."""
 
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_OTHER = "load another model"
 
 
 def rope_theta(raw: RawConfig) -> float:
     """The rotary base."""
-    parameters = value(raw, "rope_parameters", {})
-    return float(value(parameters, "rope_theta", value(raw, "rope_theta", 10000.0)))
+    parameters = raw.part("rope_parameters")
+    named = parameters if parameters.has("rope_theta") else raw
+    return named.number("rope_theta", 10000.0, least=1)
 
 
 def rope_scaling(raw: RawConfig) -> RopeScaling:
@@ -25,31 +36,46 @@ def rope_scaling(raw: RawConfig) -> RopeScaling:
     Raises:
       ValueError: if it is of a type this library does not compute, or a number is missing.
     """
-    entry = value(raw, "rope_parameters", value(raw, "rope_scaling", {}))
-    kind = entry.get("rope_type", entry.get("type", "default"))
-    condense = float(value(raw, "rope_condense_ratio", 1.0))
-    whole = value(entry, "partial_rotary_factor", 1.0) == 1.0
-    # Values that are dictionaries are one embedding a layer type, which no supported family has.
-    if not whole or any(isinstance(part, dict) for part in entry.values()):
-        kind = "partial or nested"
+    entry = raw.part("rope_parameters" if raw.has("rope_parameters") else "rope_scaling")
+    kind = entry.text("rope_type", entry.text("type", "default"))
+    condense = raw.number("rope_condense_ratio", 1.0, 1, LARGEST_FACTOR)
+    if entry.number("partial_rotary_factor", 1.0) != 1:
+        raise entry.error(
+            "partial_rotary_factor", "is not supported: heads are rotated whole", _OTHER
+        )
+    for key, part in entry.values.items():
+        if isinstance(part, dict):
+            raise entry.error(key, "is not supported: all layers rotate alike, by numbers", _OTHER)
     if kind == "default":
         return None if condense == 1 else LinearRopeScaling(condense)
     if kind == "linear":
-        check_keys(entry, ("factor",), "linear rope scaling")
-        if condense in (1.0, entry["factor"]):
-            return LinearRopeScaling(float(entry["factor"]))
+        entry.require(("factor",), "linear rope scaling")
+        factor = entry.number("factor", least=1, most=LARGEST_FACTOR)
+        if condense in (1, factor):
+            return LinearRopeScaling(factor)
     if kind == "llama3" and condense == 1:
-        check_keys(entry, _LLAMA3_KEYS, "llama3 rope scaling")
-        factor, low, high, original = (entry[key] for key in _LLAMA3_KEYS)
-        return Llama3RopeScaling(float(factor), float(low), float(high), int(original))
+        return _llama3(entry)
     raise ValueError(
-        f"rope scaling {entry} with rope_condense_ratio={condense:g} is not supported; supported are "
-        "the types default, linear and llama3, alone. A model whose scaling is optional, as Qwen's "
-        "yarn, runs within its original context once the entry is removed from config.json"
+        f"{entry.origin}: the type {kind!r} in {shown(dict(entry.values))} with "
+        f"rope_condense_ratio={condense:g} is not supported; supported are the types default, linear "
+        "and llama3, alone. A model whose scaling is optional, as Qwen's yarn, runs within its "
+        "original context once the entry is removed from config.json"
     )
 
 
-def raw_rope(theta: float, scaling: RopeScaling) -> RawConfig:
+def _llama3(entry: RawConfig) -> Llama3RopeScaling:
+    """Llama 3.1's scaling."""
+    entry.require(_LLAMA3_KEYS, "llama3 rope scaling")
+    factor, low, high, original = _LLAMA3_KEYS
+    slow = entry.number(low, least=SMALLEST_FACTOR, most=LARGEST_FACTOR)
+    fast = entry.number(high, least=SMALLEST_FACTOR, most=LARGEST_FACTOR)
+    if fast <= slow:
+        raise entry.error(high, f"must be above {low}={slow:g}")
+    stretch = entry.number(factor, least=1, most=LARGEST_FACTOR)
+    return Llama3RopeScaling(stretch, slow, fast, entry.whole(original))
+
+
+def raw_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
     """The inverse, in transformers 4's dialect, which transformers 5 reads too."""
     match scaling:
         case None:

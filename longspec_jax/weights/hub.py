@@ -18,9 +18,14 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
 
     Raises:
       FileNotFoundError: if there is no such folder and the hub does not have it or is out of reach.
+      NotADirectoryError: if a file is named.
       ValueError: if a revision is given for a folder.
     """
-    folder = Path(source).expanduser()
+    folder = _expanded(source)
+    if folder.is_file():
+        raise NotADirectoryError(
+            f"{folder} is a file, not a folder; name the folder that holds config.json and the weights"
+        )
     if folder.is_dir():
         if revision is not None:
             raise ValueError(
@@ -35,6 +40,20 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
             "the form owner/model"
         )
     return _download(name, revision)
+
+
+def _expanded(source: str | Path) -> Path:
+    """The path that a person's ``~`` stands for."""
+    if not isinstance(source, str | Path) or not str(source).strip():
+        raise ValueError(
+            f"a model is a folder or a hub id of the form owner/model, got {source!r}; name one"
+        )
+    try:
+        return Path(source).expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(
+            f"{source} is not a folder: {error}; write the folder out instead of ~"
+        ) from error
 
 
 def _download(name: str, revision: str | None) -> Path:

@@ -5,18 +5,30 @@ must agree. What does not fit is reported together, because a wrong model is eas
 all its differences than by the first.
 """
 
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from longspec_jax.config import TargetConfig
 from longspec_jax.sharding import path_name
-from longspec_jax.weights.checkpoint import Tensors
 from longspec_jax.weights.tables import DRAFT_PREFIXES, Table
+from longspec_jax.weights.tensors import Tensors
 
 FLOATING = ("bfloat16", "float16", "float32", "float64")
 MOST_REPORTED = 8
 """Problems of one kind that are spelled out; the others are counted."""
+
+
+def check_layers(config: TargetConfig, tensors: Tensors, file: Path) -> None:
+    """Raise if a configuration has more layers than files could hold, before a table of them is made."""
+    if config.num_layers > len(tensors):
+        layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
+        raise ValueError(
+            f"{file}: num_hidden_layers={config.num_layers}, but the weights beside it hold "
+            f"{len(tensors)} tensors of {len(layers)} layers; use the file that was saved with them"
+        )
 
 
 def check_tensors(table: Table, tensors: Tensors, origin: str, dtype: str | None = None) -> None:

@@ -1,22 +1,146 @@
-"""Reading values of a parsed ``config.json``, where null and absent mean the same."""
+"""A JSON object as found in a file: every value is checked where it is read, and an error names it.
 
-from typing import Any, TypeAlias
+Nothing downstream meets a string for a size, NaN for an epsilon or ``true`` for a number. Null and
+absent mean the same, as they do to transformers.
+"""
 
-RawConfig: TypeAlias = dict[str, Any]
-"""A parsed ``config.json``."""
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from longspec_jax.checks import (
+    LARGEST_NUMBER,
+    LARGEST_WHOLE,
+    finite_number,
+    is_whole,
+    shown,
+    whole_number,
+)
+
+T = TypeVar("T")
+
+REMEDY = "use the file that was saved with the weights, or correct it"
 
 
-def value(raw: RawConfig, key: str, default: Any) -> Any:
-    """The value of a key, or the default if it is null or absent."""
-    found = raw.get(key)
-    return default if found is None else found
+@dataclass(frozen=True)
+class RawConfig:
+    """A JSON object and where it stands."""
+
+    values: Mapping[str, Any]
+    origin: str = "config.json"
+    """The file, and the key in it if the object is a part of another; errors begin with it."""
+
+    def has(self, key: str) -> bool:
+        """Whether the file gives a value."""
+        return self.values.get(key) is not None
+
+    def require(self, keys: tuple[str, ...], who: str) -> None:
+        """Refuse a file that leaves out what has no safe default."""
+        missing = [key for key in keys if not self.has(key)]
+        if missing:
+            raise ValueError(f"{self.origin}: {who} lacks {', '.join(missing)}; {REMEDY}")
+
+    def whole(
+        self, key: str, default: int | None = None, least: int = 1, most: int = LARGEST_WHOLE
+    ) -> int:
+        """A whole number; required if there is no default."""
+        return self._number(whole_number, key, default, least, most)
+
+    def number(
+        self, key: str, default: float | None = None, least: float = 0, most: float = LARGEST_NUMBER
+    ) -> float:
+        """A finite number; required if there is no default."""
+        return self._number(finite_number, key, default, least, most)
+
+    def tokens(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """Token ids, of which a file may name one without a list; empty if absent."""
+        found = self.values.get(key)
+        listed = [] if found is None else found if isinstance(found, list) else [found]
+        if not all(is_whole(token) and 0 <= token < vocab_size for token in listed):
+            rule = f"must be token ids, whole numbers from 0 to {vocab_size - 1} (vocab_size - 1)"
+            raise self.error(key, rule)
+        return tuple(listed)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        return self._typed(key, default, bool, "true or false")
+
+    def text(self, key: str, default: str) -> str:
+        """A text."""
+        return self._typed(key, default, str, "a text")
+
+    def texts(self, key: str) -> list[str]:
+        """A list of texts; empty if absent."""
+        found = self._typed(key, [], list, "a list of texts")
+        if not all(isinstance(text, str) for text in found):
+            raise self.error(key, "must be a list of texts")
+        return found
+
+    def part(self, key: str) -> "RawConfig":
+        """An object inside this one; empty if absent."""
+        values = self._typed(key, {}, dict, "an object")
+        return RawConfig(values, f"{self.origin}, {key}")
+
+    def error(self, key: str, rule: str, remedy: str = REMEDY) -> ValueError:
+        """What is wrong with a value, to be raised."""
+        return ValueError(f"{self.origin}: {key}={shown(self.values.get(key))} {rule}; {remedy}")
+
+    def _number(self, check: Callable[..., T], key: str, default: T | None, *limits: T) -> T:
+        """A value that passes a check of numbers, or the default."""
+        if default is None:
+            self.require((key,), "the file")
+        found = self.values[key] if self.has(key) else default
+        try:
+            return check(f"{self.origin}: {key}", found, *limits)
+        except ValueError as error:
+            raise ValueError(f"{error}; {REMEDY}") from None
+
+    def _typed(self, key: str, default: T, kind: type, rule: str) -> T:
+        """A value of a type, or the default."""
+        found = self.values[key] if self.has(key) else default
+        if not isinstance(found, kind):
+            raise self.error(key, f"must be {rule}")
+        return found
 
 
-def check_keys(raw: RawConfig, keys: tuple[str, ...], who: str) -> None:
-    """Refuse a file that leaves out what has no safe default."""
-    missing = [key for key in keys if raw.get(key) is None]
-    if missing:
-        raise ValueError(
-            f"the config.json of {who} lacks {', '.join(missing)}; use the file that was saved with "
-            "the weights"
+def read_json(path: Path) -> RawConfig:
+    """The JSON object in a file.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ValueError: if it holds anything but one JSON object of finite numbers.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path.parent} has no {path.name}; a model folder holds it beside the weights: download "
+            "the whole model again, or name the folder that has both"
         )
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        strange = _not_finite(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{path} holds a {type(value).__name__}, must hold an object; download it again"
+        )
+    if strange:
+        raise ValueError(f"{path}: {strange} is not a finite number, as JSON's are; {REMEDY}")
+    return RawConfig(value, str(path))
+
+
+def _not_finite(value: Any, name: str = "") -> str | None:
+    """The first NaN or infinity of a parsed file, which Python reads though they are no JSON."""
+    match value:
+        case dict() | list():
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            found = (
+                _not_finite(item, f"{name}.{key}" if name else str(key)) for key, item in items
+            )
+            return next(filter(None, found), None)
+        case float() if not math.isfinite(value):
+            return f"{name}={value}"
+    return None

@@ -17,8 +17,8 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from longspec_jax.sharding import param_shardings, path_name
-from longspec_jax.weights.checkpoint import Tensor, Tensors
 from longspec_jax.weights.tables import Leaf, Part, Table
+from longspec_jax.weights.tensors import Tensor, Tensors
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """First and one-past-last index on every axis."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.weights.checkpoint import Index, Tensor, Tensors
+from longspec_jax.weights.tensors import Index, Tensor, Tensors
 
 
 def open_torch(path: Path) -> Tensors:

@@ -58,14 +58,14 @@ class Models:
         return Rounds(launch, self.start(req), policy, last + 1, **options)
 
 
-LOOKUP = Models(LookupTarget(VOCABULARY), candidates(LookupDrafter(TREE)), Params(TABLE, NEAR))
+LOOKUP = Models(LookupTarget(VOCABULARY), candidates([LookupDrafter(TREE)]), Params(TABLE, NEAR))
 
 
 @pytest.fixture(scope="module")
 def transformers() -> Models:
     target = random_target(CONFIG)
     params = Params(target, draft_params(random_draft(DRAFT), target))
-    return Models(CachedTarget(CONFIG), candidates(LongSpecDrafter(DRAFT, TREE)), params)
+    return Models(CachedTarget(CONFIG), candidates([LongSpecDrafter(DRAFT, TREE)]), params)
 
 
 def read(models: Models, req: Any, reports: list[Report]) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pytest
 
-from configs.common import CHATML_TURN, LLAMA_TURN, base_config
+from longspec_jax.recipes import CHATML_TURN, LLAMA_TURN, base_config
 from train.config import DataConfig
 from train.documents import DocumentRows, encode_turns
 from train.formats import Turn, to_turns

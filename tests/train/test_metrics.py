@@ -66,7 +66,7 @@ def test_the_card_counts_all_training_and_names_no_folder_of_its_author(tmp_path
         "--coordinator=node7:99",
         "--config.seed=3",
     ]
-    write_card(tmp_path, config, portable_command(given))
+    write_card(tmp_path, config, portable_command("python -m train.run", given))
     card = (tmp_path / "README.md").read_text()
     assert "2.0 minutes of training in all calls" in card
     assert (
@@ -77,3 +77,21 @@ def test_the_card_counts_all_training_and_names_no_folder_of_its_author(tmp_path
     assert (
         "- draft_short: step 9, loss 2.0" in card and "- draft_long: step 4, tau_chain 3.5" in card
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    {
+        "vicuna7b:long": "vicuna7b:long",
+        "vicuna7b.py": "vicuna7b.py",
+        "/home/me/configs/vicuna7b.py:long": "configs/vicuna7b.py:long",
+        "/home/me/mine.py": "mine.py",
+        "configs/mine.py:x": "mine.py:x",
+    }.items(),
+)
+def test_the_card_names_a_configuration_as_others_find_it(given: str, kept: str) -> None:
+    apart = ["--config", given, "--workdir", "/home/me/runs", "--distributed"]
+    expected = f"longspec-train --config={kept} --distributed"
+    assert portable_command("longspec-train", apart) == expected
+    together = [f"--config={given}", "--workdir=/home/me/runs", "--distributed"]
+    assert portable_command("longspec-train", together) == expected

@@ -63,7 +63,7 @@ def test_two_processes_train_like_one_and_stop_together(
     steps = ["--config.stages.short.steps=12", "--config.stages.short.epochs=0"]
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     mesh = ["--config.mesh.fsdp=4", "--config.accept_rows=4"]
-    assert command(monkeypatch, *arguments(target, files, alone), *mesh, *steps) == 0
+    assert command(*arguments(target, files, alone), *mesh, *steps) == 0
 
     given = [*arguments(target, files, shared), *mesh, *steps]
     both = start(given, tmp_path / "cache")

@@ -57,19 +57,19 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     straight, halved = tmp_path / "straight", tmp_path / "halved"
     # Two of the 38 documents are measured on, the others give four steps an epoch.
     epochs = "--config.stages.short.epochs=2"
-    assert command(monkeypatch, *arguments(target, files, straight), epochs) == 0
+    assert command(*arguments(target, files, straight), epochs) == 0
     assert len(losses(straight)) == 8
 
     with monkeypatch.context() as patch:
         interrupt_at(3, patch)
-        assert command(patch, *arguments(target, files, halved), epochs) == run.INTERRUPTED
+        assert command(*arguments(target, files, halved), epochs) == run.INTERRUPTED
     assert "of stage draft_short; the same command resumes it" in capsys.readouterr().err
     assert not (halved / "draft").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     more = write_documents(tmp_path / "more.jsonl", 60)
-    assert command(monkeypatch, *arguments(target, more, halved), epochs) == run.BAD_INPUT
+    assert command(*arguments(target, more, halved), epochs) == run.BAD_INPUT
     assert "data or batch changed" in capsys.readouterr().err
-    assert command(monkeypatch, *arguments(target, files, halved), epochs) == 0
+    assert command(*arguments(target, files, halved), epochs) == 0
 
     weights = [folder / "draft" / "model.safetensors" for folder in (straight, halved)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
@@ -89,7 +89,7 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     # The last stage starts from this draft and learns answers alone.
     sft = arguments(target, files, tmp_path / "sft", "sft")
     start = f"--config.draft.init={halved / 'draft'}"
-    assert command(monkeypatch, *sft, start, "--config.stages.sft.steps=1") == 0
+    assert command(*sft, start, "--config.stages.sft.steps=1") == 0
     first = next(record for record in records(tmp_path / "sft") if "loss" in record)
     assert first["tokens"] < 8 * 40 / 2 and abs(first["loss"] - losses(halved)[-1]) < 1
     before, after = (
@@ -147,7 +147,7 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(ROOT)
     given, sentence = MISTAKES[name]
-    assert command(monkeypatch, *given, f"--workdir={tmp_path / 'work'}") == run.BAD_INPUT
+    assert command(*given, f"--workdir={tmp_path / 'work'}") == run.BAD_INPUT
     error = capsys.readouterr().err.strip()
     assert sentence in error and error.startswith("train.run: ") and "\n" not in error
     assert not (tmp_path / "work").exists()
@@ -156,7 +156,6 @@ def test_a_mistake_is_one_sentence(
 def test_data_and_model_that_do_not_fit_are_refused(
     target: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     files = write_documents(tmp_path / "documents.jsonl", 8)
@@ -170,7 +169,7 @@ def test_data_and_model_that_do_not_fit_are_refused(
         "--config.target=a/b/c": "is not a folder",
         "--config.draft.init=runs/absent/draft": "runs/absent/draft is not a folder",
     }.items():
-        assert command(monkeypatch, *given, change) == run.BAD_INPUT
+        assert command(*given, change) == run.BAD_INPUT
         error = capsys.readouterr().err.strip()
         assert sentence in error and "Traceback" not in error, change
 
@@ -186,3 +185,31 @@ def test_the_shell_sees_one_line_and_a_status() -> None:
     assert ended.stderr.splitlines() == [
         "train.run: the configuration has no field 'sed'; did you mean 'seed'?"
     ]
+
+
+HELP = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))
+sys.argv = ["train/run.py", "--help"]
+runpy.run_module("train.run", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("missing", ["ml_collections", "absl,orbax"])
+def test_without_the_extra_the_shell_sees_what_to_type(missing: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HELP, missing], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ended.returncode == run.BAD_INPUT and not ended.stdout
+    [sentence] = ended.stderr.splitlines()
+    names = missing.replace(",", ", ")
+    assert sentence.startswith(
+        f"train.run: training needs packages that are not installed ({names}): pip install "
+    )
+
+
+def test_help_names_the_command_and_the_configurations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--config=demo", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: python -m train.run --config=NAME")
+    assert "qwq32b_preview, vicuna13b" in text and "--workdir" in text and text.endswith("\n")

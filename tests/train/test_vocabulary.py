@@ -1,6 +1,7 @@
 """From a corpus to a table beside the draft, through the command."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,3 +82,9 @@ def test_a_tokenizer_larger_than_the_target_is_refused(folder: Path) -> None:
     tokenizer = vocabulary.load_tokenizer(folder / "target")
     with pytest.raises(ValueError, match="and the target has 9; use the tokenizer"):
         vocabulary.count_tokens(TEXTS, tokenizer, 9)
+
+
+def test_without_the_extra_it_says_what_to_type(folder: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert vocabulary.main(arguments(folder)) == 2
+    assert "packages that are not installed (datasets): pip install" in capsys.readouterr().err

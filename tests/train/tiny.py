@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +63,9 @@ def arguments(target: Path, files: Path, workdir: Path, variant: str = "short") 
     ]
 
 
-def command(patch: pytest.MonkeyPatch, *given: str) -> int:
+def command(*given: str) -> int:
     """``python -m train.run`` in this process; the exit status."""
-    patch.setattr(sys, "argv", ["train/run.py", *given])
-    values = run.flags.FLAGS
-    values.unparse_flags()
-    for name in list(values):  # A process parses its flags once; here all of them are made anew.
-        if name.startswith("config."):
-            delattr(values, name)
-    for name in ("config", "workdir", "distributed", "coordinator", "processes", "process"):
-        values[name].unparse()
-    try:
-        return run.main(run.parse(sys.argv))
-    except SystemExit as stopped:
-        return int(stopped.code or 0)
+    return run.main(given)
 
 
 def interrupt_at(step: int, patch: pytest.MonkeyPatch) -> None:

@@ -248,3 +248,15 @@ def test_saving_refuses_what_loading_would(tmp_path):
         "embedding is bfloat16, the configuration says float32",
     ):
         assert re.search(re.escape(line), str(error.value))
+
+
+@pytest.mark.parametrize("token", [101, -1, None, 2.0])
+def test_saving_refuses_stop_tokens_outside_the_vocabulary(tmp_path, token):
+    with pytest.raises(ValueError, match="stop_tokens=.* must be a whole number from 0 to 100"):
+        save_target(tmp_path, CONFIG, random_target(CONFIG), stop_tokens=(2, token))
+
+
+def test_saving_into_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_target("~/model", CONFIG, random_target(CONFIG))
+    assert load_target("~/model")[0] == CONFIG == load_target(tmp_path / "model")[0]

@@ -7,7 +7,8 @@ import pytest
 
 from longspec_jax.config import PRESETS, DraftConfig, LinearRopeScaling
 from longspec_jax.weights import hf_config
-from longspec_jax.weights.hf_config import draft_config, hf_draft_config, target_config
+from longspec_jax.weights.hf_config import hf_draft_config
+from longspec_jax.weights.raw import RawConfig
 from tests.kit import tiny_target_config
 
 BASE = dict(
@@ -106,6 +107,22 @@ RELEASED = {
 }
 
 
+def target_config(values, dtype=None):
+    """The target that a parsed file describes."""
+    return hf_config.target_config(RawConfig(values), dtype)
+
+
+def draft_config(values, target):
+    """The draft that a parsed file describes."""
+    return hf_config.draft_config(RawConfig(values), target)
+
+
+def stop_tokens(values, generation=None):
+    """The stop tokens of one or two parsed files."""
+    second = RawConfig(generation, "generation_config.json") if generation is not None else None
+    return hf_config.stop_tokens(RawConfig(values), second)
+
+
 def _raw(family="Llama", **overrides):
     architecture = dict(architectures=[f"{family}ForCausalLM"], model_type=family.lower())
     return BASE | architecture | FAMILIES[family] | overrides
@@ -130,7 +147,7 @@ def test_transformers_reads_our_config_as_we_do(tmp_path, family, rope):
     read = transformers.AutoConfig.from_pretrained(tmp_path)
     assert type(read).__name__ == f"{family}Config"
     assert target_config(read.to_dict()) == config
-    assert hf_config.stop_tokens(read.to_dict()) == (7, 9)
+    assert stop_tokens(read.to_dict()) == (7, 9)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -276,7 +293,7 @@ def test_a_draft_of_another_vocabulary_is_refused():
 
 
 def test_stop_tokens():
-    stop = hf_config.stop_tokens
+    stop = stop_tokens
     assert stop({"eos_token_id": 2}) == (2,)
     assert stop({"eos_token_id": [1, 2]}) == (1, 2)
     assert stop({"eos_token_id": 2}, {"eos_token_id": [3, 4]}) == (3, 4)

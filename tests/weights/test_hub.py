@@ -53,3 +53,31 @@ def test_failures_say_what_to_do(monkeypatch, error):
     monkeypatch.setattr(hub, "snapshot_download", download)
     with pytest.raises(FileNotFoundError, match="(no route|bad id).*Check the name.*hf auth login"):
         hub.local_folder("owner/model")
+
+
+@pytest.mark.parametrize("source", ["", "  ", None, 5, ["owner/model"]])
+def test_sources_that_name_nothing(source):
+    """An empty name is not the folder one happens to be in."""
+    with pytest.raises(ValueError, match="a model is a folder or a hub id of the form owner/model"):
+        hub.local_folder(source)
+
+
+def test_a_file_is_no_folder(tmp_path, monkeypatch):
+    """Also where its path looks like a hub id."""
+    monkeypatch.setattr(hub, "snapshot_download", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "model").touch()
+    for source in ("owner/model", tmp_path / "owner" / "model"):
+        with pytest.raises(
+            NotADirectoryError, match="model is a file, not a folder; name the folder"
+        ):
+            hub.local_folder(source)
+
+
+def test_home_folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert hub.local_folder("~/model") == tmp_path / "model"
+    with pytest.raises(FileNotFoundError, match="~nobody-of-this-name/model is not a folder"):
+        hub.local_folder("~nobody-of-this-name/model")

@@ -1,0 +1,20 @@
+"""How the commands are typed, so that their messages say what the user can repeat.
+
+A checkout runs them as modules of its own folders (``python -m infer.decode``). Installed, the same
+files lie under the library's name, and a script stands for each.
+"""
+
+SCRIPTS = {
+    "infer.bench": "longspec-bench",
+    "infer.decode": "longspec-decode",
+    "train.run": "longspec-train",
+    "train.vocabulary": "longspec-vocabulary",
+}
+"""Module of the checkout to the script that ``pyproject.toml`` installs."""
+
+
+def command_name(package: str | None, module: str) -> str:
+    """What was typed to run a command's module, such as ``__package__`` and ``decode``."""
+    folder = (package or "").split(".")
+    dotted = f"{folder[-1]}.{module}"
+    return SCRIPTS[dotted] if len(folder) > 1 else f"python -m {dotted}"

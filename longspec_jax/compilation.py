@@ -1,0 +1,58 @@
+"""What the library keeps between processes: compiled programs, and how fast trees turned out.
+
+One folder in the user's cache, ``~/.cache/longspec_jax`` unless the environment says otherwise:
+``LONGSPEC_CACHE`` names another one, and ``LONGSPEC_CACHE=off`` keeps nothing. Programs a caller
+already keeps elsewhere (``JAX_COMPILATION_CACHE_DIR``, or jax's own option) stay there.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+VARIABLE = "LONGSPEC_CACHE"
+SLOW_TO_COMPILE = 0.5
+"""Seconds; programs that compile faster are not worth a file."""
+
+
+def cache_folder() -> Path | None:
+    """The folder of everything that is kept; None if nothing is."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen == "off":
+        return None
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "longspec_jax"
+
+
+def keep_programs(folder: str | Path | None = None) -> Path | None:
+    """Let jax keep compiled programs between processes, so that the second start is quick.
+
+    Does nothing if the process has chosen a folder before, or wants none kept.
+
+    Args:
+      folder: where to keep them; a folder below :func:`cache_folder` if absent.
+
+    Returns:
+      The folder in use, None for none.
+    """
+    in_use = jax.config.values["jax_compilation_cache_dir"]
+    if in_use and folder is None:
+        return Path(in_use)
+    if folder is None:
+        kept = cache_folder()
+        if kept is None:
+            return None
+        folder = kept / "compiled"
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        print(
+            f"longspec_jax keeps compiled programs in {path}, for a quicker start next time "
+            f"({VARIABLE}=off keeps none)",
+            file=sys.stderr,
+        )
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", SLOW_TO_COMPILE)
+    return path

@@ -1,0 +1,55 @@
+"""Packages that only an extra installs, and the sentence for whoever lacks one.
+
+The commands ask here, so that a missing package is answered by what to type and not by a traceback.
+"""
+
+import importlib.util
+from importlib import metadata
+
+DISTRIBUTION = "longspec_jax"
+PURPOSES = {
+    "train": "training needs",
+    "notebook": "charts need",
+    "test": "comparing with PyTorch needs",
+}
+"""What an extra is for, beginning the sentence."""
+MODULES = {
+    "absl": "train",
+    "datasets": "train",
+    "ml_collections": "train",
+    "optax": "train",
+    "orbax": "train",
+    "tqdm": "train",
+    "matplotlib": "notebook",
+    "torch": "test",
+}
+"""Importable names the commands use and the extra that installs each."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> str | None:
+    """What to type when an import failed; None for a module that belongs to no extra."""
+    module = (error.name or "").partition(".")[0]
+    return _sentence(MODULES[module], [module]) if module in MODULES else None
+
+
+def missing_packages(extra: str) -> str | None:
+    """What to type before anything of an extra is imported; None if all of it is installed."""
+    modules = [module for module, its_extra in MODULES.items() if its_extra == extra]
+    absent = [module for module in modules if importlib.util.find_spec(module) is None]
+    return _sentence(extra, absent) if absent else None
+
+
+def _sentence(extra: str, modules: list[str]) -> str:
+    return (
+        f"{PURPOSES[extra]} packages that are not installed ({', '.join(modules)}): "
+        f"pip install {_requirement(extra)}"
+    )
+
+
+def _requirement(extra: str) -> str:
+    """What pip is given: a checkout that was never installed has no name pip could look up."""
+    try:
+        metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return f"-e '.[{extra}]'"
+    return f"'{DISTRIBUTION}[{extra}]'"

@@ -1,0 +1,149 @@
+"""One call, checked and ready to run: models, prompts, options and the static sizes they need."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding import adaptive, ahead, engine
+from longspec_jax.decoding.adaptive import Leg
+from longspec_jax.decoding.cache import bucket_capacity
+from longspec_jax.decoding.engine import Params, Request, SpecState
+from longspec_jax.decoding.policy import Always, FastestWithinBudget, Measurement, Policy
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import Drafter, NoDraft
+from longspec_jax.generation.inputs import Prompts
+from longspec_jax.generation.memory import MemoryPlan
+
+SMALLEST_OUTPUT = 64
+"""Output buffers are powers of two from here, so that few budgets are ever compiled."""
+SMALLEST_CHUNK = 64
+"""Prefill chunks of short prompts are powers of two from here."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The static sizes of a call."""
+
+    capacity: int
+    max_emitted: int
+    chunk: int
+
+    @classmethod
+    def for_call(cls, longest: int, new_tokens: int, levels: int, chunk: int) -> "Shape":
+        """Bucketed sizes that hold the longest prompt, its new tokens and a round's overhang.
+
+        Args:
+          longest: tokens of the longest prompt.
+          new_tokens: most tokens that a row will emit.
+          levels: of the tallest tree that may run.
+          chunk: tokens of a prefill step; fewer where no prompt is as long.
+        """
+        chunk = min(chunk, max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length()))
+        slots = longest + new_tokens + engine.room(levels)
+        slots = max(slots, -(-longest // chunk) * chunk)
+        emitted = max(SMALLEST_OUTPUT, 1 << (new_tokens - 1).bit_length())
+        return cls(bucket_capacity(slots), emitted, chunk)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Everything one call needs, checked and on its way to the device."""
+
+    target: CachedTarget
+    drafters: tuple[Drafter, ...]
+    """What a round may run, the cheapest first; the run chooses by the clock if there are several."""
+    params: Params
+    prompts: Prompts
+    request: Request
+    shape: Shape
+    memory: MemoryPlan
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter that was asked for: of several, the one with the tallest tree."""
+        return adaptive.tallest(self.drafters)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What a compilation depends on."""
+        sampling = self.request.sampling
+        return (
+            *(self.target, self.drafters, self.shape, len(self.prompts)),
+            *(self.request.stop_tokens.shape, sampling.stochastic, sampling.filtered),
+            tuple(leaf.shape for leaf in jax.tree.leaves(self.params.draft)),
+            jax.tree.leaves(self.params.target)[0].sharding,
+        )
+
+    def prefill(self, on_chunk: Callable[[int], None] | None = None) -> SpecState:
+        """The state before the first round.
+
+        Args:
+          on_chunk: called as it gets on, with the tokens of the longest prompt that have been run.
+        """
+        chunk = self.shape.chunk
+        length = np.asarray([len(row) for row in self.prompts], np.int32)
+        tokens = np.zeros((len(length), int(length.max())), np.int32)
+        for row, prompt in zip(tokens, self.prompts, strict=True):
+            row[: len(prompt)] = prompt
+        return engine.prefill(
+            self.target,
+            self.drafter,
+            self.params,
+            tokens,
+            length,
+            self.request,
+            capacity=self.shape.capacity,
+            max_emitted=self.shape.max_emitted,
+            chunk=chunk,
+            on_chunk=on_chunk,
+        )
+
+    def unmoved(self, state: SpecState) -> Leg:
+        """The run before its first round."""
+        return Leg(state, (Measurement(),) * len(self.drafters))
+
+    def legs(self, state: SpecState, stride: int | None = None) -> Iterator[Leg]:
+        """Decode to the end in bursts of at most ``stride`` rounds; one burst if nothing is chosen."""
+        models = self.target, self.drafters, self.params
+        return adaptive.decode_bursts(*models, self.request, state, self._policy, stride=stride)
+
+    def rounds(self, state: SpecState) -> ahead.Rounds:
+        """Decode to the end round by round, each launched before the last one is read."""
+        return ahead.Rounds(self.launch, state, self._policy, len(self.drafters))
+
+    def rehearse(self, state: SpecState, ahead_of_host: bool) -> SpecState:
+        """Run one round of everything that :meth:`legs` may, or :meth:`rounds`."""
+        if not ahead_of_host:
+            return adaptive.rehearse(self.target, self.drafters, self.params, self.request, state)
+        for candidate in range(len(self.drafters)):
+            state, _ = self.launch(candidate, state)
+        return state
+
+    @property
+    def _policy(self) -> Policy:
+        """What chooses among the drafters."""
+        count = len(self.drafters)
+        return FastestWithinBudget.over(count) if count > 1 else Always()
+
+    def launch(self, candidate: int, state: SpecState) -> tuple[SpecState, jax.Array]:
+        """Start a round of one of the drafters; the state is donated."""
+        drafter = self.drafters[candidate]
+        return ahead.one_round(self.target, drafter, self.params, self.request, state)
+
+    def only(self, drafter: Drafter) -> "Job":
+        """The same call with one of its drafters."""
+        return replace(self, drafters=(drafter,))
+
+    def settled_on(self, tree: TreeConfig) -> "Job":
+        """The same call with one tree: one of its drafters', or none."""
+        if not tree.widths:
+            return self.without_draft()
+        return self.only(next(drafter for drafter in self.drafters if drafter.tree == tree))
+
+    def without_draft(self) -> "Job":
+        """The same call, decoded plainly."""
+        return replace(self, drafters=(NoDraft(),), params=Params(self.params.target, None))

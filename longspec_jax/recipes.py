@@ -1,0 +1,153 @@
+"""What training configurations are built from: the common fields, and the stages of the paper.
+
+A configuration is a Python file anywhere with a function ``get_config([variant])``; ``train/config.py``
+says what each field means, and unknown ones are refused. A whole one for a target of your own::
+
+    from longspec_jax.recipes import paper_config
+
+    def get_config(variant="short"):
+        return paper_config(
+            "mine", variant, target="owner/model", long_length=32768, max_offset=15_000
+        )
+
+The paper trains in three stages (LongSpec, section 3.2 and appendix). ``short`` teaches a fresh draft
+on 1,024-token documents at anchor-offset positions, ``long`` goes on with long documents at plain
+positions, and ``sft`` with long questions whose answers alone are learned. Each variant is one stage
+with its own data and starts from the draft of the one before, which ``--config.draft.init`` names if
+it is elsewhere. ``--config.data.files=PATHS`` replaces the hub data by local files.
+
+Hours in the configurations' docstrings are estimates, not measurements: floating-point operations of
+target forward, draft forward and backward over all padded tokens, at half of an H200's bfloat16
+matrix rate. Expected acceptance lengths are the paper's (its table of main results, temperature 0,
+the paper's tree; bonus token included, prefill excluded).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict  # Comes with the extra ``train`` only.
+
+LLAMA_TURN = "<s>{role}\n{content}</s>\n"
+"""The turn format of the LongSpec release for Llama, Vicuna and LongChat (not their own templates)."""
+CHATML_TURN = "<|im_start|>{role}\n{content}<|im_end|>\n"
+"""The turn format of Qwen and QwQ."""
+
+SHORT_LENGTH = 1024
+SHORT_DATA = "DKYoon/SlimPajama-6B"
+LONG_DATA = "sail/longspec-data/long_data.jsonl"
+SFT_DATA = "sail/longspec-data/long_sft_data.jsonl"
+COT_DATA = "sail/longspec-data/long_cot_data.jsonl"
+"""Reasoning traces, for the QwQ models."""
+
+VARIANTS = ("short", "long", "sft")
+
+
+def base_config() -> "ConfigDict":
+    """All fields but the target's own, with the paper's optimiser and transforms."""
+    from ml_collections import ConfigDict
+
+    return ConfigDict(
+        dict(
+            seed=42,
+            target="",
+            revision="",
+            dtype="bfloat16",
+            export="",
+            title="LongSpec draft",
+            loss_chunk=8192,
+            log_every=1,
+            save_every=200,
+            accept_every=100,
+            accept_rows=8,
+            accept_seq_len=0,
+            max_to_keep=2,
+            mesh=dict(data=1, fsdp=-1, tp=1),
+            data=dict(
+                files="",
+                hub="",
+                split="train",
+                pack=False,
+                mask_prompts=False,
+                answer_room=1024,
+                turn=LLAMA_TURN,
+                synthetic_rows=0,
+            ),
+            draft=dict(
+                window=512,
+                init="",
+                anchor_offset=True,
+                max_sinks=4,
+                max_shift=4,
+                per_row=True,
+            ),
+            optimizer=dict(
+                b1=0.9,
+                b2=0.95,
+                eps=1e-6,
+                clip=1.0,
+                weight_decay=0.1,
+                decay_all=False,
+                warmup=0.1,
+                floor=1e-4,
+            ),
+            stages=dict(),
+        )
+    )
+
+
+def stage(seq_len: int, batch: int, learning_rate: float, **overrides: Any) -> dict[str, Any]:
+    """A stage of one epoch unless limits are given."""
+    fields = dict(
+        seq_len=seq_len,
+        batch=batch,
+        accumulation=1,
+        learning_rate=learning_rate,
+        steps=0,
+        epochs=0 if {"steps", "max_seconds"} & set(overrides) else 1,
+        max_seconds=0.0,
+        max_offset=0,
+    )
+    return {**fields, **overrides}
+
+
+def paper_config(
+    name: str,
+    variant: str,
+    *,
+    target: str,
+    long_length: int,
+    max_offset: int,
+    sft_data: str = SFT_DATA,
+    **overrides: Any,
+) -> "ConfigDict":
+    """A stage of the paper for a target.
+
+    Args:
+      name: of the configuration file; earlier stages are looked for in ``runs/NAME-STAGE/draft``.
+      variant: ``short``, ``long`` or ``sft``.
+      target: hub id of the frozen target.
+      long_length: tokens of a row in the last two stages.
+      max_offset: largest anchor offset of the first stage.
+      sft_data: hub data of the last stage.
+      **overrides: further fields of the configuration.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"{name} has no variant {variant!r}; choose one of {', '.join(VARIANTS)}")
+    config = base_config()
+    config.update(target=target, title=f"LongSpec draft for {target}, stage {variant}", **overrides)
+    if variant == "short":
+        # 16 micro-batches of 128 rows: 16k tokens a device on eight devices.
+        first = stage(SHORT_LENGTH, 2048, 5e-4, accumulation=16, max_offset=max_offset)
+        config.update(data=dict(hub=SHORT_DATA), stages=dict(short=first))
+        return config
+    earlier = VARIANTS[VARIANTS.index(variant) - 1]
+    hub = LONG_DATA if variant == "long" else sft_data
+    config.update(
+        draft=dict(init=f"runs/{name}-{earlier}/draft"),
+        data=dict(hub=hub, mask_prompts=variant == "sft"),
+        save_every=20,
+        accept_every=20,
+        # Micro-batches of eight rows: one long row a device on eight devices.
+        stages={variant: stage(long_length, 256, 5e-6, accumulation=32)},
+    )
+    return config

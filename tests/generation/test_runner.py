@@ -1,0 +1,216 @@
+"""Phases are timed apart: nothing compiles in a timed one, and what ends early ends cleanly."""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax import LongSpec
+from longspec_jax.generation import collect, runner
+from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
+from longspec_jax.generation.job import Job, Shape
+from longspec_jax.ops.partitioned import one_device, spread_over
+from longspec_jax.sharding import make_mesh
+from longspec_jax.weights import hf
+from tests.infer.toys import STOP, TREE, toy_spec, toy_tokenizer
+
+PROMPT = [3 + position % 11 for position in range(75)]
+"""Three chunks of 32."""
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The compilations that happen inside."""
+    found: list[str] = []
+
+    def note(event: str, seconds: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The toy as checkpoints: loaded parameters are committed to their devices, made ones are not."""
+    spec = toy_spec(num_heads=4, model_width=32, mlp_width=54, vocab_size=18)
+    folder = tmp_path_factory.mktemp("toy")
+    hf.save_target(folder / "t", spec.target_config, spec.target_params, stop_tokens=(STOP,))
+    toy_tokenizer().save_pretrained(folder / "t")
+    hf.save_draft(folder / "d", spec.draft_config, spec.draft_params, target=spec.target_config)
+    return folder / "t", folder / "d"
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"fsdp": 2}, {"data": 2}], ids=str)
+def test_no_timed_phase_compiles(folders, monkeypatch, mesh) -> None:
+    spec = LongSpec.from_pretrained(
+        *folders, tree=TREE, prefill_chunk=32, mesh=make_mesh(**mesh) if mesh else None
+    )
+    timed: dict[str, int] = {}
+
+    def counted(name: str, function):
+        def call(*args, **options):
+            with compilations() as found:
+                result = function(*args, **options)
+            timed[name] = timed.get(name, 0) + len(found)
+            return result
+
+        return call
+
+    prepared = runner.WarmShapes.prepare
+    monkeypatch.setattr(runner, "run", counted("run", runner.run))
+    monkeypatch.setattr(
+        runner, "run_rounds", counted("rounds", lambda start: iter(_all_rounds(start)))
+    )
+    prefilling = Job.prefill
+
+    def prepare(self, job, streams=False):
+        with monkeypatch.context() as inside:
+            inside.setattr(Job, "prefill", prefilling)
+            return prepared(self, job, streams)
+
+    monkeypatch.setattr(runner.WarmShapes, "prepare", prepare)
+    monkeypatch.setattr(Job, "prefill", counted("prefill", prefilling))
+    options = dict(max_new_tokens=9, eos_token_id=[])
+    if mesh:
+        spec.generate(PROMPT, **options)
+        assert timed == {"prefill": 0, "run": 0}
+        return
+    with compilations() as found:
+        spec.compare(PROMPT, **options)
+    assert found and timed == {"prefill": 0, "run": 0}
+    monkeypatch.setattr(collect, "closing", lambda runs: _Open(runs))
+    spec.compare(PROMPT, **options, on_round=lambda added: None)
+    assert timed == {"prefill": 0, "run": 0, "rounds": 0}
+    with compilations() as found:
+        spec.generate(PROMPT[:40], **options)
+    assert not found, "other lengths of the same bucket are the same programs"
+
+
+_run_rounds = runner.run_rounds
+
+
+def _all_rounds(start):
+    return list(_run_rounds(start))
+
+
+class _Open:
+    """A context that closes nothing, for a list in the place of a generator."""
+
+    def __init__(self, runs):
+        self.runs = runs
+
+    def __enter__(self):
+        return self.runs
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_the_chunk_follows_the_longest_prompt() -> None:
+    assert Shape.for_call(48, 6, 3, 2048).chunk == 64
+    assert Shape.for_call(1, 6, 3, 2048).chunk == 64
+    assert Shape.for_call(65, 6, 3, 2048).chunk == 128
+    assert Shape.for_call(2049, 6, 3, 2048).chunk == 2048
+    assert Shape.for_call(48, 6, 3, 32).chunk == 32
+
+
+def test_activities_are_told_in_order() -> None:
+    spec, told = dataclasses.replace(toy_spec(), prefill_chunk=16), []
+    options = dict(max_new_tokens=5, eos_token_id=[], on_activity=told.append)
+    spec.compare(PROMPT, **options, on_round=lambda added: None)
+    kinds = list(dict.fromkeys(map(type, told)))
+    assert kinds == [Compiling, Prefilling, DecodingPlainly]
+    prefill = [activity.done for activity in told if isinstance(activity, Prefilling)]
+    assert prefill == [0, 16, 32, 48, 64]
+    assert [a.done for a in told if isinstance(a, DecodingPlainly)] == [0, 1, 2, 3, 4, 5]
+    assert all(a.total == 75 for a in told if isinstance(a, Prefilling))
+
+
+def test_a_stream_can_be_closed() -> None:
+    stream = toy_spec().stream(PROMPT, max_new_tokens=60, eos_token_id=[])
+    next(stream), next(stream)
+    stream.close()
+    with pytest.raises(StopIteration):
+        next(stream)
+    assert not [
+        t for t in threading.enumerate() if t.name.startswith("round-reader") and t.is_alive()
+    ]
+
+
+def test_a_streamer_is_ended_whatever_happens() -> None:
+    """Somebody may wait for the end in another thread."""
+    values, ended = [], []
+
+    class Streamer:
+        def put(self, value):
+            values.append(np.asarray(value).reshape(-1).tolist())
+            if len(values) == 2:
+                raise OSError("the reader is gone")
+
+        def end(self):
+            ended.append(True)
+
+    with pytest.raises(OSError, match="reader is gone"):
+        toy_spec().generate(PROMPT, streamer=Streamer(), max_new_tokens=9, eos_token_id=[])
+    assert values[0] == PROMPT and ended == [True]
+
+
+@pytest.mark.parametrize("on_round", [None, lambda added: None], ids=["loop", "rounds"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_stop_the_run(on_round, temperature) -> None:
+    spec = toy_spec()
+    options = dict(max_new_tokens=9, temperature=temperature, eos_token_id=[], on_round=on_round)
+    clean = spec.generate([PROMPT, PROMPT[:9]], **options)
+    token = clean.sequences[1][3]
+    assert token not in clean.sequences[0][:9] or temperature == 0.0
+    embedding = spec.target_params["embedding"].at[token].set(jnp.inf)
+    spoiled = dataclasses.replace(
+        spec, target_params={**spec.target_params, "embedding": embedding}
+    )
+    with pytest.raises(FloatingPointError, match="logits .*behind .* tokens are not finite"):
+        spoiled.generate([PROMPT, PROMPT[:9]], **options)
+
+
+def test_a_draft_that_is_never_right_is_told_once(monkeypatch) -> None:
+    spec = dataclasses.replace(toy_spec(), tree=(1,))
+    zeros = jax.tree.map(jnp.zeros_like, spec.draft_params)
+    spec = dataclasses.replace(spec, draft_params=zeros, draft_vocabulary=[16])
+    options = dict(max_new_tokens=80, eos_token_id=[], temperature=1.0, top_k=3)
+    with pytest.warns(UserWarning, match="seems not to be this target's"):
+        spec.generate(PROMPT, **options)
+    spec.generate(PROMPT, **options)  # A second warning would be an error.
+    toy_spec().generate(PROMPT, **options)
+
+
+def test_one_device_of_several_keeps_its_kernels() -> None:
+    assert jax.device_count() > 1
+    assert not one_device()
+    with spread_over(1):
+        assert one_device()
+    with spread_over(2):
+        assert not one_device()
+    job = toy_spec()._prepare(PROMPT, None, None, None, {})
+    assert job.target.devices == 1
+
+
+def test_comparisons_run_both_in_the_same_way(monkeypatch) -> None:
+    ways = []
+    for name in ("run", "run_rounds"):
+        function = getattr(runner, name)
+        monkeypatch.setattr(
+            runner, name, lambda start, name=name, f=function: ways.append(name) or f(start)
+        )
+    options = dict(max_new_tokens=5, eos_token_id=[])
+    toy_spec().compare(PROMPT, **options)
+    toy_spec().compare(PROMPT, **options, on_round=lambda added: None)
+    assert ways == ["run", "run", "run_rounds", "run_rounds"]

@@ -1,0 +1,133 @@
+"""Configurations refuse what they cannot be, in words; trees take any sequence of whole numbers."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from longspec_jax.config import (
+    MAX_TREE_LEVELS,
+    DraftConfig,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    TreeConfig,
+)
+from tests.kit import tiny_target_config
+
+
+@pytest.mark.parametrize("widths", [[2, 2], (2, 2), range(2, 4), (np.int64(2), np.int32(3))])
+def test_trees_of_any_sequence(widths) -> None:
+    tree = TreeConfig(widths)
+    assert tree == TreeConfig(tuple(int(width) for width in widths))
+    assert {type(width) for width in tree.widths} == {int}
+    assert hash(tree) == hash(TreeConfig(tree.widths)), "a static argument of jax.jit"
+
+
+WHOLE = "must be whole numbers, one a level, such as"
+
+
+@pytest.mark.parametrize(
+    "widths, message",
+    [
+        ("4,16", f"{WHOLE}.*got '4,16'"),
+        (b"4", WHOLE),
+        (5, f"{WHOLE}.*got 5"),
+        (None, WHOLE),
+        ({4, 16}, WHOLE),
+        ((4, 1.5), f"{WHOLE}.*1.5"),
+        ((4, True), WHOLE),
+        (("4", "16"), WHOLE),
+        ((4, None), WHOLE),
+        ((4, math.nan), WHOLE),
+        ([[4], [16]], WHOLE),
+        ((4, 0), "must be positive, got .4, 0."),
+        ((-1,), "must be positive"),
+        ((1,) * 200, f"200 levels is too deep.*largest number that is taken is {MAX_TREE_LEVELS}"),
+        ((2**70,), "at most 256"),
+        ((256,), "257 nodes with its root.*at most 256"),
+    ],
+    ids=str,
+)
+def test_trees_that_are_none(widths, message) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        TreeConfig(widths)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, True, "8", [8], math.nan])
+def test_budgets_that_are_none(budget) -> None:
+    with pytest.raises(
+        ValueError, match="budget.* must be whole and at least 1 node.*leave it out"
+    ):
+        TreeConfig(budget=budget)
+
+
+def test_the_deepest_tree() -> None:
+    assert TreeConfig((1,) * MAX_TREE_LEVELS).num_levels == MAX_TREE_LEVELS
+
+
+SIZES = ("model_width", "mlp_width", "num_heads", "num_kv_heads", "head_width")
+BAD_SIZES = (0, -1, 2.0, "4", None, True, math.nan, 2**31, [4])
+BAD_NUMBERS = (0, -1.0, "x", None, True, math.nan, math.inf, 1e38)
+
+
+@pytest.mark.parametrize("field", [*SIZES, "vocab_size", "num_layers", "max_positions"])
+@pytest.mark.parametrize("value", BAD_SIZES)
+def test_sizes_of_a_target(field, value) -> None:
+    with pytest.raises(ValueError, match=f"^{field}=.* must be a whole number from 1 to"):
+        tiny_target_config(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["rope_theta", "norm_eps"])
+@pytest.mark.parametrize("value", BAD_NUMBERS)
+def test_numbers_of_a_target(field, value) -> None:
+    with pytest.raises(ValueError, match=f"^{field}=.* must be a number from"):
+        tiny_target_config(**{field: value})
+
+
+@pytest.mark.parametrize("field", [*SIZES, "window"])
+@pytest.mark.parametrize("value", BAD_SIZES)
+def test_sizes_of_a_draft(field, value) -> None:
+    with pytest.raises(ValueError, match=f"^{field}=.* must be a whole number from 1 to"):
+        DraftConfig.for_target(tiny_target_config(), **{field: value})
+
+
+def test_more_layers_than_a_program_takes() -> None:
+    with pytest.raises(
+        ValueError, match="num_layers=1000000000 must be a whole number from 1 to 1024"
+    ):
+        tiny_target_config(num_layers=10**9)
+
+
+def test_heads_of_a_draft() -> None:
+    draft = DraftConfig.for_target(tiny_target_config())
+    with pytest.raises(ValueError, match="num_heads=6 must be a multiple of num_kv_heads=4"):
+        dataclasses.replace(draft, num_kv_heads=4)
+    with pytest.raises(ValueError, match="head_width=7 must be even"):
+        dataclasses.replace(draft, head_width=7)
+
+
+@pytest.mark.parametrize("value", [0, 0.5, -2, "4", True, math.nan, math.inf, 1e7])
+def test_factors_of_rope_scalings(value) -> None:
+    with pytest.raises(
+        ValueError, match="linear rope scaling: factor=.* must be a number from 1 to"
+    ):
+        LinearRopeScaling(value)
+    with pytest.raises(
+        ValueError, match="llama3 rope scaling: factor=.* must be a number from 1 to"
+    ):
+        Llama3RopeScaling(value, 1.0, 4.0, 512)
+
+
+@pytest.mark.parametrize(
+    "low, high, original, message",
+    [
+        (0, 4.0, 512, "low_freq_factor=0 must be a number"),
+        (1.0, math.nan, 512, "high_freq_factor=nan must be a number"),
+        (4.0, 4.0, 512, "high_freq_factor=4.0 must be above low_freq_factor=4.0"),
+        (1.0, 4.0, 0.5, "original_max_positions=0.5 must be a whole number"),
+    ],
+)
+def test_llama3_scalings_that_are_none(low, high, original, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Llama3RopeScaling(8.0, low, high, original)

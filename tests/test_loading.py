@@ -1,0 +1,134 @@
+"""Tokenizers beside a target: damaged ones are refused by file, and code of theirs is never run."""
+
+import functools
+import json
+import shutil
+
+import jax
+import pytest
+
+from longspec_jax import loading
+from longspec_jax.loading import DEMO, check_weights_fit, load_tokenizer
+from longspec_jax.models.target import Target
+from longspec_jax.weights.hf_config import target_config
+from longspec_jax.weights.raw import read_json
+from train.tokenizer import load_tokenizer as load_for_training
+
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+LOADERS = pytest.mark.parametrize("load", [load_tokenizer, load_for_training])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The demo's tokenizer and configuration."""
+    for name in FILES:
+        shutil.copy(DEMO / "target" / name, tmp_path / name)
+    return tmp_path
+
+
+def _edit(path, **values) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _evil(folder) -> None:
+    """Code that leaves a trace if it runs."""
+    (folder / "evil.py").write_text(
+        "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
+        f"pathlib.Path({str(folder / 'ran')!r}).touch()\nclass Evil: pass\nEvil2 = Evil\n"
+    )
+
+
+CODE = {
+    "slow": {"AutoTokenizer": ["evil.Evil", None]},
+    "fast": {"AutoTokenizer": [None, "evil.Evil"]},
+    "old": ["evil.Evil", None],
+    "text": "evil.Evil",
+}
+
+
+@LOADERS
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("auto_map", CODE.values(), ids=CODE)
+def test_code_of_a_tokenizer_is_refused(folder, monkeypatch, auto_map, known, load) -> None:
+    """Nobody is asked, whatever they would answer."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    _evil(folder)
+    name = "PreTrainedTokenizerFast" if known else "Evil"
+    _edit(folder / "tokenizer_config.json", auto_map=auto_map, tokenizer_class=name)
+    message = "tokenizer_config.json: auto_map=.*evil.Evil.* never run.*pass tokenizer="
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+    assert not (folder / "ran").exists()
+
+
+@LOADERS
+@pytest.mark.parametrize("model_type", ["llama", "evil"])
+def test_code_of_a_configuration_is_not_run(folder, monkeypatch, model_type, load) -> None:
+    """The tokenizer loads without it; the target with such a file is refused."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    _evil(folder)
+    auto_map = {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
+    _edit(folder / "config.json", auto_map=auto_map, model_type=model_type)
+    assert load(folder)("import os").input_ids
+    assert not (folder / "ran").exists()
+    with pytest.raises(ValueError, match="config.json: auto_map=.*never run.*remove the entry"):
+        target_config(read_json(folder / "config.json"), "float32")
+
+
+def test_an_unknown_class_without_code_is_its_tokenizer_json(folder) -> None:
+    _edit(folder / "tokenizer_config.json", tokenizer_class="EvilTokenizer")
+    expected = load_tokenizer(DEMO / "target")("import os").input_ids
+    assert load_tokenizer(folder)("import os").input_ids == expected
+
+
+DAMAGED = {
+    "cut": ("tokenizer.json", lambda p: p.write_text(p.read_text()[:1000])),
+    "empty": ("tokenizer.json", lambda p: p.write_text("")),
+    "object": ("tokenizer.json", lambda p: p.write_text("{}")),
+    "list": ("tokenizer.json", lambda p: p.write_text("[1]")),
+    "bytes": ("tokenizer.json", lambda p: p.write_bytes(b"\xff\xfe\x00" * 99)),
+    "missing": ("tokenizer.json", lambda p: p.unlink()),
+    "version": ("tokenizer.json", lambda p: _edit(p, version="x")),
+    "added": ("tokenizer.json", lambda p: _edit(p, added_tokens=None)),
+    "model": ("tokenizer.json", lambda p: _edit(p, model={"type": "BPE"})),
+    "settings cut": ("tokenizer_config.json", lambda p: p.write_text("{")),
+    "settings list": ("tokenizer_config.json", lambda p: p.write_text("[]")),
+    "class": ("tokenizer_config.json", lambda p: _edit(p, tokenizer_class=5)),
+    "classes": ("tokenizer_config.json", lambda p: _edit(p, tokenizer_class=["x"])),
+    "token": ("tokenizer_config.json", lambda p: _edit(p, bos_token=7)),
+    "length": ("tokenizer_config.json", lambda p: _edit(p, model_max_length="x")),
+    "range": ("config.json", lambda p: _edit(p, initializer_range="x")),
+    "id": ("config.json", lambda p: _edit(p, bos_token_id="x")),
+    "eps": ("config.json", lambda p: _edit(p, rms_norm_eps="x")),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_files_are_named(folder, case) -> None:
+    name, damage = DAMAGED[case]
+    damage(folder / name)
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(folder)
+    assert str(error.value).startswith(str(folder / name)), error.value
+    assert "download it again" in str(error.value) or "correct it" in str(error.value)
+
+
+def test_no_tokenizer(folder) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert load_tokenizer(folder) is None
+    with pytest.raises(ValueError, match="comes without a tokenizer; put tokenizer.json"):
+        load_for_training(folder)
+
+
+def test_room_for_the_weights(monkeypatch) -> None:
+    """The table of names counts the bytes that the model's own initialisation would take."""
+    config = target_config(read_json(DEMO / "target" / "config.json"), "float32")
+    init = functools.partial(Target(config).init, method="initialize")
+    tree = jax.eval_shape(init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), "int32"))
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    monkeypatch.setattr(loading, "free_bytes", lambda: needed)
+    check_weights_fit(DEMO / "target", "float32")
+    monkeypatch.setattr(loading, "free_bytes", lambda: needed - 1)
+    with pytest.raises(MemoryError, match="GiB in float32 and .* GiB are free on the device"):
+        check_weights_fit(DEMO / "target", "float32")

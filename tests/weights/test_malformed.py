@@ -1,0 +1,318 @@
+"""Every value of a model's files, replaced by every wrong one: refused by file and key, or harmless."""
+
+import json
+import math
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from longspec_jax.config import TargetConfig
+from longspec_jax.weights import hf_config
+from longspec_jax.weights.checkpoint import open_tensors
+from longspec_jax.weights.hf import load_stop_tokens, load_target, save_target
+from longspec_jax.weights.raw import RawConfig, read_json
+from tests.kit import tiny_target_config
+from tests.weights.random_params import random_target
+
+WRONG = (
+    None,
+    "",
+    "x",
+    "4",
+    -1,
+    0,
+    1.5,
+    math.nan,
+    math.inf,
+    1e308,
+    [],
+    [1],
+    {},
+    {"x": 1},
+    True,
+    2**70,
+)
+LINEAR = {"type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 101,
+    "hidden_size": 36,
+    "intermediate_size": 53,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 1024,
+    "max_sequence_length": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "rope_condense_ratio": None,
+    "partial_rotary_factor": None,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "auto_map": None,
+    "quantization_config": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "dtype": None,
+    "eos_token_id": [2, 3],
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "longspec_window": 512,
+}
+FILES = {
+    "plain": BASE,
+    "linear": BASE | {"rope_scaling": LINEAR},
+    "llama3": BASE | {"rope_scaling": LLAMA3},
+    "five": BASE | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+    "window": BASE | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
+    "mistral": BASE | {"architectures": ["MistralForCausalLM"]},
+    "by type": BASE | {"architectures": None, "head_dim": None},
+}
+TARGET = tiny_target_config()
+PARTS = ("rope_scaling", "rope_parameters")
+
+
+def _mutations(values):
+    """Every key, and every key of an object inside, with every wrong value."""
+    for key in values:
+        for wrong in WRONG:
+            yield key, values | {key: wrong}
+        if isinstance(values[key], dict):
+            for inner in values[key]:
+                for wrong in WRONG:
+                    yield inner, values | {key: values[key] | {inner: wrong}}
+
+
+def _target(raw):
+    stop = hf_config.stop_tokens(raw)
+    assert all(type(token) is int and 0 <= token < 2**31 for token in stop)
+    return hf_config.target_config(raw)
+
+
+def _draft(raw):
+    return hf_config.draft_config(raw, TARGET)
+
+
+@pytest.mark.parametrize("read", [_target, _draft], ids=["target", "draft"])
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_with_every_wrong_value(name, read):
+    """The outcome is an error that names file and key, or a configuration of sound numbers."""
+    refused = 0
+    for key, values in _mutations(FILES[name]):
+        try:
+            config = read(RawConfig(values, "model/config.json"))
+        except (ValueError, NotImplementedError) as error:
+            assert str(error).startswith("model/config.json") and key in str(error), (
+                f"{key}: {error}"
+            )
+            assert len(str(error)) < 700, error
+            refused += 1
+        else:
+            _check_sound(config)
+    assert refused > 100
+
+
+def _check_sound(config):
+    """Whole sizes and finite numbers, of exactly these types."""
+    for field, value in vars(config).items():
+        match value:
+            case bool() | str() | None:
+                pass
+            case int():
+                assert 0 < value < 2**31, (field, value)
+            case float():
+                assert 0 < value <= 1e30, (field, value)
+            case _:
+                _check_sound(value)
+    if isinstance(config, TargetConfig):
+        assert type(config.tied_embeddings) is bool
+
+
+REFUSED = {
+    "no heads": ("num_attention_heads", 0, "must be a whole number from 1 to 2147483647"),
+    "size as text": ("hidden_size", "4096", "hidden_size='4096' must be a whole number"),
+    "size as float": ("hidden_size", 36.0, "hidden_size=36.0 must be a whole number"),
+    "negative size": ("intermediate_size", -53, "must be a whole number from 1"),
+    "billion layers": ("num_hidden_layers", 10**9, "must be a whole number from 1 to 1024"),
+    "scaling as text": ("rope_scaling", "linear", "rope_scaling='linear' must be an object"),
+    "architecture as text": ("architectures", "LlamaForCausalLM", "must be a list of texts"),
+    "architecture as numbers": ("architectures", [5], "must be a list of texts"),
+    "eps NaN": ("rms_norm_eps", math.nan, "rms_norm_eps=nan is not a finite number"),
+    "eps negative": ("rms_norm_eps", -1, "rms_norm_eps=-1 must be a number from 1e-30 to 1"),
+    "eps 0": ("rms_norm_eps", 0, "rms_norm_eps=0 must be a number from 1e-30 to 1"),
+    "theta 0": ("rope_theta", 0, "rope_theta=0 must be a number from 1 to"),
+    "theta negative": ("rope_theta", -5, "rope_theta=-5 must be a number from 1 to"),
+    "infinity": ("rope_theta", math.inf, "rope_theta=inf is not a finite number"),
+    "tie": ("tie_word_embeddings", "yes", "tie_word_embeddings='yes' must be true or false"),
+    "positions": ("max_position_embeddings", "1k", "max_position_embeddings='1k' must be a whole"),
+    "head width": ("head_dim", 7, "head_width=7 must be even.*head_dim"),
+    "code": ("auto_map", {"AutoModel": "a.B"}, "code that comes with a model is never run"),
+    "window": ("longspec_window", 0, "longspec_window=0 must be a whole number from 1"),
+}
+OF_THE_DRAFT = {"window"}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_file_key_value_and_rule(tmp_path, case):
+    key, value, message = REFUSED[case]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BASE | {key: value}))
+    with pytest.raises(ValueError, match=message) as error:
+        (_draft if case in OF_THE_DRAFT else _target)(read_json(path))
+    assert str(error.value).startswith(f"{path}: ")
+    assert len(str(error.value).split("; ")) > 1, "a remedy"
+
+
+def test_widths_that_heads_do_not_divide(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BASE | {"head_dim": None, "num_attention_heads": 5}))
+    with pytest.raises(ValueError, match="num_attention_heads=5 must divide hidden_size=36"):
+        _target(read_json(path))
+
+
+def test_positions_that_no_index_reaches(tmp_path):
+    path = tmp_path / "config.json"
+    values = {"max_position_embeddings": 2**30, "rope_scaling": LINEAR}
+    path.write_text(json.dumps(BASE | values))
+    with pytest.raises(ValueError, match="max_position_embeddings=1073741824 times the factor 4"):
+        _target(read_json(path))
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "wrong", [2**40, 101, -1, "</s>", 2.0, True, [2, None], [[2]], {"id": 2}, [2**70], math.nan]
+)
+def test_stop_tokens_are_tokens(tmp_path, file, wrong):
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    values = BASE if file == "config.json" else {}
+    (tmp_path / file).write_text(json.dumps(values | {"eos_token_id": wrong}))
+    with pytest.raises(ValueError) as error:
+        load_stop_tokens(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / file}: eos_token_id=")
+    if wrong is not math.nan:
+        assert "whole numbers from 0 to 100" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "5",
+        "null",
+        '"x"',
+        "\ufeff{}",
+        "{" * 100_000,
+        "[" * 100_000,
+        '{"a": ' * 50_000,
+        "9" * 5000,
+    ],
+    ids=range(11),
+)
+def test_files_that_are_no_json_objects(tmp_path, text):
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"config.json (is not valid JSON|holds a \w+)"):
+        read_json(tmp_path / "config.json")
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="config.json is not valid JSON"):
+        read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("text", ['{"a": [0, NaN]}', '{"a": [0, 1e999]}', '{"a": [0, -Infinity]}'])
+def test_numbers_that_are_no_json(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config.json: a.1=\S+ is not a finite number"):
+        read_json(tmp_path / "config.json")
+
+
+def test_more_layers_than_the_files_hold(tmp_path):
+    """Refused before a table of them is made; a few more are reported tensor by tensor."""
+    config = tiny_target_config()
+    save_target(tmp_path, config, random_target(config))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 1000}))
+    message = (
+        r"config.json: num_hidden_layers=1000, but .* hold 21 tensors of 2 layers; use the file"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_target(tmp_path)
+
+
+OUTSIDE = ("../model.safetensors", "/etc/passwd", "/tmp/model.safetensors", "a/model.safetensors")
+ODD = (
+    "",
+    ".",
+    "..",
+    "..\\model.safetensors",
+    "C:model.safetensors",
+    "x\0.safetensors",
+    "config.json",
+)
+TYPES = (5, None, ["model.safetensors"], True, {"file": "model.safetensors"})
+
+
+@pytest.mark.parametrize(
+    "name", [*OUTSIDE, *ODD, *TYPES, "pytorch_model.bin", "\ud800.safetensors"]
+)
+def test_an_index_stays_in_its_folder(tmp_path, name):
+    """What it names outside exists and would load."""
+    folder = tmp_path / "model"
+    (folder / "a").mkdir(parents=True)
+    for place in (tmp_path, folder / "a"):
+        save_file({"secret": np.zeros(3, np.float32)}, place / "model.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"secret": name}}))
+    with (
+        ExitStack() as stack,
+        pytest.raises(ValueError, match="must be the plain name of a .safet"),
+    ):
+        open_tensors(folder, stack)
+    with ExitStack() as stack, pytest.raises(ValueError) as error:
+        open_tensors(folder, stack)
+    assert str(error.value).startswith(f"{index}, weight_map: secret=")
+
+
+@pytest.mark.parametrize("value", ["x", 5, ["model.safetensors"], True])
+def test_a_weight_map_that_is_none(tmp_path, value):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": value}))
+    with ExitStack() as stack, pytest.raises(ValueError, match="weight_map=.* must be an object"):
+        open_tensors(tmp_path, stack)
+
+
+def test_an_index_of_pickles_names_pickles(tmp_path):
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"secret": "/etc/passwd"}}))
+    with ExitStack() as stack, pytest.raises(ValueError, match="plain name of a .bin file"):
+        open_tensors(tmp_path, stack)
+
+
+def test_shards_may_be_links(tmp_path):
+    """As in the hub's cache, where a snapshot is links to blobs outside of it."""
+    blob = tmp_path / "blob"
+    save_file({"a": np.zeros(3, np.float32)}, blob)
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    (folder / "model-00001-of-00001.safetensors").symlink_to("../blob")
+    weight_map = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+    with ExitStack() as stack:
+        assert set(open_tensors(folder, stack)) == {"a"}
