@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import longspec_jax
+from longspec_jax.commands import command_name
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
 
 from . import demo
@@ -40,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """The command's parser."""
     result = Parser(
-        prog="python -m infer.decode",
+        prog=command_name(__package__, "decode"),
         description="Decode with LongSpec: the target's own text, several tokens per pass.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -69,7 +70,7 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         "--dtype",
         default="auto",
         choices=["auto", *DTYPES.values(), *DTYPES],
-        help="auto: bfloat16 on GPUs that have it, else float16; float32 on a CPU",
+        help="auto: bfloat16 on GPUs that have it, else float16; float32 on a CPU, and for the demo",
     )
     group.add_argument(
         "--attention", type=_word, help="attention implementation; automatic if absent"
@@ -97,7 +98,10 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         help="chain: a single branch as deep as the tree; plain: no speculation",
     )
     group.add_argument(
-        "--tree", type=widths, help="widths of the draft tree by level; 4,16,16,16,16 if absent"
+        "--tree",
+        type=widths,
+        help="widths of the draft tree by level, such as 4,16,16,16,16; if absent, what "
+        "turns out fastest on this machine, which may be none",
     )
     group.add_argument(
         "--budget",
@@ -171,7 +175,7 @@ def _add_output(result: argparse.ArgumentParser) -> None:
         "--compilation_cache",
         type=_path,
         metavar="DIR",
-        help="where to keep compiled programs; off for nowhere",
+        help="where to keep compiled programs and what trees turned out to cost; off for nowhere",
     )
     group.add_argument("--traceback", action="store_true", help="show Python's traceback on errors")
 

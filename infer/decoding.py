@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from longspec_jax.config import TreeConfig
 
 from . import interruption
-from .compilation import enable_cache
 from .display import Screen, wants_color
 from .journal import Journal
 from .output_file import STDOUT, OutputFile
@@ -55,12 +54,16 @@ class Run:
         self.screen.status("starting")
         # A Python without PyTorch is what we run in; transformers need not warn of it.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        enable_cache(self._arguments.compilation_cache)
+        if self._arguments.compilation_cache is not None:
+            os.environ["LONGSPEC_CACHE"] = self._arguments.compilation_cache
+        from longspec_jax.compilation import keep_programs
+
         from .models import check_devices, fetch, load
         from .session import Session
 
         check_devices()
-        self.screen.clear_status()  # The hub shows how its downloads get on.
+        self.screen.clear_status()  # What follows says of itself where it keeps and fetches things.
+        keep_programs()
         folders = fetch(self._arguments)
         self.screen.status("loading the models")
         with command_words():

@@ -11,6 +11,7 @@ from longspec_jax.generation.activity import (
     Activity,
     Compiling,
     DecodingPlainly,
+    Fitted,
     Fitting,
     Prefilling,
 )
@@ -75,8 +76,10 @@ class Screen:
             self.line()
 
     def activity(self, activity: Activity) -> None:
-        """Say what the library is doing."""
-        self.status(*described(activity))
+        """Say what the library is doing, if that takes time."""
+        words = described(activity)
+        if words is not None:
+            self.status(*words)
 
     def status(self, text: str, detail: str = "") -> None:
         """Say what is under way, on a terminal."""
@@ -107,14 +110,16 @@ class Screen:
         self._at_line_start = text.endswith("\n")
 
 
-def described(activity: Activity) -> tuple[str, str]:
-    """What is being done, and how far it has got."""
+def described(activity: Activity) -> tuple[str, str] | None:
+    """What is being done, and how far it has got; None for what is done."""
     match activity:
         case Compiling():
             return "compiling, once for prompts of about this length", ""
         case Fitting(tree):
             shape = ",".join(map(str, tree.widths))
             return "timing trees, once for this model and machine", shape or "plain decoding"
+        case Fitted():
+            return None
         case Prefilling(done, total):
             return "reading the prompt", f"{bar(done, total)} {done} of {total} tokens"
         case DecodingPlainly(done, total):

@@ -58,12 +58,13 @@ def load(arguments: argparse.Namespace, folders: dict[str, Path]) -> LongSpec:
             f"{', '.join(sorted(PREFIX_IMPLEMENTATIONS))}"
         )
     options: dict[str, Any] = dict(
-        dtype=DTYPES.get(arguments.dtype, arguments.dtype),
         attention=arguments.attention,
         prefill_chunk=arguments.prefill_chunk,
         draft_vocabulary=arguments.draft_vocabulary,
         draft_int8=arguments.draft_int8,
     )
+    if arguments.dtype != "auto":  # What suits a model is its own to know.
+        options["dtype"] = DTYPES.get(arguments.dtype, arguments.dtype)
     if is_demo(arguments) and arguments.draft is None:
         return LongSpec.demo(**options)
     return LongSpec.from_pretrained(

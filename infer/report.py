@@ -6,13 +6,16 @@ several they are lists. Numbers that do not exist are null: speeds of a comparis
 made, the acceptance length of a run without decode rounds.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.generation.activity import Fitted
 from longspec_jax.generation.comparison import Comparison, Divergence
+from longspec_jax.generation.kept import TreePace
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.result import (
     ACCEPTANCE_DEFINITION,
@@ -83,10 +86,11 @@ def _totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     compared = [outcome.comparison for outcome in outcomes if outcome.comparison]
     plain = [comparison.plain.stats for comparison in compared]
     passes = sum(sum(item.target_passes) for item in stats)
-    histograms = [item.acceptance_histogram for item in stats]
+    # Calls may have run trees of different depths.
+    columns = itertools.zip_longest(*(item.acceptance_histogram for item in stats), fillvalue=0)
     return {
         "acceptance_length": _ratio(sum(item.decode_tokens for item in stats), passes),
-        "acceptance_histogram": [sum(column) for column in zip(*histograms, strict=True)],
+        "acceptance_histogram": [sum(column) for column in columns],
         "new_tokens": sum(sum(item.new_tokens) for item in stats),
         "target_passes": passes,
         "decode_seconds": sum(item.decode_seconds for item in stats),
@@ -133,15 +137,14 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
 
 
 def header_lines(
-    setting: dict[str, Any], config: TargetConfig, tree: TreeConfig, reason: str | None = None
+    setting: dict[str, Any], config: TargetConfig, tree: TreeConfig | None
 ) -> Iterator[str]:
     """What will run, for reading.
 
     Args:
       setting: models, device and options, as in the JSON.
       config: of the target.
-      tree: what the draft grows; without levels, plain decoding.
-      reason: why this tree was chosen, where nobody named one and it needs saying.
+      tree: what the draft grows; without levels, plain decoding; None while it is not settled.
     """
     draft = setting["draft"] or "none, so plain decoding (--draft names one)"
     yield (
@@ -149,16 +152,48 @@ def header_lines(
         f"{counted(config.num_layers, 'layer')} of width {config.model_width}), draft {draft}; "
         f"{config.dtype} on {setting['device']}"
     )
-    shape = ",".join(map(str, tree.widths)) or "none"
+    shape = "tree by what is fastest here" if tree is None else tree_line(tree)
+    yield f"{shape}, temperature {setting['temperature']:g}, seed {setting['seed']}"
+
+
+def tree_line(tree: TreeConfig) -> str:
+    """A tree and its nodes."""
     nodes = counted(tree.num_nodes, "node")
     if tree.selective:
         nodes = f"the best {tree.num_nodes} of {counted(tree.num_grown, 'node')}"
-    yield (
-        f"tree {shape} ({nodes} per target pass), temperature {setting['temperature']:g}, "
-        f"seed {setting['seed']}"
+    return f"tree {_widths(tree)} ({nodes} per target pass)"
+
+
+def fitted_line(fitted: Fitted, pays: str) -> str:
+    """Which tree a call runs that names none, and why.
+
+    Args:
+      fitted: what was settled.
+      pays: how to see speculation pay where it does not for this model.
+    """
+    tree, paces = fitted.tree, fitted.paces
+    chosen = tree_line(tree) if tree.widths else "plain decoding"
+    if not paces:
+        return f"{chosen}, usual on this kind of machine: nothing was timed (--tree names another)"
+    fastest = max((pace for pace in paces if pace.tree.widths), key=_pace)
+    plain = next(pace for pace in paces if not pace.tree.widths)
+    if tree.widths:
+        return (
+            f"{chosen}, the fastest of {len(paces)} timed here: {_pace(fastest):.0f} tokens/s, "
+            f"{_pace(plain):.0f} without (--tree names another)"
+        )
+    return (
+        f"{chosen}: no tree pays for this model here, timed once: {_pace(plain):.0f} tokens/s, "
+        f"{_pace(fastest):.0f} with tree {_widths(fastest.tree)} (--tree takes it all the same); {pays}"
     )
-    if reason:
-        yield reason
+
+
+def _pace(pace: TreePace) -> float:
+    return pace.tokens_per_second
+
+
+def _widths(tree: TreeConfig) -> str:
+    return ",".join(map(str, tree.widths)) or "none"
 
 
 def lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """Loaded models, one way to decode with them, and a screen to show it on."""
 
 import argparse
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 import jax
 
 from longspec_jax import PLAIN, LongSpec, MemoryPlan, TreeConfig, demo_prompts
+from longspec_jax.commands import command_name
+from longspec_jax.generation.activity import Activity, Fitted
 from longspec_jax.generation.result import StreamRound
 
 from . import prompts as prompts_lib
@@ -17,7 +20,15 @@ from .arguments import is_demo, row_options, sampling_options
 from .display import Screen
 from .journal import Journal
 from .prompt_files import Prompt
-from .report import Outcome, as_json, counted, header_lines, lines, memory_plan_line
+from .report import (
+    Outcome,
+    as_json,
+    counted,
+    fitted_line,
+    header_lines,
+    lines,
+    memory_plan_line,
+)
 from .wording import command_words
 
 DEFAULT_PROMPT = "networkx_classes_digraph"
@@ -27,8 +38,9 @@ TAIL = 300
 """Characters of the prompt's end that are shown before its completion."""
 COMPLETION = "--- completion ---"
 """What stands between the end of a prompt and its completion."""
-
 NO_TEXT = "(no text: the target came without a tokenizer; --json writes the token ids)"
+PAYS = f"{command_name(__package__, 'bench')} decode --shape=vicuna7b shows one for which it does"
+"""Where speculation does not pay for a model: how to see it pay on this machine."""
 Found = TypeVar("Found")
 
 
@@ -69,15 +81,17 @@ class Session:
           journal: where to note what has been measured.
         """
         self._spec, self._arguments, self._out, self._journal = spec, arguments, out, journal
-        self._named_tree = tree
+        self._named_tree = tree if spec.draft_config is not None else None
+        self._tree = self._named_tree if self._speculates else PLAIN
+        """What calls run; None until it is settled."""
+        self._end: str | None = None
+        """What is shown of the prompt before its completion begins; None once it is."""
         self._setting = self._described()
 
     @property
-    def _tree(self) -> TreeConfig:
-        """The tree that calls use."""
-        if self._spec.draft_config is None:
-            return PLAIN
-        return self._spec.tree if self._named_tree is None else self._named_tree
+    def _speculates(self) -> bool:
+        """Whether calls may use a draft."""
+        return self._spec.draft_config is not None and self._named_tree != PLAIN
 
     def _described(self) -> dict[str, Any]:
         """What is run, for the JSON."""
@@ -88,8 +102,7 @@ class Session:
             "method": arguments.method,
             "draft_vocabulary": arguments.draft_vocabulary,
             "draft_int8": arguments.draft_int8,
-            "tree": list(self._tree.widths),
-            "budget": self._tree.budget,
+            **_tree_setting(self._tree),
             "adaptive": arguments.adaptive,
             "dtype": config.dtype,
             "device": jax.devices()[0].device_kind,
@@ -103,16 +116,11 @@ class Session:
         groups = [prompts] if self._arguments.batch else [(prompt,) for prompt in prompts]
         # Every call is checked before the first is printed: what can be refused is refused at once.
         calls = [self._checked(group) for group in groups]
-        header = self._setting, self._spec.target_config, self._tree, self._reason()
-        for line in header_lines(*header):
+        for line in header_lines(self._setting, self._spec.target_config, self._tree):
             self._out.entry(line, indent=2)
         for call in calls:
             self._run(call)
         self._print_totals()
-
-    def _reason(self) -> str | None:
-        """Why the library chose this tree, in one line, where nobody named one."""
-        return None
 
     def _samples(self) -> Iterable[Prompt]:
         samples = demo_prompts()
@@ -154,23 +162,27 @@ class Session:
             count = counted(len(call.tokens[0]), "token")
             self._out.line(f"\n=== {call.name}: {count} === {self._out.legend()}".rstrip())
         self._out.entry(memory_plan_line(call.plan), indent=2)
-        if not self._arguments.batch:
-            self._print_end(call.prompts[0].item)
-        outcome = self._decode(call)
+        prompt = call.prompts[0].item
+        self._end = None if self._arguments.batch else prompt if isinstance(prompt, str) else ""
+        with _warnings() as notes:
+            outcome = self._decode(call)
         self._show(outcome)
         self._note_empty(call, outcome)
+        for note in notes:
+            self._out.entry(f"note: {note}", indent=2)
 
-    def _print_end(self, prompt: Any) -> None:
-        """The end of a prompt, if it is text, and what tells it from its completion."""
-        if isinstance(prompt, str):
-            self._out.dim(("..." if len(prompt) > TAIL else "") + prompt[-TAIL:])
+    def _begin_completion(self) -> None:
+        """Show the end of the prompt, if it is text, and what tells it from its completion."""
+        end, self._end = self._end, None
+        if end is not None:
+            self._out.dim(("..." if len(end) > TAIL else "") + end[-TAIL:])
             self._out.end_line()
-        self._out.line(COMPLETION)
+            self._out.line(COMPLETION)
 
     def _decode(self, call: Call) -> Outcome:
         """Decode, with the plain run beside it if it was asked for; noted in the journal."""
         with command_words(call.row_names):
-            if self._arguments.compare is not False and self._tree.widths:
+            if self._arguments.compare is not False and self._speculates:
                 compared = self._call(self._spec.compare, call)
                 outcome = Outcome(call.name, call.row_names, compared.speculative, compared)
             else:
@@ -186,17 +198,22 @@ class Session:
             tree=self._named_tree,
             adaptive=self._arguments.adaptive,
             on_round=self._on_round,
+            on_activity=self._on_activity,
             **call.options,
-            **_listening(method, self._on_activity),
         )
 
     def _on_round(self, added: StreamRound) -> None:
         self._journal.add(added)
         if self._streams:
+            self._begin_completion()
             self._out.round(added)
 
-    def _on_activity(self, activity: Any) -> None:
+    def _on_activity(self, activity: Activity) -> None:
         self._journal.check_open()
+        if isinstance(activity, Fitted):
+            self._tree = activity.tree
+            self._setting.update(_tree_setting(activity.tree))
+            self._out.entry(fitted_line(activity, PAYS), indent=2)
         self._out.activity(activity)
 
     @property
@@ -206,6 +223,7 @@ class Session:
 
     def _show(self, outcome: Outcome) -> None:
         """Text that is not on the screen yet, and the numbers."""
+        self._begin_completion()
         texts = [NO_TEXT if text is None else text for text in outcome.result.text]
         if self._arguments.batch:
             for name, text, count in zip(
@@ -260,7 +278,23 @@ class Session:
         return as_json(self._journal.outcomes, self._setting, interrupted)
 
 
-def _listening(method: Callable[..., Any], listener: Callable[[Any], None]) -> dict[str, Any]:
-    """The listener as an argument; none until the library's calls take one."""
-    takes = "on_activity" in inspect.signature(method).parameters
-    return {"on_activity": listener} if takes else {}
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What the library warns of meanwhile, for when the text is on the screen."""
+    notes: list[str] = []
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def note(message: Any, category: type[Warning], *place: Any, **options: Any) -> None:
+            if category is UserWarning:
+                notes.append(str(message))
+            else:
+                show(message, category, *place, **options)
+
+        warnings.showwarning = note
+        yield notes
+
+
+def _tree_setting(tree: TreeConfig | None) -> dict[str, Any]:
+    """A tree in the JSON."""
+    return {"tree": None if tree is None else list(tree.widths), "budget": tree and tree.budget}

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,20 @@ import jax
 import pytest
 
 from infer import arguments, decode, models, session
-from infer.compilation import enable_cache
 from infer.display import Screen, wants_color
-from longspec_jax import PLAIN, GenerateResult, LongSpec, MemoryPlan, Stats, TreeUse, demo_prompts
-from longspec_jax.generation.activity import Compiling
+from longspec_jax import (
+    PLAIN,
+    GenerateResult,
+    LongSpec,
+    MemoryPlan,
+    Stats,
+    TreeConfig,
+    TreeUse,
+    demo_prompts,
+)
+from longspec_jax.compilation import keep_programs
+from longspec_jax.generation.activity import Compiling, Fitted
+from longspec_jax.generation.kept import TreePace
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.loading import DEMO, load_tokenizer
 from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
@@ -134,7 +145,7 @@ def test_several_prompts_have_totals(folders, tmp_path, capsys) -> None:
 def test_adaptive_runs_say_what_ran(folders, tmp_path, capsys) -> None:
     found = run_json(folders, tmp_path, f"--prompt={PROMPT}", "--ignore_eos", "--adaptive")
     assert found["identical_to_plain"] is True and found["setting"]["adaptive"] is True
-    assert [use["tree"] for use in found["trees"]] == [[], [4], [4, 5]]
+    assert [use["tree"] for use in found["trees"]] == [[], [1], [4, 5]]
     assert sum(use["rounds"] for use in found["trees"]) == found["target_passes"]
     assert sum(use["tokens"] for use in found["trees"]) == 23
     printed = capsys.readouterr().out
@@ -251,16 +262,33 @@ def test_color_only_on_terminals(monkeypatch) -> None:
 
 
 def test_compilation_cache_folder(monkeypatch, tmp_path) -> None:
-    before = jax.config.jax_compilation_cache_dir
+    before = jax.config.values["jax_compilation_cache_dir"]
     try:
+        jax.config.update("jax_compilation_cache_dir", None)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-        assert enable_cache() == tmp_path / "longspec_jax" / "compiled"
-        assert enable_cache(str(tmp_path / "mine")) == tmp_path / "mine"
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
-        assert enable_cache("off") is None
-        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "env"))
-        assert enable_cache() == tmp_path / "env"
+        monkeypatch.delenv("LONGSPEC_CACHE", raising=False)
+        assert keep_programs() == tmp_path / "longspec_jax" / "compiled"
+        assert keep_programs(str(tmp_path / "mine")) == tmp_path / "mine"
+        assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "mine")
+        assert keep_programs() == tmp_path / "mine"
+        jax.config.update("jax_compilation_cache_dir", None)
+        monkeypatch.setenv("LONGSPEC_CACHE", "off")
+        assert keep_programs() is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_the_command_chooses_the_cache(folders, monkeypatch, tmp_path) -> None:
+    before = jax.config.values["jax_compilation_cache_dir"]
+    monkeypatch.setenv("LONGSPEC_CACHE", "elsewhere")
+    monkeypatch.setattr(LongSpec, "generate", first_token_only)
+    argv = [*without_tree(folders), "--prompt=ab", "--no-compare", "--method=plain"]
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert decode.main(argv) == 0
+        assert jax.config.values["jax_compilation_cache_dir"] is None  # As the fixture says: off.
+        assert decode.main([*argv, f"--compilation_cache={tmp_path}"]) == 0
+        assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "compiled")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 
@@ -275,7 +303,7 @@ def test_demo_prompts_fit_the_demo_model(capsys) -> None:
     assert lengths[session.DEFAULT_PROMPT] >= 8000 and max(lengths.values()) + 256 <= 16384
 
 
-def first_token_only(self, tokens, *, on_round, **options) -> GenerateResult:
+def first_token_only(self, tokens, **options) -> GenerateResult:
     """A call whose text ends with its first token."""
     memory = MemoryPlan(1, 256, 1, 2, 3, 4, 5)
     trees = (TreeUse(PLAIN, 0, 0, 0.0),)
@@ -337,18 +365,41 @@ def test_rows_are_named_by_their_line(folders, tmp_path, line, message, capsys) 
     assert f"error: {message}" in printed.err and not printed.out
 
 
-def test_activities_reach_the_screen(folders, monkeypatch, capsys) -> None:
-    """As soon as the library's calls report them."""
-    seen = []
-    monkeypatch.setattr(Screen, "activity", lambda screen, activity: seen.append(activity))
+def test_what_is_under_way_and_what_was_settled(folders, monkeypatch, tmp_path, capsys) -> None:
+    """Before the end of the prompt, so that its completion follows it."""
+    seen, tree = [], TreeConfig((1, 1))
+    monkeypatch.setattr(Screen, "status", lambda screen, *words: seen.append(words))
 
-    def call(self, tokens, *, on_round, on_activity, **options):
+    def call(self, tokens, *, on_activity, **options):
         on_activity(Compiling())
-        return first_token_only(self, tokens, on_round=on_round)
+        on_activity(Fitted(tree, (TreePace(PLAIN, 0.01, 1.0), TreePace(tree, 0.01, 2.5))))
+        return first_token_only(self, tokens, **options)
+
+    monkeypatch.setattr(LongSpec, "generate", call)
+    plain = [*without_tree(folders), "--prompt=ab", "--no-compare"]
+    found = run_json(plain, tmp_path)
+    printed = capsys.readouterr().out
+    assert ("compiling, once for prompts of about this length", "") in seen
+    assert "tree by what is fastest here, temperature 1" in printed
+    assert (
+        "tree 1,1 (3 nodes per target pass), the fastest of 2 timed here: 250 tokens/s, 100 without"
+        in printed
+    )
+    assert printed.index("250 tokens/s") < printed.index("ab\n--- completion ---")
+    assert found["setting"]["tree"] == [1, 1]
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_wait_until_the_text_is_shown(folders, monkeypatch, capsys) -> None:
+    def call(self, *args, **options):
+        warnings.warn("0 of the draft's proposals were accepted", UserWarning, stacklevel=2)
+        return first_token_only(self, *args, **options)
 
     monkeypatch.setattr(LongSpec, "generate", call)
     assert decode.main([*folders, "--prompt=ab", "--no-compare"]) == 0
-    assert seen == [Compiling()]
+    printed = capsys.readouterr()
+    assert printed.out.endswith("note: 0 of the draft's proposals were accepted\n")
+    assert "UserWarning" not in printed.err
 
 
 def test_platforms_that_do_not_start(monkeypatch) -> None:

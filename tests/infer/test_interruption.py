@@ -181,7 +181,7 @@ def test_while_a_program_is_compiled(folders, tmp_path) -> None:
     path = tmp_path / "out.json"
     argv = ["--prompt=ab", "--tree=3,3,3", f"--json={path}"]
     process = start(*folders, *argv, stdout=subprocess.PIPE)
-    while not process.stdout.readline().startswith("--- completion"):
+    while not process.stdout.readline().startswith("memory plan"):
         assert process.poll() is None, process.stderr.read()
     time.sleep(0.7)
     status, waited, err = interrupt(process)

@@ -1,12 +1,23 @@
 """The report's lines, from hand-made statistics."""
 
+import dataclasses
 import re
 
 import pytest
 
-from infer.report import Outcome, as_json, counted, gathered, header_lines, lines
+from infer.report import (
+    Outcome,
+    as_json,
+    counted,
+    fitted_line,
+    gathered,
+    header_lines,
+    lines,
+)
 from longspec_jax import GenerateResult, MemoryPlan, Stats, StreamRound, TreeConfig, TreeUse
+from longspec_jax.generation.activity import Fitted
 from longspec_jax.generation.comparison import Comparison, Divergence
+from longspec_jax.generation.kept import TreePace
 from longspec_jax.generation.text import Piece
 from tests.kit import tiny_target_config
 
@@ -69,9 +80,8 @@ def test_tables_fit_60_columns() -> None:
 def test_nothing_is_one_nodes() -> None:
     setting = {"target": "t", "draft": None, "device": "cpu", "temperature": 0.0, "seed": 0}
     config = tiny_target_config(num_layers=1)
-    printed = [*header_lines(setting, config, TreeConfig(()), "speculation does not pay here")]
+    printed = [*header_lines(setting, config, TreeConfig(()))]
     assert "1 layer of width" in printed[0] and "tree none (1 node per target pass)" in printed[1]
-    assert printed[2] == "speculation does not pay here"
     assert (counted(1, "token"), counted(0, "token")) == ("1 token", "0 tokens")
     every = " ".join([*printed, *lines([outcome()], "float32")])
     assert not re.search(r"\b1 \w+s\b (?!per)|tokens? a |nodes a ", every), every
@@ -91,3 +101,26 @@ def test_json_without_a_call() -> None:
     found = as_json([], {"target": "t"}, interrupted=True)
     assert found["interrupted"] and found["rows"] == [] and found["memory"] is None
     assert found["acceptance_length"] is None and found["tokens_per_second"] is None
+
+
+def test_why_a_tree() -> None:
+    """The fastest, none, or the usual one where nothing was timed."""
+    chain = TreeConfig((1, 1, 1))
+    slow = (TreePace(TreeConfig(()), 0.01, 1.0), TreePace(chain, 0.04, 2.0))
+    assert fitted_line(Fitted(TreeConfig(()), slow), "this shows it pay") == (
+        "plain decoding: no tree pays for this model here, timed once: 100 tokens/s, 50 with tree 1,1,1 "
+        "(--tree takes it all the same); this shows it pay"
+    )
+    assert fitted_line(Fitted(chain, ()), "") == (
+        "tree 1,1,1 (4 nodes per target pass), usual on this kind of machine: nothing was timed (--tree "
+        "names another)"
+    )
+
+
+def test_calls_of_trees_of_different_depths_add_up() -> None:
+    plain = Outcome("b", ("b",), GenerateResult(((1,),), ("a",), ((False,),), plain_stats()))
+    assert as_json([outcome(), plain], {})["acceptance_histogram"] == [3, 2, 0]
+
+
+def plain_stats() -> Stats:
+    return dataclasses.replace(stats((TreeConfig(()),)), histograms=((3,),))
