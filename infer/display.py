@@ -57,7 +57,9 @@ class Screen:
     def entry(self, text: str, indent: int = LABEL) -> None:
         """Print a line of a report, folded to the terminal under its label."""
         if self._width is not None and len(text) > self._width:
-            text = textwrap.fill(text, self._width, subsequent_indent=" " * indent)
+            folds = textwrap.TextWrapper(self._width, break_on_hyphens=False)
+            folds.subsequent_indent = " " * indent
+            text = folds.fill(text)
         self.line(text)
 
     def dim(self, text: str) -> None:
