@@ -8,6 +8,7 @@ one to use when reproducing their acceptance).
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from longspec_jax.generation.chat import render_chat
 from longspec_jax.generation.inputs import require_tokenizer, to_prompts
 
 from .prompt_files import check_messages
@@ -94,10 +95,4 @@ def encode(tokenizer: Any, vocab_size: int, item: Any, style: str | None = None)
 
 
 def _apply(tokenizer: Any, messages: Messages, template: str | None) -> list[int]:
-    return tokenizer.apply_chat_template(
-        list(messages),
-        chat_template=template,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-    )
+    return render_chat(tokenizer, messages, template)

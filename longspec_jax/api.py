@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from longspec_jax.compilation import cache_folder, keep_programs
+from longspec_jax.arguments import as_tree, check_arguments, check_chunk
+from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.decoding.adaptive import candidates, tallest
 from longspec_jax.decoding.cache import cache_bytes
@@ -28,16 +29,9 @@ from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecParams
 from longspec_jax.drafters.vocabulary import check_vocabulary
 from longspec_jax.generation import comparison, inspection, runner
-from longspec_jax.generation.activity import Fitted, OnActivity
+from longspec_jax.generation.activity import OnActivity
 from longspec_jax.generation.collect import RoundCollector, Streamer, collect, feeding, follow
-from longspec_jax.generation.fit import (
-    best_tree,
-    default_trees,
-    kept_paces,
-    ready_to_fit,
-    usual_tree,
-    worth_timing,
-)
+from longspec_jax.generation.fit import ready_fitted, trees_to_fit
 from longspec_jax.generation.inputs import Inputs, check_positions, to_prompts
 from longspec_jax.generation.job import Job, Shape
 from longspec_jax.generation.memory import (
@@ -83,7 +77,19 @@ class LongSpec:
     _notices: Notices = field(default_factory=Notices, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse parts that do not belong together."""
+        """Refuse parts that are not what they should be, or do not belong together."""
+        check_arguments(
+            target_config=self.target_config,
+            draft_config=self.draft_config,
+            tokenizer=self.tokenizer,
+            attention=self.attention,
+            prefill_chunk=self.prefill_chunk,
+            mesh=self.mesh,
+            draft_int8=self.draft_int8,
+        )
+        check_chunk(self.prefill_chunk, self.target_config.max_positions)
+        if self.tree is not None:
+            object.__setattr__(self, "tree", as_tree(self.tree))
         if self.draft_config is not None:
             self.draft_config.check_fits(self.target_config)
         if self.draft_vocabulary is not None:
@@ -92,8 +98,6 @@ class LongSpec:
             _check_there_is_a_draft(self.draft_config)
             # What was rounded is not kept beside what it was rounded to.
             object.__setattr__(self, "draft_params", self._draft.layer)
-        if self.prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk must be at least 1 token, got {self.prefill_chunk}")
         base = getattr(self.tokenizer, "vocab_size", 0)
         if base > self.target_config.vocab_size:
             raise ValueError(
@@ -109,7 +113,7 @@ class LongSpec:
         *,
         dtype: str = "auto",
         mesh: Mesh | None = None,
-        tree: TreeConfig | None = None,
+        tree: TreeConfig | Sequence[int] | None = None,
         attention: str | None = None,
         revision: str | None = None,
         draft_revision: str | None = None,
@@ -142,10 +146,31 @@ class LongSpec:
         from longspec_jax.weights import hf
         from longspec_jax.weights.draft_vocabulary import load_draft_vocabulary
 
+        if prefill_chunk is None:
+            prefill_chunk = 2048 if jax.default_backend() == "gpu" else 256
+        check_arguments(
+            target=target,
+            draft=draft,
+            dtype=dtype,
+            mesh=mesh,
+            attention=attention,
+            revision=revision,
+            draft_revision=draft_revision,
+            tokenizer=tokenizer,
+            prefill_chunk=prefill_chunk,
+            draft_vocabulary=draft_vocabulary,
+            draft_int8=draft_int8,
+        )
+        tree = None if tree is None else as_tree(tree)
         if draft is None and draft_vocabulary is not None:
             raise ValueError(
                 f"draft_vocabulary={draft_vocabulary} limits what a draft proposes, and none is named; "
                 "pass draft= as well"
+            )
+        if draft is None and draft_revision is not None:
+            raise ValueError(
+                f"draft_revision={draft_revision!r} is the version of a draft, and none is named; pass "
+                "draft= as well"
             )
         if draft_int8:
             _check_there_is_a_draft(draft)
@@ -166,7 +191,8 @@ class LongSpec:
             draft_config, draft_params = hf.load_draft(
                 draft, target_config, dtype=dtype, mesh=mesh, revision=draft_revision
             )
-        tokenizer = tokenizer or load_tokenizer(target, revision)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(target, revision)
         return cls(
             target_config,
             target_params,
@@ -176,7 +202,7 @@ class LongSpec:
             stop_tokens=stop_tokens,
             tree=tree,
             attention=attention,
-            prefill_chunk=prefill_chunk or (2048 if jax.default_backend() == "gpu" else 256),
+            prefill_chunk=prefill_chunk,
             mesh=mesh,
             draft_vocabulary=proposed,
             draft_int8=draft_int8,
@@ -339,7 +365,7 @@ class LongSpec:
         config = self.target_config
         prompts = to_prompts(inputs, self.tokenizer, config.vocab_size, chat_template)
         lengths = [len(row) for row in prompts]
-        rows = resolve(options, generation_config, lengths, self.stop_tokens)
+        rows = resolve(options, generation_config, lengths, self.stop_tokens, config.vocab_size)
         check_positions(lengths, rows.max_new_tokens, config.max_positions)
         drafters, draft = self._drafters(tree, adaptive)
         drafter = tallest(drafters)
@@ -361,26 +387,10 @@ class LongSpec:
         self, job: Job, tree: Any, adaptive: bool, on_activity: OnActivity | None
     ) -> Begin:
         """What makes a prepared call ready to run, its tree settled first if none was named."""
-        fits = tree is None and self.tree is None and not adaptive
-        folder = cache_folder()
-        if not fits or job.params.draft is None:
-            return lambda streams: runner.ready(
-                job, self._warm, streams=streams, on_activity=on_activity
-            )
-        if len(job.drafters) == 1 or folder is None:
-            chosen, paces = usual_tree(), ()
-        elif (paces := kept_paces(job, folder / "paces")) is not None:
-            chosen = best_tree(paces)
-        else:
-            return lambda streams: ready_to_fit(
-                job, self._warm, folder / "paces", streams=streams, on_activity=on_activity
-            )
-        if on_activity:
-            on_activity(Fitted(chosen, paces))
-        settled = job.settled_on(chosen)
-        return lambda streams: runner.ready(
-            settled, self._warm, streams=streams, on_activity=on_activity
-        )
+        fits = tree is None and self.tree is None and not adaptive and job.params.draft is not None
+
+        make = ready_fitted if fits else runner.ready
+        return lambda streams: make(job, self._warm, streams=streams, on_activity=on_activity)
 
     def _drafters(
         self, tree: TreeConfig | Sequence[int] | None, adaptive: bool
@@ -388,11 +398,11 @@ class LongSpec:
         """The static part of what may propose the trees of a call, and its parameters."""
         chosen = self.tree if tree is None else tree
         if chosen is None and self.draft_config is not None:
-            trees = self._trees_worth_timing()
+            trees = trees_to_fit(self.target_params, self.mesh)
         elif chosen is None:
             trees = (PLAIN,)
         else:
-            trees = (chosen if isinstance(chosen, TreeConfig) else TreeConfig(chosen),)
+            trees = (as_tree(chosen),)
             if self.draft_config is None and tree is None:
                 trees = (PLAIN,)
         if not trees[-1].widths:
@@ -411,12 +421,6 @@ class LongSpec:
             LongSpecDrafter(self.draft_config, shape, self.attention) for shape in trees
         )
         return candidates(drafters) if adaptive else drafters, self._draft
-
-    def _trees_worth_timing(self) -> tuple[TreeConfig, ...]:
-        """What a call without a tree may run: one where it is known, several where it is timed."""
-        if self.mesh is not None or jax.process_count() > 1 or not worth_timing(self.target_params):
-            return (usual_tree(),)
-        return default_trees() if cache_folder() else (usual_tree(),)
 
     @cached_property
     def _draft(self) -> LongSpecParams:

@@ -322,7 +322,7 @@ def test_sharded_parameters_say_the_same(spec) -> None:
 
 
 BAD_CALLS = {
-    "empty prompt": (dict(inputs=""), ValueError, "row 0: the prompt is empty"),
+    "empty prompt": (dict(inputs=""), ValueError, "^the prompt is empty"),
     "empty row": (dict(inputs=[[1, 2], []]), ValueError, "row 1: the prompt is empty"),
     "no rows": (dict(inputs=[]), ValueError, "no prompts"),
     "too long": (
@@ -344,8 +344,8 @@ BAD_CALLS = {
         ValueError,
         "only 17 continuations",
     ),
-    "temperature": (dict(inputs="a", temperature=-1), ValueError, "temperature=-1 of row 0"),
-    "top_p": (dict(inputs="a", top_p=0), ValueError, "top_p=0 of row 0 must be in"),
+    "temperature": (dict(inputs="a", temperature=-1), ValueError, "temperature=-1 must be >= 0"),
+    "top_p": (dict(inputs="a", top_p=0), ValueError, "top_p=0 must be in"),
     "option": (dict(inputs="a", temprature=1), TypeError, "did you mean 'temperature'"),
 }
 

@@ -11,17 +11,21 @@ import hashlib
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from longspec_jax.compilation import cache_folder
 from longspec_jax.config import DEFAULT_TREE, TreeConfig
 from longspec_jax.decoding import adaptive
 from longspec_jax.decoding.engine import SpecState, room
+from longspec_jax.decoding.policy import Measurement
 from longspec_jax.generation import runner
 from longspec_jax.generation.activity import Compiling, Fitted, Fitting, OnActivity
 from longspec_jax.generation.job import Job
@@ -30,7 +34,9 @@ from longspec_jax.generation.memory import free_bytes, tree_bytes
 from longspec_jax.generation.runner import Ready, WarmShapes
 
 CPU_TREES = (TreeConfig((1, 1, 1)), TreeConfig((4, 4, 4)))
-GPU_TREES = (TreeConfig((1, 1, 1)), DEFAULT_TREE)
+GPU_TREES = (TreeConfig((4, 4, 4)), DEFAULT_TREE)
+PACES = "paces"
+"""Folder of the figures, beside the compiled programs."""
 LARGE = 2_000_000_000
 """Bytes of a target from which on a GPU reads weights for most of a round: nodes are nearly free there
 and the default tree pays, so that nothing needs to be timed."""
@@ -42,45 +48,69 @@ GAIN = 1.03
 """How much faster than plain decoding a tree has to be: the figures are of a dozen rounds."""
 
 
-def default_trees() -> tuple[TreeConfig, ...]:
-    """What is worth timing beside plain decoding on this kind of machine, the cheapest first."""
-    return CPU_TREES if jax.default_backend() == "cpu" else GPU_TREES
-
-
 def usual_tree() -> TreeConfig:
     """What usually pays on this kind of machine, for calls that nothing was timed for."""
     return CPU_TREES[0] if jax.default_backend() == "cpu" else DEFAULT_TREE
 
 
-def worth_timing(target_params: Any) -> bool:
-    """Whether it is not known beforehand which tree pays for a target on this kind of machine."""
-    return jax.default_backend() == "cpu" or tree_bytes(target_params) < LARGE
-
-
-def ready_to_fit(
-    job: Job, warm: WarmShapes, folder: Path, *, streams: bool, on_activity: OnActivity | None
-) -> Ready:
-    """As :func:`~longspec_jax.generation.runner.ready`, for the fastest of a job's drafters or none.
+def trees_to_fit(target_params: Any, mesh: Mesh | None) -> tuple[TreeConfig, ...]:
+    """What a call without a tree may run, the cheapest first: a single one where none is timed.
 
     Args:
-      job: the prepared call, with every drafter that is worth timing.
-      warm: the shapes compiled so far.
-      folder: of the kept figures.
-      streams: whether the run will be followed round by round.
-      on_activity: told of everything that takes time.
+      target_params: parameters of the target.
+      mesh: what they are spread over; None for one device.
     """
+    cpu = jax.default_backend() == "cpu"
+    # Several processes would settle by their own clocks, and run different programs.
+    together = mesh is None and jax.process_count() == 1 and cache_folder() is not None
+    if not together or (not cpu and tree_bytes(target_params) >= LARGE):
+        return (usual_tree(),)
+    return CPU_TREES if cpu else GPU_TREES
+
+
+def ready_fitted(
+    job: Job, warm: WarmShapes, *, streams: bool, on_activity: OnActivity | None = None
+) -> Ready:
+    """As :func:`~longspec_jax.generation.runner.ready`, with the fastest of a job's drafters or none.
+
+    Args:
+      job: the prepared call, with every tree of :func:`trees_to_fit`.
+      warm: the shapes compiled so far.
+      streams: whether the run will be followed round by round.
+      on_activity: told of everything that takes time, and what was settled.
+    """
+    folder, paces = cache_folder(), ()
+    tree = job.drafter.tree
+    if len(job.drafters) > 1 and folder is not None:
+        kept = read_paces(folder / PACES, measurement_key(job, streams))
+        if kept is None:
+            return _ready_after_timing(job, warm, folder / PACES, streams, on_activity)
+        tree, paces = best_tree(kept), kept
+    if on_activity:
+        on_activity(Fitted(tree, paces))
+    return runner.ready(job.settled_on(tree), warm, streams=streams, on_activity=on_activity)
+
+
+def _ready_after_timing(
+    job: Job, warm: WarmShapes, folder: Path, streams: bool, on_activity: OnActivity | None
+) -> Ready:
+    """Time all trees behind the call's own prompt, and keep the figures."""
     tell = on_activity or (lambda activity: None)
     choices = (job.without_draft(), *map(job.only, job.drafters))
     tell(Compiling())
-    compiled = sum(warm.prepare(choice, streams) for choice in choices)
-    tallest = job.only(job.drafter)
+    begin = time.perf_counter()
+    # Plain decoding first, with the prefill that all share; then the others side by side.
+    warm.prepare(choices[0], streams)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda choice: warm.prepare(choice, streams), choices[1:]))
+    tallest, compiled = job.only(job.drafter), time.perf_counter() - begin
     start = runner.ready(tallest, warm, streams=streams, on_activity=on_activity)
     begin, paces = time.perf_counter(), []
     if _can_be_timed(start):
         for choice in choices:
             tell(Fitting(choice.drafter.tree))
             paces.append(_pace(start, choice, streams))
-        write_paces(folder, measurement_key(job), paces)
+        write_paces(folder, measurement_key(job, streams), paces)
     tree = best_tree(paces) if paces else usual_tree()
     tell(Fitted(tree, tuple(paces)))
     chosen = job.settled_on(tree)
@@ -96,12 +126,7 @@ def best_tree(paces: Sequence[TreePace]) -> TreeConfig:
     return best.tree if best.tokens_per_second > GAIN * plain.tokens_per_second else plain.tree
 
 
-def kept_paces(job: Job, folder: Path) -> tuple[TreePace, ...] | None:
-    """What is kept of a job's trees and of plain decoding; None if they are to be timed."""
-    return read_paces(folder, measurement_key(job))
-
-
-def measurement_key(job: Job) -> dict[str, Any]:
+def measurement_key(job: Job, streams: bool) -> dict[str, Any]:
     """Everything that the figures of a job's trees depend on, coarsely."""
     longest = max(map(len, job.prompts))
     return {
@@ -115,6 +140,7 @@ def measurement_key(job: Job) -> dict[str, Any]:
         "context": 1 << max(12, (longest - 1).bit_length()),
         "samples": job.request.sampling.stochastic,
         "filters": job.request.sampling.filtered,
+        "streams": streams,
     }
 
 
@@ -149,31 +175,43 @@ def _most_tokens(start: Ready) -> int:
 
 
 def _pace(start: Ready, choice: Job, streams: bool) -> TreePace:
-    """Time some rounds of a job, from a copy of the prefilled state."""
+    """Time some rounds of a job, as it will run them, from a copy of the prefilled state."""
     most = jnp.full_like(choice.request.max_new_tokens, _most_tokens(start))
     job = replace(choice, request=replace(choice.request, max_new_tokens=most))
     state = jax.tree.map(jnp.copy, runner.state_for(choice, start.state))
-    state, _ = _rounds(job, state, 1, streams)
-    paces: list[float] = []
-    while len(paces) < 2 and not np.asarray(state.done).any():
-        before = int(np.asarray(state.rounds).max())
-        state, seconds = _rounds(job, state, ROUNDS, streams)
-        paces.append(seconds / (int(np.asarray(state.rounds).max()) - before))
-        if seconds > LONG:
-            break
-    rounds = np.asarray(state.rounds).sum()
-    tokens = np.asarray(state.emitted).sum() - len(job.prompts)
-    return TreePace(job.drafter.tree, min(paces), float(tokens / rounds))
+    seen = _streamed(job, state) if streams else _in_bursts(job, state)
+    total = sum(seen, Measurement())
+    # The first round and what follows it may have to wait for the copy.
+    seconds = min(part.seconds / part.rounds for part in seen[1:] or seen)
+    return TreePace(job.drafter.tree, seconds, total.tokens / total.row_rounds)
 
 
-def _rounds(job: Job, state: SpecState, count: int, streams: bool) -> tuple[SpecState, float]:
-    """Run some rounds as the job will, and time them; the state is donated."""
-    begin = time.perf_counter()
-    if streams:
-        for _ in range(count):
-            state, _ = job.launch(0, state)
-    else:
+def _in_bursts(job: Job, state: SpecState) -> list[Measurement]:
+    """A round and two bursts of rounds; the state is donated."""
+    seen: list[Measurement] = []
+    for count in (1, ROUNDS, ROUNDS):
+        begin = time.perf_counter()
         models = job.target, job.drafter, job.params, job.request
-        state, _ = adaptive.burst(*models, state, np.int32(count))
-    jax.block_until_ready(state)
-    return state, time.perf_counter() - begin
+        state, report = adaptive.burst(*models, state, np.int32(count))
+        rounds, row_rounds, tokens, live = np.asarray(report).tolist()
+        seen.append(Measurement(rounds, row_rounds, tokens, time.perf_counter() - begin))
+        if not live or seen[-1].seconds > LONG:
+            break
+    return seen
+
+
+def _streamed(job: Job, state: SpecState) -> list[Measurement]:
+    """The same rounds, each of them read while the next one runs; the state is donated."""
+    seen, part = [], Measurement()
+    with job.rounds(state) as rounds:
+        for report in rounds:
+            part = rounds.totals[0] + Measurement(*(-value for value in _counts(seen)))
+            if part.rounds == (ROUNDS if seen else 1) or report.done.all() or part.seconds > LONG:
+                seen.append(part)
+            if len(seen) == 3 or part.seconds > LONG:
+                break
+    return seen
+
+
+def _counts(seen: Sequence[Measurement]) -> tuple[float, ...]:
+    return astuple(sum(seen, Measurement()))

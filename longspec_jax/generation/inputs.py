@@ -8,6 +8,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from longspec_jax.checks import is_whole, shown
+from longspec_jax.generation.chat import render_chat
+from longspec_jax.generation.tokens import encode_text
+from longspec_jax.generation.values import as_plain
+
 Inputs: TypeAlias = Any
 """Text, chat messages (``[{"role": ..., "content": ...}, ...]``), token ids, or a list of one of
 these for a batch; also what a transformers tokenizer returns (``input_ids``, ``attention_mask``)."""
@@ -28,15 +33,37 @@ def to_prompts(
       chat_template: a Jinja template for messages instead of the tokenizer's own.
 
     Raises:
-      ValueError: for no rows, an empty row, an id outside the vocabulary, or text without a
-        tokenizer or chat template that could turn it into ids.
+      ValueError: for no rows, an empty row, an id outside the vocabulary, text without a tokenizer or
+        chat template that could turn it into ids, or a chat template without messages.
     """
-    rows = tuple(_encode(row, tokenizer, chat_template) for row in _rows(inputs))
-    if not rows:
+    items = _rows(inputs)
+    if not items:
         raise ValueError("no prompts: the batch is empty; pass at least one prompt")
-    for index, row in enumerate(rows):
-        _check_row(index, row, vocab_size)
-    return rows
+    where = [f"row {row}: " if len(items) > 1 else "" for row in range(len(items))]
+    rows = []
+    for prefix, item in zip(where, items, strict=True):
+        try:
+            rows.append(_encode(item, tokenizer, vocab_size, chat_template))
+        except ValueError as error:
+            raise ValueError(f"{prefix}{error}") from error
+    return tuple(rows)
+
+
+def to_prompt(
+    inputs: Inputs, tokenizer: Any, vocab_size: int, chat_template: str | None = None
+) -> np.ndarray:
+    """The token ids of a single row; arguments as in :func:`to_prompts`, whose errors it adds to.
+
+    Raises:
+      ValueError: for more than one row.
+    """
+    row, *others = to_prompts(inputs, tokenizer, vocab_size, chat_template)
+    if others:
+        raise ValueError(
+            f"one prompt is needed here, and {shown(inputs)} holds {1 + len(others)}; make each a row "
+            "of its own"
+        )
+    return row
 
 
 def _rows(inputs: Inputs) -> list[Any]:
@@ -49,11 +76,11 @@ def _rows(inputs: Inputs) -> list[Any]:
         if inputs.ndim not in (1, 2):
             raise ValueError(f"token ids must have shape [P] or [B, P], got {inputs.shape}")
         return [inputs] if inputs.ndim == 1 else list(inputs)
-    if not isinstance(inputs, Sequence):
+    if isinstance(inputs, bytes | bytearray) or not isinstance(inputs, Sequence):
         raise ValueError(
             f"cannot read a prompt from {type(inputs).__name__}; pass text, chat messages or token ids"
         )
-    if inputs and (_is_token(inputs[0]) or isinstance(inputs[0], Mapping)):
+    if inputs and (is_whole(inputs[0]) or isinstance(inputs[0], Mapping)):
         return [inputs]
     return list(inputs)
 
@@ -62,57 +89,82 @@ def _unpadded(batch: Mapping[str, Any]) -> list[Any]:
     """The rows of a tokenizer's output, without the padding its attention mask marks."""
     if "input_ids" not in batch:
         raise ValueError(
-            f"a mapping of {sorted(batch)} is no prompt: it needs 'input_ids', or wrap a chat "
+            f"a mapping of {sorted(map(str, batch))} is no prompt: it needs 'input_ids', or wrap a chat "
             "message in a list"
         )
     rows = _rows(batch["input_ids"])
-    if "attention_mask" not in batch:
+    if batch.get("attention_mask") is None:
         return rows
     masks = _rows(batch["attention_mask"])
-    return [np.asarray(row)[np.asarray(mask, bool)] for row, mask in zip(rows, masks, strict=True)]
+    if len(masks) != len(rows):
+        raise ValueError(
+            f"attention_mask has {len(masks)} rows for {len(rows)} of input_ids; pass both as the "
+            "tokenizer returned them"
+        )
+    return [_kept(row, mask) for row, mask in zip(rows, masks, strict=True)]
 
 
-def _encode(row: Any, tokenizer: Any, chat_template: str | None) -> np.ndarray:
-    """Token ids of one row."""
-    if isinstance(row, str):
-        ids = require_tokenizer(tokenizer)(row)["input_ids"] if row else []
-    elif isinstance(row, Sequence) and row and isinstance(row[0], Mapping):
-        ids = _encode_messages(row, require_tokenizer(tokenizer), chat_template)
+def _kept(row: Any, mask: Any) -> Any:
+    """The tokens of a row whose mask is 1; a row that is no list of tokens is refused later."""
+    row, mask = as_plain(row), as_plain(mask)
+    if not isinstance(row, Sequence):
+        return row
+    if not isinstance(mask, Sequence) or [entry in (0, 1) for entry in mask] != [True] * len(row):
+        raise ValueError(
+            f"attention_mask must hold a 0 or a 1 for each of the {len(row)} tokens of a row, got "
+            f"{shown(mask)}; pass both as the tokenizer returned them"
+        )
+    return [token for token, kept in zip(row, mask, strict=True) if kept]
+
+
+def _encode(row: Any, tokenizer: Any, vocab_size: int, chat_template: str | None) -> np.ndarray:
+    """Token ids of one row, not empty and within the vocabulary."""
+    if isinstance(row, Sequence) and row and isinstance(row[0], Mapping):
+        ids = render_chat(require_tokenizer(tokenizer), row, chat_template)
+    elif chat_template is not None:
+        raise ValueError(
+            "chat_template= makes a prompt of chat messages, and this prompt is none; pass "
+            '[{"role": "user", "content": ...}], or leave out the template'
+        )
+    elif isinstance(row, str):
+        ids = encode_text(require_tokenizer(tokenizer), row) if row else []
     else:
         ids = row
-    ids = np.asarray(ids)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ValueError(f"a row must be text, messages or a list of token ids, got {row!r:.80}")
-    return ids.astype(np.int32)
+    return _checked(ids, vocab_size)
 
 
-def _encode_messages(messages: Any, tokenizer: Any, chat_template: str | None) -> Any:
-    """Token ids of a conversation, up to where the assistant's answer begins."""
-    if chat_template is None and not getattr(tokenizer, "chat_template", None):
+def _checked(ids: Any, vocab_size: int) -> np.ndarray:
+    """Token ids as int32; what does not fit is refused before it would be cut off."""
+    tokens: Any = as_plain(ids)
+    listed = isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes | bytearray)
+    if not (listed and _are_integers(tokens)):
+        raise ValueError(f"a row must be text, messages or a list of token ids, got {shown(ids)}")
+    if not tokens:
+        raise ValueError("the prompt is empty; pass at least one token")
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        outside = next(token for token in tokens if not 0 <= token < vocab_size)
         raise ValueError(
-            "messages need a chat template and this tokenizer has none; pass chat_template= (a Jinja "
-            "string such as longspec_jax.infer.prompts.VICUNA_TEMPLATE), or pass the prompt as text"
+            f"token id {outside} is outside the target's vocabulary of {vocab_size}; tokenise with the "
+            "tokenizer that belongs to this target"
         )
-    return tokenizer.apply_chat_template(
-        list(messages),
-        chat_template=chat_template,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-    )
+    return np.asarray(tokens, np.int32)
 
 
 def check_positions(lengths: Sequence[int], new_tokens: np.ndarray, max_positions: int) -> None:
     """Refuse rows that would leave the positions the target was made for."""
     for row, (length, new) in enumerate(zip(lengths, new_tokens.tolist(), strict=True)):
-        if length + new > max_positions:
-            room = max_positions - length
-            remedy = f"lower max_new_tokens to at most {room}, or " if room > 0 else ""
-            raise ValueError(
-                f"row {row}: a prompt of {length} tokens and max_new_tokens={new} reach position "
-                f"{length + new}, and the target has max_positions={max_positions}; {remedy}shorten "
-                f"the prompt to at most {max(0, max_positions - new)} tokens"
-            )
+        if length + new <= max_positions:
+            continue
+        where = f"row {row}: " if len(lengths) > 1 else ""
+        lower = f"lower max_new_tokens to at most {max_positions - length}"
+        shorten = f"shorten the prompt to at most {max_positions - new} tokens"
+        remedies = [lower] * (length < max_positions) + [shorten] * (new < max_positions)
+        both = f"shorten the prompt and lower max_new_tokens to {max_positions} tokens in all"
+        raise ValueError(
+            f"{where}a prompt of {length} tokens and max_new_tokens={new} reach position "
+            f"{length + new}, and the target has max_positions={max_positions}; "
+            f"{', or '.join(remedies) or both}"
+        )
 
 
 def require_tokenizer(tokenizer: Any) -> Any:
@@ -125,16 +177,6 @@ def require_tokenizer(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _check_row(index: int, row: np.ndarray, vocab_size: int) -> None:
-    if not row.size:
-        raise ValueError(f"row {index}: the prompt is empty; pass at least one token")
-    outside = row[(row < 0) | (row >= vocab_size)]
-    if outside.size:
-        raise ValueError(
-            f"row {index}: token id {outside[0]} is outside the target's vocabulary of {vocab_size}; "
-            "tokenise with the tokenizer that belongs to this target"
-        )
-
-
-def _is_token(item: Any) -> bool:
-    return isinstance(item, int | np.integer) and not isinstance(item, bool)
+def _are_integers(tokens: Sequence[Any]) -> bool:
+    # The types are few and the tokens many: a prompt may have a hundred thousand.
+    return set(map(type, tokens)) <= {int} or all(map(is_whole, tokens))

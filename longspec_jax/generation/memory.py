@@ -94,10 +94,12 @@ def check_fits(config: TargetConfig, plan: MemoryPlan, free: int | None) -> None
         return
     fits = largest_context(config, plan, free)
     gib = 1 / 2**30
+    rows = plan.batch * free // plan.needed_bytes
+    fewer = f"use at most {rows} rows" if rows else "use fewer rows"
     raise MemoryError(
         f"{plan.batch} row(s) of {plan.capacity} cache slots need {plan.needed_bytes * gib:.2f} GiB "
         f"({plan.cache_bytes * gib:.2f} cache, {plan.draft_state_bytes * gib:.2f} draft state, about "
         f"{plan.working_bytes * gib:.2f} working memory) beside the weights, and {free * gib:.2f} GiB "
         f"are free. The largest context that fits is {fits} tokens a row, prompt and new tokens "
-        "together; shorten the prompt or max_new_tokens, use fewer rows, or spread over more devices"
+        f"together; shorten the prompt or max_new_tokens, {fewer}, or spread over more devices"
     )

@@ -12,10 +12,15 @@ from typing import Any, TypedDict
 import jax.numpy as jnp
 import numpy as np
 
+from longspec_jax.checks import is_whole, shown
 from longspec_jax.decoding.engine import Request
 from longspec_jax.decoding.sampling import Sampling
+from longspec_jax.generation.values import as_plain, floats, in_row, integers
 
 DEFAULT_NEW_TOKENS = 256
+LARGEST_TEMPERATURE = float(np.finfo(np.float32).max)
+TRANSFORMERS_TOP_K = 50
+"""The ``top_k`` of a GenerationConfig that names none, wherever transformers samples with it."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -28,7 +33,8 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float | Sequence[float]
     """0 draws the argmax. 0 if absent, 1 with ``do_sample=True``."""
     top_k: int | Sequence[int]
-    """Only the ``k`` most likely tokens can be drawn; 0 for all."""
+    """Only the ``k`` most likely tokens can be drawn; 0 for all, the default without a
+    GenerationConfig."""
     top_p: float | Sequence[float]
     """Only the smallest set of most likely tokens with this mass; 1 for all."""
     seed: int | Sequence[int]
@@ -89,6 +95,7 @@ def resolve(
     generation_config: Any,
     prompt_lengths: Sequence[int],
     model_stop_tokens: Sequence[int],
+    vocab_size: int | None = None,
 ) -> RowOptions:
     """Check the options and give every row its values.
 
@@ -97,31 +104,41 @@ def resolve(
       generation_config: a transformers ``GenerationConfig``, or None.
       prompt_lengths: tokens of every prompt.
       model_stop_tokens: what ends a row unless the caller says otherwise.
+      vocab_size: width of the target's logits, below which stop tokens must lie; unchecked if absent.
 
     Raises:
       TypeError: for an unknown option.
-      ValueError: for a value outside its range, or a sequence that does not fit the batch.
+      ValueError: for a value of a wrong type or outside its range, a sequence that does not fit the
+        batch, or an option that has no effect.
       NotImplementedError: for an option of transformers that is not supported.
     """
     _check_names(options)
     given = {key: value for key, value in options.items() if value is not None}
     merged = {**_from_config(generation_config, prompt_lengths), **given}
-    batch = len(prompt_lengths)
+    rows = len(prompt_lengths)
 
-    def rows(name: str, default: Any, dtype: Any) -> np.ndarray:
-        return _per_row(name, merged.get(name, default), batch, dtype)
+    def whole(name: str, default: int, low: int, high: int, rule: str) -> np.ndarray:
+        value, dtype = merged.get(name, default), np.uint32 if name == "seed" else np.int32
+        return np.asarray(integers(name, value, rows, lambda n: low <= n <= high, rule), dtype)
 
+    most = 2**31 - 1
+    temperature = _temperature(merged, given, rows)
+    top_p = floats("top_p", merged.get("top_p", 1.0), rows, lambda p: 0 < p <= 1, "in (0, 1]")
     resolved = RowOptions(
-        max_new_tokens=rows("max_new_tokens", DEFAULT_NEW_TOKENS, np.int32),
-        temperature=_temperature(merged, given, batch),
-        top_k=rows("top_k", 0, np.int32),
-        top_p=rows("top_p", 1.0, np.float32),
-        seed=_seeds(merged.get("seed", 0), batch),
-        stop_tokens=_stop_sets(merged.get("eos_token_id", model_stop_tokens), batch),
+        max_new_tokens=whole(
+            "max_new_tokens", DEFAULT_NEW_TOKENS, 1, most, f">= 1 and at most {most}"
+        ),
+        temperature=temperature,
+        top_k=whole("top_k", 0, 0, most, f">= 0 (0 keeps all tokens) and at most {most}"),
+        # A mass too small for float32 still leaves the most likely token.
+        top_p=np.maximum(np.asarray(top_p, np.float32), np.finfo(np.float32).tiny),
+        seed=whole("seed", 0, 0, 2**32 - 1, f"in [0, 2**32), at most {2**32 - 1}"),
+        stop_tokens=_stop_sets(merged.get("eos_token_id", model_stop_tokens), rows),
     )
-    _check_range("max_new_tokens", resolved.max_new_tokens, resolved.max_new_tokens >= 1, ">= 1")
-    _check_range("top_k", resolved.top_k, resolved.top_k >= 0, ">= 0 (0 keeps all tokens)")
-    _check_range("top_p", resolved.top_p, (resolved.top_p > 0) & (resolved.top_p <= 1), "in (0, 1]")
+    if "eos_token_id" in merged:
+        _check_vocabulary(resolved.stop_tokens, 2**31 if vocab_size is None else vocab_size)
+    if not temperature.any():
+        _check_no_filter(resolved, given)
     return resolved
 
 
@@ -138,10 +155,15 @@ def _from_config(config: Any, prompt_lengths: Sequence[int]) -> dict[str, Any]:
     """The options a transformers GenerationConfig sets; refuses those that cannot be honoured."""
     if config is None:
         return {}
+    if isinstance(config, type) or not hasattr(config, "to_diff_dict"):
+        raise ValueError(
+            f"generation_config must be a transformers GenerationConfig, got {shown(config)}; pass "
+            "options as keyword arguments, such as max_new_tokens=64"
+        )
     values = {key: value for key, value in config.to_diff_dict().items() if value is not None}
-    # transformers 4 has a default top-k of 50, which its difference to the defaults leaves out.
-    if getattr(config, "do_sample", None) and getattr(config, "top_k", None):
-        values["top_k"] = config.top_k
+    # The default is no part of the difference; transformers applies it to whatever it samples.
+    top_k = getattr(config, "top_k", None)
+    values["top_k"] = TRANSFORMERS_TOP_K if top_k is None else top_k
     longest = values.pop("max_length", None)
     if longest is not None and "max_new_tokens" not in values:
         values["max_new_tokens"] = [longest - length for length in prompt_lengths]
@@ -161,66 +183,93 @@ def _from_config(config: Any, prompt_lengths: Sequence[int]) -> dict[str, Any]:
     return supported
 
 
-def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], batch: int) -> np.ndarray:
+def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int) -> np.ndarray:
     """Temperatures of the rows, with ``do_sample`` worked in."""
     sample = merged.get("do_sample")
+    if not isinstance(sample, bool | np.bool_ | None):
+        raise ValueError(
+            f"do_sample={shown(sample)} must be True or False, for all rows; a row with temperature 0 "
+            "draws the argmax"
+        )
     if "temperature" in given and "do_sample" not in given:
         sample = None  # An explicit temperature says by itself whether to sample.
-    default = 1.0 if sample else 0.0
-    values = _per_row("temperature", merged.get("temperature", default), batch, np.float32)
-    _check_range(
-        "temperature", values, np.isfinite(values) & (values >= 0), ">= 0 (0 is greedy) and finite"
+    values = floats(
+        "temperature",
+        merged.get("temperature", 1.0 if sample else 0.0),
+        rows,
+        lambda one: 0 <= one <= LARGEST_TEMPERATURE,
+        ">= 0 (0 is greedy) and finite",
     )
-    if sample is False:
-        if "temperature" in given and values.any():
-            raise ValueError(
-                f"do_sample=False draws the argmax, but temperature={given['temperature']} asks for "
-                "samples; drop one of the two"
-            )
-        return np.zeros_like(values)
-    if sample and not values.all():
+    array = np.asarray(values, np.float32)
+    if sample is None or (sample and array.all()):
+        return array
+    if sample:
         raise ValueError("do_sample=True needs a temperature above 0; drop it for greedy decoding")
-    return values
-
-
-def _per_row(name: str, value: Any, batch: int, dtype: Any) -> np.ndarray:
-    """A scalar repeated for every row, or a sequence checked against their number."""
-    try:
-        array = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r} must be a number, or one number a row") from None
-    if array.ndim > 1 or (array.ndim == 1 and len(array) != batch):
+    if "temperature" in given and array.any():
         raise ValueError(
-            f"{name} has {array.size} values for {batch} prompts; pass one number, or one a prompt"
+            f"do_sample=False draws the argmax, but temperature={given['temperature']} asks for "
+            "samples; drop one of the two"
         )
-    if np.issubdtype(dtype, np.integer) and (array != np.floor(array)).any():
-        raise ValueError(f"{name}={value!r} must be an integer")
-    return np.broadcast_to(array, (batch,)).astype(dtype)
+    return np.zeros_like(array)
 
 
-def _seeds(value: Any, batch: int) -> np.ndarray:
-    seeds = np.broadcast_to(_per_row("seed", value, batch, np.float64), (batch,))
-    _check_range("seed", seeds, (seeds >= 0) & (seeds < 2**32), "in [0, 2**32)")
-    return seeds.astype(np.uint32)
-
-
-def _stop_sets(value: Any, batch: int) -> tuple[tuple[int, ...], ...]:
-    """One tuple of stop tokens a row, from an id, a set for all rows, or a set for each."""
-    items: list[Any] = [value] if isinstance(value, int | np.integer) else list(value)
-    nested = any(isinstance(item, Sequence | set | np.ndarray) for item in items)
-    sets = [tuple(map(int, row)) for row in items] if nested else [tuple(map(int, items))] * batch
-    if len(sets) != batch:
-        raise ValueError(
-            f"eos_token_id has {len(sets)} stop sets for {batch} prompts; pass one set, or one a prompt"
-        )
-    for row in sets:
-        if any(token < 0 for token in row):
+def _check_no_filter(resolved: RowOptions, given: Mapping[str, Any]) -> None:
+    """Refuse to be told which tokens to draw from where the most likely one is taken."""
+    acts = {"top_k": (resolved.top_k > 0).any(), "top_p": (resolved.top_p < 1).any()}
+    for name, act in acts.items():
+        if name in given and act:
             raise ValueError(
-                f"eos_token_id={list(row)} holds a negative id; pass eos_token_id=[] to never stop"
+                f"{name}={given[name]} has no effect at temperature 0; set temperature (or "
+                "do_sample=True), or leave it out"
             )
-    return tuple(sets)
 
 
-def _check_range(name: str, values: np.ndarray, good: np.ndarray, rule: str) -> None:
-    for row in np.flatnonzero(~good):
-        raise ValueError(f"{name}={values[row].item():g} of row {row} must be {rule}")
+def _stop_sets(value: Any, rows: int) -> tuple[tuple[int, ...], ...]:
+    """One tuple of stop tokens a row, from an id, a set for all rows, or a set for each."""
+    value = as_plain(value)
+    items = [value] if is_whole(value) else _listed(value)
+    nested = [_listed(item) for item in items if not is_whole(item)]
+    if nested and len(nested) < len(items):
+        raise _no_stop_set(value)
+    sets = nested if nested else [items] * rows
+    if len(sets) != rows:
+        raise ValueError(
+            f"eos_token_id has {len(sets)} stop sets for {rows} prompt{'s' * (rows != 1)}; pass one "
+            "set, or one a prompt"
+        )
+    for ids in sets:
+        for token in ids:
+            if not is_whole(token):
+                raise _no_stop_set(token)
+            if token < 0:
+                raise ValueError(
+                    f"eos_token_id={ids} holds a negative id; pass eos_token_id=[] to never stop"
+                )
+    return tuple(tuple(map(int, ids)) for ids in sets)
+
+
+def _listed(value: Any) -> list[Any]:
+    """The items of a list, a set or an array."""
+    value = as_plain(value)
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence | set | frozenset):
+        raise _no_stop_set(value)
+    return list(value)
+
+
+def _no_stop_set(value: Any) -> ValueError:
+    return ValueError(
+        f"eos_token_id={shown(value)} must be a token id, a list of ids, or a list of ids for every "
+        "prompt; tokenizer.convert_tokens_to_ids gives the id of a token"
+    )
+
+
+def _check_vocabulary(stop_tokens: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Refuse to wait for a token that cannot come."""
+    for row, tokens in enumerate(stop_tokens):
+        for token in tokens:
+            if token >= vocab_size:
+                raise ValueError(
+                    f"eos_token_id={token}{in_row(row, len(stop_tokens))} is outside the target's "
+                    f"vocabulary of {vocab_size}, so no row would ever end with it; pass an id below, "
+                    "or eos_token_id=[] to never stop"
+                )

@@ -1,17 +1,31 @@
-"""Text from tokens as they arrive, without ever showing half a character.
+"""Text from tokens as they arrive: in all exactly the text of the whole, and never half a character.
 
-A byte-level token may end inside a UTF-8 sequence, and a SentencePiece token decodes differently at
-the start of a text. Both are handled by decoding a short window and releasing text only once the
-window's end is whole.
+The text of a completion is the text of prompt and completion, without the longest beginning that it
+shares with the text of the prompt alone. A character that the prompt began and the completion ends is
+therefore the completion's.
+
+Text is released once no later token can change it. Two things can still change:
+
+* A byte-level token may end inside a UTF-8 sequence, which decodes to one U+FFFD until it is whole.
+* A tokenizer with byte fallback (Llama-2, Vicuna, LongChat) decodes a run of ``<0xE2>`` tokens as one:
+  a single wrong byte turns every byte of the run into U+FFFD. A run is held until it has ended.
+
+Decoding starts a few tokens back, never inside a run, so that the time is linear in the tokens.
 """
 
-from collections.abc import Sequence
+import functools
+import os
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 CONTEXT = 8
-"""Prompt tokens the window starts with, so that a continuation keeps its leading space."""
+"""Tokens that are decoded before the first new one. SentencePiece drops the space at the start of what
+it decodes, and a UTF-8 sequence may have begun up to three tokens back."""
 REPLACEMENT = "\ufffd"
 """What an incomplete UTF-8 sequence decodes to."""
+BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""A token of byte fallback."""
 
 
 class Piece(NamedTuple):
@@ -25,7 +39,7 @@ class Piece(NamedTuple):
 class Detokenizer:
     """The text of one row, token by token.
 
-    The concatenation of everything :meth:`push` and :meth:`flush` return is the text of all tokens.
+    The concatenation of everything :meth:`push` and :meth:`flush` return is :func:`continuation`.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
@@ -36,35 +50,79 @@ class Detokenizer:
           prompt: the tokens before the first pushed one; the last few matter.
         """
         self._tokenizer = tokenizer
-        self._tokens = [int(token) for token in prompt[-CONTEXT:]]
-        self._start = 0
-        self._shown = len(self._tokens)
+        # Asked of every token, and answered by the tokenizer once for each.
+        self._is_silent = functools.cache(functools.partial(_is_silent, tokenizer))
+        self._is_byte = functools.cache(functools.partial(_is_byte, tokenizer))
+        self._window = _tail(prompt, self._is_silent, self._is_byte)
+        self._shown = self._text()
 
     def push(self, token: int) -> str:
-        """Add a token; return the text it completes, empty while a character is incomplete."""
-        self._tokens.append(int(token))
-        return self._release(hold=True)
+        """Add a token; return the text it completes, empty while that may still change."""
+        if self._is_silent(token):
+            return ""
+        self._window.append(int(token))
+        if self._is_byte(token):
+            return ""
+        released = self._release(self._text().removesuffix(REPLACEMENT))
+        if released and len(self._window) > 2 * CONTEXT:
+            self._window = _tail(self._window, self._is_silent, self._is_byte)
+            self._shown = self._text().removesuffix(REPLACEMENT)
+        return released
 
     def flush(self) -> str:
         """Return what is still held back; the row has ended."""
-        return self._release(hold=False)
+        return self._release(self._text())
 
-    def _release(self, hold: bool) -> str:
-        shown = self._decode(self._tokens[self._start : self._shown])
-        whole = self._decode(self._tokens[self._start :])
-        if len(whole) <= len(shown) or (hold and whole.endswith(REPLACEMENT)):
+    def _text(self) -> str:
+        return _decode(self._tokenizer, self._window)
+
+    def _release(self, text: str) -> str:
+        """What is new in the text of the window."""
+        if self._shown.startswith(text):
             return ""
-        # The window moves up to the tokens just released, the context of the next ones.
-        self._start, self._shown = self._shown, len(self._tokens)
-        return whole[len(shown) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        released, self._shown = _beyond(text, self._shown), text
+        return released
 
 
 def continuation(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text of ``tokens`` behind a prompt: what a :class:`Detokenizer` releases in all."""
-    detokenizer = Detokenizer(tokenizer, prompt)
-    return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
+    """The text of ``tokens`` behind a prompt, see above."""
+    tests = functools.partial(_is_silent, tokenizer), functools.partial(_is_byte, tokenizer)
+    context = _tail(prompt, *tests)
+    return _beyond(_decode(tokenizer, [*context, *tokens]), _decode(tokenizer, context))
+
+
+def _beyond(text: str, shown: str) -> str:
+    """What ``text`` says behind the beginning that both share."""
+    return text[len(os.path.commonprefix([text, shown])) :]
+
+
+def _tail(
+    tokens: Sequence[int], is_silent: Callable[[int], bool], is_byte: Callable[[int], bool]
+) -> list[int]:
+    """The last few tokens that have a text, from one that may begin a text of its own."""
+    tail: list[int] = []
+    for token in map(int, reversed(tokens)):
+        if not is_silent(token):
+            tail.append(token)
+            if len(tail) >= CONTEXT and not is_byte(token):
+                break
+    return tail[::-1]
+
+
+def _is_silent(tokenizer: Any, token: int) -> bool:
+    """Whether a token has no text anywhere: a special one, or an id that the tokenizer lacks.
+
+    Two in a row are decoded because a lone space may be dropped at the start.
+    """
+    return not _decode(tokenizer, [token, token])
+
+
+def _is_byte(tokenizer: Any, token: int) -> bool:
+    """Whether a token stands for a byte, and joins its neighbours of this kind to characters."""
+    return BYTE.fullmatch(tokenizer.convert_ids_to_tokens(int(token)) or "") is not None
+
+
+def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    return tokenizer.decode(
+        list(map(int, tokens)), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )

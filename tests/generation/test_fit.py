@@ -4,9 +4,11 @@ import dataclasses
 import json
 import time
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from longspec_jax import PLAIN, TreeConfig
+from longspec_jax import PLAIN, TreeConfig, make_mesh
 from longspec_jax.config import DEFAULT_TREE
 from longspec_jax.generation import fit, kept
 from longspec_jax.generation.activity import Fitted, Fitting
@@ -80,17 +82,15 @@ def test_nothing_is_timed_where_nothing_is_kept(monkeypatch, spec) -> None:
     assert [use.tree for use in result.stats.trees] == [CHAIN]
 
 
-def test_machines_have_their_usual_tree(monkeypatch) -> None:
-    assert fit.usual_tree() == CHAIN and CHAIN in fit.default_trees()
+def test_machines_have_their_usual_tree(folder, monkeypatch) -> None:
+    small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (10**6, 10**9))
+    assert fit.trees_to_fit(small, None) == fit.trees_to_fit(large, None) == (CHAIN, WIDE)
+    assert fit.trees_to_fit(small, make_mesh()) == (CHAIN,)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    assert fit.usual_tree() == DEFAULT_TREE and CHAIN in fit.default_trees()
-    large = {"w": dataclasses.make_dataclass("Leaf", ["size", "dtype"])(10**9, _TwoBytes())}
-    assert not fit.worth_timing(large)
-    assert fit.worth_timing({})
-
-
-class _TwoBytes:
-    itemsize = 2
+    assert fit.trees_to_fit(small, None) == (WIDE, DEFAULT_TREE)
+    assert fit.trees_to_fit(large, None) == (DEFAULT_TREE,)
+    monkeypatch.setenv("LONGSPEC_CACHE", "off")
+    assert fit.trees_to_fit(small, None) == (DEFAULT_TREE,)
 
 
 def test_a_prompt_that_ends_at_once_is_not_timed(folder, spec) -> None:

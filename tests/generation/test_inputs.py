@@ -1,14 +1,24 @@
 """Prompts in, token ids out: every form a caller may have gives the same ids."""
 
+import copy
+from typing import Any
+
 import numpy as np
 import pytest
 
-from longspec_jax.generation.inputs import to_prompts
+from longspec_jax.generation.inputs import check_positions, to_prompt, to_prompts
 from tests.infer.toys import toy_tokenizer
 
 TEXTS = ["ab cd gh é", "fgh €€ abc"]
 IDS = [toy_tokenizer()(text)["input_ids"] for text in TEXTS]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def chatty() -> Any:
+    """The toy's tokenizer with a chat template of its own."""
+    tokenizer = copy.copy(toy_tokenizer())
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 def padded() -> dict[str, np.ndarray]:
@@ -31,7 +41,7 @@ def padded() -> dict[str, np.ndarray]:
     ids=["text", "lists", "arrays", "padded", "encoding", "messages"],
 )
 def test_batches(inputs) -> None:
-    rows = to_prompts(inputs, toy_tokenizer(), 17, TEMPLATE)
+    rows = to_prompts(inputs, chatty(), 17)
     assert [row.tolist() for row in rows] == IDS
     assert all(row.dtype == np.int32 for row in rows)
 
@@ -48,8 +58,23 @@ def test_batches(inputs) -> None:
     ids=["text", "list", "array", "row", "messages"],
 )
 def test_single_rows(inputs) -> None:
-    [row] = to_prompts(inputs, toy_tokenizer(), 17, TEMPLATE)
+    [row] = to_prompts(inputs, chatty(), 17)
     assert row.tolist() == IDS[0]
+
+
+MESSAGES = [{"role": "user", "content": "ab"}]
+IDS_AND_MASKS = [
+    ([1, 2, 3], [1, 1]),
+    ([1, 2, 3], [[1, 1, 1], [1, 1, 1]]),
+    ([[1, 2, 3], [1, 2, 3]], [1, 1, 1]),
+    ([[1, 2, 3]], [[[1, 1, 1]]]),
+    ([1, 2, 3], [1, 2, 1]),
+    ([1, 2, 3], ["a", "b", "c"]),
+    ([1, 2, 3], [None, 1, 1]),
+    ([1, 2, 3], [[1], 1, [1]]),
+    ([1, 2, 3], 3),
+    ([1, 2, 3], "111"),
+]
 
 
 @pytest.mark.parametrize(
@@ -57,10 +82,76 @@ def test_single_rows(inputs) -> None:
     [
         ([1.5, 2.5], "list of token ids, got 1.5"),
         (np.zeros((1, 2, 3), int), r"shape \[P\] or \[B, P\], got \(1, 2, 3\)"),
+        (np.asarray(3), r"shape \[P\] or \[B, P\], got \(\)"),
+        (np.asarray([0.5]), "list of token ids"),
         ({"ids": [1]}, "needs 'input_ids'"),
+        ({3: [1]}, "needs 'input_ids'"),
         ([1, -1], "token id -1 is outside"),
+        ([1, 17], "token id 17 is outside the target's vocabulary of 17"),
+        ([4_294_967_301], "token id 4294967301 is outside"),
+        ([10**30], f"token id {10**30} is outside"),
+        (np.asarray([4_294_967_301]), "token id 4294967301 is outside"),
+        (np.asarray([2**63], np.uint64), "token id 9223372036854775808 is outside"),
+        ([1, True], "list of token ids"),
+        ([1, None], "list of token ids"),
+        ([1, "a"], "list of token ids"),
+        ([1, 2.0], "list of token ids"),
+        ([[[1, 2], [3]], [4]], "^row 0: a row must be text, messages or a list of token ids"),
+        ({"input_ids": [[[1, 2], [3]]]}, "^a row must be text"),
+        ([{"input_ids": [1]}, {"input_ids": [2]}], "message 0 must have role and content"),
+        (b"ab", "cannot read a prompt from bytes"),
+        ([b"ab"], "list of token ids"),
+        (None, "cannot read a prompt from NoneType"),
+        ({1, 2}, "cannot read a prompt from set"),
+        ([None], "list of token ids, got None"),
+        (["ab", None], "^row 1: a row must be text"),
+        (["ab", ""], "^row 1: the prompt is empty"),
+        ([], "no prompts"),
+        ("", "^the prompt is empty"),
+        ([[]], "^the prompt is empty"),
+        ({"input_ids": []}, "no prompts"),
+        ({"input_ids": [[1], 3], "attention_mask": [[1], [1]]}, "^row 1: a row must be text"),
+        ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "^the prompt is empty"),
+        ("a\ud800b", "a lone surrogate, .* at character 1"),
+        (["ab", "\udfff"], "^row 1: the text has a lone surrogate"),
+        ([[{"role": "user", "content": None}], MESSAGES], "^row 0: message 0: the content must be"),
+        *(
+            ({"input_ids": ids, "attention_mask": mask}, "attention_mask|cannot read")
+            for ids, mask in IDS_AND_MASKS
+        ),
     ],
+    ids=repr,
 )
 def test_refusals(inputs, message) -> None:
     with pytest.raises(ValueError, match=message):
-        to_prompts(inputs, toy_tokenizer(), 17)
+        to_prompts(inputs, chatty(), 17)
+
+
+@pytest.mark.parametrize("inputs", [TEXTS[0], TEXTS, IDS[0], [MESSAGES, TEXTS[0]]], ids=repr)
+def test_a_template_is_for_messages(inputs) -> None:
+    with pytest.raises(
+        ValueError, match="chat_template= makes a prompt of chat messages, and this"
+    ):
+        to_prompts(inputs, chatty(), 17, TEMPLATE)
+
+
+def test_one_prompt_is_not_several() -> None:
+    assert to_prompt({"input_ids": [[1, 2]]}, None, 17).tolist() == [1, 2]
+    with pytest.raises(ValueError, match="one prompt is needed here, and .* holds 2"):
+        to_prompt({"input_ids": [[1, 2], [3]]}, None, 17)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "new", "message"),
+    [
+        ([3], [10**9], "^a prompt of 3 .*; lower max_new_tokens to at most 97$"),
+        ([3, 4], [9, 97], "^row 1: .*to at most 96, or shorten the prompt to at most 3 tokens$"),
+        ([100], [9], "; shorten the prompt to at most 91 tokens$"),
+        ([100], [100], "; shorten the prompt and lower max_new_tokens to 100 tokens in all$"),
+        ([99], [100], "; lower max_new_tokens to at most 1$"),
+    ],
+)
+def test_positions(lengths, new, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_positions(lengths, np.asarray(new), 100)
+    check_positions(lengths, np.asarray([1] * len(new)), 101)

@@ -1,16 +1,24 @@
 """Generation options: one value a row, transformers' meaning, and refusals that name the rule."""
 
+import math
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from transformers import GenerationConfig
 
-from longspec_jax.generation.options import resolve
+from longspec_jax.generation.options import TRANSFORMERS_TOP_K, resolve
 
 LENGTHS = [5, 7]
 
 
-def rows(config=None, **options):
-    return resolve(options, config, LENGTHS, model_stop_tokens=(2,))
+def rows(config: Any = None, **options: Any) -> Any:
+    return resolve(options, config, LENGTHS, model_stop_tokens=(2,), vocab_size=17)
+
+
+def row(**options: Any) -> Any:
+    return resolve(options, None, LENGTHS[:1], model_stop_tokens=(2,))
 
 
 def test_defaults_are_greedy() -> None:
@@ -92,5 +100,124 @@ def test_refusals(options, error, message) -> None:
         rows(**options)
 
 
-def test_arrays_are_values_by_row() -> None:
-    assert rows(seed=np.array([3, 4])).seed.tolist() == [3, 4]
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray, tuple])
+def test_arrays_are_values_by_row(array) -> None:
+    assert rows(seed=array([3, 4])).seed.tolist() == [3, 4]
+    assert rows(eos_token_id=array([3, 4])).stop_tokens == ((3, 4), (3, 4))
+    assert row(eos_token_id=np.int64(3), top_k=np.int32(0)).stop_tokens == ((3,),)
+
+
+NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+NO_NUMBERS = ["5", "", True, np.True_, b"5", {}, {5}, object(), [None], ["5"], [True], [[5]], 3j]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+def test_what_is_no_number(name, value) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}=.* must be a(n integer| number)"):
+        row(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "top_k", "seed"])
+@pytest.mark.parametrize("value", [1.5, 5.0, math.nan, math.inf, np.float32(2)], ids=repr)
+def test_what_is_no_whole_number(name, value) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}=.* must be an integer"):
+        row(**{name: value})
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("values", [[], [1, 1]], ids=repr)
+def test_a_sequence_has_a_value_a_row(name, values) -> None:
+    expected = f"{name} has {len(values)} values for 1 prompt; pass one number, or one a prompt"
+    with pytest.raises(ValueError, match=expected):
+        row(**{name: values})
+
+
+RANGES = {
+    "max_new_tokens": [0, -1, 2**31, 10**30],
+    "temperature": [-1, -1e-30, math.nan, math.inf, -math.inf, 1e39],
+    "top_k": [-1, 2**31, 10**30],
+    "top_p": [0, -0.5, 1.5, math.nan, math.inf],
+    "seed": [-1, 2**32, 10**30],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(n, v) for n, values in RANGES.items() for v in values]
+)
+def test_ranges(name, value) -> None:
+    """The value stands as it was given, and no row is named where there is but one."""
+    with pytest.raises(ValueError) as error:
+        row(**{name: value})
+    assert str(error.value).startswith(f"{name}={value!r} must be ")
+    with pytest.raises(ValueError, match=f"{name}=.* of row 1 must be "):
+        rows(**{name: [1, value]})
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["</s>", "", 1.9, [1.9], [1, "2"], [None], True, [True], {}, b"ab", [[1], 2], [[1], None], 3j]
+    + [[["a"]], object(), np.float32(1), -1, [[-1]]],
+    ids=repr,
+)
+def test_stop_tokens_that_are_none(value) -> None:
+    with pytest.raises(ValueError, match="^eos_token_id="):
+        row(eos_token_id=value)
+
+
+@pytest.mark.parametrize("value", [17, 999_999, 2**40, [3, 17], [[3], [17]]], ids=repr)
+def test_stop_tokens_lie_in_the_vocabulary(value) -> None:
+    with pytest.raises(
+        ValueError, match="eos_token_id=.* is outside the target's vocabulary of 17"
+    ):
+        rows(eos_token_id=value)
+    with pytest.raises(ValueError, match="outside the target's vocabulary of 17"):
+        rows(GenerationConfig(eos_token_id=[3, 2**40]))
+    with pytest.raises(ValueError, match="eos_token_id=1099511627776 is outside"):
+        row(eos_token_id=2**40)
+
+
+@pytest.mark.parametrize("value", ["no", "", 1, 0, 1.0, [True], {}], ids=repr)
+def test_whether_to_sample_is_a_yes_or_no(value) -> None:
+    with pytest.raises(ValueError, match=r"^do_sample=.* must be True or False"):
+        row(do_sample=value)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"temperature": 0.5}, "x", 3, GenerationConfig, ["a"]], ids=repr
+)
+def test_what_is_no_generation_config(config) -> None:
+    with pytest.raises(ValueError, match="generation_config must be a transformers Generation"):
+        rows(config)
+
+
+@pytest.mark.parametrize("options", [dict(top_k=5), dict(top_p=0.5), dict(top_k=[5, 0])], ids=repr)
+@pytest.mark.parametrize("greedy", [{}, dict(temperature=0), dict(do_sample=False)], ids=repr)
+def test_a_filter_without_a_temperature(options, greedy) -> None:
+    """Nothing is ignored in silence; what does nothing anyway, or comes with a config, may stay."""
+    [(name, value)] = options.items()
+    with pytest.raises(ValueError) as error:
+        rows(**options, **greedy)
+    assert str(error.value).startswith(f"{name}={value} has no effect at temperature 0; set temp")
+    rows(top_k=0, top_p=1.0, **greedy)
+    rows(GenerationConfig(**{name: np.max(value).item()}), **greedy)
+    rows(**options, temperature=[0, 1])
+
+
+def test_extreme_values_that_are_fine() -> None:
+    found = row(temperature=1.3e-38, top_p=1e-60, top_k=2**31 - 1, max_new_tokens=2**31 - 1)
+    assert found.temperature > 0 and found.top_p > 0
+    assert (found.top_k, found.max_new_tokens) == (2**31 - 1, 2**31 - 1)
+
+
+def test_a_config_keeps_the_default_of_transformers() -> None:
+    """Which filters what it samples by ``top_k=50`` unless told otherwise, in any version."""
+    defaults = getattr(GenerationConfig, "_get_default_generation_params", lambda: {"top_k": 50})()
+    assert defaults["top_k"] == TRANSFORMERS_TOP_K
+    older = GenerationConfig()
+    older.top_k, older.do_sample = 50, False  # As transformers 4 makes them.
+    for config in (GenerationConfig(do_sample=True), GenerationConfig(do_sample=False), older):
+        assert rows(config, do_sample=True).top_k.tolist() == [TRANSFORMERS_TOP_K] * 2
+        assert rows(config, do_sample=True, top_k=0).top_k.tolist() == [0, 0]
+    assert rows(GenerationConfig(do_sample=True, top_k=7)).top_k.tolist() == [7, 7]
+    assert rows(do_sample=True).top_k.tolist() == [0, 0]

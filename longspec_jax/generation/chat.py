@@ -1,0 +1,97 @@
+"""Chat messages to token ids, by the template that comes with a tokenizer or another one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from longspec_jax.checks import shown
+from longspec_jax.generation import template_sandbox
+from longspec_jax.generation.tokens import encode_text
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None = None
+) -> list[int]:
+    """Token ids of a conversation, up to where the assistant's answer begins.
+
+    The ids are those of ``tokenizer.apply_chat_template``, but a template that would run for ever, or
+    fill the memory, is stopped.
+
+    Args:
+      tokenizer: a transformers tokenizer.
+      messages: ``{"role": ..., "content": ...}`` of every turn; the content is text, or a list of
+        parts ``{"type": "text", "text": ...}``.
+      template: a Jinja template instead of the tokenizer's own, or the name of one of its own.
+
+    Raises:
+      ValueError: for what is no conversation, no template, or a template that cannot render it.
+    """
+    variables = {
+        **getattr(tokenizer, "special_tokens_map", {}),
+        "messages": plain_messages(messages),
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+    }
+    source = _template(tokenizer, template)
+    try:
+        text = template_sandbox.render(source, variables)
+    except Exception as error:  # A template raises what Python raises: its author wrote a program.
+        raise ValueError(
+            f"the chat template cannot render these messages: {error} ({type(error).__name__}); pass "
+            "another one as chat_template=, or the prompt as text"
+        ) from error
+    return encode_text(tokenizer, text, special=False)
+
+
+def plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages with every content as one text; parts of text are joined.
+
+    Raises:
+      ValueError: for anything but a list of messages with role and content.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise ValueError(
+            "messages must be a list of objects with role and content, at least one, got "
+            f"{shown(messages)}"
+        )
+    return [_plain_message(index, message) for index, message in enumerate(messages)]
+
+
+def _plain_message(index: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        raise ValueError(f"message {index} must have role and content, got {shown(message)}")
+    if not isinstance(message["role"], str):
+        raise ValueError(f"message {index}: the role must be text, got {shown(message['role'])}")
+    content = message["content"]
+    if isinstance(content, list | tuple):
+        content = "".join(_part(index, part) for part in content)
+    elif not isinstance(content, str):
+        raise ValueError(
+            f"message {index}: the content must be text, or a list of parts "
+            f'{{"type": "text", "text": ...}}, got {shown(content)}'
+        )
+    others = {key: value for key, value in message.items() if value is not None}
+    return {**others, "content": content}
+
+
+def _part(index: int, part: Any) -> str:
+    """The text of a part of a message."""
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+    if isinstance(text, str):
+        return text
+    raise ValueError(
+        f'message {index}: a part of the content must be {{"type": "text", "text": ...}}, got '
+        f"{shown(part)}; there are no models of images or sound here"
+    )
+
+
+def _template(tokenizer: Any, template: str | None) -> str:
+    """The Jinja text of a template: given, named, or the tokenizer's own."""
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"chat_template must be a Jinja template as text, got {shown(template)}")
+    if template is None and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "messages need a chat template and this tokenizer has none; pass chat_template= (a Jinja "
+            "string such as longspec_jax.infer.prompts.VICUNA_TEMPLATE), or pass the prompt as text"
+        )
+    return tokenizer.get_chat_template(template)

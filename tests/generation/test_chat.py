@@ -1,0 +1,248 @@
+"""Chat messages to tokens: what transformers gives, but no template runs for ever."""
+
+import copy
+import time
+from typing import Any
+
+import pytest
+
+from infer.prompts import VICUNA_TEMPLATE
+from longspec_jax.generation import template_sandbox
+from longspec_jax.generation.chat import plain_messages, render_chat
+from tests.generation.test_text import byte_level
+
+LLAMA_3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ "
+    "message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+LLAMA_31 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- endif %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "Today Date: " + date_string + "\n\n" + system_message }}
+{%- if tools is not none %}{{- tools | tojson(indent=4) }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'ipython' %}{{ raise_exception("no tools") }}{% endif %}
+    {{- '[' + message['role'] + ']\n\n'+ message['content'] | trim + '[eot]' }}
+{%- endfor %}
+"""
+QWEN_2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+QWEN_3 = """{%- set ns = namespace(multi_step=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step and message.role == "user" and message.content is string and
+        not(message.content.startswith('<tool_response>')) %}
+        {%- set ns.multi_step = false %}{%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content.split('</think>')[-1].lstrip('\n') %}
+    {{- ns.last ~ '|' ~ loop.index0 ~ '|' ~ content }}
+    {%- if loop.last or (not loop.last and loop.nextitem) %}{{- loop.length }}{%- endif %}
+{%- endfor %}"""
+ODDS_AND_ENDS = """{% macro turn(role, text='') -%}<{{ role }}>{{ text }}
+    {{- caller() if caller }}{%- endmacro %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+    {%- generation %}{{ turn(message.role, message.content) }}{% endgeneration %}
+    {%- call turn('x') %} inner {% endcall %}
+    {{ {'a': [1, 'é', none, true], 'b': ('<', "'")} | tojson(indent=2) }} {{ [1, none] }} {{ none }}
+    {{ message | items | list }} {{ undefined }} {{ undefined is defined }} {{ "%s-%03d" % ('a', 7) }}
+    {{ "{} {:>5}".format(message.role, 3) }} {{ 'a,b'.split(',') | join('; ') }}
+    {{ 'a' * 3 }} {{ 2 ** 3 }}
+    {{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join }}
+    {{ messages | map(attribute='role') | unique | sort | list }} {{ range(3) | list + [4] }}
+    {{ dict(a=1) }} {{ message.content | replace('a', 'bb') | indent(2) | upper }} {{ 7 // 2 % 2 }}
+    {%- for a, b in [(1, 2), (3, 4)] if a > 1 recursive %}{{ a }}{{ b }}{% else %}none{% endfor %}
+    {%- if loop.index > 2 %}{% break %}{% endif %}
+{%- endfor %}
+{%- set text %}set block {{ add_generation_prompt }}{% endset %}{{ text }}
+"""
+STYLES = dict(
+    llama_3=LLAMA_3,
+    llama_31=LLAMA_31,
+    qwen_2=QWEN_2,
+    qwen_3=QWEN_3,
+    vicuna=VICUNA_TEMPLATE,
+    odds_and_ends=ODDS_AND_ENDS,
+)
+MESSAGES = [
+    {"role": "system", "content": "a é {{ no }} "},
+    {"role": "user", "content": "hm? <s>", "name": None},
+    {"role": "assistant", "content": "<think>a</think>\n b", "extra": {"a": [1]}},
+    {"role": "user", "content": " 饕 \n"},
+]
+
+
+def with_template(template: str | None) -> Any:
+    tokenizer = copy.copy(byte_level())
+    tokenizer.eos_token = "<|reserved|>"
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("messages", [MESSAGES, MESSAGES[1:], MESSAGES[:2]])
+def test_the_ids_are_those_of_transformers(style, messages) -> None:
+    tokenizer = with_template(STYLES[style])
+    theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert render_chat(tokenizer, messages) == theirs
+    assert render_chat(with_template(None), messages, STYLES[style]) == theirs
+
+
+def test_templates_have_names() -> None:
+    tokenizer = with_template(None)
+    tokenizer.chat_template = {"default": QWEN_2, "other": "{{ messages[0].content }}"}
+    assert render_chat(tokenizer, MESSAGES) == render_chat(tokenizer, MESSAGES, QWEN_2)
+    assert tokenizer.decode(render_chat(tokenizer, MESSAGES[3:], "other")) == " 饕 \n"
+
+
+LARGE = "{% set a = 'a' * 10**6 %}"
+
+
+def many(body: str, loop: str = "for i in range(10**5)") -> str:
+    return f"{{% {loop} %}}{body}{{% endfor %}}"
+
+
+def growing(step: str, start: str = "'a'") -> str:
+    """A value that is replaced a hundred times."""
+    begin = f"{{% set n = namespace(s={start}) %}}"
+    return begin + many(f"{{% set n.s = {step} %}}", "for i in range(100)")
+
+
+def macro(body: str, call: str) -> str:
+    return f"{{% macro m(n) %}}{body}{{% endmacro %}}{{{{ {call} }}}}"
+
+
+ENDLESS = {
+    "loops in loops": many(many("")),
+    "nothing passes": many(many("", "for i in range(10**5) if 0")),
+    "range": many("", "for i in range(10**12)"),
+    "macros": macro("{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}", "m(60)"),
+    "a macro of itself": macro("{{ m(n) }}", "m(1)"),
+    "a loop of itself": many(
+        "{% if i %}{{ loop([i-1, i-1]) }}{% endif %}", "for i in [60] recursive"
+    ),
+    "filters": many("{{ range(10**5) | sum }}"),
+    "powers": "{{ 10 ** (10 ** 10) }}",
+    "squares": growing("n.s * n.s", "7"),
+    "text": "{{ 'a' * 10**12 }}",
+    "list": "{{ [0] * 10**10 }}",
+    "doubled": growing("n.s ~ n.s"),
+    "added": growing("n.s + n.s"),
+    "lists": growing("[n.s, n.s]"),
+    "pairs": growing("(n.s, n.s)"),
+    "objects": growing("{1: n.s, 2: n.s}"),
+    "blocks": LARGE + "{% set b %}" + many("{{ a }}") + "{% endset %}",
+    "own text": "{% set b %}" + many("x" * 10**4) + "{% endset %}",
+    "method": "{{ 'a'.ljust(10**10) }}",
+    "filter": "{{ 'a' | center(10**10) }}",
+    "indent": "{{ [1] | tojson(indent=10**10) }}",
+    "bytes": "{{ (1).to_bytes(10**10, 'big') }}",
+    "tabs": r"{{ ('\t' * 1000).expandtabs(10**8) }}",
+    "slices": "{{ [1] | slice(10**10) | list }}",
+    "width": "{{ '{:9999999999}'.format(1) }}",
+    "computed width": "{{ '{:{}}'.format(1, 10**10) }}",
+    "percent": "{{ '%9999999999d' % 1 }}",
+    "percent filter": "{{ '%*d' | format(10**10, 1) }}",
+    "replace": LARGE + "{{ a.replace('a', a) }}",
+    "replace filter": LARGE + "{{ a | replace('a', a) }}",
+    "translate": LARGE + "{{ a.translate({97: a}) }}",
+    "digits": "{{ 1.5 | round(10**10, 'ceil') }}",
+    "join": LARGE + "{{ ([a] * 10**5) | join }}",
+    "joined by": LARGE + "{{ a.join(['b'] * 10**5) }}",
+    "mapped": LARGE + "{{ range(10**5) | map('string') | join(a) }}",
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_endless_templates_are_stopped(case, monkeypatch) -> None:
+    monkeypatch.setattr(template_sandbox, "SECONDS", 0.2)
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"the chat template cannot render .*; pass another one"):
+        render_chat(with_template(ENDLESS[case]), MESSAGES)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ foo.bar }}", "'foo' is undefined"),
+        ("{% for %}", "Expected an expression"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ namespace(__class__=1) }}", "underscored name '__class__'"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        (None, "this tokenizer has none; pass chat_template="),
+    ],
+)
+def test_broken_templates_are_explained(template, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        render_chat(with_template(template), MESSAGES)
+
+
+def test_a_template_is_text() -> None:
+    with pytest.raises(ValueError, match="chat_template must be a Jinja template as text, got 3"):
+        render_chat(with_template(QWEN_2), MESSAGES, 3)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_long_conversation_is_no_endless_one() -> None:
+    """Twenty megabytes of text, or two thousand turns, are rendered."""
+    tokenizer = with_template(QWEN_3)
+    turns = [{"role": "user", "content": "a" * 10_000}] * 2000
+    text = template_sandbox.render(QWEN_3, {"messages": turns, "add_generation_prompt": True})
+    assert len(text) > 20_000_000
+    assert len(render_chat(tokenizer, [{"role": "user", "content": "a" * 100_000}])) > 100_000
+
+
+def test_parts_of_text_are_joined() -> None:
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": " c"}]
+    assert plain_messages([{"role": "user", "content": parts}]) == [
+        {"role": "user", "content": "ab c"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "at least one"),
+        ("a", "list of objects with role and content"),
+        ({"role": "user", "content": "a"}, "list of objects"),
+        ([{"role": "user"}], "message 0 must have role and content"),
+        ([{"role": "user", "content": "a"}, 3], "message 1 must have role and content, got 3"),
+        ([{"role": None, "content": "a"}], "message 0: the role must be text, got None"),
+        ([{"role": "user", "content": None}], "message 0: the content must be text, .* got None"),
+        ([{"role": "user", "content": 3}], "the content must be text, .* got 3"),
+        ([{"role": "user", "content": {"a": 1}}], "the content must be text"),
+        ([{"role": "user", "content": b"a"}], "the content must be text"),
+        ([{"role": "user", "content": ["a"]}], "a part of the content must be .* got 'a'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "a part of the content must be"),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "a part of the content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": ""}]}], "image"),
+        ([{"role": "user", "content": "a \ud800"}], r"a lone surrogate, '\\ud800', at character"),
+    ],
+)
+def test_messages_that_are_none(messages, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        render_chat(with_template(QWEN_2), messages)

@@ -1,0 +1,120 @@
+"""The parts of a ``LongSpec`` are refused in words, before anything is read."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from longspec_jax import PLAIN, LongSpec, TreeConfig, make_mesh
+from longspec_jax.arguments import as_tree
+from longspec_jax.config import DEFAULT_TREE
+from tests.infer.toys import toy_tokenizer
+from tests.kit import tiny_target_config
+
+OTHER_MESH = Mesh(np.asarray(jax.devices()[:1]), ("model",))
+BAD: dict[str, list[Any]] = {
+    "tokenizer": ["x", "", 3, Path("x"), {}, type(toy_tokenizer())],
+    "mesh": [4, "tp=2", (1, 1, 2), True, OTHER_MESH],
+    "prefill_chunk": [2.5, 0, -1, True, False, "256", 256.0, [256], float("nan")],
+    "attention": ["foo", "", 3, True, ["xla"]],
+    "draft_int8": ["yes", 1, 0, None, np.int8(1)],
+}
+BAD_TO_LOAD: dict[str, list[Any]] = {
+    **BAD,
+    "target": [None, "", 3, b"x", ["x"]],
+    "draft": ["", 3, False, b"x"],
+    "dtype": ["int8", None, "", "fp16", np.float32, 16],
+    "revision": ["", 3, True],
+    "draft_revision": ["", 3, True],
+    "draft_vocabulary": [True, "x", 0, -5, 2.5, [3, 4]],
+}
+
+
+def cases(table: dict[str, list[Any]]) -> list[Any]:
+    return [
+        pytest.param(name, value, id=f"{name}={value!r:.30}")
+        for name, values in table.items()
+        for value in values
+    ]
+
+
+def made(**parts: Any) -> LongSpec:
+    return LongSpec(tiny_target_config(), None, **parts)
+
+
+@pytest.mark.parametrize(("name", "value"), cases(BAD))
+def test_parts_that_are_none(name, value) -> None:
+    with pytest.raises(ValueError, match=f"^{name}=.* must be "):
+        made(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), cases(BAD_TO_LOAD))
+def test_arguments_that_are_none(name, value) -> None:
+    """Nothing of these names exists: they are refused before anything is looked for."""
+    with pytest.raises(ValueError, match=f"^{name}=.* must be "):
+        LongSpec.from_pretrained(**{"target": "no/target", "draft": "no/draft", name: value})
+    if name not in ("target", "draft"):
+        with pytest.raises(ValueError, match=f"^{name}=.* must be "):
+            LongSpec.demo(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "tree", ["4,16", "", 5, True, 4.0, {4}, {"4": 1}, [2.5], ["4"], [True], [None]]
+)
+def test_trees_that_are_none(tree) -> None:
+    with pytest.raises(ValueError, match="tree"):
+        as_tree(tree)
+    with pytest.raises(ValueError, match="tree"):
+        made(tree=tree)
+    with pytest.raises(ValueError, match="tree"):
+        LongSpec.from_pretrained("no/target", tree=tree)
+
+
+def test_trees() -> None:
+    assert as_tree((2, 3)) == as_tree([2, 3]) == as_tree(TreeConfig((2, 3)))
+    assert hash(as_tree([2, 3])) == hash(TreeConfig((2, 3)))
+    assert made().tree == DEFAULT_TREE
+    assert made(tree=()).tree == made(tree=PLAIN).tree == PLAIN
+    assert made(tree=[4, 5]).tree == TreeConfig((4, 5))
+
+
+def test_the_empty_tree_of_a_loaded_pair_is_plain_decoding(monkeypatch) -> None:
+    """It is no absent one."""
+    monkeypatch.setattr("longspec_jax.api.as_tree", lambda tree: pytest.fail(str(tree)))
+    with pytest.raises(pytest.fail.Exception, match=r"\(\)"):
+        LongSpec.demo(tree=())
+
+
+@pytest.mark.parametrize("chunk", [2049, 10**9])
+def test_a_prefill_step_no_prompt_can_fill(chunk) -> None:
+    with pytest.raises(ValueError, match=f"^prefill_chunk={chunk} is more .*pass at most 2048$"):
+        made(prefill_chunk=chunk)
+    made(prefill_chunk=2048)
+    LongSpec(tiny_target_config(max_positions=4096), None, prefill_chunk=4096)
+
+
+@pytest.mark.parametrize("config", [None, {}, "demo", 3])
+def test_configs_that_are_none(config) -> None:
+    with pytest.raises(ValueError, match="^target_config=.* must be a TargetConfig"):
+        LongSpec(config, None)
+    if config is not None:
+        with pytest.raises(ValueError, match="^draft_config=.* must be a DraftConfig"):
+            made(draft_config=config)
+
+
+def test_the_version_of_a_draft_that_is_not_named() -> None:
+    with pytest.raises(ValueError, match="draft_revision='v1' is the version of a draft, and none"):
+        LongSpec.from_pretrained("no/target", draft_revision="v1")
+
+
+@pytest.mark.parametrize("tokens", [True, "x", 0, [], [0.5], [True], [[1]]])
+def test_a_draft_vocabulary_is_a_list_of_tokens(tokens) -> None:
+    with pytest.raises(ValueError, match="a draft vocabulary is a list of token ids"):
+        made(draft_vocabulary=tokens)
+
+
+def test_parts_that_are_fine() -> None:
+    made(tokenizer=toy_tokenizer(), attention="xla", mesh=make_mesh(), draft_int8=False)
