@@ -37,10 +37,16 @@ def _name(rows: Sequence[str], row: int) -> str:
 
 
 @contextmanager
-def command_words(rows: Sequence[str] = ()) -> Iterator[None]:
-    """Say what the library refuses within in the words of the command."""
+def command_words(rows: Sequence[str] = (), of: str = "") -> Iterator[None]:
+    """Say what the library refuses within in the words of the command.
+
+    Args:
+      rows: where every row was written.
+      of: the one prompt that everything within is about; what is said begins with it.
+    """
     try:
         yield
     except ERRORS as error:
         kind = next(kind for kind in ERRORS if isinstance(error, kind))
-        raise kind(in_command_words(str(error), rows)) from error
+        words = in_command_words(str(error), rows)
+        raise kind(f"{of}: {words}" if of and not words.startswith(of) else words) from error

@@ -40,3 +40,10 @@ def test_kinds_of_errors_stay() -> None:
         raise UnicodeDecodeError("utf-8", b"a", 0, 1, "top_k=1")
     with pytest.raises(KeyError), command_words():
         raise KeyError("a defect is no bad input")
+
+
+@pytest.mark.parametrize("said", ["row 0: token id 9 is outside", "token id 9 is outside"])
+def test_what_is_about_one_prompt_begins_with_it(said) -> None:
+    with pytest.raises(ValueError, match="^a.txt: token id 9 is outside$"):
+        with command_words(["a.txt"], of="a.txt"):
+            raise ValueError(said)
