@@ -1,30 +1,54 @@
 """The arguments of ``python -m infer.decode``, and what follows from them alone."""
 
 import argparse
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
+import longspec_jax
+from longspec_jax.commands import command_name
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
 
+from . import demo
+from .prompt_files import Prompt, check_text, read_batch, read_messages, read_prompt_file
+from .ranges import SAMPLING, Whole
+
+BUDGET = (2, 2**31 - 1, ": a tree budget counts the root, and the root alone is --method plain")
+LONGEST_PATH = 4096
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 EPILOG = """\
 Without arguments the embedded demo model completes a held-out document of more than 8000 tokens.
 
+A file named - is standard input.
+
 A line of a --batch file is a JSON string, or an object with prompt, messages or input_ids and any of
 max_new_tokens, temperature, top_k, top_p, seed and eos_token_id for its row.
 
-Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running.
+Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 if interrupted:
+what was decoded until then is shown and, with --json, written.
 """
+Value = TypeVar("Value")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises what is wrong instead of printing its whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the message, which begins with the option as it is typed."""
+        raise ValueError(f"{message.removeprefix('argument ')} (--help lists the options)")
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's parser."""
-    result = argparse.ArgumentParser(
-        prog="python -m infer.decode",
-        description="Decode with LongSpec: the target's own text, several tokens a pass.",
+    result = Parser(
+        prog=command_name(__package__, "decode"),
+        description="Decode with LongSpec: the target's own text, several tokens per pass.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    version = f"longspec_jax {longspec_jax.__version__}"
+    result.add_argument("--version", action="version", version=version)
     _add_models(result)
     _add_prompts(result)
     _add_sampling(result)
@@ -34,21 +58,29 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_models(result: argparse.ArgumentParser) -> None:
     group = result.add_argument_group("models")
-    group.add_argument("--target", help="folder or hub id of the target; the demo if absent")
-    group.add_argument("--draft", help="folder or hub id of its draft; plain decoding if absent")
-    group.add_argument("--revision", help="version of the target on the hub")
-    group.add_argument("--draft_revision", help="version of the draft on the hub")
+    group.add_argument(
+        "--target", type=_path, help="folder or hub id of the target; demo, or none, for the demo"
+    )
+    group.add_argument(
+        "--draft", type=_path, help="folder or hub id of its draft; plain decoding if absent"
+    )
+    group.add_argument("--revision", type=_word, help="version of the target on the hub")
+    group.add_argument("--draft_revision", type=_word, help="version of the draft on the hub")
     group.add_argument(
         "--dtype",
         default="auto",
         choices=["auto", *DTYPES.values(), *DTYPES],
-        help="auto: bfloat16 on GPUs that have it, else float16; float32 on a CPU",
+        help="auto: bfloat16 on GPUs that have it, else float16; float32 on a CPU, and for the demo",
     )
-    group.add_argument("--attention", help="attention implementation; automatic if absent")
-    group.add_argument("--prefill_chunk", type=int, help="tokens of one prefill step")
+    group.add_argument(
+        "--attention", type=_word, help="attention implementation; automatic if absent"
+    )
+    group.add_argument(
+        "--prefill_chunk", type=_argument(Whole(1).read), help="tokens of one prefill step"
+    )
     group.add_argument(
         "--draft_vocabulary",
-        type=int,
+        type=_argument(Whole(1).read),
         metavar="N",
         help="let the draft propose the N most frequent tokens only, by the table saved beside it "
         "(python -m train.vocabulary); the text is the same. All tokens if absent",
@@ -66,11 +98,14 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         help="chain: a single branch as deep as the tree; plain: no speculation",
     )
     group.add_argument(
-        "--tree", type=widths, help="widths of the draft tree by level; 4,16,16,16,16 if absent"
+        "--tree",
+        type=widths,
+        help="widths of the draft tree by level, such as 4,16,16,16,16; if absent, what "
+        "turns out fastest on this machine, which may be none",
     )
     group.add_argument(
         "--budget",
-        type=int,
+        type=_argument(Whole(*BUDGET).read),
         help="nodes of the tree to verify, the root included: the best by the draft's own score; "
         f"{DEFAULT_TREE.budget} of the default tree, all of a tree that is named",
     )
@@ -78,16 +113,22 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         "--adaptive",
         action="store_true",
         help="choose among the tree, a smaller one and plain decoding by what each turns out to emit "
-        "a second: a draft that does not help costs next to nothing. Three programs to compile",
+        "per second: a draft that does not help costs next to nothing. Several programs to compile",
     )
 
 
 def _add_prompts(result: argparse.ArgumentParser) -> None:
     group = result.add_argument_group("prompts (one of these)").add_mutually_exclusive_group()
     group.add_argument("--prompt", help="text")
-    group.add_argument("--prompt_file", action="append", help="text file; repeat for several runs")
-    group.add_argument("--messages", help="chat messages: a JSON file, or the JSON itself")
-    group.add_argument("--batch", metavar="FILE.jsonl", help="prompts to decode as one batch")
+    group.add_argument(
+        "--prompt_file", type=_path, action="append", help="text file; repeat for several runs"
+    )
+    group.add_argument(
+        "--messages", type=_word, help="chat messages: a JSON file, or the JSON itself"
+    )
+    group.add_argument(
+        "--batch", type=_path, metavar="FILE.jsonl", help="prompts to decode as one batch"
+    )
     group.add_argument("--all_prompts", action="store_true", help="every sample prompt of the demo")
     group.add_argument("--list", choices=["prompts"], help="list the sample prompts and stop")
     result.add_argument(
@@ -100,11 +141,15 @@ def _add_prompts(result: argparse.ArgumentParser) -> None:
 
 def _add_sampling(result: argparse.ArgumentParser) -> None:
     group = result.add_argument_group("generation")
-    group.add_argument("--max_new_tokens", type=int, default=256)
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    group.add_argument("--top_p", type=float, default=1.0)
-    group.add_argument("--top_k", type=int, default=0, help="0 keeps all tokens")
-    group.add_argument("--seed", type=int, default=0)
+    defaults = {"max_new_tokens": 256, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
+    notes = {
+        "temperature": "0 is greedy",
+        "top_k": "0 keeps all tokens",
+        "top_p": "1 keeps all tokens",
+    }
+    for name, value in defaults.items():
+        kind = _argument(SAMPLING[name].read)
+        group.add_argument(f"--{name}", type=kind, default=value, help=notes.get(name))
     group.add_argument("--ignore_eos", action="store_true", help="do not stop at stop tokens")
 
 
@@ -114,22 +159,48 @@ def _add_output(result: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compare",
         action=yes_no,
-        default=True,
-        help="decode plainly as well: speed without speculation, and whether the text is the same",
+        help="decode plainly as well, unless --no-compare: speed without speculation, and whether the "
+        "text is the same",
     )
     group.add_argument(
-        "--stream", action=yes_no, default=True, help="show text as it is generated (one prompt)"
+        "--stream",
+        action=yes_no,
+        help="show text as it is generated, unless --no-stream; a batch is shown when it is done",
     )
     group.add_argument(
-        "--json", metavar="FILE", help="write the numbers and the text; - for stdout"
+        "--json", type=_path, metavar="FILE", help="write the numbers and the text; - for stdout"
     )
     group.add_argument("--color", default="auto", choices=["auto", "always", "never"])
     group.add_argument(
         "--compilation_cache",
+        type=_path,
         metavar="DIR",
-        help="where to keep compiled programs; off for nowhere",
+        help="where to keep compiled programs and what trees turned out to cost; off for nowhere",
     )
     group.add_argument("--traceback", action="store_true", help="show Python's traceback on errors")
+
+
+def _argument(read: Callable[[str], Value]) -> Callable[[str], Value]:
+    """A reader of texts as ``argparse`` takes it, its message kept."""
+
+    def value(text: str) -> Value:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return value
+
+
+def _word(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the value is empty; leave the option out instead")
+    return text
+
+
+def _path(text: str) -> str:
+    """A file or folder, ``~`` for the home as in a shell."""
+    return str(Path(text).expanduser()) if _word(text).startswith("~") else text
 
 
 def widths(text: str) -> tuple[int, ...]:
@@ -142,20 +213,57 @@ def widths(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def chosen_tree(arguments: argparse.Namespace) -> TreeConfig:
-    """The tree that ``--method``, ``--tree`` and ``--budget`` describe."""
+def chosen_tree(arguments: argparse.Namespace) -> TreeConfig | None:
+    """The tree that ``--method``, ``--tree`` and ``--budget`` describe; None for the library's."""
     if arguments.method == "plain":
         return PLAIN
     shape, budget = arguments.tree or DEFAULT_TREE.widths, arguments.budget
     if arguments.method == "chain":
         return TreeConfig((1,) * len(shape), budget)
     if arguments.tree is None and budget is None:
-        return DEFAULT_TREE
+        return None
     return TreeConfig(shape, budget)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generation options for all rows."""
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
-    options = {name: getattr(arguments, name) for name in names}
+    options = {name: getattr(arguments, name) for name in SAMPLING}
     return {**options, "eos_token_id": []} if arguments.ignore_eos else options
+
+
+def row_options(arguments: argparse.Namespace, row: Prompt) -> dict[str, Any]:
+    """The options of a row: its own win, and the command's filters hold only where it draws."""
+    merged = {**sampling_options(arguments), **row.options}
+    return merged if merged["temperature"] > 0 else {**merged, "top_k": 0, "top_p": 1.0}
+
+
+def is_demo(arguments: argparse.Namespace) -> bool:
+    """Whether the target is the demo's."""
+    return arguments.target in (None, demo.NAME)
+
+
+def has_draft(arguments: argparse.Namespace) -> bool:
+    """Whether there is a draft to speculate with."""
+    return arguments.draft is not None or is_demo(arguments)
+
+
+def named_prompts(arguments: argparse.Namespace) -> list[Prompt]:
+    """The prompts the arguments name, read and checked; none if they leave it to the demo's samples."""
+    if arguments.prompt is not None:
+        return [Prompt("prompt", check_text(arguments.prompt, "--prompt"))]
+    if arguments.prompt_file:
+        return [read_prompt_file(path) for path in arguments.prompt_file]
+    if arguments.messages:
+        return [Prompt("messages", read_messages(arguments.messages))]
+    return read_batch(arguments.batch) if arguments.batch else []
+
+
+def inputs(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
+    """Every file and folder that is read, with the option that names it."""
+    for option in ("prompt_file", "messages", "batch", "target", "draft"):
+        value = getattr(arguments, option)
+        for path in value if isinstance(value, list) else [value]:
+            if path is not None and len(path) < LONGEST_PATH:  # Messages may be the JSON itself.
+                yield f"--{option}", Path(path)
+    if is_demo(arguments):
+        yield "the demo", demo.DEMO

@@ -6,86 +6,92 @@
 Without arguments the embedded demo model completes a held-out document. ``--help`` lists the rest.
 """
 
-import argparse
-import json
+import io
 import os
 import sys
-import traceback
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from . import arguments as arguments_lib
-from .compilation import enable_cache
-from .display import Screen, wants_color
-from .report import Outcome, as_json
+# Everything else is imported where it is needed, so that Ctrl-C finds someone to answer, --help is
+# quick and a typing error is refused before the library's slow imports.
 
 USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
+INTERRUPTED, READER_GONE = 130, 141
+"""Exit statuses as shells have them: 128 and the number of SIGINT or SIGPIPE."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, 2 for bad input, 1 for a failure while running."""
-    arguments = arguments_lib.parser().parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # A model may say what a terminal cannot show.
+def main(argv: Sequence[str] | None = None, end: Callable[[int], object] | None = None) -> int:
+    """Run the command.
+
+    Args:
+      argv: the arguments; those of the process if absent.
+      end: ends the process after Ctrl-C, when the work cannot be waited for; by its id if absent.
+
+    Returns:
+      The exit status: 0, 2 for bad input, 1 for a failure while running, 130 after Ctrl-C.
+    """
     try:
-        run(arguments)
+        return _run(argv, end)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
+    except BrokenPipeError:  # As in ``| head``: nobody reads on, and nothing is wrong.
+        _discard_output()
+        return READER_GONE
     except Exception as error:  # The boundary to the shell: one message and a status.
-        if arguments.traceback:
-            traceback.print_exc()
-        bad_input = isinstance(error, USER_ERRORS)
-        label = "error" if bad_input else f"failed while running: {type(error).__name__}"
-        print(f"{label}: {error}", file=sys.stderr)
-        return 2 if bad_input else 1
-    return 0
+        return _failed(error, "--traceback" in (sys.argv if argv is None else argv))
 
 
-def run(arguments: argparse.Namespace) -> list[Outcome]:
-    """Do what the arguments say; returns what was measured."""
+def _run(argv: Sequence[str] | None, end: Callable[[int], object] | None) -> int:
+    """Read and check the arguments, before anything slow, and do what they say."""
+    from . import arguments as arguments_lib
+    from . import contradictions, demo
+    from .output_file import OutputFile
+
+    try:
+        arguments = arguments_lib.parser().parse_args(argv)
+    finally:
+        sys.stdout.flush()  # The text of --help, before the interpreter finds its reader gone.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # A model may say what a terminal cannot show.
     if arguments.list:
-        _list_prompts()
-        return []
-    tree = arguments_lib.chosen_tree(arguments)  # Before the models: a bad tree fails at once.
-    _check_json_folder(arguments.json)
-    # A Python without PyTorch is what we run in; transformers need not warn of it.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    enable_cache(arguments.compilation_cache)
-    from .session import Session, load  # Slow to import: not for --help or a typing error.
+        demo.list_prompts()
+        sys.stdout.flush()
+        return 0
+    tree = arguments_lib.chosen_tree(arguments)
+    contradictions.check(arguments)
+    prompts = arguments_lib.named_prompts(arguments)
+    contradictions.check_rows(arguments, prompts)
+    output = None
+    if arguments.json is not None:
+        output = OutputFile.tried(arguments.json, arguments_lib.inputs(arguments))
 
-    # With JSON on standard output, everything meant for reading goes to standard error.
-    out = sys.stderr if arguments.json == "-" else sys.stdout
-    screen = Screen(wants_color(arguments.color, out), out)
-    session = Session(load(arguments), arguments, tree, screen)
-    session.print_header()
-    outcomes = session.decode()
-    if arguments.json:
-        _write_json(arguments.json, as_json(outcomes, session.setting()))
-    return outcomes
+    from .decoding import decode
+
+    return decode(arguments, tree, prompts, output, end)
 
 
-def _list_prompts() -> None:
-    from longspec_jax.loading import DEMO
+def _failed(error: Exception, shows_traceback: bool) -> int:
+    """Say what went wrong, in one message; returns the exit status."""
+    if shows_traceback:
+        import traceback
 
-    for path in sorted(DEMO.glob("prompts/*.txt")):
-        print(f"{path}  ({path.stat().st_size:,} bytes)")
+        traceback.print_exception(error)
+    bad_input = isinstance(error, USER_ERRORS)
+    label = "error" if bad_input else f"failed while running: {type(error).__name__}"
+    print(f"{label}: {error}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
+    return 2 if bad_input else 1
 
 
-def _check_json_folder(name: str | None) -> None:
-    """Notice before the run that its numbers could not be written."""
-    if name not in (None, "-") and not Path(name).absolute().parent.is_dir():
-        raise FileNotFoundError(f"--json={name}: its folder does not exist; make it first")
-
-
-def _write_json(name: str, values: dict[str, Any]) -> None:
-    text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
-    if name == "-":
-        print(text)
-    else:
-        Path(name).write_text(text + "\n", "utf-8")
+def _discard_output() -> None:
+    """Write to nowhere from now on, so that the interpreter's own last flush is quiet, too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,27 @@
 
 import itertools
 import os
+import shutil
 import sys
-from typing import TextIO
+import textwrap
+from typing import TYPE_CHECKING, TextIO
 
-from longspec_jax.generation.result import StreamRound
+from longspec_jax.generation.activity import (
+    Activity,
+    Compiling,
+    DecodingPlainly,
+    Fitted,
+    Fitting,
+    Prefilling,
+)
 
+from .status_line import StatusLine
+
+if TYPE_CHECKING:  # Slow to import, and the screen says that it is being imported.
+    from longspec_jax.generation.result import StreamRound
+
+LABEL = 20
+"""Columns of a report's labels."""
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
@@ -18,41 +34,101 @@ def wants_color(choice: str, out: TextIO) -> bool:
 
 
 class Screen:
-    """Where the command prints."""
+    """Where the command prints: text, and a status line while there is none."""
 
-    def __init__(self, color: bool, out: TextIO | None = None):
+    def __init__(self, color: bool, out: TextIO | None = None, status: StatusLine | None = None):
         """Print to standard output unless told otherwise.
 
         Args:
           color: whether to emit colours.
           out: a text stream.
+          status: where to say what is under way; standard error if absent.
         """
         self._out = out or sys.stdout
         self._color = color
+        self._status = status or StatusLine(sys.stderr)
+        self._width = shutil.get_terminal_size().columns if self._out.isatty() else None
+        self._at_line_start = True
 
     def line(self, text: str = "") -> None:
         """Print a line."""
-        print(text, file=self._out, flush=True)
+        self._write(f"{text}\n")
+
+    def entry(self, text: str, indent: int = LABEL) -> None:
+        """Print a line of a report, folded to the terminal under its label."""
+        if self._width is not None and len(text) > self._width:
+            folds = textwrap.TextWrapper(self._width, break_on_hyphens=False)
+            folds.subsequent_indent = " " * indent
+            text = folds.fill(text)
+        self.line(text)
 
     def dim(self, text: str) -> None:
-        """Print text that is not the model's, without a line end."""
-        self._write(self._paint(text, DIM))
+        """Print text that is not the model's, without a line end of its own."""
+        self._write(text, DIM)
 
-    def round(self, added: StreamRound) -> None:
+    def round(self, added: "StreamRound") -> None:
         """Print what a round of the first row released."""
         for drafted, pieces in itertools.groupby(added.pieces[0], lambda piece: piece.drafted):
             text = "".join(piece.text for piece in pieces)
-            self._write(self._paint(text, GREEN) if drafted else text)
+            self._write(text, GREEN if drafted else "")
+
+    def end_line(self) -> None:
+        """Begin a line, if one is open."""
+        if not self._at_line_start:
+            self.line()
+
+    def activity(self, activity: Activity) -> None:
+        """Say what the library is doing, if that takes time."""
+        words = described(activity)
+        if words is not None:
+            self.status(*words)
+
+    def status(self, text: str, detail: str = "") -> None:
+        """Say what is under way, on a terminal."""
+        if self._status.visible:
+            self.end_line()
+            self._status.show(text, detail)
+
+    def clear_status(self) -> None:
+        """Say nothing for the time being."""
+        self._status.clear()
+
+    def close(self) -> None:
+        """Erase what the status line says, for good."""
+        self._status.close()
 
     def legend(self) -> str:
         """What the colours mean."""
         if not self._color:
             return ""
-        return f"{self._paint('green', GREEN)}: accepted draft tokens"
+        return f"{GREEN}green{RESET}: accepted draft tokens"
 
-    def _paint(self, text: str, code: str) -> str:
-        return f"{code}{text}{RESET}" if self._color and text else text
-
-    def _write(self, text: str) -> None:
-        self._out.write(text)
+    def _write(self, text: str, color: str = "") -> None:
+        if not text:
+            return
+        self._status.clear()
+        self._out.write(f"{color}{text}{RESET}" if color and self._color else text)
         self._out.flush()
+        self._at_line_start = text.endswith("\n")
+
+
+def described(activity: Activity) -> tuple[str, str] | None:
+    """What is being done, and how far it has got; None for what is done."""
+    match activity:
+        case Compiling():
+            return "compiling, once for prompts of about this length", ""
+        case Fitting(tree):
+            shape = ",".join(map(str, tree.widths))
+            return "timing trees, once for this model and machine", shape or "plain decoding"
+        case Fitted():
+            return None
+        case Prefilling(done, total):
+            return "reading the prompt", f"{bar(done, total)} {done} of {total} tokens"
+        case DecodingPlainly(done, total):
+            return "decoding plainly, to compare", f"{bar(done, total)} {done} of {total} tokens"
+
+
+def bar(done: int, total: int, width: int = 10) -> str:
+    """How much is done, drawn."""
+    full = width * done // max(total, 1)
+    return f"[{'#' * full}{'.' * (width - full)}]"

@@ -6,14 +6,23 @@ several they are lists. Numbers that do not exist are null: speeds of a comparis
 made, the acceptance length of a run without decode rounds.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.generation.activity import Fitted
 from longspec_jax.generation.comparison import Comparison, Divergence
+from longspec_jax.generation.kept import TreePace
 from longspec_jax.generation.memory import MemoryPlan
-from longspec_jax.generation.result import ACCEPTANCE_DEFINITION, GenerateResult, Stats
+from longspec_jax.generation.result import (
+    ACCEPTANCE_DEFINITION,
+    GenerateResult,
+    Stats,
+    StreamRound,
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,8 @@ class Outcome:
     """One call, speculative or not, and the plain run beside it if one was made."""
 
     name: str
+    row_names: tuple[str, ...]
+    """Where every row was written, for reading."""
     result: GenerateResult
     comparison: Comparison | None = None
 
@@ -35,22 +46,37 @@ class Outcome:
         return self.comparison.divergences if self.comparison else ()
 
 
-def as_json(outcomes: Sequence[Outcome], setting: dict[str, Any]) -> dict[str, Any]:
+def gathered(rounds: Sequence[StreamRound]) -> GenerateResult:
+    """The result of a call as far as its rounds have come."""
+    rows = range(len(rounds[0].tokens))
+    return GenerateResult(
+        sequences=tuple(tuple(t for r in rounds for t in r.tokens[row]) for row in rows),
+        text=tuple("".join(r.text[row] for r in rounds) for row in rows),
+        drafted=tuple(tuple(d for r in rounds for d in r.drafted[row]) for row in rows),
+        stats=rounds[-1].stats,
+    )
+
+
+def as_json(
+    outcomes: Sequence[Outcome], setting: dict[str, Any], interrupted: bool = False
+) -> dict[str, Any]:
     """Everything measured.
 
     Args:
       outcomes: the calls, of one row or of a batch each.
       setting: what was run: models, device, options.
+      interrupted: whether there would have been more.
     """
     rows = [row for outcome in outcomes for row in _rows(outcome)]
     single = len(rows) == 1
     return {
+        "interrupted": interrupted,
         "acceptance_definition": ACCEPTANCE_DEFINITION,
         **_totals(outcomes),
         "prompt_tokens": rows[0]["prompt_tokens"] if single else _column(rows, "prompt_tokens"),
         "text": rows[0]["text"] if single else _column(rows, "text"),
         "setting": setting,
-        "memory": asdict(outcomes[0].stats.memory),
+        "memory": asdict(outcomes[0].stats.memory) if outcomes else None,
         "rows": rows,
     }
 
@@ -60,10 +86,11 @@ def _totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     compared = [outcome.comparison for outcome in outcomes if outcome.comparison]
     plain = [comparison.plain.stats for comparison in compared]
     passes = sum(sum(item.target_passes) for item in stats)
-    histograms = [item.acceptance_histogram for item in stats]
+    # Calls may have run trees of different depths.
+    columns = itertools.zip_longest(*(item.acceptance_histogram for item in stats), fillvalue=0)
     return {
         "acceptance_length": _ratio(sum(item.decode_tokens for item in stats), passes),
-        "acceptance_histogram": [sum(column) for column in zip(*histograms, strict=True)],
+        "acceptance_histogram": [sum(column) for column in columns],
         "new_tokens": sum(sum(item.new_tokens) for item in stats),
         "target_passes": passes,
         "decode_seconds": sum(item.decode_seconds for item in stats),
@@ -73,7 +100,7 @@ def _totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "plain_tokens_per_second": _speed(plain) if plain else None,
         "plain_decode_seconds": sum(item.decode_seconds for item in plain) if plain else None,
         "identical_to_plain": all(item.identical for item in compared) if compared else None,
-        "draft_state_bytes": max(item.draft_state_bytes for item in stats),
+        "draft_state_bytes": max((item.draft_state_bytes for item in stats), default=None),
         "trees": list(_trees(stats)),
     }
 
@@ -95,7 +122,7 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
     for row, tokens in enumerate(result.sequences):
         divergence = next((item for item in outcome.divergences if item.row == row), None)
         yield {
-            "name": outcome.name,
+            "name": outcome.row_names[row],
             "prompt_tokens": stats.prompt_tokens[row],
             "new_tokens": stats.new_tokens[row],
             "target_passes": stats.target_passes[row],
@@ -109,53 +136,123 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
         }
 
 
-def lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """The report of one call, or the totals of several, for reading."""
+def header_lines(
+    setting: dict[str, Any], config: TargetConfig, tree: TreeConfig | None
+) -> Iterator[str]:
+    """What will run, for reading.
+
+    Args:
+      setting: models, device and options, as in the JSON.
+      config: of the target.
+      tree: what the draft grows; without levels, plain decoding; None while it is not settled.
+    """
+    draft = setting["draft"] or "none, so plain decoding (--draft names one)"
+    yield (
+        f"target {setting['target']} ({config.architecture}, "
+        f"{counted(config.num_layers, 'layer')} of width {config.model_width}), draft {draft}; "
+        f"{config.dtype} on {setting['device']}"
+    )
+    shape = "tree by what is fastest here" if tree is None else tree_line(tree)
+    yield f"{shape}, temperature {setting['temperature']:g}, seed {setting['seed']}"
+
+
+def tree_line(tree: TreeConfig) -> str:
+    """A tree and its nodes."""
+    nodes = counted(tree.num_nodes, "node")
+    if tree.selective:
+        nodes = f"the best {tree.num_nodes} of {counted(tree.num_grown, 'node')}"
+    return f"tree {_widths(tree)} ({nodes} per target pass)"
+
+
+def fitted_line(fitted: Fitted, pays: str) -> str:
+    """Which tree a call runs that names none, and why.
+
+    Args:
+      fitted: what was settled.
+      pays: how to see speculation pay where it does not for this model.
+    """
+    tree, paces = fitted.tree, fitted.paces
+    chosen = tree_line(tree) if tree.widths else "plain decoding"
+    if not paces:
+        return f"{chosen}, usual on this kind of machine: nothing was timed (--tree names another)"
+    fastest = max((pace for pace in paces if pace.tree.widths), key=_pace)
+    plain = next(pace for pace in paces if not pace.tree.widths)
+    if tree.widths:
+        return (
+            f"{chosen}, the fastest of {len(paces)} timed here: {_pace(fastest):.0f} tokens/s, "
+            f"{_pace(plain):.0f} without (--tree names another)"
+        )
+    return (
+        f"{chosen}: no tree pays for this model here, timed once: {_pace(plain):.0f} tokens/s, "
+        f"{_pace(fastest):.0f} with tree {_widths(fastest.tree)} (--tree takes it all the same); {pays}"
+    )
+
+
+def _pace(pace: TreePace) -> float:
+    return pace.tokens_per_second
+
+
+def _widths(tree: TreeConfig) -> str:
+    return ",".join(map(str, tree.widths)) or "none"
+
+
+def lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
+    """The report of one call, or the totals of several, for reading.
+
+    Args:
+      outcomes: the calls.
+      dtype: of the target: whether a difference to plain decoding may be rounding.
+    """
     totals = _totals(outcomes)
     yield from _acceptance_lines(totals)
     yield from _speed_lines(totals)
     yield from _tree_lines(totals["trees"])
     yield from _memory_lines(outcomes[0].stats)
-    yield from _identity_lines(outcomes)
+    yield from _identity_lines(outcomes, dtype)
 
 
 def _acceptance_lines(totals: dict[str, Any]) -> Iterator[str]:
     length, passes = totals["acceptance_length"], totals["target_passes"]
     if length is None:
-        yield "acceptance length   none: the first token, drawn from the prefill, ended every row"
+        yield "acceptance length   none: no round ran behind the token drawn from the prefill"
         return
-    yield f"acceptance length   {length:.2f} tokens a target pass"
+    yield f"acceptance length   {length:.2f} tokens per target pass"
     yield f"                    ({ACCEPTANCE_DEFINITION})"
     histogram = totals["acceptance_histogram"]
     if len(histogram) == 1:
         return
-    yield "accepted draft tokens  rounds                                 rounds reaching this depth"
+    yield "rounds by the draft tokens they accepted, and by at least so many"
+    yield f"{'accepted':8}  {'rounds':6}  {'':28}{'at least':>9}"
     for depth, count in enumerate(histogram):
         reached = sum(histogram[depth:]) / passes
         bar = "#" * round(30 * count / max(histogram))
-        yield f"{depth:21}  {count:6}  {bar:30} {reached:5.0%}"
+        yield f"{depth:8}  {count:6}  {bar:30}  {reached:5.0%}"
 
 
 def _speed_lines(totals: dict[str, Any]) -> Iterator[str]:
     speed, plain = totals["tokens_per_second"], totals["plain_tokens_per_second"]
+    seconds = f"decode {totals['decode_seconds']:.2f}"
     if speed is not None:
         comparison = f", {plain:.1f} without ({speed / plain:.2f}x)" if plain else ""
         yield f"tokens/s            {speed:.1f} with this method{comparison}"
+        if plain:
+            yield "                    (both: tokens of the decode rounds / their seconds)"
+            seconds += f" (without {totals['plain_decode_seconds']:.2f})"
     yield (
-        f"seconds             decode {totals['decode_seconds']:.2f}, "
-        f"prefill {totals['prefill_seconds']:.2f}, "
-        f"compile and warm-up {totals['compile_seconds']:.2f} (apart from both)"
+        f"seconds             {seconds}, prefill {totals['prefill_seconds']:.2f}, "
+        f"compile and warm-up {totals['compile_seconds']:.2f}, each apart"
     )
 
 
 def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
     if len(trees) < 2:
         return
-    yield "tree                    rounds  tokens  ms a round  (adaptive: chosen by tokens/s)"
+    yield "trees               adaptive: chosen by tokens/s"
+    yield f"  {'tree':20}  rounds  tokens  ms/round"
     for use in trees:
         name = ",".join(map(str, use["tree"])) or "none (plain)"
-        pace = f"{1000 * use['seconds'] / use['rounds']:10.2f}" if use["rounds"] else ""
-        yield f"{name:22}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
+        pace = f"{1000 * use['seconds'] / use['rounds']:8.2f}" if use["rounds"] else ""
+        yield f"  {name:20}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
 
 
 def memory_plan_line(plan: MemoryPlan) -> str:
@@ -167,6 +264,11 @@ def memory_plan_line(plan: MemoryPlan) -> str:
     )
 
 
+def counted(count: int, thing: str) -> str:
+    """So many things: ``1 node``, ``64 nodes``."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def _size(count: int) -> str:
     """Bytes with a unit: ``75.5 MB``."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
@@ -175,26 +277,32 @@ def _size(count: int) -> str:
 def _memory_lines(stats: Stats) -> Iterator[str]:
     plan = stats.memory
     yield (
-        f"memory              draft state {stats.draft_state_bytes:,} bytes whatever the context; "
-        f"target cache {plan.cache_bytes:,} bytes for {plan.batch} x {plan.capacity} slots"
+        f"memory              draft state {_size(stats.draft_state_bytes)} whatever the context, "
+        f"target cache {_size(plan.cache_bytes)} for {plan.batch} x {plan.capacity} slots"
     )
 
 
-def _identity_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _identity_lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
     compared = [outcome for outcome in outcomes if outcome.comparison]
     if not compared:
         return
     found = [(outcome, item) for outcome in compared for item in outcome.divergences]
     if not found:
         tokens = sum(sum(outcome.stats.new_tokens) for outcome in compared)
-        yield f"identical to plain  yes, all {tokens} tokens"
+        yield f"identical to plain  yes, {'all ' * (tokens > 1)}{counted(tokens, 'token')}"
         return
     rows = sum(len(outcome.result.sequences) for outcome in compared)
-    yield f"identical to plain  no: {len(found)} of {rows} rows differ"
+    meaning = (
+        "float32 must not differ: please report this"
+        if dtype == "float32"
+        else f"{dtype} rounds near-ties either way; --dtype float32 is identical"
+    )
+    yield f"identical to plain  no: {len(found)} of {counted(rows, 'row')} ({meaning})"
     for outcome, item in found:
         gap = "gap unknown" if item.gap is None else f"a gap of {item.gap:.2e} in the logits"
+        total = len(outcome.result.sequences[item.row])
         yield (
-            f"  {outcome.name}, row {item.row}: first at emitted token {item.index}, "
+            f"  {outcome.row_names[item.row]}: first at token {item.index + 1} of {total}, "
             f"{item.plain_token} became {item.speculative_token}, {gap}"
         )
 

@@ -1,186 +1,300 @@
 """Loaded models, one way to decode with them, and a screen to show it on."""
 
 import argparse
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
-from longspec_jax import PLAIN, LongSpec, TreeConfig, demo_prompts
+from longspec_jax import PLAIN, LongSpec, MemoryPlan, TreeConfig, demo_prompts
+from longspec_jax.commands import command_name
+from longspec_jax.generation.activity import Activity, Fitted
+from longspec_jax.generation.result import StreamRound
 
 from . import prompts as prompts_lib
-from .arguments import DTYPES, sampling_options
+from .arguments import is_demo, row_options, sampling_options
 from .display import Screen
-from .report import Outcome, lines, memory_plan_line
+from .journal import Journal
+from .prompt_files import Prompt
+from .report import (
+    Outcome,
+    as_json,
+    counted,
+    fitted_line,
+    header_lines,
+    lines,
+    memory_plan_line,
+)
+from .wording import command_words
 
 DEFAULT_PROMPT = "networkx_classes_digraph"
 """More than 8000 tokens, and greedily completed by the demo model without repeating itself, which a
 model this small often does and which flatters the acceptance."""
 TAIL = 300
 """Characters of the prompt's end that are shown before its completion."""
+COMPLETION = "--- completion ---"
+"""What stands between the end of a prompt and its completion."""
+NO_TEXT = "(no text: the target came without a tokenizer; --json writes the token ids)"
+PAYS = f"{command_name(__package__, 'bench')} decode --shape=vicuna7b shows one for which it does"
+"""Where speculation does not pay for a model: how to see it pay on this machine."""
+Found = TypeVar("Found")
 
 
-def load(arguments: argparse.Namespace) -> LongSpec:
-    """The models the arguments name; the demo if they name none."""
-    options: dict[str, Any] = dict(
-        dtype=DTYPES.get(arguments.dtype, arguments.dtype),
-        attention=arguments.attention,
-        prefill_chunk=arguments.prefill_chunk,
-    )
-    if arguments.target is None:
-        if arguments.draft is not None:
-            raise ValueError(
-                f"--draft={arguments.draft} needs the --target it was trained for; a draft works with "
-                "no other"
-            )
-        return LongSpec.demo(
-            **options,
-            draft_vocabulary=arguments.draft_vocabulary,
-            draft_int8=arguments.draft_int8,
-        )
-    plain = arguments.method == "plain"
-    return LongSpec.from_pretrained(
-        arguments.target,
-        None if plain else arguments.draft,
-        draft_vocabulary=None if plain else arguments.draft_vocabulary,
-        draft_int8=not plain and arguments.draft_int8,
-        revision=arguments.revision,
-        draft_revision=arguments.draft_revision,
-        **options,
-    )
+@dataclass(frozen=True)
+class Call:
+    """One call of the library, checked: everything that can be refused has been."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    tokens: tuple[list[int], ...]
+    options: dict[str, Any]
+    plan: MemoryPlan
+
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        """Where every row was written."""
+        return tuple(prompt.name for prompt in self.prompts)
 
 
 class Session:
     """Decodes what the arguments ask for, and prints it as it goes."""
 
     def __init__(
-        self, spec: LongSpec, arguments: argparse.Namespace, tree: TreeConfig, out: Screen
+        self,
+        spec: LongSpec,
+        arguments: argparse.Namespace,
+        tree: TreeConfig | None,
+        out: Screen,
+        journal: Journal,
     ):
         """Bind models, request and screen.
 
         Args:
           spec: the loaded models.
           arguments: of the command.
-          tree: shape of the draft trees; ignored without a draft.
+          tree: shape of the draft trees; the library's own choice if absent.
           out: where to print.
+          journal: where to note what has been measured.
         """
-        self._spec, self._arguments, self._out = spec, arguments, out
-        self._tree = tree if spec.draft_config is not None else PLAIN
-        self._options = sampling_options(arguments)
+        self._spec, self._arguments, self._out, self._journal = spec, arguments, out, journal
+        self._named_tree = tree if spec.draft_config is not None else None
+        self._tree = self._named_tree if self._speculates else PLAIN
+        """What calls run; None until it is settled."""
+        self._end: str | None = None
+        """What is shown of the prompt before its completion begins; None once it is."""
+        self._setting = self._described()
 
-    def setting(self) -> dict[str, Any]:
+    @property
+    def _speculates(self) -> bool:
+        """Whether calls may use a draft."""
+        return self._spec.draft_config is not None and self._named_tree != PLAIN
+
+    def _described(self) -> dict[str, Any]:
         """What is run, for the JSON."""
         arguments, config = self._arguments, self._spec.target_config
-        target = arguments.target or "demo"
-        draft = arguments.draft or ("demo" if arguments.target is None else None)
         return {
-            **{"target": target, "draft": draft, "method": arguments.method},
-            **{"draft_vocabulary": arguments.draft_vocabulary},
-            **{"draft_int8": arguments.draft_int8},
-            **{"tree": list(self._tree.widths), "budget": self._tree.budget},
-            **{"adaptive": arguments.adaptive, "dtype": config.dtype},
-            **{"device": jax.devices()[0].device_kind, "jax": jax.__version__, **self._options},
+            "target": arguments.target or "demo",
+            "draft": arguments.draft or ("demo" if is_demo(arguments) else None),
+            "method": arguments.method,
+            "draft_vocabulary": arguments.draft_vocabulary,
+            "draft_int8": arguments.draft_int8,
+            **_tree_setting(self._tree),
+            "adaptive": arguments.adaptive,
+            "dtype": config.dtype,
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            **sampling_options(arguments),
         }
 
-    def print_header(self) -> None:
-        """Say what will run."""
-        setting, config = self.setting(), self._spec.target_config
-        draft = setting["draft"] or "none, so plain decoding (--draft names one)"
-        shape = ",".join(map(str, self._tree.widths)) or "none"
-        nodes = f"{self._tree.num_nodes}"
-        if self._tree.selective:
-            nodes = f"the best {nodes} of {self._tree.num_grown}"
-        self._out.line(
-            f"target {setting['target']} ({config.architecture}, {config.num_layers} layers of width "
-            f"{config.model_width}), draft {draft}; {config.dtype} on {setting['device']}"
-        )
-        self._out.line(
-            f"tree {shape} ({nodes} nodes a target pass), temperature "
-            f"{setting['temperature']:g}, seed {setting['seed']}"
-        )
+    def decode(self, named: Sequence[Prompt]) -> None:
+        """Decode the prompts, or samples of the demo if none is named."""
+        prompts = tuple(named) or tuple(self._samples())
+        groups = [prompts] if self._arguments.batch else [(prompt,) for prompt in prompts]
+        # Every call is checked before the first is printed: what can be refused is refused at once.
+        calls = [self._checked(group) for group in groups]
+        for line in header_lines(self._setting, self._spec.target_config, self._tree):
+            self._out.entry(line, indent=2)
+        for call in calls:
+            self._run(call)
+        self._print_totals()
 
-    def decode(self) -> list[Outcome]:
-        """Decode everything asked for."""
-        if self._arguments.batch:
-            return [self._decode_batch(self._arguments.batch)]
-        # All prompts are tokenised before the first is run: bad input fails at once.
-        prompts = [(name, item, self._encode(item)) for name, item in self._prompts()]
-        outcomes = [self._decode_one(*prompt) for prompt in prompts]
-        if len(outcomes) > 1:
-            self._out.line(f"\n=== all {len(outcomes)} prompts ===")
-            self._print(lines(outcomes))
-        return outcomes
-
-    def _prompts(self) -> list[tuple[str, Any]]:
-        """Names and prompts, each a run of its own."""
-        arguments = self._arguments
-        if arguments.prompt is not None:
-            return [("prompt", arguments.prompt)]
-        if arguments.prompt_file:
-            return [(Path(p).name, prompts_lib.read_text(p)) for p in arguments.prompt_file]
-        if arguments.messages:
-            return [("messages", prompts_lib.read_messages(arguments.messages))]
+    def _samples(self) -> Iterable[Prompt]:
         samples = demo_prompts()
         if not samples:
             raise FileNotFoundError("the demo's sample prompts are missing; reinstall the package")
-        return list(samples.items()) if arguments.all_prompts else [_default(samples)]
+        name = DEFAULT_PROMPT if DEFAULT_PROMPT in samples else next(iter(samples))
+        chosen = samples if self._arguments.all_prompts else {name: samples[name]}
+        return (Prompt(name, text) for name, text in chosen.items())
 
-    def _encode(self, item: Any) -> list[int]:
+    def _checked(self, prompts: tuple[Prompt, ...]) -> Call:
+        """A call of these rows; raises what the library would refuse."""
+        tokens = tuple(map(self._encode, prompts))
+        options: Any
+        if self._arguments.batch:
+            name, options = Path(self._arguments.batch).name, self._columns(prompts)
+        else:
+            name, options = prompts[0].name, sampling_options(self._arguments)
+        with command_words([prompt.name for prompt in prompts]):
+            plan = self._spec._prepare(  # To be public: what checks a call and does not run it.
+                list(tokens), None, self._named_tree, None, options, self._arguments.adaptive
+            ).memory
+        return Call(name, prompts, tokens, options, plan)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
         config, style = self._spec.target_config, self._arguments.prompt_style
-        return prompts_lib.encode(self._spec.tokenizer, config.vocab_size, item, style)
+        with command_words([prompt.name], of=prompt.name):
+            return prompts_lib.encode(self._spec.tokenizer, config.vocab_size, prompt.item, style)
 
-    def _decode_one(self, name: str, item: Any, tokens: list[int]) -> Outcome:
-        """One prompt: the end of it, its completion as it comes, the numbers."""
-        self._out.line(f"\n=== {name}: {len(tokens)} tokens === {self._out.legend()}")
-        self._print_plan([tokens], self._options)
-        if isinstance(item, str):
-            self._out.dim(("..." if len(item) > TAIL else "") + item[-TAIL:])
-        streams = self._arguments.stream
-        outcome = self._run(name, tokens, self._options, self._out.round if streams else None)
-        self._out.line("\n" if streams else f"{outcome.result.text[0] or ''}\n")
-        self._print(lines([outcome]))
+    def _columns(self, rows: Sequence[Prompt]) -> dict[str, list[Any]]:
+        """The options of a batch, one value a row."""
+        stops = {"eos_token_id": list(self._spec.stop_tokens)}
+        merged = [{**stops, **row_options(self._arguments, row)} for row in rows]
+        return {name: [row[name] for row in merged] for name in merged[0]}
+
+    def _run(self, call: Call) -> None:
+        """One call: what is completed, the completion, the numbers."""
+        self._journal.begin(call.name, call.row_names)
+        if not self._arguments.batch:
+            count = counted(len(call.tokens[0]), "token")
+            self._out.line(f"\n=== {call.name}: {count} === {self._out.legend()}".rstrip())
+        self._out.entry(memory_plan_line(call.plan), indent=2)
+        prompt = call.prompts[0].item
+        self._end = None if self._arguments.batch else prompt if isinstance(prompt, str) else ""
+        with _warnings() as notes:
+            outcome = self._decode(call)
+        self._show(outcome)
+        self._note_empty(call, outcome)
+        for note in notes:
+            self._out.entry(f"note: {note}", indent=2)
+
+    def _begin_completion(self) -> None:
+        """Show the end of the prompt, if it is text, and what tells it from its completion."""
+        end, self._end = self._end, None
+        if end is not None:
+            self._out.dim(("..." if len(end) > TAIL else "") + end[-TAIL:])
+            self._out.end_line()
+            self._out.line(COMPLETION)
+
+    def _decode(self, call: Call) -> Outcome:
+        """Decode, with the plain run beside it if it was asked for; noted in the journal."""
+        with command_words(call.row_names):
+            if self._arguments.compare is not False and self._speculates:
+                compared = self._call(self._spec.compare, call)
+                outcome = Outcome(call.name, call.row_names, compared.speculative, compared)
+            else:
+                outcome = Outcome(call.name, call.row_names, self._call(self._spec.generate, call))
+        self._journal.finish(outcome)
         return outcome
 
-    def _decode_batch(self, path: str) -> Outcome:
-        """The rows of a file as one batch; a row's own options win over the command's."""
-        items, rows = prompts_lib.read_batch(path)
-        tokens = [self._encode(item) for item in items]
-        merged = [{"eos_token_id": self._spec.stop_tokens, **self._options, **row} for row in rows]
-        columns = {name: [row[name] for row in merged] for name in merged[0]}
-        stops = columns["eos_token_id"]
-        columns["eos_token_id"] = [[stop] if isinstance(stop, int) else stop for stop in stops]
-        self._print_plan(tokens, columns)
-        outcome = self._run(Path(path).name, tokens, columns, None)
-        for row, text in enumerate(outcome.result.text):
-            self._out.line(f"\n=== row {row}: {len(tokens[row])} tokens ===\n{text or ''}")
+    def _call(self, method: Callable[..., Found], call: Call) -> Found:
+        """Call the library, its rounds and activities followed."""
+        self._out.status("preparing")
+        return method(
+            list(call.tokens),
+            tree=self._named_tree,
+            adaptive=self._arguments.adaptive,
+            on_round=self._on_round,
+            on_activity=self._on_activity,
+            **call.options,
+        )
+
+    def _on_round(self, added: StreamRound) -> None:
+        self._journal.add(added)
+        if self._streams:
+            self._begin_completion()
+            self._out.round(added)
+
+    def _on_activity(self, activity: Activity) -> None:
+        self._journal.check_open()
+        if isinstance(activity, Fitted):
+            self._tree = activity.tree
+            self._setting.update(_tree_setting(activity.tree))
+            self._out.entry(fitted_line(activity, PAYS), indent=2)
+        self._out.activity(activity)
+
+    @property
+    def _streams(self) -> bool:
+        """Whether text is shown as it comes; else when its call has ended."""
+        return self._arguments.stream is not False and not self._arguments.batch
+
+    def _show(self, outcome: Outcome) -> None:
+        """Text that is not on the screen yet, and the numbers."""
+        self._begin_completion()
+        texts = [NO_TEXT if text is None else text for text in outcome.result.text]
+        if self._arguments.batch:
+            for name, text, count in zip(
+                outcome.row_names, texts, outcome.stats.prompt_tokens, strict=True
+            ):
+                self._out.line(f"\n=== {name}: {counted(count, 'token')} ===\n{text}")
+        elif not self._streams:
+            self._out.line(texts[0])
+        self._out.end_line()
         self._out.line()
-        self._print(lines([outcome]))
-        return outcome
+        self._report([outcome])
 
-    def _print_plan(self, rows: list[list[int]], options: dict[str, Any]) -> None:
-        """Say what the call will take before anything is allocated."""
-        longest, new = max(map(len, rows)), int(np.max(options["max_new_tokens"]))
-        plan = self._spec.memory_plan(len(rows), longest, new, self._tree)
-        self._out.line(memory_plan_line(plan))
+    def _note_empty(self, call: Call, outcome: Outcome) -> None:
+        """Say of rows that ended with their first token why there is no text."""
+        limits = call.options["max_new_tokens"]
+        limits = limits if isinstance(limits, list) else [limits]
+        ended = [
+            name
+            for name, limit, count in zip(
+                call.row_names, limits, outcome.stats.new_tokens, strict=True
+            )
+            if count == 1 < limit
+        ]
+        if ended:
+            self._out.entry(
+                f"no text: the first token of {', '.join(ended)} ends the text (EOS); --ignore_eos "
+                "goes on past it"
+            )
 
-    def _run(
-        self, name: str, tokens: Any, options: dict[str, Any], on_round: Callable[..., None] | None
-    ) -> Outcome:
-        """Decode, with the plain run beside it if it was asked for."""
-        choice = {"tree": self._tree, "adaptive": self._arguments.adaptive}
-        arguments: dict[str, Any] = {**choice, "on_round": on_round, **options}
-        if not self._arguments.compare or not self._tree.widths:
-            return Outcome(name, self._spec.generate(tokens, **arguments))
-        compared = self._spec.compare(tokens, **arguments)
-        return Outcome(name, compared.speculative, compared)
+    def _print_totals(self) -> None:
+        outcomes = self._journal.outcomes
+        if len(outcomes) > 1:
+            self._out.line(f"\n=== all {len(outcomes)} prompts ===")
+            self._report(outcomes)
 
-    def _print(self, report: Iterable[str]) -> None:
-        for line in report:
-            self._out.line(line)
+    def _report(self, outcomes: Sequence[Outcome]) -> None:
+        for line in lines(outcomes, self._spec.target_config.dtype):
+            self._out.entry(line)
+
+    def print_interrupted(self) -> None:
+        """What there is of a call that was left, and of those before it."""
+        self._out.end_line()
+        partial = self._journal.unfinished
+        if partial is not None:
+            self._show(partial)
+            tokens = sum(partial.stats.new_tokens)
+            self._out.line(f"interrupted after {counted(tokens, 'new token')} of {partial.name}")
+        self._print_totals()
+
+    def as_json(self, interrupted: bool = False) -> dict[str, Any]:
+        """Everything measured so far."""
+        return as_json(self._journal.outcomes, self._setting, interrupted)
 
 
-def _default(samples: dict[str, str]) -> tuple[str, str]:
-    name = DEFAULT_PROMPT if DEFAULT_PROMPT in samples else next(iter(samples))
-    return name, samples[name]
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What the library warns of meanwhile, for when the text is on the screen."""
+    notes: list[str] = []
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def note(message: Any, category: type[Warning], *place: Any, **options: Any) -> None:
+            if category is UserWarning:
+                notes.append(str(message))
+            else:
+                show(message, category, *place, **options)
+
+        warnings.showwarning = note
+        yield notes
+
+
+def _tree_setting(tree: TreeConfig | None) -> dict[str, Any]:
+    """A tree in the JSON."""
+    return {"tree": None if tree is None else list(tree.widths), "budget": tree and tree.budget}

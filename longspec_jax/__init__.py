@@ -82,6 +82,17 @@ def _numbers(version: str) -> tuple[int, ...]:
 _check_versions(metadata.version("jax"), metadata.version("flax"))
 
 
+def _version() -> str:
+    """The installed release; a checkout that was never installed has none."""
+    try:
+        return metadata.version("longspec_jax")
+    except metadata.PackageNotFoundError:
+        return "0+not.installed"
+
+
+__version__ = _version()
+
+
 def __getattr__(name: str) -> Any:
     if name not in _CONTENTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

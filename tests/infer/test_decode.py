@@ -1,19 +1,33 @@
 """The decode command: what it prints, what it writes, and how it fails."""
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
-from infer import decode, session
-from infer.compilation import enable_cache
+from infer import arguments, decode, models, session
 from infer.display import Screen, wants_color
-from longspec_jax import LongSpec, demo_prompts
+from longspec_jax import (
+    PLAIN,
+    GenerateResult,
+    LongSpec,
+    MemoryPlan,
+    Stats,
+    TreeConfig,
+    TreeUse,
+    demo_prompts,
+)
+from longspec_jax.compilation import keep_programs
+from longspec_jax.generation.activity import Compiling, Fitted
+from longspec_jax.generation.kept import TreePace
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.loading import DEMO, load_tokenizer
 from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
@@ -33,6 +47,11 @@ def folders(tmp_path_factory) -> list[str]:
     target, draft = save_toy(tmp_path_factory.mktemp("toy"))
     small = ["--tree=4,5", "--max_new_tokens=24", "--temperature=1", "--prefill_chunk=32"]
     return [f"--target={target}", f"--draft={draft}", *small, "--compilation_cache=off"]
+
+
+def without_tree(folders: list[str]) -> list[str]:
+    """For plain decoding, with which a tree would be a contradiction."""
+    return [argument for argument in folders if not argument.startswith("--tree")]
 
 
 def run_json(folders: list[str], tmp_path: Path, *arguments: str) -> dict:
@@ -67,7 +86,7 @@ def test_a_budget_changes_the_tree_and_not_the_text(folders, tmp_path, capsys) -
     found = run_json(folders, tmp_path, f"--prompt={PROMPT}", "--budget=5")
     assert whole["setting"]["budget"] is None and found["setting"]["budget"] == 5
     assert found["text"] == whole["text"] and found["identical_to_plain"] is True
-    assert "tree 4,5 (the best 5 of 10 nodes a target pass)" in capsys.readouterr().out
+    assert "tree 4,5 (the best 5 of 10 nodes per target pass)" in capsys.readouterr().out
 
 
 def test_a_draft_vocabulary_needs_its_table(folders, tmp_path, capsys) -> None:
@@ -95,7 +114,7 @@ def test_a_draft_in_8_bits(folders, tmp_path, capsys) -> None:
     assert found["text"] == whole["text"] and found["identical_to_plain"] is True
     assert found["memory"]["draft_bytes"] != whole["memory"]["draft_bytes"]
     assert decode.main([folders[0], *folders[2:], *int8]) == 2
-    assert "draft_int8=True is about what a draft reads" in capsys.readouterr().err
+    assert "--draft_int8 is about what a draft reads" in capsys.readouterr().err
 
 
 def test_color_shows_the_same_text(folders, capsys) -> None:
@@ -115,7 +134,7 @@ def test_several_prompts_have_totals(folders, tmp_path, capsys) -> None:
     for name in ("one", "two"):
         (tmp_path / name).write_text(PROMPT + name.translate({ord(c): "a" for c in "onetw"}))
     files = [f"--prompt_file={tmp_path / name}" for name in ("one", "two")]
-    found = run_json(folders, tmp_path, *files, "--method=plain")
+    found = run_json(without_tree(folders), tmp_path, *files, "--method=plain")
     assert [row["name"] for row in found["rows"]] == ["one", "two"]
     assert found["acceptance_length"] == 1 and found["identical_to_plain"] is None
     assert found["plain_tokens_per_second"] is None and len(found["text"]) == 2
@@ -126,7 +145,7 @@ def test_several_prompts_have_totals(folders, tmp_path, capsys) -> None:
 def test_adaptive_runs_say_what_ran(folders, tmp_path, capsys) -> None:
     found = run_json(folders, tmp_path, f"--prompt={PROMPT}", "--ignore_eos", "--adaptive")
     assert found["identical_to_plain"] is True and found["setting"]["adaptive"] is True
-    assert [use["tree"] for use in found["trees"]] == [[], [4], [4, 5]]
+    assert [use["tree"] for use in found["trees"]] == [[], [1], [4, 5]]
     assert sum(use["rounds"] for use in found["trees"]) == found["target_passes"]
     assert sum(use["tokens"] for use in found["trees"]) == 23
     printed = capsys.readouterr().out
@@ -140,13 +159,15 @@ def test_batch_rows_equal_lone_runs(folders, tmp_path) -> None:
     found = run_json(folders, tmp_path, f"--batch={path}")
     assert len(found["rows"]) == 3 == len(found["text"]) == len(found["prompt_tokens"])
     assert found["identical_to_plain"] is True and found["rows"][1]["new_tokens"] <= 7
-    lone = run_json(folders, tmp_path, f"--prompt={PROMPT}", "--seed=5", "--method=plain")
+    assert [row["name"] for row in found["rows"]] == [f"batch.jsonl, line {n}" for n in (1, 2, 3)]
+    plain = without_tree(folders)
+    lone = run_json(plain, tmp_path, f"--prompt={PROMPT}", "--seed=5", "--method=plain")
     assert lone["rows"][0]["tokens"] == found["rows"][0]["tokens"]
 
 
 def test_json_on_standard_output_is_json_alone(folders, capsys) -> None:
     argv = ["--prompt=ab", "--method=plain", "--json=-", "--max_new_tokens=3"]
-    assert decode.main([*folders, *argv]) == 0
+    assert decode.main([*without_tree(folders), *argv]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["prompt_tokens"] == 2 and "=== prompt" in printed.err
 
@@ -154,9 +175,10 @@ def test_json_on_standard_output_is_json_alone(folders, capsys) -> None:
 def test_default_prompt(folders, monkeypatch, tmp_path) -> None:
     texts = {"first": "ab", session.DEFAULT_PROMPT: "ab" * 20}
     monkeypatch.setattr(session, "demo_prompts", lambda: texts)
-    found = run_json(folders, tmp_path, "--method=plain")
+    plain = without_tree(folders)
+    found = run_json(plain, tmp_path, "--method=plain")
     assert [row["name"] for row in found["rows"]] == [session.DEFAULT_PROMPT]
-    found = run_json(folders, tmp_path, "--method=plain", "--all_prompts")
+    found = run_json(plain, tmp_path, "--method=plain", "--all_prompts")
     assert [row["name"] for row in found["rows"]] == list(texts)
     monkeypatch.setattr(session, "demo_prompts", lambda: {})
     assert decode.main(folders) == 2
@@ -174,7 +196,7 @@ BAD = {
     "tree": (["--prompt=a", "--tree=4,0"], "tree widths must be positive"),
     "budget": (["--prompt=a", "--budget=0"], "a tree budget counts the root"),
     "adaptive": (["--prompt=a", "--adaptive", "--method=plain"], "has nothing to choose"),
-    "temperature": (["--prompt=a", "--temperature=-1"], "temperature=-1.0 must be >= 0"),
+    "temperature": (["--prompt=a", "--temperature=-1"], "--temperature: -1 must be >= 0"),
     "top_p": (["--prompt=a", "--top_p=2"], "must be in (0, 1]"),
     "attention": (["--prompt=a", "--attention=magic"], "no implementation 'magic'; choose"),
     "json folder": (["--prompt=a", "--json=absent/out.json"], "its folder does not exist"),
@@ -191,15 +213,16 @@ def test_bad_input_is_one_message_and_status_2(folders, case, capsys) -> None:
     assert decode.main([*kept, *bad]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.startswith("error: ")
-    assert "Traceback" not in printed.err
+    assert "Traceback" not in printed.err and not printed.out
 
 
 @pytest.mark.parametrize(
     "argv", [["--tree=wide"], ["--method=magic"], ["--prompt=a", "--list=prompts"]]
 )
 def test_bad_arguments_are_status_2(argv, capsys) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        decode.main(argv)
+    assert decode.main(argv) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {argv[-1].split('=')[0]}: ")
 
 
 def test_failures_while_running_are_status_1(folders, monkeypatch, capsys) -> None:
@@ -207,7 +230,7 @@ def test_failures_while_running_are_status_1(folders, monkeypatch, capsys) -> No
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(LongSpec, "generate", fail)
-    assert decode.main([*folders, "--prompt=a", "--method=plain"]) == 1
+    assert decode.main([*without_tree(folders), "--prompt=a", "--method=plain"]) == 1
     assert capsys.readouterr().err == "failed while running: RuntimeError: the device is gone\n"
 
 
@@ -239,16 +262,33 @@ def test_color_only_on_terminals(monkeypatch) -> None:
 
 
 def test_compilation_cache_folder(monkeypatch, tmp_path) -> None:
-    before = jax.config.jax_compilation_cache_dir
+    before = jax.config.values["jax_compilation_cache_dir"]
     try:
+        jax.config.update("jax_compilation_cache_dir", None)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-        assert enable_cache() == tmp_path / "longspec_jax" / "compiled"
-        assert enable_cache(str(tmp_path / "mine")) == tmp_path / "mine"
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
-        assert enable_cache("off") is None
-        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "env"))
-        assert enable_cache() == tmp_path / "env"
+        monkeypatch.delenv("LONGSPEC_CACHE", raising=False)
+        assert keep_programs() == tmp_path / "longspec_jax" / "compiled"
+        assert keep_programs(str(tmp_path / "mine")) == tmp_path / "mine"
+        assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "mine")
+        assert keep_programs() == tmp_path / "mine"
+        jax.config.update("jax_compilation_cache_dir", None)
+        monkeypatch.setenv("LONGSPEC_CACHE", "off")
+        assert keep_programs() is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_the_command_chooses_the_cache(folders, monkeypatch, tmp_path) -> None:
+    before = jax.config.values["jax_compilation_cache_dir"]
+    monkeypatch.setenv("LONGSPEC_CACHE", "elsewhere")
+    monkeypatch.setattr(LongSpec, "generate", first_token_only)
+    argv = [*without_tree(folders), "--prompt=ab", "--no-compare", "--method=plain"]
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert decode.main(argv) == 0
+        assert jax.config.values["jax_compilation_cache_dir"] is None  # As the fixture says: off.
+        assert decode.main([*argv, f"--compilation_cache={tmp_path}"]) == 0
+        assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "compiled")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 
@@ -261,3 +301,133 @@ def test_demo_prompts_fit_the_demo_model(capsys) -> None:
     tokenizer = load_tokenizer(DEMO / "target")
     lengths = {name: len(tokenizer(text)["input_ids"]) for name, text in texts.items()}
     assert lengths[session.DEFAULT_PROMPT] >= 8000 and max(lengths.values()) + 256 <= 16384
+
+
+def first_token_only(self, tokens, **options) -> GenerateResult:
+    """A call whose text ends with its first token."""
+    memory = MemoryPlan(1, 256, 1, 2, 3, 4, 5)
+    trees = (TreeUse(PLAIN, 0, 0, 0.0),)
+    found = Stats((2,), (1,), (0,), ((0,),), trees, 1.0, 0.0, 0.0, 0, memory)
+    return GenerateResult(((0,),), ("",), ((False,),), found)
+
+
+def test_a_text_that_ends_at_once_says_why(folders, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(LongSpec, "generate", first_token_only)
+    argv = [*folders, "--prompt=ab", "--no-compare"]
+    assert decode.main(argv) == 0
+    said = "no text: the first token of prompt ends the text (EOS); --ignore_eos goes on past it"
+    assert said in capsys.readouterr().out
+    assert decode.main([*argv, "--max_new_tokens=1"]) == 0
+    assert said not in capsys.readouterr().out
+
+
+def test_the_prompt_and_its_completion_are_told_apart(folders, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(LongSpec, "generate", first_token_only)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO("cd é".encode())))
+    assert decode.main([*folders, "--prompt_file=-", "--no-compare"]) == 0
+    assert "cd é\n--- completion ---\n" in capsys.readouterr().out
+
+
+def test_numbers_that_cannot_be_written_are_not_lost(
+    folders, monkeypatch, tmp_path, capsys
+) -> None:
+    """The folder goes during the run."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+
+    def call(self, *args, **options):
+        folder.rmdir()
+        return first_token_only(self, *args, **options)
+
+    monkeypatch.setattr(LongSpec, "generate", call)
+    argv = [*folders, "--prompt=ab", "--no-compare", f"--json={folder / 'out.json'}"]
+    assert decode.main(argv) == 1
+    said = capsys.readouterr().err
+    rescued = Path(said.split("the numbers are in ")[1].strip())
+    assert "out.json cannot be written: No such file" in said
+    assert json.loads(rescued.read_text())["new_tokens"] == 1
+    rescued.unlink()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"input_ids": [3, 99]}', "batch.jsonl, line 2: token id 99 is outside"),
+        ('{"prompt": "ab", "max_new_tokens": 5000}', "batch.jsonl, line 2: a prompt of 2 tokens"),
+    ],
+)
+def test_rows_are_named_by_their_line(folders, tmp_path, line, message, capsys) -> None:
+    """Also where only the model can tell, and before anything is printed."""
+    path = tmp_path / "batch.jsonl"
+    path.write_text(f'"ab"\n{line}')
+    assert decode.main([*folders, f"--batch={path}"]) == 2
+    printed = capsys.readouterr()
+    assert f"error: {message}" in printed.err and not printed.out
+
+
+def test_what_is_under_way_and_what_was_settled(folders, monkeypatch, tmp_path, capsys) -> None:
+    """Before the end of the prompt, so that its completion follows it."""
+    seen, tree = [], TreeConfig((1, 1))
+    monkeypatch.setattr(Screen, "status", lambda screen, *words: seen.append(words))
+
+    def call(self, tokens, *, on_activity, **options):
+        on_activity(Compiling())
+        on_activity(Fitted(tree, (TreePace(PLAIN, 0.01, 1.0), TreePace(tree, 0.01, 2.5))))
+        return first_token_only(self, tokens, **options)
+
+    monkeypatch.setattr(LongSpec, "generate", call)
+    plain = [*without_tree(folders), "--prompt=ab", "--no-compare"]
+    found = run_json(plain, tmp_path)
+    printed = capsys.readouterr().out
+    assert ("compiling, once for prompts of about this length", "") in seen
+    assert "tree by what is fastest here, temperature 1" in printed
+    assert (
+        "tree 1,1 (3 nodes per target pass), the fastest of 2 timed here: 250 tokens/s, 100 without"
+        in printed
+    )
+    assert printed.index("250 tokens/s") < printed.index("ab\n--- completion ---")
+    assert found["setting"]["tree"] == [1, 1]
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_wait_until_the_text_is_shown(folders, monkeypatch, capsys) -> None:
+    def call(self, *args, **options):
+        warnings.warn("0 of the draft's proposals were accepted", UserWarning, stacklevel=2)
+        return first_token_only(self, *args, **options)
+
+    monkeypatch.setattr(LongSpec, "generate", call)
+    assert decode.main([*folders, "--prompt=ab", "--no-compare"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.endswith("note: 0 of the draft's proposals were accepted\n")
+    assert "UserWarning" not in printed.err
+
+
+def test_platforms_that_do_not_start(monkeypatch) -> None:
+    """Some plugins fail without a word."""
+
+    def fail():
+        raise AssertionError
+
+    monkeypatch.setattr(models.jax, "devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(ValueError, match=r"JAX_PLATFORMS=cuda .* cannot start here \(AssertionErr"):
+        models.check_devices()
+    monkeypatch.delenv("JAX_PLATFORMS")
+    with pytest.raises(AssertionError):
+        models.check_devices()
+
+
+@pytest.mark.skipif(not DEMO.is_dir(), reason="the demo model is not in this checkout")
+def test_the_demo_by_its_name(monkeypatch, tmp_path) -> None:
+    """With its own draft, or with a draft of the user's."""
+    found = []
+    monkeypatch.setattr(
+        LongSpec,
+        "from_pretrained",
+        lambda target, draft=None, **options: found.append((target, draft)),
+    )
+    for typed in ([], ["--target=demo"], ["--target=demo", f"--draft={tmp_path}"]):
+        parsed = arguments.parser().parse_args(typed)
+        models.load(parsed, models.fetch(parsed))
+    demo = (DEMO / "target", DEMO / "draft")
+    assert found == [demo, demo, (DEMO / "target", tmp_path)]

@@ -1,7 +1,5 @@
 """Chat styles and prompt files."""
 
-import json
-
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -78,63 +76,6 @@ def test_native_template() -> None:
     templated = byte_tokenizer()
     templated.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
     assert templated.decode(prompts.encode(templated, 999, CHAT)) == "[Hi][Hello][Bye]"
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ({}, "must be a list of objects"),
-        ([{"role": "user"}], "message 0 must have role and content"),
-        ([{"role": "robot", "content": "x"}], "roles are system, user, assistant"),
-        (CHAT[:2], "last message must be the user's"),
-    ],
-)
-def test_bad_messages(messages, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        prompts.check_messages(messages)
-
-
-def test_messages_inline_or_in_a_file(tmp_path) -> None:
-    path = tmp_path / "chat.json"
-    path.write_text(json.dumps({"messages": CHAT}))
-    assert prompts.read_messages(str(path)) == CHAT == prompts.read_messages(json.dumps(CHAT))
-    with pytest.raises(ValueError, match="not valid JSON"):
-        prompts.read_messages("[{]")
-    with pytest.raises(FileNotFoundError):
-        prompts.read_messages(str(tmp_path / "absent.json"))
-
-
-def test_batch_file(tmp_path) -> None:
-    path = tmp_path / "batch.jsonl"
-    rows = ["ab", {"prompt": "cd", "seed": 3}, {"input_ids": [1, 2], "eos_token_id": 5}]
-    path.write_text("\n\n".join(map(json.dumps, rows)))
-    items, options = prompts.read_batch(str(path))
-    assert items == ["ab", "cd", [1, 2]] and options == [{}, {"seed": 3}, {"eos_token_id": 5}]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            '{"prompt": "a", "tempreature": 1}',
-            "batch.jsonl:1: unknown key 'tempreature'; did you mean",
-        ),
-        ('{"prompt": "a", "messages": []}', "exactly one of prompt, messages, input_ids"),
-        ("{", "line 1 is not valid JSON"),
-        ("", "holds no prompts"),
-    ],
-)
-def test_bad_batch_file(tmp_path, line, message) -> None:
-    path = tmp_path / "batch.jsonl"
-    path.write_text(line)
-    with pytest.raises(ValueError, match=message):
-        prompts.read_batch(str(path))
-
-
-def test_prompt_files_must_be_text(tmp_path) -> None:
-    (tmp_path / "image").write_bytes(b"\x89PNG\xff")
-    with pytest.raises(ValueError, match="is not UTF-8 text"):
-        prompts.read_text(tmp_path / "image")
 
 
 def test_toy_has_no_template() -> None:

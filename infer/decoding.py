@@ -1,0 +1,129 @@
+"""The run of ``python -m infer.decode`` behind its arguments, and how it is left early."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from longspec_jax.config import TreeConfig
+
+from . import interruption
+from .display import Screen, wants_color
+from .journal import Journal
+from .output_file import STDOUT, OutputFile
+from .prompt_files import Prompt
+from .wording import command_words
+
+if TYPE_CHECKING:  # Slow to import, and imported where the screen says so.
+    from .session import Session
+
+INTERRUPTED = 130
+"""The exit status that shells have for it: 128 and the number of SIGINT."""
+
+
+class Run:
+    """A request, and how far it has got."""
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        tree: TreeConfig | None,
+        prompts: Sequence[Prompt],
+        output: OutputFile | None,
+    ):
+        """Begin with nothing loaded.
+
+        Args:
+          arguments: of the command, checked.
+          tree: shape of the draft trees; the library's own choice if absent.
+          prompts: the prompts they name.
+          output: where the numbers go, if anywhere.
+        """
+        # With JSON on standard output, everything meant for reading goes to standard error.
+        out = sys.stderr if arguments.json == STDOUT else sys.stdout
+        self.screen = Screen(wants_color(arguments.color, out), out)
+        self.journal = Journal()
+        self._arguments, self._tree, self._prompts = arguments, tree, prompts
+        self._output = output
+        self._session: Session | None = None
+
+    def work(self) -> None:
+        """Load, check and decode, saying on the screen what is under way."""
+        self.screen.status("starting")
+        # A Python without PyTorch is what we run in; transformers need not warn of it.
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        if self._arguments.compilation_cache is not None:
+            os.environ["LONGSPEC_CACHE"] = self._arguments.compilation_cache
+        from longspec_jax.compilation import keep_programs
+
+        from .models import check_devices, fetch, load
+        from .session import Session
+
+        check_devices()
+        self.screen.clear_status()  # What follows says of itself where it keeps and fetches things.
+        keep_programs()
+        folders = fetch(self._arguments)
+        self.screen.status("loading the models")
+        with command_words():
+            spec = load(self._arguments, folders)
+        self._session = Session(spec, self._arguments, self._tree, self.screen, self.journal)
+        self._session.decode(self._prompts)
+
+    def write(self, interrupted: bool = False) -> bool:
+        """Write the numbers if they are wanted; whether they are where they were wanted."""
+        if self._output is None:
+            return True
+        if self._session is None:
+            return self._output.write({"interrupted": interrupted, "rows": []})
+        return self._output.write(self._session.as_json(interrupted))
+
+    def print_interrupted(self) -> None:
+        """Say how far the run has got."""
+        if self._session is not None:
+            self._session.print_interrupted()
+        print("interrupted", file=sys.stderr)
+
+
+def decode(
+    arguments: argparse.Namespace,
+    tree: TreeConfig | None,
+    prompts: Sequence[Prompt],
+    output: OutputFile | None,
+    end: Callable[[int], object] | None,
+) -> int:
+    """Do what the arguments say; returns the exit status.
+
+    Args:
+      arguments: of the command, checked.
+      tree: shape of the draft trees; the library's own choice if absent.
+      prompts: the prompts they name; none for the demo's.
+      output: where the numbers go, if anywhere.
+      end: ends the process after Ctrl-C.
+    """
+    run = Run(arguments, tree, prompts, output)
+    try:
+        interruption.run_interruptibly(run.work)
+        return 0 if run.write() else 1
+    except BrokenPipeError:
+        run.journal.close()
+        run.write(interrupted=True)
+        raise
+    except KeyboardInterrupt:
+        return _leave(run, end)
+    finally:
+        run.screen.close()
+
+
+def _leave(run: Run, end: Callable[[int], object] | None) -> int:
+    """Keep what there is, and end within moments whatever the work is inside of."""
+    if end is None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The impatient would lose what is kept here.
+        interruption.end_soon(INTERRUPTED)
+    run.journal.close()
+    run.screen.close()
+    run.write(interrupted=True)
+    run.print_interrupted()
+    (end or interruption.end_now)(INTERRUPTED)
+    return INTERRUPTED

@@ -1,0 +1,74 @@
+"""What a run has measured so far, so that leaving it early loses nothing."""
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # Slow to import; whoever has something to write down has imported it.
+    from longspec_jax.generation.result import StreamRound
+
+    from .report import Outcome
+
+
+class Closed(Exception):
+    """The run has been left; what still works on it may stop."""
+
+
+class Journal:
+    """Finished calls, and the rounds of the one under way."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._lock = threading.Lock()
+        self._closed = False
+        self._finished: list[Outcome] = []
+        self._name = ""
+        self._row_names: tuple[str, ...] = ()
+        self._rounds: list[StreamRound] = []
+
+    def begin(self, name: str, row_names: tuple[str, ...]) -> None:
+        """A call begins."""
+        with self._lock:
+            self._check_open()
+            self._name, self._row_names, self._rounds = name, row_names, []
+
+    def add(self, added: "StreamRound") -> None:
+        """A round of it has ended."""
+        with self._lock:
+            self._check_open()
+            self._rounds.append(added)
+
+    def finish(self, outcome: "Outcome") -> None:
+        """It has ended."""
+        with self._lock:
+            self._check_open()
+            self._finished.append(outcome)
+            self._rounds = []
+
+    def check_open(self) -> None:
+        """Raise if the run has been left."""
+        with self._lock:
+            self._check_open()
+
+    def close(self) -> None:
+        """Leave the run: nothing is added from now on."""
+        with self._lock:
+            self._closed = True
+
+    @property
+    def unfinished(self) -> "Outcome | None":
+        """The call under way, as far as it has got; None before its first token."""
+        if not self._rounds:
+            return None
+        from .report import Outcome, gathered
+
+        return Outcome(self._name, self._row_names, gathered(self._rounds))
+
+    @property
+    def outcomes(self) -> "list[Outcome]":
+        """The calls that have ended, and the one under way."""
+        partial = self.unfinished
+        return [*self._finished, *([] if partial is None else [partial])]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed

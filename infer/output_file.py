@@ -1,0 +1,168 @@
+"""The file that a run's numbers go to: tried before the run, written whole or not at all.
+
+A run may take hours, so that nothing may be found wrong with its file at the end, and whatever is
+found wrong all the same does not lose the numbers.
+"""
+
+import errno
+import json
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STDOUT = "-"
+_TRIAL = b" " * 4096
+"""What is written before the run, to a file beside the wanted one that is removed again."""
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """Where the JSON goes: a file, a device, or standard output."""
+
+    path: Path | None
+    """None for standard output."""
+
+    @classmethod
+    def tried(cls, name: str, inputs: Iterable[tuple[str, Path]]) -> "OutputFile":
+        """The file of this name, found to be writable and no input.
+
+        Args:
+          name: as it was typed; ``-`` for standard output.
+          inputs: files and folders that the run reads, with the option that names each.
+
+        Raises:
+          ValueError: for an input.
+          OSError: for what cannot be written.
+        """
+        if name == STDOUT:
+            return cls(None)
+        try:
+            path = Path(name).expanduser()
+            if not _is_special(path):
+                path = Path(os.path.realpath(path))  # A link stays a link.
+            _refuse_inputs(name, path, inputs)
+            _try(path)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"--json {name}: its folder does not exist; make it first"
+            ) from None
+        except OSError as error:
+            raise type(error)(f"--json {name} cannot be written: {error.strerror}") from error
+        return cls(path)
+
+    def write(self, values: dict[str, Any]) -> bool:
+        """Write the values; if that fails, elsewhere, and say where.
+
+        Returns:
+          Whether they are where they were wanted.
+        """
+        text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        # Half a character (from the name of a file) becomes the escape that JSON has for it.
+        data = text.encode("utf-8", "backslashreplace")
+        if self.path is None:
+            sys.stdout.write(data.decode("utf-8"))
+            sys.stdout.flush()
+            return True
+        try:
+            _write(self.path, data)
+        except OSError as error:
+            _rescue(data, f"--json {self.path} cannot be written: {error.strerror or error}")
+            return False
+        return True
+
+
+def _refuse_inputs(name: str, path: Path, inputs: Iterable[tuple[str, Path]]) -> None:
+    for option, source in inputs:
+        if _is_or_holds(source, path):
+            raise ValueError(
+                f"--json {name} is an input of this run ({option} {source}) and would be "
+                "overwritten; name another file"
+            )
+
+
+def _is_or_holds(source: Path, path: Path) -> bool:
+    """Whether a path is this input, or lies in this folder, by whatever name."""
+    if not source.exists():
+        return False
+    if source.is_dir():
+        within = path.is_relative_to(os.path.realpath(source))
+        return within or any(_same(file, path) for file in source.rglob("*"))
+    return _same(source, path)
+
+
+def _same(file: Path, path: Path) -> bool:
+    return path.exists() and file.exists() and file.samefile(path)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is a device, a pipe or an open file, which is written to and not replaced."""
+    opened = str(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))
+    return path.exists() and (opened or not stat.S_ISREG(path.stat().st_mode))
+
+
+def _try(path: Path) -> None:
+    """Raise if the path cannot be written."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    if _is_special(path):
+        _append(path, b"\n")  # JSON may begin with an empty line.
+        return
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, "it is read-only")
+    os.unlink(_beside(path, _TRIAL))
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write to a device, or replace a file by a whole one."""
+    if _is_special(path):
+        _append(path, data)
+        return
+    temporary = _beside(path, data)
+    try:
+        os.chmod(temporary, stat.S_IMODE(path.stat().st_mode) if path.exists() else _new_mode())
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
+
+
+def _append(path: Path, data: bytes) -> None:
+    with open(path, "ab", buffering=0) as file:
+        file.write(data)
+
+
+def _beside(path: Path, data: bytes) -> str:
+    """A new file in the same folder that holds the data, safely on the disk."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+    except OSError:
+        os.unlink(name)
+        raise
+    return name
+
+
+def _new_mode() -> int:
+    """Permissions of a file made anew."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+def _rescue(data: bytes, problem: str) -> None:
+    """Keep the numbers somewhere else."""
+    try:
+        with tempfile.NamedTemporaryFile(prefix="longspec_", suffix=".json", delete=False) as file:
+            file.write(data)
+        print(f"error: {problem}; the numbers are in {file.name}", file=sys.stderr)
+    except OSError:
+        print(f"error: {problem}; the numbers follow", file=sys.stderr)
+        print(data.decode("utf-8"), file=sys.stderr)

@@ -1,0 +1,233 @@
+"""Prompts as they are written down: text, chat messages as JSON, a batch as JSON lines.
+
+Everything that can be said without a model is said here, before one is loaded, with the name of the
+option, the file and its line.
+"""
+
+import difflib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .ranges import SAMPLING, TOKEN, shown
+
+ROLES = ("system", "user", "assistant")
+SOURCES = ("prompt", "messages", "input_ids")
+"""What a row of a batch file may be made of."""
+ROW_OPTIONS = (*SAMPLING, "eos_token_id")
+"""What a row of a batch file may choose for itself."""
+STDIN = "-"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Something to complete, and where it was written."""
+
+    name: str
+    """For reading: the option, the file, or the file and its line."""
+    item: Any
+    """Text, chat messages or token ids."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Generation options of its own."""
+
+
+def check_text(text: str, where: str) -> str:
+    """Text that is one: not empty, and encodable, which a lone surrogate is not."""
+    if not text:
+        raise ValueError(f"{where}: the prompt is empty; pass at least one character")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} is not UTF-8 text: character {error.start + 1} is half of one "
+            f"({text[error.start]!r}); convert it first"
+        ) from None
+    return text
+
+
+def read_text(path: str | Path, option: str = "--prompt_file") -> str:
+    """A text file as it is, or standard input for ``-``.
+
+    Args:
+      path: of the file.
+      option: what named it, for messages.
+    """
+    try:
+        if str(path) == STDIN:
+            return sys.stdin.buffer.read().decode("utf-8")
+        return Path(path).expanduser().read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{option}: {path} is not UTF-8 text ({error}); convert it first"
+        ) from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise type(error)(f"{option}: {path} cannot be read: {reason}") from error
+
+
+def read_prompt_file(path: str) -> Prompt:
+    """The text of a file as a prompt."""
+    name = "standard input" if path == STDIN else Path(path).name
+    return Prompt(name, check_text(read_text(path), f"--prompt_file: {path}"))
+
+
+def check_messages(messages: Any, where: str = "messages") -> list[dict[str, Any]]:
+    """Refuse what is not a list of ``{"role": ..., "content": ...}`` that ends with the user.
+
+    Returns:
+      The messages, each with its content as one text.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(
+            f"{where} must be a list of objects with role and content, got {messages!r:.80}"
+        )
+    checked = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise ValueError(
+                f"{where}: message {index} must have role and content, got {message!r:.80}"
+            )
+        if message["role"] not in ROLES:
+            raise ValueError(
+                f"{where}: message {index} has role {shown(message['role'])}; roles are "
+                f"{', '.join(ROLES)}"
+            )
+        text = "".join(_texts(message["content"], f"{where}: message {index}"))
+        check_text(text or " ", f"{where}: message {index}")  # An empty turn is a turn.
+        checked.append({**message, "content": text})
+    if messages[-1]["role"] != "user":
+        raise ValueError(
+            f"{where}: the last message must be the user's: the answer is what is generated"
+        )
+    return checked
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    """The text of a message's content: text, or parts that are text."""
+    parts = content if isinstance(content, list) and content else [content]
+    texts: list[Any] = [_text(part) for part in parts]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{where} has content {shown(content)}; content is text, or a list of parts "
+                '{"type": "text", "text": ...}'
+            )
+    return texts
+
+
+def _text(part: Any) -> Any:
+    """What a part says, if it is one that says something."""
+    return part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+
+
+def read_messages(source: str) -> Any:
+    """Chat messages from a JSON file, or from the argument itself if it is JSON."""
+    inline = source.lstrip().startswith(("[", "{"))
+    text = source if inline else read_text(source, "--messages")
+    where = "--messages" if inline else f"--messages: {source}"
+    messages = _parse(text, where)
+    return check_messages(_joined(messages), where)
+
+
+def _joined(messages: Any) -> Any:
+    """The list of messages in an object that holds one, as chat files often do."""
+    return messages.get("messages") if isinstance(messages, dict) else messages
+
+
+def read_batch(path: str) -> list[Prompt]:
+    """Prompts and their options from a JSONL file.
+
+    A line is a JSON string, or an object with one of ``prompt``, ``messages`` and ``input_ids``, and
+    any generation option for its row. Lines end with a line feed alone: JSON strings may hold the
+    other characters that Unicode ends lines with.
+    """
+    prompts = list(_rows(read_text(path, "--batch"), Path(path).name))
+    if not prompts:
+        raise ValueError(f"--batch: {path} holds no prompts; write one JSON object per line")
+    return prompts
+
+
+def _rows(text: str, name: str) -> Iterator[Prompt]:
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
+        if line.strip():
+            where = f"{name}, line {number}"
+            yield _row(_parse(line, where), where)
+
+
+def _row(row: Any, where: str) -> Prompt:
+    if isinstance(row, str):
+        return Prompt(where, check_text(row, where))
+    if not isinstance(row, dict) or sum(source in row for source in SOURCES) != 1:
+        raise ValueError(f"{where}: a row needs exactly one of {', '.join(SOURCES)}")
+    source = next(source for source in SOURCES if source in row)
+    options = {key: _option(key, row[key], where) for key in row if key != source}
+    return Prompt(where, _item(source, row[source], where), options)
+
+
+def _item(source: str, value: Any, where: str) -> Any:
+    """The prompt of a row."""
+    if source == "messages":
+        return check_messages(value, where)
+    if source == "prompt":
+        if not isinstance(value, str):
+            raise ValueError(f"{where}: prompt {shown(value)} must be text; a row is one prompt")
+        return check_text(value, where)
+    return _token_ids(value, f"{where}: input_ids")
+
+
+def _token_ids(value: Any, where: str) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where} {shown(value)} must be a list of token ids, at least one")
+    if any(isinstance(token, list) for token in value):
+        raise ValueError(f"{where} {shown(value)} holds lists; a row is one prompt, a list of ids")
+    return [_checked(TOKEN, token, where) for token in value]
+
+
+def _option(key: str, value: Any, where: str) -> Any:
+    """A generation option of a row."""
+    if key not in ROW_OPTIONS:
+        close = difflib.get_close_matches(key, [*ROW_OPTIONS, *SOURCES], 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(ROW_OPTIONS)}"
+        raise ValueError(f"{where}: unknown key {key!r}; {hint}")
+    where = f"{where}: {key}"
+    if value is None:
+        remedy = " ([] never stops)" if key == "eos_token_id" else ""
+        raise ValueError(f"{where} is null; leave it out to take the command's{remedy}")
+    if key == "eos_token_id":
+        tokens = value if isinstance(value, list) else [value]
+        return [_checked(TOKEN, token, where) for token in tokens]
+    return _checked(SAMPLING[key], value, where)
+
+
+def _checked(allowed: Any, value: Any, where: str) -> Any:
+    try:
+        return allowed.check(value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _parse(text: str, where: str) -> Any:
+    """The value of a JSON text, strictly: no constants JSON lacks, no key given twice."""
+    try:
+        return json.loads(
+            text.removeprefix("\ufeff"), parse_constant=_no_constant, object_pairs_hook=_no_repeats
+        )
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply to be read") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"the key {key!r} is given twice")
+    return dict(pairs)

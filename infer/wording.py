@@ -1,0 +1,52 @@
+"""What the library says, in the command's words: ``--temperature``, not ``temperature of row 0``."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+SPOKEN = ("temperature", "seed", "attention", "revision", "adaptive", "dtype", "tree", "draft")
+"""Options that are words of their own, too: meant as options only before an equals sign."""
+WRITTEN = (
+    *("max_new_tokens", "top_p", "top_k", "prefill_chunk", "draft_vocabulary", "draft_int8"),
+    "draft_revision",
+)
+"""Options that are nothing else."""
+ERRORS = (ValueError, MemoryError, NotImplementedError, FileNotFoundError)
+"""What the library raises for requests that cannot be met."""
+_OPTION = re.compile(
+    rf"(?<![-\w])(?:({'|'.join(WRITTEN)})\b(?!\.\w)|({'|'.join(SPOKEN)})(?==))(=True\b)?"
+)
+_OF_ROW, _ROW = re.compile(r" of row (\d+)\b"), re.compile(r"\brow (\d+)\b")
+
+
+def in_command_words(message: str, rows: Sequence[str] = ()) -> str:
+    """A message of the library, with its options and rows as the user named them.
+
+    Args:
+      message: of an error.
+      rows: where every row was written; a single one goes without saying among the options.
+    """
+    message = _OPTION.sub(lambda match: f"--{match[1] or match[2]}", message)
+    if len(rows) == 1:
+        message = _OF_ROW.sub("", message)
+    return _ROW.sub(lambda match: _name(rows, int(match[1])), message)
+
+
+def _name(rows: Sequence[str], row: int) -> str:
+    return rows[row] if row < len(rows) else f"row {row}"
+
+
+@contextmanager
+def command_words(rows: Sequence[str] = (), of: str = "") -> Iterator[None]:
+    """Say what the library refuses within in the words of the command.
+
+    Args:
+      rows: where every row was written.
+      of: the one prompt that everything within is about; what is said begins with it.
+    """
+    try:
+        yield
+    except ERRORS as error:
+        kind = next(kind for kind in ERRORS if isinstance(error, kind))
+        words = in_command_words(str(error), rows)
+        raise kind(f"{of}: {words}" if of and not words.startswith(of) else words) from error

@@ -1,0 +1,248 @@
+"""The arguments of the decode command: all that is refused without a model, and how it is said."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import longspec_jax
+from infer import arguments, contradictions, decode, demo
+from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
+from longspec_jax.loading import DEMO
+
+MODELS = ["--target=models/target", "--draft=models/draft"]
+WHOLE = "must be a whole number"
+REFUSED = {
+    # Numbers, as they were typed.
+    **{
+        f"--max_new_tokens={text}": f"--max_new_tokens: {text} {WHOLE} from 1"
+        for text in ("0", "-1")
+    },
+    "--max_new_tokens=2147483648": f"--max_new_tokens: 2147483648 {WHOLE} from 1 to 2147483647",
+    "--max_new_tokens=1e9": f"--max_new_tokens: '1e9' {WHOLE}",
+    "--max_new_tokens=1_000": f"--max_new_tokens: '1_000' {WHOLE}",
+    "--max_new_tokens=": f"--max_new_tokens: '' {WHOLE}",
+    "--max_new_tokens=five": f"--max_new_tokens: 'five' {WHOLE}",
+    "--max_new_tokens=2.0": f"--max_new_tokens: '2.0' {WHOLE}",
+    "--max_new_tokens=" + "9" * 5000: f"--max_new_tokens: '{'9' * 56}... {WHOLE}",
+    "--seed=-1": f"--seed: -1 {WHOLE} from 0 to 4294967295",
+    "--seed=4294967296": f"--seed: 4294967296 {WHOLE} from 0 to 4294967295",
+    "--seed=1.5": f"--seed: '1.5' {WHOLE}",
+    "--top_k=-1 --temperature=1": f"--top_k: -1 {WHOLE} from 0",
+    "--top_k=2147483648 --temperature=1": f"--top_k: 2147483648 {WHOLE} from 0 to 2147483647",
+    "--top_p=0 --temperature=1": "--top_p: 0 must be in (0, 1]",
+    "--top_p=1.01 --temperature=1": "--top_p: 1.01 must be in (0, 1]",
+    "--top_p=nan --temperature=1": "--top_p: nan must be in (0, 1]",
+    "--top_p=half": "--top_p: 'half' must be a number, in (0, 1]",
+    **{
+        f"--temperature={text}": f"--temperature: {text} must be >= 0 (0 is greedy) and finite"
+        for text in ("-1", "-0.5", "nan", "inf", "1e39", "-inf")
+    },
+    "--temperature=hot": "--temperature: 'hot' must be a number, >= 0",
+    "--prefill_chunk=0": f"--prefill_chunk: 0 {WHOLE} from 1",
+    "--prefill_chunk=-5": f"--prefill_chunk: -5 {WHOLE} from 1",
+    "--draft_vocabulary=0": f"--draft_vocabulary: 0 {WHOLE} from 1",
+    # Trees.
+    **{f"--budget={text}": f"--budget: {text} {WHOLE} from 2" for text in ("1", "0", "-3")},
+    "--tree=wide": "--tree: 'wide' must be widths separated by commas",
+    "--tree=": "--tree: '' must be widths separated by commas",
+    "--tree=4,,5": "--tree: '4,,5' must be widths separated by commas",
+    "--tree=4,0": "tree widths must be positive",
+    "--tree=-4": "tree widths must be positive",
+    "--tree=300": "has 301 nodes",
+    "--tree=" + ",".join("1" * 200): "level",
+    # Empty values.
+    **{
+        f"{option}=": f"{option}: the value is empty; leave the option out"
+        for option in (
+            *("--messages", "--json", "--batch", "--prompt_file", "--target", "--draft"),
+            *("--revision", "--draft_revision", "--attention", "--compilation_cache"),
+        )
+    },
+    "--prompt=": "--prompt: the prompt is empty",
+    # Unknown things.
+    "--method=magic": "--method: invalid choice: 'magic'",
+    "--dtype=int8": "--dtype: invalid choice: 'int8'",
+    "--prompt_style=alpaca": "--prompt_style: invalid choice: 'alpaca'",
+    "--color=blue": "--color: invalid choice: 'blue'",
+    "--temprature=1": "unrecognized arguments: --temprature=1",
+    "--temp=1": "unrecognized arguments: --temp=1",
+    "stray": "unrecognized arguments: stray",
+    "--seed": "--seed: expected one argument",
+    # Contradictions.
+    "--prompt=a --list=prompts": "--list: not allowed with argument --prompt",
+    "--prompt=a --batch=b": "--batch: not allowed with argument --prompt",
+    "--all_prompts --prompt=a": "--prompt: not allowed with argument --all_prompts",
+    "--draft=folder": "--draft folder needs the --target it was trained for",
+    "--revision=main": "--revision chooses a version on the hub, and no --target of the hub is named",
+    "--target=demo --revision=main": "--revision chooses a version on the hub, and no --target",
+    "--target=a/b --draft_revision=x": "--draft_revision chooses a version on the hub, and no --draft",
+    f"--target={DEMO / 'target'} --revision=main": "is a folder; drop one of the two",
+    **{
+        f"--method=plain {option}": f"{option.split('=')[0]} is about a draft's trees, and --method"
+        for option in ("--tree=9,9", "--budget=5")
+    },
+    "--method=plain --adaptive": "--adaptive has nothing to choose with --method plain",
+    "--method=plain --draft_int8": "--draft_int8 is about what a draft reads, and --method plain has",
+    "--method=plain --draft_vocabulary=9": "--draft_vocabulary is about what a draft reads",
+    "--method=plain --compare": "--compare needs a draft to compare, and --method plain has none",
+    **{
+        f"--target=a/b {option}": f"{option.split('=')[0]} is about a draft's trees, and no --draft is"
+        for option in ("--tree=9,9", "--budget=5", "--adaptive")
+    },
+    "--target=a/b --method=chain": "--method chain is a draft's tree, and no --draft is named",
+    "--target=a/b --draft_int8": "--draft_int8 is about what a draft reads, and no --draft is named",
+    "--target=a/b --compare": "--compare needs a draft to compare, and no --draft is named",
+    "--top_k=5": "--top_k 5 filters what is drawn, and --temperature 0 draws nothing",
+    "--top_p=0.5": "--top_p 0.5 filters what is drawn, and --temperature 0 draws nothing",
+    "--top_k=5 --temperature=0": "--top_k 5 filters what is drawn",
+    "--prompt_file=- --prompt_file=-": "--prompt_file -: standard input can be read once",
+    # Files.
+    f"--compilation_cache={__file__}": "is no folder; name one, or off for none",
+    "--batch=absent --stream": "--stream shows one prompt as it is completed, and --batch has several",
+    "--prompt_file=absent": "--prompt_file: absent cannot be read: No such file",
+    "--prompt_file=/": "--prompt_file: / cannot be read: Is a directory",
+    "--messages=absent": "--messages: absent cannot be read: No such file",
+    "--messages=[]": "--messages must be a list of objects with role and content, got []",
+    "--messages={}": "--messages must be a list of objects",
+    "--messages=[{]": "--messages is not valid JSON",
+    '--messages=[{"role":"user","content":null}]': "--messages: message 0 has content null",
+    '--messages=[{"role":"user","content":1}]': "--messages: message 0 has content 1",
+    "--batch=absent": "--batch: absent cannot be read: No such file",
+    "--batch=/": "--batch: / cannot be read: Is a directory",
+    "--json=/dev/full": "--json /dev/full cannot be written: No space left on device",
+    "--json=/": "--json / cannot be written: it is a folder",
+    "--json=absent/out.json": "--json absent/out.json: its folder does not exist",
+    f"--json={DEMO / 'target' / 'config.json'}": "is an input of this run (the demo",
+    f"--json={DEMO / 'new.json'}": "is an input of this run (the demo",
+    f"--prompt_file={__file__} --json={__file__}": f"is an input of this run (--prompt_file {__file__}",
+    f"--messages={__file__}": "is not valid JSON",
+}
+
+
+@pytest.mark.parametrize("typed", REFUSED)
+def test_refused_on_one_line_before_anything(typed, capsys) -> None:
+    """Without loading jax, on standard error alone."""
+    if "--tree=1,1,1,1" in typed and _many_levels_are_fine():
+        pytest.skip("the tree's own refusal of many levels is not in this checkout yet")
+    assert decode.main(typed.split(" ")) == 2
+    printed = capsys.readouterr()
+    [line] = printed.err.splitlines()
+    assert line.startswith("error: ") and REFUSED[typed] in line and not printed.out
+    assert len(line) < 400 + len(typed)
+
+
+def _many_levels_are_fine() -> bool:
+    try:
+        TreeConfig((1,) * 200)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("raw", ["a\udcff", "\ud800"])
+def test_a_prompt_that_is_no_text(raw, capsys) -> None:
+    """As Python hands on bytes of an argument that are not UTF-8."""
+    assert decode.main([f"--prompt={raw}"]) == 2
+    assert "error: --prompt is not UTF-8 text: character" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([{"prompt": "a", "top_k": 5}], [], "batch.jsonl, line 1: top_k 5 filters what is drawn"),
+        (["a", {"prompt": "b", "top_p": 0.5}], [], "batch.jsonl, line 2: top_p 0.5 filters"),
+        ([{"prompt": "a", "top_k": 5, "temperature": 0}], ["--temperature=1"], "line 1: top_k 5"),
+        (
+            ["a"],
+            ["--top_k=5"],
+            "--top_k 5 filters what is drawn, and --temperature 0 draws nothing",
+        ),
+    ],
+)
+def test_filters_of_rows_that_draw_nothing(tmp_path, rows, options, message, capsys) -> None:
+    path = tmp_path / "batch.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert decode.main([f"--batch={path}", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_row_takes_the_filters_only_where_it_draws(tmp_path) -> None:
+    path = tmp_path / "batch.jsonl"
+    path.write_text('"a"\n{"prompt": "b", "temperature": 1, "seed": 4}')
+    found = parsed(f"--batch={path}", "--top_k=5", "--seed=3", "--ignore_eos")
+    rows = arguments.named_prompts(found)
+    contradictions.check_rows(found, rows)
+    first, second = (arguments.row_options(found, row) for row in rows)
+    assert (first["top_k"], first["seed"]) == (0, 3) and first["eos_token_id"] == []
+    assert (second["top_k"], second["seed"], second["temperature"]) == (5, 4, 1.0)
+
+
+ACCEPTED = (
+    *("", "--target=demo", "--target=demo --draft=folder", "--method=plain", "--method=chain"),
+    *("--top_k=0 --top_p=1", "--top_k=5 --temperature=0.7", "--seed=4294967295 --temperature=1"),
+    *("--tree=1,1,1 --budget=2", "--target=a/b", "--target=a/b --draft=c/d --revision=main"),
+    *("--target=a/b --method=plain", "--target=a/b --draft=c/d --method=plain", "--no-compare"),
+    *("--adaptive --method=chain", "--no-stream --prompt=a", "--target=a/b --no-compare"),
+)
+
+
+@pytest.mark.parametrize("typed", ACCEPTED)
+def test_what_is_no_contradiction(typed) -> None:
+    contradictions.check(parsed(*typed.split()))
+
+
+def parsed(*typed: str):
+    return arguments.parser().parse_args(typed)
+
+
+def test_the_tree() -> None:
+    """What nobody names is the library's to choose."""
+    assert arguments.chosen_tree(parsed()) is None
+    assert arguments.chosen_tree(parsed("--method=plain")) == PLAIN
+    assert arguments.chosen_tree(parsed("--tree=4,5")) == TreeConfig((4, 5))
+    assert arguments.chosen_tree(parsed("--budget=9")) == TreeConfig(DEFAULT_TREE.widths, 9)
+    assert arguments.chosen_tree(parsed("--tree=4,5", "--method=chain")) == TreeConfig((1, 1))
+
+
+def test_home_in_every_path(monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    for option in ("target", "draft", "messages", "batch", "json", "compilation_cache"):
+        typed = [f"--{option}=~/x"]
+        expected = "~/x" if option == "messages" else "/home/someone/x"
+        assert getattr(parsed(*typed), option) == expected
+    assert parsed("--prompt_file=~/x").prompt_file == ["/home/someone/x"]
+
+
+def test_inputs() -> None:
+    """What must not be written to."""
+    found = dict(arguments.inputs(parsed("--prompt_file=a", "--target=b", "--draft=c")))
+    assert found == {"--prompt_file": Path("a"), "--target": Path("b"), "--draft": Path("c")}
+    assert dict(arguments.inputs(parsed()))["the demo"] == DEMO == demo.DEMO
+
+
+def test_version(capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        decode.main(["--version"])
+    assert capsys.readouterr().out == f"longspec_jax {longspec_jax.__version__}\n"
+
+
+@pytest.mark.multiproc
+def test_nothing_slow_is_imported_for_help() -> None:
+    """Neither for a typing error; NumPy and jax take a second and more."""
+    script = (
+        "import sys; from infer import decode\n"
+        "for argv in (['--help'], ['--seed=-1'], ['--prompt_file=absent']):\n"
+        "    try: decode.main(argv)\n"
+        "    except SystemExit: pass\n"
+        "assert not {'jax', 'numpy', 'flax', 'transformers'} & set(sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0 and "--all_prompts" in found.stdout, found.stderr

@@ -1,0 +1,133 @@
+"""What a terminal shows and a pipe does not: the status line, colours, folded lines."""
+
+import io
+import time
+
+import pytest
+
+from infer import status_line
+from infer.display import GREEN, RESET, Screen, described
+from infer.status_line import ERASE, StatusLine
+from longspec_jax import TreeConfig
+from longspec_jax.generation.activity import Compiling, DecodingPlainly, Fitted, Fitting, Prefilling
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    return Terminal()
+
+
+def test_every_activity_is_described() -> None:
+    assert described(Compiling()) == ("compiling, once for prompts of about this length", "")
+    assert described(Fitting(TreeConfig((4, 5))))[1] == "4,5"
+    assert described(Fitting(TreeConfig(())))[1] == "plain decoding"
+    assert described(Fitted(TreeConfig((4, 5)), ())) is None
+    assert described(Prefilling(2048, 8123)) == (
+        "reading the prompt",
+        "[##........] 2048 of 8123 tokens",
+    )
+    assert described(DecodingPlainly(0, 64))[1] == "[..........] 0 of 64 tokens"
+    assert described(DecodingPlainly(64, 64))[1] == "[##########] 64 of 64 tokens"
+
+
+def test_the_line_is_gone_when_text_comes(terminal) -> None:
+    screen = Screen(False, terminal, StatusLine(terminal))
+    screen.activity(Prefilling(0, 100))
+    screen.activity(Prefilling(50, 100))
+    screen.line("text")
+    screen.close()
+    assert terminal.getvalue() == (
+        f"{ERASE}reading the prompt  [..........] 0 of 100 tokens"
+        f"{ERASE}reading the prompt  [#####.....] 50 of 100 tokens"
+        f"{ERASE}text\n"
+    )
+
+
+def test_the_line_does_not_erase_text(terminal) -> None:
+    """A completion that does not end its line keeps it."""
+    screen = Screen(False, terminal, StatusLine(terminal))
+    screen.dim("the end")
+    screen.activity(DecodingPlainly(0, 10))
+    screen.end_line()
+    screen.close()
+    assert terminal.getvalue().startswith(f"the end\n{ERASE}decoding plainly")
+    assert terminal.getvalue().endswith(f"10 tokens{ERASE}")
+
+
+def test_seconds_pass(terminal, monkeypatch) -> None:
+    """Counted from when the work began, not from its last step."""
+    monkeypatch.setattr(status_line, "TICK", 0.01)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(status_line.time, "monotonic", lambda: next(clock))
+    status = StatusLine(terminal)
+    status.show("compiling")
+    deadline = time.perf_counter() + 5
+    while "compiling  3 s" not in terminal.getvalue() and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    status.close()
+    assert "compiling  3 s" in terminal.getvalue()
+    length = len(terminal.getvalue())
+    time.sleep(0.05)
+    assert len(terminal.getvalue()) == length and terminal.getvalue().endswith(ERASE)
+
+
+def test_the_line_is_one_line(terminal) -> None:
+    StatusLine(terminal).show("x" * 100)
+    assert terminal.getvalue() == ERASE + "x" * 59
+
+
+@pytest.mark.parametrize("dumb", [True, False])
+def test_a_pipe_has_none_of_it(monkeypatch, dumb) -> None:
+    monkeypatch.setenv("TERM", "dumb" if dumb else "xterm")
+    out = Terminal() if dumb else io.StringIO()
+    screen = Screen(False, out, StatusLine(out))
+    screen.dim("text")
+    screen.activity(Compiling())
+    screen.status("loading")
+    screen.close()
+    assert out.getvalue() == "text"
+
+
+def test_a_terminal_that_has_gone(terminal) -> None:
+    """It may have been closed; the run goes on."""
+
+    class Gone(Terminal):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    status = StatusLine(Gone())
+    status.show("compiling")
+    status.close()
+
+
+def test_entries_are_folded_under_their_label(terminal) -> None:
+    entry = "memory              draft state 1.0 MB whatever the context, target cache 3.0 MB"
+    Screen(False, terminal).entry(entry)
+    lines = terminal.getvalue().splitlines()
+    assert all(len(line) <= 60 for line in lines) and lines[1:] == [
+        " " * 20 + "target cache 3.0 MB"
+    ]
+    piped = io.StringIO()
+    Screen(False, piped).entry(entry)
+    assert piped.getvalue() == f"{entry}\n"
+
+
+@pytest.mark.parametrize("color", [True, False])
+def test_a_line_is_ended_once(color) -> None:
+    """Also where its end is coloured."""
+    out = io.StringIO()
+    screen = Screen(color, out)
+    screen.dim("text\n")
+    screen.end_line()
+    assert out.getvalue().count("\n") == 1
+
+
+def test_the_legend_shows_its_colour() -> None:
+    assert Screen(True, io.StringIO()).legend() == f"{GREEN}green{RESET}: accepted draft tokens"

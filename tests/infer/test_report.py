@@ -1,0 +1,126 @@
+"""The report's lines, from hand-made statistics."""
+
+import dataclasses
+import re
+
+import pytest
+
+from infer.report import (
+    Outcome,
+    as_json,
+    counted,
+    fitted_line,
+    gathered,
+    header_lines,
+    lines,
+)
+from longspec_jax import GenerateResult, MemoryPlan, Stats, StreamRound, TreeConfig, TreeUse
+from longspec_jax.generation.activity import Fitted
+from longspec_jax.generation.comparison import Comparison, Divergence
+from longspec_jax.generation.kept import TreePace
+from longspec_jax.generation.text import Piece
+from tests.kit import tiny_target_config
+
+
+def stats(trees: tuple[TreeConfig, ...] = (TreeConfig((4, 5)),), new_tokens: int = 5) -> Stats:
+    return Stats(
+        prompt_tokens=(2,),
+        new_tokens=(new_tokens,),
+        target_passes=((new_tokens - 1) // 2,),
+        histograms=((0, (new_tokens - 1) // 2, 0),),
+        trees=tuple(TreeUse(tree, 2, 4, 0.5) for tree in trees),
+        prefill_seconds=1.0,
+        decode_seconds=0.5,
+        compile_seconds=3.0,
+        draft_state_bytes=1_500_000,
+        memory=MemoryPlan(1, 256, 1, 2, 3_000_000_000, 4, 5),
+    )
+
+
+def outcome(*divergences: Divergence, found: Stats | None = None) -> Outcome:
+    result = GenerateResult(((1, 2, 3, 4, 5),), ("abc",), ((True,) * 5,), found or stats())
+    return Outcome("prompt", ("prompt",), result, Comparison(result, result, divergences))
+
+
+def test_identical() -> None:
+    printed = [*lines([outcome()], "float32")]
+    assert "identical to plain  yes, all 5 tokens" in printed
+    assert "acceptance length   2.00 tokens per target pass" in printed
+    assert "tokens/s            8.0 with this method, 8.0 without (1.00x)" in printed
+    assert any(line.startswith("memory              draft state 1.5 MB") for line in printed)
+    assert any("target cache 3.00 GB for 1 x 256 slots" in line for line in printed)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "meaning"),
+    [
+        ("bfloat16", "(bfloat16 rounds near-ties either way; --dtype float32 is identical)"),
+        ("float32", "(float32 must not differ: please report this)"),
+    ],
+)
+def test_what_a_difference_means(dtype, meaning) -> None:
+    printed = [*lines([outcome(Divergence(0, 2, 7, 9, 0.03125))], dtype)]
+    assert f"identical to plain  no: 1 of 1 row {meaning}" in printed
+    assert (
+        printed[-1]
+        == "  prompt: first at token 3 of 5, 7 became 9, a gap of 3.12e-02 in the logits"
+    )
+
+
+def test_tables_fit_60_columns() -> None:
+    trees = (TreeConfig(()), TreeConfig((1, 1, 1)), TreeConfig((4, 16, 16, 16, 16)))
+    printed = [*lines([outcome(found=stats(trees, 100_001))], "float32")]
+    histogram = printed.index("accepted  rounds                               at least")
+    uses = next(index for index, line in enumerate(printed) if line.startswith("  tree"))
+    table = [*printed[histogram : histogram + 4], *printed[uses : uses + 4]]
+    assert table[3].startswith("       2") and table[-1].startswith("  4,16,16,16,16")
+    assert all(len(line) <= 60 for line in table), table
+
+
+def test_nothing_is_one_nodes() -> None:
+    setting = {"target": "t", "draft": None, "device": "cpu", "temperature": 0.0, "seed": 0}
+    config = tiny_target_config(num_layers=1)
+    printed = [*header_lines(setting, config, TreeConfig(()))]
+    assert "1 layer of width" in printed[0] and "tree none (1 node per target pass)" in printed[1]
+    assert (counted(1, "token"), counted(0, "token")) == ("1 token", "0 tokens")
+    every = " ".join([*printed, *lines([outcome()], "float32")])
+    assert not re.search(r"\b1 \w+s\b (?!per)|tokens? a |nodes a ", every), every
+
+
+def test_rounds_are_gathered() -> None:
+    rounds = [
+        StreamRound(((1,), (2,)), ((False,), (False,)), ((Piece("a", False),), ()), stats()),
+        StreamRound(((3, 4), ()), ((True, False), ()), ((Piece("b", True),), ()), stats()),
+    ]
+    found = gathered(rounds)
+    assert found.sequences == ((1, 3, 4), (2,)) and found.text == ("ab", "")
+    assert found.drafted == ((False, True, False), (False,)) and found.stats is rounds[-1].stats
+
+
+def test_json_without_a_call() -> None:
+    found = as_json([], {"target": "t"}, interrupted=True)
+    assert found["interrupted"] and found["rows"] == [] and found["memory"] is None
+    assert found["acceptance_length"] is None and found["tokens_per_second"] is None
+
+
+def test_why_a_tree() -> None:
+    """The fastest, none, or the usual one where nothing was timed."""
+    chain = TreeConfig((1, 1, 1))
+    slow = (TreePace(TreeConfig(()), 0.01, 1.0), TreePace(chain, 0.04, 2.0))
+    assert fitted_line(Fitted(TreeConfig(()), slow), "this shows it pay") == (
+        "plain decoding: no tree pays for this model here, timed once: 100 tokens/s, 50 with tree 1,1,1 "
+        "(--tree takes it all the same); this shows it pay"
+    )
+    assert fitted_line(Fitted(chain, ()), "") == (
+        "tree 1,1,1 (4 nodes per target pass), usual on this kind of machine: nothing was timed (--tree "
+        "names another)"
+    )
+
+
+def test_calls_of_trees_of_different_depths_add_up() -> None:
+    plain = Outcome("b", ("b",), GenerateResult(((1,),), ("a",), ((False,),), plain_stats()))
+    assert as_json([outcome(), plain], {})["acceptance_histogram"] == [3, 2, 0]
+
+
+def plain_stats() -> Stats:
+    return dataclasses.replace(stats((TreeConfig(()),)), histograms=((3,),))
