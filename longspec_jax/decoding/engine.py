@@ -314,9 +314,12 @@ def commit_walk(
     accepted = jnp.minimum(count, walked.count - 1)
     block = jnp.concatenate([state.pending[:, None], walked.tokens[:, :-1]], axis=1)
     step, column = jnp.arange(height), jnp.arange(state.histogram.shape[1])
+    # No token is below -1, so this is the length; but it waits for the draws. Where a row has one
+    # fresh slot, the compiler would append before it has read, and copy whole caches to be able to.
+    end = jnp.maximum(length, -2 - walked.tokens[:, 0])
     emit = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
     return SpecState(
-        cache=cache_lib.commit(state.cache, verified.keys, verified.values, walked.path, length),
+        cache=cache_lib.commit(state.cache, verified.keys, verified.values, walked.path, end),
         draft=drafter.commit(params.draft, state.draft, block, count, length),
         length=length + count,
         pending=jnp.where(

@@ -13,6 +13,7 @@ from longspec_jax.decoding.ahead import one_round
 from longspec_jax.decoding.engine import Params, Request, decode, prefill
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.longspec import LongSpecDrafter
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 
@@ -21,13 +22,20 @@ DRAFT = DraftConfig.for_target(CONFIG, window=11)
 
 
 def compiled_loop(
-    batch: int, capacity: int, *, way: str = "loop", config: TargetConfig = CONFIG
+    batch: int,
+    capacity: int,
+    *,
+    way: str = "loop",
+    plain: bool = False,
+    config: TargetConfig = CONFIG,
 ) -> jax.stages.Compiled:
     """The decode loop for a cache of this capacity, a burst of it or a single round."""
     draft = DraftConfig.for_target(config, window=11)
     target, drafter = CachedTarget(config), LongSpecDrafter(draft, TreeConfig((3, 2)))
     table = random_target(config)
     params = Params(table, draft_params(random_draft(draft), table))
+    if plain:
+        drafter, params = NoDraft(), Params(table, None)
     sampling = Sampling.greedy(batch)
     request = Request(sampling, jnp.full((batch, 1), -1), jnp.full(batch, 5))
     state = prefill(
@@ -58,9 +66,21 @@ def cache_sized(text: str, batch: int, capacity: int, config: TargetConfig = CON
     return found
 
 
-@pytest.mark.parametrize(("batch", "way"), [(1, "loop"), (3, "loop"), (3, "burst"), (3, "round")])
-def test_no_cache_sized_copy(batch: int, way: str) -> None:
-    small, large = (compiled_loop(batch, size, way=way) for size in (2048, 4096))
+@pytest.mark.parametrize(
+    ("batch", "way", "plain"),
+    [
+        (1, "loop", False),
+        (3, "loop", False),
+        (3, "burst", False),
+        (3, "round", False),
+        (1, "burst", True),
+        (1, "round", True),
+        (3, "round", True),
+    ],
+)
+def test_no_cache_sized_copy(batch: int, way: str, plain: bool) -> None:
+    """Plain decoding too: what it is compared with must not be slowed down."""
+    small, large = (compiled_loop(batch, size, way=way, plain=plain) for size in (2048, 4096))
     assert cache_sized(large.as_text(), batch, 4096) == []
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
 
