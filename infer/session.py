@@ -39,7 +39,7 @@ TAIL = 300
 COMPLETION = "--- completion ---"
 """What stands between the end of a prompt and its completion."""
 NO_TEXT = "(no text: the target came without a tokenizer; --json writes the token ids)"
-PAYS = f"{command_name(__package__, 'bench')} decode --shape=vicuna7b shows one for which it does"
+PAYS = f"{command_name(__package__, 'bench')} decode --shape=vicuna7b --context=4096 shows one for which it does"
 """Where speculation does not pay for a model: how to see it pay on this machine."""
 Found = TypeVar("Found")
 
@@ -139,9 +139,9 @@ class Session:
         else:
             name, options = prompts[0].name, sampling_options(self._arguments)
         with command_words([prompt.name for prompt in prompts]):
-            plan = self._spec._prepare(  # To be public: what checks a call and does not run it.
-                list(tokens), None, self._named_tree, None, options, self._arguments.adaptive
-            ).memory
+            plan = self._spec.check(
+                list(tokens), tree=self._named_tree, adaptive=self._arguments.adaptive, **options
+            )
         return Call(name, prompts, tokens, options, plan)
 
     def _encode(self, prompt: Prompt) -> list[int]:

@@ -338,6 +338,25 @@ class LongSpec:
         job = self._prepare(inputs, generation_config, tree, chat_template, options)
         return inspection.rounds(job, self._warm)
 
+    def check(
+        self,
+        inputs: Inputs,
+        generation_config: Any = None,
+        *,
+        tree: TreeConfig | Sequence[int] | None = None,
+        adaptive: bool = False,
+        chat_template: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> MemoryPlan:
+        """Refuse what :meth:`generate` would refuse, and run nothing; arguments as there.
+
+        Returns:
+          What the call would take on the device.
+        """
+        return self._prepare(
+            inputs, generation_config, tree, chat_template, options, adaptive
+        ).memory
+
     def memory_plan(
         self,
         rows: int,

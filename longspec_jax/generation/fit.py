@@ -33,7 +33,7 @@ from longspec_jax.generation.kept import TreePace, read_paces, write_paces
 from longspec_jax.generation.memory import free_bytes, tree_bytes
 from longspec_jax.generation.runner import Ready, WarmShapes
 
-CPU_TREES = (TreeConfig((1, 1, 1)), TreeConfig((4, 4, 4)))
+CPU_TREES = (TreeConfig((1, 1)), TreeConfig((2, 2)), TreeConfig((1, 1, 1)))
 GPU_TREES = (TreeConfig((4, 4, 4)), DEFAULT_TREE)
 PACES = "paces"
 """Folder of the figures, beside the compiled programs."""
@@ -50,7 +50,7 @@ GAIN = 1.03
 
 def usual_tree() -> TreeConfig:
     """What usually pays on this kind of machine, for calls that nothing was timed for."""
-    return CPU_TREES[0] if jax.default_backend() == "cpu" else DEFAULT_TREE
+    return CPU_TREES[-1] if jax.default_backend() == "cpu" else DEFAULT_TREE
 
 
 def trees_to_fit(target_params: Any, mesh: Mesh | None) -> tuple[TreeConfig, ...]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from longspec_jax.axes import CacheSlots, Lengths, Queries
 from longspec_jax.ops.merge import Partial
 
-BLOCK = 512
+BLOCK = 1024
 """Cache slots per step: large enough for efficient products, small beside any long prefix."""
 
 

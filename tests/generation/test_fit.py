@@ -15,7 +15,8 @@ from longspec_jax.generation.activity import Fitted, Fitting
 from longspec_jax.generation.kept import TreePace
 from tests.infer.toys import toy_spec
 
-CHAIN, WIDE = TreeConfig((1, 1, 1)), TreeConfig((4, 4, 4))
+PAIR, FORK, CHAIN = TreeConfig((1, 1)), TreeConfig((2, 2)), TreeConfig((1, 1, 1))
+WIDE = TreeConfig((4, 4, 4))
 PROMPT = "ab cd gh é"
 OPTIONS = dict(max_new_tokens=24, temperature=1.0, seed=3, eos_token_id=[])
 KEY = {"device": "cpu", "rows": 1}
@@ -36,7 +37,7 @@ def test_the_first_call_times_and_later_ones_know(folder, spec) -> None:
     told = []
     first = spec.generate(PROMPT, **OPTIONS, on_activity=told.append)
     fitting = [activity.tree for activity in told if isinstance(activity, Fitting)]
-    assert fitting == [PLAIN, CHAIN, WIDE]
+    assert fitting == [PLAIN, PAIR, FORK, CHAIN]
     [settled] = [activity for activity in told if isinstance(activity, Fitted)]
     assert [pace.tree for pace in settled.paces] == fitting
     assert settled.tree == fit.best_tree(settled.paces)
@@ -55,9 +56,11 @@ def test_the_first_call_times_and_later_ones_know(folder, spec) -> None:
     assert spec.generate(PROMPT, **OPTIONS).stats.compile_seconds == 0.0
 
 
-@pytest.mark.parametrize("best", [PLAIN, CHAIN, WIDE])
+@pytest.mark.parametrize("best", [PLAIN, FORK, CHAIN])
 def test_what_is_kept_decides(folder, spec, best, monkeypatch) -> None:
-    paces = [TreePace(tree, 1.0 if tree == best else 3.0, 1.5) for tree in (PLAIN, CHAIN, WIDE)]
+    paces = [
+        TreePace(tree, 1.0 if tree == best else 3.0, 1.5) for tree in (PLAIN, PAIR, FORK, CHAIN)
+    ]
     monkeypatch.setattr(fit, "read_paces", lambda *_: tuple(paces))
     result = spec.generate(PROMPT, **OPTIONS)
     assert [use.tree for use in result.stats.trees] == [best]
@@ -84,7 +87,7 @@ def test_nothing_is_timed_where_nothing_is_kept(monkeypatch, spec) -> None:
 
 def test_machines_have_their_usual_tree(folder, monkeypatch) -> None:
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (10**6, 10**9))
-    assert fit.trees_to_fit(small, None) == fit.trees_to_fit(large, None) == (CHAIN, WIDE)
+    assert fit.trees_to_fit(small, None) == fit.trees_to_fit(large, None) == fit.CPU_TREES
     assert fit.trees_to_fit(small, make_mesh()) == (CHAIN,)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     assert fit.trees_to_fit(small, None) == (WIDE, DEFAULT_TREE)
