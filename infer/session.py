@@ -39,7 +39,10 @@ TAIL = 300
 COMPLETION = "--- completion ---"
 """What stands between the end of a prompt and its completion."""
 NO_TEXT = "(no text: the target came without a tokenizer; --json writes the token ids)"
-PAYS = f"{command_name(__package__, 'bench')} decode --shape=vicuna7b --context=4096 shows one for which it does"
+PAYS = (
+    f"{command_name(__package__, 'bench')} decode --shape=vicuna7b --context=4096 shows one for which "
+    "it does"
+)
 """Where speculation does not pay for a model: how to see it pay on this machine."""
 Found = TypeVar("Found")
 
