@@ -5,6 +5,7 @@ Device settings must precede the first use of jax. With ``-m gpu`` the real devi
 
 import os
 import sys
+from importlib.metadata import version
 from typing import Any
 
 
@@ -29,6 +30,9 @@ if not _wants_gpu():
             "--xla_force_host_platform_device_count=8",
             "--xla_backend_optimization_level=0",
             "--xla_llvm_disable_expensive_passes=true",
+            "--xla_cpu_parallel_codegen_split_count=1",
+            # Of two code generators, the older one takes a quarter of the time; later jaxlibs lack it.
+            "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "",
             os.environ.get("XLA_FLAGS", ""),
         ]
     )

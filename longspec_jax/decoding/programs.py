@@ -97,7 +97,10 @@ RECENT = Recent(MOST_PROGRAMS)
 
 
 class Program:
-    """A jitted function whose shapes are kept or let go one by one; made by :func:`program`."""
+    """A jitted function whose shapes are kept or let go one by one; made by :func:`program`.
+
+    An argument that is no array is part of the shape: pass numbers that vary as NumPy scalars.
+    """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         """Compile nothing yet.

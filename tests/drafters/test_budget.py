@@ -1,5 +1,7 @@
 """A budget keeps the best nodes, and what it keeps is a tree."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +13,13 @@ from longspec_jax.drafters.tree import Tree, best_continuations, grow, node_dept
 
 WIDTHS = (3, 5, 4)
 VOCABULARY = 7
+budgeted = jax.jit(within_budget, static_argnums=2)
 
 
+@partial(jax.jit, static_argnums=1)
 def grown(
     beliefs: jax.Array, widths: tuple[int, ...] = WIDTHS
-) -> tuple[Tree, list[jax.Array], np.ndarray]:
+) -> tuple[Tree, list[jax.Array], jax.Array]:
     """A tree by beam search over ``beliefs[level, B, w, V]``: itself, its totals, its scores."""
     batch = beliefs.shape[1]
     tree = plant(jnp.full((batch,), 6), TreeConfig(widths))
@@ -27,7 +31,7 @@ def grown(
         tree = grow(tree, first + width, tokens, first + parents)
         totals.append(total)
         first, width = first + width, children
-    return tree, totals, np.concatenate([np.zeros((batch, 1)), *totals], axis=1)
+    return tree, totals, jnp.concatenate([jnp.zeros((batch, 1)), *totals], axis=1)
 
 
 def random_beliefs(seed: int) -> jax.Array:
@@ -82,7 +86,7 @@ def test_the_best_nodes_with_their_paths(seed: int, count: int) -> None:
     """Tokens, parents, masks and depths of the kept nodes, each row its own; order is kept."""
     tree, totals, scores = grown(random_beliefs(seed))
     config = TreeConfig(WIDTHS, budget=count)
-    kept, expected = within_budget(tree, totals, config), oracle(tree, scores, count)
+    kept, expected = budgeted(tree, totals, config), oracle(tree, np.asarray(scores), count)
     assert kept.tokens.shape == (4, count) and kept.mask.shape == (4, count, count)
     depths = np.broadcast_to(node_depths(kept, config), kept.tokens.shape)
     for b in range(4):
@@ -104,7 +108,7 @@ def test_ties_keep_ancestors(belief: float) -> None:
     """Where children score as their parents do, the lower index wins, which is the parent's."""
     tree, totals, _ = grown(jnp.full((3, 2, 5, VOCABULARY), belief).at[0, :, :, 3].set(-2.0))
     for count in range(1, 13):
-        kept = within_budget(tree, totals, TreeConfig(WIDTHS, budget=count))
+        kept = budgeted(tree, totals, TreeConfig(WIDTHS, budget=count))
         for b in range(2):
             paths_by_parents(kept, b)
 

@@ -1,6 +1,6 @@
 """The draft in decoding form: ring, window edge, and equality with running the whole path again."""
 
-import functools
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from longspec_jax.drafters.longspec import (
     ring_mask,
     ring_positions,
 )
+from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.reference import prefix_attention, tree_attention
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
@@ -55,23 +56,46 @@ def _setup(lengths: np.ndarray, seed: int = 0):
     return params, context, tokens.astype(np.int32)
 
 
+LONGEST_PATH = 24
+"""Tokens that every path is padded to: one compiled pass serves all."""
+
+
 def _path_logits(params, context, tokens, b: int, path: list[int]) -> np.ndarray:
     """Draft logits at the end of a path, from one dense pass over prompt and path without a ring."""
     length = int(context.length[b])
-    text = jnp.asarray([*tokens[b, :length], int(context.pending[b]), *path])[None]
-    distance = jnp.arange(text.shape[1])[:, None] - jnp.arange(text.shape[1])
+    text = [*tokens[b, :length], int(context.pending[b]), *path]
+    padded = np.asarray(text + [0] * (LONGEST_PATH - len(text)), np.int32)
+    one = jax.tree.map(lambda leaf: leaf[b : b + 1], context)
+    return np.asarray(_dense_logits(params, one, padded, np.int32(len(text) - 1)))
+
+
+@jax.jit
+def _dense_logits(params, context, text, last):
+    distance = jnp.arange(LONGEST_PATH)[:, None] - jnp.arange(LONGEST_PATH)
     window = ((distance >= 0) & (distance <= WINDOW))[None]
-    one = slice(b, b + 1)
     output = LongSpecDraft(CONFIG).apply(
         {"params": params.layer},
-        params.embedding[text],
-        jnp.arange(text.shape[1])[None],
+        params.embedding[text][None],
+        jnp.arange(LONGEST_PATH)[None],
         lambda q, k, v: tree_attention(q, k, v, window).out,
-        lambda q: (
-            prefix_attention(q, context.keys[one], context.values[one], context.length[one]).out
-        ),
+        lambda q: prefix_attention(q, context.keys, context.values, context.length).out,
     )
-    return np.asarray(head_logits(params.head, output.hidden[0, -1]))
+    return head_logits(params.head, output.hidden[0, last])
+
+
+def _proposed(drafter, params, state, context) -> tuple[Tree, list[jax.Array]]:
+    """A drafter's tree, and the logits it scored at every level."""
+
+    def propose(params, state, context):
+        seen = []
+
+        def score(logits: jax.Array, depth: int) -> jax.Array:
+            seen.append(logits)
+            return jax.nn.log_softmax(logits)
+
+        return drafter.propose(params, state, context, score), seen
+
+    return jax.jit(propose)(params, state, context)
 
 
 def test_trees_hold_the_best_paths_of_the_draft() -> None:
@@ -79,14 +103,8 @@ def test_trees_hold_the_best_paths_of_the_draft() -> None:
     lengths = np.array([17, 3], np.int32)
     params, context, tokens = _setup(lengths)
     drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
-    state = drafter.prefill(params, jnp.asarray(tokens), jnp.asarray(lengths))
-    seen = []
-
-    def score(logits: jax.Array, depth: int) -> jax.Array:
-        seen.append(logits)
-        return jax.nn.log_softmax(logits)
-
-    tree = drafter.propose(params, state, context, score)
+    state = jax.jit(drafter.prefill)(params, jnp.asarray(tokens), jnp.asarray(lengths))
+    tree, seen = _proposed(drafter, params, state, context)
     for b in range(2):
         nodes, parents = np.asarray(tree.tokens[b]), np.asarray(tree.parents[b])
         for node in range(1 + 3 + 4):  # The last level is never run.
@@ -107,7 +125,7 @@ def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
     params, context, tokens = _setup(lengths)
     vocabulary = jnp.asarray([90, 5, 7, 33, 61, 2, 71])
     drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
-    state = drafter.prefill(params, jnp.asarray(tokens), jnp.asarray(lengths))
+    state = jax.jit(drafter.prefill)(params, jnp.asarray(tokens), jnp.asarray(lengths))
     outside = jnp.ones(TARGET.vocab_size, bool).at[vocabulary].set(False)
 
     def masked(logits: jax.Array, depth: int, vocabulary: jax.Array | None = None) -> jax.Array:
@@ -117,8 +135,9 @@ def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
         assert vocabulary is not None and logits.shape[-1] == len(vocabulary)
         return jax.nn.log_softmax(logits)
 
-    expected = drafter.propose(params, state, context, masked)
-    tree = drafter.propose(params.restricted(vocabulary), state, context, restricted)
+    expected = jax.jit(partial(drafter.propose, score=masked))(params, state, context)
+    fewer = params.restricted(vocabulary)
+    tree = jax.jit(partial(drafter.propose, score=restricted))(fewer, state, context)
     for ours, theirs in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -144,20 +163,15 @@ def test_a_draft_in_8_bits_proposes_what_its_rounded_weights_do() -> None:
     table = rounded.head.astype(jnp.float32) * rounded.head_scale[:, None]
     assert 0 < np.abs(table - params.head).max() < 0.01 * np.abs(params.head).max()
     drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
-    state = drafter.prefill(rounded, jnp.asarray(tokens), jnp.asarray(lengths))
+    state = jax.jit(drafter.prefill)(rounded, jnp.asarray(tokens), jnp.asarray(lengths))
     stood_for = params.replace(head=table, layer=widened(rounded.layer, params.layer))
-    same = drafter.prefill(stood_for, jnp.asarray(tokens), jnp.asarray(lengths))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), state, same)
-    seen = []
-
-    def score(logits: jax.Array, depth: int) -> jax.Array:
-        seen.append(logits)
-        return jax.nn.log_softmax(logits)
-
-    tree = drafter.propose(rounded, state, context, score)
-    expected = drafter.propose(stood_for, state, context, score)
+    same = jax.jit(drafter.prefill)(stood_for, jnp.asarray(tokens), jnp.asarray(lengths))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), state, same)
+    tree, seen = _proposed(drafter, rounded, state, context)
+    expected, wanted = _proposed(drafter, stood_for, state, context)
     np.testing.assert_array_equal(tree.tokens, expected.tokens)
-    for ours, theirs in zip(seen[:3], seen[3:], strict=True):
+    assert len(seen) == 3
+    for ours, theirs in zip(seen, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-4)
 
 
@@ -165,13 +179,13 @@ def test_committing_equals_prefilling_the_longer_text() -> None:
     lengths = np.array([9, 2, 13], np.int32)
     params, _, tokens = _setup(lengths)
     drafter = LongSpecDrafter(CONFIG, TreeConfig((2, 2, 2)))
-    state = drafter.prefill(params, jnp.asarray(tokens), jnp.asarray(lengths))
+    state = jax.jit(drafter.prefill)(params, jnp.asarray(tokens), jnp.asarray(lengths))
     counts = np.array([4, 1, 0], np.int32)
     block = np.stack([tokens[b, n : n + 4] for b, n in enumerate(lengths)])
-    committed = drafter.commit(
+    committed = jax.jit(drafter.commit)(
         params, state, jnp.asarray(block), jnp.asarray(counts), jnp.asarray(lengths)
     )
-    fresh = drafter.prefill(params, jnp.asarray(tokens), jnp.asarray(lengths + counts))
+    fresh = jax.jit(drafter.prefill)(params, jnp.asarray(tokens), jnp.asarray(lengths + counts))
     for ours, theirs in zip(jax.tree.leaves(committed), jax.tree.leaves(fresh), strict=True):
         present = np.asarray(ring_positions(jnp.asarray(lengths + counts), WINDOW)) >= 0
         np.testing.assert_allclose(

@@ -54,7 +54,7 @@ def test_a_large_vocabulary_is_searched_in_blocks(shape: tuple[int, ...], count:
     scores = jax.random.normal(jax.random.key(1), shape)
     scores = scores.at[0, 0, 256:384].add(3.0)  # Most of the best in one block.
     scores = scores.at[-1, -1, -2:].add(9.0)  # Some of the best in the ragged one.
-    best, node, token = best_continuations(scores, count)
+    best, node, token = jax.jit(best_continuations, static_argnums=1)(scores, count)
     flat, index = jax.lax.top_k(scores.reshape(batch, -1), count)
     np.testing.assert_array_equal(best, flat)
     np.testing.assert_array_equal(node * vocabulary + token, index)
