@@ -108,7 +108,17 @@ def test_arrays_are_values_by_row(array) -> None:
 
 
 NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-NO_NUMBERS = ["5", "", True, np.True_, b"5", {}, {5}, object(), [None], ["5"], [True], [[5]], 3j]
+
+
+class _Nothing:
+    """An object like no other, of one name in every process."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+NOTHING = _Nothing()
+NO_NUMBERS = ["5", "", True, np.True_, b"5", {}, {5}, NOTHING, [None], ["5"], [True], [[5]], 3j]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -157,7 +167,7 @@ def test_ranges(name, value) -> None:
 @pytest.mark.parametrize(
     "value",
     ["</s>", "", 1.9, [1.9], [1, "2"], [None], True, [True], {}, b"ab", [[1], 2], [[1], None], 3j]
-    + [[["a"]], object(), np.float32(1), -1, [[-1]]],
+    + [[["a"]], NOTHING, np.float32(1), -1, [[-1]]],
     ids=repr,
 )
 def test_stop_tokens_that_are_none(value) -> None:
