@@ -9,11 +9,7 @@ not.
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,9 +18,9 @@ from typing import Any
 from longspec_jax.extras import missing_extra
 
 from . import bench_files, charts
+from .provenance import provenance
 
 Row = dict[str, Any]
-PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "transformers")
 
 
 def header(device: str, method: str, **more: Any) -> Row:
@@ -35,31 +31,7 @@ def header(device: str, method: str, **more: Any) -> Row:
       method: how the rows come about; spaces and line breaks are evened out.
       **more: what else the rows have in common, such as the measured roofs.
     """
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "device": device,
-        "versions": versions,
-        "commit": os.environ.get("LONGSPEC_COMMIT") or _checked_out() or "unknown",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **more,
-        "method": " ".join(method.split()),
-    }
-
-
-def _checked_out() -> str | None:
-    """The commit of the working tree; none outside one, or without git."""
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        return None
-    return found.stdout.strip()
+    return {**provenance(device), **more, "method": " ".join(method.split())}
 
 
 class Report:

@@ -20,6 +20,7 @@ from .arguments import is_demo, row_options, sampling_options
 from .display import Screen
 from .journal import Journal
 from .prompt_files import Prompt
+from .provenance import provenance
 from .report import (
     Outcome,
     as_json,
@@ -278,7 +279,8 @@ class Session:
 
     def as_json(self, interrupted: bool = False) -> dict[str, Any]:
         """Everything measured so far."""
-        return as_json(self._journal.outcomes, self._setting, interrupted)
+        whole = as_json(self._journal.outcomes, self._setting, interrupted)
+        return {"header": provenance(self._setting["device"]), **whole}
 
 
 @contextmanager

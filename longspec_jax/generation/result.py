@@ -94,7 +94,7 @@ class GenerateResult:
         stats = self.stats
         numbers = [
             _sizes(self.text, self.sequences),
-            f"{stats.acceptance_length:.2f} tokens a target pass",
+            f"{stats.acceptance_length:.2f} tokens per target pass",
             f"{stats.tokens_per_second:.1f} tokens/s",
         ]
         return f"GenerateResult({', '.join(numbers[: 3 if stats.decode_tokens else 1])})"

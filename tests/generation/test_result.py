@@ -32,7 +32,7 @@ def test_a_result_is_one_line() -> None:
     assert len(shown.splitlines()) == 1 and len(shown) < 140
     assert shown == (
         "GenerateResult(101 tokens, \"    return 'a'\\n\\u2028bbbbbbbbbbbbbbbbbbbbbbbb\"..., "
-        "2.50 tokens a target pass, 50.0 tokens/s)"
+        "2.50 tokens per target pass, 50.0 tokens/s)"
     )
 
 

@@ -84,6 +84,7 @@ def test_one_prompt(folders, tmp_path, capsys) -> None:
 def test_a_budget_changes_the_tree_and_not_the_text(folders, tmp_path, capsys) -> None:
     whole = run_json(folders, tmp_path, f"--prompt={PROMPT}")
     found = run_json(folders, tmp_path, f"--prompt={PROMPT}", "--budget=5")
+    assert len(whole["header"]["commit"]) >= 7 and whole["header"]["versions"]["jax"]
     assert whole["setting"]["budget"] is None and found["setting"]["budget"] == 5
     assert found["text"] == whole["text"] and found["identical_to_plain"] is True
     assert "tree 4,5 (the best 5 of 10 nodes per target pass)" in capsys.readouterr().out
