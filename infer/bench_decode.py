@@ -42,6 +42,7 @@ from longspec_jax.decoding.engine import SpecState
 from longspec_jax.decoding.simulated import simulated_decode
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.memory import tree_bytes
+from longspec_jax.sizes import shown_bytes
 
 from . import bench_adaptive, bench_parts, bench_report, bench_streaming
 from .bench_arguments import settled
@@ -276,7 +277,7 @@ def time_commit(bench: Bench, program: Callable[..., SpecState], state: SpecStat
 def results(
     setting: Setting, plain: LoopTime, spec: LoopTime, times: dict[str, float]
 ) -> dict[str, Any]:
-    """The figures of a row, in milliseconds and tokens a second."""
+    """The figures of a row, in milliseconds and tokens per second."""
     plain_step, round_ = plain.seconds / plain.rounds, spec.seconds / spec.rounds
     rest = round_ - times["draft"] - times["verify"]
     return {
@@ -314,7 +315,6 @@ def line(row: dict[str, Any]) -> str:
     }
     shortest, longest = row["lengths"]
     cached = longest if shortest == longest else f"{shortest}-{longest}"
-    gib = 2**30
     return (
         f"{row['shape']} B={row['batch']} S={cached} tree={row['tree']} budget={row['budget']}: "
         f"plain {row['plain_ms_per_token']} ms ({row['plain_percent_of_roof']} % of roof), "
@@ -322,11 +322,11 @@ def line(row: dict[str, Any]) -> str:
         f"+ rest {row['rest_ms']}, {row['round_over_plain']} plain steps; "
         f"{row['tokens_per_second']} tokens/s at acceptance {row['acceptance_length']}, plain "
         f"{row['plain_tokens_per_second']}, speed-up {row['speed_up']}; "
-        f"GiB: weights {row['target_bytes'] / gib:.2f}, draft {row['draft_bytes'] / gib:.2f}, "
-        f"cache {row['cache_bytes'] / gib:.2f}, draft state {row['draft_state_bytes'] / gib:.4f}; "
+        f"weights {shown_bytes(row['target_bytes'])}, draft {shown_bytes(row['draft_bytes'])}, "
+        f"cache {shown_bytes(row['cache_bytes'])}, draft state {shown_bytes(row['draft_state_bytes'])}; "
         f"ms: {more}"
         + (
-            f"; streaming {row['streaming_overhead_percent']} % more a round, step by step "
+            f"; streaming {row['streaming_overhead_percent']} % more per round, step by step "
             f"{row['stepwise_overhead_percent']} %"
             if "streaming_round_ms" in row
             else ""

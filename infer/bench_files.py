@@ -8,6 +8,8 @@ import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
+from longspec_jax import files
+
 
 def result_file(text: str) -> Path:
     """A JSON file that can be written.
@@ -25,8 +27,7 @@ def result_file(text: str) -> Path:
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: its folder does not exist; make it first")
     try:
-        _unfinished(path).touch()
-        _unfinished(path).unlink()
+        files.beside(path).unlink()
     except OSError as error:
         raise argparse.ArgumentTypeError(
             f"{text} cannot be written ({error.strerror}); name a file elsewhere"
@@ -97,19 +98,3 @@ def read(paths: Iterable[Path]) -> list[str]:
         except UnicodeDecodeError:
             raise ValueError(f"result file {path} is no UTF-8 text, so no JSON") from None
     return texts
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file whole or leave the one before."""
-    path = path.resolve()  # What a link points at is replaced, not the link.
-    unfinished = _unfinished(path)
-    try:
-        unfinished.write_text(text, "utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _unfinished(path: Path) -> Path:
-    path = path.resolve()
-    return path.with_name(f"{path.name}.unfinished")

@@ -24,6 +24,7 @@ from longspec_jax.drafters.longspec import LongSpecDraft, LongSpecDrafter, LongS
 from longspec_jax.generation.memory import free_bytes, tree_bytes
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import path_name
+from longspec_jax.sizes import shown_bytes
 
 WEIGHT_SCALE = 0.02
 
@@ -95,8 +96,8 @@ def check_memory(what: str, needed: int) -> None:
     free = free_bytes()
     if free is not None and needed > free:
         raise MemoryError(
-            f"{what} takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on the device; choose "
-            "a shorter context, fewer rows or a smaller shape"
+            f"{what} takes {shown_bytes(needed)} and {shown_bytes(free)} are free on the device; "
+            "choose a shorter context, fewer rows or a smaller shape"
         )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from longspec_jax import files
 from longspec_jax.extras import missing_extra
 
 from . import bench_files, charts
@@ -118,7 +119,7 @@ def header_line(header: Row) -> str:
 
 def write(path: Path, report: Row) -> None:
     """Replace a result file; being killed halfway leaves the file before."""
-    bench_files.replace(path, json.dumps(report, indent=1) + "\n")
+    files.replace(path, (json.dumps(report, indent=1) + "\n").encode())
 
 
 def parse(path: Path, text: str) -> Row:

@@ -247,7 +247,7 @@ def line(row: dict[str, Any]) -> str:
     if row["ms_per_token"] is None:
         return f"{shape}  -  {row['refusal']}"
     return (
-        f"{shape} {row['ms_per_token']} ms a token ({row['percent_of_roof']} % of roof), "
+        f"{shape} {row['ms_per_token']} ms per token ({row['percent_of_roof']} % of roof), "
         f"{row['tokens_per_second']} tokens/s; warm-up {row['warm_up_seconds']} s, "
         f"prefill {row['prefill_seconds']} s; {row['graphs']} graphs compiled, "
         f"{row['cuda_graph_skips']} refused as CUDA graphs"

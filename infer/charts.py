@@ -194,7 +194,7 @@ def _draw_rounds(axis: Any, rows: Rows, varied: set[str]) -> None:
     _name_bars(axis, [[_short(row["context"]), *_words(row, varied)] for row in rows])
     axis.set_ylim(top=1.5 * max(tops))
     axis.tick_params(axis="y", labelsize=8)
-    axis.set_ylabel("ms a round", fontsize=8)
+    axis.set_ylabel("ms per round", fontsize=8)
     axis.legend(fontsize=7, loc="upper center", ncols=4)
 
 

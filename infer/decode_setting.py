@@ -133,7 +133,7 @@ def acceptance_lengths(arguments: argparse.Namespace, levels: int) -> Acceptance
         if len(counts) > levels + 1:
             raise ValueError(
                 f"{len(counts)} counts, but a tree of {levels} levels emits at most {levels + 1} "
-                "tokens a round; give one count for each, or a deeper --tree"
+                "tokens per round; give one count for each, or a deeper --tree"
             )
         return AcceptanceLengths.from_histogram(counts)
     except ValueError as error:

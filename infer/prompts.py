@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from longspec_jax.generation.chat import render_chat
-from longspec_jax.generation.inputs import require_tokenizer, to_prompts
+from longspec_jax.generation.inputs import require_tokenizer, to_prompt
 
 from .prompt_files import check_messages
 
@@ -91,7 +91,7 @@ def encode(tokenizer: Any, vocab_size: int, item: Any, style: str | None = None)
         item = [{"role": "user", "content": item}]
     if isinstance(item, Sequence) and item and isinstance(item[0], Mapping):
         item = STYLES[style or "native"](tokenizer, check_messages(item))
-    return to_prompts(item if item else [[]], tokenizer, vocab_size)[0].tolist()
+    return to_prompt(item if item else [[]], tokenizer, vocab_size).tolist()
 
 
 def _apply(tokenizer: Any, messages: Messages, template: str | None) -> list[int]:

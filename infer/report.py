@@ -23,6 +23,7 @@ from longspec_jax.generation.result import (
     Stats,
     StreamRound,
 )
+from longspec_jax.sizes import shown_bytes
 
 
 @dataclass(frozen=True)
@@ -258,9 +259,9 @@ def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
 def memory_plan_line(plan: MemoryPlan) -> str:
     """What a call will take, for reading before it begins."""
     return (
-        f"memory plan: weights {_size(plan.target_bytes)}, draft {_size(plan.draft_bytes)}, cache "
-        f"{_size(plan.cache_bytes)} for {plan.batch} x {plan.capacity} slots, draft state "
-        f"{_size(plan.draft_state_bytes)}, working memory about {_size(plan.working_bytes)}"
+        f"memory plan: weights {shown_bytes(plan.target_bytes)}, draft {shown_bytes(plan.draft_bytes)}, "
+        f"cache {shown_bytes(plan.cache_bytes)} for {plan.batch} x {plan.capacity} slots, draft state "
+        f"{shown_bytes(plan.draft_state_bytes)}, working memory about {shown_bytes(plan.working_bytes)}"
     )
 
 
@@ -269,16 +270,11 @@ def counted(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
-def _size(count: int) -> str:
-    """Bytes with a unit: ``75.5 MB``."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
 def _memory_lines(stats: Stats) -> Iterator[str]:
     plan = stats.memory
     yield (
-        f"memory              draft state {_size(stats.draft_state_bytes)} whatever the context, "
-        f"target cache {_size(plan.cache_bytes)} for {plan.batch} x {plan.capacity} slots"
+        f"memory              draft state {shown_bytes(stats.draft_state_bytes)} whatever the context, "
+        f"target cache {shown_bytes(plan.cache_bytes)} for {plan.batch} x {plan.capacity} slots"
     )
 
 

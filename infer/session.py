@@ -154,7 +154,7 @@ class Session:
             return prompts_lib.encode(self._spec.tokenizer, config.vocab_size, prompt.item, style)
 
     def _columns(self, rows: Sequence[Prompt]) -> dict[str, list[Any]]:
-        """The options of a batch, one value a row."""
+        """The options of a batch, one value per row."""
         stops = {"eos_token_id": list(self._spec.stop_tokens)}
         merged = [{**stops, **row_options(self._arguments, row)} for row in rows]
         return {name: [row[name] for row in merged] for name in merged[0]}

@@ -247,8 +247,8 @@ class LongSpec:
             without one the fastest on this machine: a few are timed the first time that this model
             decodes here, and the figures kept (:mod:`longspec_jax.generation.fit`).
           adaptive: choose among this tree, a smaller one and plain decoding as the run goes, by the
-            tokens a second that each turns out to emit. A draft that does not help then costs next to
-            nothing. Off unless asked for: it compiles three programs instead of one, and where exact
+            tokens per second that each turns out to emit. A draft that does not help then costs next to
+            nothing. Off unless asked for: it compiles several programs instead of one, and where exact
             arithmetic does not settle a near-tie (bfloat16) the clock may.
           streamer: a transformers streamer for a single row: receives the prompt, then every
             round's tokens.

@@ -212,7 +212,7 @@ def _tree_widths(widths: Any) -> tuple[int, ...]:
     ordered = isinstance(widths, Sequence) and not isinstance(widths, str | bytes)
     if not ordered or not all(is_whole(width) for width in widths):
         raise ValueError(
-            "tree widths must be whole numbers, one a level, such as (4, 16, 16), got "
+            "tree widths must be whole numbers, one per level, such as (4, 16, 16), got "
             f"{shown(widths)}"
         )
     found = tuple(int(width) for width in widths)
@@ -229,9 +229,10 @@ MAX_TREE_LEVELS = 32
 """Most levels: 200 of them compile for minutes."""
 PLAIN = TreeConfig(())
 DEFAULT_TREE = TreeConfig(budget=64)
-"""The tree of calls that name none: the paper's, of which the best 64 of 69 nodes are verified. They
-fill whole tiles of query rows, so that a round takes 4 to 9 % less time on a GPU (Vicuna-7B at 32k and
-4k), for at most 1 % fewer tokens (README)."""
+"""The usual tree on GPUs, one of those that :mod:`longspec_jax.generation.fit` chooses from for a call
+that names none: the paper's, of which the best 64 of 69 nodes are verified. They fill whole tiles of
+query rows, so that a round takes 4 to 9 % less time on a GPU (Vicuna-7B at 32k and 4k), for at most 1 %
+fewer tokens (README)."""
 
 
 _SEVEN_B: dict[str, Any] = dict(

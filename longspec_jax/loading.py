@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from longspec_jax.checks import LARGEST_NUMBER
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
+from longspec_jax.sizes import shown_bytes
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.raw import RawConfig, read_json
@@ -91,8 +92,8 @@ def check_weights_fit(source: str | Path, dtype: str, revision: str | None = Non
     needed = values * jnp.dtype(config.dtype).itemsize
     if needed > free:
         raise MemoryError(
-            f"the weights of {source} take {needed / 2**30:.2f} GiB in {config.dtype} and "
-            f"{free / 2**30:.2f} GiB are free on the device; spread them over several devices with "
+            f"the weights of {source} take {shown_bytes(needed)} in {config.dtype} and "
+            f"{shown_bytes(free)} are free on the device; spread them over several devices with "
             "mesh=make_mesh(tp=...), or free memory"
         )
 

@@ -136,7 +136,7 @@ def paper_config(
     config = base_config()
     config.update(target=target, title=f"LongSpec draft for {target}, stage {variant}", **overrides)
     if variant == "short":
-        # 16 micro-batches of 128 rows: 16k tokens a device on eight devices.
+        # 16 micro-batches of 128 rows: 16k tokens per device on eight devices.
         first = stage(SHORT_LENGTH, 2048, 5e-4, accumulation=16, max_offset=max_offset)
         config.update(data=dict(hub=SHORT_DATA), stages=dict(short=first))
         return config
@@ -147,7 +147,7 @@ def paper_config(
         data=dict(hub=hub, mask_prompts=variant == "sft"),
         save_every=20,
         accept_every=20,
-        # Micro-batches of eight rows: one long row a device on eight devices.
+        # Micro-batches of eight rows: one long row per device on eight devices.
         stages={variant: stage(long_length, 256, 5e-6, accumulation=32)},
     )
     return config

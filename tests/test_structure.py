@@ -14,17 +14,20 @@ ALLOWED: dict[str, set[str]] = {
     "commands": set(),
     "config": {"checks"},
     "extras": set(),
+    "files": set(),
     "recipes": set(),
     "sharding": {"axes", "config"},
+    "sizes": set(),
     "ops": {"axes", "config"},
     "models": {"axes", "config", "ops"},
     "drafters": {"axes", "config", "ops", "models"},
     "compilation": set(),
     "decoding": {"axes", "config", "ops", "models", "drafters", "sharding"},
     "weights": {"axes", "checks", "config", "models", "drafters", "sharding"},
-    "loading": {"axes", "checks", "config", "ops", "models", "generation", "weights"},
+    "loading": {"axes", "checks", "config", "ops", "models", "generation", "sizes", "weights"},
     "generation": {
-        *{"axes", "checks", "compilation", "config", "ops", "models", "drafters", "decoding"}
+        *{"axes", "checks", "compilation", "config", "files", "ops", "models", "drafters"},
+        *{"decoding", "sizes"},
     },
 }
 """What each part of the library may import besides itself; parts not listed may import all."""

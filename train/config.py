@@ -118,7 +118,7 @@ class DraftSettings:
     max_shift: int
     """Most tokens the draft runs ahead of the target's keys."""
     per_row: bool
-    """One draw of offset and shift a row; otherwise one a micro-batch, as in the published code."""
+    """One draw of offset and shift per row; otherwise one per micro-batch, as in the published code."""
 
 
 @dataclass(frozen=True)

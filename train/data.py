@@ -7,6 +7,7 @@ the uninterrupted one would have read, and prefetching cannot disturb it.
 
 import functools
 import queue
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Protocol
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+
+from longspec_jax import files
 
 from .step import Batch
 
@@ -205,18 +208,18 @@ def write_tokens(path: Path, parts: Iterator[np.ndarray], vocab_size: int) -> in
     copied behind a NumPy header; a reader never sees a half-written file.
     """
     kind = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-    raw, done, total = path.with_suffix(".raw"), path.with_suffix(".part.npy"), 0
-    with raw.open("wb") as file:
+    total = 0
+    with tempfile.TemporaryFile(dir=path.parent) as raw:
         for part in parts:
-            file.write(part.astype(kind).tobytes())
+            raw.write(part.astype(kind).tobytes())
             total += len(part)
-    if total:
-        final = np.lib.format.open_memmap(done, mode="w+", dtype=kind, shape=(total,))
-        final[:] = np.memmap(raw, dtype=kind, mode="r")
-        final.flush()
-        del final
-    else:
-        np.save(done, np.zeros((0,), kind))
-    raw.unlink()
-    done.replace(path)
+        raw.flush()
+        with files.replacing(path) as unfinished:
+            if total:
+                final = np.lib.format.open_memmap(unfinished, "w+", kind, (total,))
+                final[:] = np.memmap(raw, dtype=kind, mode="r")
+                final.flush()
+            else:
+                with unfinished.open("wb") as empty:
+                    np.save(empty, np.zeros((0,), kind))
     return total

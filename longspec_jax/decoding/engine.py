@@ -339,7 +339,7 @@ def commit_walk(
 def _trim(
     tokens: Int[Array, "B h"], count: Lengths, emitted: Lengths, request: Request
 ) -> tuple[Lengths, Array]:
-    """Cut a round's tokens after the first stop token, or what is none, and at the row's budget."""
+    """Cut a round's tokens after the first stop token or NO_TOKEN, and at the row's budget."""
     step = jnp.arange(tokens.shape[1])
     stops = (tokens[:, :, None] == request.stop_tokens[:, None, :]).any(axis=2)
     stops |= tokens == NO_TOKEN

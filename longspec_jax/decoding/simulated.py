@@ -52,7 +52,7 @@ class AcceptanceLengths:
         """Every level accepted with the same probability, given the one before; of a given mean."""
         if not 1 <= mean <= levels + 1:
             raise ValueError(
-                f"a tree of {levels} levels emits 1 to {levels + 1} tokens a round; its mean "
+                f"a tree of {levels} levels emits 1 to {levels + 1} tokens per round; its mean "
                 f"acceptance length cannot be {mean}. Choose another, or a deeper tree"
             )
         low, high = 0.0, 1.0

@@ -121,10 +121,10 @@ def _best_in_blocks(scores: Array, count: int) -> tuple[Array, Array, Array]:
 
 
 def top_by_rank(values: Float[Array, "*rows n"], count: int) -> tuple[Array, Array]:
-    """``lax.top_k`` of a few hundred numbers a row by comparing all pairs.
+    """``lax.top_k`` of a few hundred numbers per row by comparing all pairs.
 
     A million comparisons are one small reduction on a GPU; ``lax.top_k`` of 2048 numbers took 73 us
-    on an H200, four times a round.
+    on an H200, four times per round.
     """
     place = jnp.arange(values.shape[-1])
     mine, other = values[..., :, None], values[..., None, :]

@@ -1,4 +1,4 @@
-"""The tree of calls that name none: the one that emits most tokens a second on this machine.
+"""The tree of calls that name none: the one that emits most tokens per second on this machine.
 
 What a round costs depends on the machine and the model, what it earns on the draft: 64 nodes cost a
 large target on a GPU little more than one, a CPU three times as much, and a small model on a GPU is
@@ -62,8 +62,8 @@ def trees_to_fit(target_params: Any, mesh: Mesh | None) -> tuple[TreeConfig, ...
     """
     cpu = jax.default_backend() == "cpu"
     # Several processes would settle by their own clocks, and run different programs.
-    together = mesh is None and jax.process_count() == 1 and cache_folder() is not None
-    if not together or (not cpu and tree_bytes(target_params) >= LARGE):
+    may_time = mesh is None and jax.process_count() == 1 and cache_folder() is not None
+    if not may_time or (not cpu and tree_bytes(target_params) >= LARGE):
         return (usual_tree(),)
     return CPU_TREES if cpu else GPU_TREES
 
@@ -120,7 +120,7 @@ def _ready_after_timing(
 
 
 def best_tree(paces: Sequence[TreePace]) -> TreeConfig:
-    """The tree with most tokens a second; plain decoding unless one is clearly faster."""
+    """The tree with most tokens per second; plain decoding unless one is clearly faster."""
     plain = next(pace for pace in paces if not pace.tree.widths)
     best = max(paces, key=lambda pace: pace.tokens_per_second)
     return best.tree if best.tokens_per_second > GAIN * plain.tokens_per_second else plain.tree

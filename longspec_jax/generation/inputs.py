@@ -67,7 +67,7 @@ def to_prompt(
 
 
 def _rows(inputs: Inputs) -> list[Any]:
-    """Split the inputs into one item a row."""
+    """Split the inputs into one item per row."""
     if isinstance(inputs, Mapping):
         return _unpadded(inputs)
     if isinstance(inputs, str):

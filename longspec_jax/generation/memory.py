@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding.cache import cache_bytes
+from longspec_jax.sizes import shown_bytes
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,24 @@ def check_fits(config: TargetConfig, plan: MemoryPlan, free: int | None) -> None
     """Raise before an allocation that cannot succeed, naming the largest context that would."""
     if free is None or plan.needed_bytes <= free:
         return
-    fits = largest_context(config, plan, free)
-    gib = 1 / 2**30
-    rows = plan.batch * free // plan.needed_bytes
-    fewer = f"use at most {rows} rows" if rows else "use fewer rows"
     raise MemoryError(
-        f"{plan.batch} row(s) of {plan.capacity} cache slots need {plan.needed_bytes * gib:.2f} GiB "
-        f"({plan.cache_bytes * gib:.2f} cache, {plan.draft_state_bytes * gib:.2f} draft state, about "
-        f"{plan.working_bytes * gib:.2f} working memory) beside the weights, and {free * gib:.2f} GiB "
-        f"are free. The largest context that fits is {fits} tokens a row, prompt and new tokens "
-        f"together; shorten the prompt or max_new_tokens, {fewer}, or spread over more devices"
+        f"{plan.batch} row(s) of {plan.capacity} cache slots need {shown_bytes(plan.needed_bytes)} "
+        f"({shown_bytes(plan.cache_bytes)} cache, {shown_bytes(plan.draft_state_bytes)} draft state, "
+        f"about {shown_bytes(plan.working_bytes)} working memory) beside the weights, and "
+        f"{shown_bytes(free)} are free. {_remedy(plan, largest_context(config, plan, free), free)}"
+    )
+
+
+def _remedy(plan: MemoryPlan, fits: int, free: int) -> str:
+    """What to do about a call that does not fit, of what is possible."""
+    rows = plan.batch * free // plan.needed_bytes
+    fewer = f"use at most {rows} rows, " if rows else "use fewer rows, " if plan.batch > 1 else ""
+    if fits:
+        return (
+            f"The largest context that fits is {fits} tokens per row, prompt and new tokens together; "
+            f"shorten the prompt or max_new_tokens, {fewer}or spread over more devices"
+        )
+    return (
+        "No context fits beside the draft state and the working memory; pass a smaller prefill_chunk "
+        f"or tree, {fewer}free memory on the device, or spread over more devices"
     )

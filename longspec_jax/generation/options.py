@@ -1,6 +1,6 @@
-"""Generation options under their Hugging Face names, checked, one value a row.
+"""Generation options under their Hugging Face names, checked, one value per row.
 
-Everything may be a scalar for all rows or a sequence with one value a row. What speculative decoding
+Everything may be a scalar for all rows or a sequence with one value per row. What speculative decoding
 cannot honour (beams, penalties, constraints) is refused by name, never ignored.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.checks import is_whole, shown
+from longspec_jax.checks import is_whole, shown, whole_number
 from longspec_jax.decoding.engine import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.generation.values import as_plain, floats, in_row, integers
@@ -40,7 +40,7 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | Sequence[int]
     """The row's random stream, the same for every row if one number is given; 0 if absent."""
     eos_token_id: int | Sequence[int] | Sequence[Sequence[int]]
-    """Tokens that end a row, or one set a row; the model's own if absent, ``[]`` for none."""
+    """Tokens that end a row, or one set per row; the model's own if absent, ``[]`` for none."""
 
 
 _HARMLESS = {
@@ -63,7 +63,7 @@ _NEUTRAL = {
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Options resolved to one value a row."""
+    """Options resolved to one value per row."""
 
     max_new_tokens: np.ndarray
     temperature: np.ndarray
@@ -114,7 +114,7 @@ def resolve(
     """
     _check_names(options)
     given = {key: value for key, value in options.items() if value is not None}
-    merged = {**_from_config(generation_config, prompt_lengths), **given}
+    merged = {**_from_config(generation_config, prompt_lengths, given), **given}
     rows = len(prompt_lengths)
 
     def whole(name: str, default: int, low: int, high: int, rule: str) -> np.ndarray:
@@ -151,7 +151,9 @@ def _check_names(options: Mapping[str, Any]) -> None:
             raise TypeError(f"unknown generation option {name!r}; {hint}")
 
 
-def _from_config(config: Any, prompt_lengths: Sequence[int]) -> dict[str, Any]:
+def _from_config(
+    config: Any, prompt_lengths: Sequence[int], given: Mapping[str, Any]
+) -> dict[str, Any]:
     """The options a transformers GenerationConfig sets; refuses those that cannot be honoured."""
     if config is None:
         return {}
@@ -165,8 +167,8 @@ def _from_config(config: Any, prompt_lengths: Sequence[int]) -> dict[str, Any]:
     top_k = getattr(config, "top_k", None)
     values["top_k"] = TRANSFORMERS_TOP_K if top_k is None else top_k
     longest = values.pop("max_length", None)
-    if longest is not None and "max_new_tokens" not in values:
-        values["max_new_tokens"] = [longest - length for length in prompt_lengths]
+    if longest is not None and "max_new_tokens" not in {**values, **given}:
+        values["max_new_tokens"] = _rest(longest, prompt_lengths)
     supported = {key: values.pop(key) for key in GenerateOptions.__annotations__ if key in values}
     # Without do_sample=True transformers decodes greedily, whatever the temperature says.
     supported.setdefault("do_sample", False)
@@ -181,6 +183,19 @@ def _from_config(config: Any, prompt_lengths: Sequence[int]) -> dict[str, Any]:
             "remove it from the config, or decode with transformers"
         )
     return supported
+
+
+def _rest(max_length: Any, prompt_lengths: Sequence[int]) -> list[int]:
+    """The new tokens that a limit on prompt and new tokens together leaves each row."""
+    most = whole_number("generation_config.max_length", max_length)
+    for row, length in enumerate(prompt_lengths):
+        if length >= most:
+            raise ValueError(
+                f"generation_config.max_length={most} must exceed the {length} tokens of the prompt"
+                f"{in_row(row, len(prompt_lengths))}, which it counts too; raise it, or pass "
+                "max_new_tokens"
+            )
+    return [most - length for length in prompt_lengths]
 
 
 def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int) -> np.ndarray:
@@ -225,7 +240,7 @@ def _check_no_filter(resolved: RowOptions, given: Mapping[str, Any]) -> None:
 
 
 def _stop_sets(value: Any, rows: int) -> tuple[tuple[int, ...], ...]:
-    """One tuple of stop tokens a row, from an id, a set for all rows, or a set for each."""
+    """One tuple of stop tokens per row, from an id, a set for all rows, or a set for each."""
     value = as_plain(value)
     items = [value] if is_whole(value) else _listed(value)
     nested = [_listed(item) for item in items if not is_whole(item)]
@@ -235,7 +250,7 @@ def _stop_sets(value: Any, rows: int) -> tuple[tuple[int, ...], ...]:
     if len(sets) != rows:
         raise ValueError(
             f"eos_token_id has {len(sets)} stop sets for {rows} prompt{'s' * (rows != 1)}; pass one "
-            "set, or one a prompt"
+            "set, or one per prompt"
         )
     for ids in sets:
         for token in ids:

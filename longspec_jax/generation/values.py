@@ -1,4 +1,4 @@
-"""One value a row, from one for all rows or a sequence with one each; strict about types."""
+"""One value per row, from one for all rows or a sequence with one each; strict about types."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,11 +12,11 @@ def in_row(row: int, rows: int) -> str:
 
 
 def integers(name: str, value: Any, rows: int, good: Callable[[int], bool], rule: str) -> list[int]:
-    """A whole number a row.
+    """A whole number per row.
 
     Args:
       name: of the option, as the user wrote it.
-      value: a number, or a sequence with one a row.
+      value: a number, or a sequence with one per row.
       rows: how many.
       good: whether a number will do.
       rule: what it must be, in words.
@@ -30,7 +30,7 @@ def integers(name: str, value: Any, rows: int, good: Callable[[int], bool], rule
 def floats(
     name: str, value: Any, rows: int, good: Callable[[float], bool], rule: str
 ) -> list[float]:
-    """A number a row; arguments and errors as in :func:`integers`."""
+    """A number per row; arguments and errors as in :func:`integers`."""
     return _by_row(
         name, value, rows, lambda one: float(one) if is_number(one) else None, good, rule
     )
@@ -57,14 +57,14 @@ def _by_row(
         if len(given) != rows:
             raise ValueError(
                 f"{name} has {len(given)} values for {rows} prompt{'s' * (rows != 1)}; pass one number, "
-                "or one a prompt"
+                "or one per prompt"
             )
     found = [read(one) for one in given]
     for row, (one, number) in enumerate(zip(given, found, strict=True)):
         if number is None:
             kind = "an integer" if is_number(one) else "a number"
             where = "" if shared else in_row(row, rows)
-            raise ValueError(f"{name}={shown(one)}{where} must be {kind}, or one number a row")
+            raise ValueError(f"{name}={shown(one)}{where} must be {kind}, or one number per row")
         if not good(number):
             raise ValueError(f"{name}={one}{in_row(row, rows)} must be {rule}")
     return found

@@ -190,7 +190,7 @@ def _kernel(
 
     An item is one row tile of one key/value head against one split. While the last rows of an
     item are written the keys of the next are already on their way. Items that share a split are
-    neighbours, so that its keys and values come from memory once; the rotation by one a round
+    neighbours, so that its keys and values come from memory once; the rotation by one per round
     gives every program its share of the last, lighter row tile.
     """
     program = jax.lax.axis_index("program")

@@ -71,6 +71,8 @@ def test_generation_config_values() -> None:
     assert found.max_new_tokens.tolist() == [15, 13]
     assert found.stop_tokens == ((3, 4),) * 2 and found.top_p.tolist() == [0.5] * 2
     assert rows(config, max_new_tokens=3).max_new_tokens.tolist() == [3, 3]
+    short = GenerationConfig(max_length=2)
+    assert rows(short, max_new_tokens=3).max_new_tokens.tolist() == [3, 3], "what is given wins"
     rows(GenerationConfig(repetition_penalty=1.0, num_beams=1))
 
 
@@ -92,7 +94,12 @@ def test_generation_config_values() -> None:
         (dict(eos_token_id=-1), ValueError, r"pass eos_token_id=\[\]"),
         (dict(num_beams=2), TypeError, "unknown generation option 'num_beams'"),
         (dict(config=GenerationConfig(repetition_penalty=1.2)), NotImplementedError, "repetition"),
-        (dict(config=GenerationConfig(max_length=6)), ValueError, "max_new_tokens=-1 of row 1"),
+        (
+            dict(config=GenerationConfig(max_length=6)),
+            ValueError,
+            "max_length=6 must .* 7 .* of row 1",
+        ),
+        (dict(config=GenerationConfig(max_length=7)), ValueError, "or pass max_new_tokens$"),
     ],
 )
 def test_refusals(options, error, message) -> None:
@@ -137,8 +144,8 @@ def test_what_is_no_whole_number(name, value) -> None:
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("values", [[], [1, 1]], ids=repr)
-def test_a_sequence_has_a_value_a_row(name, values) -> None:
-    expected = f"{name} has {len(values)} values for 1 prompt; pass one number, or one a prompt"
+def test_a_sequence_has_a_value_per_row(name, values) -> None:
+    expected = f"{name} has {len(values)} values for 1 prompt; pass one number, or one per prompt"
     with pytest.raises(ValueError, match=expected):
         row(**{name: values})
 

@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -
     printed = capsys.readouterr()
     assert not printed.out
     assert "demo with 1000000 cached tokens takes 8." in printed.err
-    assert "1.0 GB are free on the device; choose a shorter context" in printed.err
+    assert "1.00 GB are free on the device; choose a shorter context" in printed.err
 
 
 @pytest.mark.parametrize("spelling", ["a.json", "./a.json", "link.json", "hard.json"])
@@ -182,7 +182,7 @@ def test_two_outputs_are_two_files(tmp_path: Path, capsys) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_noticed(tmp_path: Path, monkeypatch, capsys) -> None:
-    def refuse(*_) -> None:
+    def refuse(*_, **__) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "touch", refuse)

@@ -1,6 +1,7 @@
 """Result files: written row by row, merged, drawn."""
 
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_rows_that_cannot_be_written_are_printed_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     file = tmp_path / "rows.json"
-    monkeypatch.setattr(Path, "write_text", fail_to_write)
+    monkeypatch.setattr(os, "fsync", fail_to_write)
     with pytest.raises(OSError, match="No space left on device.*; its content is the last line"):
         with bench_report.Report({"device": "a"}, file) as report:
             report.add({"number": 1}, "line 1")
@@ -131,7 +132,7 @@ def test_rows_that_cannot_be_written_are_printed_and_the_run_goes_on(
 def test_an_earlier_file_survives_a_failure_to_write(tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "rows.json"
     bench_report.write(file, {"kept": True})
-    monkeypatch.setattr(Path, "write_text", fail_to_write)
+    monkeypatch.setattr(os, "fsync", fail_to_write)
     with pytest.raises(OSError, match="No space"):
         bench_report.write(file, {"kept": False})
     assert json.loads(file.read_text()) == {"kept": True}
@@ -141,7 +142,7 @@ def test_a_file_that_could_be_written_after_all_is_whole(tmp_path: Path, monkeyp
     file = tmp_path / "rows.json"
     with bench_report.Report({"device": "a"}, file) as report:
         with monkeypatch.context() as full:
-            full.setattr(Path, "write_text", fail_to_write)
+            full.setattr(os, "fsync", fail_to_write)
             report.add({"number": 1}, "line 1")
     assert json.loads(file.read_text())["rows"] == [{"number": 1}]
 

@@ -52,5 +52,5 @@ def test_the_command_reports_the_overhead(tmp_path: Path, capsys) -> None:
     for name in ("streaming", "stepwise"):
         ratio = row[f"{name}_round_ms"] / row["round_ms"]
         np.testing.assert_allclose(row[f"{name}_overhead_percent"], 100 * (ratio - 1), atol=1)
-    assert "% more a round" in capsys.readouterr().out
+    assert "% more per round" in capsys.readouterr().out
     assert chart.read_bytes().startswith(b"\x89PNG")

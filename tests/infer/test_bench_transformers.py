@@ -46,7 +46,7 @@ def test_the_command_writes_header_and_rows(
         assert set(row) >= FIELDS and row["graphs"] == 0
         assert row["tokens_per_second"] == pytest.approx(1e3 / row["ms_per_token"], rel=1e-2)
     assert magic["ms_per_token"] is None and "no implementation 'magic'" in magic["refusal"]
-    assert "ms a token" in capsys.readouterr().out
+    assert "ms per token" in capsys.readouterr().out
 
 
 def test_both_caches_decode_the_same_tokens() -> None:

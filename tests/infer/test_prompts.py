@@ -68,6 +68,8 @@ def test_text_stays_text_unless_a_style_is_chosen() -> None:
     assert LLAMA.decode(prompts.encode(LLAMA, 999, "Hi")) == "<s>Hi"
     assert prompts.encode(LLAMA, 999, "Hi", "longspec") == prompts.encode_release(LLAMA, CHAT[:1])
     assert prompts.encode(LLAMA, 999, [3, 4]) == [3, 4]
+    with pytest.raises(ValueError, match="one prompt is needed here"):
+        prompts.encode(LLAMA, 999, [[3, 4], [5]])
 
 
 def test_native_template() -> None:

@@ -1,0 +1,35 @@
+"""What a call that does not fit is told: only what can be done."""
+
+import pytest
+
+from longspec_jax.generation.memory import MemoryPlan, check_fits
+from tests.kit import tiny_target_config
+
+CONFIG = tiny_target_config()
+GB = 10**9
+
+
+def refusal(plan: MemoryPlan, free: int) -> str:
+    with pytest.raises(MemoryError) as caught:
+        check_fits(CONFIG, plan, free)
+    return str(caught.value)
+
+
+def test_sizes_are_decimal() -> None:
+    words = refusal(MemoryPlan(2, 4096, 0, 0, 6 * GB, 75_500_000, GB), 4 * GB)
+    assert "need 7.08 GB (6.00 GB cache, 75.5 MB draft state, about 1.00 GB working" in words
+    assert "4.00 GB are free" in words and "GiB" not in words
+
+
+def test_what_fits_is_named() -> None:
+    words = refusal(MemoryPlan(4, 4096, 0, 0, 8 * GB, 0, 0), 4 * GB)
+    assert "tokens per row, prompt and new tokens together" in words
+    assert "use at most 2 rows" in words
+
+
+@pytest.mark.parametrize(("rows", "fewer"), [(1, False), (2, True)])
+def test_no_context_of_0_tokens_is_advised(rows: int, fewer: bool) -> None:
+    words = refusal(MemoryPlan(rows, 4096, 0, 0, GB, GB, 6 * GB), GB)
+    assert "No context fits beside the draft state and the working memory" in words
+    assert "pass a smaller prefill_chunk or tree" in words and "0 tokens" not in words
+    assert "shorten" not in words and ("use fewer rows" in words) is fewer
