@@ -120,7 +120,7 @@ def decode(parser: argparse.ArgumentParser) -> None:
     )
     _add(
         *(parser, "--acceptance", not_negative, ByMachine(3.57, 2.1)),
-        "mean tokens emitted a round",
+        "mean tokens emitted per round",
     )
     parser.add_argument(
         "--histogram", type=histogram, help="recorded rounds by emitted tokens, instead"

@@ -32,7 +32,7 @@ def profile(bench: Bench, program: Any, drafter: Any, folder: Path) -> None:
     ]
     total = sum(map(sum, kernels.values())) / rounds
     name = folder.name
-    summary = f"{total:10.1f} us of kernels a round, {rounds} rounds"
+    summary = f"{total:10.1f} us of kernels per round, {rounds} rounds"
     (folder.parent / f"{name}.txt").write_text("\n".join([summary, *lines]))
     (folder.parent / f"{name}.hlo").write_text(program.as_text())
     print(folder.name, summary)

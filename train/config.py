@@ -63,7 +63,7 @@ class DataConfig:
     split: str
     """The split of a whole hub dataset."""
     pack: bool
-    """Concatenate documents and cut rows of full length; otherwise one truncated document a row."""
+    """Concatenate documents and cut rows of full length; otherwise one truncated document per row."""
     mask_prompts: bool
     """Learn answers only (the paper's last stage); otherwise all text but the system prompt."""
     answer_room: int

@@ -17,7 +17,7 @@ from .loading import Documents
 
 @dataclass(frozen=True)
 class DocumentRows:
-    """One document a row, truncated and padded to a length."""
+    """One document per row, truncated and padded to a length."""
 
     documents: Documents
     tokenizer: Any

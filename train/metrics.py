@@ -10,7 +10,7 @@ import jax
 
 
 class Metrics:
-    """Appends one JSON object a line to ``metrics.jsonl``; only process 0 writes."""
+    """Appends one JSON object per line to ``metrics.jsonl``; only process 0 writes."""
 
     def __init__(self, path: Path):
         self._file = path.open("a") if jax.process_index() == 0 else None

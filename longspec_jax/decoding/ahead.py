@@ -8,7 +8,7 @@ that possible:
   :func:`~longspec_jax.decoding.adaptive.burst` asks the host on a GPU whether to go on, and its launch
   returns only when all its rounds are done.
 * Beside the state, which the next launch donates, a round returns one small array of its own: what
-  it emitted (:func:`report_of`). It is all the host ever reads: one transfer a round.
+  it emitted (:func:`report_of`). It is all the host ever reads: one transfer per round.
 * Another thread waits for that array (:class:`Rounds`), so that no wait holds up a launch and the
   time of arrival is known even while the consumer is busy.
 

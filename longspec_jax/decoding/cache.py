@@ -1,4 +1,4 @@
-"""The target's key/value cache: committed tokens only, one array a layer.
+"""The target's key/value cache: committed tokens only, one array per layer.
 
 A tree's K/V come back from verification beside the logits; after acceptance the accepted rows are
 appended. Nothing is moved, and a rejected branch never touches the cache. How many slots hold
@@ -58,7 +58,7 @@ def bucket_capacity(slots: int) -> int:
 def append_chunk(
     cache: KVCache, keys: tuple[Array, ...], values: tuple[Array, ...], offset: Array
 ) -> KVCache:
-    """Write one prefill chunk ``[B, C, K, H]`` a layer at the same slot of every row."""
+    """Write one prefill chunk ``[B, C, K, H]`` per layer at the same slot of every row."""
 
     def write(slots: Array, fresh: Array) -> Array:
         fresh = fresh.swapaxes(1, 2)

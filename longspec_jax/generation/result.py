@@ -31,7 +31,7 @@ class TreeUse:
 
 @dataclass(frozen=True)
 class Stats:
-    """Raw counts of a call, one entry a row, and the numbers derived from them."""
+    """Raw counts of a call, one entry per row, and the numbers derived from them."""
 
     prompt_tokens: tuple[int, ...]
     new_tokens: tuple[int, ...]
@@ -79,7 +79,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """Completions of a batch, one entry a row."""
+    """Completions of a batch, one entry per row."""
 
     sequences: tuple[tuple[int, ...], ...]
     """Emitted token ids, the prompt not included, a stop token included."""
@@ -102,7 +102,7 @@ class GenerateResult:
 
 @dataclass(frozen=True)
 class StreamRound:
-    """What one round added, one entry a row; the first round is the prefill's token."""
+    """What one round added, one entry per row; the first round is the prefill's token."""
 
     tokens: tuple[tuple[int, ...], ...]
     drafted: tuple[tuple[bool, ...], ...]

@@ -1,6 +1,6 @@
 """Appending accepted rows to the caches of all layers as one op.
 
-A layer at a time these are two small kernels a layer, whose launches cost more than the rows they
+A layer at a time these are two small kernels per layer, whose launches cost more than the rows they
 move: 2 % of a decode step over one token.
 """
 

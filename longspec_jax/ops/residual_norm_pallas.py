@@ -1,4 +1,4 @@
-"""Residual addition and RMS norm as one Pallas kernel for Triton: a program a row."""
+"""Residual addition and RMS norm as one Pallas kernel for Triton: a program per row."""
 
 import functools
 

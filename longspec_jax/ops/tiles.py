@@ -138,7 +138,7 @@ def prefix_tile(
     itemsize: int,
     capability: tuple[int, int],
 ) -> PrefixTile | MosaicTile:
-    """The fastest tile measured for ``tokens`` queries a row over a cache of ``capacity`` slots.
+    """The fastest tile measured for ``tokens`` queries per row over a cache of ``capacity`` slots.
 
     Up to 64 packed rows are bound by memory, where both kernels read at the same rate and Triton's
     starts sooner; more rows are bound by the tensor cores, which only the Hopper kernel fills.
@@ -202,7 +202,7 @@ def triton_prefix_tile(
 def tree_tile(
     tokens: int, heads: int, kv_heads: int, width: int, keys: int, itemsize: int
 ) -> TreeTile:
-    """Choose the tree tile for ``tokens`` queries a row that see up to ``keys`` tree keys."""
+    """Choose the tree tile for ``tokens`` queries per row that see up to ``keys`` tree keys."""
     packed = tokens * heads // kv_heads
     if itemsize > 2 or width > 128:
         return TreeTile(16, 32, 4, 4, 2 if width <= 128 or itemsize == 2 else 1)

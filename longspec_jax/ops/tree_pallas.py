@@ -2,7 +2,7 @@
 
 A few hundred fresh keys under an arbitrary boolean mask (LongSpec section 3.3). The fused variant
 starts each row's online softmax from the prefix's split partials, so that prefix, tree and merge
-together are two kernels a layer.
+together are two kernels per layer.
 
 Jitted, so that the equal layers of a model are traced and lowered once.
 """
