@@ -357,8 +357,9 @@ def test_bad_calls_name_the_remedy(spec, case) -> None:
         spec.generate(**arguments)
     with pytest.raises(error, match=message):
         list(spec.stream(**arguments))
-    with pytest.raises(error, match=message):
-        spec.check(**arguments)
+    if case != "wide tree":  # Known by tracing a round, which a check does not.
+        with pytest.raises(error, match=message):
+            spec.check(**arguments)
 
 
 def test_parts_that_do_not_fit(spec) -> None:

@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from longspec_jax import PLAIN, LongSpec, TreeConfig, make_mesh
 from longspec_jax.arguments import as_tree
-from longspec_jax.config import DEFAULT_TREE
 from tests.infer.toys import toy_tokenizer
 from tests.kit import tiny_target_config
 
@@ -76,7 +75,7 @@ def test_trees_that_are_none(tree) -> None:
 def test_trees() -> None:
     assert as_tree((2, 3)) == as_tree([2, 3]) == as_tree(TreeConfig((2, 3)))
     assert hash(as_tree([2, 3])) == hash(TreeConfig((2, 3)))
-    assert made().tree == DEFAULT_TREE
+    assert made().tree is None
     assert made(tree=()).tree == made(tree=PLAIN).tree == PLAIN
     assert made(tree=[4, 5]).tree == TreeConfig((4, 5))
 

@@ -185,7 +185,7 @@ def test_the_clock_decides_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rehearsal_compiles_everything_and_emits_within_the_budget() -> None:
-    target, drafters = LookupTarget(VOCABULARY), candidates(LookupDrafter(TreeConfig((3, 2))))
+    target, drafters = LookupTarget(VOCABULARY), candidates([LookupDrafter(TreeConfig((3, 2)))])
     params, req = Params(TABLE, NEAR), request(new=(2, 2, 2))
     state = start(target, drafters, params, req, VOCABULARY)
     before = adaptive.burst._cache_size()

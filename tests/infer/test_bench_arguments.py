@@ -1,6 +1,5 @@
 """What the benchmarks are asked for: quick to parse, refused in a line before anything runs."""
 
-import json
 import os
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from infer.bench_shapes import SHAPES
 from longspec_jax.loading import DEMO
 from longspec_jax.ops.attention import SPECULATIVE_IMPLEMENTATIONS
 from longspec_jax.weights.hf_config import target_config
+from longspec_jax.weights.raw import read_json
 
 ROOT = Path(__file__).parents[2]
 SUMMARIES = {name: "" for name in bench.BENCHMARKS}
@@ -150,7 +150,7 @@ def test_the_names_that_are_known_without_jax_are_those_there_are() -> None:
 
 
 def test_the_shape_called_demo_is_the_demos() -> None:
-    raw = json.loads((DEMO / "target" / "config.json").read_text())
+    raw = read_json(DEMO / "target" / "config.json")
     assert SHAPES["demo"] == target_config(raw, "float32")
 
 
