@@ -15,8 +15,8 @@ from typing import Any
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.generation.activity import Fitted
 from longspec_jax.generation.comparison import Comparison, Divergence
-from longspec_jax.generation.kept import TreePace
 from longspec_jax.generation.memory import MemoryPlan
+from longspec_jax.generation.paces import TreePace
 from longspec_jax.generation.result import (
     ACCEPTANCE_DEFINITION,
     GenerateResult,

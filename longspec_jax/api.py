@@ -29,8 +29,8 @@ from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecParams
 from longspec_jax.drafters.vocabulary import check_vocabulary
 from longspec_jax.generation import comparison, inspection, runner
-from longspec_jax.generation.activity import OnActivity
-from longspec_jax.generation.collect import RoundCollector, Streamer, collect, feeding, follow
+from longspec_jax.generation.activity import Activity, Fitted, OnActivity
+from longspec_jax.generation.collect import RoundCollector, Streamer, collect, ended, feed, follow
 from longspec_jax.generation.fit import ready_fitted, trees_to_fit
 from longspec_jax.generation.inputs import Inputs, check_positions, to_prompts
 from longspec_jax.generation.job import Job, Shape
@@ -43,6 +43,7 @@ from longspec_jax.generation.memory import (
 )
 from longspec_jax.generation.notices import Notices
 from longspec_jax.generation.options import GenerateOptions, resolve
+from longspec_jax.generation.paces import KnownPaces
 from longspec_jax.generation.result import GenerateResult, StreamRound
 from longspec_jax.generation.runner import Begin
 from longspec_jax.loading import DEMO, best_dtype, check_weights_fit, load_tokenizer
@@ -74,6 +75,7 @@ class LongSpec:
     draft_int8: bool = False
     """Let the draft read its weights and a copy of the LM head in 8 bits; the output is the same."""
     _warm: runner.WarmShapes = field(default_factory=runner.WarmShapes, repr=False)
+    _paces: KnownPaces = field(default_factory=KnownPaces, repr=False)
     _notices: Notices = field(default_factory=Notices, repr=False)
 
     def __post_init__(self) -> None:
@@ -258,15 +260,15 @@ class LongSpec:
           chat_template: a Jinja template for messages instead of the tokenizer's own.
           **options: see :class:`~longspec_jax.generation.options.GenerateOptions`.
         """
-        job = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
-        begin = self._beginning(job, tree, adaptive, on_activity)
-        if streamer is None:
-            run = follow(start := begin(on_round is not None), self.tokenizer, on_round)
-        else:
-            with feeding(streamer, job.prompts, on_round) as listen:
-                run = follow(start := begin(True), self.tokenizer, listen)
-        self._notices.look_at(start.job, run)
-        return collect(start.job, run, self.tokenizer)
+        with ended(streamer):
+            job = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
+            if streamer is not None:
+                on_round = feed(streamer, job.prompts, on_round)
+            begin = self._beginning(job, tree, adaptive, on_activity)
+            start = begin(on_round is not None)
+            result = collect(start.job, follow(start, self.tokenizer, on_round), self.tokenizer)
+        self._notices.look_at(result.stats)
+        return result
 
     def stream(
         self,
@@ -292,8 +294,9 @@ class LongSpec:
         collector = RoundCollector(start.job, self.tokenizer)
         with closing(runner.run_rounds(start)) as runs:
             for run in runs:
-                self._notices.look_at(start.job, run)
-                yield collector.add(run)
+                added = collector.add(run)
+                self._notices.look_at(added.stats)
+                yield added
 
     def compare(
         self,
@@ -319,7 +322,9 @@ class LongSpec:
                 "nothing to compare: this call decodes plainly; load a draft and leave its tree in place"
             )
         begin = self._beginning(job, tree, adaptive, on_activity)
-        return comparison.run_both(begin, self._warm, self.tokenizer, on_round, on_activity)
+        compared = comparison.run_both(begin, self._warm, self.tokenizer, on_round, on_activity)
+        self._notices.look_at(compared.speculative.stats)
+        return compared
 
     def inspect(
         self,
@@ -336,7 +341,8 @@ class LongSpec:
         :meth:`stream`, because every round is computed twice.
         """
         job = self._prepare(inputs, generation_config, tree, chat_template, options)
-        return inspection.rounds(job, self._warm)
+        begin = self._beginning(job, tree, False, None)
+        return inspection.rounds(begin, len(job.prompts))
 
     def check(
         self,
@@ -369,7 +375,7 @@ class LongSpec:
         drafter = tallest(drafters)
         levels = drafter.tree.num_levels
         shape = Shape.for_call(prompt_tokens, max_new_tokens, levels, self.prefill_chunk)
-        return self._plan(rows, shape, drafter, params)
+        return self._plan(rows, shape, drafters, params)
 
     def _prepare(
         self,
@@ -394,7 +400,7 @@ class LongSpec:
             drafter.tree.num_levels,
             self.prefill_chunk,
         )
-        plan = self._plan(len(prompts), shape, drafter, draft)
+        plan = self._plan(len(prompts), shape, drafters, draft)
         if self.mesh is None:
             check_fits(config, plan, free_bytes())
         devices = 1 if self.mesh is None else self.mesh.size
@@ -406,10 +412,20 @@ class LongSpec:
         self, job: Job, tree: Any, adaptive: bool, on_activity: OnActivity | None
     ) -> Begin:
         """What makes a prepared call ready to run, its tree settled first if none was named."""
-        fits = tree is None and self.tree is None and not adaptive and job.params.draft is not None
+        if tree is not None or self.tree is not None or adaptive or job.params.draft is None:
+            return lambda streams: runner.ready(
+                job, self._warm, streams=streams, on_activity=on_activity
+            )
 
-        make = ready_fitted if fits else runner.ready
-        return lambda streams: make(job, self._warm, streams=streams, on_activity=on_activity)
+        def tell(activity: Activity) -> None:
+            if isinstance(activity, Fitted):
+                self._notices.look_at_paces(activity.paces)
+            if on_activity:
+                on_activity(activity)
+
+        return lambda streams: ready_fitted(
+            job, self._warm, self._paces, streams=streams, on_activity=tell
+        )
 
     def _drafters(
         self, tree: TreeConfig | Sequence[int] | None, adaptive: bool
@@ -457,12 +473,13 @@ class LongSpec:
         copied = {name: getattr(params, name) for name in ("layer", "head", "head_scale")}
         return params.replace(**jax.device_put(copied, param_shardings(self.mesh, copied)))
 
-    def _plan(self, rows: int, shape: Shape, drafter: Drafter, draft: Any) -> MemoryPlan:
+    def _plan(self, rows: int, shape: Shape, drafters: Sequence[Drafter], draft: Any) -> MemoryPlan:
         """Bytes of a call, from shapes alone."""
         config = self.target_config
         tokens = jax.ShapeDtypeStruct((rows, shape.capacity), jnp.int32)
         length = jax.ShapeDtypeStruct((rows,), jnp.int32)
-        state = jax.eval_shape(drafter.prefill, draft, tokens, length)
+        state = jax.eval_shape(drafters[0].prefill, draft, tokens, length)
+        nodes = max(drafter.tree.num_nodes for drafter in drafters)
         return MemoryPlan(
             batch=rows,
             capacity=shape.capacity,
@@ -470,7 +487,7 @@ class LongSpec:
             draft_bytes=tree_bytes(draft.own) if draft is not None else 0,
             cache_bytes=cache_bytes(config, rows, shape.capacity),
             draft_state_bytes=tree_bytes(state),
-            working_bytes=working_bytes(config, rows, shape.chunk, drafter.tree.num_nodes),
+            working_bytes=working_bytes(config, rows, shape.chunk, nodes),
         )
 
 

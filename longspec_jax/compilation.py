@@ -23,8 +23,12 @@ def cache_folder() -> Path | None:
         return None
     if chosen:
         return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "longspec_jax"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "longspec_jax"
+    try:
+        return Path.home() / ".cache" / "longspec_jax"
+    except RuntimeError:
+        return None  # A user without a home, as in some containers.
 
 
 def keep_programs(folder: str | Path | None = None) -> Path | None:
@@ -48,6 +52,10 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
         folder = kept / "compiled"
     path = Path(folder).expanduser()
     if not path.is_dir():
+        try:
+            path.mkdir(parents=True)
+        except OSError:
+            return None
         print(
             f"longspec_jax keeps compiled programs in {path}, for a quicker start next time "
             f"({VARIABLE}=off keeps none)",

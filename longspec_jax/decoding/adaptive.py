@@ -161,6 +161,11 @@ def decode_bursts(
         would disagree.
     """
     check_one_clock(len(drafters))
+    # All bursts of a run have one shape, so their programs are looked up once.
+    limited = np.int32(0)
+    programs = [
+        burst.of_shape(target, drafter, params, request, state, limited) for drafter in drafters
+    ]
     totals = [Measurement()] * len(drafters)
     live = not np.asarray(state.done).all()
     while live:
@@ -169,7 +174,9 @@ def decode_bursts(
         while live and seen.rounds < rounds:
             limit = min(rounds - seen.rounds, stride or rounds)
             start = clock()
-            state, report = burst(target, drafters[index], params, request, state, np.int32(limit))
+            state, report = programs[index](
+                target, drafters[index], params, request, state, np.int32(limit)
+            )
             ran, row_rounds, tokens, rows = np.asarray(report).tolist()
             this = Measurement(ran, row_rounds, tokens, clock() - start)
             live, seen, totals[index] = rows > 0, seen + this, totals[index] + this

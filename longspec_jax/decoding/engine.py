@@ -10,7 +10,6 @@ a row that is done neither advances nor affects the others.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -24,7 +23,7 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.programs import RECENT, program
 from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, draw, log_probabilities, noise
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.verify import Walk, walk
@@ -161,7 +160,6 @@ def _home(params: Any) -> Home:
     return Home(NamedSharding(mesh, P(None, "tp")), NamedSharding(mesh, P()))
 
 
-@lru_cache(maxsize=32)
 def _allocate(target: TargetModel, batch: int, capacity: int, home: Home) -> Callable[[], Any]:
     """A program that makes an empty cache and the logits of no token, where they will stay."""
 
@@ -169,7 +167,10 @@ def _allocate(target: TargetModel, batch: int, capacity: int, home: Home) -> Cal
         logits = jnp.zeros((batch, target.vocab_size), jnp.float32)
         return target.allocate(batch, capacity), logits
 
-    return jax.jit(empty, out_shardings=(home.cache, home.rows))
+    def make() -> tuple[Any, Any]:
+        return _allocate, jax.jit(empty, out_shardings=(home.cache, home.rows))
+
+    return RECENT.get((_allocate, target, batch, capacity, home), make)[1]
 
 
 @program(static_argnames=("target", "chunk", "home"), donate_argnames=("cache",))

@@ -13,13 +13,17 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import contextmanager
+from contextvars import ContextVar
 from threading import Lock
 from typing import Any
 
 import jax
 
 MOST_PROGRAMS = 64
-"""Executables kept; a call uses three, one more for every tree it may choose."""
+"""Executables kept; a call uses four, one more for every tree it may choose."""
+
+
+_NOTE: ContextVar[set[Hashable] | None] = ContextVar("note", default=None)
 
 
 class Recent:
@@ -33,7 +37,6 @@ class Recent:
         """
         self._most = most
         self._entries: OrderedDict[Hashable, Any] = OrderedDict()
-        self._notes: list[set[Hashable]] = []
         self._lock = Lock()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -42,7 +45,7 @@ class Recent:
             if key not in self._entries:
                 self._entries[key] = make()
             self._entries.move_to_end(key)
-            for note in self._notes:
+            if (note := _NOTE.get()) is not None:
                 note.add(key)
             entry = self._entries[key]
             self._trim()
@@ -55,13 +58,13 @@ class Recent:
 
     @contextmanager
     def noted(self) -> Iterator[set[Hashable]]:
-        """The keys of all entries used while the context is open, complete when it closes."""
+        """The keys of all entries this thread uses while the context is open."""
         note: set[Hashable] = set()
-        self._notes.append(note)
+        token = _NOTE.set(note)
         try:
             yield note
         finally:
-            self._notes.remove(note)
+            _NOTE.reset(token)
 
     def keeps(self, keys: Set[Hashable]) -> bool:
         """Whether none of these entries has dropped out."""
@@ -79,8 +82,8 @@ class Recent:
     @contextmanager
     def limited(self, most: int) -> Iterator[None]:
         """Keep at most this many entries while the context is open."""
-        before, self._most = self._most, most
         with self._lock:
+            before, self._most = self._most, most
             self._trim()
         try:
             yield

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.generation.kept import TreePace
+from longspec_jax.generation.paces import TreePace
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Compiling:
 
 @dataclass(frozen=True)
 class Fitting:
-    """Trees are timed, once for this model on this machine, to choose what calls run by default."""
+    """Trees are timed, once for calls of this kind on this machine, to choose what they run."""
 
     tree: TreeConfig
     """The one being timed; without levels, plain decoding."""

@@ -62,22 +62,27 @@ def follow(start: Ready, tokenizer: Any, on_round: Callable[[StreamRound], None]
 
 
 @contextmanager
-def feeding(
+def ended(streamer: Streamer | None) -> Iterator[None]:
+    """End a streamer whatever happens: somebody may wait for it in another thread."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
+def feed(
     streamer: Streamer, prompts: Prompts, on_round: Callable[[StreamRound], None] | None
-) -> Iterator[Callable[[StreamRound], None]]:
-    """Hand the prompt to a streamer, then what hands it the rounds; ended whatever happens."""
+) -> Callable[[StreamRound], None]:
+    """Hand the prompt to a streamer, and return what hands it the rounds."""
     rows = len(prompts)
     if rows > 1 or on_round is not None:
         raise ValueError(
             f"a streamer follows one row and takes the place of on_round; {rows} rows and "
             f"on_round={on_round} were given. Use on_round= alone, or stream()"
         )
-    try:
-        streamer.put(prompts[0][None])
-        yield lambda added: streamer.put(np.asarray(added.tokens[0], np.int32))
-    finally:
-        # Somebody may wait for the end in another thread.
-        streamer.end()
+    streamer.put(prompts[0][None])
+    return lambda added: streamer.put(np.asarray(added.tokens[0], np.int32))
 
 
 class RoundCollector:

@@ -18,7 +18,7 @@ from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.sampling import noise, perturb
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.generation import runner
-from longspec_jax.generation.activity import DecodingPlainly, OnActivity
+from longspec_jax.generation.activity import Compiling, DecodingPlainly, OnActivity
 from longspec_jax.generation.collect import collect, follow
 from longspec_jax.generation.job import Job
 from longspec_jax.generation.memory import free_bytes
@@ -89,9 +89,11 @@ def run_both(
     if not job.drafter.tree.widths:
         plain = collect(job, follow(start, tokenizer, on_round), tokenizer)
         return Comparison(plain, plain, ())
-    compiled = warm.prepare(plain_job, streams)
     plain_start = None
     if _room_for_two(job):
+        if on_activity and not warm.knows(plain_job, streams):
+            on_activity(Compiling())
+        compiled = warm.prepare(plain_job, streams)
         copy = jax.tree.map(jnp.copy, runner.state_for(plain_job, start.state))
         plain_start = Ready(plain_job, copy, Timing(compiled, start.timing.prefill))
     run = follow(start, tokenizer, on_round)

@@ -3,12 +3,14 @@
 What a round costs depends on the machine and the model, what it earns on the draft: 64 nodes cost a
 large target on a GPU little more than one, a CPU three times as much, and a small model on a GPU is
 bound by launches, not by nodes. So a few trees are timed the first time that a model decodes on a
-machine, a dozen rounds each behind the real prompt, and the figures are kept. After that every call
+machine, some twenty rounds each behind the real prompt, and the figures are kept. After that every call
 of the kind runs the best of them from its first round on; plain decoding, if none pays.
 """
 
 import hashlib
+import importlib.metadata
 import os
+import platform
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,15 +24,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from longspec_jax.compilation import cache_folder
-from longspec_jax.config import DEFAULT_TREE, TreeConfig
+from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.decoding import adaptive
 from longspec_jax.decoding.engine import SpecState, room
 from longspec_jax.decoding.policy import Measurement
 from longspec_jax.generation import runner
 from longspec_jax.generation.activity import Compiling, Fitted, Fitting, OnActivity
 from longspec_jax.generation.job import Job
-from longspec_jax.generation.kept import TreePace, read_paces, write_paces
 from longspec_jax.generation.memory import free_bytes, tree_bytes
+from longspec_jax.generation.paces import KnownPaces, TreePace
 from longspec_jax.generation.runner import Ready, WarmShapes
 
 CPU_TREES = (TreeConfig((1, 1)), TreeConfig((2, 2)), TreeConfig((1, 1, 1)))
@@ -40,17 +42,21 @@ PACES = "paces"
 LARGE = 2_000_000_000
 """Bytes of a target from which on a GPU reads weights for most of a round: nodes are nearly free there
 and the default tree pays, so that nothing needs to be timed."""
-ROUNDS = 6
+ROUNDS = 10
 """Of one timing; the faster of two counts, since whatever else runs only adds."""
+FEW = 16
+"""New tokens below which a call is not worth timing for."""
 LONG = 2.0
 """Seconds after which a tree's second timing is left out."""
 GAIN = 1.03
-"""How much faster than plain decoding a tree has to be: the figures are of a dozen rounds."""
+"""How much faster than plain decoding a tree has to be: the figures are of few rounds."""
 
 
-def usual_tree() -> TreeConfig:
-    """What usually pays on this kind of machine, for calls that nothing was timed for."""
-    return CPU_TREES[-1] if jax.default_backend() == "cpu" else DEFAULT_TREE
+def usual_tree(target_params: Any) -> TreeConfig:
+    """What usually pays for a target on this kind of machine, where nothing was timed."""
+    if jax.default_backend() == "cpu":
+        return CPU_TREES[-1]
+    return DEFAULT_TREE if tree_bytes(target_params) >= LARGE else GPU_TREES[0]
 
 
 def trees_to_fit(target_params: Any, mesh: Mesh | None) -> tuple[TreeConfig, ...]:
@@ -64,59 +70,78 @@ def trees_to_fit(target_params: Any, mesh: Mesh | None) -> tuple[TreeConfig, ...
     # Several processes would settle by their own clocks, and run different programs.
     may_time = mesh is None and jax.process_count() == 1 and cache_folder() is not None
     if not may_time or (not cpu and tree_bytes(target_params) >= LARGE):
-        return (usual_tree(),)
+        return (usual_tree(target_params),)
     return CPU_TREES if cpu else GPU_TREES
 
 
 def ready_fitted(
-    job: Job, warm: WarmShapes, *, streams: bool, on_activity: OnActivity | None = None
+    job: Job,
+    warm: WarmShapes,
+    known: KnownPaces,
+    *,
+    streams: bool,
+    on_activity: OnActivity,
 ) -> Ready:
     """As :func:`~longspec_jax.generation.runner.ready`, with the fastest of a job's drafters or none.
 
     Args:
       job: the prepared call, with every tree of :func:`trees_to_fit`.
       warm: the shapes compiled so far.
+      known: what is known of trees so far.
       streams: whether the run will be followed round by round.
       on_activity: told of everything that takes time, and what was settled.
     """
-    folder, paces = cache_folder(), ()
-    tree = job.drafter.tree
-    if len(job.drafters) > 1 and folder is not None:
-        kept = read_paces(folder / PACES, measurement_key(job, streams))
-        if kept is None:
-            return _ready_after_timing(job, warm, folder / PACES, streams, on_activity)
-        tree, paces = best_tree(kept), kept
-    if on_activity:
-        on_activity(Fitted(tree, paces))
+    tree, paces = job.drafter.tree, ()
+    if len(job.drafters) > 1:
+        key, folder = measurement_key(job, streams), _folder()
+        paces = known.find(key, _trees(job), folder) or ()
+        if not paces and _can_be_timed(job):
+            return _ready_after_timing(job, warm, known, streams, on_activity)
+        tree = best_tree(paces) if paces else usual_tree(job.params.target)
+    on_activity(Fitted(tree, paces))
     return runner.ready(job.settled_on(tree), warm, streams=streams, on_activity=on_activity)
 
 
 def _ready_after_timing(
-    job: Job, warm: WarmShapes, folder: Path, streams: bool, on_activity: OnActivity | None
+    job: Job, warm: WarmShapes, known: KnownPaces, streams: bool, on_activity: OnActivity
 ) -> Ready:
     """Time all trees behind the call's own prompt, and keep the figures."""
-    tell = on_activity or (lambda activity: None)
     choices = (job.without_draft(), *map(job.only, job.drafters))
-    tell(Compiling())
+    on_activity(Compiling())
     begin = time.perf_counter()
-    # Plain decoding first, with the prefill that all share; then the others side by side.
+    # Plain decoding first, with the prefill that all share; then the others side by side, as far as
+    # memory takes a cache for each.
     warm.prepare(choices[0], streams)
-    with ThreadPoolExecutor() as pool:
+    free = free_bytes()
+    most = len(choices) - 1 if free is None else max(1, free // job.memory.needed_bytes)
+    with ThreadPoolExecutor(min(most, len(choices) - 1)) as pool:
         list(pool.map(lambda choice: warm.prepare(choice, streams), choices[1:]))
-    tallest, compiled = job.only(job.drafter), time.perf_counter() - begin
-    start = runner.ready(tallest, warm, streams=streams, on_activity=on_activity)
+    compiled = time.perf_counter() - begin
+    start = runner.ready(job.only(job.drafter), warm, streams=streams, on_activity=on_activity)
     begin, paces = time.perf_counter(), []
-    if _can_be_timed(start):
+    # A row that has ended with its first token shows nothing.
+    if not np.asarray(start.state.done).any():
         for choice in choices:
-            tell(Fitting(choice.drafter.tree))
+            on_activity(Fitting(choice.drafter.tree))
             paces.append(_pace(start, choice, streams))
-        write_paces(folder, measurement_key(job, streams), paces)
-    tree = best_tree(paces) if paces else usual_tree()
-    tell(Fitted(tree, tuple(paces)))
+        known.keep(measurement_key(job, streams), paces, _folder())
+    tree = best_tree(paces) if paces else usual_tree(job.params.target)
+    on_activity(Fitted(tree, tuple(paces)))
     chosen = job.settled_on(tree)
     seconds = compiled + start.timing.compile + time.perf_counter() - begin
     timing = replace(start.timing, compile=seconds)
     return Ready(chosen, runner.state_for(chosen, start.state), timing)
+
+
+def _folder() -> Path | None:
+    """Where figures are kept."""
+    folder = cache_folder()
+    return folder / PACES if folder else None
+
+
+def _trees(job: Job) -> set[TreeConfig]:
+    """What a job may settle on."""
+    return {PLAIN, *(drafter.tree for drafter in job.drafters)}
 
 
 def best_tree(paces: Sequence[TreePace]) -> TreeConfig:
@@ -132,21 +157,37 @@ def measurement_key(job: Job, streams: bool) -> dict[str, Any]:
     return {
         "device": jax.devices()[0].device_kind,
         "processors": _processors(),
-        "jax": jax.__version__,
+        "versions": [jax.__version__, _own_version()],
         "target": repr(job.target),
         "drafters": [repr(drafter) for drafter in job.drafters],
         "draft": _fingerprint(job.params.draft),
         "rows": 1 << (len(job.prompts) - 1).bit_length(),
-        "context": 1 << max(12, (longest - 1).bit_length()),
+        "context": 1 << max(9, (longest - 1).bit_length()),
         "samples": job.request.sampling.stochastic,
         "filters": job.request.sampling.filtered,
         "streams": streams,
     }
 
 
-def _processors() -> int:
-    """Processors that this process may use: what a CPU's rounds depend on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _processors() -> list[Any]:
+    """What a CPU's rounds depend on: its model, and how many of it this process may use."""
+    count = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        model = platform.processor()
+    return [count, model]
+
+
+def _own_version() -> str | None:
+    """The library's version: other kernels have other figures."""
+    try:
+        return importlib.metadata.version("longspec_jax")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _fingerprint(draft: Any) -> str:
@@ -154,29 +195,29 @@ def _fingerprint(draft: Any) -> str:
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(draft)[0]:
         digest.update(f"{path}{leaf.shape}{leaf.dtype}".encode())
-        if leaf.ndim == 1 and jax.process_count() == 1:
+        if leaf.ndim == 1:
             digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()
 
 
-def _can_be_timed(start: Ready) -> bool:
-    """Whether rows go on behind the prompt, with room for a copy of the state and for some rounds."""
-    job, state = start.job, start.state
+def _can_be_timed(job: Job) -> bool:
+    """Whether a call is long enough, with room for a second state and for some rounds."""
     free = free_bytes()
-    fits = free is None or free > tree_bytes(state) + job.memory.working_bytes
-    return fits and not np.asarray(state.done).any() and _most_tokens(start) > 2 * ROUNDS
+    fits = free is None or free > 2 * job.memory.needed_bytes
+    wanted = int(np.asarray(job.request.max_new_tokens).min())
+    return fits and min(wanted, _most_tokens(job)) >= FEW
 
 
-def _most_tokens(start: Ready) -> int:
-    """Tokens that a row of the state has room for."""
-    overhang = room(start.job.drafter.tree.num_levels)
-    longest = max(map(len, start.job.prompts))
-    return min(start.state.output.shape[1], start.state.cache.capacity - longest) - overhang
+def _most_tokens(job: Job) -> int:
+    """Tokens that a row of the call's buffers has room for."""
+    longest = max(map(len, job.prompts))
+    beside = job.shape.capacity - longest - room(job.drafter.tree.num_levels)
+    return min(job.shape.max_emitted, beside)
 
 
 def _pace(start: Ready, choice: Job, streams: bool) -> TreePace:
     """Time some rounds of a job, as it will run them, from a copy of the prefilled state."""
-    most = jnp.full_like(choice.request.max_new_tokens, _most_tokens(start))
+    most = jnp.full_like(choice.request.max_new_tokens, _most_tokens(start.job))
     job = replace(choice, request=replace(choice.request, max_new_tokens=most))
     state = jax.tree.map(jnp.copy, runner.state_for(choice, start.state))
     seen = _streamed(job, state) if streams else _in_bursts(job, state)

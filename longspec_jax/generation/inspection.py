@@ -19,8 +19,7 @@ from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.verify import walk
 from longspec_jax.drafters.base import Drafter
-from longspec_jax.generation.job import Job
-from longspec_jax.generation.runner import WarmShapes, ready, run_steps
+from longspec_jax.generation.runner import Begin, run_steps
 from longspec_jax.ops.partitioned import spread_over
 
 
@@ -66,15 +65,22 @@ class RoundView:
     """The path the walk took; the last entry is the bonus token."""
 
 
-def rounds(job: Job, warm: WarmShapes) -> Iterator[RoundView]:
-    """Yield a view of every round of a single-row job."""
-    if len(job.prompts) > 1:
-        raise ValueError(f"inspect() looks at one row and {len(job.prompts)} were given")
-    return _views(job, warm)
+def rounds(begin: Begin, rows: int) -> Iterator[RoundView]:
+    """Yield a view of every round of a call of one row, which has settled on one tree.
+
+    Args:
+      begin: makes the call ready to run.
+      rows: of the call.
+    """
+    if rows > 1:
+        raise ValueError(f"inspect() looks at one row and {rows} were given")
+    return _views(begin)
 
 
-def _views(job: Job, warm: WarmShapes) -> Iterator[RoundView]:
-    for number, run in enumerate(run_steps(ready(job, warm, streams=False))):
+def _views(begin: Begin) -> Iterator[RoundView]:
+    start = begin(False)
+    job = start.job
+    for number, run in enumerate(run_steps(start)):
         if not run.progress.done[0]:
             seen = _examine(job.target, job.drafter, job.params, job.request, run.state)
             position = len(job.prompts[0]) + int(run.progress.emitted[0])

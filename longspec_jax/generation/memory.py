@@ -75,7 +75,10 @@ def _free_host_bytes() -> int | None:
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        bounds.append(limit - used)
+        # What files are cached in counts as used, and is given back when it is needed.
+        lines = (group / "memory.stat").read_text().splitlines()
+        [cached] = [line.split()[1] for line in lines if line.startswith("inactive_file ")]
+        bounds.append(limit - used + int(cached))
     except (OSError, ValueError):
         pass  # No container, or one without a limit.
     return min(bounds) if bounds else None

@@ -1,9 +1,10 @@
 """What is worth telling once about a run that works: a draft whose proposals are never right."""
 
 import warnings
+from collections.abc import Sequence
 
-from longspec_jax.generation.job import Job
-from longspec_jax.generation.runner import Run
+from longspec_jax.generation.paces import TreePace
+from longspec_jax.generation.result import Stats
 
 ROUNDS = 64
 """After which a draft is judged."""
@@ -18,23 +19,26 @@ class Notices:
         """Nothing was said yet."""
         self._said = False
 
-    def look_at(self, job: Job, run: Run) -> None:
+    def look_at(self, stats: Stats) -> None:
         """Warn if a draft has proposed for some time and next to nothing was accepted."""
-        speculative = [
-            total
-            for drafter, total in zip(job.drafters, run.totals, strict=True)
-            if drafter.tree.widths
-        ]
-        rounds = sum(total.row_rounds for total in speculative)
-        if self._said or rounds < ROUNDS:
-            return
-        accepted = sum(total.tokens for total in speculative) - rounds
-        if accepted > USELESS * rounds:
+        rounds = sum(use.rounds for use in stats.trees if use.tree.widths)
+        accepted = sum(depth * count for depth, count in enumerate(stats.acceptance_histogram))
+        if rounds >= ROUNDS and accepted <= USELESS * rounds:
+            self._warn(f"{accepted} of the draft's tokens were accepted in {rounds} rounds")
+
+    def look_at_paces(self, paces: Sequence[TreePace]) -> None:
+        """Warn if no tree earned anything when they were timed."""
+        earned = [pace.tokens - 1 for pace in paces if pace.tree.widths]
+        if earned and max(earned) <= USELESS:
+            self._warn(f"at most {max(earned):.2f} of the draft's tokens were accepted per round")
+
+    def _warn(self, found: str) -> None:
+        if self._said:
             return
         self._said = True
         warnings.warn(
-            f"{accepted} of the draft's proposals were accepted in {rounds} rounds: it slows decoding "
-            "down and seems not to be this target's; load the one trained for it, or decode plainly",
+            f"{found}: it slows decoding down and seems not to be this target's; load the draft that "
+            "was trained for it, or decode plainly",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -8,6 +8,7 @@ time, so that prefill and decode seconds mean the same in every call.
 import time
 from collections.abc import Callable, Generator, Iterator, Set
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -92,6 +93,7 @@ class WarmShapes:
     def __init__(self) -> None:
         """Start with none."""
         self._programs: dict[Any, Set[Any]] = {}
+        self._lock = Lock()
 
     def prepare(self, job: Job, streams: bool = False) -> float:
         """Make a short run if the job's shape is new; return its seconds, 0 if it is not.
@@ -114,8 +116,9 @@ class WarmShapes:
             state = short.rehearse(short.prefill(), streams)
         Progress.of(jax.block_until_ready(state))
         seconds = time.perf_counter() - start
-        kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
-        self._programs = {**kept, (streams, job.signature): used}
+        with self._lock:
+            kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
+            self._programs = {**kept, (streams, job.signature): used}
         return seconds
 
     def knows(self, job: Job, streams: bool = False) -> bool:

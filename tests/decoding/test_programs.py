@@ -97,10 +97,10 @@ def test_mappings_stay_bounded_and_results_right() -> None:
 
 
 def test_calls_whose_programs_were_let_go_are_warmed_again_and_say_the_same() -> None:
-    """A limit of one call's three programs: every second call compiles, outside what is timed."""
+    """A limit of one call's four programs: every second call compiles, outside what is timed."""
     spec, counted = toy_spec(), (engine._prefill_chunk, engine._start, adaptive.burst)
     options = dict(max_new_tokens=9, tree=PLAIN, eos_token_id=[])
-    with RECENT.limited(3):
+    with RECENT.limited(4):
         first, again, other, back = (
             spec.generate([[1, 2, 3]] * rows, **options) for rows in (1, 1, 2, 1)
         )

@@ -10,9 +10,10 @@ import pytest
 
 from longspec_jax import PLAIN, TreeConfig, make_mesh
 from longspec_jax.config import DEFAULT_TREE
-from longspec_jax.generation import fit, kept
+from longspec_jax.generation import fit
+from longspec_jax.generation import paces as kept
 from longspec_jax.generation.activity import Fitted, Fitting
-from longspec_jax.generation.kept import TreePace
+from longspec_jax.generation.paces import KnownPaces, TreePace
 from tests.infer.toys import toy_spec
 
 PAIR, FORK, CHAIN = TreeConfig((1, 1)), TreeConfig((2, 2)), TreeConfig((1, 1, 1))
@@ -61,7 +62,7 @@ def test_what_is_kept_decides(folder, spec, best, monkeypatch) -> None:
     paces = [
         TreePace(tree, 1.0 if tree == best else 3.0, 1.5) for tree in (PLAIN, PAIR, FORK, CHAIN)
     ]
-    monkeypatch.setattr(fit, "read_paces", lambda *_: tuple(paces))
+    monkeypatch.setattr(KnownPaces, "find", lambda *_: tuple(paces))
     result = spec.generate(PROMPT, **OPTIONS)
     assert [use.tree for use in result.stats.trees] == [best]
     compared = spec.compare(PROMPT, **OPTIONS)
@@ -93,12 +94,14 @@ def test_machines_have_their_usual_tree(folder, monkeypatch) -> None:
     assert fit.trees_to_fit(small, None) == (WIDE, DEFAULT_TREE)
     assert fit.trees_to_fit(large, None) == (DEFAULT_TREE,)
     monkeypatch.setenv("LONGSPEC_CACHE", "off")
-    assert fit.trees_to_fit(small, None) == (DEFAULT_TREE,)
+    assert fit.trees_to_fit(small, None) == (WIDE,)
 
 
-def test_a_prompt_that_ends_at_once_is_not_timed(folder, spec) -> None:
-    result = spec.generate(PROMPT, max_new_tokens=1)
+def test_a_short_call_is_not_worth_timing(folder, spec) -> None:
+    told = []
+    result = spec.generate(PROMPT, max_new_tokens=1, on_activity=told.append)
     assert result.stats.new_tokens == (1,) and not list(folder.glob("*"))
+    assert Fitted(CHAIN, ()) in told and not [a for a in told if isinstance(a, Fitting)]
 
 
 def test_figures_are_read_as_they_were_written(tmp_path) -> None:
@@ -117,10 +120,11 @@ def test_figures_are_read_as_they_were_written(tmp_path) -> None:
         lambda text: text.replace('"seconds": 0.5', '"seconds": -1'),
         lambda text: text.replace('"seconds": 0.5', '"seconds": "x"'),
         lambda text: text.replace('"widths"', '"width"'),
+        lambda text: text.replace('"tokens": 1.0', '"tokens": 99'),
         lambda text: json.dumps({**json.loads(text), "time": time.time() - 40 * 86400}),
         lambda text: json.dumps({**json.loads(text), "key": {"device": "gpu"}}),
     ],
-    ids=["torn", "list", "negative", "text", "field", "old", "other"],
+    ids=["torn", "list", "negative", "text", "field", "many", "old", "other"],
 )
 def test_damaged_and_old_figures_are_measured_anew(tmp_path, damage) -> None:
     kept.write_paces(tmp_path, KEY, [TreePace(PLAIN, 0.5, 1.0)])
@@ -133,3 +137,35 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     kept.write_paces(tmp_path / "file", KEY, [TreePace(PLAIN, 0.5, 1.0)])
     assert kept.read_paces(tmp_path / "file", KEY) is None
+
+
+def test_what_cannot_be_written_is_remembered(tmp_path) -> None:
+    """A home that cannot be written to must not have every call timed again."""
+    (tmp_path / "file").write_text("")
+    known, paces = KnownPaces(), (TreePace(PLAIN, 0.5, 1.0), TreePace(CHAIN, 0.7, 2.0))
+    assert known.find(KEY, {PLAIN, CHAIN}, tmp_path / "file") is None
+    known.keep(KEY, paces, tmp_path / "file")
+    assert known.find(KEY, {PLAIN, CHAIN}, tmp_path / "file") == paces
+    assert known.find(KEY, {PLAIN, CHAIN}, None) == paces
+
+
+@pytest.mark.parametrize("held", [[], [CHAIN], [PLAIN], [PLAIN, CHAIN, WIDE]], ids=str)
+def test_figures_of_other_trees_are_none(tmp_path, held) -> None:
+    kept.write_paces(tmp_path, KEY, [TreePace(tree, 0.5, 1.0) for tree in held])
+    assert KnownPaces().find(KEY, {PLAIN, CHAIN}, tmp_path) is None
+
+
+def test_inspect_shows_the_one_tree_that_was_settled_on(folder, spec) -> None:
+    expected = spec.generate(PROMPT, **OPTIONS)
+    views = list(dataclasses.replace(spec).inspect(PROMPT, **OPTIONS))
+    drawn = [depth.drawn for view in views for depth in view.depths]
+    assert tuple(drawn)[:23] == expected.sequences[0][1:]
+
+
+def test_a_useless_draft_is_told_of_by_the_timing(folder, spec) -> None:
+    notices = []
+    spec._notices._warn = notices.append
+    spec._notices.look_at_paces([TreePace(PLAIN, 1.0, 1.0), TreePace(CHAIN, 2.0, 1.01)])
+    spec._notices.look_at_paces([TreePace(PLAIN, 1.0, 1.0), TreePace(CHAIN, 2.0, 2.01)])
+    spec._notices.look_at_paces([])
+    assert notices == ["at most 0.01 of the draft's tokens were accepted per round"]

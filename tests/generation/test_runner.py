@@ -142,9 +142,11 @@ def test_a_stream_can_be_closed() -> None:
     stream.close()
     with pytest.raises(StopIteration):
         next(stream)
-    assert not [
-        t for t in threading.enumerate() if t.name.startswith("round-reader") and t.is_alive()
-    ]
+    # The thread that waits for the round under way ends with it.
+    for thread in threading.enumerate():
+        if thread.name.startswith("round-reader"):
+            thread.join(timeout=30)
+            assert not thread.is_alive()
 
 
 def test_a_streamer_is_ended_whatever_happens() -> None:
@@ -163,6 +165,12 @@ def test_a_streamer_is_ended_whatever_happens() -> None:
     with pytest.raises(OSError, match="reader is gone"):
         toy_spec().generate(PROMPT, streamer=Streamer(), max_new_tokens=9, eos_token_id=[])
     assert values[0] == PROMPT and ended == [True]
+    with pytest.raises(ValueError, match="temperature"):
+        toy_spec().generate(PROMPT, streamer=Streamer(), temperature=-1)
+    assert ended == [True] * 2
+    with pytest.raises(ValueError, match="follows one row"):
+        toy_spec().generate([PROMPT, PROMPT], streamer=Streamer())
+    assert ended == [True] * 3
 
 
 @pytest.mark.parametrize("on_round", [None, lambda added: None], ids=["loop", "rounds"])
@@ -185,7 +193,7 @@ def test_a_draft_that_is_never_right_is_told_once(monkeypatch) -> None:
     spec = dataclasses.replace(spec, draft_params=zeros, draft_vocabulary=[16])
     options = dict(max_new_tokens=80, eos_token_id=[], temperature=1.0, top_k=3)
     with pytest.warns(UserWarning, match="seems not to be this target's"):
-        spec.generate(PROMPT, **options)
+        spec.compare(PROMPT, **options)
     spec.generate(PROMPT, **options)  # A second warning would be an error.
     toy_spec().generate(PROMPT, **options)
 

@@ -17,7 +17,7 @@ from infer.report import (
 from longspec_jax import GenerateResult, MemoryPlan, Stats, StreamRound, TreeConfig, TreeUse
 from longspec_jax.generation.activity import Fitted
 from longspec_jax.generation.comparison import Comparison, Divergence
-from longspec_jax.generation.kept import TreePace
+from longspec_jax.generation.paces import TreePace
 from longspec_jax.generation.text import Piece
 from tests.kit import tiny_target_config
 

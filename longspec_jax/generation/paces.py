@@ -7,13 +7,14 @@ measured anew; one that cannot be written is done without.
 import contextlib
 import hashlib
 import json
-import os
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from longspec_jax import files
 from longspec_jax.config import TreeConfig
 
 DAYS = 30
@@ -37,6 +38,37 @@ class TreePace:
         return self.tokens / self.seconds
 
 
+class KnownPaces:
+    """What this process knows of its trees: measured here, or read from what others kept."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._known: dict[str, tuple[TreePace, ...]] = {}
+
+    def find(
+        self, key: Mapping[str, Any], trees: Collection[TreeConfig], folder: Path | None
+    ) -> tuple[TreePace, ...] | None:
+        """The figures of a key, None if there are none to be trusted.
+
+        Args:
+          key: everything they depend on, as JSON values.
+          trees: whose figures they must be, all of them and no others.
+          folder: where others may have kept them; None for nowhere.
+        """
+        name = _name(key)
+        if name not in self._known and folder is not None:
+            kept = read_paces(folder, key)
+            if kept is not None and {pace.tree for pace in kept} == set(trees):
+                self._known[name] = kept
+        return self._known.get(name)
+
+    def keep(self, key: Mapping[str, Any], paces: Sequence[TreePace], folder: Path | None) -> None:
+        """Remember the figures of a key, and keep them for other processes where a folder is named."""
+        self._known[_name(key)] = tuple(paces)
+        if folder is not None:
+            write_paces(folder, key, paces)
+
+
 def read_paces(folder: Path, key: Mapping[str, Any]) -> tuple[TreePace, ...] | None:
     """The kept figures of a key, None if there are none to be trusted.
 
@@ -49,7 +81,7 @@ def read_paces(folder: Path, key: Mapping[str, Any]) -> tuple[TreePace, ...] | N
         if kept["key"] != json.loads(json.dumps(key)) or time.time() - kept["time"] > DAYS * 86400:
             return None
         paces = tuple(TreePace(TreeConfig(**pace.pop("tree")), **pace) for pace in kept["paces"])
-        return paces if all(pace.seconds > 0 for pace in paces) else None
+        return paces if all(map(_is_sound, paces)) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -58,17 +90,19 @@ def write_paces(folder: Path, key: Mapping[str, Any], paces: Sequence[TreePace])
     """Keep the figures of a key; a folder that cannot be written to keeps none."""
     file = _file(folder, key)
     whole = {"key": key, "time": time.time(), "paces": [asdict(pace) for pace in paces]}
-    # Under a name of its own first: another process may read or write the same figures.
-    draft = file.with_suffix(f".{os.getpid()}")
-    try:
+    with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(whole, indent=1), "utf-8")
-        draft.replace(file)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()
+        files.replace(file, json.dumps(whole, indent=1).encode())
+
+
+def _is_sound(pace: TreePace) -> bool:
+    """Whether figures are numbers that rounds can have."""
+    return 0 < pace.seconds < math.inf and 1 <= pace.tokens <= pace.tree.num_levels + 1
 
 
 def _file(folder: Path, key: Mapping[str, Any]) -> Path:
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return folder / f"{name}.json"
+    return folder / f"{_name(key)}.json"
+
+
+def _name(key: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
