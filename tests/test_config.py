@@ -24,7 +24,7 @@ def test_trees_of_any_sequence(widths) -> None:
     assert hash(tree) == hash(TreeConfig(tree.widths)), "a static argument of jax.jit"
 
 
-WHOLE = "must be whole numbers, one a level, such as"
+WHOLE = "must be whole numbers, one per level, such as"
 
 
 @pytest.mark.parametrize(
