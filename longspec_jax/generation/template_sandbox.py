@@ -9,7 +9,9 @@ could make a small value large is measured first. Ordinary templates render to t
 import contextvars
 import functools
 import json
+import math
 import re
+import string
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -27,8 +29,15 @@ CHARACTERS = 2**26
 """What all strings made on the way, and any one list, may hold: well over ten million tokens."""
 BITS = 2**16
 """The largest whole number."""
-WIDE = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)|[{:][^{}]*\d{5,}[^{}]*}|{[^{}]*{")
-"""A field of a format string whose width is huge, or computed."""
+FORM = 2**20
+"""Characters of a format string, each of whose fields takes time."""
+PERCENT = re.compile(
+    r"%(?:\([^()]*\))?[#0\- +]*(?P<width>\*|[0-9]*)(?:\.(?P<precision>\*|[0-9]*))?"
+    r"[hlL]?(?P<kind>.?)",
+    re.DOTALL,
+)
+"""A field as ``%`` reads it. What follows the key may all be absent, so that nothing is tried twice
+and the fields of a text are found in time linear in it."""
 SIZED = {
     *("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes"),
     *("indent", "batch", "slice", "tojson", "round"),
@@ -167,7 +176,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, context: Any, function: Any, *args: Any, **values: Any) -> Any:
         method = getattr(function, "__wrapped__", function)  # The sandbox wraps str.format.
         owner = getattr(method, "__self__", None)
-        if isinstance(method, types.BuiltinMethodType) and not isinstance(owner, Mapping):
+        builtin = isinstance(method, types.BuiltinMethodType) and not isinstance(owner, Mapping)
+        if builtin or isinstance(owner, str):  # Text marked as safe has methods written in Python.
             args = _check_growth(method.__name__, owner, args, values)
         return _measured(super().call(context, function, *args, **values))
 
@@ -207,7 +217,10 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         first, rest = args[skip], args[skip + 1 :]
         if name == "join" and not hasattr(first, "__len__"):
             first = list(first)
-        rest = _check_growth(name, first, rest, values)
+        if name == "format":
+            _check_percent(str(first), values or rest)
+        else:
+            rest = _check_growth(name, first, rest, values)
         return _measured(function(*args[:skip], first, *rest, **values))
 
     return call
@@ -216,8 +229,10 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _check_growth(name: str, owner: Any, args: Iterable[Any], values: Mapping[str, Any]) -> Any:
     """Refuse a method or filter that would make far more than it was given; its arguments."""
     args = tuple(list(one) if isinstance(one, types.GeneratorType) else one for one in args)
-    if name in ("format", "format_map"):
-        _check_format(owner)
+    if name == "format":
+        _check_format(owner, [*args, *values.values()])
+    elif name == "format_map":
+        _check_format(owner, [one for arg in args for one in _parts(arg)])
     elif name == "replace" and isinstance(owner, str) and len(args) > 1:
         require_small(len(owner) + owner.count(str(args[0])) * len(str(args[1])))
     elif name == "translate":
@@ -240,15 +255,49 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
         if bits > BITS:
             raise TooCostlyError(f"it was stopped at a number of {bits} bits")
     elif operator == "*" and not numbers:
-        times = max((one for one in (left, right) if isinstance(one, int)), default=1)
-        require_small(times * max(_extent(left), _extent(right)))
-    elif operator == "%" and isinstance(left, str):
-        _check_format(left)
+        times, repeated = (left, right) if isinstance(left, int) else (right, left)
+        require_small(_extent(repeated) * (times if isinstance(times, int) else 1))
+    elif operator == "%" and isinstance(left, str | bytes):
+        _check_percent(left if isinstance(left, str) else left.decode("latin-1"), right)
 
 
-def _check_format(form: Any) -> None:
-    if isinstance(form, str) and WIDE.search(form):
-        raise TooCostlyError("it was stopped at a format with a field of 10000 characters or more")
+def _check_percent(form: str, values: Any) -> None:
+    """Refuse ``form % values`` if it would be large; read field by field, as ``%`` reads it."""
+    _require_short(form)
+    fields = [field for field in PERCENT.finditer(form) if field["kind"] != "%"]
+    # A key that holds parentheses of its own is read as a field of the kind "(".
+    if any("*" in (field["width"], field["precision"]) or field["kind"] == "(" for field in fields):
+        raise TooCostlyError("it was stopped at a format whose fields are computed")
+    widths = (digits or "0" for field in fields for digits in field.group("width", "precision"))
+    _check_fields(form, len(fields), widths, _parts(values))
+
+
+def _check_format(form: str, values: Iterable[Any]) -> None:
+    """Refuse ``form.format(...)`` if it would be large; read as ``format`` itself reads it."""
+    _require_short(form)
+    specs = [spec for _, name, spec, _ in string.Formatter().parse(form) if name is not None]
+    if any("{" in (spec or "") for spec in specs):
+        raise TooCostlyError("it was stopped at a format whose fields are computed")
+    widths = (digits for spec in specs for digits in re.findall(r"\d+", spec or ""))
+    _check_fields(form, len(specs), widths, values)
+
+
+def _require_short(form: str) -> None:
+    if len(form) > FORM:
+        raise TooCostlyError(f"it was stopped at a format of more than {FORM} characters")
+
+
+def _check_fields(form: str, count: int, widths: Iterable[str], values: Iterable[Any]) -> None:
+    """Refuse a format with so many fields, of these widths, each of which may hold any value."""
+    padded = sum(int(digits) if len(digits) < 10 else math.inf for digits in widths)
+    require_small(len(form) + padded + count * max(map(_extent, values), default=0))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What a format may name of its one argument."""
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _measured(value: Any) -> Any:
@@ -270,7 +319,7 @@ def _extent(value: Any) -> int:
         bits = value.bit_length()
         if bits > BITS:
             raise TooCostlyError(f"it was stopped at a number of {bits} bits")
-        return 1
+        return 1 + bits // 3
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     if not isinstance(value, list | tuple | set):

@@ -1,6 +1,9 @@
 """Chat messages to tokens: what transformers gives, but no template runs for ever."""
 
 import copy
+import json
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -179,6 +182,70 @@ def test_endless_templates_are_stopped(case, monkeypatch) -> None:
     with pytest.raises(ValueError, match=r"the chat template cannot render .*; pass another one"):
         render_chat(with_template(ENDLESS[case]), MESSAGES)
     assert time.monotonic() - begin < 5
+
+
+WIDE = {
+    "colons and digits": "{{ ((':' * 800) ~ ('1' * 800)) | format }}",
+    "open braces": "{{ ('{' * (10**6 - 1)).format(1) }}",
+    "keys without an end": "{{ ('%(' * 10**5) % {} }}",
+    "a key": "{{ '%(a)1000000000d' % {'a': 1} }}",
+    "a key with parentheses": "{{ '%(a(b))1000000000d' % {'a(b)': 1} }}",
+    "a key for a filter": "{{ '%(a)1000000000d' | format(a=1) }}",
+    "bytes": "{{ '%1000000000d'.encode() % 1 }}",
+    "precision": "{{ '%.1000000000f' % 1.0 }}",
+    "many fields": "{{ ('{0:>9999}' * 20000).format(1) }}",
+    "many keys": "{{ ('%(a)9999d' * 40000) % {'a': 1} }}",
+    "very many fields": "{{ ('{0:>9999}' * 10**6).format(1) }}",
+    "other digits": "{{ '{:٩٩٩٩٩٩٩٩٩٩}'.format(1) }}",
+    "large values": LARGE + "{{ ('%(a)s' * 10**4) % {'a': a} }}",
+    "large arguments": LARGE + "{{ ('{0}' * 10**4).format(a) }}",
+    "large items": LARGE + "{{ ('{a}' * 10**4).format_map({'a': a}) }}",
+    "large numbers": "{{ ('%(a)x' * 10**5) % {'a': 2 ** 60000} }}",
+    "numbers written out": "{{ [2 ** 14000] * 10**7 }}",
+    "text marked as safe": "{{ ('{:>1000000000}' | safe).format(1) }}",
+    "a safe method": "{{ ('a' | safe).ljust(10**9) }}",
+}
+LIMITED = """
+import json, resource, runpy, sys, time
+sandbox = runpy.run_path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))
+for name, template in json.load(sys.stdin).items():
+    begin = time.process_time()
+    try:
+        text = sandbox["render"](template, {})
+        assert name == "colons and digits" and len(text) == 1600, name  # There is no field in it.
+    except sandbox["TooCostlyError"]:
+        pass
+    except (TypeError, ValueError) as error:  # What Python finds wrong with a format at once.
+        assert name in ("open braces", "keys without an end"), (name, error)
+    assert time.process_time() - begin < 1, name
+"""
+
+
+def test_wide_formats_take_neither_time_nor_memory() -> None:
+    """In half a gigabyte, all Python needs included."""
+    found = subprocess.run(
+        [sys.executable, "-c", LIMITED, template_sandbox.__file__],
+        input=json.dumps(WIDE),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ '%d %% %5d%%5d' % (1, 20240101) }}", "1 % 20240101%5d"),
+        ("{{ '%(a b)s 5551234567 %(a b)05.1f' % {'a b': 2} }}", "2 5551234567 002.0"),
+        ("{{ '%s-%s' | format('a', 'b') }} {{ '%(x)s' | format(x=3) }}", "a-b 3"),
+        ("{{ '{0:>4} {{5551234567}} {x[0]:.2f}'.format('a', x=[3]) }}", "   a {5551234567} 3.00"),
+        ("{{ '{a}'.format_map({'a': 1}) }}", "1"),
+    ],
+)
+def test_formats_are_what_python_makes_of_them(template, text) -> None:
+    assert template_sandbox.render(template, {}) == text
 
 
 @pytest.mark.parametrize(
