@@ -7,11 +7,11 @@ from typing import Any, NoReturn, TypeVar
 
 import longspec_jax
 from longspec_jax.commands import command_name
-from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
+from longspec_jax.config import ATTENTION, DEFAULT_TREE, PLAIN, TreeConfig
 
 from . import demo
 from .prompt_files import Prompt, check_text, read_batch, read_messages, read_prompt_file
-from .ranges import SAMPLING, Whole
+from .ranges import SAMPLING, Whole, shown
 
 BUDGET = (2, 2**31 - 1, ": a tree budget counts the root, and the root alone is --method plain")
 LONGEST_PATH = 4096
@@ -73,7 +73,10 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         help="auto: bfloat16 on GPUs that have it, else float16; float32 on a CPU, and for the demo",
     )
     group.add_argument(
-        "--attention", type=_word, help="attention implementation; automatic if absent"
+        "--attention",
+        type=_word,
+        choices=ATTENTION,
+        help="attention implementation; automatic if absent",
     )
     group.add_argument(
         "--prefill_chunk", type=_argument(Whole(1).read), help="tokens of one prefill step"
@@ -206,11 +209,15 @@ def _path(text: str) -> str:
 def widths(text: str) -> tuple[int, ...]:
     """The widths of a tree, from ``4,16,16``."""
     try:
-        return tuple(int(part) for part in text.split(","))
+        found = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be widths separated by commas, such as 4,16,16,16,16"
+            f"{shown(text)} must be widths separated by commas, such as 4,16,16,16,16"
         ) from None
+    try:
+        return TreeConfig(found).widths
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def chosen_tree(arguments: argparse.Namespace) -> TreeConfig | None:
@@ -219,10 +226,17 @@ def chosen_tree(arguments: argparse.Namespace) -> TreeConfig | None:
         return PLAIN
     shape, budget = arguments.tree or DEFAULT_TREE.widths, arguments.budget
     if arguments.method == "chain":
-        return TreeConfig((1,) * len(shape), budget)
-    if arguments.tree is None and budget is None:
+        shape = (1,) * len(shape)
+    elif arguments.tree is None and budget is None:
         return None
-    return TreeConfig(shape, budget)
+    tree = TreeConfig(shape, budget)
+    if budget is not None and budget > tree.num_grown:
+        raise ValueError(
+            f"--budget {budget} is more than the {tree.num_grown} nodes that the tree "
+            f"{','.join(map(str, shape))} has with its root; drop --budget to verify all of them, or "
+            "name a larger --tree"
+        )
+    return tree
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -266,4 +280,5 @@ def inputs(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
             if path is not None and len(path) < LONGEST_PATH:  # Messages may be the JSON itself.
                 yield f"--{option}", Path(path)
     if is_demo(arguments):
-        yield "the demo", demo.DEMO
+        for path in (demo.DEMO / "target", demo.DEMO / "draft", *demo.DEMO.glob("prompts/*.txt")):
+            yield "the demo", path

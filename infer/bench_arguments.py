@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from longspec_jax.commands import command_name
-from longspec_jax.config import DEFAULT_TREE, TreeConfig
+from longspec_jax.config import ATTENTION, DEFAULT_TREE, TreeConfig
 
 from .bench_files import chart_file, profile_folder, result_file
 from .bench_shapes import SHAPES
 from .bench_values import (
-    ATTENTION,
     DTYPES,
     head_counts,
     not_negative,

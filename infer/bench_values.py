@@ -14,8 +14,6 @@ from .comma_separated import comma_separated
 
 MOST = 2**31 - 1
 """The largest number the compiled programs count with."""
-ATTENTION = ("pallas", "mosaic", "triton", "xla", "reference", "interpret")
-"""Names of ``longspec_jax.ops.attention``, which imports jax."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 

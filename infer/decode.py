@@ -78,7 +78,8 @@ def _failed(error: Exception, shows_traceback: bool) -> int:
 
         traceback.print_exception(error)
     bad_input = isinstance(error, USER_ERRORS)
-    label = "error" if bad_input else f"failed while running: {type(error).__name__}"
+    in_words = bad_input or isinstance(error, FloatingPointError)  # A model that overflows.
+    label = "error" if in_words else f"failed while running: {type(error).__name__}"
     print(f"{label}: {error}", file=sys.stderr)
     try:
         sys.stdout.flush()

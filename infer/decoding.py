@@ -79,11 +79,10 @@ class Run:
             return self._output.write({"interrupted": interrupted, "rows": []})
         return self._output.write(self._session.as_json(interrupted))
 
-    def print_interrupted(self) -> None:
-        """Say how far the run has got."""
+    def print_left(self, how: str) -> None:
+        """Say how far a run has got that was ``interrupted``, or ``failed``."""
         if self._session is not None:
-            self._session.print_interrupted()
-        print("interrupted", file=sys.stderr)
+            self._session.print_left(how)
 
 
 def decode(
@@ -112,6 +111,12 @@ def decode(
         raise
     except KeyboardInterrupt:
         return _leave(run, end)
+    except Exception:  # Whatever ended the run: what it had measured is not lost.
+        run.journal.close()
+        if run.journal.outcomes:
+            run.write(interrupted=True)
+            run.print_left("failed")
+        raise
     finally:
         run.screen.close()
 
@@ -122,8 +127,9 @@ def _leave(run: Run, end: Callable[[int], object] | None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The impatient would lose what is kept here.
         interruption.end_soon(INTERRUPTED)
     run.journal.close()
+    run.write(interrupted=True)  # First: a terminal that was stopped takes nothing, and its lock.
     run.screen.close()
-    run.write(interrupted=True)
-    run.print_interrupted()
+    run.print_left("interrupted")
+    print("interrupted", file=sys.stderr)
     (end or interruption.end_now)(INTERRUPTED)
     return INTERRUPTED

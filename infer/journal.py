@@ -23,13 +23,21 @@ class Journal:
         self._finished: list[Outcome] = []
         self._name = ""
         self._row_names: tuple[str, ...] = ()
+        self._has_text = True
         self._rounds: list[StreamRound] = []
 
-    def begin(self, name: str, row_names: tuple[str, ...]) -> None:
-        """A call begins."""
+    def begin(self, name: str, row_names: tuple[str, ...], has_text: bool) -> None:
+        """A call begins.
+
+        Args:
+          name: of the call.
+          row_names: where every row was written.
+          has_text: whether there is a tokenizer.
+        """
         with self._lock:
             self._check_open()
             self._name, self._row_names, self._rounds = name, row_names, []
+            self._has_text = has_text
 
     def add(self, added: "StreamRound") -> None:
         """A round of it has ended."""
@@ -61,7 +69,7 @@ class Journal:
             return None
         from .report import Outcome, gathered
 
-        return Outcome(self._name, self._row_names, gathered(self._rounds))
+        return Outcome(self._name, self._row_names, gathered(self._rounds, self._has_text))
 
     @property
     def outcomes(self) -> "list[Outcome]":

@@ -9,7 +9,6 @@ import jax
 
 from longspec_jax import LongSpec
 from longspec_jax.loading import DEMO
-from longspec_jax.ops.attention import PREFIX_IMPLEMENTATIONS
 from longspec_jax.weights.hub import local_folder
 
 from .arguments import DTYPES, is_demo
@@ -52,11 +51,6 @@ def fetch(arguments: argparse.Namespace) -> dict[str, Path]:
 
 def load(arguments: argparse.Namespace, folders: dict[str, Path]) -> LongSpec:
     """The models the arguments name, from their folders; the demo if they name none."""
-    if arguments.attention is not None and arguments.attention not in PREFIX_IMPLEMENTATIONS:
-        raise ValueError(
-            f"--attention: there is no implementation {arguments.attention!r}; choose one of "
-            f"{', '.join(sorted(PREFIX_IMPLEMENTATIONS))}"
-        )
     options: dict[str, Any] = dict(
         attention=arguments.attention,
         prefill_chunk=arguments.prefill_chunk,

@@ -5,6 +5,7 @@ found wrong all the same does not lose the numbers.
 """
 
 import errno
+import fnmatch
 import json
 import os
 import stat
@@ -16,6 +17,12 @@ from pathlib import Path
 from typing import Any
 
 STDOUT = "-"
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "*.index.json", "*.safetensors", "*.bin", "*.pth"),
+    *("tokenizer*", "*.model", "*.jinja", "chat_template*", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab*", "merges.txt"),
+)
+"""What is read of a model's folder; whatever else lies there is no input."""
 _TRIAL = b" " * 4096
 """What is written before the run, to a file beside the wanted one that is removed again."""
 
@@ -61,9 +68,12 @@ class OutputFile:
         Returns:
           Whether they are where they were wanted.
         """
-        text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        # Half a character (from the name of a file) becomes the escape that JSON has for it.
-        data = text.encode("utf-8", "backslashreplace")
+        try:
+            data = _encoded(values, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            problem = f"--json {self.path or STDOUT}: not all of it can be written as JSON: {error}"
+            _rescue(_encoded(values, default=repr), problem)
+            return False
         if self.path is None:
             sys.stdout.write(data.decode("utf-8"))
             sys.stdout.flush()
@@ -76,6 +86,12 @@ class OutputFile:
         return True
 
 
+def _encoded(values: dict[str, Any], **options: Any) -> bytes:
+    text = json.dumps(values, indent=2, ensure_ascii=False, **options) + "\n"
+    # Half a character (from the name of a file) becomes the escape that JSON has for it.
+    return text.encode("utf-8", "backslashreplace")
+
+
 def _refuse_inputs(name: str, path: Path, inputs: Iterable[tuple[str, Path]]) -> None:
     for option, source in inputs:
         if _is_or_holds(source, path):
@@ -86,13 +102,16 @@ def _refuse_inputs(name: str, path: Path, inputs: Iterable[tuple[str, Path]]) ->
 
 
 def _is_or_holds(source: Path, path: Path) -> bool:
-    """Whether a path is this input, or lies in this folder, by whatever name."""
-    if not source.exists():
-        return False
-    if source.is_dir():
-        within = path.is_relative_to(os.path.realpath(source))
-        return within or any(_same(file, path) for file in source.rglob("*"))
-    return _same(source, path)
+    """Whether a path is this input, or is read as a part of this model, by whatever name."""
+    if not source.is_dir():
+        return _same(source, path)
+    new_part = path.parent == Path(os.path.realpath(source)) and _is_model_file(path)
+    parts = filter(_is_model_file, source.iterdir())
+    return new_part or any(_same(part, path) for part in parts)
+
+
+def _is_model_file(path: Path) -> bool:
+    return any(fnmatch.fnmatch(path.name, pattern) for pattern in MODEL_FILES)
 
 
 def _same(file: Path, path: Path) -> bool:
@@ -126,7 +145,7 @@ def _write(path: Path, data: bytes) -> None:
     try:
         os.chmod(temporary, stat.S_IMODE(path.stat().st_mode) if path.exists() else _new_mode())
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:  # Ctrl-C, too, leaves nothing behind.
         os.unlink(temporary)
         raise
 
@@ -144,7 +163,7 @@ def _beside(path: Path, data: bytes) -> str:
             file.write(data)
             file.flush()
             os.fsync(descriptor)
-    except OSError:
+    except BaseException:
         os.unlink(name)
         raise
     return name

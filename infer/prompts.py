@@ -8,28 +8,10 @@ one to use when reproducing their acceptance).
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from longspec_jax.generation.chat import render_chat
+from longspec_jax.generation.chat import VICUNA_TEMPLATE, render_chat
 from longspec_jax.generation.inputs import require_tokenizer, to_prompt
 
 from .prompt_files import check_messages
-
-VICUNA_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% if messages[0]['role'] == 'system' %}"
-    "{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
-    "{% else %}"
-    "{% set system = 'A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user\\'s questions.' %}"
-    "{% set turns = messages %}"
-    "{% endif %}"
-    "{{ system }}"
-    "{% for turn in turns %}"
-    "{% if turn['role'] == 'user' %}{{ ' ' if loop.first else '' }}{{ 'USER: ' + turn['content'] }}"
-    "{% else %}{{ ' ASSISTANT: ' + turn['content'] + eos_token }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
-)
-"""Vicuna v1.1, for tokenizers that come without a template; a Jinja string."""
 
 RELEASE_SYSTEM = "You are a helpful assistant"
 Messages = Sequence[Mapping[str, str]]

@@ -47,12 +47,17 @@ class Outcome:
         return self.comparison.divergences if self.comparison else ()
 
 
-def gathered(rounds: Sequence[StreamRound]) -> GenerateResult:
-    """The result of a call as far as its rounds have come."""
+def gathered(rounds: Sequence[StreamRound], has_text: bool) -> GenerateResult:
+    """The result of a call as far as its rounds have come.
+
+    Args:
+      rounds: those there are, at least one.
+      has_text: whether there is a tokenizer.
+    """
     rows = range(len(rounds[0].tokens))
     return GenerateResult(
         sequences=tuple(tuple(t for r in rounds for t in r.tokens[row]) for row in rows),
-        text=tuple("".join(r.text[row] for r in rounds) for row in rows),
+        text=tuple("".join(r.text[row] for r in rounds) if has_text else None for row in rows),
         drafted=tuple(tuple(d for r in rounds for d in r.drafted[row]) for row in rows),
         stats=rounds[-1].stats,
     )

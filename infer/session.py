@@ -123,7 +123,8 @@ class Session:
         for line in header_lines(self._setting, self._spec.target_config, self._tree):
             self._out.entry(line, indent=2)
         for call in calls:
-            self._run(call)
+            with command_words(of=call.name if len(calls) > 1 else ""):
+                self._run(call)
         self._print_totals()
 
     def _samples(self) -> Iterable[Prompt]:
@@ -161,7 +162,7 @@ class Session:
 
     def _run(self, call: Call) -> None:
         """One call: what is completed, the completion, the numbers."""
-        self._journal.begin(call.name, call.row_names)
+        self._journal.begin(call.name, call.row_names, self._spec.tokenizer is not None)
         if not self._arguments.batch:
             count = counted(len(call.tokens[0]), "token")
             self._out.line(f"\n=== {call.name}: {count} === {self._out.legend()}".rstrip())
@@ -267,14 +268,14 @@ class Session:
         for line in lines(outcomes, self._spec.target_config.dtype):
             self._out.entry(line)
 
-    def print_interrupted(self) -> None:
-        """What there is of a call that was left, and of those before it."""
+    def print_left(self, how: str) -> None:
+        """What there is of a call that was ``interrupted`` or ``failed``, and of those before it."""
         self._out.end_line()
         partial = self._journal.unfinished
         if partial is not None:
             self._show(partial)
             tokens = sum(partial.stats.new_tokens)
-            self._out.line(f"interrupted after {counted(tokens, 'new token')} of {partial.name}")
+            self._out.line(f"{how} after {counted(tokens, 'new token')} of {partial.name}")
         self._print_totals()
 
     def as_json(self, interrupted: bool = False) -> dict[str, Any]:

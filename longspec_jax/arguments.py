@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from longspec_jax.checks import is_whole, shown
-from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
-from longspec_jax.ops.attention import SPECULATIVE_IMPLEMENTATIONS
+from longspec_jax.config import ATTENTION, DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.sharding import AXES
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -53,10 +52,8 @@ _RULES = {
         f"a mesh with the axes {', '.join(AXES)}, such as longspec_jax.make_mesh(tp=4) makes",
     ),
     "attention": _Rule(
-        lambda value: (
-            value is None or (isinstance(value, str) and value in SPECULATIVE_IMPLEMENTATIONS)
-        ),
-        f"one of {', '.join(SPECULATIVE_IMPLEMENTATIONS)}, or left out to have it chosen",
+        lambda value: value is None or (isinstance(value, str) and value in ATTENTION),
+        f"one of {', '.join(ATTENTION)}, or left out to have it chosen",
     ),
     "revision": _REVISION,
     "draft_revision": _REVISION,

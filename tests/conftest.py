@@ -4,9 +4,14 @@ Device settings must precede the first use of jax. With ``-m gpu`` the real devi
 """
 
 import os
+import signal
 import sys
 from importlib.metadata import version
 from typing import Any
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Begun with ``&`` by a shell, and so would be every process that a test begins and interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _wants_gpu() -> bool:

@@ -54,7 +54,9 @@ def parse(argv: Sequence[str]) -> Arguments:
     """
     argv = flags.FlagValues().read_flags_from_files(list(argv), force_gnu=False)
     named, rest = _without_config(argv)
-    config = config_file.load(named) if named else None
+    if not named:  # Before the overrides, which mean nothing without one.
+        raise ValueError("--config=FILE is missing; try --config=demo, or --help for the others")
+    config = config_file.load(named)
     try:
         values = _flags(config, rest)
         unexpected = values(["train", *rest])[1:]
@@ -64,8 +66,6 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise ValueError(
             f"unexpected argument {unexpected[0]!r}; overrides are written --config.NAME=VALUE"
         )
-    if config is None:
-        raise ValueError("--config=FILE is missing; try --config=demo, or --help for the others")
     return Arguments(
         config=config.to_dict(),
         workdir=Path(values.workdir or _default_workdir(named)).expanduser(),
@@ -138,8 +138,9 @@ def _default_workdir(named: str) -> str:
 def _sentence(error: Exception) -> str:
     """What a flag library's error says, without quoting and line breaks."""
     text = str(error)
-    if "instead of" in text or isinstance(error, KeyError | AttributeError):
-        names = re.findall(r'"(\w+)"', text) or re.findall(r"\w+", text)
+    names = re.findall(r'"(\w+)"', text) or re.findall(r"\w+", text)
+    if names and ("instead of" in text or isinstance(error, KeyError | AttributeError)):
         near = f"; did you mean {names[0]!r}?" if len(names) == 2 else ""
         return f"the configuration has no field {names[-1]!r}{near}"
-    return ". ".join(line.strip() for line in text.splitlines() if line.strip())
+    said = ". ".join(line.strip() for line in text.splitlines() if line.strip())
+    return said or f"the arguments cannot be read ({type(error).__name__}); see --help"

@@ -6,7 +6,8 @@ folder, in a checkout and in a wheel alike, and are found by name from anywhere.
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def load(argument: str) -> ConfigDict:
     name, colon, variant = argument.partition(":")
     path = find(name)
     try:
-        config = _get_config(path)(*[variant] if colon else [])
+        with _loaded(path) as get_config:
+            config = get_config(*[variant] if colon else [])
     except ValueError:
         raise
     except Exception as error:  # Whatever a user's file may do: it is named, and what went wrong.
@@ -71,11 +73,15 @@ def load(argument: str) -> ConfigDict:
     return config
 
 
-def _get_config(path: Path) -> Callable[..., Any]:
-    """The function a configuration file defines."""
-    loader = SourceFileLoader("longspec_configuration", str(path))
+@contextmanager
+def _loaded(path: Path) -> Iterator[Callable[..., Any]]:
+    """The function a configuration file defines; its module is known for as long as it is called."""
+    loader = SourceFileLoader(f"longspec_configuration_{path.stem}", str(path))
     module = types.ModuleType(loader.name)
     module.__file__ = str(path)
     sys.modules[loader.name] = module  # Dataclasses look their module up.
-    loader.exec_module(module)
-    return module.get_config
+    try:
+        loader.exec_module(module)
+        yield module.get_config
+    finally:
+        sys.modules.pop(loader.name, None)

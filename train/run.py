@@ -59,8 +59,9 @@ def _train(arguments: "Arguments", given: Sequence[str]) -> int:
         processes.join(arguments.coordinator, arguments.processes, arguments.process)
     arguments.workdir.mkdir(parents=True, exist_ok=True)
     if processes.is_first():
-        resolved = json.dumps(dataclasses.asdict(config), indent=1)
-        (arguments.workdir / "config.json").write_text(resolved + "\n")
+        partial = arguments.workdir / "config.json.partial"
+        partial.write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+        partial.replace(arguments.workdir / "config.json")
     try:
         train(config, arguments.workdir, portable_command(COMMAND, given))
     except JaxRuntimeError as error:

@@ -7,6 +7,24 @@ from longspec_jax.checks import shown
 from longspec_jax.generation import template_sandbox
 from longspec_jax.generation.tokens import encode_text
 
+VICUNA_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
+    "{% else %}"
+    "{% set system = 'A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user\\'s questions.' %}"
+    "{% set turns = messages %}"
+    "{% endif %}"
+    "{{ system }}"
+    "{% for turn in turns %}"
+    "{% if turn['role'] == 'user' %}{{ ' ' if loop.first else '' }}{{ 'USER: ' + turn['content'] }}"
+    "{% else %}{{ ' ASSISTANT: ' + turn['content'] + eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+)
+"""Vicuna v1.1, for tokenizers that come without a template; a Jinja string."""
+
 
 def render_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None = None
@@ -92,6 +110,6 @@ def _template(tokenizer: Any, template: str | None) -> str:
     if template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "messages need a chat template and this tokenizer has none; pass chat_template= (a Jinja "
-            "string such as longspec_jax.infer.prompts.VICUNA_TEMPLATE), or pass the prompt as text"
+            "string such as longspec_jax.generation.chat.VICUNA_TEMPLATE), or pass the prompt as text"
         )
     return tokenizer.get_chat_template(template)

@@ -4,6 +4,7 @@ In float32 the answer must be yes. In bfloat16 and float16 differently shaped re
 near-tie; the gap between the two candidates at the first divergence says whether that is all.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,8 @@ class Divergence:
     speculative_token: int | None
     gap: float | None
     """Plain decoding's score of its token minus that of the other, noise and temperature included:
-    how far from a tie the draw was."""
+    how far from a tie the draw was. None where there are no logits to tell, or filters left out one
+    of the two."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,8 @@ def _divergence(
         scores = _scores(job.target, job.params, job.request, cache, jnp.asarray(before), length)[
             row
         ]
-        gap = float(scores[plain] - scores[other])
+        difference = float(scores[plain] - scores[other])
+        gap = difference if math.isfinite(difference) else None
     return Divergence(row, index, plain, other, gap)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from infer.prompts import VICUNA_TEMPLATE
 from longspec_jax.generation import template_sandbox
-from longspec_jax.generation.chat import plain_messages, render_chat
+from longspec_jax.generation.chat import VICUNA_TEMPLATE, plain_messages, render_chat
 from tests.generation.test_text import byte_level
 
 LLAMA_3 = (
@@ -261,7 +260,7 @@ def test_formats_are_what_python_makes_of_them(template, text) -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ namespace(__class__=1) }}", "underscored name '__class__'"),
         ("{{ messages.append(1) }}", "unsafe"),
-        (None, "this tokenizer has none; pass chat_template="),
+        (None, r"none; pass chat_template= .* longspec_jax\.generation\.chat\.VICUNA_TEMPLATE\)"),
     ],
 )
 def test_broken_templates_are_explained(template, message) -> None:

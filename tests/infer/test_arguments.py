@@ -49,10 +49,16 @@ REFUSED = {
     "--tree=wide": "--tree: 'wide' must be widths separated by commas",
     "--tree=": "--tree: '' must be widths separated by commas",
     "--tree=4,,5": "--tree: '4,,5' must be widths separated by commas",
-    "--tree=4,0": "tree widths must be positive",
-    "--tree=-4": "tree widths must be positive",
-    "--tree=300": "has 301 nodes",
+    "--tree=0": "--tree: tree widths must be positive, got (0,)",
+    "--tree=4,0": "--tree: tree widths must be positive",
+    "--tree=-4": "--tree: tree widths must be positive",
+    "--tree=300": "--tree: tree (300,) has 301 nodes",
+    "--tree=100000,100000": "--tree: tree (100000, 100000) has 200001 nodes",
+    "--tree=" + "9" * 5000: "--tree: '999",
     "--tree=" + ",".join("1" * 200): "level",
+    "--tree=4,4 --budget=99": "--budget 99 is more than the 9 nodes that the tree 4,4 has with its root",
+    "--tree=4,4 --method=chain --budget=4": "--budget 4 is more than the 3 nodes that the tree 1,1 has",
+    "--budget=99": "--budget 99 is more than the 69 nodes that the tree 4,16,16,16,16 has",
     # Empty values.
     **{
         f"{option}=": f"{option}: the value is empty; leave the option out"
@@ -63,6 +69,7 @@ REFUSED = {
     },
     "--prompt=": "--prompt: the prompt is empty",
     # Unknown things.
+    "--attention=magic --target=a/b": "--attention: invalid choice: 'magic' (choose from",
     "--method=magic": "--method: invalid choice: 'magic'",
     "--dtype=int8": "--dtype: invalid choice: 'int8'",
     "--prompt_style=alpaca": "--prompt_style: invalid choice: 'alpaca'",
@@ -116,7 +123,8 @@ REFUSED = {
     "--json=/": "--json / cannot be written: it is a folder",
     "--json=absent/out.json": "--json absent/out.json: its folder does not exist",
     f"--json={DEMO / 'target' / 'config.json'}": "is an input of this run (the demo",
-    f"--json={DEMO / 'new.json'}": "is an input of this run (the demo",
+    f"--json={DEMO / 'draft' / 'tokenizer.json'}": "is an input of this run (the demo",
+    f"--json={DEMO / 'prompts' / 'networkx_classes_digraph.txt'}": "is an input of this run (the demo",
     f"--prompt_file={__file__} --json={__file__}": f"is an input of this run (--prompt_file {__file__}",
     f"--messages={__file__}": "is not valid JSON",
 }
@@ -220,7 +228,8 @@ def test_inputs() -> None:
     """What must not be written to."""
     found = dict(arguments.inputs(parsed("--prompt_file=a", "--target=b", "--draft=c")))
     assert found == {"--prompt_file": Path("a"), "--target": Path("b"), "--draft": Path("c")}
-    assert dict(arguments.inputs(parsed()))["the demo"] == DEMO == demo.DEMO
+    of_demo = {path for option, path in arguments.inputs(parsed()) if option == "the demo"}
+    assert {DEMO / "target", DEMO / "draft"} < of_demo and DEMO == demo.DEMO
 
 
 def test_version(capsys) -> None:

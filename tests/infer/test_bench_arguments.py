@@ -13,15 +13,19 @@ from infer import (
     bench_files,
     bench_models,
     bench_progress,
-    bench_values,
     decode_setting,
 )
 from infer.attention_candidates import CANDIDATES
 from infer.attention_torch import TORCH
 from infer.bench_arguments import ByMachine, settled
 from infer.bench_shapes import SHAPES
+from longspec_jax.config import ATTENTION
 from longspec_jax.loading import DEMO
-from longspec_jax.ops.attention import SPECULATIVE_IMPLEMENTATIONS
+from longspec_jax.ops.attention import (
+    PREFIX_IMPLEMENTATIONS,
+    SPECULATIVE_IMPLEMENTATIONS,
+    TREE_IMPLEMENTATIONS,
+)
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.raw import read_json
 
@@ -144,7 +148,8 @@ def test_a_budget_is_of_the_tree_that_is_named_or_of_the_default() -> None:
 
 
 def test_the_names_that_are_known_without_jax_are_those_there_are() -> None:
-    assert bench_values.ATTENTION == tuple(SPECULATIVE_IMPLEMENTATIONS)
+    for known in (PREFIX_IMPLEMENTATIONS, TREE_IMPLEMENTATIONS, SPECULATIVE_IMPLEMENTATIONS):
+        assert tuple(known) == ATTENTION
     assert bench_arguments.ATTENTION_CANDIDATES == (*CANDIDATES, *TORCH)
     assert bench_arguments.DECLARATIONS.keys() == bench.BENCHMARKS.keys()
 

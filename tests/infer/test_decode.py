@@ -199,7 +199,10 @@ BAD = {
     "adaptive": (["--prompt=a", "--adaptive", "--method=plain"], "has nothing to choose"),
     "temperature": (["--prompt=a", "--temperature=-1"], "--temperature: -1 must be >= 0"),
     "top_p": (["--prompt=a", "--top_p=2"], "must be in (0, 1]"),
-    "attention": (["--prompt=a", "--attention=magic"], "no implementation 'magic'; choose"),
+    "attention": (
+        ["--prompt=a", "--attention=magic"],
+        "--attention: invalid choice: 'magic' (choose from",
+    ),
     "json folder": (["--prompt=a", "--json=absent/out.json"], "its folder does not exist"),
 }
 
@@ -243,7 +246,9 @@ def test_command_line_exit_status() -> None:
         cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
     )
     found = subprocess.run([*command, "--prompt=a", "--tree=0"], **options)
-    assert found.returncode == 2 and found.stderr.startswith("error: tree widths"), found.stderr
+    assert found.returncode == 2 and found.stderr.startswith("error: --tree: tree widths"), (
+        found.stderr
+    )
     found = subprocess.run([*command, "--help"], **options)
     assert found.returncode == 0 and "--all_prompts" in found.stdout
 

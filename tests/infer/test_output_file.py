@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 
@@ -39,12 +40,30 @@ def test_inputs_are_refused_by_any_name(tmp_path) -> None:
     os.link(prompt, tmp_path / "hard")
     os.link(model / "config.json", tmp_path / "config")
     inputs = [("--prompt_file", prompt), ("--target", model), ("--draft", Path("owner/name"))]
-    spellings = ["prompt.txt", "soft", "hard", "config", "model/config.json", "model/new.json"]
+    spellings = ["prompt.txt", "soft", "hard", "config", "model/config.json"]
+    spellings += [
+        "model/tokenizer.json",
+        "model/model-00002-of-00003.safetensors",
+    ]  # Not there yet.
     for name in (*spellings, "model/../prompt.txt"):
         with pytest.raises(ValueError, match=f"--json .*{name} is an input of this run"):
             OutputFile.tried(str(tmp_path / name), inputs)
     assert prompt.read_text() == "ab" and (model / "config.json").read_text() == "{}"
-    OutputFile.tried(str(tmp_path / "models.json"), inputs)
+    for name in ("models.json", "model/out.json"):
+        for _ in range(2):  # The second time over what the first has left.
+            assert OutputFile.tried(str(tmp_path / name), inputs).write({})
+
+
+def test_the_folder_one_is_in_is_no_input(tmp_path, monkeypatch) -> None:
+    """``--target . --json out.json``; what lies deeper is not looked at."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(Path, "rglob", None)
+    assert OutputFile.tried("out.json", [("--target", Path("."))]).write({})
+    with pytest.raises(
+        ValueError, match=r"--json config.json is an input of this run \(--target \.\)"
+    ):
+        OutputFile.tried("config.json", [("--target", Path("."))])
 
 
 def test_a_link_stays_a_link(tmp_path) -> None:
@@ -97,6 +116,29 @@ def test_numbers_are_rescued(tmp_path, monkeypatch, capsys) -> None:
     assert not found.write({"a": 1})
     said = capsys.readouterr().err
     assert json.loads(said.split("the numbers follow\n")[1]) == {"a": 1}
+
+
+def test_numbers_that_are_no_json_are_rescued(tmp_path, monkeypatch, capsys) -> None:
+    path = tmp_path / "out.json"
+    monkeypatch.setattr(output_file.tempfile, "tempdir", str(tmp_path))
+    values = {"gap": math.inf, "what": {1}}
+    assert not OutputFile.tried(str(path), []).write(values) and not path.exists()
+    [rescued] = tmp_path.glob("longspec_*.json")
+    assert json.loads(rescued.read_text()) == {"gap": math.inf, "what": "{1}"}
+    said = capsys.readouterr().err
+    assert f"--json {path}: not all of it can be written as JSON: " in said and str(rescued) in said
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace", "chmod"])
+def test_no_half_file_stays_behind_on_an_interrupt(tmp_path, monkeypatch, step) -> None:
+    def leave(*args):
+        raise KeyboardInterrupt
+
+    found = OutputFile.tried(str(tmp_path / "out.json"), [])
+    monkeypatch.setattr(output_file.os, step, leave)
+    with pytest.raises(KeyboardInterrupt):
+        found.write({"a": 1})
+    assert not list(tmp_path.iterdir())
 
 
 def test_half_characters_are_escaped(tmp_path) -> None:

@@ -1,6 +1,7 @@
 """The report's lines, from hand-made statistics."""
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -92,9 +93,19 @@ def test_rounds_are_gathered() -> None:
         StreamRound(((1,), (2,)), ((False,), (False,)), ((Piece("a", False),), ()), stats()),
         StreamRound(((3, 4), ()), ((True, False), ()), ((Piece("b", True),), ()), stats()),
     ]
-    found = gathered(rounds)
+    assert gathered(rounds, has_text=False).text == (None, None)
+    found = gathered(rounds, has_text=True)
     assert found.sequences == ((1, 3, 4), (2,)) and found.text == ("ab", "")
     assert found.drafted == ((False, True, False), (False,)) and found.stats is rounds[-1].stats
+
+
+def test_json_of_a_gap_that_is_none() -> None:
+    """Of two tokens a filter left one out."""
+    left_out = outcome(Divergence(0, 2, 7, 9, None))
+    assert json.loads(json.dumps(as_json([left_out], {}), allow_nan=False))["rows"][0][
+        "first_divergence"
+    ] == {"row": 0, "index": 2, "plain_token": 7, "speculative_token": 9, "gap": None}
+    assert [*lines([left_out], "bfloat16")][-1].endswith("7 became 9, gap unknown")
 
 
 def test_json_without_a_call() -> None:

@@ -1,0 +1,20 @@
+"""The first divergence of two sequences, where the draw behind it is no ordinary one."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.generation import comparison
+
+
+@pytest.mark.parametrize(("other", "gap"), [(1.5, 0.5), (-np.inf, None), (np.nan, None)])
+def test_a_gap_is_a_number_or_none(other, gap, monkeypatch) -> None:
+    """Filters leave tokens out by a score of minus infinity."""
+    monkeypatch.setattr(comparison, "_scores", lambda *args: jnp.asarray([[2.0, other]]))
+    job = SimpleNamespace(prompts=((3, 4),), target=None, params=None, request=None)
+    progress = SimpleNamespace(output=np.asarray([[1, 0]]), emitted=np.asarray([2]))
+    run = SimpleNamespace(progress=progress, state=SimpleNamespace(cache=None))
+    found = comparison._divergence(job, run, 0, ((1, 0), (1, 1)))  # type: ignore[arg-type]
+    assert found == comparison.Divergence(0, 1, 0, 1, gap)
