@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -171,7 +172,7 @@ def test_the_clock_decides_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             now[0] += costs[drafter.tree] * int(report[0])
             return state, report
 
-        monkeypatch.setattr(adaptive, "burst", timed)
+        monkeypatch.setattr(adaptive, "burst", SimpleNamespace(of_shape=lambda *_: timed))
         state = start(target, drafters, params, req, VOCABULARY)
         policy = replace(FastestWithinBudget.over(3), burst_rounds=4)
         legs = decode_bursts(*(target, drafters, params, req, state, policy), clock=lambda: now[0])
