@@ -76,7 +76,7 @@ class LongSpec:
     """Let the draft read its weights and a copy of the LM head in 8 bits; the output is the same."""
     _warm: runner.WarmShapes = field(default_factory=runner.WarmShapes, repr=False)
     _paces: KnownPaces = field(default_factory=KnownPaces, repr=False)
-    _notices: Notices = field(default_factory=Notices, repr=False)
+    _notices: Notices = field(default_factory=Notices, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse parts that are not what they should be, or do not belong together."""
