@@ -44,7 +44,7 @@ LARGE = 2_000_000_000
 and the default tree pays, so that nothing needs to be timed."""
 ROUNDS = 10
 """Of one timing; the faster of two counts, since whatever else runs only adds."""
-FEW = 16
+FEW = 32
 """New tokens below which a call is not worth timing for."""
 LONG = 2.0
 """Seconds after which a tree's second timing is left out."""
