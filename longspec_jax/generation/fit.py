@@ -96,14 +96,19 @@ def ready_fitted(
         key, folder = measurement_key(job, streams), _folder()
         paces = known.find(key, _trees(job), folder) or ()
         if not paces and _can_be_timed(job):
-            return _ready_after_timing(job, warm, known, streams, on_activity)
+            return _ready_after_timing(job, warm, known, key, streams, on_activity)
         tree = best_tree(paces) if paces else usual_tree(job.params.target)
     on_activity(Fitted(tree, paces))
     return runner.ready(job.settled_on(tree), warm, streams=streams, on_activity=on_activity)
 
 
 def _ready_after_timing(
-    job: Job, warm: WarmShapes, known: KnownPaces, streams: bool, on_activity: OnActivity
+    job: Job,
+    warm: WarmShapes,
+    known: KnownPaces,
+    key: dict[str, Any],
+    streams: bool,
+    on_activity: OnActivity,
 ) -> Ready:
     """Time all trees behind the call's own prompt, and keep the figures."""
     choices = (job.without_draft(), *map(job.only, job.drafters))
@@ -124,7 +129,7 @@ def _ready_after_timing(
         for choice in choices:
             on_activity(Fitting(choice.drafter.tree))
             paces.append(_pace(start, choice, streams))
-        known.keep(measurement_key(job, streams), paces, _folder())
+        known.keep(key, paces, _folder())
     tree = best_tree(paces) if paces else usual_tree(job.params.target)
     on_activity(Fitted(tree, tuple(paces)))
     chosen = job.settled_on(tree)
