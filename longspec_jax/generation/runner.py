@@ -1,8 +1,8 @@
 """Run a prepared call through the decode loop, and time its phases apart.
 
-The first call of a shape is preceded by a short run of the same shape: at most two prefill chunks
-and one round of every tree. Whatever is compiled or loaded on first use is paid there and reported as compile
-time, so that prefill and decode seconds mean the same in every call.
+The first call of a shape is preceded by a short run of the same shape: at most two prefill
+chunks and one round of every tree. Whatever is compiled or loaded on first use is paid there and
+reported as compile time, so that prefill and decode seconds mean the same in every call.
 """
 
 import time
