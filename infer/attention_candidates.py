@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longspec_jax.ops import attention
-from longspec_jax.ops.tiles import MosaicTile, PrefixTile, TreeTile
+from longspec_jax.ops.attention import dispatch
+from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 
 from .attention_cases import HEAD_MAJOR, TOKEN_MAJOR, Case, abstract_operands
 
@@ -48,7 +48,7 @@ def ours(implementation: str | None) -> Candidate:
         length = jnp.full((case.batch,), case.context, jnp.int32)
 
         def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
-            return attention.speculative_attention(
+            return dispatch.speculative_attention(
                 q, k, v, length, tree_k, tree_v, mask, implementation=implementation
             )
 
@@ -61,7 +61,7 @@ def ours_with(prefix: PrefixTile | MosaicTile, tree: TreeTile) -> Candidate:
     """The Pallas kernels with given tiles."""
 
     def build(case: Case) -> Call:
-        from longspec_jax.ops import tree_pallas  # Needs a backend that not every jax has.
+        from longspec_jax.ops.attention import tree_pallas  # Not every jax has its backend.
 
         length = jnp.full((case.batch,), case.context, jnp.int32)
 
@@ -104,7 +104,7 @@ CANDIDATES: dict[str, Candidate] = {
     "cudnn": Candidate(_cudnn, TOKEN_MAJOR),
     "xla-masked": Candidate(_xla_masked, TOKEN_MAJOR),
 }
-"""``ours`` is the automatic choice; the four names after it are those of ``ops.attention``."""
+"""``ours`` is the automatic choice; the four names after it are the dispatch's."""
 
 
 def compiled(case: Case, candidate: Candidate) -> Any:

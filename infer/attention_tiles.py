@@ -1,4 +1,4 @@
-"""Sweeps over the tiles of our attention kernels: what ``longspec_jax.ops.tiles`` is chosen from."""
+"""Sweeps over the tiles of our attention kernels; ``ops.attention.tiles`` is chosen from them."""
 
 import concurrent.futures
 import dataclasses
@@ -8,7 +8,13 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from longspec_jax.ops.tiles import MosaicTile, PrefixTile, TreeTile, prefix_tile, tree_tile
+from longspec_jax.ops.attention.tiles import (
+    MosaicTile,
+    PrefixTile,
+    TreeTile,
+    prefix_tile,
+    tree_tile,
+)
 
 from .attention_candidates import Refusal, compiled, ours_with
 from .attention_cases import HEAD_MAJOR, Case, Operands

@@ -23,7 +23,7 @@ from longspec_jax.decoding.verify import Walk
 from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.tree import Tree, best_continuations, plant
 from longspec_jax.models.target import Target
-from longspec_jax.ops.attention import prefix_attention, speculative_attention
+from longspec_jax.ops.attention.dispatch import prefix_attention, speculative_attention
 
 Part = Callable[[Params, Request, SpecState], Any]
 """A program over a round's inputs that repeats one part of it."""

@@ -4,7 +4,7 @@ The four products of a layer with random weights and few rows. One compiled prog
 rows by many distinct weights, together larger than the GPU's second-level cache, and returns
 every product; several executions are queued back to back. The time of a product is the median
 over repetitions of that total divided by the number of products. ``ours`` is what the model calls
-(``longspec_jax.ops.skinny_product``), its summands not added up, since the norm that reads them does
+(``longspec_jax.ops.products.skinny``), its summands not added up, since the norm that reads them does
 so as it goes; ``xla`` is its definition in plain JAX. The gate of a SwiGLU belongs to the product.
 The roof is the time of reading the weights once at the bandwidth measured in this run.
 """
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.config import TargetConfig
-from longspec_jax.ops import skinny_product
+from longspec_jax.ops.products import skinny
 
 from . import bench_report
 from .bench_arguments import settled
@@ -35,10 +35,10 @@ CPU_SECONDS = 1.0
 
 Op = Callable[[jax.Array, jax.Array], jax.Array]
 OPS: dict[str, tuple[Op, Op]] = {
-    "qkv": (skinny_product.product, skinny_product.composed),
-    "out": (skinny_product.summands, skinny_product.composed),
-    "gate_up": (skinny_product.gated_product, skinny_product.composed_gate),
-    "down": (skinny_product.summands, skinny_product.composed),
+    "qkv": (skinny.product, skinny.composed),
+    "out": (skinny.summands, skinny.composed),
+    "gate_up": (skinny.gated_product, skinny.composed_gate),
+    "down": (skinny.summands, skinny.composed),
 }
 """Ours and XLA's, by the product's place in a layer."""
 

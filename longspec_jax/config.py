@@ -12,7 +12,7 @@ from typing import Any
 from longspec_jax.checks import finite_number, is_whole, shown, whole_number
 
 ATTENTION = ("pallas", "mosaic", "triton", "xla", "reference", "interpret")
-"""Names of the implementations in :mod:`longspec_jax.ops.attention`, which imports jax."""
+"""Names of the implementations in :mod:`longspec_jax.ops.attention.dispatch`, which imports jax."""
 MAX_LAYERS = 1024
 """Most layers of a target: every layer is a part of its own of the compiled program."""
 SMALLEST_EPS = 1e-30

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.skinny_product import matmul_precision
+from longspec_jax.ops.products.skinny import matmul_precision
 
 
 def next_token_labels(

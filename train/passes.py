@@ -9,7 +9,7 @@ from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.drafters.longspec import LongSpecDraft
 from longspec_jax.models.target import Target
-from longspec_jax.ops.attention import causal_attention
+from longspec_jax.ops.attention.dispatch import causal_attention
 
 from .transforms import shifted_attention
 

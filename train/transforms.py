@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.attention import causal_attention
+from longspec_jax.ops.attention.dispatch import causal_attention
 
 
 def plain_positions(rows: tuple[int, int], length: int) -> Int[Array, "A B T"]:

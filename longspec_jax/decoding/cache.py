@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TargetConfig
-from longspec_jax.ops.append_rows import append_rows
+from longspec_jax.ops.layer.append_rows import append_rows
 
 
 @struct.dataclass

@@ -17,7 +17,7 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.models.target import Attend, Target, TargetOutput
-from longspec_jax.ops.attention import chunk_attention, speculative_attention
+from longspec_jax.ops.attention.dispatch import chunk_attention, speculative_attention
 
 
 class Verification(NamedTuple):

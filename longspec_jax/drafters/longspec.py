@@ -34,10 +34,10 @@ from longspec_jax.models.layers import (
     rotary_angles,
 )
 from longspec_jax.models.target import head_logits
-from longspec_jax.ops.attention import prefix_attention, tree_attention
-from longspec_jax.ops.int8_product import int8_product, round_rows
-from longspec_jax.ops.residual_norm import add
-from longspec_jax.ops.split_heads import rotate, split_heads
+from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
+from longspec_jax.ops.layer.residual_norm import add
+from longspec_jax.ops.layer.split_heads import rotate, split_heads
+from longspec_jax.ops.products.int8 import int8_product, round_rows
 
 
 class DraftOutput(NamedTuple):

@@ -14,9 +14,9 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, RopeScaling
-from longspec_jax.ops.int8_product import int8_product
-from longspec_jax.ops.residual_norm import residual_norm, rms_norm
-from longspec_jax.ops.skinny_product import gate, gated_product, product, summands
+from longspec_jax.ops.layer.residual_norm import residual_norm, rms_norm
+from longspec_jax.ops.products.int8 import int8_product
+from longspec_jax.ops.products.skinny import gate, gated_product, product, summands
 
 INITIAL_SCALE = 0.02
 
@@ -85,7 +85,7 @@ class Projection(nn.Module):
 
 
 class Int8Projection(nn.Module):
-    """A :class:`Projection` with weights of 8 bits (:mod:`longspec_jax.ops.int8_product`)."""
+    """A :class:`Projection` with weights of 8 bits (:mod:`longspec_jax.ops.products.int8`)."""
 
     in_axes: Sequence[int]
     out_axes: Sequence[int]

@@ -24,8 +24,8 @@ from longspec_jax.models.layers import (
     SwiGLU,
     rotary_angles,
 )
-from longspec_jax.ops.skinny_product import matmul_precision
-from longspec_jax.ops.split_heads import part, rotate, split_heads
+from longspec_jax.ops.layer.split_heads import part, rotate, split_heads
+from longspec_jax.ops.products.skinny import matmul_precision
 
 Attend: TypeAlias = Callable[[int, Array, Array, Array], Array]
 """``(layer, q[B,T,N,H], k[B,T,K,H], v[B,T,K,H]) -> out[B,T,N,H]``."""

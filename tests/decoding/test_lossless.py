@@ -310,7 +310,7 @@ def test_output_does_not_depend_on_chunk_capacity_or_neighbours(models: Params) 
 def test_cached_decoding_equals_running_the_whole_text_again(models: Params) -> None:
     """The oracle that uses no cache: every token from one causal pass over all before it."""
     from longspec_jax.models.target import Target
-    from longspec_jax.ops.reference import causal_attention
+    from longspec_jax.ops.attention.reference import causal_attention
 
     target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
     rows, _ = generate(target, LongSpecDrafter(DRAFT, TREES[0]), models, tokens, LENGTHS, request())

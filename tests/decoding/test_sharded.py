@@ -14,7 +14,7 @@ from longspec_jax.decoding.engine import Params, Request, SpecState, decode, pre
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.longspec import LongSpecDrafter
-from longspec_jax.ops import (
+from longspec_jax.ops.layer import (
     append_rows,
     append_rows_pallas,
     residual_norm,

@@ -17,7 +17,7 @@ from longspec_jax.drafters.longspec import (
 )
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits
-from longspec_jax.ops.reference import prefix_attention, tree_attention
+from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 
 TARGET = tiny_target_config()

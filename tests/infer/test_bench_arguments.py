@@ -21,7 +21,7 @@ from infer.bench_arguments import ByMachine, settled
 from infer.bench_shapes import SHAPES
 from longspec_jax.config import ATTENTION
 from longspec_jax.loading import DEMO
-from longspec_jax.ops.attention import (
+from longspec_jax.ops.attention.dispatch import (
     PREFIX_IMPLEMENTATIONS,
     SPECULATIVE_IMPLEMENTATIONS,
     TREE_IMPLEMENTATIONS,

@@ -9,7 +9,7 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.models.layers import RMSNorm, rotary_angles
 from longspec_jax.models.target import Attention, Layer, Target
-from longspec_jax.ops.attention import causal_attention
+from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.weights.hf import load_target
 from tests.models.hf_models import FAMILIES, KV_HEADS, LLAMA3, make_model, save_model, torch
 

@@ -7,15 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longspec_jax.ops import (
-    append_rows_pallas,
-    residual_norm_pallas,
-    split_heads_pallas,
-    tiles,
-    tree_pallas,
-)
+from longspec_jax.ops.attention import tiles, tree_pallas
+from longspec_jax.ops.attention.tiles import MosaicTile
 from longspec_jax.ops.hardware import mosaic_is_supported
-from longspec_jax.ops.tiles import MosaicTile
+from longspec_jax.ops.layer import append_rows_pallas, residual_norm_pallas, split_heads_pallas
 
 TOKENS = (1, 5, 16, 48, 64, 69, 128, 256)
 HEADS = ((32, 32), (32, 8), (40, 8), (28, 4))
@@ -130,7 +125,7 @@ def test_layer_ops_lower_for_cuda() -> None:
     ],
 )
 def test_skinny_products_lower_for_cuda(rows, contracted, columns, gated, split, bias) -> None:
-    from longspec_jax.ops import skinny_product_mosaic
+    from longspec_jax.ops.products import skinny_mosaic
 
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     x = operand((rows, contracted))
@@ -140,10 +135,10 @@ def test_skinny_products_lower_for_cuda(rows, contracted, columns, gated, split,
 
     def call(x, weights, bias):
         if gated:
-            return skinny_product_mosaic.gated_product(x, weights, tile=tile)
+            return skinny_mosaic.gated_product(x, weights, tile=tile)
         if split:
-            return skinny_product_mosaic.summands(x, weights, tile=tile)
-        return skinny_product_mosaic.product(x, weights, bias, tile=tile)
+            return skinny_mosaic.summands(x, weights, tile=tile)
+        return skinny_mosaic.product(x, weights, bias, tile=tile)
 
     with on_hopper():
         traced = jax.jit(call).trace(x, weights, operand((columns,)) if bias else None)

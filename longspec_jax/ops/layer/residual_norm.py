@@ -28,7 +28,7 @@ def residual_norm(
 
     Args:
       x: the residual stream.
-      summands: what is added to it, a sum of its own (:mod:`longspec_jax.ops.skinny_product`).
+      summands: what is added to it, a sum of its own (:mod:`longspec_jax.ops.products.skinny`).
       scale: the norm's weights.
       eps: added to the mean square.
 
@@ -37,7 +37,7 @@ def residual_norm(
     """
     rows = x.size // x.shape[-1]
     if decodes_on_ampere(rows, x.dtype) and x.shape[-1] <= MAX_WIDTH:
-        from longspec_jax.ops import residual_norm_pallas  # Its backend may be absent.
+        from longspec_jax.ops.layer import residual_norm_pallas  # Its backend may be absent.
 
         return residual_norm_pallas.residual_norm(x, summands, scale, eps)
     return composed(x, summands, scale, eps)

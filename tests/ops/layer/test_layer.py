@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.ops import (
+from longspec_jax.ops.layer import (
     append_rows,
     append_rows_pallas,
     residual_norm,

@@ -1,6 +1,6 @@
 """The meaning of every attention op: dense, float32, one softmax, no tricks.
 
-Each function has the signature of the op in :mod:`longspec_jax.ops.attention` that it defines.
+Each function has the signature of the op in :mod:`longspec_jax.ops.attention.dispatch` that it defines.
 Nothing here is fast; everything here is short enough to check by eye.
 """
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
-from longspec_jax.ops.merge import Partial
+from longspec_jax.ops.attention.merge import Partial
 
 
 def prefix_attention(

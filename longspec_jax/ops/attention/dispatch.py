@@ -2,7 +2,8 @@
 
 ``prefix_attention`` and ``tree_attention`` return mergeable partial results; the decode step uses
 their union, ``speculative_attention`` (LongSpec section 3.3). ``chunk_attention`` serves prefill
-and ``causal_attention`` training. :mod:`longspec_jax.ops.reference` defines what each computes.
+and ``causal_attention`` training. :mod:`longspec_jax.ops.attention.reference` defines what each
+computes.
 
 An implementation is a module that provides the op under the same name and raises
 ``NotImplementedError`` with a sentence for what it cannot do; it is imported on first use, so that
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
-from longspec_jax.ops.merge import Partial
+from longspec_jax.ops.attention.merge import Partial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Implementation:
         return getattr(module, op)(*args, **options)
 
 
-_OPS = "longspec_jax.ops"
+_OPS = "longspec_jax.ops.attention"
 PREFIX_IMPLEMENTATIONS: dict[str, Implementation] = {
     "pallas": Implementation(f"{_OPS}.prefix_pallas"),
     "mosaic": Implementation(f"{_OPS}.prefix_mosaic"),

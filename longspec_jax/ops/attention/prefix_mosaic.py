@@ -4,7 +4,8 @@ With grouped heads a tree of some 70 nodes makes the prefix compute-bound: 276 p
 key and value. This kernel keeps the tensor cores busy as FlashAttention-3 does: one warpgroup
 fetches keys and values with the copy engine while the others, 64 packed rows each, take turns, one
 in its softmax while the other multiplies. Partial results have the layout of
-:func:`longspec_jax.ops.prefix_pallas.split_attention`, with the rows padded to whole warpgroups.
+:func:`longspec_jax.ops.attention.prefix_pallas.split_attention`, with the rows padded to whole
+warpgroups.
 """
 
 import dataclasses
@@ -19,11 +20,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
-from longspec_jax.ops import hardware, prefix_pallas, tree_pallas
-from longspec_jax.ops.merge import Partial
-from longspec_jax.ops.packing import refuse_unsupported
-from longspec_jax.ops.partitioned import PREFIX, SPECULATIVE, partitioned
-from longspec_jax.ops.tiles import WARPGROUP_ROWS, MosaicTile, mosaic_prefix_tile
+from longspec_jax.ops import hardware
+from longspec_jax.ops.attention import prefix_pallas, tree_pallas
+from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.ops.attention.packing import refuse_unsupported
+from longspec_jax.ops.attention.partitioned import PREFIX, SPECULATIVE, partitioned
+from longspec_jax.ops.attention.tiles import WARPGROUP_ROWS, MosaicTile, mosaic_prefix_tile
 
 LOG2_E = math.log2(math.e)
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]

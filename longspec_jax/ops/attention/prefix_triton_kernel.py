@@ -1,6 +1,6 @@
-"""The Triton side of :mod:`longspec_jax.ops.prefix_triton`; importing it needs the triton package.
+"""The Triton side of ``prefix_triton``; importing it needs the triton package.
 
-The kernels say what :mod:`longspec_jax.ops.prefix_pallas` says, in the same order of summation.
+The kernels say what ``prefix_pallas`` says, in the same order of summation.
 """
 
 import triton

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int8
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import decodes_on_ampere
-from longspec_jax.ops.skinny_product import matmul_precision
+from longspec_jax.ops.products.skinny import matmul_precision
 
 FEW = 4
 """Up to so many vectors XLA widens the weights as fast as it reads them, if there are exactly four."""

@@ -3,7 +3,7 @@
 The cache is cut into splits of a fixed number of slots. One program attends with a tile of packed
 query rows (the queries of every token and every head that read one key/value head) to one split
 and leaves a float32 partial result; a second kernel merges the splits, or, for speculative
-attention, the tree kernel does so in its epilogue (:mod:`longspec_jax.ops.tree_pallas`).
+attention, the tree kernel does so in its epilogue (:mod:`longspec_jax.ops.attention.tree_pallas`).
 
 Inside the kernels scores and maxima are in base 2, in which the hardware exponentiates; whatever is
 written to memory is natural.
@@ -23,21 +23,21 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries
-from longspec_jax.ops.hardware import AMPERE, require_ampere
-from longspec_jax.ops.merge import Partial
-from longspec_jax.ops.packing import (
+from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.ops.attention.packing import (
     PackedShape,
     flat_rows,
     reached_splits,
     refuse_unsupported,
 )
-from longspec_jax.ops.partitioned import PREFIX, partitioned
-from longspec_jax.ops.tiles import (
+from longspec_jax.ops.attention.partitioned import PREFIX, partitioned
+from longspec_jax.ops.attention.tiles import (
     MosaicTile,
     PrefixTile,
     prefix_tile,
     triton_prefix_tile,
 )
+from longspec_jax.ops.hardware import AMPERE, require_ampere
 
 LOG2_E = math.log2(math.e)
 MERGE_ROWS = 16
@@ -107,7 +107,7 @@ def split_attention(
             raise NotImplementedError(
                 "the Mosaic GPU kernel takes no lower bound and does not run in interpret mode"
             )
-        from longspec_jax.ops import prefix_mosaic  # Its backend is absent from older versions.
+        from longspec_jax.ops.attention import prefix_mosaic  # Older versions lack its backend.
 
         return prefix_mosaic.split_attention(q, k, v, length, scale=scale, tile=tile)
     batch, tokens, heads, width = q.shape
@@ -239,7 +239,7 @@ def product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 def compiler_params(warps: int, stages: int) -> pltriton.CompilerParams:
     """Choose Triton by name, and accept its announced removal without a warning at each call.
 
-    :mod:`longspec_jax.ops.prefix_triton` is the successor for the day it goes.
+    :mod:`longspec_jax.ops.attention.prefix_triton` is the successor for the day it goes.
     """
     warnings.filterwarnings(
         "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning

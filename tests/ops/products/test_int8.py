@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from longspec_jax.models.target import head_logits
-from longspec_jax.ops import int8_product as module
-from longspec_jax.ops.int8_product import int8_product, round_rows
+from longspec_jax.ops.products import int8 as module
+from longspec_jax.ops.products.int8 import int8_product, round_rows
 
 
 def random_table(rows: int, width: int, seed: int) -> np.ndarray:

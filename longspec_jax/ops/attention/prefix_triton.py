@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
-from longspec_jax.ops import tree_xla
+from longspec_jax.ops.attention import tree_xla
+from longspec_jax.ops.attention.merge import Partial, merge
+from longspec_jax.ops.attention.packing import refuse_unsupported
+from longspec_jax.ops.attention.partitioned import PREFIX, partitioned
+from longspec_jax.ops.attention.tiles import PrefixTile, triton_prefix_tile
 from longspec_jax.ops.hardware import require_ampere
-from longspec_jax.ops.merge import Partial, merge
-from longspec_jax.ops.packing import refuse_unsupported
-from longspec_jax.ops.partitioned import PREFIX, partitioned
-from longspec_jax.ops.tiles import PrefixTile, triton_prefix_tile
 
 MERGE_ROWS = 16
 
@@ -141,7 +141,7 @@ def _import() -> tuple[Any, Any]:
     try:
         import jax_triton
 
-        from longspec_jax.ops import prefix_triton_kernel
+        from longspec_jax.ops.attention import prefix_triton_kernel
     except ImportError as error:
         raise NotImplementedError(
             f"the jax-triton prefix kernel cannot be imported ({error}); install jax-triton 0.3.1 "

@@ -32,7 +32,7 @@ def split_heads(
       differentiable.
     """
     if decodes_on_ampere(qkv.shape[0] * qkv.shape[1], qkv.dtype):
-        from longspec_jax.ops import split_heads_pallas  # Its backend may be absent.
+        from longspec_jax.ops.layer import split_heads_pallas  # Its backend may be absent.
 
         return split_heads_pallas.split_heads(qkv, cos, sin)
     return composed(qkv, cos, sin)

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.ops import hardware, residual_norm, skinny_product, tiles
+from longspec_jax.ops import hardware
+from longspec_jax.ops.attention import tiles
+from longspec_jax.ops.layer import residual_norm
+from longspec_jax.ops.products import skinny
 from tests.kit import TOLERANCE, relative_error
 
 DTYPES = ["float32", "bfloat16"]
@@ -27,18 +30,18 @@ def silu(x: np.ndarray) -> np.ndarray:
 def test_definitions(dtype: str) -> None:
     x, bias = normal(0, 2, 3, 40, dtype=dtype), normal(1, 4, 6, dtype=dtype)
     weights = normal(2, 40, 4, 6, dtype=dtype)
-    out = skinny_product.product(x, weights, bias)
+    out = skinny.product(x, weights, bias)
     assert out.shape == (2, 3, 4, 6) and out.dtype == jnp.dtype(dtype)
     assert relative_error(out, exact(x, weights) + np.float64(bias)) <= TOLERANCE[dtype]
 
     weights = normal(3, 40, 24, dtype=dtype)
-    parts = skinny_product.summands(x, weights)
+    parts = skinny.summands(x, weights)
     assert parts.shape[1:] == (2, 3, 24)
     assert relative_error(np.float64(parts).sum(0), exact(x, weights)) <= TOLERANCE[dtype]
 
     weights = normal(4, 40, 2, 24, dtype=dtype) / 6
     gate, up = np.moveaxis(exact(x, weights), -2, 0)
-    out = skinny_product.gated_product(x, weights)
+    out = skinny.gated_product(x, weights)
     assert relative_error(out, silu(gate) * up) <= TOLERANCE[dtype]
 
 
@@ -46,9 +49,9 @@ def test_gradients_are_those_of_plain_jax() -> None:
     x, weights, bias = normal(0, 3, 8), normal(1, 8, 4), normal(2, 4)
     gate = normal(3, 8, 2, 4)
     for op, plain, arguments in (
-        (skinny_product.product, skinny_product.composed, (x, weights, bias)),
-        (skinny_product.summands, skinny_product.composed, (x, weights)),
-        (skinny_product.gated_product, skinny_product.composed_gate, (x, gate)),
+        (skinny.product, skinny.composed, (x, weights, bias)),
+        (skinny.summands, skinny.composed, (x, weights)),
+        (skinny.gated_product, skinny.composed_gate, (x, gate)),
     ):
         ours, theirs = (
             jax.grad(lambda *a, op=op: jnp.sin(op(*a)).sum(), range(len(arguments)))(*arguments)
@@ -69,20 +72,20 @@ def test_hopper_kernel(rows: int, dtype: str) -> None:
         tile = tiles.product_tile(rows, contracted, columns, split=split)
         assert tile is not None
         if split:
-            out = skinny_product.summands(x, weights)
+            out = skinny.summands(x, weights)
             assert out.shape == (tile.splits, rows, columns)
             out = residual_norm.add(jnp.zeros((rows, columns), dtype), out)
             expected = exact(x, weights)
         else:
             bias = normal(2, columns, dtype=dtype)
-            out = skinny_product.product(x, weights, bias)
+            out = skinny.product(x, weights, bias)
             expected = exact(x, weights) + np.float64(bias)
         assert out.dtype == jnp.dtype(dtype)
         assert relative_error(out, expected) <= TOLERANCE["bfloat16"]
 
     x, weights = normal(0, rows, 2048, dtype=dtype), normal(1, 2048, 2, 8192, dtype=dtype) / 64
     gate, up = np.moveaxis(exact(x, weights), -2, 0)
-    out = skinny_product.gated_product(x, weights)
+    out = skinny.gated_product(x, weights)
     assert tiles.product_tile(rows, 2048, 8192, gated=True) is not None
     assert relative_error(out, silu(gate) * up) <= TOLERANCE["bfloat16"]
 
@@ -92,6 +95,6 @@ def test_hopper_kernel_keeps_rows_apart() -> None:
     """What is not finite in one row stays there, and rows that do not exist are never seen."""
     x = normal(0, 8, 4096, dtype="bfloat16").at[3].set(jnp.nan)
     weights = normal(1, 4096, 4096, dtype="bfloat16")
-    out = np.float64(skinny_product.summands(x, weights).sum(axis=0))
+    out = np.float64(skinny.summands(x, weights).sum(axis=0))
     assert np.isnan(out[3]).all()
     assert np.isfinite(np.delete(out, 3, axis=0)).all()

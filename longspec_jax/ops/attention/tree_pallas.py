@@ -17,16 +17,15 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
-from longspec_jax.ops.hardware import require_ampere
-from longspec_jax.ops.merge import Partial
-from longspec_jax.ops.packing import (
+from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.ops.attention.packing import (
     PackedShape,
     flat_rows,
     reached_splits,
     refuse_unsupported,
 )
-from longspec_jax.ops.partitioned import SPECULATIVE, TREE, partitioned
-from longspec_jax.ops.prefix_pallas import (
+from longspec_jax.ops.attention.partitioned import SPECULATIVE, TREE, partitioned
+from longspec_jax.ops.attention.prefix_pallas import (
     LOG2_E,
     State,
     choose_tile,
@@ -39,7 +38,8 @@ from longspec_jax.ops.prefix_pallas import (
     product,
     split_attention,
 )
-from longspec_jax.ops.tiles import MosaicTile, PrefixTile, TreeTile, tree_tile
+from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile, tree_tile
+from longspec_jax.ops.hardware import require_ampere
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "tile", "interpret"))

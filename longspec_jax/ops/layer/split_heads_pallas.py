@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.partitioned import partitioned
-from longspec_jax.ops.prefix_pallas import compiler_params
-from longspec_jax.ops.split_heads import Heads
+from longspec_jax.ops.attention.partitioned import partitioned
+from longspec_jax.ops.attention.prefix_pallas import compiler_params
+from longspec_jax.ops.layer.split_heads import Heads
 
 HEADS = 16
 

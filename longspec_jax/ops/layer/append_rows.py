@@ -28,7 +28,7 @@ def append_rows(
       length: where; the caller guarantees ``length + h <= S``.
     """
     if decodes_on_ampere(path.size, caches[0].dtype):
-        from longspec_jax.ops import append_rows_pallas  # Its backend may be absent.
+        from longspec_jax.ops.layer import append_rows_pallas  # Its backend may be absent.
 
         return append_rows_pallas.append_rows(caches, fresh, path, length)
     return composed(caches, fresh, path, length)

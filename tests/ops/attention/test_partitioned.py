@@ -12,13 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspec_jax.ops import (
-    append_rows_pallas,
-    prefix_pallas,
-    residual_norm_pallas,
-    split_heads_pallas,
-    tree_pallas,
-)
+from longspec_jax.ops.attention import prefix_pallas, tree_pallas
+from longspec_jax.ops.layer import append_rows_pallas, residual_norm_pallas, split_heads_pallas
 from longspec_jax.sharding import BATCH, make_mesh
 
 DATA = BATCH[0]

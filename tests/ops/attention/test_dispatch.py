@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.ops import attention
-from longspec_jax.ops.merge import merge
+from longspec_jax.ops.attention import dispatch
+from longspec_jax.ops.attention.merge import merge
 from tests.kit import TOLERANCE, relative_error
-from tests.ops import oracle
-from tests.ops.oracle import Shape, inputs
+from tests.ops.attention import oracle
+from tests.ops.attention.oracle import Shape, inputs
 
 GPU = pytest.mark.gpu
 EVERYWHERE = ["reference", "xla", "interpret"]
@@ -61,7 +61,7 @@ def check(actual: tuple, expected: tuple, dtype: str) -> None:
 
 @functools.cache
 def compiled(op: str, implementation: str):
-    return jax.jit(functools.partial(getattr(attention, op), implementation=implementation))
+    return jax.jit(functools.partial(getattr(dispatch, op), implementation=implementation))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_two_runs_are_equal(implementation: str) -> None:
 @pytest.mark.parametrize("implementation", PREFIX)
 def test_scale_is_respected(implementation: str) -> None:
     x = inputs(Shape(), "float32", [131, 37])
-    actual = attention.prefix_attention(*x.prefix, scale=0.37, implementation=implementation)
+    actual = dispatch.prefix_attention(*x.prefix, scale=0.37, implementation=implementation)
     check(actual, oracle.prefix(x, scale=0.37), "float32")
 
 
@@ -215,7 +215,7 @@ def test_scale_is_respected(implementation: str) -> None:
 def test_gradients_are_refused_in_a_sentence(op: str, implementation: str) -> None:
     x = inputs(Shape(), "float32", [3, 5])
     operands = getattr(x, op.removesuffix("_attention"))
-    run = functools.partial(getattr(attention, op), implementation=implementation)
+    run = functools.partial(getattr(dispatch, op), implementation=implementation)
 
     def loss(q: jax.Array) -> jax.Array:
         return jax.tree.leaves(run(q, *operands[1:]))[0].astype(jnp.float32).sum()
@@ -229,7 +229,7 @@ def test_gradients_are_refused_in_a_sentence(op: str, implementation: str) -> No
 
 def test_chunk_attention_is_causal_after_the_prefix() -> None:
     x = inputs(Shape(keys=5), "float32", [131, 0], mask=np.tri(5, dtype=bool)[None].repeat(2, 0))
-    actual = attention.chunk_attention(*x.speculative[:-1])
+    actual = dispatch.chunk_attention(*x.speculative[:-1])
     assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE["float32"]
 
 
@@ -239,7 +239,7 @@ def test_causal_attention_counts_both_ends_of_the_window() -> None:
     for window in (None, 3):
         mask = (distance >= 0) & (distance <= (13 if window is None else window))
         x = inputs(shape, "float32", [1, 1], mask=np.broadcast_to(mask, (2, 13, 13)))
-        actual = attention.causal_attention(x.q, x.tree_k, x.tree_v, window=window)
+        actual = dispatch.causal_attention(x.q, x.tree_k, x.tree_v, window=window)
         assert relative_error(actual, oracle.tree(x)[0]) <= TOLERANCE["float32"]
 
 
@@ -247,24 +247,24 @@ def test_explicit_choices_refuse_and_automatic_choice_falls_back() -> None:
     x = inputs(Shape(), "float32", [3, 5])
     if jax.default_backend() != "gpu":
         for op in ("prefix", "tree", "speculative"):
-            run = getattr(attention, f"{op}_attention")
+            run = getattr(dispatch, f"{op}_attention")
             with pytest.raises(NotImplementedError, match="computes on 'cpu'"):
                 run(*getattr(x, op), implementation="pallas")
         with pytest.raises(NotImplementedError, match="computes on 'cpu'|cannot be imported"):
-            attention.prefix_attention(*x.prefix, implementation="triton")
+            dispatch.prefix_attention(*x.prefix, implementation="triton")
         automatic, xla = (
-            attention.speculative_attention(*x.speculative, implementation=name)
+            dispatch.speculative_attention(*x.speculative, implementation=name)
             for name in (None, "xla")
         )
         np.testing.assert_array_equal(automatic, xla)
     with pytest.raises(ValueError, match="no implementation 'cuda'; choose one of"):
-        attention.prefix_attention(*x.prefix, implementation="cuda")
+        dispatch.prefix_attention(*x.prefix, implementation="cuda")
     narrow = inputs(Shape(width=12), "float32", [3, 5])
     with pytest.raises(NotImplementedError, match="head width 12"):
-        attention.prefix_attention(*narrow.prefix, implementation="interpret")
+        dispatch.prefix_attention(*narrow.prefix, implementation="interpret")
     wide = inputs(Shape(heads=34, kv_heads=2), "float32", [3, 5])
     with pytest.raises(NotImplementedError, match="17 query heads per key/value head exceed 16"):
-        attention.tree_attention(*wide.tree, implementation="interpret")
+        dispatch.tree_attention(*wide.tree, implementation="interpret")
 
 
 @pytest.mark.parametrize(
@@ -283,4 +283,4 @@ def test_operands_that_do_not_fit_are_named(change, message: str) -> None:
     x = dataclasses.replace(x, **change(x))
     # With shape checking switched on jaxtyping may be the first to refuse.
     with pytest.raises(Exception, match=f"{message}|Type-check error"):
-        attention.speculative_attention(*x.speculative)
+        dispatch.speculative_attention(*x.speculative)

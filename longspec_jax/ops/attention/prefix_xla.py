@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import CacheSlots, Lengths, Queries
-from longspec_jax.ops.merge import Partial
+from longspec_jax.ops.attention.merge import Partial
 
 BLOCK = 1024
 """Cache slots per step: large enough for efficient products, small beside any long prefix."""

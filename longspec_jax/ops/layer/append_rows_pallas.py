@@ -11,8 +11,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
-from longspec_jax.ops.partitioned import partitioned
-from longspec_jax.ops.prefix_pallas import compiler_params
+from longspec_jax.ops.attention.partitioned import partitioned
+from longspec_jax.ops.attention.prefix_pallas import compiler_params
 
 CACHES = 64
 """Caches of one launch: every cache is two pointers and a branch of the kernel."""

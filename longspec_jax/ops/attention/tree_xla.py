@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
-from longspec_jax.ops import prefix_xla
-from longspec_jax.ops.merge import Partial, merge
+from longspec_jax.ops.attention import prefix_xla
+from longspec_jax.ops.attention.merge import Partial, merge
 
 
 def tree_attention(

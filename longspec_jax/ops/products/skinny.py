@@ -16,8 +16,8 @@ from jaxtyping import Float
 
 from longspec_jax.axes import Array
 from longspec_jax.ops import hardware
-from longspec_jax.ops.partitioned import one_device
-from longspec_jax.ops.tiles import ProductTile, product_tile
+from longspec_jax.ops.attention.partitioned import one_device
+from longspec_jax.ops.attention.tiles import ProductTile, product_tile
 
 
 @jax.custom_jvp
@@ -28,11 +28,11 @@ def product(
     tile = _tile(x, math.prod(weights.shape[1:]))
     if tile is None:
         return composed(x, weights, bias)
-    from longspec_jax.ops import skinny_product_mosaic  # Its backend may be absent.
+    from longspec_jax.ops.products import skinny_mosaic  # Its backend may be absent.
 
     flat = weights.reshape(weights.shape[0], -1)
     flat_bias = None if bias is None else bias.reshape(-1)
-    out = skinny_product_mosaic.product(_rows(x), flat, flat_bias, tile=tile)
+    out = skinny_mosaic.product(_rows(x), flat, flat_bias, tile=tile)
     return out.reshape(*x.shape[:-1], *weights.shape[1:])
 
 
@@ -42,9 +42,9 @@ def summands(x: Float[Array, "*rows K"], weights: Float[Array, "K N"]) -> Float[
     tile = _tile(x, weights.shape[1], split=True)
     if tile is None:
         return composed(x, weights)[None]
-    from longspec_jax.ops import skinny_product_mosaic  # Its backend may be absent.
+    from longspec_jax.ops.products import skinny_mosaic  # Its backend may be absent.
 
-    out = skinny_product_mosaic.summands(_rows(x), weights, tile=tile)
+    out = skinny_mosaic.summands(_rows(x), weights, tile=tile)
     return out.reshape(tile.splits, *x.shape[:-1], weights.shape[1])
 
 
@@ -56,9 +56,9 @@ def gated_product(
     tile = _tile(x, weights.shape[2], gated=True)
     if tile is None:
         return composed_gate(x, weights)
-    from longspec_jax.ops import skinny_product_mosaic  # Its backend may be absent.
+    from longspec_jax.ops.products import skinny_mosaic  # Its backend may be absent.
 
-    out = skinny_product_mosaic.gated_product(_rows(x), weights, tile=tile)
+    out = skinny_mosaic.gated_product(_rows(x), weights, tile=tile)
     return out.reshape(*x.shape[:-1], weights.shape[2])
 
 

@@ -1,0 +1,1 @@
+"""The small ops of a layer, each one launch in a decode step on a GPU."""

@@ -1,0 +1,1 @@
+"""Matrix products of a decode step, whose time is that of reading the weights."""
