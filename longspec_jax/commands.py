@@ -13,8 +13,8 @@ SCRIPTS = {
 """Module of the checkout to the script that ``pyproject.toml`` installs."""
 
 
-def command_name(package: str | None, module: str) -> str:
-    """What was typed to run a command's module, such as ``__package__`` and ``decode``."""
-    folder = (package or "").split(".")
-    dotted = f"{folder[-1]}.{module}"
-    return SCRIPTS[dotted] if len(folder) > 1 else f"python -m {dotted}"
+def command_name(package: str | None, module: str = "") -> str:
+    """What was typed to run a module of ``__package__``, or the package itself."""
+    dotted = ".".join(filter(None, (package, module)))
+    name = dotted.removeprefix("longspec_jax.")
+    return SCRIPTS[name] if name != dotted else f"python -m {name}"

@@ -12,7 +12,7 @@ from longspec_jax.loading import DEMO, check_weights_fit, load_tokenizer
 from longspec_jax.models.target import Target
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.raw import read_json
-from train.tokenizer import load_tokenizer as load_for_training
+from train.data.tokenizer import load_tokenizer as load_for_training
 
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 LOADERS = pytest.mark.parametrize("load", [load_tokenizer, load_for_training])

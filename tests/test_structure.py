@@ -46,7 +46,8 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 
     The commands import each other relatively, so that a wheel can hold them under the library's name.
     """
-    folder = path.relative_to(ROOT).parts[0]
+    folders = path.relative_to(ROOT).parts[:-1]
+    relative = folders[0] in ENTRY and folders[0] != "configs"
     tree = ast.parse(path.read_text())
     found = []
     for node in ast.walk(tree):
@@ -54,10 +55,13 @@ def imports(path: Path) -> list[tuple[str, bool]]:
         if isinstance(node, ast.Import):
             found += [(alias.name, top) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            relative = folder in ENTRY and folder != "configs"
             assert node.level == 0 or relative, f"{path}: relative import"
-            module = ".".join(filter(None, [folder if node.level else "", node.module]))
-            assert node.level == 1 or module.split(".")[0] != folder or not relative, module
+            assert node.level <= len(folders), (
+                f"{path}: a wheel holds the commands one folder deeper"
+            )
+            from_folders = folders[: len(folders) + 1 - node.level] if node.level else ()
+            module = ".".join(filter(None, [*from_folders, node.module]))
+            assert node.level or module.split(".")[0] != folders[0] or not relative, module
             found += [(f"{module}.{alias.name}", top) for alias in node.names]
     return found
 

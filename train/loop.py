@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from .checkpoint import Checkpoints
 from .config import OptimizerConfig, RunConfig, StageConfig
-from .data import Batches, prefetch
+from .data.batches import Batches, prefetch
 from .metrics import Metrics
 from .optim import learning_rate
 from .step import ROWS, Batch, Objective, Step, TrainState

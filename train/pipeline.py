@@ -22,17 +22,17 @@ from longspec_jax.weights.hf import load_draft, load_target, save_draft, save_ta
 from .card import write_card
 from .checkpoint import Checkpoints
 from .config import CorpusConfig, PretrainingConfig, RunConfig, StageConfig
-from .corpus import build_corpus, read_texts
-from .data import Batches, write_tokens
+from .data.batches import Batches, write_tokens
+from .data.corpus import build_corpus, read_texts
+from .data.rows import Source
+from .data.tokenizer import encode_documents, load_tokenizer, train_tokenizer
 from .loop import Stage, run_stage
 from .metrics import Metrics
 from .objectives import DraftObjective, TargetObjective
 from .optim import make_optimizer
 from .passes import cast
 from .processes import by_first, gathered
-from .rows import Source
 from .step import Objective, initial_state, make_step, state_shardings
-from .tokenizer import encode_documents, load_tokenizer, train_tokenizer
 
 
 @dataclass

@@ -29,8 +29,8 @@ from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.raw import read_json
 
 from .config import DataConfig
-from .loading import load_documents
-from .tokenizer import encode_documents, load_tokenizer
+from .data.loading import load_documents
+from .data.tokenizer import encode_documents, load_tokenizer
 
 SHARES = (32, 16, 8, 4, 2)
 """Fractions of the vocabulary whose coverage of the corpus is printed."""

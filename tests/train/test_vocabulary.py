@@ -12,7 +12,7 @@ from longspec_jax.weights.hf import save_target
 from tests.kit import tiny_target_config
 from tests.weights.random_params import random_target
 from train import vocabulary
-from train.tokenizer import train_tokenizer
+from train.data.tokenizer import train_tokenizer
 
 TEXTS = ["the cat sat on the mat", "the dog sat", "a mat"]
 STOP = 7

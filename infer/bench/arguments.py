@@ -1,0 +1,258 @@
+"""The options of the benchmarks, declared apart from them: ``--help`` imports no jax.
+
+A default may be one value for accelerators and another for CPUs, where the measurements made for GPUs
+would take hours. :func:`settled` chooses once the machine is known; what the user names always stands.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from longspec_jax.commands import command_name
+from longspec_jax.config import ATTENTION, DEFAULT_TREE, TreeConfig
+
+from .comma_separated import comma_separated
+from .files import chart_file, profile_folder, result_file
+from .shapes import SHAPES
+from .values import (
+    DTYPES,
+    head_counts,
+    not_negative,
+    one_of,
+    tree,
+    whole_number,
+)
+
+STATIC, DYNAMIC = "transformers-static", "transformers-dynamic"
+ATTENTION_CANDIDATES = (
+    *("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "xla-masked"),
+    *("torch-sdpa", "torch-flex"),
+)
+"""What ``attention`` compares; ours is the automatic choice."""
+
+CHAIN = TreeConfig((1, 1, 1))
+"""A small tree: what a CPU, which computes node after node, is quickest with."""
+COUNTS = comma_separated(whole_number)
+SEVERAL = partial(whole_number, least=2)
+"""New tokens: the first comes from the prefill, so that one alone is no decoding."""
+SHAPE_NAMES = comma_separated(one_of([*SHAPES]))
+
+
+@dataclass(frozen=True)
+class ByMachine:
+    """A default that depends on the machine."""
+
+    accelerator: Any
+    cpu: Any
+
+    def __str__(self) -> str:
+        """For ``--help``."""
+        return f"default {_typed(self.accelerator)}, on a CPU {_typed(self.cpu)}"
+
+
+def settled(arguments: argparse.Namespace, cpu: bool) -> argparse.Namespace:
+    """The arguments with the defaults of this machine."""
+    values = {
+        name: (value.cpu if cpu else value.accelerator) if isinstance(value, ByMachine) else value
+        for name, value in vars(arguments).items()
+    }
+    return argparse.Namespace(**values)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses in one line and takes names in full."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> Any:
+        """Say what is wrong; exit status 2."""
+        self.exit(2, f"error: {message}\n")
+
+
+def parser(summaries: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The command's parser.
+
+    Args:
+      summaries: every benchmark's name and what it answers.
+    """
+    result = Parser(
+        prog=command_name(__package__),
+        description="Measure how fast decoding and its parts are, beside the alternatives.",
+    )
+    commands = result.add_subparsers(dest="command", required=True, metavar="|".join(summaries))
+    for name, summary in summaries.items():
+        DECLARATIONS[name](commands.add_parser(name, help=summary, description=summary))
+    return result
+
+
+def attention(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench attention``."""
+    heads = comma_separated(head_counts)
+    all_heads = [(32, 32), (32, 8), (40, 8)]
+    contexts = ByMachine([4096, 16384, 32768, 131072], [2048])
+    _add(parser, "--tokens", COUNTS, ByMachine([1, 16, 48, 69, 128], [1, 16]), "tree nodes")
+    _add(parser, "--heads", heads, ByMachine(all_heads, [(8, 2)]), "query/key-value heads")
+    _add(parser, "--contexts", COUNTS, contexts, "cached tokens")
+    _add(parser, "--batches", COUNTS, ByMachine([1, 8], [1]), "rows")
+    parser.add_argument("--head-dim", type=whole_number, default=128)
+    _add(parser, "--dtype", one_of(DTYPES), ByMachine("bfloat16", "float32"))
+    everything = ["ours", "mosaic", "cudnn", "xla-masked", "torch-sdpa", "torch-flex"]
+    _add(
+        *(parser, "--implementations", comma_separated(one_of(ATTENTION_CANDIDATES))),
+        ByMachine(everything, ["ours", "xla-masked"]),
+        f"some of {', '.join(ATTENTION_CANDIDATES)}; ours is the automatic choice",
+    )
+    parser.add_argument("--tiles", action="store_true", help="sweep our tiles instead; on a GPU")
+    _add_outputs(parser)
+
+
+def decode(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench decode``."""
+    histogram = comma_separated(partial(whole_number, least=0))
+    _add_setting(parser)
+    parser.add_argument(
+        "--ragged", action="store_true", help="rows of a batch from the whole context to half of it"
+    )
+    _add(
+        *(parser, "--acceptance", not_negative, ByMachine(3.57, 2.1)),
+        "mean tokens emitted per round",
+    )
+    parser.add_argument(
+        "--histogram", type=histogram, help="recorded rounds by emitted tokens, instead"
+    )
+    trees = ByMachine(DEFAULT_TREE, CHAIN)
+    _add(parser, "--tree", tree, trees, "widths of the tree by level")
+    parser.add_argument(
+        "--budget",
+        type=whole_number,
+        help=f"nodes of the tree to verify, the root included; {DEFAULT_TREE.budget} of the default "
+        "tree, all of a tree that is named",
+    )
+    parser.add_argument(
+        "--draft_vocabulary", type=whole_number, help="tokens the draft may propose; all if absent"
+    )
+    parser.add_argument(
+        "--draft_int8", action="store_true", help="the draft's weights and LM head in 8 bits"
+    )
+    _add(parser, "--new_tokens", SEVERAL, ByMachine(192, 48), "tokens of one repetition")
+    _add(parser, "--repetitions", whole_number, ByMachine(3, 2))
+    _add(parser, "--turns", whole_number, ByMachine(10, 3), "repeats of a separately timed part")
+    _add_attention(parser)
+    parser.add_argument(
+        "--prefill", type=whole_number, metavar="CHUNK", help="time a real prefill, too"
+    )
+    parser.add_argument("--streaming", action="store_true", help="time rounds that are read, too")
+    parser.add_argument("--adaptive", action="store_true", help="time adaptive decoding, too")
+    parser.add_argument("--parts", action="store_true", help="take draft and verify further apart")
+    parser.add_argument(
+        "--profile",
+        type=profile_folder,
+        help="write kernel times and compiled programs to this folder",
+    )
+    _add_outputs(parser)
+
+
+def match(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench match``."""
+    temperatures = comma_separated(not_negative)
+    _add(parser, "--generations", whole_number, ByMachine(60, 2), "of every temperature")
+    _add(parser, "--context", whole_number, ByMachine(4096, 512), "tokens of a prompt")
+    _add(parser, "--new_tokens", SEVERAL, ByMachine(512, 48))
+    parser.add_argument("--temperatures", type=temperatures, default=[0.0, 1.0])
+    trees = ByMachine(TreeConfig(), CHAIN)
+    _add(parser, "--tree", tree, trees, "widths of the tree by level")
+    parser.add_argument(
+        "--dtype", type=one_of(DTYPES), default="bfloat16", help="float32 as a control"
+    )
+    _add_attention(parser)
+    _add_outputs(parser, chart=False)
+
+
+def products(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench products``."""
+    _add_shape(parser)
+    parser.add_argument("--rows", type=COUNTS, default=[1, 16, 64])
+    _add_outputs(parser, chart=False)
+
+
+def transformers(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench transformers``."""
+    _add_setting(parser)
+    names = comma_separated(one_of((STATIC, DYNAMIC)))
+    parser.add_argument("--implementations", type=names, default=[STATIC, DYNAMIC])
+    _add(parser, "--new_tokens", whole_number, ByMachine(24, 8), "tokens of one repetition")
+    parser.add_argument("--repetitions", type=whole_number, default=3)
+    parser.add_argument("--prefill_chunk", type=whole_number, default=2048)
+    parser.add_argument(
+        "--device", type=one_of(("cuda", "cpu")), help="cuda where PyTorch sees it, else cpu"
+    )
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="the static step"
+    )
+    _add_outputs(parser)
+
+
+def report(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench report``."""
+    parser.add_argument("files", type=Path, nargs="+", help="result files")
+    _add_outputs(parser)
+
+
+DECLARATIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "attention": attention,
+    "decode": decode,
+    "match": match,
+    "products": products,
+    "transformers": transformers,
+    "report": report,
+}
+
+
+def _add(
+    parser: argparse.ArgumentParser, option: str, kind: Any, default: ByMachine, words: str = ""
+) -> None:
+    """Declare an option whose default depends on the machine."""
+    words = f"{words}; {default}" if words else str(default)
+    parser.add_argument(option, type=kind, default=default, help=words)
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    shapes = ByMachine(["vicuna7b"], ["demo"])
+    _add(parser, "--shape", SHAPE_NAMES, shapes, f"some of {', '.join(SHAPES)}")
+
+
+def _add_setting(parser: argparse.ArgumentParser) -> None:
+    _add_shape(parser)
+    _add(parser, "--context", COUNTS, ByMachine([4096], [1024]), "cached tokens")
+    parser.add_argument("--batch", type=COUNTS, default=[1], help="rows")
+
+
+def _add_attention(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--attention",
+        type=one_of(ATTENTION),
+        help=f"one of {', '.join(ATTENTION)}; automatic if absent",
+    )
+
+
+def _add_outputs(parser: argparse.ArgumentParser, chart: bool = True) -> None:
+    parser.add_argument("--json", type=result_file, help="write header and rows to this file")
+    if chart:
+        parser.add_argument("--chart", type=chart_file, help="draw the rows into this PNG")
+    parser.add_argument(
+        "--traceback", action="store_true", help="show Python's traceback on errors"
+    )
+
+
+def _typed(value: Any) -> str:
+    """A value as a user would type it."""
+    if isinstance(value, TreeConfig):
+        return _typed(value.widths)
+    if isinstance(value, list | tuple):
+        separator = "/" if value and isinstance(value, tuple) and len(value) == 2 else ","
+        return separator.join(map(_typed, value))
+    return str(value)

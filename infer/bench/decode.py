@@ -1,0 +1,344 @@
+"""How fast whole rounds are, from a filled cache, at a given acceptance length.
+
+Weights and cached keys and values are random and of the real shapes. Plain decoding and speculation
+run in the engine's own compiled loop, from the first token to the last; only the number of accepted
+tokens is drawn, with the wanted mean, instead of earned (``longspec_jax.decoding.simulated``). Times
+are medians over repetitions, each from a dispatch to the end of the device's work, after one run
+that warms up; tokens per second are tokens over that time and no product of other figures.
+
+``acceptance length`` is emitted tokens over target passes, the bonus included. The roof of a plain
+step is its bytes (weights that are read, cached keys and values) over the bandwidth measured in this
+run. ``draft`` and ``verify`` are timed apart from the round, in programs of their own
+(``infer.bench.parts``); ``rest`` is what they leave of it: walk, commit, bookkeeping, the loop.
+``streaming`` drives the same rounds from Python and reads every one, as the library streams, and
+``stepwise`` without launching ahead of what was read (``infer.bench.streaming``). ``adaptive`` is
+decoding that chooses its tree by the clock, and here nothing is simulated: a random draft is as
+useless as a draft can be (``infer.bench.adaptive``).
+
+``lengths`` are the committed tokens of the shortest and of the longest row. They are the context,
+unless ``--ragged`` spreads the rows evenly from all of it to half of it; bytes are those of the
+actual lengths.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding import engine
+from longspec_jax.decoding.cache import cache_bytes
+from longspec_jax.decoding.engine import SpecState
+from longspec_jax.drafters.base import NoDraft
+from longspec_jax.generation.memory import tree_bytes
+from longspec_jax.sizes import shown_bytes
+
+from . import adaptive as bench_adaptive
+from . import parts as bench_parts
+from . import report as bench_report
+from . import streaming as bench_streaming
+from .arguments import settled
+from .charts import brief
+from .decode_setting import Bench, Setting, all_settings, rough_seconds, setting_bytes
+from .kernel_profile import profile
+from .models import Model, check_memory, draft_state, random_model
+from .prefill_time import time_prefill
+from .progress import announce, counted, step
+from .shapes import SHAPES
+from .simulated import simulated_decode
+from .timing import measure_roof, rounded
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure, print, and write what was asked for."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    cpu = jax.default_backend() == "cpu"
+    arguments = settled(arguments, cpu)
+    settings = all_settings(arguments)
+    for setting in settings:
+        check_memory(
+            f"{setting.shape} with {setting.context} cached tokens", setting_bytes(setting)
+        )
+    if cpu:
+        shapes = ", ".join(dict.fromkeys(setting.shape for setting in settings))
+        work = f"{counted(len(settings), 'case')} of the shape {shapes}"
+        announce(work, sum(map(rough_seconds, settings)))
+    device, roof = jax.devices()[0].device_kind, measure_roof()
+    header = bench_report.header(
+        device,
+        __doc__ or "",
+        roof_tb_per_s=roof.bytes_per_s / 1e12,
+        roof_tflop_per_s=roof.operations_per_s / 1e12,
+    )
+    with bench_report.Report(header, arguments.json, arguments.chart) as report:
+        for shape, of_shape in itertools.groupby(settings, lambda setting: setting.shape):
+            step(f"drawing the weights of {shape}")
+            model = random_model(
+                *(SHAPES[shape], arguments.attention, arguments.draft_vocabulary),
+                draft_int8=arguments.draft_int8,
+            )
+            for setting in of_shape:
+                row = measure(setting, model, roof.bytes_per_s, arguments)
+                report.add(row, line(row))
+            del model  # Before the next one is drawn.
+        for row in report.rows:
+            print(f"\n{verdict(row, device)}")
+
+
+def measure(
+    setting: Setting, model: Model, bytes_per_s: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """All figures of one setting."""
+    bench = Bench.prepare(setting, model)
+    drafter, plain = bench.drafter, NoDraft()
+    row = describe(bench)
+    parts = {"draft": bench_parts.draft, "verify": bench_parts.verify}
+    if arguments.parts:
+        parts |= {
+            "verify_products": bench_parts.verify_products,
+            "verify_attention": bench_parts.verify_attention,
+            "draft_cross": bench_parts.draft_cross,
+            "draft_head": bench_parts.draft_head,
+            "draft_choice": bench_parts.draft_choice,
+        }
+    place = f"{setting.shape}, {setting.context} cached tokens, batch {setting.batch}"
+    step(f"{place}: compiling")
+    begin = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        loops = {
+            "plain": pool.submit(bench.compile, engine.decode, model.target, plain, drafter=plain),
+            "round": pool.submit(
+                *(bench.compile, simulated_decode, model.target, drafter),
+                *(setting.lengths, 0),
+                drafter=drafter,
+            ),
+        }
+        if arguments.streaming:
+            loops["streaming"] = pool.submit(
+                *(bench.compile, bench_streaming.simulated_round, model.target, drafter),
+                *(setting.lengths, 0),
+                drafter=drafter,
+            )
+        programs = {
+            name: pool.submit(
+                bench.compile,
+                jax.jit(part(model.target, drafter, setting.turns)),
+                drafter=drafter,
+            )
+            for name, part in parts.items()
+        }
+        committing = pool.submit(
+            bench.compile,
+            jax.jit(bench_parts.commit(model.target, drafter, setting.turns), donate_argnums=(2,)),
+            drafter=drafter,
+        )
+    row["compile_seconds"] = round(time.perf_counter() - begin, 1)
+    step(f"{place}: timing plain decoding")
+    plain_loop = time_loop(bench, loops["plain"].result(), plain)
+    step(f"{place}: timing rounds")
+    round_loop = time_loop(bench, loops["round"].result(), drafter)
+    if arguments.streaming:
+        ways = {
+            "streaming": bench_streaming.stream,
+            "stepwise": bench_streaming.stream_by_steps,
+        }
+        for name, way in ways.items():
+            program = read_by(way, loops["streaming"].result())
+            row |= streaming(name, round_loop, time_loop(bench, program, drafter))
+    if arguments.adaptive:
+        row |= bench_adaptive.time_adaptive(bench, plain_loop.seconds / plain_loop.rounds)
+    step(f"{place}: timing the parts of a round")
+    state = bench.state(drafter)
+    times = {name: time_part(bench, program.result(), state) for name, program in programs.items()}
+    times["commit"] = time_commit(bench, committing.result(), state)
+    row |= results(setting, plain_loop, round_loop, times)
+    floor = row["plain_step_bytes"] / bytes_per_s
+    row["plain_percent_of_roof"] = rounded(100e3 * floor / row["plain_ms_per_token"])
+    if arguments.profile:
+        folder = arguments.profile / f"{setting.shape}_{setting.context}_{setting.batch}"
+        profile(bench, loops["round"].result(), drafter, folder / "round")
+        profile(bench, loops["plain"].result(), plain, folder / "plain")
+    if arguments.prefill:
+        row |= time_prefill(bench, arguments.prefill)
+    return row
+
+
+def describe(bench: Bench) -> dict[str, Any]:
+    """What is measured, and its bytes."""
+    setting, model = bench.setting, bench.model
+    config, weights = model.config, tree_bytes(model.params.target)
+    itemsize = jnp.dtype(config.dtype).itemsize
+    table = config.vocab_size * config.model_width * itemsize
+    read = weights - (0 if config.tied_embeddings else table)
+    seen = sum(cache_bytes(config, 1, row + setting.new_tokens // 2) for row in setting.contexts)
+    return {
+        "shape": setting.shape,
+        "context": setting.context,
+        "lengths": [min(setting.contexts), max(setting.contexts)],
+        "batch": setting.batch,
+        "tree": list(setting.tree.widths),
+        "budget": setting.tree.budget,
+        "new_tokens": setting.new_tokens,
+        "dtype": config.dtype,
+        "attention": model.target.attention or "automatic",
+        "draft_vocabulary": bench.model.params.draft.head.shape[0],
+        "draft_int8": bench.model.params.draft.int8,
+        "target_bytes": weights,
+        "draft_bytes": tree_bytes(model.params.draft.own),
+        "cache_bytes": cache_bytes(config, setting.batch, setting.capacity),
+        "draft_state_bytes": tree_bytes(draft_state(model, bench.drafter, setting.batch)),
+        "plain_step_bytes": read + seen,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopTime:
+    """A whole decode, timed."""
+
+    seconds: float
+    rounds: int
+    """Target passes: the most that any row needed."""
+    emitted: int
+    """Tokens of all rows, the one drawn from the prefill not counted."""
+    row_rounds: int
+    """Target passes summed over rows, each as long as it was not done."""
+
+
+def time_loop(bench: Bench, program: Callable[..., SpecState], drafter: Any) -> LoopTime:
+    """Median seconds of decoding the setting's tokens."""
+    seconds = []
+    for _ in range(bench.setting.repetitions + 1):
+        state = jax.block_until_ready(bench.state(drafter))
+        begin = time.perf_counter()
+        state = jax.block_until_ready(program(bench.model.params, bench.request, state))
+        seconds.append(time.perf_counter() - begin)
+        bench.cache = state.cache
+    rounds, emitted = np.asarray(state.rounds), np.asarray(state.emitted)
+    return LoopTime(
+        statistics.median(seconds[1:]),
+        int(rounds.max()),
+        int(emitted.sum()) - len(emitted),
+        int(rounds.sum()),
+    )
+
+
+def read_by(way: Callable[..., Any], round_program: Callable[..., Any]) -> Callable[..., SpecState]:
+    """A whole decode whose every round is launched and read from Python.
+
+    Args:
+      way: ``streaming.stream`` or its twin.
+      round_program: the compiled round.
+    """
+
+    def program(params: Any, request: Any, state: SpecState) -> SpecState:
+        advance = functools.partial(round_program, params, request)
+        return bench_streaming.read_all(way(advance, state))
+
+    return program
+
+
+def streaming(name: str, loop: LoopTime, read: LoopTime) -> dict[str, Any]:
+    """What reading every round costs over the loop on the device."""
+    read_round, round_ = read.seconds / read.rounds, loop.seconds / loop.rounds
+    return {
+        f"{name}_round_ms": rounded(1e3 * read_round),
+        f"{name}_overhead_percent": rounded(100 * (read_round / round_ - 1)),
+    }
+
+
+def time_part(bench: Bench, program: Callable[..., Any], state: SpecState) -> float:
+    """Median seconds of one turn of a part that leaves the state alone."""
+    seconds = []
+    for _ in range(bench.setting.repetitions + 1):
+        begin = time.perf_counter()
+        jax.block_until_ready(program(bench.model.params, bench.request, state))
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:]) / bench.setting.turns
+
+
+def time_commit(bench: Bench, program: Callable[..., SpecState], state: SpecState) -> float:
+    """Median seconds of one commit; the state is used up, its cache kept."""
+    seconds = []
+    for _ in range(bench.setting.repetitions + 1):
+        begin = time.perf_counter()
+        state = jax.block_until_ready(program(bench.model.params, bench.request, state))
+        seconds.append(time.perf_counter() - begin)
+    bench.cache = state.cache
+    return statistics.median(seconds[1:]) / bench.setting.turns
+
+
+def results(
+    setting: Setting, plain: LoopTime, spec: LoopTime, times: dict[str, float]
+) -> dict[str, Any]:
+    """The figures of a row, in milliseconds and tokens per second."""
+    plain_step, round_ = plain.seconds / plain.rounds, spec.seconds / spec.rounds
+    rest = round_ - times["draft"] - times["verify"]
+    return {
+        "plain_ms_per_token": rounded(1e3 * plain_step),
+        "round_ms": rounded(1e3 * round_),
+        **{f"{name}_ms": rounded(1e3 * seconds) for name, seconds in times.items()},
+        "rest_ms": rounded(1e3 * rest),
+        "round_over_plain": rounded(round_ / plain_step),
+        "acceptance_wanted": rounded(setting.lengths.mean),
+        "acceptance_length": rounded(spec.emitted / spec.row_rounds),
+        "tokens_per_second": rounded(spec.emitted / spec.seconds),
+        "plain_tokens_per_second": rounded(plain.emitted / plain.seconds),
+        "speed_up": rounded(spec.emitted / spec.seconds / (plain.emitted / plain.seconds)),
+    }
+
+
+def verdict(row: dict[str, Any], device: str) -> str:
+    """What a row says about speculation, in a sentence."""
+    nodes = TreeConfig(tuple(row["tree"]), row["budget"]).num_nodes
+    rows = f" in {row['batch']} rows together" if row["batch"] > 1 else ""
+    return (
+        f"{row['shape']} at {row['context']} tokens on {device}: "
+        f"{brief(row['tokens_per_second'])} tokens/s{rows} with a tree of {nodes} nodes, "
+        f"{brief(row['plain_tokens_per_second'])} without: {row['speed_up']:.1f}x "
+        f"(accepted length drawn at {row['acceptance_length']:.2f}, random weights)"
+    )
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    more = {
+        name.removesuffix("_ms"): row[name]
+        for name in row
+        if name.endswith("_ms") and name not in ("round_ms", "rest_ms", "draft_ms", "verify_ms")
+    }
+    shortest, longest = row["lengths"]
+    cached = longest if shortest == longest else f"{shortest}-{longest}"
+    return (
+        f"{row['shape']} B={row['batch']} S={cached} tree={row['tree']} budget={row['budget']}: "
+        f"plain {row['plain_ms_per_token']} ms ({row['plain_percent_of_roof']} % of roof), "
+        f"round {row['round_ms']} ms = draft {row['draft_ms']} + verify {row['verify_ms']} "
+        f"+ rest {row['rest_ms']}, {row['round_over_plain']} plain steps; "
+        f"{row['tokens_per_second']} tokens/s at acceptance {row['acceptance_length']}, plain "
+        f"{row['plain_tokens_per_second']}, speed-up {row['speed_up']}; "
+        f"weights {shown_bytes(row['target_bytes'])}, draft {shown_bytes(row['draft_bytes'])}, "
+        f"cache {shown_bytes(row['cache_bytes'])}, draft state {shown_bytes(row['draft_state_bytes'])}; "
+        f"ms: {more}"
+        + (
+            f"; streaming {row['streaming_overhead_percent']} % more per round, step by step "
+            f"{row['stepwise_overhead_percent']} %"
+            if "streaming_round_ms" in row
+            else ""
+        )
+        + (
+            f"; adaptive {row['adaptive_ms_per_token']} ms, {row['adaptive_over_plain']} plain steps, "
+            f"at acceptance {row['adaptive_acceptance_length']}, rounds {row['adaptive_choices']}"
+            if "adaptive_choices" in row
+            else ""
+        )
+        + (f"; prefill {row['prefill_tflop_per_s']} TFLOP/s" if "prefill_chunk" in row else "")
+    )

@@ -1,0 +1,277 @@
+"""How fast Hugging Face transformers decodes plainly: the alternative to measure in the same run.
+
+Random weights of the real shapes are drawn on the device, a real prefill in chunks fills the cache,
+and greedy decoding of single tokens is timed from there: the median over repetitions of many tokens,
+after some that warm up. ``transformers-static`` is a static cache with the step compiled by
+``torch.compile(mode="reduce-overhead")``, that is with CUDA graphs; ``transformers-dynamic`` is the
+library's default, a growing cache and no compilation. Both use torch's
+``scaled_dot_product_attention``. The roof is the bytes of a step (weights that are read, cached keys
+and values) over the bandwidth measured in this run.
+"""
+
+import argparse
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from longspec_jax.config import TargetConfig
+from longspec_jax.weights.hf_config import hf_config
+
+from . import report as bench_report
+from .arguments import DYNAMIC, STATIC, settled
+from .progress import announce, counted, step
+from .shapes import SHAPES
+from .timing import median_seconds
+
+WARM_TOKENS = 6
+"""Tokens before the first timed one: compilation, and the two recordings of a CUDA graph."""
+ALIGNMENT = 64
+"""Slots of a static cache are a multiple of this; odd sizes have slower kernels."""
+CPU_SECONDS = 30
+"""A rough estimate for a row: most of it is compiling the static step."""
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure, print, and write what was asked for."""
+    import torch
+
+    there = torch.cuda.is_available()
+    if arguments.device == "cuda" and not there:
+        raise ValueError("--device=cuda: PyTorch sees no CUDA device; choose --device=cpu")
+    device = arguments.device or ("cuda" if there else "cpu")
+    cpu = device == "cpu"
+    arguments = settled(arguments, cpu)
+    if cpu:
+        number = math.prod(
+            map(
+                len,
+                (arguments.shape, arguments.batch, arguments.context, arguments.implementations),
+            )
+        )
+        announce(f"{counted(number, 'case')} of {', '.join(arguments.shape)}", CPU_SECONDS * number)
+    bytes_per_s = measure_bandwidth(device)
+    name = "cpu" if cpu else torch.cuda.get_device_name()
+    header = bench_report.header(name, __doc__ or "", roof_tb_per_s=bytes_per_s / 1e12)
+    with bench_report.Report(header, arguments.json, arguments.chart) as report:
+        for shape in arguments.shape:
+            step(f"drawing the weights of {shape}")
+            model = random_model(SHAPES[shape], device)
+            for batch in arguments.batch:
+                for context in arguments.context:
+                    for implementation in arguments.implementations:
+                        row = {
+                            **{"implementation": implementation, "shape": shape},
+                            **{"context": context, "batch": batch, "dtype": SHAPES[shape].dtype},
+                            **timed(model, implementation, context, batch, arguments, bytes_per_s),
+                        }
+                        report.add(row, line(row))
+                        _release()
+            del model
+            _release()
+
+
+def timed(
+    model: Any,
+    implementation: str,
+    context: int,
+    batch: int,
+    arguments: argparse.Namespace,
+    bytes_per_s: float,
+) -> dict[str, Any]:
+    """The figures of one row, or the reason why there are none."""
+    try:
+        found = measure(model, implementation, context, batch, arguments)
+    except Exception as error:  # An alternative that fails is a result, too.
+        reason = (str(error).splitlines() or [""])[0][:200]
+        return {"ms_per_token": None, "refusal": f"{type(error).__name__}: {reason}"}
+    floor = found["step_bytes"] / bytes_per_s
+    return {**found, "percent_of_roof": _rounded(100e3 * floor / found["ms_per_token"])}
+
+
+def measure(
+    model: Any, implementation: str, context: int, batch: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """The figures of one row; the cache is gone when it returns."""
+    import torch
+
+    tokens = WARM_TOKENS + arguments.new_tokens * arguments.repetitions
+    slots = -(-(context + tokens) // ALIGNMENT) * ALIGNMENT
+    cache = empty_cache(implementation, model.config, slots)
+    compiled = implementation == STATIC and arguments.compile
+    before = compilations()
+    with torch.no_grad():
+        prefill_seconds = prefill(model, cache, context, batch, arguments.prefill_chunk)
+        seconds = decode_seconds(
+            greedy_step(model, cache, compiled),
+            torch.zeros((batch, 1), dtype=torch.long, device=model.device),
+            torch.full((1, 1), context, dtype=torch.long, device=model.device),
+            arguments.new_tokens,
+        )
+        warm_up = next(seconds)
+        median = statistics.median(next(seconds) for _ in range(arguments.repetitions))
+    return {
+        "ms_per_token": _rounded(1e3 * median),
+        "tokens_per_second": _rounded(batch / median),
+        "compiled": compiled,
+        **{name: count - before[name] for name, count in compilations().items()},
+        "slots": slots if implementation == STATIC else None,
+        "warm_up_seconds": _rounded(warm_up),
+        "prefill_seconds": _rounded(prefill_seconds),
+        "step_bytes": step_bytes(model, batch, context + tokens // 2),
+    }
+
+
+def random_model(config: TargetConfig, device: str) -> Any:
+    """Transformers' own model of this shape, with random weights drawn on the device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = hf_config(config)
+    named = {key: raw[key] for key in raw if key not in ("architectures", "torch_dtype")}
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**named),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation="sdpa",
+        ).eval()
+
+
+def empty_cache(implementation: str, config: Any, slots: int) -> Any:
+    """The cache of an implementation.
+
+    Raises:
+      ValueError: if there is no such implementation.
+    """
+    from transformers import DynamicCache, StaticCache
+
+    if implementation == STATIC:
+        return StaticCache(config=config, max_cache_len=slots)
+    if implementation == DYNAMIC:
+        return DynamicCache(config=config)
+    raise ValueError(f"no implementation {implementation!r}; choose {STATIC} or {DYNAMIC}")
+
+
+def prefill(model: Any, cache: Any, context: int, batch: int, chunk: int) -> float:
+    """Fill the cache with a random prompt, uncompiled; returns its seconds."""
+    import torch
+
+    prompt = torch.randint(model.config.vocab_size, (batch, context), device=model.device)
+    begin = time.perf_counter()
+    for start in range(0, context, chunk):
+        fresh = prompt[:, start : start + chunk]
+        positions = torch.arange(start, start + fresh.shape[1], device=model.device)[None]
+        model(fresh, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+    _synchronize()
+    return time.perf_counter() - begin
+
+
+def greedy_step(model: Any, cache: Any, compiled: bool) -> Callable[[Any, Any], Any]:
+    """``(tokens[B, 1], position[1, 1]) -> tokens[B, 1]``: one token more in the cache."""
+    import torch
+
+    def step(tokens: Any, position: Any) -> Any:
+        output = model(tokens, position_ids=position, past_key_values=cache, use_cache=True)
+        return output.logits[:, -1:].argmax(-1)
+
+    if not compiled:
+        return step
+    # Shapes stay as they are: dynamic ones, which torch infers from a second context, are slower.
+    fast = torch.compile(step, mode="reduce-overhead", dynamic=False)
+
+    def replayed(tokens: Any, position: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return fast(tokens, position).clone()  # The next replay overwrites the graph's output.
+
+    return replayed
+
+
+def compilations() -> dict[str, int]:
+    """What torch has compiled so far: one graph and no skip is a step that runs as it should.
+
+    A graph that torch refuses to record as a CUDA graph runs all the same, only slower.
+    """
+    from torch._dynamo.utils import counters
+
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "cuda_graph_skips": counters["inductor"]["cudagraph_skips"],
+    }
+
+
+def decode_seconds(
+    step: Callable[[Any, Any], Any], tokens: Any, position: Any, count: int
+) -> Iterator[float]:
+    """Yield the seconds of the warm-up, then a token's seconds over every ``count`` tokens."""
+
+    def advance(steps: int) -> float:
+        nonlocal tokens, position
+        begin = time.perf_counter()
+        for _ in range(steps):
+            tokens = step(tokens, position)
+            position = position + 1
+        _synchronize()
+        return time.perf_counter() - begin
+
+    yield advance(WARM_TOKENS)
+    while True:
+        yield advance(count) / count
+
+
+def step_bytes(model: Any, batch: int, length: int) -> int:
+    """Bytes a decode step must read: weights without the embedding table, cached keys and values."""
+    config = model.config
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    table = model.get_input_embeddings().weight
+    if not config.tie_word_embeddings:
+        weights -= table.numel() * table.element_size()
+    slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return weights + batch * length * slot * table.element_size()
+
+
+def measure_bandwidth(device: str) -> float:
+    """Bytes per second of reading 4 GB once, little on a CPU."""
+    import torch
+
+    elements = 2**30 if device == "cuda" else 2**20
+    values = torch.randn(elements, device=device)
+    return 4 * elements / median_seconds(values.sum, lambda _: _synchronize())
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    shape = f"{row['implementation']:20s} {row['shape']} B={row['batch']} S={row['context']:6d}"
+    if row["ms_per_token"] is None:
+        return f"{shape}  -  {row['refusal']}"
+    return (
+        f"{shape} {row['ms_per_token']} ms per token ({row['percent_of_roof']} % of roof), "
+        f"{row['tokens_per_second']} tokens/s; warm-up {row['warm_up_seconds']} s, "
+        f"prefill {row['prefill_seconds']} s; {row['graphs']} graphs compiled, "
+        f"{row['cuda_graph_skips']} refused as CUDA graphs"
+    )
+
+
+def _synchronize() -> None:
+    """Wait for the device."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _release() -> None:
+    """Give back what the last row took: graphs, compiled programs, memory."""
+    import torch
+
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits: more would not repeat."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,121 @@
+"""How fast the matrix products of a verification are, beside XLA's and the roof.
+
+The four products of a layer with random weights and few rows. One compiled program multiplies the same
+rows by many distinct weights, together larger than the GPU's second-level cache, and returns
+every product; several executions are queued back to back. The time of a product is the median
+over repetitions of that total divided by the number of products. ``ours`` is what the model calls
+(``longspec_jax.ops.products.skinny``), its summands not added up, since the norm that reads them does
+so as it goes; ``xla`` is its definition in plain JAX. The gate of a SwiGLU belongs to the product.
+The roof is the time of reading the weights once at the bandwidth measured in this run.
+"""
+
+import argparse
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.config import TargetConfig
+from longspec_jax.ops.products import skinny
+
+from . import report as bench_report
+from .arguments import settled
+from .models import WEIGHT_SCALE, check_memory
+from .progress import announce, counted
+from .shapes import SHAPES
+from .timing import jax_seconds, measure_roof, rounded
+
+DISTINCT_BYTES = 600e6
+"""Weights in turn: a dozen times the second-level cache of an H200."""
+CPU_SECONDS = 1.0
+"""A rough estimate for a product, ours and XLA's, to compile and time them."""
+
+Op = Callable[[jax.Array, jax.Array], jax.Array]
+OPS: dict[str, tuple[Op, Op]] = {
+    "qkv": (skinny.product, skinny.composed),
+    "out": (skinny.summands, skinny.composed),
+    "gate_up": (skinny.gated_product, skinny.composed_gate),
+    "down": (skinny.summands, skinny.composed),
+}
+"""Ours and XLA's, by the product's place in a layer."""
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure, print, and write what was asked for."""
+    cpu = jax.default_backend() == "cpu"
+    arguments = settled(arguments, cpu)
+    for shape in arguments.shape:
+        sizes = map(math.prod, weight_shapes(SHAPES[shape]).values())
+        check_memory(f"a product of {shape}", 2 * 4 * max(sizes))
+    if cpu:
+        number = len(arguments.shape) * len(OPS) * len(arguments.rows)
+        announce(f"{counted(2 * number, 'program')} to compile", CPU_SECONDS * number)
+    roof = measure_roof()
+    header = bench_report.header(
+        jax.devices()[0].device_kind,
+        (__doc__ or "").split("\n\n", 1)[1],
+        roof_tb_per_s=roof.bytes_per_s / 1e12,
+    )
+    with bench_report.Report(header, arguments.json) as report:
+        for shape in arguments.shape:
+            for row in measure(shape, arguments.rows, roof.bytes_per_s):
+                report.add(row, line(row))
+
+
+def weight_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's weights, contracted axis first."""
+    heads = config.num_heads * config.head_width
+    fused = (config.num_heads + 2 * config.num_kv_heads) * config.head_width
+    return {
+        "qkv": (config.model_width, fused),
+        "out": (heads, config.model_width),
+        "gate_up": (config.model_width, 2, config.mlp_width),
+        "down": (config.mlp_width, config.model_width),
+    }
+
+
+def measure(shape: str, rows: Iterable[int], bytes_per_s: float) -> Iterable[dict[str, Any]]:
+    """Time every product of a layer with every number of rows."""
+    config = SHAPES[shape]
+    dtype = jnp.dtype(config.dtype)
+    for name, weight_shape in weight_shapes(config).items():
+        size = math.prod(weight_shape) * dtype.itemsize
+        count = math.ceil(DISTINCT_BYTES / size) if jax.default_backend() == "gpu" else 2
+        draw = jax.jit(
+            lambda key, weight_shape=weight_shape: (
+                WEIGHT_SCALE * jax.random.normal(key, weight_shape, dtype)
+            )
+        )
+        weights = [draw(jax.random.key(index, impl="rbg")) for index in range(count)]
+        for number in rows:
+            x = jax.random.normal(jax.random.key(count), (number, weight_shape[0]), dtype)
+            times = {
+                f"{label}_microseconds": rounded(1e6 * _seconds(op, x, weights))
+                for label, op in zip(("ours", "xla"), OPS[name], strict=True)
+            }
+            yield {
+                "shape": shape,
+                "product": name,
+                "weights": list(weight_shape),
+                "rows": number,
+                "dtype": config.dtype,
+                "roof_microseconds": rounded(1e6 * size / bytes_per_s),
+                **times,
+            }
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    ours, roof = row["ours_microseconds"], row["roof_microseconds"]
+    return (
+        f"{row['shape']} {row['product']:8s} {row['rows']:4d} rows {ours:8.4g} us "
+        f"({100 * roof / ours:5.1f} % of the roof), xla {row['xla_microseconds']:8.4g} us"
+    )
+
+
+def _seconds(op: Op, x: jax.Array, weights: list[jax.Array]) -> float:
+    program = jax.jit(lambda x, weights: [op(x, each) for each in weights])
+    return jax_seconds(functools.partial(program, x, weights)) / len(weights)

@@ -1,0 +1,255 @@
+"""What the benchmarks are asked for: quick to parse, refused in a line before anything runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infer.bench import __main__ as bench
+from infer.bench import arguments as bench_arguments
+from infer.bench import decode_setting
+from infer.bench import files as bench_files
+from infer.bench import models as bench_models
+from infer.bench import progress as bench_progress
+from infer.bench.arguments import ByMachine, settled
+from infer.bench.attention_candidates import CANDIDATES
+from infer.bench.attention_torch import TORCH
+from infer.bench.shapes import SHAPES
+from longspec_jax.config import ATTENTION
+from longspec_jax.loading import DEMO
+from longspec_jax.ops.attention.dispatch import (
+    PREFIX_IMPLEMENTATIONS,
+    SPECULATIVE_IMPLEMENTATIONS,
+    TREE_IMPLEMENTATIONS,
+)
+from longspec_jax.weights.hf_config import target_config
+from longspec_jax.weights.raw import read_json
+
+ROOT = Path(__file__).parents[3]
+SUMMARIES = {name: "" for name in bench.BENCHMARKS}
+BAD = {
+    "--shape: unknown foo; choose from ['tiny', 'demo', 'vicuna7b'": "decode --shape=foo",
+    "--shape: unknown ''": "decode --shape=",
+    "--context: 'x' must be a whole number": "decode --context=x",
+    "--context: '-1' must": "decode --context=4096,-1",
+    "--context: '0' must": "decode --context=0",
+    "--context: '2147483648' must": "decode --context=2147483648",
+    "--context: '' must": "decode --context=",
+    "--context: '1.5' must": "match --context=1.5",
+    "--batch: '' must": "decode --batch=1,",
+    "--budget: '0' must be a whole number from 1": "decode --budget=0",
+    "--new_tokens: '1' must be a whole number from 2": "decode --new_tokens=1",
+    "--repetitions: '-2' must": "decode --repetitions=-2",
+    "--turns: '0' must": "decode --turns=0",
+    "--prefill: '0' must": "decode --prefill=0",
+    "--tree: '0' must": "decode --tree=4,0",
+    "--tree: tree (300,) has 301 nodes": "decode --tree=300",
+    "--acceptance: 'nan' must be a number": "decode --acceptance=nan",
+    "--acceptance: a tree of 1 levels emits 1 to 2 tokens": "decode --tree=3 --acceptance=9",
+    "--histogram: 4 counts, but a tree of 2 levels": "decode --tree=2,2 --histogram=1,2,3,4",
+    "--histogram: the histogram counts no rounds": "decode --histogram=0,0",
+    "--histogram: '-1' must": "decode --histogram=-1",
+    "--draft_vocabulary=513: tiny has 512 tokens": "decode --shape=tiny --draft_vocabulary=513",
+    "--attention: unknown magic; choose from ['pallas'": "decode --attention=magic",
+    "--profile: '/dev/null' must be a folder": "decode --profile=/dev/null",
+    "--heads: '32' must be query heads and": "attention --heads=32",
+    "--heads: '3/2' must be query heads and": "attention --heads=32/8,3/2",
+    "--dtype: unknown int3; choose from ['float32'": "attention --dtype=int3",
+    "--implementations: unknown magic; choose from ['ours'": "attention --implementations=magic",
+    "--tiles sweeps GPU kernels": "attention --tiles",
+    "--rows: 'many' must": "products --rows=many",
+    "--temperatures: '-1' must be a number, at least 0": "match --temperatures=0,-1",
+    "too few for 2 different prompts of 999999; lower --context": "match --context=999999",
+    "--new_tokens=16384 are 16896 positions": "match --new_tokens=16384",
+    "--implementations: unknown fast; choose from ['transformers-static'": (
+        "transformers --implementations=fast"
+    ),
+    "--device: unknown tpu": "transformers --device=tpu",
+    "--json: /nowhere/x.json: its folder does not exist": "decode --json=/nowhere/x.json",
+    "--json: /tmp is a folder": "decode --json=/tmp",
+    "--json: /dev/full is a device": "decode --json=/dev/full",
+    "--json: '' must be the name of a file": "decode --json=",
+    "--json: '-' must be the name of a file": "decode --json=-",
+    "--chart: 'x.pdf' must be the name of a .png file": "attention --chart=x.pdf",
+    "result file /nowhere/a.json: No such file": "report /nowhere/a.json",
+    "result file /tmp: Is a directory": "report /tmp",
+    "required: files": "report",
+    "required: attention|decode": "",
+    "unrecognized arguments: --contxt=4096": "decode --contxt=4096",
+    "invalid choice: 'fly'": "fly",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_line_before_anything_runs(
+    words: str, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("decode", "attention", "products"):
+        monkeypatch.setattr(f"infer.bench.{module}.measure_roof", lambda: pytest.fail("it ran"))
+    try:
+        status = bench.main(BAD[words].split())
+    except SystemExit as end:
+        status = end.code
+    printed = capsys.readouterr()
+    assert status == 2 and not printed.out
+    [line] = printed.err.splitlines()
+    assert line.startswith("error: ") and words in line
+
+
+def test_a_device_that_is_not_there_is_refused(capsys) -> None:
+    pytest.importorskip("torch", reason="it is PyTorch's device")
+    assert bench.main(["transformers", "--device=cuda"]) == 2
+    assert "--device=cuda: PyTorch sees no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", *SUMMARIES])
+def test_help_needs_no_jax(name: str) -> None:
+    """Neither jax nor what is slow beside it is imported, so that it takes no second."""
+    script = (
+        "import sys\n"
+        "for slow in ('jax', 'flax', 'numpy', 'torch', 'transformers', 'matplotlib'):\n"
+        "    sys.modules[slow] = None\n"
+        "from infer.bench import __main__ as bench\n"
+        f"bench.main({[name, '--help'] if name else ['--help']})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage: python -m infer.bench" in done.stdout
+
+
+def test_defaults_depend_on_the_machine_and_what_is_named_stands() -> None:
+    parser = bench_arguments.parser(SUMMARIES)
+    parsed = parser.parse_args(["decode", "--context=77"])
+    here, there = settled(parsed, cpu=True), settled(parsed, cpu=False)
+    assert here.context == there.context == [77]
+    assert (here.shape, there.shape) == (["demo"], ["vicuna7b"])
+    assert there.tree.num_nodes == 64 and here.tree.num_nodes < 8
+    for name in SUMMARIES:
+        arguments = parser.parse_args([name, *(["a"] if name == "report" else [])])
+        for cpu in (True, False):
+            values = vars(settled(arguments, cpu)).values()
+            assert not any(isinstance(value, ByMachine) for value in values)
+
+
+def test_a_budget_is_of_the_tree_that_is_named_or_of_the_default() -> None:
+    def tree(*more: str):
+        parsed = bench_arguments.parser(SUMMARIES).parse_args(["decode", *more])
+        return decode_setting.all_settings(settled(parsed, cpu=False))[0].tree
+
+    assert (tree().num_nodes, tree("--budget=16").num_nodes) == (64, 16)
+    assert tree("--tree=4,16,16,16,16").num_nodes == 69
+    assert tree("--tree=1,1,1,1", "--budget=4").num_nodes == 4
+
+
+def test_the_names_that_are_known_without_jax_are_those_there_are() -> None:
+    for known in (PREFIX_IMPLEMENTATIONS, TREE_IMPLEMENTATIONS, SPECULATIVE_IMPLEMENTATIONS):
+        assert tuple(known) == ATTENTION
+    assert bench_arguments.ATTENTION_CANDIDATES == (*CANDIDATES, *TORCH)
+    assert bench_arguments.DECLARATIONS.keys() == bench.BENCHMARKS.keys()
+
+
+def test_the_shape_called_demo_is_the_demos() -> None:
+    raw = read_json(DEMO / "target" / "config.json")
+    assert SHAPES["demo"] == target_config(raw, "float32")
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(bench_models, "free_bytes", lambda: 10**9)
+    assert bench.main(["decode", "--shape=demo", "--context=1000,1000000"]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert "demo with 1000000 cached tokens takes 8." in printed.err
+    assert "1.00 GB are free on the device; choose a shorter context" in printed.err
+
+
+@pytest.mark.parametrize("spelling", ["a.json", "./a.json", "link.json", "hard.json"])
+def test_an_input_is_no_output(spelling: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.json").write_text('{"header": {}, "rows": []}')
+    Path("link.json").symlink_to("a.json")
+    os.link("a.json", "hard.json")
+    before = Path("a.json").read_text()
+    assert bench.main(["report", "a.json", f"--json={spelling}"]) == 2
+    assert f"--json={Path(spelling)} would replace a.json" in capsys.readouterr().err
+    assert Path("a.json").read_text() == before
+
+
+def test_two_outputs_are_two_files(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "x.png"
+    assert bench.main(["decode", f"--json={file}", f"--chart={file}"]) == 2
+    assert "would replace what --json writes" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_noticed(tmp_path: Path, monkeypatch, capsys) -> None:
+    def refuse(*_, **__) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(SystemExit):
+        bench.main(["decode", f"--json={tmp_path / 'x.json'}"])
+    assert "cannot be written (Permission denied)" in capsys.readouterr().err
+
+
+def test_looking_at_a_file_leaves_it_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    bench_files.result_file(str(file))
+    assert not list(tmp_path.iterdir())
+    file.write_text("kept")
+    bench_files.result_file(str(file))
+    assert list(tmp_path.iterdir()) == [file] and file.read_text() == "kept"
+
+
+def test_a_missing_matplotlib_is_told_before_the_run(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        bench.main(["decode", f"--chart={tmp_path / 'x.png'}"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert "(matplotlib): pip install '" in line or "(matplotlib): pip install -e" in line
+
+
+def test_a_missing_torch_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert bench.main(["transformers"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "(torch): pip install" in line
+
+
+def test_a_failure_while_running_is_a_line_and_a_traceback_if_wanted(monkeypatch, capsys) -> None:
+    def fail() -> None:
+        raise AssertionError("first\nsecond")
+
+    monkeypatch.setattr("infer.bench.products.measure_roof", fail)
+    assert bench.main(["products", "--shape=tiny"]) == 1
+    assert capsys.readouterr().err.endswith("failed while running: AssertionError: first\n")
+    assert bench.main(["products", "--shape=tiny", "--traceback"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("infer.bench.products.measure_roof", stop)
+    assert bench.main(["products", "--shape=tiny"]) == 130
+    assert capsys.readouterr().err.endswith("interrupted\n")
+
+
+def test_steps_are_told_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    bench_progress.step("compiling")
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    bench_progress.step("compiling")
+    assert capsys.readouterr().err == "... compiling\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    {1: "5 seconds", 42: "40 seconds", 100: "2 minutes", 9000: "2 hours"}.items(),
+)
+def test_an_estimate_is_rough(seconds: float, words: str, capsys) -> None:
+    bench_progress.announce("1 case", seconds)
+    assert f": 1 case; about {words}. " in capsys.readouterr().err

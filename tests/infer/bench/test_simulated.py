@@ -1,0 +1,148 @@
+"""Simulated acceptance: the mean it was asked for, along real paths, at a real round's cost."""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infer.bench.simulated import (
+    AcceptanceLengths,
+    drawn_count,
+    simulated_decode,
+    simulated_step,
+)
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.engine import Request, SpecState, prefill, room, spec_step
+from longspec_jax.decoding.sampling import Sampling
+from tests.lookup import LookupDrafter, LookupTarget, random_table, table_params
+
+TREE = TreeConfig((3, 5, 4))
+VOCABULARY = 13
+NEW = np.array([61, 37], np.int32)
+TARGET, DRAFTER = LookupTarget(VOCABULARY), LookupDrafter(TREE)
+PARAMS = table_params(random_table(0, 97, VOCABULARY), random_table(1, 97, VOCABULARY))
+
+
+def request() -> Request:
+    sampling = Sampling.greedy(2)
+    return Request(sampling, jnp.full((2, 1), -1), jnp.asarray(NEW))
+
+
+def start() -> tuple[np.ndarray, SpecState]:
+    tokens = np.random.default_rng(3).integers(0, VOCABULARY, (2, 11)).astype(np.int32)
+    state = prefill(
+        TARGET,
+        DRAFTER,
+        PARAMS,
+        jnp.asarray(tokens),
+        jnp.array([11, 7]),
+        request(),
+        capacity=11 + int(NEW.max()) + room(TREE.num_levels),
+        max_emitted=int(NEW.max()),
+        chunk=4,
+    )
+    return tokens, state
+
+
+@pytest.mark.parametrize("mean", [1.0, 1.7, 3.57, 5.2, 6.0])
+def test_geometric_lengths_have_the_mean(mean: float) -> None:
+    lengths = AcceptanceLengths.geometric(mean, levels=5)
+    assert len(lengths.probabilities) == 6
+    assert lengths.mean == pytest.approx(mean, abs=1e-9)
+
+
+def test_impossible_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="emits 1 to 6 tokens"):
+        AcceptanceLengths.geometric(6.5, levels=5)
+    with pytest.raises(ValueError, match="sum to 1"):
+        AcceptanceLengths((0.5, 0.4))
+    with pytest.raises(ValueError, match="no rounds"):
+        AcceptanceLengths.from_histogram([0, 0])
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [AcceptanceLengths.geometric(3.57, 5), AcceptanceLengths.from_histogram([7, 0, 2, 11])],
+    ids=["geometric", "histogram"],
+)
+def test_counts_follow_the_distribution(lengths: AcceptanceLengths) -> None:
+    rounds = jnp.arange(500)
+    counts = jax.vmap(lambda r: drawn_count(lengths, 5, jnp.full((3,), r)))(rounds)
+    for row in np.asarray(counts).T:
+        share = np.bincount(row, minlength=len(lengths.probabilities) + 1)[1:] / len(row)
+        np.testing.assert_allclose(share, lengths.probabilities, atol=0.01)
+        # Any stretch has the mean, so that a short benchmark is not off by luck.
+        stretches = row[:480].reshape(-1, 40).mean(axis=1)
+        np.testing.assert_allclose(stretches, lengths.mean, atol=0.15)
+    assert not np.array_equal(counts[:, 0], counts[:, 1])
+
+
+def test_rounds_emit_the_wanted_mean_along_existing_paths() -> None:
+    lengths = AcceptanceLengths.geometric(2.6, TREE.num_levels)
+    tokens, state = start()
+    prompt = np.asarray(state.length)
+    end = simulated_decode(TARGET, DRAFTER, lengths, 1, PARAMS, request(), state)
+    np.testing.assert_array_equal(end.emitted, NEW)
+    np.testing.assert_array_equal(end.length, prompt + NEW - 1)
+    np.testing.assert_allclose((end.emitted - 1) / end.rounds, lengths.mean, atol=0.2)
+    np.testing.assert_array_equal(end.histogram.sum(axis=1), end.rounds)
+    cached = np.asarray(end.cache.keys[0])[:, 0, :, 0]  # The lookup table caches token ids.
+    for row in range(2):
+        text = [*tokens[row, : prompt[row]], *np.asarray(end.output)[row, : NEW[row] - 1]]
+        np.testing.assert_array_equal(cached[row, : end.length[row]], text)
+        # The drafter's hash of the whole text: its state advanced by the same tokens.
+        fresh = DRAFTER.prefill(PARAMS.draft, jnp.asarray([text]), jnp.array([len(text)]))
+        assert int(end.draft[row]) == int(fresh[0])
+
+
+@pytest.mark.parametrize("budget", [2, 7])
+def test_a_budget_that_left_no_node_so_deep_ends_the_path(budget: int) -> None:
+    """The wanted mean is kept: a benchmark's rounds do the same work, whatever they commit."""
+    drafter = LookupDrafter(TreeConfig(TREE.widths, budget))
+    lengths = AcceptanceLengths.geometric(2.6, TREE.num_levels)
+    _, state = start()
+    end = simulated_decode(TARGET, drafter, lengths, 1, PARAMS, request(), state)
+    np.testing.assert_array_equal(end.emitted, NEW)
+    np.testing.assert_allclose((end.emitted - 1) / end.rounds, lengths.mean, atol=0.2)
+
+
+def test_accepted_tokens_are_drafted_and_the_bonus_is_the_targets() -> None:
+    """With a perfect draft whose best path is taken, simulated output is the target's own."""
+    params = table_params(PARAMS.target)
+    lengths = AcceptanceLengths.from_histogram([0, 0, 0, 1])
+    _, state = start()
+    simulated = simulated_step(TARGET, DRAFTER, lengths, 0, params, request(), state)
+    _, state = start()
+    real = spec_step(TARGET, DRAFTER, params, request(), state)
+    matched = np.asarray(real.emitted) == 5
+    assert np.array_equal(simulated.emitted, [5, 5])
+    np.testing.assert_array_equal(
+        np.asarray(simulated.output)[matched, :5], np.asarray(real.output)[matched, :5]
+    )
+    assert np.asarray(simulated.drafted)[0, :5].tolist() == [False, True, True, True, False]
+
+
+def test_a_simulated_round_costs_what_a_real_one_does() -> None:
+    """The real walk is still compiled in: the simulated round does all of the work, and no less."""
+    _, state = start()
+    real = jax.jit(partial(spec_step, TARGET, DRAFTER)).lower(PARAMS, request(), state)
+    lengths = AcceptanceLengths.geometric(2.6, TREE.num_levels)
+    simulated = jax.jit(partial(simulated_step, TARGET, DRAFTER, lengths, 0)).lower(
+        PARAMS, request(), state
+    )
+    real_flops, simulated_flops = (x.compile().cost_analysis()["flops"] for x in (real, simulated))
+    # A lookup table computes next to nothing: what the simulation adds would vanish in a model.
+    assert real_flops <= simulated_flops <= real_flops + 2000
+
+
+def test_the_library_never_reaches_it() -> None:
+    root = Path(__file__).parents[3] / "longspec_jax"
+    users = [
+        path.name
+        for path in root.rglob("*.py")
+        if "simulated" in path.read_text() and path.name != "simulated.py"
+    ]
+    assert users == []

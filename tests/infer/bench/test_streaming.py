@@ -1,0 +1,57 @@
+"""Streaming in the decode benchmark: the same rounds as the loop's, read one by one."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from infer.bench import __main__ as bench
+from infer.bench import streaming as bench_streaming
+from infer.bench.models import (
+    draft_state,
+    filled_cache,
+    greedy_request,
+    random_model,
+    state_at,
+)
+from infer.bench.shapes import SHAPES
+from infer.bench.simulated import AcceptanceLengths, simulated_decode
+from longspec_jax.config import TreeConfig
+
+
+def test_a_stream_yields_what_the_loop_emits() -> None:
+    model, new = random_model(SHAPES["tiny"]), 17
+    drafter, lengths = model.drafter(TreeConfig((2, 3))), AcceptanceLengths.geometric(2.0, 2)
+    request = greedy_request(2, new)
+
+    def start():
+        cache = filled_cache(model.config, 2, 256)
+        return state_at(cache, draft_state(model, drafter, 2), drafter.tree, (64, 64), new)
+
+    chosen = (model.target, drafter, lengths, 0, model.params, request)
+    looped = simulated_decode(*chosen, start())
+    for way in (bench_streaming.stream, bench_streaming.stream_by_steps):
+        rounds = list(way(partial(bench_streaming.simulated_round, *chosen), start()))
+        assert len(rounds) == int(looped.rounds.max()) > 1
+        for row in range(2):
+            streamed = [token for added in rounds for token in added[row]]
+            # The first token was drawn by a prefill, before any round.
+            np.testing.assert_array_equal(streamed, looped.output[row, 1:new])
+
+
+def test_the_command_reports_the_overhead(tmp_path: Path, capsys) -> None:
+    file, chart = tmp_path / "rows.json", tmp_path / "rows.png"
+    bench.main(
+        [
+            *("decode", "--shape=tiny", "--context=64", "--tree=2", "--acceptance=1.5"),
+            *("--new_tokens=9", "--turns=1", "--repetitions=1", "--streaming"),
+            *(f"--json={file}", f"--chart={chart}"),
+        ]
+    )
+    [row] = json.loads(file.read_text())["rows"]
+    for name in ("streaming", "stepwise"):
+        ratio = row[f"{name}_round_ms"] / row["round_ms"]
+        np.testing.assert_allclose(row[f"{name}_overhead_percent"], 100 * (ratio - 1), atol=1)
+    assert "% more per round" in capsys.readouterr().out
+    assert chart.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,140 @@
+"""Rows, their order, token files and prefetching."""
+
+import json
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from longspec_jax.sharding import make_mesh
+from tests.train.tiny import save_tiny_target
+from train.config import RunConfig, StageConfig, from_config
+from train.data.batches import (
+    Batches,
+    PackedRows,
+    Row,
+    Selection,
+    SyntheticRows,
+    prefetch,
+    read_tokens,
+    write_tokens,
+)
+from train.data.rows import Source
+from train.step import ROWS
+
+
+def numbered(count: int, seq_len: int = 3) -> PackedRows:
+    """Rows whose first token says which they are."""
+    return PackedRows(np.arange(count * seq_len, dtype=np.uint16), seq_len)
+
+
+def served(batches: Batches, step: int) -> list[int]:
+    return [int(token) // 3 for token in batches(step).tokens[:, :, 0].ravel()]
+
+
+def test_an_epoch_serves_every_row_once_in_an_order_of_its_own() -> None:
+    batches = Batches(numbered(13), batch=4, accumulation=2, seed=5)
+    assert batches.per_epoch == 3
+    epochs = [sum((served(batches, 3 * e + s) for s in range(3)), []) for e in range(2)]
+    for epoch in epochs:
+        assert len(epoch) == len(set(epoch)) == 12 and set(epoch) <= set(range(13))
+    assert epochs[0] != epochs[1]
+    assert batches.position(4) == (1, 4)
+    other = Batches(numbered(13), batch=4, accumulation=2, seed=6)
+    assert served(batches, 4) == served(batches, 4) != served(other, 4)
+
+
+def test_processes_share_a_batch_by_columns() -> None:
+    batches = Batches(numbered(24), batch=12, accumulation=2, seed=0)
+    whole = batches(1)
+    assert whole.tokens.shape == (2, 6, 3) and whole.weights.dtype == np.float32
+    parts = [batches(1, slice(start, start + 2)).tokens for start in (0, 2, 4)]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole.tokens)
+
+
+def test_prefetched_batches_are_the_batches_of_their_steps() -> None:
+    sharding = NamedSharding(make_mesh(2, 2, 2), ROWS)
+    batches = Batches(numbered(40), batch=8, accumulation=2, seed=1)
+    ahead = prefetch(batches, 3, sharding)
+    for step in (3, 4, 5, 6):
+        batch = next(ahead)
+        assert batch.tokens.sharding.is_equivalent_to(sharding, 3)
+        np.testing.assert_array_equal(batch.tokens, batches(step).tokens)
+        np.testing.assert_array_equal(batch.weights, batches(step).weights)
+    ahead.close()
+    assert "prefetch" not in {thread.name for thread in threading.enumerate()}
+
+
+class Broken(SyntheticRows):
+    """Rows that cannot be read."""
+
+    def __getitem__(self, index: int) -> Row:
+        raise ValueError("document 7 is broken")
+
+
+def test_what_goes_wrong_in_the_thread_is_raised_where_batches_are_taken() -> None:
+    sharding = NamedSharding(make_mesh(1, 1, 1), ROWS)
+    ahead = prefetch(Batches(Broken(9, 4, 5), 2, 1, 0), 0, sharding)
+    with pytest.raises(ValueError, match="document 7 is broken"):
+        next(ahead)
+
+
+def test_too_few_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="gives 3 rows, a step needs 4"):
+        Batches(numbered(3), batch=4, accumulation=1, seed=0)
+
+
+@pytest.mark.parametrize(("vocab", "kind"), [(65536, np.uint16), (65537, np.uint32)])
+def test_token_files_are_narrow_and_whole(vocab: int, kind: type, tmp_path: Path) -> None:
+    parts = [np.asarray([1, vocab - 1], np.uint32), np.asarray([], np.uint32), np.asarray([3])]
+    assert write_tokens(tmp_path / "t.npy", iter(parts), vocab) == 3
+    tokens = read_tokens(tmp_path / "t.npy")
+    assert tokens.dtype == kind and tokens.tolist() == [1, vocab - 1, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["t.npy"]
+    assert write_tokens(tmp_path / "none.npy", iter([]), vocab) == 0
+    assert len(PackedRows(read_tokens(tmp_path / "none.npy"), 4)) == 0
+
+
+def test_a_packed_row_is_cut_from_the_run() -> None:
+    tokens, weights = PackedRows(np.arange(11, dtype=np.uint16), 4)[1]
+    assert tokens.tolist() == [4, 5, 6, 7] and tokens.dtype == np.int32 and weights.all()
+    chosen = Selection(numbered(5), np.asarray([4, 0]))
+    assert len(chosen) == 2 and chosen.seq_len == 3 and chosen[0][0][0] == 12
+
+
+def run_on(folder: Path, pack: bool) -> RunConfig:
+    from configs.vicuna7b import get_config
+
+    config = get_config()
+    config.data.update(files=str(folder / "documents.jsonl"), pack=pack)
+    config.accept_rows = 3
+    config.stages.short.update(seq_len=24, batch=4, accumulation=1)
+    return from_config(config.to_dict())
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_measured_rows_are_never_trained_on(
+    pack: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    target = save_tiny_target(tmp_path / "target")
+    numbers = np.random.default_rng(0).integers(1000, size=(20, 20))
+    texts = [" ".join(map(str, row)) for row in numbers]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "documents.jsonl").write_text("\n".join(lines))
+    config = run_on(tmp_path, pack)
+    stage: StageConfig = config.stages[0]
+    rows, held = Source(config, tmp_path, str(target), 304).split(stage, make_mesh(1, 2, 1))
+    assert held.tokens.shape == held.weights.shape == (4, 24)  # 3, rounded up to two devices.
+    trained = {tuple(rows[i][0].tolist()) for i in range(len(rows))}
+    measured = {tuple(row) for row in np.asarray(held.tokens).tolist()}
+    assert len(measured) == 4 and not measured & trained
+    if not pack:
+        assert len(rows) == 16 and isinstance(held.tokens, jax.Array)
+    with pytest.raises(ValueError, match="300 entries, the model vocab_size=299"):
+        Source(config, tmp_path, str(target), 299).split(stage, make_mesh(1, 2, 1))

@@ -1,0 +1,238 @@
+"""Documents: every row format of the paper's data, templates, loss masks, files of all kinds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from longspec_jax.recipes import CHATML_TURN, LLAMA_TURN, base_config
+from train.config import DataConfig
+from train.data.documents import DocumentRows, encode_turns
+from train.data.formats import Turn, to_turns
+from train.data.loading import load_documents
+from train.data.tokenizer import train_tokenizer
+
+SYSTEM = ("system", "You are a helpful assistant")
+PARALLEL = {"article": ["one", "two"], "abstract": ["1", "2"]}
+ROWS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+    "target": ({"target": "a text", "source": "x"}, [("", "a text")]),
+    "text": ({"text": "a {text}", "source": "code"}, [("", "a {text}")]),
+    "article": (
+        {"article": "long", "abstract": "short"},
+        [SYSTEM, ("user", "Please summarize the following article: long"), ("assistant", "short")],
+    ),
+    "articles": (
+        PARALLEL,
+        [
+            SYSTEM,
+            ("user", "Please summarize the following article: one"),
+            ("assistant", "1"),
+            ("user", "Please summarize the following article: two"),
+            ("assistant", "2"),
+        ],
+    ),
+    "conversation": (
+        {
+            "conversation": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "!"},
+            ]
+        },
+        [("user", "hi"), ("assistant", "!")],
+    ),
+    "reasoning": (
+        {"problem": "1+1", "qwq": "2"},
+        [SYSTEM, ("user", "1+1"), ("assistant", "2")],
+    ),
+    "report": (
+        {"report": "R", "summary": "S"},
+        [
+            SYSTEM,
+            (
+                "user",
+                "You are given a report by a government agency. Write a one-page summary of the report."
+                "\n\nReport:\nR\n\nNow, write a one-page summary of the report.",
+            ),
+            ("assistant", "Summary: S"),
+        ],
+    ),
+    "news": (
+        {"document": "N", "summary": "S"},
+        [
+            SYSTEM,
+            (
+                "user",
+                "You are given several news passages. Write a one-page summary of all news."
+                "\n\nNews:\nN\n\nNow, write a one-page summary of all the news.",
+            ),
+            ("assistant", "Summary: S"),
+        ],
+    ),
+    "meeting": (
+        {"transcript": "T", "summary": "S"},
+        [
+            SYSTEM,
+            (
+                "user",
+                "You are given a meeting transcript. Write a summary of the transcript.\n\nT",
+            ),
+            ("assistant", "S"),
+        ],
+    ),
+    "code": (
+        {"prefix": "def f({x}):", "suffix": "return {x}"},
+        [
+            SYSTEM,
+            (
+                "user",
+                "Please complete the code given below.\ndef f({x}):\nNow, complete the code given.",
+            ),
+            ("assistant", "return {x}"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_every_row_format_becomes_its_turns(kind: str) -> None:
+    row, turns = ROWS[kind]
+    assert [(turn.role, turn.content) for turn in to_turns(row)] == turns
+    # A table of mixed rows fills the fields a row does not have with nulls.
+    absent = {name: None for other, _ in ROWS.values() for name in other}
+    assert to_turns({**absent, **row}) == to_turns(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"body": "x"}, "fields .'body'.; known formats: conversation; abstract"),
+        ({"text": 5}, "text holds a value of type int"),
+        ({"conversation": []}, "conversation holds no turns"),
+        ({"conversation": [{"role": "human", "content": "x"}]}, "role 'human'; roles are system"),
+        ({"conversation": [{"role": "user"}]}, "type NoneType where text belongs"),
+        ({"article": ["a", "b"], "abstract": ["a"]}, "2 articles and 1 abstracts"),
+    ],
+)
+def test_rows_that_mean_nothing_are_refused(row: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        to_turns(row)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(["to be or not to be, that is the question"] * 3, 280)
+
+
+def settings(**overrides: Any) -> DataConfig:
+    values = base_config().data.to_dict()
+    return DataConfig(**{**values, "files": "x.jsonl", **overrides})
+
+
+def learned(turns: list[Turn], tokenizer: Any, length: int = 500, **overrides: Any) -> str:
+    """The text of the tokens that are learned."""
+    tokens, weights = encode_turns(turns, tokenizer, settings(**overrides), length)
+    assert tokens.dtype == np.int32 and weights.dtype == np.float32 and set(weights) <= {0.0, 1.0}
+    return tokenizer.decode(tokens[weights > 0])
+
+
+def test_plain_text_is_learned_whole_with_its_end(tokenizer: Any) -> None:
+    for mask_prompts in (False, True):
+        text = learned([Turn("to be")], tokenizer, mask_prompts=mask_prompts)
+        assert text == "<|bos|>to be<|eos|>"
+
+
+def test_questions_are_learned_until_the_last_stage_and_system_prompts_never(
+    tokenizer: Any,
+) -> None:
+    turns = to_turns({"problem": "why?", "qwq": "so"})
+    both = learned(turns, tokenizer)
+    assert both == "<|bos|><s>user\nwhy?</s>\n<|bos|><s>assistant\nso</s>\n"
+    assert learned(turns, tokenizer, mask_prompts=True) == "<|bos|><s>assistant\nso</s>\n"
+
+
+@pytest.mark.parametrize(
+    ("turn", "written"),
+    [
+        (LLAMA_TURN, "<s>user\na {b}</s>\n"),
+        (CHATML_TURN, "<|im_start|>user\na {b}<|im_end|>\n"),
+        ('{"{role}": {content}}', '{"user": a {b}}'),
+    ],
+)
+def test_turns_are_written_by_the_template(turn: str, written: str, tokenizer: Any) -> None:
+    assert learned([Turn("a {b}", "user")], tokenizer, turn=turn) == "<|bos|>" + written
+
+
+def test_a_masked_question_leaves_room_for_the_answer(tokenizer: Any) -> None:
+    turns = [Turn("q" * 400, "user"), Turn("a" * 10, "assistant")]
+    data = settings(mask_prompts=True, answer_room=60)
+    tokens, weights = encode_turns(turns, tokenizer, data, 100)
+    assert weights.tolist().index(1.0) == 100 - 60
+    assert "aaaaaaaaaa</s>" in tokenizer.decode(tokens[weights > 0])
+    # Where prompts are learned, nothing is shortened but the row itself.
+    tokens, weights = encode_turns(turns, tokenizer, settings(), 100)
+    assert len(tokens) == 100 and weights.all()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_lines_of_mixed_formats(folder: Path, tokenizer: Any) -> None:
+    # Line separators of Unicode are no line ends.
+    rows = [*(row for row, _ in ROWS.values()), {"text": "one\u2028line"}]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (folder / "a.jsonl").write_text("\n".join(lines) + "\n\n  \n")
+    documents = load_documents(settings(files=str(folder / "*.jsonl")))
+    assert [documents[i] for i in range(len(documents))] == [to_turns(row) for row in rows]
+    made = DocumentRows(documents, tokenizer, settings(), 40)
+    for index in range(len(made)):
+        tokens, weights = made[index]
+        assert tokens.shape == weights.shape == (40,)
+    tokens, weights = made[0]
+    assert set(tokens[weights == 0]) == {tokenizer.pad_token_id} and weights[-1] == 0
+
+
+def test_files_of_several_kinds_follow_each_other(folder: Path) -> None:
+    (folder / "a.txt").write_text("first\nparagraph\n\n\n\nsecond\n")
+    (folder / "b.json").write_text(json.dumps([{"text": "third"}, {"text": "fourth"}]))
+    table = datasets.Dataset.from_list([{"problem": "p", "qwq": "q"}])
+    table.to_parquet(str(folder / "c.parquet"))
+    files = f"{folder}/a.txt, {folder}/[bc].*"
+    documents = load_documents(settings(files=files))
+    contents = [documents[i][-1].content for i in range(len(documents))]
+    assert [text.strip() for text in contents] == [
+        "first\nparagraph", "second", "third", "fourth", "q",
+    ]  # fmt: skip
+    packed = list(load_documents(settings(files=files, pack=True)).texts())
+    assert packed[0] == (folder / "a.txt").read_text() and packed[-1].endswith("\n\np\n\nq")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', "document 2 of .*a.jsonl: the line is not JSON"),
+        ("a.jsonl", "[1]", "document 1 of .*a.jsonl: the line is a list"),
+        ("a.jsonl", '{"body": "x"}', "document 1 of .*known formats"),
+        ("a.jsonl", "", "a.jsonl holds no documents"),
+        ("a.txt", " \n\n \n", "a.txt holds no documents"),
+        ("a.csv", "a,b", "a.csv cannot be read .the file is of no known kind"),
+        ("a.parquet", "not parquet", "a.parquet cannot be read"),
+    ],
+)
+def test_unreadable_files_are_refused(name: str, content: str, sentence: str, folder: Path) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=sentence):
+        list(load_documents(settings(files=str(folder / name))).texts())
+
+
+def test_absent_files_and_hub_data_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="no file matches .*absent"):
+        load_documents(settings(files=str(folder / "absent*.jsonl")))
+    for hub in ("owner/absent", "owner/absent/rows.jsonl"):
+        with pytest.raises(ValueError, match=f"the data of {hub} cannot be read"):
+            load_documents(settings(files="", hub=hub))

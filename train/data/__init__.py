@@ -1,0 +1,1 @@
+"""From documents to the batches of a training step."""

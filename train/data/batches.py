@@ -1,0 +1,225 @@
+"""Rows, their order, and their way to the devices.
+
+A row source is anything with a length and ``[i]`` that gives ``(tokens[T], weights[T])``. The batch of a
+step is a pure function of (seed, step): no iterator state exists, so a resumed run reads the very rows
+the uninterrupted one would have read, and prefetching cannot disturb it.
+"""
+
+import functools
+import queue
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from longspec_jax import files
+
+from ..step import Batch
+
+Row = tuple[np.ndarray, np.ndarray]
+"""``tokens[T]`` int32 and ``weights[T]`` float32."""
+
+
+class Rows(Protocol):
+    """A random-access source of rows of one length."""
+
+    @property
+    def seq_len(self) -> int: ...  # noqa: D102
+
+    def __len__(self) -> int: ...  # noqa: D105
+
+    def __getitem__(self, index: int) -> Row: ...  # noqa: D105
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows cut from one long run of tokens, documents one after another; every token is learned.
+
+    Neighbouring documents of the run share a row, so their order decides what a long row contains.
+    """
+
+    tokens: np.ndarray
+    """All tokens, usually memory-mapped."""
+    seq_len: int
+
+    def __len__(self) -> int:
+        """Whole rows."""
+        return len(self.tokens) // self.seq_len
+
+    def __getitem__(self, index: int) -> Row:
+        """The row at an index."""
+        start = index * self.seq_len
+        row = np.asarray(self.tokens[start : start + self.seq_len], np.int32)
+        return row, np.ones(self.seq_len, np.float32)
+
+
+@dataclass(frozen=True)
+class SyntheticRows:
+    """Random tokens, for trying a set-up without data."""
+
+    count: int
+    seq_len: int
+    vocab_size: int
+
+    def __len__(self) -> int:
+        """Rows there are."""
+        return self.count
+
+    def __getitem__(self, index: int) -> Row:
+        """The row at an index."""
+        tokens = np.random.default_rng(index).integers(0, self.vocab_size, self.seq_len)
+        return tokens.astype(np.int32), np.ones(self.seq_len, np.float32)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some of another source's rows."""
+
+    rows: Rows
+    chosen: np.ndarray
+    """Their indices."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row."""
+        return self.rows.seq_len
+
+    def __len__(self) -> int:
+        """Rows that are chosen."""
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> Row:
+        """The row at an index of the selection."""
+        return self.rows[int(self.chosen[index])]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a stage, by step: a shuffle per epoch, rows left over at its end dropped."""
+
+    rows: Rows
+    batch: int
+    accumulation: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.per_epoch == 0:
+            raise ValueError(
+                f"the data gives {len(self.rows)} rows, a step needs {self.batch}: give more data, or a "
+                "smaller batch or seq_len"
+            )
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps in one pass over the data."""
+        return len(self.rows) // self.batch
+
+    def position(self, step: int) -> tuple[int, int]:
+        """Epoch, and index of the next row in its shuffle: where a run at this step stands."""
+        epoch, within = divmod(step, self.per_epoch)
+        return epoch, within * self.batch
+
+    def __call__(self, step: int, share: slice = slice(None)) -> Batch:
+        """The batch of a step; ``share`` picks columns of every micro-batch (one process's part)."""
+        epoch, index = self.position(step)
+        order = _shuffle(self.seed, epoch, len(self.rows))[index : index + self.batch]
+        order = order.reshape(self.accumulation, -1)[:, share]
+        rows = [self.rows[int(row)] for row in order.ravel()]
+        tokens, weights = (
+            np.stack(part).reshape(*order.shape, -1) for part in zip(*rows, strict=True)
+        )
+        return Batch(tokens, weights)
+
+
+@functools.lru_cache(maxsize=2)
+def _shuffle(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def prefetch(
+    batches: Batches, first: int, sharding: NamedSharding, depth: int = 2
+) -> Iterator[Batch]:
+    """Batches from a step on, as sharded device arrays, made ahead by a thread."""
+    ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=depth)
+    stopped = threading.Event()
+
+    def put(item: Batch | BaseException) -> None:
+        while not stopped.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def produce() -> None:
+        step = first
+        try:
+            while not stopped.is_set():
+                put(to_devices(batches, step, sharding))
+                step += 1
+        except BaseException as error:  # noqa: BLE001 - handed to the consumer, which raises it
+            put(error)
+
+    thread = threading.Thread(target=produce, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item = ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def to_devices(batches: Batches, step: int, sharding: NamedSharding) -> Batch:
+    """A step's batch, of which every process makes the columns of its own devices only."""
+    shape = (batches.accumulation, batches.batch // batches.accumulation, batches.rows.seq_len)
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    spans = [index[1].indices(shape[1]) for index in indices if index is not None]
+    first, last = min(span[0] for span in spans), max(span[1] for span in spans)
+    own = batches(step, slice(first, last))
+
+    def place(part: np.ndarray) -> jax.Array:
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[1].indices(shape[1])
+            return part[:, start - first : stop - first]
+
+        return jax.make_array_from_callback(shape, sharding, shard)
+
+    return Batch(place(own.tokens), place(own.weights))
+
+
+def read_tokens(path: Path) -> np.ndarray:
+    """A memory-mapped token file, as :func:`write_tokens` makes it."""
+    return np.load(path, mmap_mode="r")
+
+
+def write_tokens(path: Path, parts: Iterator[np.ndarray], vocab_size: int) -> int:
+    """Write token arrays one after another in the narrowest type; returns how many there are.
+
+    The length is known only at the end, so that the parts go to a raw file first and are then
+    copied behind a NumPy header; a reader never sees a half-written file.
+    """
+    kind = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+    total = 0
+    with tempfile.TemporaryFile(dir=path.parent) as raw:
+        for part in parts:
+            raw.write(part.astype(kind).tobytes())
+            total += len(part)
+        raw.flush()
+        with files.replacing(path) as unfinished:
+            if total:
+                final = np.lib.format.open_memmap(unfinished, "w+", kind, (total,))
+                final[:] = np.memmap(raw, dtype=kind, mode="r")
+                final.flush()
+            else:
+                with unfinished.open("wb") as empty:
+                    np.save(empty, np.zeros((0,), kind))
+    return total

@@ -1,0 +1,112 @@
+"""Where a stage's rows come from, and which of them are kept for measuring.
+
+A corpus brings its own held-out documents. Of other data a few rows, evenly spread, are taken out of
+training, so that simulated acceptance is never measured on rows that were learned.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from ..config import DataConfig, RunConfig, StageConfig
+from ..processes import by_first
+from ..step import ROWS, Batch
+from .batches import (
+    PackedRows,
+    Rows,
+    Selection,
+    SyntheticRows,
+    read_tokens,
+    write_tokens,
+)
+from .documents import DocumentRows
+from .loading import load_documents
+from .tokenizer import encode_documents, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Source:
+    """The data of a run."""
+
+    config: RunConfig
+    workdir: Path
+    target: str
+    """Folder or hub id whose tokenizer makes tokens of text."""
+    vocab_size: int
+
+    def split(self, stage: StageConfig, mesh: Mesh) -> tuple[Rows, Batch]:
+        """The rows a stage trains on, and a micro-batch it never does."""
+        columns = mesh.shape["data"] * mesh.shape["fsdp"]
+        count = -(-self.config.accept_rows // columns) * columns
+        length = self.config.accept_seq_len or stage.seq_len
+        if self.config.data.corpus is not None:
+            train = PackedRows(read_tokens(self.workdir / "corpus" / "train.npy"), stage.seq_len)
+            held = PackedRows(read_tokens(self.workdir / "corpus" / "heldout.npy"), length)
+            return train, _batch(held, _spread(held, count), mesh)
+        if self.config.data.pack and length != stage.seq_len:
+            raise ValueError(
+                f"accept_seq_len={length} differs from seq_len={stage.seq_len} of stage {stage.name}: "
+                "packed rows are kept from training whole; leave --config.accept_seq_len at 0"
+            )
+        rows = self._rows(stage.seq_len)
+        chosen = _spread(rows, count)
+        rest = np.setdiff1d(np.arange(len(rows)), chosen)
+        return Selection(rows, rest), _batch(self._rows(length), chosen, mesh)
+
+    def _rows(self, seq_len: int) -> Rows:
+        """All rows of files, hub or chance, cut to a length."""
+        data = self.config.data
+        if data.synthetic_rows:
+            return SyntheticRows(data.synthetic_rows, seq_len, self.vocab_size)
+        tokenizer = load_tokenizer(self.target, self.config.revision or None)
+        if len(tokenizer) > self.vocab_size:
+            raise ValueError(
+                f"the tokenizer of {self.target} has {len(tokenizer)} entries, the model "
+                f"vocab_size={self.vocab_size}; use the tokenizer that was saved with the model"
+            )
+        if data.pack:
+            return PackedRows(self._packed_tokens(data, tokenizer), seq_len)
+        return DocumentRows(load_documents(data), tokenizer, data, seq_len)
+
+    def _packed_tokens(self, data: DataConfig, tokenizer: Any) -> np.ndarray:
+        """All documents as one memory-mapped run of tokens, made once."""
+        about = (data.files, data.hub, data.split, self.target)
+        digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
+        path = self.workdir / f"tokens-{digest}.npy"
+
+        def write() -> None:
+            if not path.is_file():
+                texts = load_documents(data).texts()
+                write_tokens(path, encode_documents(tokenizer, texts), len(tokenizer))
+
+        by_first("tokens", write)
+        return read_tokens(path)
+
+
+def _spread(rows: Rows, count: int) -> np.ndarray:
+    """Indices of a few rows, evenly spread, so that all kinds of documents have a say."""
+    if len(rows) < count:
+        raise ValueError(
+            f"measuring acceptance needs {count} rows of {rows.seq_len} tokens, the data give "
+            f"{len(rows)}; lower accept_rows or accept_seq_len, or give more data"
+        )
+    return np.arange(count) * len(rows) // count
+
+
+def _batch(rows: Rows, chosen: np.ndarray, mesh: Mesh) -> Batch:
+    """Some rows as one micro-batch on the devices."""
+    sharding = NamedSharding(mesh, jax.sharding.PartitionSpec(*ROWS[1:]))
+    made = [rows[int(index)] for index in chosen]
+
+    def place(parts: tuple[np.ndarray, ...]) -> jax.Array:
+        whole = np.stack(parts)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    tokens, weights = zip(*made, strict=True)
+    return Batch(place(tokens), place(weights))
