@@ -23,10 +23,10 @@ from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.decoding.adaptive import candidates, tallest
 from longspec_jax.decoding.cache import cache_bytes
-from longspec_jax.decoding.engine import Params
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Drafter, NoDraft
-from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecParams
+from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.vocabulary import check_vocabulary
 from longspec_jax.generation import comparison, inspection, runner
 from longspec_jax.generation.activity import Activity, Fitted, OnActivity

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.config import DraftConfig, TargetConfig
-from longspec_jax.drafters.longspec import LongSpecDraft, LongSpecParams
+from longspec_jax.drafters.longspec.model import LongSpecDraft, LongSpecParams
 from longspec_jax.models.target import Target
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 2e-3}

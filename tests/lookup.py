@@ -113,6 +113,6 @@ class ConstantDrafter:
 
 def table_params(target: jax.Array, draft: jax.Array | None = None) -> Any:
     """Parameters of both models as the engine takes them."""
-    from longspec_jax.decoding.engine import Params
+    from longspec_jax.drafters.base import Params
 
     return Params(target, target if draft is None else draft)

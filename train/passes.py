@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
-from longspec_jax.drafters.longspec import LongSpecDraft
+from longspec_jax.drafters.longspec.model import LongSpecDraft
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.dispatch import causal_attention
 

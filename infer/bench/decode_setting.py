@@ -12,7 +12,7 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes
 from longspec_jax.decoding.engine import SpecState
-from longspec_jax.drafters.longspec import LongSpecDrafter
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 
 from .models import (
     Model,

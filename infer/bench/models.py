@@ -16,11 +16,12 @@ import numpy as np
 from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.engine import Params, Request, SpecState
+from longspec_jax.decoding.engine import Request, SpecState
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Drafter
-from longspec_jax.drafters.longspec import LongSpecDraft, LongSpecDrafter, LongSpecParams
+from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec.model import LongSpecDraft, LongSpecParams
 from longspec_jax.generation.memory import free_bytes, tree_bytes
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import path_name

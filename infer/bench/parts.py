@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from longspec_jax.axes import Array
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
-from longspec_jax.decoding.engine import Params, Request, SpecState
+from longspec_jax.decoding.engine import Request, SpecState
 from longspec_jax.decoding.target import CachedTarget, Verification
-from longspec_jax.decoding.verify import Walk
-from longspec_jax.drafters.longspec import LongSpecDrafter
+from longspec_jax.decoding.walk import Walk
+from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.tree import Tree, best_continuations, plant
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.dispatch import prefix_attention, speculative_attention

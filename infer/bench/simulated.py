@@ -19,10 +19,10 @@ from jaxtyping import Int
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.engine import Params, Request, SpecState, spec_step
+from longspec_jax.decoding.engine import Request, SpecState, spec_step
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.decoding.verify import Walk, walk
-from longspec_jax.drafters.base import Drafter
+from longspec_jax.decoding.walk import Walk, walk
+from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.tree import Tree, node_depths
 
 GOLDEN = 2654435769
@@ -102,7 +102,7 @@ def simulated_walk(
 ) -> Walk:
     """The path to the first node of the drawn depth, as if the target had drawn its tokens.
 
-    The first three arguments are those of :func:`longspec_jax.decoding.verify.walk`, which runs too,
+    The first three arguments are those of :func:`longspec_jax.decoding.walk.walk`, which runs too,
     so that its cost is part of the round.
     """
     if len(lengths.probabilities) > levels + 1:

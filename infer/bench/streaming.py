@@ -16,10 +16,10 @@ import jax
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.ahead import Report, Rounds, fetch, report_of
-from longspec_jax.decoding.engine import Params, Request, SpecState
+from longspec_jax.decoding.engine import Request, SpecState
 from longspec_jax.decoding.policy import Always
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import Drafter
+from longspec_jax.drafters.base import Drafter, Params
 
 from .simulated import AcceptanceLengths, simulated_step
 

@@ -29,11 +29,11 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.adaptive import check_one_clock
-from longspec_jax.decoding.engine import Params, Request, SpecState, spec_step
+from longspec_jax.decoding.engine import Request, SpecState, spec_step
 from longspec_jax.decoding.policy import Measurement, Policy
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.base import Drafter
+from longspec_jax.drafters.base import Drafter, Params
 
 Launch: TypeAlias = Callable[[int, SpecState], tuple[SpecState, Array]]
 """``(candidate, state) -> state, report``: starts a round, donates the state and does not wait."""

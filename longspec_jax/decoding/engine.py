@@ -10,6 +10,7 @@ a row that is done neither advances nor affects the others.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -22,25 +23,19 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.decoding import cache as cache_lib
+from longspec_jax.decoding.beliefs import RoundBeliefs
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.programs import RECENT, program
-from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, draw, log_probabilities, noise
+from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, draw, noise
 from longspec_jax.decoding.target import TargetModel, Verification
-from longspec_jax.decoding.verify import Walk, walk
-from longspec_jax.drafters.base import Context, Drafter
+from longspec_jax.decoding.view import CacheView
+from longspec_jax.decoding.walk import Walk, walk
+from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.tree import Tree, node_depths
 from longspec_jax.ops.attention.partitioned import spread_over
 
 Walker: TypeAlias = Callable[[Tree, Array, int], Walk]
-"""``(tree, draws[B, T], levels) -> walk``: what :func:`longspec_jax.decoding.verify.walk` is."""
-
-
-@struct.dataclass
-class Params:
-    """Parameters of both models, as their ``apply`` functions take them."""
-
-    target: Any
-    draft: Any
+"""``(tree, draws[B, T], levels) -> walk``: what :func:`longspec_jax.decoding.walk.walk` is."""
 
 
 @struct.dataclass
@@ -118,28 +113,39 @@ def prefill(
     capacity = max(capacity, chunks * chunk)
     home = _home(params.target)
     # Padded on the host: on the device every number of chunks would be a program of its own.
-    host = np.zeros((batch, capacity), np.int32)
+    host, held = np.zeros((batch, capacity), np.int32), np.asarray(length, np.int32)
     host[:, :prompt] = tokens
-    padded, length = jax.device_put((host, np.asarray(length, np.int32)), home.rows)
-    cache, logits = _allocate(target, batch, capacity, home)()
+    padded, length = jax.device_put((host, held), home.rows)
+    cache, logits, draft = _allocate(target, drafter, batch, capacity, home)(params)
     for index in range(chunks):
-        before = logits
-        logits, cache = _prefill_chunk(
+        before, offset = logits, np.int32(index * chunk)
+        logits, cache, features = _prefill_chunk(
             target,
+            drafter.needs,
             chunk,
             home,
             params.target,
             cache,
             padded,
             length,
-            np.int32(index * chunk),
+            offset,
             logits,
         )
+        if _concerns(drafter.needs, held, index * chunk, chunk):
+            draft = _extend(
+                target, drafter, chunk, home, params, draft, padded, length, offset, features
+            )
         if on_chunk is not None:
             # One chunk late, so that the device always has the next one to go on with.
             jax.block_until_ready(before)
             on_chunk(min(index * chunk, prompt))
-    return _start(target, drafter, max_emitted, params, cache, padded, length, logits, request)
+    return _start(target, drafter, max_emitted, params, cache, draft, length, logits, request)
+
+
+def _concerns(needs: Needs, length: np.ndarray, offset: int, chunk: int) -> bool:
+    """Whether a chunk of the prompts holds a token that the drafter's state depends on."""
+    recent = length if needs.recent is None else np.minimum(length, needs.recent)
+    return bool(((length > offset) & (length - recent < offset + chunk) & (recent > 0)).any())
 
 
 class Home(NamedTuple):
@@ -160,22 +166,25 @@ def _home(params: Any) -> Home:
     return Home(NamedSharding(mesh, P(None, "tp")), NamedSharding(mesh, P()))
 
 
-def _allocate(target: TargetModel, batch: int, capacity: int, home: Home) -> Callable[[], Any]:
-    """A program that makes an empty cache and the logits of no token, where they will stay."""
+def _allocate(
+    target: TargetModel, drafter: Drafter, batch: int, capacity: int, home: Home
+) -> Callable[[Params], Any]:
+    """A program that makes the state of rows without a token, and its logits, where they will stay."""
 
-    def empty() -> tuple[KVCache, Float[Array, "B V"]]:
+    def empty(params: Params) -> tuple[KVCache, Float[Array, "B V"], Any]:
         logits = jnp.zeros((batch, target.vocab_size), jnp.float32)
-        return target.allocate(batch, capacity), logits
+        return target.allocate(batch, capacity), logits, drafter.begin(params, batch, capacity)
 
     def make() -> tuple[Any, Any]:
-        return _allocate, jax.jit(empty, out_shardings=(home.cache, home.rows))
+        return _allocate, jax.jit(empty, out_shardings=(home.cache, home.rows, home.rows))
 
-    return RECENT.get((_allocate, target, batch, capacity, home), make)[1]
+    return RECENT.get((_allocate, target, drafter, batch, capacity, home), make)[1]
 
 
-@program(static_argnames=("target", "chunk", "home"), donate_argnames=("cache",))
+@program(static_argnames=("target", "needs", "chunk", "home"), donate_argnames=("cache",))
 def _prefill_chunk(
     target: TargetModel,
+    needs: Needs,
     chunk: int,
     home: Home,
     params: Any,
@@ -184,27 +193,50 @@ def _prefill_chunk(
     length: Lengths,
     offset: Array,
     logits: Float[Array, "B V"],
-) -> tuple[Float[Array, "B V"], KVCache]:
+) -> tuple[Float[Array, "B V"], KVCache, Features]:
     """One chunk; keeps the logits of the rows whose last prompt token it holds."""
     fresh = jax.lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
     last = length - 1 - offset
     at = jnp.clip(last, 0, chunk - 1)
     with spread_over(target.devices):
-        new, cache = target.prefill_chunk(params, cache, fresh, offset, at)
+        new, cache, features = target.prefill_chunk(params, cache, fresh, offset, at, needs)
     here = (last >= 0) & (last < chunk)
-    return jax.lax.with_sharding_constraint(
+    logits, cache = jax.lax.with_sharding_constraint(
         (jnp.where(here[:, None], new, logits), cache), (home.rows, home.cache)
     )
+    return logits, cache, features
 
 
-@program(static_argnames=("target", "drafter", "max_emitted"), donate_argnames=("cache",))
+@program(static_argnames=("target", "drafter", "chunk", "home"), donate_argnames=("draft",))
+def _extend(
+    target: TargetModel,
+    drafter: Drafter,
+    chunk: int,
+    home: Home,
+    params: Params,
+    draft: Any,
+    tokens: Int[Array, "B S"],
+    length: Lengths,
+    offset: Array,
+    features: Features,
+) -> Any:
+    """Let the drafter learn of one chunk."""
+    fresh = jax.lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
+    start = jnp.full_like(length, offset)
+    committed = Committed(fresh, start, jnp.clip(length - offset, 0, chunk), features)
+    with spread_over(target.devices):
+        draft = drafter.extend(params, draft, committed)
+    return jax.lax.with_sharding_constraint(draft, home.rows)
+
+
+@program(static_argnames=("target", "drafter", "max_emitted"), donate_argnames=("cache", "draft"))
 def _start(
     target: TargetModel,
     drafter: Drafter,
     max_emitted: int,
     params: Params,
     cache: KVCache,
-    tokens: Int[Array, "B S"],
+    draft: Any,
     length: Lengths,
     logits: Float[Array, "B V"],
     request: Request,
@@ -215,8 +247,6 @@ def _start(
     first = draw(logits[:, None], gumbel, request.sampling)[:, 0]
     stopped = (request.stop_tokens == first[:, None]).any(axis=1) | (first == NO_TOKEN)
     output = jnp.zeros((batch, max_emitted + height), jnp.int32).at[:, 0].set(first)
-    with spread_over(target.devices):
-        draft = drafter.prefill(params.draft, tokens, length)
     return SpecState(
         cache=cache,
         draft=draft,
@@ -250,53 +280,51 @@ def spec_step(
       walker: how the tree is walked. Only the default is lossless; another one serves to measure.
     """
     with spread_over(target.devices):
-        gumbel = round_noise(target, drafter, request, state.length)
-        tree = propose_tree(drafter, params, request, state, gumbel)
-        verified, draws = verify_tree(target, drafter, params, request, state, tree, gumbel)
+        beliefs = round_beliefs(target, drafter, request, state)
+        tree = propose_tree(target, drafter, params, state, beliefs)
+        verified, draws = verify_tree(target, drafter, params, state, tree, beliefs)
         walked = walker(tree, draws, drafter.tree.num_levels)
         return commit_walk(drafter, params, request, state, verified, walked)
 
 
-def round_noise(
-    target: TargetModel, drafter: Drafter, request: Request, length: Lengths
-) -> Float[Array, "B h _"]:
-    """The noise of a round's draws by depth: at depth ``d`` position ``length + d + 1`` is drawn."""
-    steps = 1 + jnp.arange(drafter.tree.num_levels + 1)
-    return noise(request.sampling, length[:, None] + steps, target.vocab_size)
+def round_beliefs(
+    target: TargetModel, drafter: Drafter, request: Request, state: SpecState
+) -> RoundBeliefs:
+    """What is known beforehand of the draws below every row's pending token."""
+    levels = drafter.tree.num_levels
+    return RoundBeliefs.of_round(request.sampling, state.length, levels, target.vocab_size)
 
 
 def propose_tree(
-    drafter: Drafter, params: Params, request: Request, state: SpecState, gumbel: Array
+    target: TargetModel, drafter: Drafter, params: Params, state: SpecState, beliefs: RoundBeliefs
 ) -> Tree:
     """The drafter's tree below every row's pending token."""
-
-    def score(logits: Array, depth: int, vocabulary: Array | None = None) -> Array:
-        seen = gumbel[:, depth : depth + 1]
-        if vocabulary is not None and request.sampling.stochastic:
-            seen = jnp.take(seen, vocabulary, axis=2)
-        return log_probabilities(logits, seen, request.sampling)
-
-    context = Context(state.pending, state.length, state.cache.keys[-1], state.cache.values[-1])
-    return drafter.propose(params.draft, state.draft, context, score)
+    rows = state.pending, state.length, state.length
+    view = CacheView(target, params.target, state.cache, *rows)
+    return drafter.propose(params, state.draft, view, beliefs)
 
 
 def verify_tree(
     target: TargetModel,
     drafter: Drafter,
     params: Params,
-    request: Request,
     state: SpecState,
     tree: Tree,
-    gumbel: Array,
+    beliefs: RoundBeliefs,
 ) -> tuple[Verification, Int[Array, "B T"]]:
     """One target pass over the tree, and the target's draw at every node."""
     depths = node_depths(tree, drafter.tree)
     positions = state.length[:, None] + depths
     verified = target.verify(
-        params.target, state.cache, tree.tokens, positions, tree.mask, state.length
+        params.target,
+        state.cache,
+        tree.tokens,
+        positions,
+        tree.mask,
+        state.length,
+        drafter.needs,
     )
-    gumbel = jnp.take_along_axis(gumbel, depths[:, :, None], axis=1)
-    return verified, draw(verified.logits, gumbel, request.sampling)
+    return verified, beliefs.draw(verified.logits, depths)
 
 
 def commit_walk(
@@ -318,10 +346,12 @@ def commit_walk(
     # No token is below -1, so this is the length; but it waits for the draws. Where a row has one
     # fresh slot, the compiler would append before it has read, and copy whole caches to be able to.
     end = jnp.maximum(length, -2 - walked.tokens[:, 0])
+    along = jax.tree.map(partial(_along, walked.path), verified.features)
+    committed = Committed(block, length, count, along)
     emit = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
     return SpecState(
         cache=cache_lib.commit(state.cache, verified.keys, verified.values, walked.path, end),
-        draft=drafter.commit(params.draft, state.draft, block, count, length),
+        draft=drafter.extend(params, state.draft, committed),
         length=length + count,
         pending=jnp.where(
             count > 0,
@@ -335,6 +365,11 @@ def commit_walk(
         rounds=state.rounds + (count > 0),
         histogram=state.histogram + ((column == accepted[:, None]) & (count > 0)[:, None]),
     )
+
+
+def _along(path: Int[Array, "B h"], feature: Array) -> Array:
+    """A feature ``[B, T, ...]`` of the nodes on the path."""
+    return jax.vmap(lambda nodes, row: row[nodes])(path, feature)
 
 
 def _trim(

@@ -1,4 +1,4 @@
-"""The target as the decode loop sees it: prefill a chunk, verify a tree.
+"""The target as the decode loop sees it: prefill a chunk, verify a tree, glance at a part of the past.
 
 :class:`TargetModel` is the protocol, which a lookup table can satisfy in tests;
 :class:`CachedTarget` binds :class:`longspec_jax.models.target.Target` to a cache and the attention
@@ -6,6 +6,7 @@ ops.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -16,8 +17,16 @@ from longspec_jax.axes import Array, Lengths, TreeMask
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import KVCache
+from longspec_jax.drafters.base import NOTHING, Features, Fresh, Glance, Needs
+from longspec_jax.drafters.selection import Selection
 from longspec_jax.models.target import Attend, Target, TargetOutput
-from longspec_jax.ops.attention.dispatch import chunk_attention, speculative_attention
+from longspec_jax.ops.attention.dispatch import (
+    chunk_attention,
+    prefix_attention,
+    speculative_attention,
+    tree_attention,
+)
+from longspec_jax.ops.attention.merge import merge
 
 
 class Verification(NamedTuple):
@@ -29,6 +38,18 @@ class Verification(NamedTuple):
     """Keys of the tree's nodes, ``L x [B, T, K, H]``: the rows to commit."""
     values: tuple[Array, ...]
     """Values of the tree's nodes, ``L x [B, T, K, H]``."""
+    features: Features = Features()
+    """What was asked for of the nodes."""
+
+
+class Prefilled(NamedTuple):
+    """What one target pass over a chunk of a prompt yields."""
+
+    logits: Float[Array, "B V"]
+    """After the chunk's token that was asked for in each row, float32."""
+    cache: KVCache
+    features: Features = Features()
+    """What was asked for of the chunk's tokens."""
 
 
 @runtime_checkable
@@ -50,8 +71,14 @@ class TargetModel(Protocol):
         ...
 
     def prefill_chunk(
-        self, params: Any, cache: KVCache, tokens: Int[Array, "B C"], offset: Array, last: Lengths
-    ) -> tuple[Float[Array, "B V"], KVCache]:
+        self,
+        params: Any,
+        cache: KVCache,
+        tokens: Int[Array, "B C"],
+        offset: Array,
+        last: Lengths,
+        needs: Needs = NOTHING,
+    ) -> Prefilled:
         """Append a chunk at ``offset``; logits after the chunk's token ``last[b]`` of each row."""
         ...
 
@@ -63,8 +90,24 @@ class TargetModel(Protocol):
         positions: Int[Array, "B T"],
         mask: TreeMask,
         length: Lengths,
+        needs: Needs = NOTHING,
     ) -> Verification:
         """Logits at every node of a tree below ``length[b]`` committed tokens."""
+        ...
+
+    def glance(
+        self,
+        params: Any,
+        cache: KVCache,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        selection: Selection,
+        fresh: Fresh,
+        mask: TreeMask,
+        at: int,
+        needs: Needs = NOTHING,
+    ) -> Glance:
+        """As :meth:`longspec_jax.drafters.base.View.glance`."""
         ...
 
 
@@ -88,8 +131,14 @@ class CachedTarget:
         return cache_lib.allocate(self.config, batch, capacity)
 
     def prefill_chunk(
-        self, params: Any, cache: KVCache, tokens: Int[Array, "B C"], offset: Array, last: Lengths
-    ) -> tuple[Float[Array, "B V"], KVCache]:
+        self,
+        params: Any,
+        cache: KVCache,
+        tokens: Int[Array, "B C"],
+        offset: Array,
+        last: Lengths,
+        needs: Needs = NOTHING,
+    ) -> Prefilled:
         """Append a chunk at ``offset``; logits after the chunk's token ``last[b]`` of each row."""
         batch, chunk = tokens.shape
         positions = jnp.broadcast_to(offset + jnp.arange(chunk), tokens.shape)
@@ -99,10 +148,11 @@ class CachedTarget:
             past = cache.keys[layer], cache.values[layer]
             return chunk_attention(q, *past, length, k, v, implementation=self.attention)
 
-        output = self._forward(params, tokens, positions, attend)
+        output, features = self._forward(params, tokens, positions, attend, needs)
         hidden = jnp.take_along_axis(output.hidden, last[:, None, None], axis=1)[:, 0]
         logits = self._unembed(params, hidden)
-        return logits, cache_lib.append_chunk(cache, output.keys, output.values, offset)
+        cache = cache_lib.append_chunk(cache, output.keys, output.values, offset)
+        return Prefilled(logits, cache, features)
 
     def verify(
         self,
@@ -112,6 +162,7 @@ class CachedTarget:
         positions: Int[Array, "B T"],
         mask: TreeMask,
         length: Lengths,
+        needs: Needs = NOTHING,
     ) -> Verification:
         """Logits at every node of a tree below ``length[b]`` committed tokens."""
 
@@ -122,15 +173,60 @@ class CachedTarget:
             )
 
         with jax.named_scope("verify"):
-            output = self._forward(params, tokens, positions, attend)
+            output, features = self._forward(params, tokens, positions, attend, needs)
             logits = self._unembed(params, output.hidden)
-        return Verification(logits, output.keys, output.values)
+        return Verification(logits, output.keys, output.values, features)
+
+    def glance(
+        self,
+        params: Any,
+        cache: KVCache,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        selection: Selection,
+        fresh: Fresh,
+        mask: TreeMask,
+        at: int,
+        needs: Needs = NOTHING,
+    ) -> Glance:
+        """Run the target over tokens that see a selection of the cache, and fresh tokens."""
+        keys, values = list(fresh.keys), list(fresh.values)
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=1)
+            keys[layer], values[layer] = write(keys[layer], k), write(values[layer], v)
+            seen = tree_attention(
+                q, keys[layer], values[layer], mask, implementation=self.attention
+            )
+            for span in range(selection.spans):
+                start, stop = selection.start[:, span], selection.stop[:, span]
+                past = prefix_attention(
+                    *(q, cache.keys[layer], cache.values[layer], stop, start),
+                    implementation=self.attention,
+                )
+                seen = merge(seen, past)
+            return seen.out.astype(q.dtype)
+
+        with jax.named_scope("glance"):
+            output, features = self._forward(params, tokens, positions, attend, needs)
+            logits = self._unembed(params, output.hidden)
+        return Glance(logits, Fresh(tuple(keys), tuple(values)), features)
 
     def _forward(
-        self, params: Any, tokens: Array, positions: Array, attend: Attend
-    ) -> TargetOutput:
-        output: Any = Target(self.config).apply({"params": params}, tokens, positions, attend)
-        return output
+        self, params: Any, tokens: Array, positions: Array, attend: Attend, needs: Needs
+    ) -> tuple[TargetOutput, Features]:
+        """All layers, and what was asked for of them."""
+        queries = {}
+
+        def noted(layer: int, q: Array, k: Array, v: Array) -> Array:
+            if layer in needs.queries:
+                queries[layer] = q
+            return attend(layer, q, k, v)
+
+        output: Any = Target(self.config).apply(
+            {"params": params}, tokens, positions, noted, keep=needs.hidden
+        )
+        return output, Features(output.kept, queries)
 
     def _unembed(self, params: Any, hidden: Array) -> Array:
         logits: Any = Target(self.config).apply({"params": params}, hidden, method="unembed")

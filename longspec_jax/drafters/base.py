@@ -1,37 +1,205 @@
 """What the decode loop asks of a drafter, and the drafter that proposes nothing.
 
-A drafter proposes a tree of candidate tokens each round. It may read the target's last-layer K/V;
-whatever state it keeps is its own pytree. It cannot change the output, only the speed: the target's
-own draws walk its tree.
+A drafter proposes a tree of candidate tokens each round. It cannot change the output, only the speed:
+the target's own draws walk its tree. Whatever state it keeps is its own pytree, which learns of committed
+tokens in one way alone, :meth:`Drafter.extend`, be they a chunk of a prompt or a round's accepted path.
+
+What it may use of the target it declares beforehand (:class:`Needs`) or is handed in a round
+(:class:`View`). Drafters compose: one may hold another, and run the target over a part of its cache
+to improve on it (:mod:`longspec_jax.drafters.hierarchy`).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from flax import struct
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths
+from longspec_jax.axes import Array, CacheSlots, Lengths, TreeMask
 from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.drafters.selection import Selection
 from longspec_jax.drafters.tree import Tree, plant
 
-Score: TypeAlias = Callable[..., Float[Array, "B w v"]]
-"""``(draft logits[B, w, V], depth) -> log-probabilities`` that the target will draw each token at a
-node of this depth, the round's sampling noise and temperature included. A drafter whose logits cover
-a part of the vocabulary passes the token of every logit as a third argument."""
+
+@struct.dataclass
+class Params:
+    """Parameters of both models, as their ``apply`` functions take them."""
+
+    target: Any
+    draft: Any
 
 
-class Context(NamedTuple):
-    """What a drafter may look at when it proposes."""
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter wants to learn of committed tokens; a target pass computes nothing else for it."""
 
-    pending: Int[Array, " B"]
-    """The last emitted token of each row, not yet in the cache: the root of the tree."""
-    length: Lengths
-    """Committed tokens of each row; the pending token's position."""
-    keys: CacheSlots
-    """The target's last-layer keys; row ``b`` holds ``length[b]`` committed slots."""
-    values: CacheSlots
-    """The target's last-layer values."""
+    hidden: tuple[int, ...] = ()
+    """Layers after which it takes the hidden states; the first is 0."""
+    queries: tuple[int, ...] = ()
+    """Layers whose queries it takes, rotary applied."""
+    recent: int | None = None
+    """How many of the last committed tokens its state depends on; all of them if absent. Chunks of a
+    prompt that lie before are not shown to it."""
+
+    def __or__(self, other: "Needs") -> "Needs":
+        """What two drafters want together."""
+        whole = self.recent is None or other.recent is None
+        return Needs(
+            tuple(sorted({*self.hidden, *other.hidden})),
+            tuple(sorted({*self.queries, *other.queries})),
+            None if whole else max(self.recent or 0, other.recent or 0),
+        )
+
+
+NOTHING = Needs(recent=0)
+"""The needs of a drafter that keeps no state."""
+
+
+class Features(NamedTuple):
+    """What a target pass found at each of its tokens, by layer; only what was asked for is there."""
+
+    hidden: Mapping[int, Float[Array, "B n D"]] = {}
+    """The residual stream after the layer."""
+    queries: Mapping[int, Float[Array, "B n N H"]] = {}
+    """The layer's queries, rotary applied."""
+
+
+class Committed(NamedTuple):
+    """Tokens that joined the prefix, with what the target's pass over them found."""
+
+    tokens: Int[Array, "B n"]
+    """Garbage from ``count[b]`` on."""
+    start: Lengths
+    """Position of each row's first token."""
+    count: Lengths
+    """How many of the tokens joined; 0 for a row that did not advance."""
+    features: Features = Features()
+
+
+class Beliefs(Protocol):
+    """What is known of a round's draws beforehand: their noise, temperatures and filters.
+
+    Depth ``d`` is about the token that follows a node of depth ``d``.
+    """
+
+    def log_probabilities(self, logits: Float[Array, "B w V"], depth: int) -> Float[Array, "B w V"]:
+        """How likely the target is to draw each token, for a draft whose logits these are."""
+        ...
+
+    def draw(self, logits: Float[Array, "B T V"], depths: Int[Array, "#B T"]) -> Int[Array, "B T"]:
+        """What the target would draw from these logits at nodes of these depths."""
+        ...
+
+    def among(self, tokens: Int[Array, " v"]) -> "Beliefs":
+        """The same for logits of these tokens alone."""
+        ...
+
+    def after(self, steps: Lengths, levels: int) -> "Beliefs":
+        """The same for nodes below ``steps[b]`` more tokens, down to so many levels."""
+        ...
+
+
+class Fresh(NamedTuple):
+    """Keys and values of tokens that are not in the cache, ``L x [B, U, K, H]`` each."""
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+
+
+class Glance(NamedTuple):
+    """What a pass of the target over a part of its cache yields."""
+
+    logits: Float[Array, "B T V"]
+    fresh: Fresh
+    """Those that were given, the tokens' own written among them."""
+    features: Features
+
+
+@runtime_checkable
+class View(Protocol):
+    """What a drafter sees when it proposes, and what it can have the target do."""
+
+    @property
+    def pending(self) -> Int[Array, " B"]:
+        """The last token of each row, not in the cache: the root of the tree."""
+        ...
+
+    @property
+    def position(self) -> Lengths:
+        """The pending token's position."""
+        ...
+
+    @property
+    def length(self) -> Lengths:
+        """Cache slots of each row that hold committed tokens; the position, unless a drafter has
+        another go on from tokens that are not committed.
+        """
+        ...
+
+    @property
+    def keys(self) -> tuple[CacheSlots, ...]:
+        """The target's cached keys of every layer."""
+        ...
+
+    @property
+    def values(self) -> tuple[CacheSlots, ...]:
+        """The target's cached values of every layer."""
+        ...
+
+    def fresh(self, tokens: int) -> Fresh:
+        """Room for so many tokens outside the cache."""
+        ...
+
+    def glance(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        selection: Selection,
+        fresh: Fresh,
+        mask: TreeMask,
+        at: int,
+        needs: Needs = NOTHING,
+    ) -> Glance:
+        """Run the target over tokens that see a selection of the cache, and fresh tokens.
+
+        Args:
+          tokens: their ids.
+          positions: their positions.
+          selection: the cache slots that all of them see.
+          fresh: other fresh tokens' keys and values; those of these tokens are written at ``at``.
+          mask: ``[B, T, U]`` which fresh tokens each sees, itself among them.
+          at: where these tokens stand among the fresh ones.
+          needs: what to return of them beside the logits.
+        """
+        ...
+
+    def walk(self, tree: Tree, draws: Int[Array, "B T"], levels: int) -> "Walked":
+        """The path that draws take through a tree of so many levels."""
+        ...
+
+    def ahead(self, pending: Int[Array, " B"], position: Lengths) -> "View":
+        """The same cache, seen from a token further on."""
+        ...
+
+
+class Walked(Protocol):
+    """See :class:`longspec_jax.decoding.walk.Walk`."""
+
+    @property
+    def path(self) -> Int[Array, "B h"]:
+        """Nodes on the path."""
+        ...
+
+    @property
+    def tokens(self) -> Int[Array, "B h"]:
+        """The draws at the nodes of the path."""
+        ...
+
+    @property
+    def count(self) -> Lengths:
+        """How many there are."""
+        ...
 
 
 @runtime_checkable
@@ -43,18 +211,27 @@ class Drafter(Protocol):
         """The static shape of the trees it proposes."""
         ...
 
-    def prefill(self, params: Any, tokens: Int[Array, "B P"], length: Lengths) -> Any:
-        """The state after prompts ``tokens[b, :length[b]]``."""
+    @property
+    def needs(self) -> Needs:
+        """What it wants to learn of committed tokens."""
         ...
 
-    def propose(self, params: Any, state: Any, context: Context, score: Score) -> Tree:
+    def begin(self, params: Params, batch: int, capacity: int) -> Any:
+        """The state of rows without a token, every leaf ``[B, ...]``.
+
+        Args:
+          params: parameters of both models.
+          batch: rows.
+          capacity: most tokens that a row will hold.
+        """
+        ...
+
+    def extend(self, params: Params, state: Any, committed: Committed) -> Any:
+        """The state after more tokens were committed: a chunk of a prompt, or an accepted path."""
+        ...
+
+    def propose(self, params: Params, state: Any, view: View, beliefs: Beliefs) -> Tree:
         """Candidate continuations of the pending tokens: ``tree.num_nodes`` nodes with the root."""
-        ...
-
-    def commit(
-        self, params: Any, state: Any, tokens: Int[Array, "B h"], count: Lengths, length: Lengths
-    ) -> Any:
-        """The state after ``tokens[b, :count[b]]`` joined the prefix of ``length[b]`` tokens."""
         ...
 
 
@@ -62,23 +239,17 @@ class Drafter(Protocol):
 class NoDraft:
     """Proposes the pending token alone: plain decoding, through the same step."""
 
-    tree: TreeConfig = PLAIN
+    tree: TreeConfig = field(default=PLAIN, init=False)
+    needs: Needs = field(default=NOTHING, init=False)
 
-    def prefill(self, params: Any, tokens: Int[Array, "B P"], length: Lengths) -> tuple[()]:
+    def begin(self, params: Params, batch: int, capacity: int) -> tuple[()]:
         """No state."""
         return ()
 
-    def propose(self, params: Any, state: tuple[()], context: Context, score: Score) -> Tree:
+    def extend(self, params: Params, state: tuple[()], committed: Committed) -> tuple[()]:
+        """No state."""
+        return ()
+
+    def propose(self, params: Params, state: tuple[()], view: View, beliefs: Beliefs) -> Tree:
         """The root without children."""
-        return plant(context.pending, self.tree)
-
-    def commit(
-        self,
-        params: Any,
-        state: tuple[()],
-        tokens: Int[Array, "B h"],
-        count: Lengths,
-        length: Lengths,
-    ) -> tuple[()]:
-        """No state."""
-        return ()
+        return plant(view.pending, self.tree)

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.engine import Params, Request
+from longspec_jax.decoding.engine import Request
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.sampling import noise, perturb
 from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import Params
 from longspec_jax.generation import runner
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, OnActivity
 from longspec_jax.generation.collect import collect, follow

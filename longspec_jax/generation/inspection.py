@@ -14,11 +14,11 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding import engine
-from longspec_jax.decoding.engine import Params, Request, SpecState
+from longspec_jax.decoding.engine import Request, SpecState
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.decoding.verify import walk
-from longspec_jax.drafters.base import Drafter
+from longspec_jax.decoding.walk import walk
+from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.runner import Begin, run_steps
 from longspec_jax.ops.attention.partitioned import spread_over
 

@@ -11,10 +11,10 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import adaptive, ahead, engine
 from longspec_jax.decoding.adaptive import Leg
 from longspec_jax.decoding.cache import bucket_capacity
-from longspec_jax.decoding.engine import Params, Request, SpecState
+from longspec_jax.decoding.engine import Request, SpecState
 from longspec_jax.decoding.policy import Always, FastestWithinBudget, Measurement, Policy
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Drafter, NoDraft
+from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.generation.inputs import Prompts
 from longspec_jax.generation.memory import MemoryPlan
 

@@ -7,7 +7,7 @@ cache. The fresh keys and values come back with the output, because the caller o
 the draft reads the last layer's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import flax.linen as nn
@@ -24,6 +24,7 @@ from longspec_jax.models.layers import (
     SwiGLU,
     rotary_angles,
 )
+from longspec_jax.ops.layer.residual_norm import add
 from longspec_jax.ops.layer.split_heads import part, rotate, split_heads
 from longspec_jax.ops.products.skinny import matmul_precision
 
@@ -40,6 +41,8 @@ class TargetOutput(NamedTuple):
     """Fresh keys of every layer, ``L x [B, T, K, H]``, rotary applied."""
     values: tuple[Array, ...]
     """Fresh values of every layer, ``L x [B, T, K, H]``."""
+    kept: dict[int, Array]
+    """The residual stream ``[B, T, D]`` after the layers that were asked for."""
 
 
 class Attention(nn.Module):
@@ -126,18 +129,21 @@ class Target(nn.Module):
         """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
         return jnp.take(self.embedding, tokens, axis=0)
 
-    def __call__(self, tokens: Array, positions: Array, attend: Attend) -> TargetOutput:
+    def __call__(
+        self, tokens: Array, positions: Array, attend: Attend, keep: Sequence[int] = ()
+    ) -> TargetOutput:
         """Run all layers over ``T`` fresh tokens.
 
         Args:
           tokens: token ids ``[B, T]``.
           positions: rotary positions ``[B, T]``.
           attend: how the tokens of a layer see each other and the past.
+          keep: layers after which the residual stream is returned as well.
         """
         c = self.config
         angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
         x, delta = self.embed(tokens), None
-        keys, values = [], []
+        keys, values, kept = [], [], {}
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 # ``i=index`` binds now: the layer calls back while the loop variable is current,
@@ -147,7 +153,9 @@ class Target(nn.Module):
                 )
             keys.append(k)
             values.append(v)
-        return TargetOutput(self.final_norm.add(x, delta)[1], tuple(keys), tuple(values))
+            if index in keep:
+                kept[index] = add(x, delta)
+        return TargetOutput(self.final_norm.add(x, delta)[1], tuple(keys), tuple(values), kept)
 
     def unembed(self, hidden: Array) -> Array:
         """Logits ``[..., V]`` of hidden states ``[..., D]``, float32."""

@@ -14,11 +14,11 @@ import pytest
 from longspec_jax.config import PLAIN, DraftConfig, TreeConfig
 from longspec_jax.decoding import adaptive
 from longspec_jax.decoding.adaptive import candidates, decode_bursts, rehearse, smaller_tree
-from longspec_jax.decoding.engine import Params, SpecState, prefill, room
+from longspec_jax.decoding.engine import SpecState, prefill, room
 from longspec_jax.decoding.policy import Choice, FastestWithinBudget, Measurement
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import NoDraft
-from longspec_jax.drafters.longspec import LongSpecDrafter
+from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from tests.decoding.test_lossless import (
     LENGTHS,
     MAX_EMITTED,

@@ -12,10 +12,11 @@ from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.decoding import ahead
 from longspec_jax.decoding.adaptive import candidates
 from longspec_jax.decoding.ahead import Report, Rounds, one_round
-from longspec_jax.decoding.engine import Params, SpecState, decode
+from longspec_jax.decoding.engine import SpecState, decode
 from longspec_jax.decoding.policy import Always, Choice, FastestWithinBudget, Measurement, Policy
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.longspec import LongSpecDrafter
+from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from tests.decoding.test_adaptive import rows_of, start
 from tests.decoding.test_lossless import assert_same
 from tests.decoding.test_lossless import request as requested

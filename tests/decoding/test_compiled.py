@@ -10,11 +10,11 @@ from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.adaptive import burst
 from longspec_jax.decoding.ahead import one_round
-from longspec_jax.decoding.engine import Params, Request, decode, prefill
+from longspec_jax.decoding.engine import Request, decode, prefill
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import NoDraft
-from longspec_jax.drafters.longspec import LongSpecDrafter
+from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(num_layers=1)

@@ -10,12 +10,12 @@ import pytest
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.adaptive import decode_bursts
-from longspec_jax.decoding.engine import Params, Request, decode, prefill, room
+from longspec_jax.decoding.engine import Request, decode, prefill, room
 from longspec_jax.decoding.policy import Always
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import NoDraft
-from longspec_jax.drafters.longspec import LongSpecDrafter
+from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 from tests.lookup import ConstantDrafter, LookupDrafter, LookupTarget, random_table
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.decoding.verify import walk
+from longspec_jax.decoding.walk import walk
 from longspec_jax.drafters.tree import Tree
 
 Distribution = dict[tuple[int, ...], float]

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import DraftConfig, TreeConfig
-from longspec_jax.decoding.engine import Params, Request, SpecState, decode, prefill
+from longspec_jax.decoding.engine import Request, SpecState, decode, prefill
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.longspec import LongSpecDrafter
+from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.ops.layer import (
     append_rows,
     append_rows_pallas,

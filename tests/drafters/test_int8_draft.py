@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import DraftConfig
-from longspec_jax.drafters.longspec import LongSpecParams
+from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.ops.products.int8 import int8_product, round_rows
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config

@@ -9,12 +9,8 @@ import numpy as np
 
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.drafters.base import Context
-from longspec_jax.drafters.longspec import (
-    LongSpecDraft,
-    LongSpecDrafter,
-    ring_mask,
-    ring_positions,
-)
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter, ring_mask, ring_positions
+from longspec_jax.drafters.longspec.model import LongSpecDraft
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention

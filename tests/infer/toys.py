@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from longspec_jax import LongSpec, TreeConfig
 from longspec_jax.config import DraftConfig
-from longspec_jax.drafters.longspec import LongSpecDraft
+from longspec_jax.drafters.longspec.model import LongSpecDraft
 from longspec_jax.models.target import Target
 from longspec_jax.weights import hf
 from tests.kit import tiny_target_config

@@ -11,7 +11,8 @@ from safetensors.numpy import save_file
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import Context
-from longspec_jax.drafters.longspec import LongSpecDraft, LongSpecDrafter, LongSpecParams
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec.model import LongSpecDraft, LongSpecParams
 from longspec_jax.ops.attention.dispatch import causal_attention, tree_attention
 from longspec_jax.weights.hf import load_draft
 from tests.kit import tiny_target_config

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import PRESETS, DraftConfig
-from longspec_jax.drafters.longspec import LongSpecDraft
+from longspec_jax.drafters.longspec.model import LongSpecDraft
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.tables import draft_table, target_table

@@ -1,0 +1,156 @@
+"""The LongSpec drafter: beam search with one layer and a ring of its own K/V.
+
+Self-attention sees the last 512 tokens; cross-attention reads the target's last-layer cache in place,
+so that the draft stores nothing that grows with the context (LongSpec section 3.1). Self-attention
+keys and values depend on (token, position) alone: a prompt costs its last 512 tokens and no more, and
+committed tokens can be embedded afresh.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Bool, Int
+
+from longspec_jax.axes import Array, Leaf, Lengths
+from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, View
+from longspec_jax.drafters.budget import within_budget
+from longspec_jax.drafters.longspec.model import LongSpecDraft, LongSpecParams
+from longspec_jax.drafters.tree import Tree, best_continuations, grow, plant
+from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
+
+
+@struct.dataclass
+class LongSpecState:
+    """A ring of the last ``W`` tokens' self-attention K/V: the draft's only memory.
+
+    The token at position ``p`` lives in slot ``p % W``; which positions are present follows from the
+    committed length alone.
+    """
+
+    keys: Leaf
+    """``[B, W, K, H]``."""
+    values: Leaf
+    """``[B, W, K, H]``."""
+
+
+@dataclass(frozen=True)
+class LongSpecDrafter:
+    """Proposes trees by beam search over the draft's cumulative log-probability."""
+
+    config: DraftConfig
+    tree: TreeConfig = TreeConfig()
+    attention: str | None = None
+    """Attention implementation; chosen automatically if absent."""
+
+    def __post_init__(self) -> None:
+        if self.tree.num_levels >= self.config.window:
+            raise ValueError(
+                f"a tree of {self.tree.num_levels} levels does not fit the draft window of "
+                f"{self.config.window} tokens; use fewer levels"
+            )
+
+    @property
+    def needs(self) -> Needs:
+        """The last ``W`` tokens; nothing of the target."""
+        return Needs(recent=self.config.window)
+
+    def begin(self, params: Params, batch: int, capacity: int) -> LongSpecState:
+        """An empty ring, whatever the capacity."""
+        c = self.config
+        shape = (batch, c.window, c.num_kv_heads, c.head_width)
+        keys, values = (jnp.zeros(shape, jnp.dtype(c.dtype)) for _ in range(2))
+        return LongSpecState(keys, values)
+
+    def extend(self, params: Params, state: LongSpecState, committed: Committed) -> LongSpecState:
+        """Write the K/V of the last ``W`` of the tokens over the oldest ring slots."""
+        window, given = self.config.window, committed.tokens.shape[1]
+        tokens, offsets = committed.tokens, jnp.arange(given)[None]
+        if given > window:
+            offsets = jnp.maximum(committed.count - window, 0)[:, None] + jnp.arange(window)
+            tokens = jnp.take_along_axis(tokens, offsets, axis=1)
+        positions = committed.start[:, None] + offsets
+        keys, values = self._keys_values(params.draft, tokens, positions)
+        # Tokens beyond the count go to a slot that does not exist, and are dropped.
+        slots = jnp.where(offsets < committed.count[:, None], positions % window, window)
+        write = jax.vmap(lambda ring, at, fresh: ring.at[at].set(fresh, mode="drop"))
+        return LongSpecState(write(state.keys, slots, keys), write(state.values, slots, values))
+
+    def propose(self, params: Params, state: LongSpecState, view: View, beliefs: Beliefs) -> Tree:
+        """Grow the tree level by level; the last level's nodes are never run themselves."""
+        batch, window = view.pending.shape[0], self.config.window
+        draft: LongSpecParams = params.draft
+        if draft.vocabulary is not None:
+            beliefs = beliefs.among(draft.vocabulary)
+        tree = plant(view.pending, self.tree)
+        ring = ring_positions(view.position, window)
+        # One buffer for ring and tree: a level's K/V are written behind the ring as it is run.
+        rooms = ((0, 0), (0, self.tree.num_grown - (self.tree.widths or (0,))[-1]), (0, 0), (0, 0))
+        keys, values = jnp.pad(state.keys, rooms), jnp.pad(state.values, rooms)
+        total, totals = jnp.zeros((batch, 1), jnp.float32), []
+        first, width = 0, 1
+        for depth, children in enumerate(self.tree.widths):
+            nodes = slice(first, first + width)
+            positions = jnp.broadcast_to(view.position[:, None] + depth, (batch, width))
+            seen = ring_mask(ring, positions, window)
+            path = tree.mask[:, nodes, : keys.shape[1] - window]
+            mask = jnp.concatenate([seen, path], axis=2)
+
+            def attend_self(q: Array, k: Array, v: Array, at=window + first, mask=mask) -> Array:
+                nonlocal keys, values
+                keys = jax.lax.dynamic_update_slice_in_dim(keys, k, at, axis=1)
+                values = jax.lax.dynamic_update_slice_in_dim(values, v, at, axis=1)
+                partial = tree_attention(q, keys, values, mask, implementation=self.attention)
+                return partial.out.astype(q.dtype)
+
+            with jax.named_scope(f"draft_level_{depth + 1}"):
+                output: Any = LongSpecDraft(self.config, draft.int8).apply(
+                    {"params": draft.layer},
+                    jnp.take(draft.embedding, tree.tokens[:, nodes], axis=0),
+                    positions,
+                    attend_self,
+                    lambda q: self._attend_cross(q, view),
+                )
+                belief = beliefs.log_probabilities(draft.logits(output.hidden), depth)
+                total, parents, tokens = best_continuations(total[:, :, None] + belief, children)
+                if draft.vocabulary is not None:
+                    tokens = jnp.take(draft.vocabulary, tokens)
+                tree = grow(tree, first + width, tokens, first + parents)
+            totals.append(total)
+            first, width = first + width, children
+        return within_budget(tree, totals, self.tree)
+
+    def _keys_values(
+        self, params: LongSpecParams, tokens: Array, positions: Array
+    ) -> tuple[Array, Array]:
+        embedded = jnp.take(params.embedding, tokens, axis=0)
+        keys_values: Any = LongSpecDraft(self.config, params.int8).apply(
+            {"params": params.layer}, embedded, positions, method="keys_values"
+        )
+        return keys_values
+
+    def _attend_cross(self, q: Array, view: View) -> Array:
+        partial = prefix_attention(
+            q, view.keys[-1], view.values[-1], view.length, implementation=self.attention
+        )
+        return partial.out.astype(q.dtype)
+
+
+def ring_positions(length: Lengths, window: int) -> Int[Array, "B W"]:
+    """Position of the token in every ring slot: the latest ``p < length`` with ``p % W == slot``.
+
+    Negative where the row has fewer tokens than slots: the slot is empty.
+    """
+    newest = length[:, None] - 1
+    return newest - (newest - jnp.arange(window)) % window
+
+
+def ring_mask(
+    ring: Int[Array, "B W"], positions: Int[Array, "B T"], window: int
+) -> Bool[Array, "B T W"]:
+    """Which ring slots each query sees: present ones at most ``window`` positions behind it."""
+    distance = positions[:, :, None] - ring[:, None, :]
+    return (ring[:, None, :] >= 0) & (distance <= window)

@@ -1,0 +1,174 @@
+"""The LongSpec draft's layer and its parameters.
+
+The layer (LongSpec section 3.1): ``x += self_attention(norm(x)); x += cross_attention(norm(x));
+x += mlp(norm(x))``, on the target's token embeddings, read by the target's LM head without a final
+norm. Self-attention comes first, so its keys and values depend on (token, position) alone.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Int
+
+from longspec_jax.axes import Array, Leaf
+from longspec_jax.config import DraftConfig
+from longspec_jax.models.layers import (
+    GroupedQKV,
+    Int8Projection,
+    Projection,
+    RMSNorm,
+    SwiGLU,
+    rotary_angles,
+)
+from longspec_jax.models.target import head_logits
+from longspec_jax.ops.layer.residual_norm import add
+from longspec_jax.ops.layer.split_heads import rotate, split_heads
+from longspec_jax.ops.products.int8 import int8_product, round_rows
+
+
+class DraftOutput(NamedTuple):
+    """What one pass of the draft over ``T`` tokens yields."""
+
+    hidden: Array
+    """``[B, T, D]``; the target's LM head turns it into logits."""
+    keys: Array
+    """Self-attention keys ``[B, T, K, H]``, rotary applied."""
+    values: Array
+    """Self-attention values ``[B, T, K, H]``."""
+
+
+class LongSpecDraft(nn.Module):
+    """The draft layer as a pure function of embeddings; attention patterns are the caller's."""
+
+    config: DraftConfig
+    int8: bool = False
+    """Whether the products' weights are of 8 bits."""
+
+    def setup(self) -> None:
+        """Declare the submodules."""
+        c, dtype = self.config, jnp.dtype(self.config.dtype)
+        projection = Int8Projection if self.int8 else Projection
+        heads = (c.num_heads, c.head_width)
+        self.self_norm = RMSNorm(c.norm_eps, dtype)
+        self.self_qkv = GroupedQKV(
+            c.model_width,
+            c.num_kv_heads,
+            c.num_heads // c.num_kv_heads,
+            c.head_width,
+            dtype,
+            bias=True,
+            projection=projection,
+        )
+        self.self_out = projection(heads, (c.model_width,), dtype)
+        self.cross_norm = RMSNorm(c.norm_eps, dtype)
+        self.cross_q = projection((c.model_width,), heads, dtype, bias=True)
+        self.cross_out = projection(heads, (c.model_width,), dtype)
+        self.mlp_norm = RMSNorm(c.norm_eps, dtype)
+        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, projection)
+
+    def __call__(
+        self,
+        embedded: Array,
+        positions: Array,
+        attend_self: Callable[[Array, Array, Array], Array],
+        attend_cross: Callable[[Array], Array],
+    ) -> DraftOutput:
+        """Run the layer over ``T`` tokens.
+
+        Args:
+          embedded: the target's token embeddings ``[B, T, D]``.
+          positions: rotary positions ``[B, T]``, the target's own.
+          attend_self: ``(q, k, v) -> out`` over the window and the path to each token.
+          attend_cross: ``q -> out`` over the target's last-layer keys and values.
+        """
+        c = self.config
+        angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
+        q, k, v = split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
+        x, normalised = self.cross_norm.add(embedded, self.self_out.summands(attend_self(q, k, v)))
+        cross_q = rotate(self.cross_q(normalised), angles)
+        x, normalised = self.mlp_norm.add(x, self.cross_out.summands(attend_cross(cross_q)))
+        return DraftOutput(add(x, self.mlp(normalised)), k, v)
+
+    def keys_values(self, embedded: Array, positions: Array) -> tuple[Array, Array]:
+        """Self-attention keys and values of tokens, which depend on (token, position) alone."""
+        c = self.config
+        angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
+        _, k, v = split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
+        return k, v
+
+
+@struct.dataclass
+class LongSpecParams:
+    """The draft's own parameters and the two tables it shares with the target."""
+
+    layer: Any
+    """Parameters of :class:`LongSpecDraft`."""
+    embedding: Leaf
+    """The target's embedding table ``[V, D]``."""
+    head: Leaf
+    """The target's LM head ``[V, D]``; the embedding itself where they are tied."""
+    vocabulary: Leaf = None
+    """``[v]`` int32 tokens that can be proposed, ``head`` being their rows; all of them if absent."""
+    head_scale: Leaf = None
+    """``[v]`` float32, what the rows of an int8 ``head`` are multiplied by; absent if it is not one."""
+
+    def restricted(self, vocabulary: Int[Array, " v"]) -> "LongSpecParams":
+        """Propose only these tokens, the most frequent ones: a cheaper LM head at every level.
+
+        Verification stays over the whole vocabulary, so the output is unchanged.
+        """
+        rows = jnp.take(self.head, vocabulary, axis=0)
+        scale = None if self.head_scale is None else jnp.take(self.head_scale, vocabulary)
+        return self.replace(  # type: ignore[attr-defined]
+            head=rows, vocabulary=vocabulary, head_scale=scale
+        )
+
+    def in_int8(self) -> "LongSpecParams":
+        """Read copies of the layer's products and of the head in 8 bits; the target keeps its own.
+
+        Half the bytes at every level. The head's rows are rounded one by one: it is the same before
+        and after :meth:`restricted`.
+        """
+        if self.int8:
+            raise ValueError("the draft is in 8 bits already; call in_int8 once")
+        rows, scale = round_rows(self.head)
+        layer = _rounded(self.layer)
+        return self.replace(layer=layer, head=rows, head_scale=scale)  # type: ignore[attr-defined]
+
+    @property
+    def int8(self) -> bool:
+        """Whether this is the result of :meth:`in_int8`."""
+        return self.head_scale is not None
+
+    def logits(self, hidden: Array) -> Array:
+        """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
+        if self.int8:
+            return int8_product(hidden, self.head, self.head_scale)
+        return head_logits(self.head, hidden)
+
+    @property
+    def own(self) -> Any:
+        """What is not shared with the target: the layer, and the rows of a reduced or int8 head."""
+        if self.vocabulary is None and not self.int8:
+            return self.layer
+        return self.layer, self.head, self.vocabulary, self.head_scale
+
+
+def _rounded(layer: Any, name: str = "") -> Any:
+    """Parameters of :class:`LongSpecDraft` for its 8-bit products."""
+    if "kernel" not in layer:
+        return {
+            key: _rounded(value, key) if isinstance(value, Mapping) else value
+            for key, value in layer.items()
+        }
+    # Attention's outputs are contracted over heads and their width.
+    contracted = 2 if name.endswith("_out") else 1
+    others, kernel = dict(layer), layer["kernel"]
+    del others["kernel"]
+    inputs = int(np.prod(kernel.shape[:contracted]))
+    rows, scale = round_rows(kernel.reshape(inputs, -1).T)
+    return {"rows": rows, "scale": scale, **others}
