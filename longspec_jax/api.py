@@ -10,7 +10,7 @@ The output depends on target, prompt, options and seed. Draft and tree change th
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -476,9 +476,9 @@ class LongSpec:
     def _plan(self, rows: int, shape: Shape, drafters: Sequence[Drafter], draft: Any) -> MemoryPlan:
         """Bytes of a call, from shapes alone."""
         config = self.target_config
-        tokens = jax.ShapeDtypeStruct((rows, shape.capacity), jnp.int32)
-        length = jax.ShapeDtypeStruct((rows,), jnp.int32)
-        state = jax.eval_shape(drafters[0].prefill, draft, tokens, length)
+        params = Params(self.target_params, draft)
+        begin = partial(drafters[0].begin, batch=rows, capacity=shape.capacity)
+        state = jax.eval_shape(begin, params)
         nodes = max(drafter.tree.num_nodes for drafter in drafters)
         return MemoryPlan(
             batch=rows,

@@ -7,6 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.config import DraftConfig, TargetConfig
+from longspec_jax.decoding.beliefs import RoundBeliefs
+from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.sampling import Sampling
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.view import CacheView
+from longspec_jax.drafters.base import Committed, Drafter, Params
 from longspec_jax.drafters.longspec.model import LongSpecDraft, LongSpecParams
 from longspec_jax.models.target import Target
 
@@ -53,6 +59,24 @@ def random_draft(config: DraftConfig, seed: int = 1, scale: float = 4.0) -> Any:
 def draft_params(layer: Any, target: Any) -> LongSpecParams:
     """A draft layer bound to its target's tables."""
     return LongSpecParams(layer, target["embedding"], target.get("head", target["embedding"]))
+
+
+def after_prompts(drafter: Drafter, params: Params, tokens: Any, lengths: Any) -> Any:
+    """A drafter's state after prompts ``tokens[b, :lengths[b]]`` that arrive as one chunk."""
+    tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    state = drafter.begin(params, *tokens.shape)
+    return drafter.extend(params, state, Committed(tokens, jnp.zeros_like(lengths), lengths))
+
+
+def view_of(pending: jax.Array, length: jax.Array, keys: jax.Array, values: jax.Array) -> CacheView:
+    """What a drafter sees of a cache of one layer; there is nothing to run the target with."""
+    cache, target = KVCache((keys,), (values,)), CachedTarget(tiny_target_config())
+    return CacheView(target, None, cache, pending, length, length)
+
+
+def greedy_beliefs(rows: int, levels: int) -> RoundBeliefs:
+    """Beliefs about draws at temperature 0: the log-softmax of a draft's logits."""
+    return RoundBeliefs(jnp.zeros((rows, levels + 1, 1)), Sampling.greedy(rows))
 
 
 def _spread(params: Any, seed: int, scale: float) -> Any:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import KVCache, append_chunk
-from longspec_jax.decoding.target import Verification
+from longspec_jax.decoding.target import Prefilled, Verification
+from longspec_jax.drafters.base import NOTHING, Features, Fresh, Glance, Needs, Params
 from longspec_jax.drafters.budget import within_budget
 from longspec_jax.drafters.tree import best_continuations, grow, plant
 
@@ -40,17 +41,28 @@ class LookupTarget:
         keys, values = (jnp.full((batch, 1, capacity, 1), jnp.nan) for _ in range(2))
         return KVCache((keys,), (values,))
 
-    def prefill_chunk(self, params, cache, tokens, offset, last):
+    def prefill_chunk(self, params, cache, tokens, offset, last, needs=NOTHING):
         rows = tokens[:, :, None, None].astype(jnp.float32)
         cache = append_chunk(cache, (rows,), (rows,), offset)
         seen = jnp.arange(cache.capacity) <= offset + last[:, None]
-        return params[self._history(cache, seen) % params.shape[0]], cache
+        return Prefilled(params[self._history(cache, seen) % params.shape[0]], cache)
 
-    def verify(self, params, cache, tokens, positions, mask, length):
+    def verify(self, params, cache, tokens, positions, mask, length, needs=NOTHING):
         past = self._history(cache, jnp.arange(cache.capacity) < length[:, None])
         own = jnp.where(mask, token_hash(tokens, positions)[:, None, :], 0).sum(axis=2)
         rows = tokens[:, :, None, None].astype(jnp.float32)
         return Verification(params[(past[:, None] + own) % params.shape[0]], (rows,), (rows,))
+
+    def glance(self, params, cache, tokens, positions, selection, fresh, mask, at, needs=NOTHING):
+        slot = jnp.arange(cache.capacity)[None, None]
+        inside = (slot >= selection.start[:, :, None]) & (slot < selection.stop[:, :, None])
+        past = self._history(cache, inside.any(axis=1))
+        # The hash of a token and its position takes the place of keys and values.
+        hashed = token_hash(tokens, positions)[:, :, None, None].astype(jnp.float32)
+        rows = fresh.keys[0].at[:, at : at + tokens.shape[1]].set(hashed)
+        own = jnp.where(mask, rows[:, None, :, 0, 0].astype(jnp.int32), 0).sum(axis=2)
+        logits = params[(past[:, None] + own) % params.shape[0]]
+        return Glance(logits, Fresh((rows,), (rows,)), Features())
 
     def _history(self, cache, seen):
         tokens = jnp.where(seen, cache.keys[0][:, 0, :, 0], 0).astype(jnp.int32)
@@ -62,30 +74,31 @@ class LookupDrafter:
     """Beam search over its own table: the target's (perfect), another (random), or its negative."""
 
     tree: TreeConfig
+    needs: Needs = Needs()
 
-    def prefill(self, params, tokens, length):
-        positions = jnp.arange(tokens.shape[1])
-        return jnp.where(positions < length[:, None], token_hash(tokens, positions), 0).sum(axis=1)
+    def begin(self, params, batch, capacity):
+        return jnp.zeros((batch,), jnp.int32)
 
-    def propose(self, params, state, context, score):
-        tree = plant(context.pending, self.tree)
-        total, totals = jnp.zeros((context.pending.shape[0], 1), jnp.float32), []
-        history = state[:, None] + token_hash(context.pending, context.length)[:, None]
+    def extend(self, params, state, committed):
+        step = jnp.arange(committed.tokens.shape[1])
+        fresh = token_hash(committed.tokens, committed.start[:, None] + step)
+        return state + jnp.where(step < committed.count[:, None], fresh, 0).sum(axis=1)
+
+    def propose(self, params, state, view, beliefs):
+        table = params.draft
+        tree = plant(view.pending, self.tree)
+        total, totals = jnp.zeros((view.pending.shape[0], 1), jnp.float32), []
+        history = state[:, None] + token_hash(view.pending, view.position)[:, None]
         first, width = 0, 1
         for depth, children in enumerate(self.tree.widths):
-            scores = score(params[history % params.shape[0]], depth)
+            scores = beliefs.log_probabilities(table[history % table.shape[0]], depth)
             total, parents, tokens = best_continuations(total[:, :, None] + scores, children)
             tree = grow(tree, first + width, tokens, first + parents)
-            positions = context.length[:, None] + depth + 1
+            positions = view.position[:, None] + depth + 1
             history = jnp.take_along_axis(history, parents, axis=1) + token_hash(tokens, positions)
             totals.append(total)
             first, width = first + width, children
         return within_budget(tree, totals, self.tree)
-
-    def commit(self, params, state, tokens, count, length):
-        step = jnp.arange(tokens.shape[1])
-        fresh = token_hash(tokens, length[:, None] + step)
-        return state + jnp.where(step < count[:, None], fresh, 0).sum(axis=1)
 
 
 @dataclass(frozen=True)
@@ -93,26 +106,25 @@ class ConstantDrafter:
     """Adversarial: every node carries the same token, so siblings are duplicates of each other."""
 
     tree: TreeConfig
+    needs: Needs = NOTHING
 
-    def prefill(self, params, tokens, length):
+    def begin(self, params, batch, capacity):
         return ()
 
-    def propose(self, params, state, context, score):
-        tree = plant(context.pending, self.tree)
+    def extend(self, params, state, committed):
+        return ()
+
+    def propose(self, params, state, view, beliefs):
+        tree = plant(view.pending, self.tree)
         first, width = 0, 1
         for children in self.tree.widths:
-            shape = (context.pending.shape[0], children)
+            shape = (view.pending.shape[0], children)
             parents = jnp.broadcast_to(first + jnp.arange(children) % width, shape)
             tree = grow(tree, first + width, jnp.full(shape, 2, jnp.int32), parents)
             first, width = first + width, children
         return tree
 
-    def commit(self, params, state, tokens, count, length):
-        return ()
-
 
 def table_params(target: jax.Array, draft: jax.Array | None = None) -> Any:
     """Parameters of both models as the engine takes them."""
-    from longspec_jax.drafters.base import Params
-
     return Params(target, target if draft is None else draft)

@@ -19,7 +19,7 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.engine import Request, SpecState
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.drafters.base import Committed, Drafter, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.model import LongSpecDraft, LongSpecParams
 from longspec_jax.generation.memory import free_bytes, tree_bytes
@@ -149,13 +149,15 @@ def greedy_request(batch: int, new_tokens: int) -> Request:
 def draft_state(model: Model, drafter: Drafter, batch: int) -> Any:
     """The drafter's own state after a short random prompt: it has the same size after a long one."""
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, 8))
-    length = jnp.full((batch,), 8, jnp.int32)
-    return _prefill(drafter, model.params.draft, jnp.asarray(prompt, jnp.int32), length)
+    return _after(drafter, model.params, jnp.asarray(prompt, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames=("drafter",))
-def _prefill(drafter: Drafter, params: Any, tokens: jax.Array, length: jax.Array) -> Any:
-    return drafter.prefill(params, tokens, length)
+def _after(drafter: Drafter, params: Params, tokens: jax.Array) -> Any:
+    batch, prompt = tokens.shape
+    none, all_ = (jnp.full((batch,), count, jnp.int32) for count in (0, prompt))
+    state = drafter.begin(params, batch, prompt)
+    return drafter.extend(params, state, Committed(tokens, none, all_))
 
 
 def state_at(

@@ -20,7 +20,7 @@ from longspec_jax.decoding import engine
 from longspec_jax.decoding.engine import Request, SpecState
 from longspec_jax.decoding.target import CachedTarget, Verification
 from longspec_jax.decoding.walk import Walk
-from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.base import NOTHING, Needs, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.tree import Tree, best_continuations, plant
 from longspec_jax.models.target import Target
@@ -36,8 +36,8 @@ def draft(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
     def program(params: Params, request: Request, state: SpecState) -> Tree:
         def turn(_: Array, tree: Tree) -> Tree:
             now = _after(state, tree.tokens[:, -1])
-            gumbel = engine.round_noise(target, drafter, request, now.length)
-            return engine.propose_tree(drafter, params, request, now, gumbel)
+            beliefs = engine.round_beliefs(target, drafter, request, now)
+            return engine.propose_tree(target, drafter, params, now, beliefs)
 
         return jax.lax.fori_loop(0, turns, turn, some_tree(drafter.tree, state))
 
@@ -52,9 +52,9 @@ def verify(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
 
         def turn(_: Array, draws: Array) -> Array:
             now = _after(state, draws[:, -1])
-            gumbel = engine.round_noise(target, drafter, request, now.length)
+            beliefs = engine.round_beliefs(target, drafter, request, now)
             return engine.verify_tree(
-                target, drafter, params, request, now, tree.replace(tokens=draws), gumbel
+                target, drafter, params, now, tree.replace(tokens=draws), beliefs
             )[1]
 
         return jax.lax.fori_loop(0, turns, turn, tree.tokens)
@@ -97,6 +97,7 @@ class _Unattending(CachedTarget):
         positions: Array,
         mask: Array,
         length: Array,
+        needs: Needs = NOTHING,
     ) -> Verification:
         output: Any = Target(self.config).apply(
             {"params": params}, tokens, positions, lambda layer, q, k, v: q
@@ -171,12 +172,12 @@ def draft_choice(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> 
     width = max(drafter.tree.widths)
 
     def program(params: Params, request: Request, state: SpecState) -> Any:
-        gumbel = engine.round_noise(target, drafter, request, state.length)
+        beliefs = engine.round_beliefs(target, drafter, request, state)
 
         def turn(_: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             hidden, total = carry[:2]
             logits = params.draft.logits(hidden)
-            scores = engine.log_probabilities(logits, gumbel[:, :1], request.sampling)
+            scores = beliefs.log_probabilities(logits, 0)
             best, parents, tokens = best_continuations(total[:, :, None] + scores, width)
             chosen = best[:, :, None] + parents[:, :, None] + tokens[:, :, None]
             return hidden + chosen.astype(hidden.dtype), best, parents, tokens

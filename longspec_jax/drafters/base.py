@@ -1,8 +1,9 @@
 """What the decode loop asks of a drafter, and the drafter that proposes nothing.
 
-A drafter proposes a tree of candidate tokens each round. It cannot change the output, only the speed:
-the target's own draws walk its tree. Whatever state it keeps is its own pytree, which learns of committed
-tokens in one way alone, :meth:`Drafter.extend`, be they a chunk of a prompt or a round's accepted path.
+A drafter proposes a tree of candidate tokens each round. It cannot change the output, only the
+speed: the target's own draws walk its tree. Whatever state it keeps is its own pytree, which learns
+of committed tokens in one way alone, :meth:`Drafter.extend`, be they a chunk of a prompt or a round's
+accepted path.
 
 What it may use of the target it declares beforehand (:class:`Needs`) or is handed in a round
 (:class:`View`). Drafters compose: one may hold another, and run the target over a part of its cache
@@ -77,6 +78,7 @@ class Committed(NamedTuple):
     features: Features = Features()
 
 
+@runtime_checkable
 class Beliefs(Protocol):
     """What is known of a round's draws beforehand: their noise, temperatures and filters.
 
@@ -183,6 +185,7 @@ class View(Protocol):
         ...
 
 
+@runtime_checkable
 class Walked(Protocol):
     """See :class:`longspec_jax.decoding.walk.Walk`."""
 

@@ -93,9 +93,9 @@ def _examine(
 ) -> dict[str, Array]:
     """A round without its commit: the same tree, draws and walk as the step that follows."""
     with spread_over(target.devices):
-        gumbel = engine.round_noise(target, drafter, request, state.length)
-        tree = engine.propose_tree(drafter, params, request, state, gumbel)
-        verified, draws = engine.verify_tree(target, drafter, params, request, state, tree, gumbel)
+        beliefs = engine.round_beliefs(target, drafter, request, state)
+        tree = engine.propose_tree(target, drafter, params, state, beliefs)
+        verified, draws = engine.verify_tree(target, drafter, params, state, tree, beliefs)
     walked = walk(tree, draws, drafter.tree.num_levels)
     probabilities = jax.nn.softmax(verified.logits, axis=-1)
     # At node i: the probability of what was drawn there; at node j: that of j under its parent.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import DraftConfig, TreeConfig
-from longspec_jax.decoding import engine
+from longspec_jax.decoding import beliefs
 from longspec_jax.decoding.adaptive import decode_bursts
 from longspec_jax.decoding.engine import Request, decode, prefill, room
 from longspec_jax.decoding.policy import Always
@@ -353,13 +353,13 @@ def test_the_suite_catches_noise_that_depends_on_the_round(
     """Negative control: key the noise by anything but seed and position, and equality breaks."""
     target, tokens, req = LookupTarget(VOCABULARY), prompts(VOCABULARY), request(1.0)
     plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
-    honest = engine.noise
+    honest = beliefs.noise
 
     def shifted(sampling: Sampling, positions: jax.Array, vocabulary: int) -> jax.Array:
         # Every node of a round draws with the noise of the round's first position.
         return honest(sampling, jnp.broadcast_to(positions[:, :1], positions.shape), vocabulary)
 
-    monkeypatch.setattr(engine, "noise", shifted)
+    monkeypatch.setattr(beliefs, "noise", shifted)
     fresh = LookupDrafter(TreeConfig((5, 4)))  # A shape no other test has compiled.
     rows, _ = generate(target, fresh, Params(TABLE, TABLE), tokens, LENGTHS, req)
     assert any(not np.array_equal(a, b) for a, b in zip(rows, plain, strict=True))

@@ -1,5 +1,6 @@
 """The draft in decoding form: ring, window edge, and equality with running the whole path again."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -8,13 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.config import DraftConfig, TreeConfig
-from longspec_jax.drafters.base import Context
+from longspec_jax.drafters.base import Beliefs, Committed, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter, ring_mask, ring_positions
 from longspec_jax.drafters.longspec.model import LongSpecDraft
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
-from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+from tests.kit import (
+    after_prompts,
+    draft_params,
+    random_draft,
+    random_target,
+    tiny_target_config,
+    view_of,
+)
 
 TARGET = tiny_target_config()
 WINDOW = 5
@@ -42,31 +50,31 @@ def _setup(lengths: np.ndarray, seed: int = 0):
     params = draft_params(random_draft(CONFIG), target)
     keys = jax.random.split(jax.random.key(seed), 3)
     slots = (len(lengths), TARGET.num_kv_heads, 32, TARGET.head_width)
-    context = Context(
+    view = view_of(
         jax.random.randint(keys[0], (len(lengths),), 0, TARGET.vocab_size),
         jnp.asarray(lengths),
         jax.random.normal(keys[1], slots),
         jax.random.normal(keys[2], slots),
     )
     tokens = np.random.default_rng(seed).integers(0, TARGET.vocab_size, (len(lengths), 32))
-    return params, context, tokens.astype(np.int32)
+    return Params(target, params), view, tokens.astype(np.int32)
 
 
 LONGEST_PATH = 24
 """Tokens that every path is padded to: one compiled pass serves all."""
 
 
-def _path_logits(params, context, tokens, b: int, path: list[int]) -> np.ndarray:
+def _path_logits(params, view, tokens, b: int, path: list[int]) -> np.ndarray:
     """Draft logits at the end of a path, from one dense pass over prompt and path without a ring."""
-    length = int(context.length[b])
-    text = [*tokens[b, :length], int(context.pending[b]), *path]
+    length = int(view.length[b])
+    text = [*tokens[b, :length], int(view.pending[b]), *path]
     padded = np.asarray(text + [0] * (LONGEST_PATH - len(text)), np.int32)
-    one = jax.tree.map(lambda leaf: leaf[b : b + 1], context)
-    return np.asarray(_dense_logits(params, one, padded, np.int32(len(text) - 1)))
+    past = (leaf[b : b + 1] for leaf in (view.keys[-1], view.values[-1], view.length))
+    return np.asarray(_dense_logits(params.draft, *past, padded, np.int32(len(text) - 1)))
 
 
 @jax.jit
-def _dense_logits(params, context, text, last):
+def _dense_logits(params, keys, values, length, text, last):
     distance = jnp.arange(LONGEST_PATH)[:, None] - jnp.arange(LONGEST_PATH)
     window = ((distance >= 0) & (distance <= WINDOW))[None]
     output = LongSpecDraft(CONFIG).apply(
@@ -74,33 +82,40 @@ def _dense_logits(params, context, text, last):
         params.embedding[text][None],
         jnp.arange(LONGEST_PATH)[None],
         lambda q, k, v: tree_attention(q, k, v, window).out,
-        lambda q: prefix_attention(q, context.keys, context.values, context.length).out,
+        lambda q: prefix_attention(q, keys, values, length).out,
     )
     return head_logits(params.head, output.hidden[0, last])
 
 
-def _proposed(drafter, params, state, context) -> tuple[Tree, list[jax.Array]]:
+@dataclass(frozen=True)
+class Listening(Beliefs):
+    """Beliefs at temperature 0 that note the logits they are asked about."""
+
+    heard: list[jax.Array]
+
+    def log_probabilities(self, logits: jax.Array, depth: int) -> jax.Array:
+        assert depth == len(self.heard)
+        self.heard.append(logits)
+        return jax.nn.log_softmax(logits)
+
+
+def _proposed(drafter, params, state, view) -> tuple[Tree, list[jax.Array]]:
     """A drafter's tree, and the logits it scored at every level."""
 
-    def propose(params, state, context):
-        seen = []
+    def propose(params, state):
+        seen: list[jax.Array] = []
+        return drafter.propose(params, state, view, Listening(seen)), seen
 
-        def score(logits: jax.Array, depth: int) -> jax.Array:
-            seen.append(logits)
-            return jax.nn.log_softmax(logits)
-
-        return drafter.propose(params, state, context, score), seen
-
-    return jax.jit(propose)(params, state, context)
+    return jax.jit(propose)(params, state)
 
 
 def test_trees_hold_the_best_paths_of_the_draft() -> None:
     """Every proposed token and score agrees with the draft run over the whole path, ring wrapped."""
     lengths = np.array([17, 3], np.int32)
-    params, context, tokens = _setup(lengths)
+    params, view, tokens = _setup(lengths)
     drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
-    state = jax.jit(drafter.prefill)(params, jnp.asarray(tokens), jnp.asarray(lengths))
-    tree, seen = _proposed(drafter, params, state, context)
+    state = after_prompts(drafter, params, tokens, lengths)
+    tree, seen = _proposed(drafter, params, state, view)
     for b in range(2):
         nodes, parents = np.asarray(tree.tokens[b]), np.asarray(tree.parents[b])
         for node in range(1 + 3 + 4):  # The last level is never run.
@@ -109,7 +124,7 @@ def test_trees_hold_the_best_paths_of_the_draft() -> None:
                 path.insert(0, int(nodes[at]))
                 at = int(parents[at])
             level, first = next((i, f) for i, f in ((2, 4), (1, 1), (0, 0)) if node >= f)
-            expected = _path_logits(params, context, tokens, b, path)
+            expected = _path_logits(params, view, tokens, b, path)
             np.testing.assert_allclose(seen[level][b, node - first], expected, atol=2e-4)
     top = np.argsort(-np.asarray(seen[0][0, 0]))[:3]
     np.testing.assert_array_equal(tree.tokens[0, 1:4], top)
@@ -118,22 +133,29 @@ def test_trees_hold_the_best_paths_of_the_draft() -> None:
 def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
     """As if the other tokens' logits were -inf; the ids it names are the whole vocabulary's."""
     lengths = np.array([17, 3], np.int32)
-    params, context, tokens = _setup(lengths)
+    params, view, tokens = _setup(lengths)
     vocabulary = jnp.asarray([90, 5, 7, 33, 61, 2, 71])
     drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
-    state = jax.jit(drafter.prefill)(params, jnp.asarray(tokens), jnp.asarray(lengths))
+    state = after_prompts(drafter, params, tokens, lengths)
     outside = jnp.ones(TARGET.vocab_size, bool).at[vocabulary].set(False)
 
-    def masked(logits: jax.Array, depth: int, vocabulary: jax.Array | None = None) -> jax.Array:
-        return jax.nn.log_softmax(jnp.where(outside, -jnp.inf, logits))
+    class Masked(Beliefs):
+        def log_probabilities(self, logits: jax.Array, depth: int) -> jax.Array:
+            return jax.nn.log_softmax(jnp.where(outside, -jnp.inf, logits))
 
-    def restricted(logits: jax.Array, depth: int, vocabulary: jax.Array | None = None) -> jax.Array:
-        assert vocabulary is not None and logits.shape[-1] == len(vocabulary)
-        return jax.nn.log_softmax(logits)
+    class Restricted(Beliefs):
+        def among(self, tokens: jax.Array) -> "Among":
+            np.testing.assert_array_equal(tokens, vocabulary)
+            return Among()
 
-    expected = jax.jit(partial(drafter.propose, score=masked))(params, state, context)
-    fewer = params.restricted(vocabulary)
-    tree = jax.jit(partial(drafter.propose, score=restricted))(fewer, state, context)
+    class Among(Beliefs):
+        def log_probabilities(self, logits: jax.Array, depth: int) -> jax.Array:
+            assert logits.shape[-1] == len(vocabulary)
+            return jax.nn.log_softmax(logits)
+
+    expected = jax.jit(lambda *models: drafter.propose(*models, view, Masked()))(params, state)
+    fewer = params.replace(draft=params.draft.restricted(vocabulary))
+    tree = drafter.propose(fewer, state, view, Restricted())
     for ours, theirs in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -154,17 +176,19 @@ def widened(rounded: Any, whole: Any) -> Any:
 def test_a_draft_in_8_bits_proposes_what_its_rounded_weights_do() -> None:
     """Scores are those of the weights that the steps and their scales stand for."""
     lengths = np.array([17, 3], np.int32)
-    params, context, tokens = _setup(lengths)
-    rounded = params.in_int8()
-    table = rounded.head.astype(jnp.float32) * rounded.head_scale[:, None]
-    assert 0 < np.abs(table - params.head).max() < 0.01 * np.abs(params.head).max()
+    params, view, tokens = _setup(lengths)
+    whole, eighth = params.draft, params.draft.in_int8()
+    rounded = params.replace(draft=eighth)
+    table = eighth.head.astype(jnp.float32) * eighth.head_scale[:, None]
+    assert 0 < np.abs(table - whole.head).max() < 0.01 * np.abs(whole.head).max()
     drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
-    state = jax.jit(drafter.prefill)(rounded, jnp.asarray(tokens), jnp.asarray(lengths))
-    stood_for = params.replace(head=table, layer=widened(rounded.layer, params.layer))
-    same = jax.jit(drafter.prefill)(stood_for, jnp.asarray(tokens), jnp.asarray(lengths))
+    state = after_prompts(drafter, rounded, tokens, lengths)
+    layer = widened(eighth.layer, whole.layer)
+    stood_for = params.replace(draft=whole.replace(head=table, layer=layer))
+    same = after_prompts(drafter, stood_for, tokens, lengths)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), state, same)
-    tree, seen = _proposed(drafter, rounded, state, context)
-    expected, wanted = _proposed(drafter, stood_for, state, context)
+    tree, seen = _proposed(drafter, rounded, state, view)
+    expected, wanted = _proposed(drafter, stood_for, state, view)
     np.testing.assert_array_equal(tree.tokens, expected.tokens)
     assert len(seen) == 3
     for ours, theirs in zip(seen, wanted, strict=True):
@@ -175,15 +199,34 @@ def test_committing_equals_prefilling_the_longer_text() -> None:
     lengths = np.array([9, 2, 13], np.int32)
     params, _, tokens = _setup(lengths)
     drafter = LongSpecDrafter(CONFIG, TreeConfig((2, 2, 2)))
-    state = jax.jit(drafter.prefill)(params, jnp.asarray(tokens), jnp.asarray(lengths))
+    state = after_prompts(drafter, params, tokens, lengths)
     counts = np.array([4, 1, 0], np.int32)
     block = np.stack([tokens[b, n : n + 4] for b, n in enumerate(lengths)])
-    committed = jax.jit(drafter.commit)(
-        params, state, jnp.asarray(block), jnp.asarray(counts), jnp.asarray(lengths)
-    )
-    fresh = jax.jit(drafter.prefill)(params, jnp.asarray(tokens), jnp.asarray(lengths + counts))
+    joined = Committed(jnp.asarray(block), jnp.asarray(lengths), jnp.asarray(counts))
+    committed = drafter.extend(params, state, joined)
+    fresh = after_prompts(drafter, params, tokens, lengths + counts)
     for ours, theirs in zip(jax.tree.leaves(committed), jax.tree.leaves(fresh), strict=True):
         present = np.asarray(ring_positions(jnp.asarray(lengths + counts), WINDOW)) >= 0
         np.testing.assert_allclose(
             np.asarray(ours)[present], np.asarray(theirs)[present], atol=1e-5
         )
+
+
+def test_a_prompt_in_chunks_equals_a_prompt_at_once() -> None:
+    """Chunks longer and shorter than the window, of rows that end in different chunks."""
+    lengths = np.array([29, 2, 11, 16], np.int32)
+    params, _, tokens = _setup(lengths)
+    drafter = LongSpecDrafter(CONFIG, TreeConfig((2, 2, 2)))
+    whole = after_prompts(drafter, params, tokens, lengths)
+    present = np.asarray(ring_positions(jnp.asarray(lengths), WINDOW)) >= 0
+    for chunk in (16, 8, 4):
+        state = drafter.begin(params, len(lengths), 32)
+        for offset in range(0, 32, chunk):
+            count = np.clip(lengths - offset, 0, chunk)
+            block = jnp.asarray(tokens[:, offset : offset + chunk])
+            start = jnp.full_like(jnp.asarray(count), offset)
+            state = drafter.extend(params, state, Committed(block, start, jnp.asarray(count)))
+        for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_allclose(
+                np.asarray(ours)[present], np.asarray(theirs)[present], atol=1e-5
+            )

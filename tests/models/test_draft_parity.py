@@ -10,12 +10,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.drafters.base import Context
+from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.model import LongSpecDraft, LongSpecParams
 from longspec_jax.ops.attention.dispatch import causal_attention, tree_attention
 from longspec_jax.weights.hf import load_draft
-from tests.kit import tiny_target_config
+from tests.kit import after_prompts, greedy_beliefs, tiny_target_config, view_of
 from tests.models.draft_oracle import DraftOracle, Shape, random_state
 
 LENGTH = 19
@@ -142,8 +142,8 @@ def test_proposed_tree(tmp_path):
     own = LongSpecParams(params, jnp.asarray(embedding), jnp.asarray(head))
     length = jnp.asarray([prompt])
     cache = (jnp.asarray(x).swapaxes(0, 1)[None] for x in (keys, values))
-    context = Context(jnp.asarray([pending]), length, *cache)
-    drafted = drafter.prefill(own, jnp.asarray(tokens)[None], length)
-    tree = drafter.propose(own, drafted, context, lambda x, depth: jax.nn.log_softmax(x))
+    view, models = view_of(jnp.asarray([pending]), length, *cache), Params(None, own)
+    drafted = after_prompts(drafter, models, tokens[None], length)
+    tree = drafter.propose(models, drafted, view, greedy_beliefs(1, 2))
     np.testing.assert_array_equal(tree.tokens[0], [pending, *children, *grandchildren])
     np.testing.assert_array_equal(tree.parents[0, 1:], [0, 0, 0, *(1 + parents)])

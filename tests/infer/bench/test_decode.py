@@ -225,10 +225,8 @@ def test_the_verify_part_is_the_rounds_verification(model) -> None:
     request = greedy_request(2, 8)
     draws = jax.jit(bench_parts.verify(model.target, drafter, 1))(model.params, request, state)
     tree = bench_parts.some_tree(drafter.tree, state)
-    gumbel = engine.round_noise(model.target, drafter, request, state.length)
-    _, expected = engine.verify_tree(
-        model.target, drafter, model.params, request, state, tree, gumbel
-    )
+    beliefs = engine.round_beliefs(model.target, drafter, request, state)
+    _, expected = engine.verify_tree(model.target, drafter, model.params, state, tree, beliefs)
     np.testing.assert_array_equal(draws, expected)
 
 

@@ -17,6 +17,7 @@ from infer.bench.simulated import (
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.engine import Request, SpecState, prefill, room, spec_step
 from longspec_jax.decoding.sampling import Sampling
+from tests.kit import after_prompts
 from tests.lookup import LookupDrafter, LookupTarget, random_table, table_params
 
 TREE = TreeConfig((3, 5, 4))
@@ -94,7 +95,7 @@ def test_rounds_emit_the_wanted_mean_along_existing_paths() -> None:
         text = [*tokens[row, : prompt[row]], *np.asarray(end.output)[row, : NEW[row] - 1]]
         np.testing.assert_array_equal(cached[row, : end.length[row]], text)
         # The drafter's hash of the whole text: its state advanced by the same tokens.
-        fresh = DRAFTER.prefill(PARAMS.draft, jnp.asarray([text]), jnp.array([len(text)]))
+        fresh = after_prompts(DRAFTER, PARAMS, [text], [len(text)])
         assert int(end.draft[row]) == int(fresh[0])
 
 
