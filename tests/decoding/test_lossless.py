@@ -14,7 +14,7 @@ from longspec_jax.decoding.engine import Request, decode, prefill, room
 from longspec_jax.decoding.policy import Always
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.base import Needs, NoDraft, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 from tests.lookup import ConstantDrafter, LookupDrafter, LookupTarget, random_table
@@ -376,3 +376,30 @@ def test_room_is_what_a_round_writes() -> None:
         target, LookupDrafter(tree), params, tokens, LENGTHS, request(), capacity=tight
     )
     assert_same(rows, plain)
+
+
+def test_chunks_that_a_drafter_does_not_need_are_not_shown_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draft that remembers 3 tokens sees the chunks that hold the last 3 of some prompt."""
+    shown, whole = [], engine._extend
+
+    def counted(target, drafter, chunk, home, params, draft, tokens, length, offset, features):
+        shown.append(int(offset))
+        return whole(target, drafter, chunk, home, params, draft, tokens, length, offset, features)
+
+    monkeypatch.setattr(engine, "_extend", counted)
+    tokens = np.zeros((2, 30), np.int32)
+    for recent, wanted in ((None, [0, 4, 8, 12, 16, 20, 24, 28]), (3, [8, 24, 28]), (0, [])):
+        drafter = LookupDrafter(TreeConfig((2,)), Needs(recent=recent))
+        shown.clear()
+        generate(
+            LookupTarget(VOCABULARY),
+            drafter,
+            Params(TABLE, TABLE),
+            tokens,
+            np.array([11, 30]),
+            request(seeds=(5, 6), stop=((-1,),) * 2, new=NEW[:2]),
+            chunk=4,
+        )
+        assert shown == wanted

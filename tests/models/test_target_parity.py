@@ -129,7 +129,7 @@ def test_cached_decoding(pair):
     cache = target.allocate(batch=2, capacity=37)
     last = jnp.asarray([7, 7])
     for offset in (0, 8):
-        logits, cache = prefill(
+        logits, cache, _ = prefill(
             params, cache, jnp.asarray(tokens[:, offset : offset + 8]), jnp.asarray(offset), last
         )
     expected = _hf_logits(model, tokens)
