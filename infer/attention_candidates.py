@@ -61,12 +61,12 @@ def ours_with(prefix: PrefixTile | MosaicTile, tree: TreeTile) -> Candidate:
     """The Pallas kernels with given tiles."""
 
     def build(case: Case) -> Call:
-        from longspec_jax.ops.attention import tree_pallas  # Not every jax has its backend.
+        from longspec_jax.ops.attention import kernels  # Not every jax has its backend.
 
         length = jnp.full((case.batch,), case.context, jnp.int32)
 
         def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
-            return tree_pallas.speculative_attention(
+            return kernels.speculative_attention(
                 q, k, v, length, tree_k, tree_v, mask, prefix=prefix, tree=tree
             )
 

@@ -14,6 +14,7 @@ that accepts the call is used; an explicit choice never falls back.
 import dataclasses
 import functools
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
-from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.ops.attention.merge import Partial, merge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +31,11 @@ class Implementation:
 
     Attributes:
       module: the module's full name.
-      interpret: run its GPU kernels step by step on any platform; for tests.
+      options: what the op is always called with.
     """
 
     module: str
-    interpret: bool = False
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, op: str, *args: Any, **options: Any) -> Any:
         """Call the op, or refuse because its backend is not installed."""
@@ -42,35 +43,71 @@ class Implementation:
             module = importlib.import_module(self.module)
         except ImportError as error:
             raise NotImplementedError(f"{self.module} cannot be imported: {error}") from error
-        if self.interpret:
-            options["interpret"] = True
-        return getattr(module, op)(*args, **options)
+        return getattr(module, op)(*args, **options, **self.options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """Speculative attention as the merge of what two implementations find.
+
+    Attributes:
+      prefix: attends to the prefix.
+      tree: attends to the tree.
+    """
+
+    prefix: Implementation
+    tree: Implementation
+
+    def __call__(
+        self,
+        op: str,
+        q: Queries,
+        prefix_k: CacheSlots,
+        prefix_v: CacheSlots,
+        length: Lengths,
+        tree_k: TreeRows,
+        tree_v: TreeRows,
+        mask: TreeMask,
+        *,
+        scale: float | None,
+    ) -> Float[Array, "B T N H"]:
+        """Compute both parts and merge them."""
+        prefix = self.prefix("prefix_attention", q, prefix_k, prefix_v, length, scale=scale)
+        tree = self.tree("tree_attention", q, tree_k, tree_v, mask, scale=scale)
+        return merge(prefix, tree).out.astype(q.dtype)
 
 
 _OPS = "longspec_jax.ops.attention"
+_REFERENCE = Implementation(f"{_OPS}.reference")
+_KERNELS = Implementation(f"{_OPS}.kernels")
+_HOPPER_KERNELS = Implementation(f"{_OPS}.kernels", {"hopper": True})
+_INTERPRETED_KERNELS = Implementation(f"{_OPS}.kernels", {"interpret": True})
+_TREE_KERNEL = Implementation(f"{_OPS}.tree_pallas")
+_TREE_XLA = Implementation(f"{_OPS}.tree_xla")
+
 PREFIX_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "pallas": Implementation(f"{_OPS}.prefix_pallas"),
-    "mosaic": Implementation(f"{_OPS}.prefix_mosaic"),
+    "pallas": _KERNELS,
+    "mosaic": _HOPPER_KERNELS,
     "triton": Implementation(f"{_OPS}.prefix_triton"),
     "xla": Implementation(f"{_OPS}.prefix_xla"),
-    "reference": Implementation(f"{_OPS}.reference"),
-    "interpret": Implementation(f"{_OPS}.prefix_pallas", interpret=True),
+    "reference": _REFERENCE,
+    "interpret": _INTERPRETED_KERNELS,
 }
 TREE_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "pallas": Implementation(f"{_OPS}.tree_pallas"),
-    "mosaic": Implementation(f"{_OPS}.tree_pallas"),
-    "triton": Implementation(f"{_OPS}.tree_pallas"),
-    "xla": Implementation(f"{_OPS}.tree_xla"),
-    "reference": Implementation(f"{_OPS}.reference"),
-    "interpret": Implementation(f"{_OPS}.tree_pallas", interpret=True),
+    "pallas": _TREE_KERNEL,
+    "mosaic": _TREE_KERNEL,
+    "triton": _TREE_KERNEL,
+    "xla": _TREE_XLA,
+    "reference": _REFERENCE,
+    "interpret": Implementation(f"{_OPS}.tree_pallas", {"interpret": True}),
 }
-SPECULATIVE_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "pallas": Implementation(f"{_OPS}.tree_pallas"),
-    "mosaic": Implementation(f"{_OPS}.prefix_mosaic"),
-    "triton": Implementation(f"{_OPS}.prefix_triton"),
-    "xla": Implementation(f"{_OPS}.tree_xla"),
-    "reference": Implementation(f"{_OPS}.reference"),
-    "interpret": Implementation(f"{_OPS}.tree_pallas", interpret=True),
+SPECULATIVE_IMPLEMENTATIONS: dict[str, Implementation | Merged] = {
+    "pallas": _KERNELS,
+    "mosaic": _HOPPER_KERNELS,
+    "triton": Merged(PREFIX_IMPLEMENTATIONS["triton"], _TREE_XLA),
+    "xla": Merged(PREFIX_IMPLEMENTATIONS["xla"], _TREE_XLA),
+    "reference": _REFERENCE,
+    "interpret": _INTERPRETED_KERNELS,
 }
 AUTOMATIC = ("pallas", "xla")
 """The implementations that are tried, in this order, when none is named."""
@@ -271,7 +308,7 @@ def _check_heads(q: Array, kv_heads: int, width: int, dtype: jnp.dtype) -> None:
 
 
 def _run(
-    implementations: dict[str, Implementation],
+    implementations: Mapping[str, Implementation | Merged],
     choice: str | None,
     op: str,
     *args: Any,

@@ -6,6 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+TOKENS = (1, 5, 16, 48, 64, 69, 128, 256)
+"""Numbers of query tokens for which tiles are tried."""
+HEADS = ((32, 32), (32, 8), (40, 8), (28, 4))
+"""Query heads and key/value heads of the models."""
 LSE_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
 """Largest absolute error of a log-sum-exp against float64."""
 

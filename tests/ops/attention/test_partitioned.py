@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspec_jax.ops.attention import prefix_pallas, tree_pallas
+from longspec_jax.ops.attention import kernels, tree_pallas
 from longspec_jax.ops.layer import append_rows_pallas, residual_norm_pallas, split_heads_pallas
 from longspec_jax.sharding import BATCH, make_mesh
 
@@ -64,15 +64,13 @@ def attention(
     mask: jax.Array,
     **others: jax.Array,
 ) -> Any:
-    return tree_pallas.speculative_attention(
-        q, slots, slots, length, rows, rows, mask, interpret=True
-    )
+    return kernels.speculative_attention(q, slots, slots, length, rows, rows, mask, interpret=True)
 
 
 def every_op(**x: jax.Array) -> Any:
     """All partitioned kernels in one program."""
     slots, length, rows = x["slots"], x["length"], x["rows"]
-    prefix = functools.partial(prefix_pallas.prefix_attention, interpret=True)
+    prefix = functools.partial(kernels.prefix_attention, interpret=True)
     return (
         attention(**x),
         prefix(x["q"], slots, slots, length),
@@ -128,7 +126,7 @@ def test_shares_are_computed_where_they_lie(axes: dict[str, int], groups: int) -
 def test_without_the_rule_operands_are_gathered() -> None:
     """Negative control: the search above finds what an opaque kernel costs."""
     arrays = put(make_mesh(tp=2), operands())
-    bare = tree_pallas.speculative_attention.__wrapped__.__wrapped__
+    bare = kernels.speculative_attention.__wrapped__.__wrapped__
 
     def opaque(**x: jax.Array) -> Any:
         given = (x["q"], x["slots"], x["slots"], x["length"], x["rows"], x["rows"], x["mask"])
