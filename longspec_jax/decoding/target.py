@@ -18,6 +18,7 @@ from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.models.target import Attend, Target, TargetOutput
 from longspec_jax.ops.attention.dispatch import chunk_attention, speculative_attention
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 
 
 class Verification(NamedTuple):
@@ -96,8 +97,8 @@ class CachedTarget:
         length = jnp.full((batch,), offset, jnp.int32)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            past = cache.keys[layer], cache.values[layer]
-            return chunk_attention(q, *past, length, k, v, implementation=self.attention)
+            prefix = Prefix(cache.keys[layer], cache.values[layer], length)
+            return chunk_attention(q, prefix, k, v, implementation=self.attention)
 
         output = self._forward(params, tokens, positions, attend)
         hidden = jnp.take_along_axis(output.hidden, last[:, None, None], axis=1)[:, 0]
@@ -116,9 +117,9 @@ class CachedTarget:
         """Logits at every node of a tree below ``length[b]`` committed tokens."""
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            past = cache.keys[layer], cache.values[layer]
+            prefix = Prefix(cache.keys[layer], cache.values[layer], length)
             return speculative_attention(
-                q, *past, length, k, v, mask, implementation=self.attention
+                q, prefix, Fresh(k, v, mask), implementation=self.attention
             )
 
         with jax.named_scope("verify"):

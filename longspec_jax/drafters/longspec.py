@@ -35,6 +35,7 @@ from longspec_jax.models.layers import (
 )
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.layer.residual_norm import add
 from longspec_jax.ops.layer.split_heads import rotate, split_heads
 from longspec_jax.ops.products.int8 import int8_product, round_rows
@@ -246,7 +247,8 @@ class LongSpecDrafter:
                 nonlocal keys, values
                 keys = jax.lax.dynamic_update_slice_in_dim(keys, k, at, axis=1)
                 values = jax.lax.dynamic_update_slice_in_dim(values, v, at, axis=1)
-                partial = tree_attention(q, keys, values, mask, implementation=self.attention)
+                fresh = Fresh(keys, values, mask)
+                partial = tree_attention(q, fresh, implementation=self.attention)
                 return partial.out.astype(q.dtype)
 
             with jax.named_scope(f"draft_level_{depth + 1}"):
@@ -299,9 +301,8 @@ class LongSpecDrafter:
         return keys_values
 
     def _attend_cross(self, q: Array, context: Context) -> Array:
-        partial = prefix_attention(
-            q, context.keys, context.values, context.length, implementation=self.attention
-        )
+        prefix = Prefix(context.keys, context.values, context.length)
+        partial = prefix_attention(q, prefix, implementation=self.attention)
         return partial.out.astype(q.dtype)
 
 

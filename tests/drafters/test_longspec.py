@@ -17,6 +17,7 @@ from longspec_jax.drafters.longspec import (
 )
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 
@@ -73,12 +74,13 @@ def _path_logits(params, context, tokens, b: int, path: list[int]) -> np.ndarray
 def _dense_logits(params, context, text, last):
     distance = jnp.arange(LONGEST_PATH)[:, None] - jnp.arange(LONGEST_PATH)
     window = ((distance >= 0) & (distance <= WINDOW))[None]
+    prefix = Prefix(context.keys, context.values, context.length)
     output = LongSpecDraft(CONFIG).apply(
         {"params": params.layer},
         params.embedding[text][None],
         jnp.arange(LONGEST_PATH)[None],
-        lambda q, k, v: tree_attention(q, k, v, window).out,
-        lambda q: prefix_attention(q, context.keys, context.values, context.length).out,
+        lambda q, k, v: tree_attention(q, Fresh(k, v, window)).out,
+        lambda q: prefix_attention(q, prefix).out,
     )
     return head_logits(params.head, output.hidden[0, last])
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax.ops.attention import kernels, tiles
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile
 from longspec_jax.ops.hardware import mosaic_is_supported
 from longspec_jax.ops.layer import append_rows_pallas, residual_norm_pallas, split_heads_pallas
@@ -63,9 +64,8 @@ def test_shipped_tiles_lower_for_cuda(tokens, heads, kv_heads, width, dtype, pre
     rows = operand((2, tokens, kv_heads, width))
 
     def call(q, k, v, length, tree_k, tree_v, mask):
-        return kernels.speculative_attention(
-            q, k, v, length, tree_k, tree_v, mask, prefix=prefix, tree=tree
-        )
+        operands = Prefix(k, v, length), Fresh(tree_k, tree_v, mask)
+        return kernels.speculative_attention(q, *operands, prefix_tile=prefix, tree_tile=tree)
 
     with on_hopper():
         lowered = (

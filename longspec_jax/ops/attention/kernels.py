@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
+from longspec_jax.axes import Array, Queries
 from longspec_jax.ops import hardware
-from longspec_jax.ops.attention import prefix_pallas, tree_pallas
+from longspec_jax.ops.attention import prefix_pallas, tiles, tree_pallas
 from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.packing import PackedShape, refuse_unsupported
 from longspec_jax.ops.attention.partitioned import PREFIX, SPECULATIVE, partitioned
 from longspec_jax.ops.attention.splits import merge_splits
@@ -24,10 +25,6 @@ from longspec_jax.ops.attention.tiles import (
     MosaicTile,
     PrefixTile,
     TreeTile,
-    mosaic_prefix_tile,
-    prefix_tile,
-    tree_tile,
-    triton_prefix_tile,
 )
 
 
@@ -35,10 +32,7 @@ from longspec_jax.ops.attention.tiles import (
 @partitioned(PREFIX)
 def prefix_attention(
     q: Queries,
-    k: CacheSlots,
-    v: CacheSlots,
-    length: Lengths,
-    start: Lengths | None = None,
+    prefix: Prefix,
     *,
     scale: float | None = None,
     tile: PrefixTile | MosaicTile | None = None,
@@ -49,23 +43,20 @@ def prefix_attention(
 
     Args:
       q: query tokens.
-      k: cached keys.
-      v: cached values.
-      length: slots of each row that hold committed tokens.
-      start: first slot each row sees; 0 if absent.
+      prefix: the cached tokens.
       scale: factor on the scores.
       tile: how the prefix kernel works; chosen by the shape if absent.
       hopper: take the Hopper kernel whatever the shape.
       interpret: run the kernels step by step on any platform.
     """
     _, tokens, heads, _ = q.shape
-    kv_heads, slots = k.shape[1], k.shape[2]
+    kv_heads, slots = prefix.keys.shape[1:3]
     if tile is None:
-        tile = _choose_tile(q, k, bounded=start is not None, hopper=hopper, interpret=interpret)
-    partials = _split_attention(q, k, v, length, start, scale, tile, interpret)
+        tile = _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
+    partials = _split_attention(q, prefix, scale, tile, interpret)
     shape = PackedShape(tokens=tokens, heads=heads, kv_heads=kv_heads)
     return merge_splits(
-        *(partials, length, start),
+        *(partials, prefix.length, prefix.start),
         shape=shape,
         split=tile.split,
         slots=slots,
@@ -73,42 +64,43 @@ def prefix_attention(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "prefix", "tree", "hopper", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("scale", "prefix_tile", "tree_tile", "hopper", "interpret")
+)
 @partitioned(SPECULATIVE)
 def speculative_attention(
     q: Queries,
-    prefix_k: CacheSlots,
-    prefix_v: CacheSlots,
-    length: Lengths,
-    tree_k: TreeRows,
-    tree_v: TreeRows,
-    mask: TreeMask,
+    prefix: Prefix,
+    fresh: Fresh,
     *,
     scale: float | None = None,
-    prefix: PrefixTile | MosaicTile | None = None,
-    tree: TreeTile | None = None,
+    prefix_tile: PrefixTile | MosaicTile | None = None,
+    tree_tile: TreeTile | None = None,
     hopper: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """One softmax over the prefix and, masked, the tree; two kernels in all.
 
-    ``prefix`` and ``tree`` are the kernels' tiles; the other options as in
-    :func:`prefix_attention`.
+    Options as in :func:`prefix_attention`, with a tile for each kernel.
     """
     _, tokens, heads, width = q.shape
-    kv_heads, slots = prefix_k.shape[1], prefix_k.shape[2]
-    if prefix is None:
-        prefix = _choose_tile(q, prefix_k, bounded=False, hopper=hopper, interpret=interpret)
-    partials = _split_attention(q, prefix_k, prefix_v, length, None, scale, prefix, interpret)
+    kv_heads, slots = prefix.keys.shape[1:3]
+    if prefix.start is not None:
+        raise NotImplementedError(
+            "the fused kernels see every slot from the first on; choose implementation='xla' for a "
+            "prefix with a start"
+        )
+    if prefix_tile is None:
+        prefix_tile = _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
+    if tree_tile is None:
+        sizes = (tokens, heads, kv_heads, width, fresh.keys.shape[1], q.dtype.itemsize)
+        tree_tile = tiles.tree_tile(*sizes)
+    partials = _split_attention(q, prefix, scale, prefix_tile, interpret)
     out, _ = tree_pallas.attend(
-        q,
-        tree_k,
-        tree_v,
-        mask,
-        (length.astype(jnp.int32), *partials),
-        tile=tree or tree_tile(tokens, heads, kv_heads, width, tree_k.shape[1], q.dtype.itemsize),
+        *(q, fresh, (prefix.length.astype(jnp.int32), *partials)),
+        tile=tree_tile,
         scale=width**-0.5 if scale is None else scale,
-        split=prefix.split,
+        split=prefix_tile.split,
         slots=slots,
         interpret=interpret,
     )
@@ -116,7 +108,7 @@ def speculative_attention(
 
 
 def _choose_tile(
-    q: Queries, k: CacheSlots, *, bounded: bool, hopper: bool, interpret: bool
+    q: Queries, prefix: Prefix, *, hopper: bool, interpret: bool
 ) -> PrefixTile | MosaicTile:
     """The heuristic's tile for this GPU; refuses where there is none.
 
@@ -124,28 +116,26 @@ def _choose_tile(
     cannot express it.
     """
     _, tokens, heads, width = q.shape
-    kv_heads, slots = k.shape[1], k.shape[2]
+    kv_heads, slots = prefix.keys.shape[1:3]
     if hopper:
         hardware.require_hopper("the Mosaic GPU kernel")
-        return mosaic_prefix_tile(tokens, heads, kv_heads, slots)
+        return tiles.mosaic_prefix_tile(tokens, heads, kv_heads, slots)
     capability = hardware.AMPERE if interpret else hardware.require_ampere("the Pallas kernels")
     sizes = (tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
-    if bounded or interpret or not hardware.mosaic_is_supported():
-        return triton_prefix_tile(*sizes)
-    return prefix_tile(*sizes)
+    if prefix.start is not None or interpret or not hardware.mosaic_is_supported():
+        return tiles.triton_prefix_tile(*sizes)
+    return tiles.prefix_tile(*sizes)
 
 
 def _split_attention(
     q: Queries,
-    k: CacheSlots,
-    v: CacheSlots,
-    length: Lengths,
-    start: Lengths | None,
+    prefix: Prefix,
     scale: float | None,
     tile: PrefixTile | MosaicTile,
     interpret: bool,
 ) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
     """Partial results of every split by the kernel that the tile is for."""
+    k, v, length, start = prefix.keys, prefix.values, prefix.length, prefix.start
     refuse_unsupported(q, k.shape[1])
     if isinstance(tile, PrefixTile):
         return prefix_pallas.split_attention(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import CacheSlots, Lengths, Queries
 from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.attention.packing import refuse_unsupported
 from longspec_jax.ops.attention.partitioned import PREFIX, partitioned
 from longspec_jax.ops.attention.tiles import PrefixTile, triton_prefix_tile
@@ -25,16 +26,14 @@ MERGE_ROWS = 16
 @partitioned(PREFIX)
 def prefix_attention(
     q: Queries,
-    k: CacheSlots,
-    v: CacheSlots,
-    length: Lengths,
-    start: Lengths | None = None,
+    prefix: Prefix,
     *,
     scale: float | None = None,
     tile: PrefixTile | None = None,
 ) -> Partial:
     """Attend to ``start[b] <= s < length[b]``; see :func:`reference.prefix_attention`."""
     capability = require_ampere("the jax-triton prefix kernel")
+    k, v, length, start = prefix.keys, prefix.values, prefix.length, prefix.start
     refuse_unsupported(q, k.shape[1])
     batch, tokens, heads, width = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]

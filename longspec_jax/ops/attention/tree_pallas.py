@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from longspec_jax.axes import Array, Queries, TreeMask, TreeRows
+from longspec_jax.axes import Array, Queries
 from longspec_jax.ops.attention.bounds import reached_splits
 from longspec_jax.ops.attention.merge import Partial
 from longspec_jax.ops.attention.online_softmax import (
@@ -27,6 +27,7 @@ from longspec_jax.ops.attention.online_softmax import (
     finite,
     product,
 )
+from longspec_jax.ops.attention.operands import Fresh
 from longspec_jax.ops.attention.packing import PackedShape, flat_rows, refuse_unsupported
 from longspec_jax.ops.attention.partitioned import TREE, partitioned
 from longspec_jax.ops.attention.splits import load_merged
@@ -39,26 +40,21 @@ from longspec_jax.ops.triton_compiler import compiler_params
 @partitioned(TREE)
 def tree_attention(
     q: Queries,
-    k: TreeRows,
-    v: TreeRows,
-    mask: TreeMask,
+    fresh: Fresh,
     *,
     scale: float | None = None,
     tile: TreeTile | None = None,
     interpret: bool = False,
 ) -> Partial:
     """Attend where the mask is true; see :func:`reference.tree_attention`."""
-    refuse_unsupported(q, k.shape[2])
+    kv_heads, keys = fresh.keys.shape[2], fresh.keys.shape[1]
+    refuse_unsupported(q, kv_heads)
     batch, tokens, heads, width = q.shape
     if not interpret and tile is None:
         require_ampere("the Pallas-Triton tree kernel")
     out, lse = attend(
-        q,
-        k,
-        v,
-        mask,
-        (),
-        tile=tile or tree_tile(tokens, heads, k.shape[2], width, k.shape[1], q.dtype.itemsize),
+        *(q, fresh, ()),
+        tile=tile or tree_tile(tokens, heads, kv_heads, width, keys, q.dtype.itemsize),
         scale=width**-0.5 if scale is None else scale,
         split=0,
         slots=0,
@@ -69,9 +65,7 @@ def tree_attention(
 
 def attend(
     q: Queries,
-    k: TreeRows,
-    v: TreeRows,
-    mask: TreeMask,
+    fresh: Fresh,
     prefix: tuple[Array, ...],
     *,
     tile: TreeTile,
@@ -86,7 +80,7 @@ def attend(
     ``split`` of ``slots`` cache slots.
     """
     batch, tokens, heads, width = q.shape
-    kv_heads = k.shape[2]
+    kv_heads = fresh.keys.shape[2]
     shape = PackedShape(tokens=tokens, heads=heads, kv_heads=kv_heads)
     return pl.pallas_call(
         functools.partial(
@@ -108,7 +102,7 @@ def attend(
         compiler_params=compiler_params(tile.warps, tile.stages),
         interpret=interpret,
         name="speculative_attention" if prefix else "tree_attention",
-    )(q.reshape(batch, tokens * heads, width), k, v, mask, *prefix)
+    )(q.reshape(batch, tokens * heads, width), fresh.keys, fresh.values, fresh.mask, *prefix)
 
 
 def _kernel(

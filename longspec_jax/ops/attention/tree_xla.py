@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from longspec_jax.axes import Queries, TreeMask, TreeRows
+from longspec_jax.axes import Queries
 from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.ops.attention.operands import Fresh
 
 
-def tree_attention(
-    q: Queries, k: TreeRows, v: TreeRows, mask: TreeMask, *, scale: float | None = None
-) -> Partial:
+def tree_attention(q: Queries, fresh: Fresh, *, scale: float | None = None) -> Partial:
     """Attend where the mask is true; see :func:`reference.tree_attention`."""
+    k, v, mask = fresh.keys, fresh.values, fresh.mask
     batch, tokens, heads, width = q.shape
     kv_heads = k.shape[2]
     factor = width**-0.5 if scale is None else scale

@@ -8,6 +8,7 @@ import pytest
 
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import dispatch, kernels, prefix_pallas
+from longspec_jax.ops.attention.operands import Prefix
 from tests.ops.attention.oracle import Shape, inputs
 
 
@@ -24,7 +25,7 @@ def test_hopper_with_an_older_jax_takes_the_triton_kernel(monkeypatch: pytest.Mo
     )
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     cache, length = operand((1, 1, 4096, 128)), jax.ShapeDtypeStruct((1,), jnp.int32)
-    jax.eval_shape(kernels.prefix_attention, operand((1, 69, 2, 128)), cache, cache, length)
+    jax.eval_shape(kernels.prefix_attention, operand((1, 69, 2, 128)), Prefix(cache, cache, length))
     assert [how["tile"].total_rows for how in calls] == [128]
 
 
