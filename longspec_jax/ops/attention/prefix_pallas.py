@@ -9,6 +9,7 @@ follows the rows' lengths and not the capacity.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -101,18 +102,8 @@ def _split_kernel(
     within = (h < width)[None, :]
 
     def attend() -> None:
-        queries, places = [], []
         first = row_tile * tile.total_rows
-        for count in tile.rows:
-            packed = first + jnp.arange(count)
-            row = flat_rows(packed, kv_head, shape)
-            valid = packed < shape.packed
-            mask = valid[:, None] & within
-            queries.append(
-                pltriton.load(q_ref.at[batch, row[:, None], h[None, :]], mask=mask, other=0.0)
-            )
-            places.append((packed, valid, mask))
-            first += count
+        queries, places = _load_queries(q_ref, batch, kv_head, h, within, first, tile.rows, shape)
 
         def visit(offset: jax.Array, states: list[State], edge: bool) -> list[State]:
             slot = offset + jnp.arange(tile.slots)
@@ -131,40 +122,10 @@ def _split_kernel(
             scores = [product(q, k, (1, 1)) * scale for q in queries]
             if edge:
                 scores = [jnp.where(seen[None, :], s, -jnp.inf) for s in scores]
-            v = read(v_ref)
-            new = []
-            for s, (top, total, acc) in zip(scores, states, strict=True):
-                # Every visited block holds a slot the row sees, so this maximum is finite.
-                new_top = jnp.maximum(top, s.max(axis=1))
-                weight = exp2(s - new_top[:, None], interpret)
-                keep = exp2(top - new_top, interpret)
-                total = total * keep + weight.sum(axis=1)
-                acc = acc * keep[:, None] + product(weight.astype(v.dtype), v, (1, 0))
-                new.append((new_top, total, acc))
-            return new
+            return _update(states, scores, read(v_ref), interpret)
 
-        # Whole blocks need no mask; at most one partial block at either end does.
-        inner = pl.cdiv(lower, tile.slots)
-        outer = upper // tile.slots
-        states = [empty_state(count, padded) for count in tile.rows]
-        if start_ref is not None:
-            ragged = ((lower % tile.slots) > 0) & (inner <= outer)
-            states = jax.lax.fori_loop(
-                0,
-                ragged.astype(jnp.int32),
-                lambda _, s: visit((inner - 1) * tile.slots, s, edge=True),
-                states,
-            )
-        states = jax.lax.fori_loop(
-            inner, outer, lambda block, s: visit(block * tile.slots, s, edge=False), states
-        )
-        ragged = upper > jnp.maximum(outer * tile.slots, lower)
-        states = jax.lax.fori_loop(
-            0,
-            ragged.astype(jnp.int32),
-            lambda _, s: visit(outer * tile.slots, s, edge=True),
-            states,
-        )
+        bounded = start_ref is not None
+        states = _visit_blocks(visit, tile, padded, lower, upper, bounded)
         for state, (packed, valid, mask) in zip(states, places, strict=True):
             out, lse = finish(state)
             target = out_ref.at[batch, split, kv_head, packed[:, None], h[None, :]]
@@ -172,3 +133,80 @@ def _split_kernel(
             pltriton.store(lse_ref.at[batch, split, kv_head, packed], lse, mask=valid)
 
     pl.when(lower < upper)(attend)
+
+
+def _load_queries(
+    q_ref: Any,
+    batch: jax.Array,
+    kv_head: jax.Array,
+    h: jax.Array,
+    within: jax.Array,
+    first: jax.Array,
+    counts: tuple[int, ...],
+    shape: PackedShape,
+) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array, jax.Array]]]:
+    """The packed rows from ``first`` on in parts of ``counts``; of each its rows and their masks."""
+    queries, places = [], []
+    for count in counts:
+        packed = first + jnp.arange(count)
+        row = flat_rows(packed, kv_head, shape)
+        valid = packed < shape.packed
+        mask = valid[:, None] & within
+        queries.append(
+            pltriton.load(q_ref.at[batch, row[:, None], h[None, :]], mask=mask, other=0.0)
+        )
+        places.append((packed, valid, mask))
+        first += count
+    return queries, places
+
+
+def _update(
+    states: list[State], scores: list[jax.Array], v: jax.Array, interpret: bool
+) -> list[State]:
+    """The softmax of each part of the rows after one more block, of which it sees a slot."""
+    new = []
+    for s, (top, total, acc) in zip(scores, states, strict=True):
+        # Every visited block holds a slot the row sees, so this maximum is finite.
+        new_top = jnp.maximum(top, s.max(axis=1))
+        weight = exp2(s - new_top[:, None], interpret)
+        keep = exp2(top - new_top, interpret)
+        total = total * keep + weight.sum(axis=1)
+        acc = acc * keep[:, None] + product(weight.astype(v.dtype), v, (1, 0))
+        new.append((new_top, total, acc))
+    return new
+
+
+def _visit_blocks(
+    visit: Callable[..., list[State]],
+    tile: PrefixTile,
+    width: int,
+    lower: jax.Array,
+    upper: jax.Array,
+    bounded: bool,
+) -> list[State]:
+    """The softmax over the slots ``lower <= s < upper``, a block of slots at a time.
+
+    Whole blocks need no mask; at most one partial block at either end does, at the lower one only
+    where rows are ``bounded`` below.
+    """
+    inner = pl.cdiv(lower, tile.slots)
+    outer = upper // tile.slots
+    states = [empty_state(count, width) for count in tile.rows]
+    if bounded:
+        ragged = ((lower % tile.slots) > 0) & (inner <= outer)
+        states = jax.lax.fori_loop(
+            0,
+            ragged.astype(jnp.int32),
+            lambda _, s: visit((inner - 1) * tile.slots, s, edge=True),
+            states,
+        )
+    states = jax.lax.fori_loop(
+        inner, outer, lambda block, s: visit(block * tile.slots, s, edge=False), states
+    )
+    ragged = upper > jnp.maximum(outer * tile.slots, lower)
+    return jax.lax.fori_loop(
+        0,
+        ragged.astype(jnp.int32),
+        lambda _, s: visit(outer * tile.slots, s, edge=True),
+        states,
+    )

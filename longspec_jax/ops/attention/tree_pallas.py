@@ -152,13 +152,7 @@ def _kernel(
 
     def update(state: State, seen: jax.Array, k: jax.Array, v: jax.Array) -> State:
         scores = jnp.where(seen, product(q, k, (1, 1)) * scale, -jnp.inf)
-        top, total, acc = state
-        new_top = jnp.maximum(top, scores.max(axis=1))
-        shift = finite(new_top)
-        weight = exp2(scores - shift[:, None], interpret)
-        keep = exp2(top - shift, interpret)
-        acc = acc * keep[:, None] + product(weight.astype(v.dtype), v, (1, 0))
-        return new_top, total * keep + weight.sum(axis=1), acc
+        return _update(state, scores, v, interpret)
 
     tree = read(0) if whole else None
     if prefix_refs:
@@ -187,3 +181,14 @@ def _kernel(
     mask = valid[:, None] & within
     pltriton.store(out_ref.at[batch, row[:, None], h[None, :]], out, mask=mask)
     pltriton.store(lse_ref.at[batch, row], lse, mask=valid)
+
+
+def _update(state: State, scores: jax.Array, v: jax.Array, interpret: bool) -> State:
+    """The softmax after more keys, of which a row need not see any."""
+    top, total, acc = state
+    new_top = jnp.maximum(top, scores.max(axis=1))
+    shift = finite(new_top)
+    weight = exp2(scores - shift[:, None], interpret)
+    keep = exp2(top - shift, interpret)
+    acc = acc * keep[:, None] + product(weight.astype(v.dtype), v, (1, 0))
+    return new_top, total * keep + weight.sum(axis=1), acc
