@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import KVCache, append_chunk
 from longspec_jax.decoding.target import Prefilled, Verification
-from longspec_jax.drafters.base import NOTHING, Features, Fresh, Glance, Needs, Params
+from longspec_jax.drafters.base import NOTHING, Features, Glance, Needs, Params, Uncommitted
 from longspec_jax.drafters.budget import within_budget
 from longspec_jax.drafters.tree import best_continuations, grow, plant
 
@@ -62,7 +62,7 @@ class LookupTarget:
         rows = fresh.keys[0].at[:, at : at + tokens.shape[1]].set(hashed)
         own = jnp.where(mask, rows[:, None, :, 0, 0].astype(jnp.int32), 0).sum(axis=2)
         logits = params[(past[:, None] + own) % params.shape[0]]
-        return Glance(logits, Fresh((rows,), (rows,)), Features())
+        return Glance(logits, Uncommitted((rows,), (rows,)), Features())
 
     def _history(self, cache, seen):
         tokens = jnp.where(seen, cache.keys[0][:, 0, :, 0], 0).astype(jnp.int32)

@@ -1,6 +1,7 @@
 """Imports point one way: axes, config -> ops -> models -> drafters -> decoding -> api -> commands."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -96,8 +97,76 @@ def test_imports_point_one_way(path: Path) -> None:
             assert part(name) in {"config", "recipes"}, f"configs must not import {name}"
 
 
+def module_name(path: Path) -> str:
+    """``longspec_jax.ops.attention.tiles`` of the file so called; that of a folder is its package's."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_files(path: Path, known: dict[str, Path]) -> set[str]:
+    """The files of the project that a file imports anywhere, inside functions too."""
+    found = set()
+    for name, _ in imports(path):
+        while name not in known and "." in name:
+            name = name.rpartition(".")[0]
+        found |= {name} & known.keys()
+    return found - {module_name(path)}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Names each of which imports the next and the last the first; empty if there are none."""
+    done: set[str] = set()
+
+    def search(name: str, way: list[str]) -> list[str]:
+        if name in way:
+            return way[way.index(name) :]
+        if name in done:
+            return []
+        found = next(
+            filter(None, (search(other, [*way, name]) for other in sorted(graph[name]))), []
+        )
+        done.add(name)
+        return found
+
+    return next(filter(None, (search(name, []) for name in sorted(graph))), [])
+
+
+def graph_of_files() -> dict[str, set[str]]:
+    """What imports what, of all files but the configurations."""
+    known = {
+        module_name(path): path for path in FILES if path.relative_to(ROOT).parts[0] != "configs"
+    }
+    return {name: imported_files(path, known) for name, path in known.items()}
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Not even inside functions: of two files one can always be read without the other."""
+    found = circle(graph_of_files())
+    assert not found, " -> ".join([*found, *found[:1]])
+
+
+IMPLEMENTATION = re.compile(r"_(pallas|mosaic|xla|triton)$")
+
+
+def test_implementations_do_not_know_each_other() -> None:
+    """Who chooses or combines them imports them; what they share has a file of its own."""
+    for name, others in graph_of_files().items():
+        if name.startswith(f"{LIBRARY}.ops.") and IMPLEMENTATION.search(name):
+            assert not set(filter(IMPLEMENTATION.search, others)), name
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b", "d"}, "b": {"c"}, "c": {"e", "b"}, "d": {"e"}, "e": set()}
+    assert circle(graph) == ["b", "c"]
+    assert circle({**graph, "c": {"e"}}) == []
+
+
 def test_the_test_reads_files() -> None:
-    """Guards against a moved folder turning the check above into nothing."""
+    """Guards against a moved folder turning the checks above into nothing."""
+    graph = graph_of_files()
+    assert f"{LIBRARY}.ops.attention.prefix_mosaic" in graph[f"{LIBRARY}.ops.attention.kernels"]
+    for folder in ("train", "infer"):  # Whose imports of each other are relative.
+        mine = {name: others for name, others in graph.items() if name.startswith(f"{folder}.")}
+        assert sum(any(other in mine for other in others) for others in mine.values()) > 5
     assert len(FILES) > 20
     walk = imports(ROOT / LIBRARY / "decoding" / "walk.py")
     assert ("longspec_jax.drafters.tree.Tree", True) in walk

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.ops.attention import dispatch
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 
 from .attention_cases import HEAD_MAJOR, TOKEN_MAJOR, Case, abstract_operands
@@ -48,9 +49,8 @@ def ours(implementation: str | None) -> Candidate:
         length = jnp.full((case.batch,), case.context, jnp.int32)
 
         def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
-            return dispatch.speculative_attention(
-                q, k, v, length, tree_k, tree_v, mask, implementation=implementation
-            )
+            operands = Prefix(k, v, length), Fresh(tree_k, tree_v, mask)
+            return dispatch.speculative_attention(q, *operands, implementation=implementation)
 
         return call
 
@@ -61,14 +61,14 @@ def ours_with(prefix: PrefixTile | MosaicTile, tree: TreeTile) -> Candidate:
     """The Pallas kernels with given tiles."""
 
     def build(case: Case) -> Call:
-        from longspec_jax.ops.attention import tree_pallas  # Not every jax has its backend.
+        from longspec_jax.ops.attention import kernels  # Not every jax has its backend.
 
         length = jnp.full((case.batch,), case.context, jnp.int32)
 
         def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
-            return tree_pallas.speculative_attention(
-                q, k, v, length, tree_k, tree_v, mask, prefix=prefix, tree=tree
-            )
+            operands = Prefix(k, v, length), Fresh(tree_k, tree_v, mask)
+            tiles = dict(prefix_tile=prefix, tree_tile=tree)
+            return kernels.speculative_attention(q, *operands, **tiles)
 
         return call
 

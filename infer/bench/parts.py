@@ -25,6 +25,7 @@ from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.tree import Tree, best_continuations, plant
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.dispatch import prefix_attention, speculative_attention
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 
 Part = Callable[[Params, Request, SpecState], Any]
 """A program over a round's inputs that repeats one part of it."""
@@ -123,10 +124,8 @@ def verify_attention(target: CachedTarget, drafter: LongSpecDrafter, turns: int)
 
         def turn(_: Array, q: Array) -> Array:
             for keys, values in zip(state.cache.keys, state.cache.values, strict=True):
-                q = speculative_attention(
-                    *(q, keys, values, state.length, k, k, tree.mask),
-                    implementation=target.attention,
-                )
+                prefix, fresh = Prefix(keys, values, state.length), Fresh(k, k, tree.mask)
+                q = speculative_attention(q, prefix, fresh, implementation=target.attention)
             return q
 
         return jax.lax.fori_loop(0, turns, turn, q)
@@ -143,10 +142,8 @@ def draft_cross(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> P
         q = jnp.ones((*rows, config.num_heads, config.head_width), jnp.dtype(config.dtype))
 
         def turn(_: Array, q: Array) -> Array:
-            keys, values = state.cache.keys[-1], state.cache.values[-1]
-            partial = prefix_attention(
-                q, keys, values, state.length, implementation=target.attention
-            )
+            prefix = Prefix(state.cache.keys[-1], state.cache.values[-1], state.length)
+            partial = prefix_attention(q, prefix, implementation=target.attention)
             return partial.out.astype(q.dtype)
 
         return jax.lax.fori_loop(0, turns, turn, q)

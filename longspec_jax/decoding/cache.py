@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TargetConfig
-from longspec_jax.drafters.base import Fresh
+from longspec_jax.drafters.base import Uncommitted
 from longspec_jax.ops.layer.append_rows import append_rows
 
 
@@ -31,14 +31,14 @@ class KVCache:
         """Slots of a row (``S``)."""
         return self.keys[0].shape[2]
 
-    def rows(self, tokens: int) -> Fresh:
+    def rows(self, tokens: int) -> Uncommitted:
         """Zeros for the keys and values of so many tokens outside the cache."""
 
         def empty(slots: Array) -> Array:
             batch, heads, _, width = slots.shape
             return jnp.zeros((batch, tokens, heads, width), slots.dtype)
 
-        return Fresh(tuple(map(empty, self.keys)), tuple(map(empty, self.values)))
+        return Uncommitted(tuple(map(empty, self.keys)), tuple(map(empty, self.values)))
 
 
 def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:

@@ -17,7 +17,7 @@ from longspec_jax.axes import Array, Lengths, TreeMask
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.drafters.base import NOTHING, Features, Fresh, Glance, Needs
+from longspec_jax.drafters.base import NOTHING, Features, Glance, Needs, Uncommitted
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.models.target import Attend, Target, TargetOutput
 from longspec_jax.ops.attention.dispatch import (
@@ -27,6 +27,7 @@ from longspec_jax.ops.attention.dispatch import (
     tree_attention,
 )
 from longspec_jax.ops.attention.merge import merge
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 
 
 class Verification(NamedTuple):
@@ -102,7 +103,7 @@ class TargetModel(Protocol):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         selection: Selection,
-        fresh: Fresh,
+        fresh: Uncommitted,
         mask: TreeMask,
         at: int,
         needs: Needs = NOTHING,
@@ -145,8 +146,8 @@ class CachedTarget:
         length = jnp.full((batch,), offset, jnp.int32)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            past = cache.keys[layer], cache.values[layer]
-            return chunk_attention(q, *past, length, k, v, implementation=self.attention)
+            prefix = Prefix(cache.keys[layer], cache.values[layer], length)
+            return chunk_attention(q, prefix, k, v, implementation=self.attention)
 
         output, features = self._forward(params, tokens, positions, attend, needs)
         hidden = jnp.take_along_axis(output.hidden, last[:, None, None], axis=1)[:, 0]
@@ -167,9 +168,9 @@ class CachedTarget:
         """Logits at every node of a tree below ``length[b]`` committed tokens."""
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            past = cache.keys[layer], cache.values[layer]
+            prefix = Prefix(cache.keys[layer], cache.values[layer], length)
             return speculative_attention(
-                q, *past, length, k, v, mask, implementation=self.attention
+                q, prefix, Fresh(k, v, mask), implementation=self.attention
             )
 
         with jax.named_scope("verify"):
@@ -184,7 +185,7 @@ class CachedTarget:
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         selection: Selection,
-        fresh: Fresh,
+        fresh: Uncommitted,
         mask: TreeMask,
         at: int,
         needs: Needs = NOTHING,
@@ -195,22 +196,19 @@ class CachedTarget:
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=1)
             keys[layer], values[layer] = write(keys[layer], k), write(values[layer], v)
-            seen = tree_attention(
-                q, keys[layer], values[layer], mask, implementation=self.attention
-            )
+            rows = Fresh(keys[layer], values[layer], mask)
+            seen = tree_attention(q, rows, implementation=self.attention)
             for span in range(selection.spans):
                 start, stop = selection.start[:, span], selection.stop[:, span]
-                past = prefix_attention(
-                    *(q, cache.keys[layer], cache.values[layer], stop, start),
-                    implementation=self.attention,
-                )
+                prefix = Prefix(cache.keys[layer], cache.values[layer], stop, start)
+                past = prefix_attention(q, prefix, implementation=self.attention)
                 seen = merge(seen, past)
             return seen.out.astype(q.dtype)
 
         with jax.named_scope("glance"):
             output, features = self._forward(params, tokens, positions, attend, needs)
             logits = self._unembed(params, output.hidden)
-        return Glance(logits, Fresh(tuple(keys), tuple(values)), features)
+        return Glance(logits, Uncommitted(tuple(keys), tuple(values)), features)
 
     def _forward(
         self, params: Any, tokens: Array, positions: Array, attend: Attend, needs: Needs

@@ -10,7 +10,7 @@ from longspec_jax.axes import Array, CacheSlots, Lengths, TreeMask
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.walk import Walk, walk
-from longspec_jax.drafters.base import NOTHING, Fresh, Glance, Needs
+from longspec_jax.drafters.base import NOTHING, Glance, Needs, Uncommitted
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.drafters.tree import Tree
 
@@ -37,7 +37,7 @@ class CacheView:
         """The target's cached values of every layer."""
         return self.cache.values
 
-    def fresh(self, tokens: int) -> Fresh:
+    def uncommitted(self, tokens: int) -> Uncommitted:
         """Room for so many tokens outside the cache."""
         return self.cache.rows(tokens)
 
@@ -46,7 +46,7 @@ class CacheView:
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         selection: Selection,
-        fresh: Fresh,
+        fresh: Uncommitted,
         mask: TreeMask,
         at: int,
         needs: Needs = NOTHING,

@@ -102,7 +102,7 @@ class Beliefs(Protocol):
         ...
 
 
-class Fresh(NamedTuple):
+class Uncommitted(NamedTuple):
     """Keys and values of tokens that are not in the cache, ``L x [B, U, K, H]`` each."""
 
     keys: tuple[Array, ...]
@@ -113,7 +113,7 @@ class Glance(NamedTuple):
     """What a pass of the target over a part of its cache yields."""
 
     logits: Float[Array, "B T V"]
-    fresh: Fresh
+    fresh: Uncommitted
     """Those that were given, the tokens' own written among them."""
     features: Features
 
@@ -149,7 +149,7 @@ class View(Protocol):
         """The target's cached values of every layer."""
         ...
 
-    def fresh(self, tokens: int) -> Fresh:
+    def uncommitted(self, tokens: int) -> Uncommitted:
         """Room for so many tokens outside the cache."""
         ...
 
@@ -158,7 +158,7 @@ class View(Protocol):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         selection: Selection,
-        fresh: Fresh,
+        fresh: Uncommitted,
         mask: TreeMask,
         at: int,
         needs: Needs = NOTHING,

@@ -1,1 +1,1 @@
-"""Attention arithmetic on arrays; knows no models and no caches."""
+"""Arithmetic on arrays: attention, matrix products, small ops; knows no models and no caches."""

@@ -1,4 +1,4 @@
-"""What the attention kernels ask of the machine, in one place."""
+"""What our kernels ask of the machine, in one place."""
 
 import importlib.util
 from typing import Any
@@ -9,6 +9,12 @@ import jax.numpy as jnp
 AMPERE = (8, 0)
 """The first NVIDIA generation with bfloat16 matrix units and asynchronous copies."""
 HOPPER = (9, 0)
+MULTIPROCESSORS = 132
+"""Of an H100 or H200; what matters is that tiles are a pure function of the shape."""
+SHARED_BYTES = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (8, 6): 99 << 10}
+"""Shared memory a program may use, by compute capability; the least of them where unknown."""
+WARPGROUP_ROWS = 64
+"""Rows of one warpgroup: the height of Hopper's matrix instruction."""
 DECODE_ROWS = 512
 """Up to so many rows a layer's small ops are bound by their launches."""
 
@@ -35,6 +41,16 @@ def require_ampere(kernel: str) -> tuple[int, int]:
             f"{found[0]}.{found[1]}; choose implementation='xla'"
         )
     return found
+
+
+def require_hopper(kernel: str) -> None:
+    """Refuse other machines with the reason."""
+    found = compute_capability()
+    if found is None or found[0] != HOPPER[0]:
+        raise NotImplementedError(
+            f"{kernel} is written for compute capability 9.x and this process computes on "
+            f"{jax.default_backend()!r} ({found}); choose another implementation"
+        )
 
 
 def decodes_on_ampere(rows: int, dtype: Any) -> bool:

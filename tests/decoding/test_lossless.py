@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import DraftConfig, TreeConfig
-from longspec_jax.decoding import beliefs
+from longspec_jax.decoding import beliefs, engine
 from longspec_jax.decoding.adaptive import decode_bursts
 from longspec_jax.decoding.engine import Request, decode, prefill, room
 from longspec_jax.decoding.policy import Always

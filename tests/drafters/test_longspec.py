@@ -14,6 +14,7 @@ from longspec_jax.drafters.longspec.drafter import LongSpecDrafter, ring_mask, r
 from longspec_jax.drafters.longspec.model import LongSpecDraft
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
 from tests.kit import (
     after_prompts,
@@ -77,12 +78,13 @@ def _path_logits(params, view, tokens, b: int, path: list[int]) -> np.ndarray:
 def _dense_logits(params, keys, values, length, text, last):
     distance = jnp.arange(LONGEST_PATH)[:, None] - jnp.arange(LONGEST_PATH)
     window = ((distance >= 0) & (distance <= WINDOW))[None]
+    prefix = Prefix(keys, values, length)
     output = LongSpecDraft(CONFIG).apply(
         {"params": params.layer},
         params.embedding[text][None],
         jnp.arange(LONGEST_PATH)[None],
-        lambda q, k, v: tree_attention(q, k, v, window).out,
-        lambda q: prefix_attention(q, keys, values, length).out,
+        lambda q, k, v: tree_attention(q, Fresh(k, v, window)).out,
+        lambda q: prefix_attention(q, prefix).out,
     )
     return head_logits(params.head, output.hidden[0, last])
 

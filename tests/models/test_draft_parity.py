@@ -14,6 +14,7 @@ from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.model import LongSpecDraft, LongSpecParams
 from longspec_jax.ops.attention.dispatch import causal_attention, tree_attention
+from longspec_jax.ops.attention.operands import Fresh
 from longspec_jax.weights.hf import load_draft
 from tests.kit import after_prompts, greedy_beliefs, tiny_target_config, view_of
 from tests.models.draft_oracle import DraftOracle, Shape, random_state
@@ -43,7 +44,7 @@ def _ours(config, params, embedded, positions, keys, values, shift):
     @jax.jit
     def apply(params, embedded, positions, keys, values, seen):
         def attend_cross(q):
-            out = tree_attention(q, keys, values, seen, implementation="reference").out
+            out = tree_attention(q, Fresh(keys, values, seen), implementation="reference").out
             return out.astype(q.dtype)
 
         return LongSpecDraft(config).apply(

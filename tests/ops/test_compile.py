@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longspec_jax.ops.attention import tiles, tree_pallas
+from longspec_jax.ops.attention import kernels, tiles
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile
 from longspec_jax.ops.hardware import mosaic_is_supported
 from longspec_jax.ops.layer import append_rows_pallas, residual_norm_pallas, split_heads_pallas
-
-TOKENS = (1, 5, 16, 48, 64, 69, 128, 256)
-HEADS = ((32, 32), (32, 8), (40, 8), (28, 4))
+from longspec_jax.ops.products.tiles import product_tile
+from tests.ops.attention.oracle import HEADS, TOKENS
 
 
 def on_hopper() -> contextlib.AbstractContextManager:
@@ -64,9 +64,8 @@ def test_shipped_tiles_lower_for_cuda(tokens, heads, kv_heads, width, dtype, pre
     rows = operand((2, tokens, kv_heads, width))
 
     def call(q, k, v, length, tree_k, tree_v, mask):
-        return tree_pallas.speculative_attention(
-            q, k, v, length, tree_k, tree_v, mask, prefix=prefix, tree=tree
-        )
+        operands = Prefix(k, v, length), Fresh(tree_k, tree_v, mask)
+        return kernels.speculative_attention(q, *operands, prefix_tile=prefix, tree_tile=tree)
 
     with on_hopper():
         lowered = (
@@ -130,7 +129,7 @@ def test_skinny_products_lower_for_cuda(rows, contracted, columns, gated, split,
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     x = operand((rows, contracted))
     weights = operand((contracted, 2, columns) if gated else (contracted, columns))
-    tile = tiles.product_tile(rows, contracted, columns, gated=gated, split=split)
+    tile = product_tile(rows, contracted, columns, gated=gated, split=split)
     assert tile is not None
 
     def call(x, weights, bias):
@@ -144,54 +143,3 @@ def test_skinny_products_lower_for_cuda(rows, contracted, columns, gated, split,
         traced = jax.jit(call).trace(x, weights, operand((columns,)) if bias else None)
         lowered = traced.lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
-
-
-def test_product_tile_fills_the_machine_once() -> None:
-    for contracted, columns, gated, split in (
-        (4096, 12288, False, False),
-        (4096, 6144, False, False),
-        (5120, 7168, False, False),
-        (4096, 4096, False, True),
-        (5120, 5120, False, True),
-        (27648, 5120, False, True),
-        (14336, 4096, False, True),
-        (4096, 14336, True, False),
-    ):
-        tile = tiles.product_tile(64, contracted, columns, gated=gated, split=split)
-        assert tile is not None
-        assert 80 <= columns // tile.columns * tile.splits <= tiles.MULTIPROCESSORS
-        assert contracted % (tile.splits * tile.depth) == 0
-        stage = 2 * tile.depth * (64 + tile.columns * (1 + gated))
-        assert 2 <= tile.stages and tile.stages * stage <= tiles.SHARED_BYTES[(9, 0)]
-
-
-@pytest.mark.parametrize(
-    ("rows", "contracted", "columns"),
-    [(1, 4096, 4096), (69, 4096, 4096), (72, 4096, 4096), (64, 256, 256), (64, 4096, 4100)],
-)
-def test_other_products_are_left_to_xla(rows: int, contracted: int, columns: int) -> None:
-    for gated in (False, True):
-        assert tiles.product_tile(rows, contracted, columns, gated=gated) is None
-
-
-def test_prefix_tile_is_pure_and_bounded_by_the_capacity() -> None:
-    for capacity in (64, 128, 192, 4096, 33024, 131072):
-        for tokens in TOKENS:
-            for heads, kv_heads in HEADS:
-                call = (tokens, heads, kv_heads, 128, capacity, 2, (9, 0))
-                tile = tiles.prefix_tile(*call)
-                assert tile == tiles.prefix_tile(*call)
-                assert tile.split % tile.slots == 0
-                # Partial results stay small beside the cache they summarise.
-                assert -(-capacity // tile.split) <= 64
-
-
-def test_tiles_refuse_what_the_hardware_cannot_take() -> None:
-    with pytest.raises(ValueError, match="row parts"):
-        tiles.PrefixTile((48,), 64, 128, 4, 3)
-    with pytest.raises(ValueError, match="divide the split"):
-        tiles.PrefixTile((64,), 64, 96, 4, 3)
-    with pytest.raises(ValueError, match="warpgroups"):
-        tiles.MosaicTile(4, 64, 128, 3)
-    with pytest.raises(ValueError, match="power of two"):
-        tiles.TreeTile(16, 64, 3, 4, 2)

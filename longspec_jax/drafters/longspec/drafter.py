@@ -21,6 +21,7 @@ from longspec_jax.drafters.budget import within_budget
 from longspec_jax.drafters.longspec.model import LongSpecDraft, LongSpecParams
 from longspec_jax.drafters.tree import Tree, best_continuations, grow, plant
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 
 
 @struct.dataclass
@@ -103,7 +104,8 @@ class LongSpecDrafter:
                 nonlocal keys, values
                 keys = jax.lax.dynamic_update_slice_in_dim(keys, k, at, axis=1)
                 values = jax.lax.dynamic_update_slice_in_dim(values, v, at, axis=1)
-                partial = tree_attention(q, keys, values, mask, implementation=self.attention)
+                fresh = Fresh(keys, values, mask)
+                partial = tree_attention(q, fresh, implementation=self.attention)
                 return partial.out.astype(q.dtype)
 
             with jax.named_scope(f"draft_level_{depth + 1}"):
@@ -133,9 +135,8 @@ class LongSpecDrafter:
         return keys_values
 
     def _attend_cross(self, q: Array, view: View) -> Array:
-        partial = prefix_attention(
-            q, view.keys[-1], view.values[-1], view.length, implementation=self.attention
-        )
+        prefix = Prefix(view.keys[-1], view.values[-1], view.length)
+        partial = prefix_attention(q, prefix, implementation=self.attention)
         return partial.out.astype(q.dtype)
 
 

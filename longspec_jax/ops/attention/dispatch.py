@@ -14,14 +14,16 @@ that accepts the call is used; an explicit choice never falls back.
 import dataclasses
 import functools
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
-from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.axes import Array, Queries, TreeRows
+from longspec_jax.ops.attention.merge import Partial, merge
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +32,11 @@ class Implementation:
 
     Attributes:
       module: the module's full name.
-      interpret: run its GPU kernels step by step on any platform; for tests.
+      options: what the op is always called with.
     """
 
     module: str
-    interpret: bool = False
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, op: str, *args: Any, **options: Any) -> Any:
         """Call the op, or refuse because its backend is not installed."""
@@ -42,35 +44,61 @@ class Implementation:
             module = importlib.import_module(self.module)
         except ImportError as error:
             raise NotImplementedError(f"{self.module} cannot be imported: {error}") from error
-        if self.interpret:
-            options["interpret"] = True
-        return getattr(module, op)(*args, **options)
+        return getattr(module, op)(*args, **options, **self.options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """Speculative attention as the merge of what two implementations find.
+
+    Attributes:
+      prefix: attends to the prefix.
+      tree: attends to the tree.
+    """
+
+    prefix: Implementation
+    tree: Implementation
+
+    def __call__(
+        self, op: str, q: Queries, prefix: Prefix, fresh: Fresh, *, scale: float | None
+    ) -> Float[Array, "B T N H"]:
+        """Compute both parts and merge them."""
+        seen = self.prefix("prefix_attention", q, prefix, scale=scale)
+        tree = self.tree("tree_attention", q, fresh, scale=scale)
+        return merge(seen, tree).out.astype(q.dtype)
 
 
 _OPS = "longspec_jax.ops.attention"
+_REFERENCE = Implementation(f"{_OPS}.reference")
+_KERNELS = Implementation(f"{_OPS}.kernels")
+_HOPPER_KERNELS = Implementation(f"{_OPS}.kernels", {"hopper": True})
+_INTERPRETED_KERNELS = Implementation(f"{_OPS}.kernels", {"interpret": True})
+_TREE_KERNEL = Implementation(f"{_OPS}.tree_pallas")
+_TREE_XLA = Implementation(f"{_OPS}.tree_xla")
+
 PREFIX_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "pallas": Implementation(f"{_OPS}.prefix_pallas"),
-    "mosaic": Implementation(f"{_OPS}.prefix_mosaic"),
+    "pallas": _KERNELS,
+    "mosaic": _HOPPER_KERNELS,
     "triton": Implementation(f"{_OPS}.prefix_triton"),
     "xla": Implementation(f"{_OPS}.prefix_xla"),
-    "reference": Implementation(f"{_OPS}.reference"),
-    "interpret": Implementation(f"{_OPS}.prefix_pallas", interpret=True),
+    "reference": _REFERENCE,
+    "interpret": _INTERPRETED_KERNELS,
 }
 TREE_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "pallas": Implementation(f"{_OPS}.tree_pallas"),
-    "mosaic": Implementation(f"{_OPS}.tree_pallas"),
-    "triton": Implementation(f"{_OPS}.tree_pallas"),
-    "xla": Implementation(f"{_OPS}.tree_xla"),
-    "reference": Implementation(f"{_OPS}.reference"),
-    "interpret": Implementation(f"{_OPS}.tree_pallas", interpret=True),
+    "pallas": _TREE_KERNEL,
+    "mosaic": _TREE_KERNEL,
+    "triton": _TREE_KERNEL,
+    "xla": _TREE_XLA,
+    "reference": _REFERENCE,
+    "interpret": Implementation(f"{_OPS}.tree_pallas", {"interpret": True}),
 }
-SPECULATIVE_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "pallas": Implementation(f"{_OPS}.tree_pallas"),
-    "mosaic": Implementation(f"{_OPS}.prefix_mosaic"),
-    "triton": Implementation(f"{_OPS}.prefix_triton"),
-    "xla": Implementation(f"{_OPS}.tree_xla"),
-    "reference": Implementation(f"{_OPS}.reference"),
-    "interpret": Implementation(f"{_OPS}.tree_pallas", interpret=True),
+SPECULATIVE_IMPLEMENTATIONS: dict[str, Implementation | Merged] = {
+    "pallas": _KERNELS,
+    "mosaic": _HOPPER_KERNELS,
+    "triton": Merged(PREFIX_IMPLEMENTATIONS["triton"], _TREE_XLA),
+    "xla": Merged(PREFIX_IMPLEMENTATIONS["xla"], _TREE_XLA),
+    "reference": _REFERENCE,
+    "interpret": _INTERPRETED_KERNELS,
 }
 AUTOMATIC = ("pallas", "xla")
 """The implementations that are tried, in this order, when none is named."""
@@ -78,10 +106,7 @@ AUTOMATIC = ("pallas", "xla")
 
 def prefix_attention(
     q: Queries,
-    k: CacheSlots,
-    v: CacheSlots,
-    length: Lengths,
-    start: Lengths | None = None,
+    prefix: Prefix,
     *,
     scale: float | None = None,
     implementation: str | None = None,
@@ -90,10 +115,7 @@ def prefix_attention(
 
     Args:
       q: query tokens; every token of row ``b`` sees the same slots.
-      k: cached keys, rotary already applied.
-      v: cached values.
-      length: slots of each row that hold committed tokens; memory beyond may hold anything.
-      start: first slot each row sees; 0 if absent.
+      prefix: the cached tokens.
       scale: factor on the scores; ``H ** -0.5`` if absent.
       implementation: a name from ``PREFIX_IMPLEMENTATIONS``; chosen automatically if absent.
 
@@ -104,48 +126,30 @@ def prefix_attention(
       ValueError: if shapes or dtypes do not fit together, or the implementation is unknown.
       NotImplementedError: if the chosen implementation cannot take this call; says why.
     """
-    _check_prefix(q, k, v)
-    q, k, v = _without_gradient("prefix_attention", (q, k, v))
-    return _run(
-        PREFIX_IMPLEMENTATIONS,
-        implementation,
-        "prefix_attention",
-        q,
-        k,
-        v,
-        length,
-        start,
-        scale=scale,
-    )
+    _check_prefix(q, prefix)
+    return _run(PREFIX_IMPLEMENTATIONS, implementation, "prefix_attention", q, prefix, scale=scale)
 
 
 def tree_attention(
     q: Queries,
-    k: TreeRows,
-    v: TreeRows,
-    mask: TreeMask,
+    fresh: Fresh,
     *,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> Partial:
     """Attention of tree nodes to fresh keys under an arbitrary boolean mask.
 
-    Args and errors as in :func:`prefix_attention`; query ``t`` of row ``b`` sees key ``u`` where
-    ``mask[b, t, u]``. The number of keys need not equal the number of queries.
+    Args and errors as in :func:`prefix_attention`. The number of keys need not equal the number of
+    queries.
     """
-    _check_tree(q, k, v, mask)
-    q, k, v = _without_gradient("tree_attention", (q, k, v))
-    return _run(TREE_IMPLEMENTATIONS, implementation, "tree_attention", q, k, v, mask, scale=scale)
+    _check_fresh(q, fresh)
+    return _run(TREE_IMPLEMENTATIONS, implementation, "tree_attention", q, fresh, scale=scale)
 
 
 def speculative_attention(
     q: Queries,
-    prefix_k: CacheSlots,
-    prefix_v: CacheSlots,
-    length: Lengths,
-    tree_k: TreeRows,
-    tree_v: TreeRows,
-    mask: TreeMask,
+    prefix: Prefix,
+    fresh: Fresh,
     *,
     scale: float | None = None,
     implementation: str | None = None,
@@ -156,57 +160,30 @@ def speculative_attention(
     merged result, in the dtype of the queries. On a GPU the merge happens in the tree kernel's
     epilogue, two kernels in all.
     """
-    _check_prefix(q, prefix_k, prefix_v)
-    _check_tree(q, tree_k, tree_v, mask)
-    if prefix_k.shape[1] != tree_k.shape[2] or prefix_k.dtype != tree_k.dtype:
+    _check_prefix(q, prefix)
+    _check_fresh(q, fresh)
+    if prefix.keys.shape[1] != fresh.keys.shape[2] or prefix.keys.dtype != fresh.keys.dtype:
         raise ValueError(
-            f"the prefix has {prefix_k.shape[1]} key/value heads of {prefix_k.dtype} and the tree "
-            f"{tree_k.shape[2]} of {tree_k.dtype}; they must agree"
+            f"the prefix has {prefix.keys.shape[1]} key/value heads of {prefix.keys.dtype} and the "
+            f"tree {fresh.keys.shape[2]} of {fresh.keys.dtype}; they must agree"
         )
     op = "speculative_attention"
-    q, prefix_k, prefix_v, tree_k, tree_v = _without_gradient(
-        op, (q, prefix_k, prefix_v, tree_k, tree_v)
-    )
-    return _run(
-        SPECULATIVE_IMPLEMENTATIONS,
-        implementation,
-        op,
-        q,
-        prefix_k,
-        prefix_v,
-        length,
-        tree_k,
-        tree_v,
-        mask,
-        scale=scale,
-    )
+    return _run(SPECULATIVE_IMPLEMENTATIONS, implementation, op, q, prefix, fresh, scale=scale)
 
 
 def chunk_attention(
     q: Queries,
-    prefix_k: CacheSlots,
-    prefix_v: CacheSlots,
-    length: Lengths,
-    chunk_k: TreeRows,
-    chunk_v: TreeRows,
+    prefix: Prefix,
+    keys: TreeRows,
+    values: TreeRows,
     *,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of one prefill chunk to the prefix before it and, causally, to itself."""
     causal = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
-    mask = jnp.broadcast_to(causal, (q.shape[0], *causal.shape))
-    return speculative_attention(
-        q,
-        prefix_k,
-        prefix_v,
-        length,
-        chunk_k,
-        chunk_v,
-        mask,
-        scale=scale,
-        implementation=implementation,
-    )
+    fresh = Fresh(keys, values, jnp.broadcast_to(causal, (q.shape[0], *causal.shape)))
+    return speculative_attention(q, prefix, fresh, scale=scale, implementation=implementation)
 
 
 def causal_attention(
@@ -234,18 +211,24 @@ def causal_attention(
     )
 
 
-def _check_prefix(q: Array, k: Array, v: Array) -> None:
+def _check_prefix(q: Queries, prefix: Prefix) -> None:
     """Refuse a cache that does not fit the queries."""
+    k, v = prefix.keys, prefix.values
     _check_heads(q, k.shape[1], k.shape[3], k.dtype)
     if k.shape != v.shape or k.dtype != v.dtype or k.shape[0] != q.shape[0]:
         raise ValueError(
             f"keys {k.shape} {k.dtype}, values {v.shape} {v.dtype} and queries {q.shape} must "
             "share the batch, and keys and values their dtype and whole shape [B, K, S, H]"
         )
+    for name in ("length", "start"):
+        bound = getattr(prefix, name)
+        if bound is not None and bound.shape != q.shape[:1]:
+            raise ValueError(f"{name} {bound.shape} must have one number a row, {q.shape[:1]}")
 
 
-def _check_tree(q: Array, k: Array, v: Array, mask: Array) -> None:
+def _check_fresh(q: Queries, fresh: Fresh) -> None:
     """Refuse fresh keys that do not fit the queries."""
+    k, v, mask = fresh.keys, fresh.values, fresh.mask
     _check_heads(q, k.shape[2], k.shape[3], k.dtype)
     if k.shape != v.shape or k.dtype != v.dtype or k.shape[0] != q.shape[0]:
         raise ValueError(
@@ -271,32 +254,33 @@ def _check_heads(q: Array, kv_heads: int, width: int, dtype: jnp.dtype) -> None:
 
 
 def _run(
-    implementations: dict[str, Implementation],
+    implementations: Mapping[str, Implementation | Merged],
     choice: str | None,
     op: str,
-    *args: Any,
-    **options: Any,
+    *operands: Any,
+    scale: float | None,
 ) -> Any:
     """Call the chosen implementation, or the first that does not refuse."""
+    operands = _without_gradient(op, operands)
     if choice is not None:
         if choice not in implementations:
             raise ValueError(
                 f"{op} has no implementation {choice!r}; choose one of {sorted(implementations)}"
             )
-        return implementations[choice](op, *args, **options)
+        return implementations[choice](op, *operands, scale=scale)
     refusals = []
     for name in AUTOMATIC:
         try:
-            return implementations[name](op, *args, **options)
+            return implementations[name](op, *operands, scale=scale)
         except NotImplementedError as refusal:
             refusals.append(f"{name}: {refusal}")
     raise NotImplementedError(f"no implementation of {op} takes this call. " + "; ".join(refusals))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _without_gradient(op: str, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Pass arrays on, and refuse to be differentiated."""
-    return arrays
+def _without_gradient(op: str, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Pass operands on, and refuse to be differentiated."""
+    return operands
 
 
 @_without_gradient.defjvp

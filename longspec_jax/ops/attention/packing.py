@@ -1,4 +1,4 @@
-"""How the GPU kernels pack query rows and cut the cache into splits.
+"""How the GPU kernels pack query rows, and which they take.
 
 The query heads that read one key/value head are rows of one matrix product, so that each key and
 value is read once for all of them.
@@ -38,16 +38,6 @@ def flat_rows(packed: jax.Array, kv_head: jax.Array, shape: PackedShape) -> jax.
     """Places of packed rows on the flattened [T N] axis."""
     token, group = packed // shape.groups, packed % shape.groups
     return token * shape.heads + kv_head * shape.groups + group
-
-
-def reached_splits(
-    length: jax.Array, start: jax.Array | None, *, split: int, slots: int
-) -> tuple[jax.Array, jax.Array]:
-    """First and one-past-last split that holds a slot a row sees; empty if it sees none."""
-    last = (jnp.minimum(length, slots) + split - 1) // split
-    if start is None:
-        return jnp.zeros_like(last), last
-    return jnp.where(start < length, jnp.maximum(start, 0) // split, last), last
 
 
 def refuse_unsupported(q: Queries, kv_heads: int) -> None:

@@ -10,6 +10,7 @@ A program of one device holds the op itself and nothing else.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 PREFIX = "b t (k g) h, b k s h, b k s h, b, b -> b t (k g) h, b t (k g)"
 TREE = "b t (k g) h, b u k h, b u k h, b t u -> b t (k g) h, b t (k g)"
-SPECULATIVE = "b t (k g) h, b k s h, b k s h, b, b u k h, b u k h, b t u -> b t (k g) h"
+SPECULATIVE = "b t (k g) h, b k s h, b k s h, b, b, b u k h, b u k h, b t u -> b t (k g) h"
 """The rules of the attention ops, whatever implements them."""
 
 Op = TypeVar("Op", bound=Callable[..., Any])
@@ -37,9 +38,10 @@ def partitioned(rule: str, cut: tuple[str, ...] = ("b", "k")) -> Callable[[Op], 
     """Let the partitioner cut some axes of an op.
 
     Args:
-      rule: a term for each positional argument and, after ``->``, for each result, or one for all
-        of them: ``"b t (k g) h, b k s h -> b t (k g) h"``. The term of a sequence of arrays holds
-        for each of them; an argument may be None.
+      rule: a term for each positional argument, for each field of one that is a dataclass, and,
+        after ``->``, for each result, or one for all of them: ``"b t (k g) h, b k s h -> b t (k g)
+        h"``. The term of a sequence of arrays holds for each of them; an argument or a field may
+        be None.
       cut: the axes that may be cut; each is somewhere an array's whole axis.
     """
     operands, results = (
@@ -60,9 +62,10 @@ def partitioned(rule: str, cut: tuple[str, ...] = ("b", "k")) -> Callable[[Op], 
 
             if one_device():
                 return share(*given)
+            parts = [part for argument in given for part in _parts(argument)]
             terms = [
                 term
-                for term, argument in zip(operands, given, strict=False)
+                for term, argument in zip(operands, parts, strict=False)
                 for _ in jax.tree.leaves(argument)
             ]
 
@@ -121,6 +124,13 @@ def one_device() -> bool:
         mesh = jax.sharding.get_abstract_mesh()
         devices = jax.device_count() if mesh.empty else mesh.size
     return devices == 1
+
+
+def _parts(argument: Any) -> Sequence[Any]:
+    """The arguments that a term each is about: a dataclass's fields, or the argument itself."""
+    if not dataclasses.is_dataclass(argument):
+        return (argument,)
+    return [getattr(argument, field.name) for field in dataclasses.fields(argument)]
 
 
 def _parse(term: str) -> Term:

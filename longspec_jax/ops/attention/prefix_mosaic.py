@@ -3,14 +3,12 @@
 With grouped heads a tree of some 70 nodes makes the prefix compute-bound: 276 packed rows read each
 key and value. This kernel keeps the tensor cores busy as FlashAttention-3 does: one warpgroup
 fetches keys and values with the copy engine while the others, 64 packed rows each, take turns, one
-in its softmax while the other multiplies. Partial results have the layout of
-:func:`longspec_jax.ops.attention.prefix_pallas.split_attention`, with the rows padded to whole
-warpgroups.
+in its softmax while the other multiplies. Partial results have the layout of the Triton kernel's,
+with the rows padded to whole warpgroups.
 """
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -19,50 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
+from longspec_jax.axes import Array, CacheSlots, Lengths, Queries
 from longspec_jax.ops import hardware
-from longspec_jax.ops.attention import prefix_pallas, tree_pallas
-from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.ops.attention.online_softmax import LOG2_E
 from longspec_jax.ops.attention.packing import refuse_unsupported
-from longspec_jax.ops.attention.partitioned import PREFIX, SPECULATIVE, partitioned
-from longspec_jax.ops.attention.tiles import WARPGROUP_ROWS, MosaicTile, mosaic_prefix_tile
+from longspec_jax.ops.attention.tiles import MosaicTile
+from longspec_jax.ops.hardware import WARPGROUP_ROWS
 
-LOG2_E = math.log2(math.e)
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-
-
-@partitioned(PREFIX)
-def prefix_attention(
-    q: Queries,
-    k: CacheSlots,
-    v: CacheSlots,
-    length: Lengths,
-    start: Lengths | None = None,
-    *,
-    scale: float | None = None,
-) -> Partial:
-    """This kernel whatever the shape; see :func:`reference.prefix_attention`."""
-    tile = _tile(q, k)
-    return prefix_pallas.prefix_attention(q, k, v, length, start, scale=scale, tile=tile)
-
-
-@partitioned(SPECULATIVE)
-def speculative_attention(
-    q: Queries,
-    prefix_k: CacheSlots,
-    prefix_v: CacheSlots,
-    length: Lengths,
-    tree_k: TreeRows,
-    tree_v: TreeRows,
-    mask: TreeMask,
-    *,
-    scale: float | None = None,
-) -> Float[Array, "B T N H"]:
-    """This kernel whatever the shape; see :func:`reference.speculative_attention`."""
-    tile = _tile(q, prefix_k)
-    return tree_pallas.speculative_attention(
-        q, prefix_k, prefix_v, length, tree_k, tree_v, mask, scale=scale, prefix=tile
-    )
 
 
 def split_attention(
@@ -74,7 +36,7 @@ def split_attention(
     scale: float | None = None,
     tile: MosaicTile,
 ) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
-    """Partial results of every split; see :func:`prefix_pallas.split_attention`."""
+    """Partial results of every split, unmerged, each with its natural log-sum-exp."""
     batch, tokens, heads, width = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     refuse_unsupported(q, kv_heads)
@@ -130,18 +92,6 @@ def split_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return kernel(length.astype(jnp.int32), rows, k, v)
-
-
-def _tile(q: Queries, k: CacheSlots) -> MosaicTile:
-    """The tile for this shape, or a refusal of the machine."""
-    found = hardware.compute_capability()
-    if found is None or found[0] != hardware.HOPPER[0]:
-        raise NotImplementedError(
-            "the Mosaic GPU kernel is written for compute capability 9.x and this process "
-            f"computes on {jax.default_backend()!r} ({found}); choose another implementation"
-        )
-    _, tokens, heads, _ = q.shape
-    return mosaic_prefix_tile(tokens, heads, k.shape[1], k.shape[2])
 
 
 def _refuse_unsupported(width: int, slots: int, dtype: Any, tile: MosaicTile) -> None:

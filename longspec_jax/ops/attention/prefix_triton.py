@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
-from longspec_jax.ops.attention import tree_xla
-from longspec_jax.ops.attention.merge import Partial, merge
+from longspec_jax.axes import CacheSlots, Lengths, Queries
+from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.attention.packing import refuse_unsupported
 from longspec_jax.ops.attention.partitioned import PREFIX, partitioned
 from longspec_jax.ops.attention.tiles import PrefixTile, triton_prefix_tile
@@ -27,16 +26,14 @@ MERGE_ROWS = 16
 @partitioned(PREFIX)
 def prefix_attention(
     q: Queries,
-    k: CacheSlots,
-    v: CacheSlots,
-    length: Lengths,
-    start: Lengths | None = None,
+    prefix: Prefix,
     *,
     scale: float | None = None,
     tile: PrefixTile | None = None,
 ) -> Partial:
     """Attend to ``start[b] <= s < length[b]``; see :func:`reference.prefix_attention`."""
     capability = require_ampere("the jax-triton prefix kernel")
+    k, v, length, start = prefix.keys, prefix.values, prefix.length, prefix.start
     refuse_unsupported(q, k.shape[1])
     batch, tokens, heads, width = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
@@ -45,23 +42,6 @@ def prefix_attention(
             tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability
         )
     return _launch(q, k, v, length, start, scale, tile, 10 * capability[0] + capability[1])
-
-
-def speculative_attention(
-    q: Queries,
-    prefix_k: CacheSlots,
-    prefix_v: CacheSlots,
-    length: Lengths,
-    tree_k: TreeRows,
-    tree_v: TreeRows,
-    mask: TreeMask,
-    *,
-    scale: float | None = None,
-) -> Float[Array, "B T N H"]:
-    """Merge this prefix with the tree computed by XLA, in three steps instead of two kernels."""
-    prefix = prefix_attention(q, prefix_k, prefix_v, length, scale=scale)
-    tree = tree_xla.tree_attention(q, tree_k, tree_v, mask, scale=scale)
-    return merge(prefix, tree).out.astype(q.dtype)
 
 
 def _launch(

@@ -9,8 +9,9 @@ independent of its neighbours' lengths.
 import jax
 import jax.numpy as jnp
 
-from longspec_jax.axes import CacheSlots, Lengths, Queries
+from longspec_jax.axes import Queries
 from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.ops.attention.operands import Prefix
 
 BLOCK = 1024
 """Cache slots per step: large enough for efficient products, small beside any long prefix."""
@@ -18,14 +19,12 @@ BLOCK = 1024
 
 def prefix_attention(
     q: Queries,
-    k: CacheSlots,
-    v: CacheSlots,
-    length: Lengths,
-    start: Lengths | None = None,
+    prefix: Prefix,
     *,
     scale: float | None = None,
 ) -> Partial:
     """Attend to ``start[b] <= s < length[b]``; see :func:`reference.prefix_attention`."""
+    k, v, length, start = prefix.keys, prefix.values, prefix.length, prefix.start
     batch, tokens, heads, width = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     factor = width**-0.5 if scale is None else scale

@@ -8,54 +8,39 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
+from longspec_jax.axes import Array, Queries, TreeRows
 from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 
 
 def prefix_attention(
     q: Queries,
-    k: CacheSlots,
-    v: CacheSlots,
-    length: Lengths,
-    start: Lengths | None = None,
+    prefix: Prefix,
     *,
     scale: float | None = None,
 ) -> Partial:
     """Every query of row ``b`` sees the cache slots ``start[b] <= s < length[b]``."""
-    slots = jnp.arange(k.shape[2])
-    seen = slots < length[:, None]
-    if start is not None:
-        seen &= slots >= start[:, None]
-    mask = jnp.broadcast_to(seen[:, None, :], (q.shape[0], q.shape[1], k.shape[2]))
-    return _dense(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask, scale)
+    seen = _seen(q, prefix)
+    return _dense(q, prefix.keys.swapaxes(1, 2), prefix.values.swapaxes(1, 2), seen, scale)
 
 
-def tree_attention(
-    q: Queries, k: TreeRows, v: TreeRows, mask: TreeMask, *, scale: float | None = None
-) -> Partial:
+def tree_attention(q: Queries, fresh: Fresh, *, scale: float | None = None) -> Partial:
     """Query ``t`` sees key ``u`` where ``mask[b, t, u]`` is true."""
-    return _dense(q, k, v, mask, scale)
+    return _dense(q, fresh.keys, fresh.values, fresh.mask, scale)
 
 
 def speculative_attention(
     q: Queries,
-    prefix_k: CacheSlots,
-    prefix_v: CacheSlots,
-    length: Lengths,
-    tree_k: TreeRows,
-    tree_v: TreeRows,
-    mask: TreeMask,
+    prefix: Prefix,
+    fresh: Fresh,
     *,
     scale: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the committed slots ``s < length[b]`` and the masked tree rows."""
-    slots = jnp.arange(prefix_k.shape[2])
-    seen = jnp.broadcast_to(
-        (slots < length[:, None])[:, None, :], (q.shape[0], q.shape[1], slots.size)
-    )
-    k = jnp.concatenate([prefix_k.swapaxes(1, 2), tree_k], axis=1)
-    v = jnp.concatenate([prefix_v.swapaxes(1, 2), tree_v], axis=1)
-    out = _dense(q, k, v, jnp.concatenate([seen, mask], axis=2), scale).out
+    """One softmax over the committed slots ``start[b] <= s < length[b]`` and the masked tree rows."""
+    k = jnp.concatenate([prefix.keys.swapaxes(1, 2), fresh.keys], axis=1)
+    v = jnp.concatenate([prefix.values.swapaxes(1, 2), fresh.values], axis=1)
+    mask = jnp.concatenate([_seen(q, prefix), fresh.mask], axis=2)
+    out = _dense(q, k, v, mask, scale).out
     return out.astype(q.dtype)
 
 
@@ -74,6 +59,15 @@ def causal_attention(
         mask &= distance <= window
     mask = jnp.broadcast_to(mask, (q.shape[0], *mask.shape))
     return _dense(q, k, v, mask, scale).out.astype(q.dtype)
+
+
+def _seen(q: Queries, prefix: Prefix) -> Bool[Array, "B T S"]:
+    """The slots that every query of a row sees."""
+    slots = jnp.arange(prefix.keys.shape[2])
+    seen = slots < prefix.length[:, None]
+    if prefix.start is not None:
+        seen &= slots >= prefix.start[:, None]
+    return jnp.broadcast_to(seen[:, None, :], (q.shape[0], q.shape[1], slots.size))
 
 
 def _dense(

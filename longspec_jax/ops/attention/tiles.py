@@ -6,12 +6,8 @@ Nothing is timed at run time. The sweeps behind the numbers are kept in ``docs/r
 import dataclasses
 import math
 
-from longspec_jax.ops.hardware import HOPPER
+from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 
-MULTIPROCESSORS = 132
-"""Of an H100 or H200; what matters is that tiles are a pure function of the shape."""
-SHARED_BYTES = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (8, 6): 99 << 10}
-"""Shared memory a program may use, by compute capability; the least of them where unknown."""
 _POWERS = (16, 32, 64, 128)
 
 
@@ -50,10 +46,6 @@ class PrefixTile:
         return sum(self.rows)
 
 
-WARPGROUP_ROWS = 64
-"""Packed query rows of one warpgroup: the height of Hopper's matrix instruction."""
-
-
 @dataclasses.dataclass(frozen=True)
 class MosaicTile:
     """How one program of the Hopper prefix kernel works.
@@ -84,23 +76,6 @@ class MosaicTile:
                 f"the split {self.split} must be a multiple of {self.slots} slots, and the "
                 f"{self.stages} stages at least 2"
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class ProductTile:
-    """How one program of the skinny matrix product works.
-
-    Attributes:
-      columns: columns of the product a program owns, of each of two where they are gated.
-      depth: contracted rows of the weights per step.
-      splits: programs that share a strip of columns, each with a part of the contraction.
-      stages: depth of the ring of blocks in shared memory.
-    """
-
-    columns: int
-    depth: int
-    splits: int
-    stages: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,40 +187,6 @@ def tree_tile(
     # A whole tree of up to 128 nodes in one step; a longer list, as the draft's window, in short ones.
     block = max(16, 1 << (keys - 1).bit_length()) if keys <= 128 else 64
     return TreeTile(16, block, 16 if packed <= 16 else 8, 4, 3 if packed <= 16 or keys > 128 else 2)
-
-
-def product_tile(
-    rows: int, contracted: int, columns: int, gated: bool = False, split: bool = False
-) -> ProductTile | None:
-    """Choose the tile of the skinny product kernel; None where XLA's product is as good.
-
-    As many programs as there are multiprocessors, or a little fewer: 86 of them read nearly as fast as
-    132, and a second wave starts anew. Narrow strips are the slower ones, 64 columns a row of
-    them (128 bytes) at the least.
-
-    Args:
-      rows: rows of the product, whole groups of 8 up to one instruction's 64.
-      contracted: size of the contracted axis.
-      columns: columns of the product, of each of two where they are gated.
-      gated: whether there are two products of which one gates the other.
-      split: whether the contraction may be split and leave summands.
-    """
-    if rows % 8 or not 0 < rows <= WARPGROUP_ROWS:
-        return None
-    fitting: list[tuple[int, int, int]] = []
-    for width in (128,) if gated else (64, 128):
-        for splits in (1, 2, 4) if split else (1,):
-            programs = columns // width * splits
-            if columns % width == 0 and contracted % (64 * splits) == 0 and programs >= 64:
-                over = programs > MULTIPROCESSORS
-                fitting.append((over * programs or -programs, splits, width))
-    if not fitting:
-        return None
-    _, splits, width = min(fitting)
-    depth = 128 if width == 64 and contracted % (128 * splits) == 0 else 64
-    room = SHARED_BYTES[HOPPER] - WARPGROUP_ROWS * width * 4 - 1024
-    stage = 2 * depth * (WARPGROUP_ROWS + width * (2 if gated else 1))
-    return ProductTile(width, depth, splits, min(room // stage, contracted // splits // depth))
 
 
 def _split(capacity: int, count: int, slots: int) -> int:

@@ -1,8 +1,8 @@
 """Tree attention on NVIDIA GPUs: masked speculative attention as a Pallas kernel for Triton.
 
-A few hundred fresh keys under an arbitrary boolean mask (LongSpec section 3.3). The fused variant
-starts each row's online softmax from the prefix's split partials, so that prefix, tree and merge
-together are two kernels per layer.
+A few hundred fresh keys under an arbitrary boolean mask (LongSpec section 3.3). Each row's online
+softmax may start from a prefix's split partials, so that prefix, tree and merge together are two
+kernels per layer.
 
 Jitted, so that the equal layers of a model are traced and lowered once.
 """
@@ -14,58 +14,47 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Float
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
+from longspec_jax.axes import Array, Queries
+from longspec_jax.ops.attention.bounds import reached_splits
 from longspec_jax.ops.attention.merge import Partial
-from longspec_jax.ops.attention.packing import (
-    PackedShape,
-    flat_rows,
-    reached_splits,
-    refuse_unsupported,
-)
-from longspec_jax.ops.attention.partitioned import SPECULATIVE, TREE, partitioned
-from longspec_jax.ops.attention.prefix_pallas import (
+from longspec_jax.ops.attention.online_softmax import (
     LOG2_E,
     State,
-    choose_tile,
-    compiler_params,
     empty_state,
     exp2,
     finish,
     finite,
-    load_merged,
     product,
-    split_attention,
 )
-from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile, tree_tile
+from longspec_jax.ops.attention.operands import Fresh
+from longspec_jax.ops.attention.packing import PackedShape, flat_rows, refuse_unsupported
+from longspec_jax.ops.attention.partitioned import TREE, partitioned
+from longspec_jax.ops.attention.splits import load_merged
+from longspec_jax.ops.attention.tiles import TreeTile, tree_tile
 from longspec_jax.ops.hardware import require_ampere
+from longspec_jax.ops.triton_compiler import compiler_params
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "tile", "interpret"))
 @partitioned(TREE)
 def tree_attention(
     q: Queries,
-    k: TreeRows,
-    v: TreeRows,
-    mask: TreeMask,
+    fresh: Fresh,
     *,
     scale: float | None = None,
     tile: TreeTile | None = None,
     interpret: bool = False,
 ) -> Partial:
     """Attend where the mask is true; see :func:`reference.tree_attention`."""
-    refuse_unsupported(q, k.shape[2])
+    kv_heads, keys = fresh.keys.shape[2], fresh.keys.shape[1]
+    refuse_unsupported(q, kv_heads)
     batch, tokens, heads, width = q.shape
     if not interpret and tile is None:
         require_ampere("the Pallas-Triton tree kernel")
-    out, lse = _call(
-        q,
-        k,
-        v,
-        mask,
-        (),
-        tile=tile or tree_tile(tokens, heads, k.shape[2], width, k.shape[1], q.dtype.itemsize),
+    out, lse = attend(
+        *(q, fresh, ()),
+        tile=tile or tree_tile(tokens, heads, kv_heads, width, keys, q.dtype.itemsize),
         scale=width**-0.5 if scale is None else scale,
         split=0,
         slots=0,
@@ -74,49 +63,9 @@ def tree_attention(
     return Partial(out.reshape(q.shape), lse.reshape(batch, tokens, heads))
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "prefix", "tree", "interpret"))
-@partitioned(SPECULATIVE)
-def speculative_attention(
+def attend(
     q: Queries,
-    prefix_k: CacheSlots,
-    prefix_v: CacheSlots,
-    length: Lengths,
-    tree_k: TreeRows,
-    tree_v: TreeRows,
-    mask: TreeMask,
-    *,
-    scale: float | None = None,
-    prefix: PrefixTile | MosaicTile | None = None,
-    tree: TreeTile | None = None,
-    interpret: bool = False,
-) -> Float[Array, "B T N H"]:
-    """One softmax over the prefix and, masked, the tree; two kernels in all."""
-    _, tokens, heads, width = q.shape
-    kv_heads, slots = prefix_k.shape[1], prefix_k.shape[2]
-    prefix = choose_tile(q, kv_heads, slots, prefix, interpret)
-    partials = split_attention(
-        q, prefix_k, prefix_v, length, scale=scale, tile=prefix, interpret=interpret
-    )
-    out, _ = _call(
-        q,
-        tree_k,
-        tree_v,
-        mask,
-        (length.astype(jnp.int32), *partials),
-        tile=tree or tree_tile(tokens, heads, kv_heads, width, tree_k.shape[1], q.dtype.itemsize),
-        scale=width**-0.5 if scale is None else scale,
-        split=prefix.split,
-        slots=slots,
-        interpret=interpret,
-    )
-    return out.reshape(q.shape)
-
-
-def _call(
-    q: Queries,
-    k: TreeRows,
-    v: TreeRows,
-    mask: TreeMask,
+    fresh: Fresh,
     prefix: tuple[Array, ...],
     *,
     tile: TreeTile,
@@ -125,9 +74,13 @@ def _call(
     slots: int,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    """Launch the kernel; with a prefix the output is final and in the dtype of the queries."""
+    """Launch the kernel; with a prefix the output is final and in the dtype of the queries.
+
+    ``prefix`` is nothing, or the row lengths and the partial results of the prefix's splits, each
+    ``split`` of ``slots`` cache slots.
+    """
     batch, tokens, heads, width = q.shape
-    kv_heads = k.shape[2]
+    kv_heads = fresh.keys.shape[2]
     shape = PackedShape(tokens=tokens, heads=heads, kv_heads=kv_heads)
     return pl.pallas_call(
         functools.partial(
@@ -149,7 +102,7 @@ def _call(
         compiler_params=compiler_params(tile.warps, tile.stages),
         interpret=interpret,
         name="speculative_attention" if prefix else "tree_attention",
-    )(q.reshape(batch, tokens * heads, width), k, v, mask, *prefix)
+    )(q.reshape(batch, tokens * heads, width), fresh.keys, fresh.values, fresh.mask, *prefix)
 
 
 def _kernel(
@@ -199,13 +152,7 @@ def _kernel(
 
     def update(state: State, seen: jax.Array, k: jax.Array, v: jax.Array) -> State:
         scores = jnp.where(seen, product(q, k, (1, 1)) * scale, -jnp.inf)
-        top, total, acc = state
-        new_top = jnp.maximum(top, scores.max(axis=1))
-        shift = finite(new_top)
-        weight = exp2(scores - shift[:, None], interpret)
-        keep = exp2(top - shift, interpret)
-        acc = acc * keep[:, None] + product(weight.astype(v.dtype), v, (1, 0))
-        return new_top, total * keep + weight.sum(axis=1), acc
+        return _update(state, scores, v, interpret)
 
     tree = read(0) if whole else None
     if prefix_refs:
@@ -234,3 +181,14 @@ def _kernel(
     mask = valid[:, None] & within
     pltriton.store(out_ref.at[batch, row[:, None], h[None, :]], out, mask=mask)
     pltriton.store(lse_ref.at[batch, row], lse, mask=valid)
+
+
+def _update(state: State, scores: jax.Array, v: jax.Array, interpret: bool) -> State:
+    """The softmax after more keys, of which a row need not see any."""
+    top, total, acc = state
+    new_top = jnp.maximum(top, scores.max(axis=1))
+    shift = finite(new_top)
+    weight = exp2(scores - shift[:, None], interpret)
+    keep = exp2(top - shift, interpret)
+    acc = acc * keep[:, None] + product(weight.astype(v.dtype), v, (1, 0))
+    return new_top, total * keep + weight.sum(axis=1), acc

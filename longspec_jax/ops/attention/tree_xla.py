@@ -2,17 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask, TreeRows
-from longspec_jax.ops.attention import prefix_xla
-from longspec_jax.ops.attention.merge import Partial, merge
+from longspec_jax.axes import Queries
+from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.ops.attention.operands import Fresh
 
 
-def tree_attention(
-    q: Queries, k: TreeRows, v: TreeRows, mask: TreeMask, *, scale: float | None = None
-) -> Partial:
+def tree_attention(q: Queries, fresh: Fresh, *, scale: float | None = None) -> Partial:
     """Attend where the mask is true; see :func:`reference.tree_attention`."""
+    k, v, mask = fresh.keys, fresh.values, fresh.mask
     batch, tokens, heads, width = q.shape
     kv_heads = k.shape[2]
     factor = width**-0.5 if scale is None else scale
@@ -38,20 +36,3 @@ def tree_attention(
     out = (out / jnp.where(empty, 1.0, total)).transpose(0, 3, 1, 2, 4).reshape(q.shape)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
     return Partial(out, lse[..., 0].transpose(0, 3, 1, 2).reshape(batch, tokens, heads))
-
-
-def speculative_attention(
-    q: Queries,
-    prefix_k: CacheSlots,
-    prefix_v: CacheSlots,
-    length: Lengths,
-    tree_k: TreeRows,
-    tree_v: TreeRows,
-    mask: TreeMask,
-    *,
-    scale: float | None = None,
-) -> Float[Array, "B T N H"]:
-    """Merge the prefix's and the tree's results; see :func:`reference.speculative_attention`."""
-    prefix = prefix_xla.prefix_attention(q, prefix_k, prefix_v, length, scale=scale)
-    tree = tree_attention(q, tree_k, tree_v, mask, scale=scale)
-    return merge(prefix, tree).out.astype(q.dtype)

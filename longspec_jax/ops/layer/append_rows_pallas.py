@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
 from longspec_jax.ops.attention.partitioned import partitioned
-from longspec_jax.ops.attention.prefix_pallas import compiler_params
+from longspec_jax.ops.triton_compiler import compiler_params
 
 CACHES = 64
 """Caches of one launch: every cache is two pointers and a branch of the kernel."""
@@ -25,7 +25,7 @@ def append_rows(
     length: Lengths,
     interpret: bool = False,
 ) -> tuple[CacheSlots, ...]:
-    """See :func:`longspec_jax.ops.append_rows.append_rows`."""
+    """See :func:`longspec_jax.ops.layer.append_rows.append_rows`."""
     written: list[CacheSlots] = []
     for first in range(0, len(caches), CACHES):
         some = slice(first, first + CACHES)

@@ -9,14 +9,14 @@ from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.attention.partitioned import partitioned
-from longspec_jax.ops.attention.prefix_pallas import compiler_params
+from longspec_jax.ops.triton_compiler import compiler_params
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def residual_norm(
     x: Array, summands: Array, scale: Array, eps: float, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """See :func:`longspec_jax.ops.residual_norm.residual_norm`."""
+    """See :func:`longspec_jax.ops.layer.residual_norm.residual_norm`."""
     width = x.shape[-1]
     flat = summands.reshape(summands.shape[0], -1, width)
     total, out = _rows(x.reshape(-1, width), flat, scale, eps=eps, interpret=interpret)

@@ -10,16 +10,17 @@ from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.attention.partitioned import partitioned
-from longspec_jax.ops.attention.prefix_pallas import compiler_params
-from longspec_jax.ops.layer.split_heads import Heads
+from longspec_jax.ops.triton_compiler import compiler_params
 
 HEADS = 16
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
 @partitioned("b t k j h, b t c, b t c -> b t (k g) h, b t k h, b t k h")
-def split_heads(qkv: Array, cos: Array, sin: Array, *, interpret: bool = False) -> Heads:
-    """See :func:`longspec_jax.ops.split_heads.split_heads`."""
+def split_heads(
+    qkv: Array, cos: Array, sin: Array, *, interpret: bool = False
+) -> tuple[Array, Array, Array]:
+    """See :func:`longspec_jax.ops.layer.split_heads.split_heads`."""
     batch, tokens, kv_heads, slots, width = qkv.shape
     rows, half, groups = batch * tokens, width // 2, slots - 2
     kernel = functools.partial(_kernel, kv_heads=kv_heads, groups=groups, half=half)

@@ -3,7 +3,7 @@
 Their time is that of reading the weights. On Hopper a kernel of our own reads them faster than XLA's
 choice (``docs/kernels.md``) and saves the launches after it: the gate of a SwiGLU is in it, and a
 product whose contraction is shared out leaves its *summands*, which the op that reads the product
-next adds up as it goes (:func:`longspec_jax.ops.residual_norm.residual_norm`). Anywhere else these
+next adds up as it goes (:func:`longspec_jax.ops.layer.residual_norm.residual_norm`). Anywhere else these
 are XLA's products.
 """
 
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from longspec_jax.axes import Array
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention.partitioned import one_device
-from longspec_jax.ops.attention.tiles import ProductTile, product_tile
+from longspec_jax.ops.products.tiles import ProductTile, product_tile
 
 
 @jax.custom_jvp

@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.attention.tiles import WARPGROUP_ROWS, ProductTile
+from longspec_jax.ops.hardware import WARPGROUP_ROWS
+from longspec_jax.ops.products.tiles import ProductTile
 
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 _FETCH, _MULTIPLY = 1, 0

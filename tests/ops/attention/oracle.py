@@ -6,6 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from longspec_jax.ops.attention.operands import Fresh, Prefix
+
+TOKENS = (1, 5, 16, 48, 64, 69, 128, 256)
+"""Numbers of query tokens for which tiles are tried."""
+HEADS = ((32, 32), (32, 8), (40, 8), (28, 4))
+"""Query heads and key/value heads of the models."""
 LSE_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
 """Largest absolute error of a log-sum-exp against float64."""
 
@@ -38,15 +44,15 @@ class Inputs:
 
     @property
     def prefix(self) -> tuple[Any, ...]:
-        return self.q, self.k, self.v, self.length
+        return self.q, Prefix(self.k, self.v, self.length, self.start)
 
     @property
     def tree(self) -> tuple[Any, ...]:
-        return self.q, self.tree_k, self.tree_v, self.mask
+        return self.q, Fresh(self.tree_k, self.tree_v, self.mask)
 
     @property
     def speculative(self) -> tuple[Any, ...]:
-        return *self.prefix, self.tree_k, self.tree_v, self.mask
+        return *self.prefix, *self.tree[1:]
 
 
 def inputs(
@@ -87,12 +93,7 @@ def inputs(
 
 def prefix(x: Inputs, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Output and log-sum-exp of the prefix part in float64."""
-    slot = np.arange(x.k.shape[2])
-    seen = slot < np.asarray(x.length)[:, None]
-    if x.start is not None:
-        seen &= slot >= np.asarray(x.start)[:, None]
-    mask = np.broadcast_to(seen[:, None], (x.q.shape[0], x.q.shape[1], slot.size))
-    return _dense(x.q, np.swapaxes(x.k, 1, 2), np.swapaxes(x.v, 1, 2), mask, scale)
+    return _dense(x.q, np.swapaxes(x.k, 1, 2), np.swapaxes(x.v, 1, 2), _seen(x), scale)
 
 
 def tree(x: Inputs, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -102,12 +103,18 @@ def tree(x: Inputs, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]
 
 def speculative(x: Inputs, scale: float | None = None) -> np.ndarray:
     """One softmax over prefix and tree in float64."""
-    slots = x.k.shape[2]
-    seen = np.arange(slots) < np.asarray(x.length)[:, None]
-    seen = np.broadcast_to(seen[:, None], (x.q.shape[0], x.q.shape[1], slots))
     k = np.concatenate([np.swapaxes(x.k, 1, 2), np.asarray(x.tree_k)], axis=1)
     v = np.concatenate([np.swapaxes(x.v, 1, 2), np.asarray(x.tree_v)], axis=1)
-    return _dense(x.q, k, v, np.concatenate([seen, np.asarray(x.mask)], axis=2), scale)[0]
+    return _dense(x.q, k, v, np.concatenate([_seen(x), np.asarray(x.mask)], axis=2), scale)[0]
+
+
+def _seen(x: Inputs) -> np.ndarray:
+    """The slots that every query of a row sees."""
+    slot = np.arange(x.k.shape[2])
+    seen = slot < np.asarray(x.length)[:, None]
+    if x.start is not None:
+        seen &= slot >= np.asarray(x.start)[:, None]
+    return np.broadcast_to(seen[:, None], (x.q.shape[0], x.q.shape[1], slot.size))
 
 
 def _dense(

@@ -60,7 +60,7 @@ def check(actual: tuple, expected: tuple, dtype: str) -> None:
 
 
 @functools.cache
-def compiled(op: str, implementation: str):
+def compiled(op: str, implementation: str | None):
     return jax.jit(functools.partial(getattr(dispatch, op), implementation=implementation))
 
 
@@ -99,7 +99,7 @@ def test_prefix_between_a_lower_and_an_upper_bound(implementation: str) -> None:
     start, length = (list(side) for side in zip(*bounds, strict=True))
     shape = Shape(batch=len(bounds), tokens=2, heads=2, kv_heads=1, slots=1031)
     x = inputs(shape, "float32", length, start)
-    actual = compiled("prefix_attention", implementation)(*x.prefix, x.start)
+    actual = compiled("prefix_attention", implementation)(*x.prefix)
     check(actual, oracle.prefix(x), "float32")
 
 
@@ -157,6 +157,15 @@ def test_speculative_over_many_splits(implementation: str) -> None:
     x = inputs(shape, "float32", [1531, 1024, 0, 1, 769])
     actual = compiled("speculative_attention", implementation)(*x.speculative)
     assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", None])
+def test_speculative_between_a_lower_and_an_upper_bound(implementation: str | None) -> None:
+    x = inputs(Shape(batch=3, slots=1031), "float32", [1031, 1024, 9], [1000, 0, 9])
+    actual = compiled("speculative_attention", implementation)(*x.speculative)
+    assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE["float32"]
+    with pytest.raises(NotImplementedError, match="prefix with a start"):
+        dispatch.speculative_attention(*x.speculative, implementation="interpret")
 
 
 @pytest.mark.parametrize("implementation", PREFIX)
@@ -229,7 +238,7 @@ def test_gradients_are_refused_in_a_sentence(op: str, implementation: str) -> No
 
 def test_chunk_attention_is_causal_after_the_prefix() -> None:
     x = inputs(Shape(keys=5), "float32", [131, 0], mask=np.tri(5, dtype=bool)[None].repeat(2, 0))
-    actual = dispatch.chunk_attention(*x.speculative[:-1])
+    actual = dispatch.chunk_attention(*x.prefix, x.tree_k, x.tree_v)
     assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE["float32"]
 
 
@@ -276,6 +285,8 @@ def test_explicit_choices_refuse_and_automatic_choice_falls_back() -> None:
         (lambda x: dict(mask=x.mask[:, :-1]), "must be boolean"),
         (lambda x: dict(mask=x.mask.astype(jnp.int8)), "must be boolean"),
         (lambda x: dict(tree_v=x.tree_v[:1]), "whole shape"),
+        (lambda x: dict(length=x.length[:1]), "length .* must have one number a row"),
+        (lambda x: dict(start=x.length[:, None]), "start .* must have one number a row"),
     ],
 )
 def test_operands_that_do_not_fit_are_named(change, message: str) -> None:

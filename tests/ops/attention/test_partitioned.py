@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspec_jax.ops.attention import prefix_pallas, tree_pallas
+from longspec_jax.ops.attention import kernels, tree_pallas
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.layer import append_rows_pallas, residual_norm_pallas, split_heads_pallas
 from longspec_jax.sharding import BATCH, make_mesh
 
@@ -64,20 +65,19 @@ def attention(
     mask: jax.Array,
     **others: jax.Array,
 ) -> Any:
-    return tree_pallas.speculative_attention(
-        q, slots, slots, length, rows, rows, mask, interpret=True
-    )
+    operands = Prefix(slots, slots, length), Fresh(rows, rows, mask)
+    return kernels.speculative_attention(q, *operands, interpret=True)
 
 
 def every_op(**x: jax.Array) -> Any:
     """All partitioned kernels in one program."""
     slots, length, rows = x["slots"], x["length"], x["rows"]
-    prefix = functools.partial(prefix_pallas.prefix_attention, interpret=True)
+    prefix = functools.partial(kernels.prefix_attention, interpret=True)
     return (
         attention(**x),
-        prefix(x["q"], slots, slots, length),
-        prefix(x["q"], slots, slots, length, x["start"]),
-        tree_pallas.tree_attention(x["q"], rows, rows, x["mask"], interpret=True),
+        prefix(x["q"], Prefix(slots, slots, length)),
+        prefix(x["q"], Prefix(slots, slots, length, x["start"])),
+        tree_pallas.tree_attention(x["q"], Fresh(rows, rows, x["mask"]), interpret=True),
         split_heads_pallas.split_heads(x["qkv"], x["cos"], x["cos"], interpret=True),
         residual_norm_pallas.residual_norm(x["x"], x["x"][None], x["scale"], 1e-5, interpret=True),
         append_rows_pallas.append_rows(
@@ -128,11 +128,11 @@ def test_shares_are_computed_where_they_lie(axes: dict[str, int], groups: int) -
 def test_without_the_rule_operands_are_gathered() -> None:
     """Negative control: the search above finds what an opaque kernel costs."""
     arrays = put(make_mesh(tp=2), operands())
-    bare = tree_pallas.speculative_attention.__wrapped__.__wrapped__
+    bare = kernels.speculative_attention.__wrapped__.__wrapped__
 
     def opaque(**x: jax.Array) -> Any:
-        given = (x["q"], x["slots"], x["slots"], x["length"], x["rows"], x["rows"], x["mask"])
-        return bare(*given, interpret=True)
+        prefix = Prefix(x["slots"], x["slots"], x["length"])
+        return bare(x["q"], prefix, Fresh(x["rows"], x["rows"], x["mask"]), interpret=True)
 
     assert "all-gather" in collectives(jax.jit(opaque).lower(**arrays).compile().as_text())
 
@@ -158,7 +158,7 @@ def test_one_device_runs_the_op_itself() -> None:
         return op.lower(*arguments, interpret=True).as_text()
 
     x = operands()
-    arguments = (x["q"], x["rows"], x["rows"], x["mask"])
+    arguments = (x["q"], Fresh(x["rows"], x["rows"], x["mask"]))
     ours = tree_pallas.tree_attention
     plain = jax.jit(ours.__wrapped__.__wrapped__, static_argnames=("interpret",))
     assert lowered(ours) == lowered(plain)

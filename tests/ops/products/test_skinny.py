@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from longspec_jax.ops import hardware
-from longspec_jax.ops.attention import tiles
 from longspec_jax.ops.layer import residual_norm
-from longspec_jax.ops.products import skinny
+from longspec_jax.ops.products import skinny, tiles
 from tests.kit import TOLERANCE, relative_error
 
 DTYPES = ["float32", "bfloat16"]

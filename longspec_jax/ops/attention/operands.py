@@ -1,0 +1,34 @@
+"""What queries attend to: tokens in a cache, and tokens that are not in it yet.
+
+Every implementation of an op takes these two, so that another kind of cache is another type here.
+"""
+
+from flax import struct
+
+from longspec_jax.axes import Leaf
+
+
+@struct.dataclass
+class Prefix:
+    """One layer's committed tokens; row ``b`` sees its slots ``start[b] <= s < length[b]``."""
+
+    keys: Leaf
+    """``[B, K, S, H]``, rotary applied."""
+    values: Leaf
+    """``[B, K, S, H]``."""
+    length: Leaf
+    """``[B]``, slots that hold committed tokens; memory beyond may hold anything."""
+    start: Leaf = None
+    """``[B]``, the first slot each row sees; 0 if absent."""
+
+
+@struct.dataclass
+class Fresh:
+    """One layer's tokens of this very pass: a tree's nodes, or a chunk of a prompt."""
+
+    keys: Leaf
+    """``[B, U, K, H]``, rotary applied."""
+    values: Leaf
+    """``[B, U, K, H]``."""
+    mask: Leaf
+    """``[B, T, U]``, true where query ``t`` sees key ``u``."""

@@ -1,0 +1,147 @@
+"""Merging the partial results of a prefix's splits.
+
+As a kernel of its own (:func:`merge_splits`), or as the beginning of another (:func:`load_merged`).
+Only splits that hold a slot the row sees were ever written; only they are read, in ascending order.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float
+
+from longspec_jax.axes import Array, Lengths
+from longspec_jax.ops.attention import bounds
+from longspec_jax.ops.attention.bounds import reached_splits
+from longspec_jax.ops.attention.merge import Partial
+from longspec_jax.ops.attention.online_softmax import (
+    LOG2_E,
+    State,
+    empty_state,
+    exp2,
+    finish,
+    finite,
+)
+from longspec_jax.ops.attention.packing import PackedShape
+from longspec_jax.ops.triton_compiler import compiler_params
+
+MERGE_ROWS = 16
+MERGE_PARTIALS = 8
+
+
+def merge_splits(
+    partials: tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]],
+    length: Lengths,
+    start: Lengths | None,
+    *,
+    shape: PackedShape,
+    split: int,
+    slots: int,
+    interpret: bool,
+) -> Partial:
+    """The whole prefix's result from its splits', ``split`` of ``slots`` cache slots each."""
+    out, lse = partials
+    batch, width = out.shape[0], out.shape[4]
+    kernel = functools.partial(
+        _merge_kernel, shape=shape, split=split, slots=slots, interpret=interpret
+    )
+    merged, merged_lse = pl.pallas_call(
+        bounds.with_optional_start(kernel, start),
+        grid=(pl.cdiv(shape.tokens * shape.heads, MERGE_ROWS), batch),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, shape.tokens * shape.heads, width), jnp.float32),
+            jax.ShapeDtypeStruct((batch, shape.tokens * shape.heads), jnp.float32),
+        ),
+        compiler_params=compiler_params(warps=4, stages=2),
+        interpret=interpret,
+        name="merge_splits",
+    )(*bounds.operands(length, start), out, lse)
+    rows = (batch, shape.tokens, shape.heads)
+    return Partial(merged.reshape(*rows, width), merged_lse.reshape(rows))
+
+
+def load_merged(
+    out_ref: Any,
+    lse_ref: Any,
+    batch: jax.Array,
+    kv_head: jax.Array,
+    packed: jax.Array,
+    valid: jax.Array,
+    reached: tuple[jax.Array, jax.Array],
+    chunk: int,
+    interpret: bool,
+) -> State:
+    """Merge the reached splits of some rows, ``chunk`` splits at a time, in ascending order."""
+    first, last = reached
+    width = out_ref.shape[4]
+    chunk = min(chunk, out_ref.shape[1])
+    h = jnp.arange(pl.next_power_of_2(width))
+    mask = valid[:, None] & (h < width)[None, :]
+    kv_rows = kv_head[:, None] if kv_head.ndim else kv_head
+
+    def visit(index: jax.Array, state: State) -> State:
+        # Unrolled, so that every read of a chunk is in flight before the first is used.
+        splits = [first + index * chunk + i for i in range(chunk)]
+        sums = [
+            pltriton.load(
+                lse_ref.at[batch, split, kv_head, packed],
+                mask=valid & (split < last),
+                other=-jnp.inf,
+            )
+            * LOG2_E
+            for split in splits
+        ]
+        outs = [
+            pltriton.load(
+                out_ref.at[batch, split, kv_rows, packed[:, None], h[None, :]],
+                mask=mask & (split < last),
+                other=0.0,
+            )
+            for split in splits
+        ]
+        top, total, acc = state
+        new_top = functools.reduce(jnp.maximum, sums, top)
+        shift = finite(new_top)
+        keep = exp2(top - shift, interpret)
+        total, acc = total * keep, acc * keep[:, None]
+        for lse, out in zip(sums, outs, strict=True):
+            weight = exp2(lse - shift, interpret)
+            total, acc = total + weight, acc + out * weight[:, None]
+        return new_top, total, acc
+
+    state = empty_state(packed.shape[0], h.shape[0])
+    return jax.lax.fori_loop(0, pl.cdiv(last - first, chunk), visit, state)
+
+
+def _merge_kernel(
+    length_ref: Any,
+    start_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+    merged_ref: Any,
+    merged_lse_ref: Any,
+    *,
+    shape: PackedShape,
+    split: int,
+    slots: int,
+    interpret: bool,
+) -> None:
+    """Merge the splits of a few rows of the flattened [T N] axis."""
+    batch = pl.program_id(1)
+    row = pl.program_id(0) * MERGE_ROWS + jnp.arange(MERGE_ROWS)
+    valid = row < shape.tokens * shape.heads
+    kv_head = row % shape.heads // shape.groups
+    packed = row // shape.heads * shape.groups + row % shape.groups
+    start = None if start_ref is None else start_ref[batch]
+    reached = reached_splits(length_ref[batch], start, split=split, slots=slots)
+    state = load_merged(
+        out_ref, lse_ref, batch, kv_head, packed, valid, reached, MERGE_PARTIALS, interpret
+    )
+    out, lse = finish(state)
+    h = jnp.arange(out.shape[1])
+    within = valid[:, None] & (h < merged_ref.shape[2])[None, :]
+    pltriton.store(merged_ref.at[batch, row[:, None], h[None, :]], out, mask=within)
+    pltriton.store(merged_lse_ref.at[batch, row], lse, mask=valid)

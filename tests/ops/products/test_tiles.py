@@ -1,0 +1,34 @@
+"""Tiles of the skinny products: what is chosen fits the machine, and what is slower is left alone."""
+
+import pytest
+
+from longspec_jax.ops import hardware
+from longspec_jax.ops.products.tiles import product_tile
+
+
+def test_product_tile_fills_the_machine_once() -> None:
+    for contracted, columns, gated, split in (
+        (4096, 12288, False, False),
+        (4096, 6144, False, False),
+        (5120, 7168, False, False),
+        (4096, 4096, False, True),
+        (5120, 5120, False, True),
+        (27648, 5120, False, True),
+        (14336, 4096, False, True),
+        (4096, 14336, True, False),
+    ):
+        tile = product_tile(64, contracted, columns, gated=gated, split=split)
+        assert tile is not None
+        assert 80 <= columns // tile.columns * tile.splits <= hardware.MULTIPROCESSORS
+        assert contracted % (tile.splits * tile.depth) == 0
+        stage = 2 * tile.depth * (64 + tile.columns * (1 + gated))
+        assert 2 <= tile.stages and tile.stages * stage <= hardware.SHARED_BYTES[(9, 0)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "contracted", "columns"),
+    [(1, 4096, 4096), (69, 4096, 4096), (72, 4096, 4096), (64, 256, 256), (64, 4096, 4100)],
+)
+def test_other_products_are_left_to_xla(rows: int, contracted: int, columns: int) -> None:
+    for gated in (False, True):
+        assert product_tile(rows, contracted, columns, gated=gated) is None
