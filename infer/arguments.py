@@ -7,13 +7,13 @@ from typing import Any, NoReturn, TypeVar
 
 import longspec_jax
 from longspec_jax.commands import command_name
-from longspec_jax.config import ATTENTION, DEFAULT_TREE, PLAIN, TreeConfig
+from longspec_jax.config import ATTENTION, TreeConfig
 
 from . import demo
 from .prompt_files import Prompt, check_text, read_batch, read_messages, read_prompt_file
-from .ranges import SAMPLING, Whole, shown
+from .ranges import SAMPLING, Whole
+from .tree_argument import GRAMMAR, tree_argument
 
-BUDGET = (2, 2**31 - 1, ": a tree budget counts the root, and the root alone is --method plain")
 LONGEST_PATH = 4096
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 EPILOG = """\
@@ -95,22 +95,10 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         "every level of a tree; the text is the same",
     )
     group.add_argument(
-        "--method",
-        default="tree",
-        choices=["tree", "chain", "plain"],
-        help="chain: a single branch as deep as the tree; plain: no speculation",
-    )
-    group.add_argument(
         "--tree",
-        type=widths,
-        help="widths of the draft tree by level, such as 4,16,16,16,16; if absent, what "
-        "turns out fastest on this machine, which may be none",
-    )
-    group.add_argument(
-        "--budget",
-        type=_argument(Whole(*BUDGET).read),
-        help="nodes of the tree to verify, the root included: the best by the draft's own score; "
-        f"{DEFAULT_TREE.budget} of the default tree, all of a tree that is named",
+        type=verified_tree,
+        help=f"what the draft proposes in a round: {GRAMMAR}. none: plain decoding. Without --tree, "
+        "what turns out fastest on this machine, which may be none",
     )
     group.add_argument(
         "--adaptive",
@@ -206,35 +194,13 @@ def _path(text: str) -> str:
     return str(Path(text).expanduser()) if _word(text).startswith("~") else text
 
 
-def widths(text: str) -> tuple[int, ...]:
-    """The widths of a tree, from ``4,16,16``."""
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
+def verified_tree(text: str) -> TreeConfig:
+    """A tree of which more than the root is verified, unless it is none."""
+    tree = tree_argument(text)
+    if tree.widths and tree.num_nodes == 1:
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} must be widths separated by commas, such as 4,16,16,16,16"
-        ) from None
-    try:
-        return TreeConfig(found).widths
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def chosen_tree(arguments: argparse.Namespace) -> TreeConfig | None:
-    """The tree that ``--method``, ``--tree`` and ``--budget`` describe; None for the library's."""
-    if arguments.method == "plain":
-        return PLAIN
-    shape, budget = arguments.tree or DEFAULT_TREE.widths, arguments.budget
-    if arguments.method == "chain":
-        shape = (1,) * len(shape)
-    elif arguments.tree is None and budget is None:
-        return None
-    tree = TreeConfig(shape, budget)
-    if budget is not None and budget > tree.num_grown:
-        raise ValueError(
-            f"--budget {budget} is more than the {tree.num_grown} nodes that the tree "
-            f"{','.join(map(str, shape))} has with its root; drop --budget to verify all of them, or "
-            "name a larger --tree"
+            f"{text} verifies the root alone, which the target knows already; write none for plain "
+            "decoding, or a budget from 2"
         )
     return tree
 

@@ -58,7 +58,6 @@ def _run(argv: Sequence[str] | None, end: Callable[[int], object] | None) -> int
         demo.list_prompts()
         sys.stdout.flush()
         return 0
-    tree = arguments_lib.chosen_tree(arguments)
     contradictions.check(arguments)
     prompts = arguments_lib.named_prompts(arguments)
     contradictions.check_rows(arguments, prompts)
@@ -68,7 +67,7 @@ def _run(argv: Sequence[str] | None, end: Callable[[int], object] | None) -> int
 
     from .decoding import decode
 
-    return decode(arguments, tree, prompts, output, end)
+    return decode(arguments, prompts, output, end)
 
 
 def _failed(error: Exception, shows_traceback: bool) -> int:

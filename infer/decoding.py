@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from longspec_jax.config import TreeConfig
-
 from . import interruption
 from .display import Screen, wants_color
 from .journal import Journal
@@ -29,7 +27,6 @@ class Run:
     def __init__(
         self,
         arguments: argparse.Namespace,
-        tree: TreeConfig | None,
         prompts: Sequence[Prompt],
         output: OutputFile | None,
     ):
@@ -37,7 +34,6 @@ class Run:
 
         Args:
           arguments: of the command, checked.
-          tree: shape of the draft trees; the library's own choice if absent.
           prompts: the prompts they name.
           output: where the numbers go, if anywhere.
         """
@@ -45,7 +41,7 @@ class Run:
         out = sys.stderr if arguments.json == STDOUT else sys.stdout
         self.screen = Screen(wants_color(arguments.color, out), out)
         self.journal = Journal()
-        self._arguments, self._tree, self._prompts = arguments, tree, prompts
+        self._arguments, self._prompts = arguments, prompts
         self._output = output
         self._session: Session | None = None
 
@@ -68,7 +64,8 @@ class Run:
         self.screen.status("loading the models")
         with command_words():
             spec = load(self._arguments, folders)
-        self._session = Session(spec, self._arguments, self._tree, self.screen, self.journal)
+        tree = self._arguments.tree
+        self._session = Session(spec, self._arguments, tree, self.screen, self.journal)
         self._session.decode(self._prompts)
 
     def write(self, interrupted: bool = False) -> bool:
@@ -87,7 +84,6 @@ class Run:
 
 def decode(
     arguments: argparse.Namespace,
-    tree: TreeConfig | None,
     prompts: Sequence[Prompt],
     output: OutputFile | None,
     end: Callable[[int], object] | None,
@@ -96,12 +92,11 @@ def decode(
 
     Args:
       arguments: of the command, checked.
-      tree: shape of the draft trees; the library's own choice if absent.
       prompts: the prompts they name; none for the demo's.
       output: where the numbers go, if anywhere.
       end: ends the process after Ctrl-C.
     """
-    run = Run(arguments, tree, prompts, output)
+    run = Run(arguments, prompts, output)
     try:
         interruption.run_interruptibly(run.work)
         return 0 if run.write() else 1

@@ -14,6 +14,7 @@ from typing import Any
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION, DEFAULT_TREE, TreeConfig
 
+from ..tree_argument import GRAMMAR, drafting_tree
 from .comma_separated import comma_separated
 from .files import chart_file, profile_folder, result_file
 from .shapes import SHAPES
@@ -22,7 +23,6 @@ from .values import (
     head_counts,
     not_negative,
     one_of,
-    tree,
     whole_number,
 )
 
@@ -124,14 +124,7 @@ def decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--histogram", type=histogram, help="recorded rounds by emitted tokens, instead"
     )
-    trees = ByMachine(DEFAULT_TREE, CHAIN)
-    _add(parser, "--tree", tree, trees, "widths of the tree by level")
-    parser.add_argument(
-        "--budget",
-        type=whole_number,
-        help=f"nodes of the tree to verify, the root included; {DEFAULT_TREE.budget} of the default "
-        "tree, all of a tree that is named",
-    )
+    _add_tree(parser)
     parser.add_argument(
         "--draft_vocabulary", type=whole_number, help="tokens the draft may propose; all if absent"
     )
@@ -163,8 +156,7 @@ def match(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--context", whole_number, ByMachine(4096, 512), "tokens of a prompt")
     _add(parser, "--new_tokens", SEVERAL, ByMachine(512, 48))
     parser.add_argument("--temperatures", type=temperatures, default=[0.0, 1.0])
-    trees = ByMachine(TreeConfig(), CHAIN)
-    _add(parser, "--tree", tree, trees, "widths of the tree by level")
+    _add_tree(parser)
     parser.add_argument(
         "--dtype", type=one_of(DTYPES), default="bfloat16", help="float32 as a control"
     )
@@ -231,6 +223,11 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=COUNTS, default=[1], help="rows")
 
 
+def _add_tree(parser: argparse.ArgumentParser) -> None:
+    trees = ByMachine(DEFAULT_TREE, CHAIN)
+    _add(parser, "--tree", drafting_tree, trees, f"what the draft proposes: {GRAMMAR}")
+
+
 def _add_attention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attention",
@@ -250,8 +247,6 @@ def _add_outputs(parser: argparse.ArgumentParser, chart: bool = True) -> None:
 
 def _typed(value: Any) -> str:
     """A value as a user would type it."""
-    if isinstance(value, TreeConfig):
-        return _typed(value.widths)
     if isinstance(value, list | tuple):
         separator = "/" if value and isinstance(value, tuple) and len(value) == 2 else ","
         return separator.join(map(_typed, value))

@@ -8,10 +8,6 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 
-from longspec_jax.config import TreeConfig
-
-from .comma_separated import comma_separated
-
 MOST = 2**31 - 1
 """The largest number the compiled programs count with."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -51,14 +47,6 @@ def head_counts(text: str) -> tuple[int, int]:
             "such as 32/8"
         )
     return heads, kv_heads
-
-
-def tree(text: str) -> TreeConfig:
-    """A tree from its widths by level, all of whose nodes are verified."""
-    try:
-        return TreeConfig(tuple(comma_separated(whole_number)(text)))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def one_of(known: Sequence[str]) -> Callable[[str], str]:

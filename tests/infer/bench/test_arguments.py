@@ -17,7 +17,7 @@ from infer.bench.arguments import ByMachine, settled
 from infer.bench.attention_candidates import CANDIDATES
 from infer.bench.attention_torch import TORCH
 from infer.bench.shapes import SHAPES
-from longspec_jax.config import ATTENTION
+from longspec_jax.config import ATTENTION, DEFAULT_TREE
 from longspec_jax.loading import DEMO
 from longspec_jax.ops.attention import (
     PREFIX_IMPLEMENTATIONS,
@@ -39,12 +39,15 @@ BAD = {
     "--context: '' must": "decode --context=",
     "--context: '1.5' must": "match --context=1.5",
     "--batch: '' must": "decode --batch=1,",
-    "--budget: '0' must be a whole number from 1": "decode --budget=0",
+    "--tree: a tree budget counts the root and must be whole and at least 1": "decode --tree=2,2@0",
+    "--tree: @9 is more nodes than the tree 2,2 has: 5": "match --tree=2,2@9",
+    "--tree: none drafts nothing, and plain decoding is measured beside": "decode --tree=none",
+    "unrecognized arguments: --budget=8": "decode --budget=8",
     "--new_tokens: '1' must be a whole number from 2": "decode --new_tokens=1",
     "--repetitions: '-2' must": "decode --repetitions=-2",
     "--turns: '0' must": "decode --turns=0",
     "--prefill: '0' must": "decode --prefill=0",
-    "--tree: '0' must": "decode --tree=4,0",
+    "--tree: tree widths must be positive": "decode --tree=4,0",
     "--tree: tree (300,) has 301 nodes": "decode --tree=300",
     "--acceptance: 'nan' must be a number": "decode --acceptance=nan",
     "--acceptance: a tree of 1 levels emits 1 to 2 tokens": "decode --tree=3 --acceptance=9",
@@ -135,14 +138,15 @@ def test_defaults_depend_on_the_machine_and_what_is_named_stands() -> None:
             assert not any(isinstance(value, ByMachine) for value in values)
 
 
-def test_a_budget_is_of_the_tree_that_is_named_or_of_the_default() -> None:
+def test_the_tree_is_the_one_that_is_named_or_the_default() -> None:
     def tree(*more: str):
         parsed = bench_arguments.parser(SUMMARIES).parse_args(["decode", *more])
         return decode_setting.all_settings(settled(parsed, cpu=False))[0].tree
 
-    assert (tree().num_nodes, tree("--budget=16").num_nodes) == (64, 16)
+    assert tree() == DEFAULT_TREE and tree().num_nodes == 64
+    assert tree("--tree=4,16,16,16,16@16").num_nodes == 16
     assert tree("--tree=4,16,16,16,16").num_nodes == 69
-    assert tree("--tree=1,1,1,1", "--budget=4").num_nodes == 4
+    assert tree("--tree=chain:4@4").num_nodes == 4
 
 
 def test_the_names_that_are_known_without_jax_are_those_there_are() -> None:
