@@ -3,13 +3,15 @@
 import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import longspec_jax
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION, TreeConfig
+from longspec_jax.embedded import DEMO
 
 from . import demo
+from .boundary import Parser
 from .prompt_files import Prompt, check_text, read_batch, read_messages, read_prompt_file
 from .ranges import SAMPLING, Whole
 from .tree_argument import GRAMMAR, tree_argument
@@ -30,14 +32,6 @@ what was decoded until then is shown and, with --json, written.
 Value = TypeVar("Value")
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that raises what is wrong instead of printing its whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the message, which begins with the option as it is typed."""
-        raise ValueError(f"{message.removeprefix('argument ')} (--help lists the options)")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command's parser."""
     result = Parser(
@@ -45,7 +39,6 @@ def parser() -> argparse.ArgumentParser:
         description="Decode with LongSpec: the target's own text, several tokens per pass.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
@@ -246,5 +239,5 @@ def inputs(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
             if path is not None and len(path) < LONGEST_PATH:  # Messages may be the JSON itself.
                 yield f"--{option}", Path(path)
     if is_demo(arguments):
-        for path in (demo.DEMO / "target", demo.DEMO / "draft", *demo.DEMO.glob("prompts/*.txt")):
+        for path in (DEMO / "target", DEMO / "draft", *DEMO.glob("prompts/*.txt")):
             yield "the demo", path

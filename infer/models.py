@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from longspec_jax import PLAIN, LongSpec
-from longspec_jax.loading import DEMO
+from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hub import local_folder
 
 from .arguments import DTYPES, is_demo

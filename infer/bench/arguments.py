@@ -14,6 +14,7 @@ from typing import Any
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION, DEFAULT_TREE, TreeConfig
 
+from ..boundary import Parser
 from ..tree_argument import GRAMMAR, drafting_tree
 from .comma_separated import comma_separated
 from .files import chart_file, profile_folder, result_file
@@ -60,17 +61,6 @@ def settled(arguments: argparse.Namespace, cpu: bool) -> argparse.Namespace:
         for name, value in vars(arguments).items()
     }
     return argparse.Namespace(**values)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line and takes names in full."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**{"allow_abbrev": False, **options})
-
-    def error(self, message: str) -> Any:
-        """Say what is wrong; exit status 2."""
-        self.exit(2, f"error: {message}\n")
 
 
 def parser(summaries: Mapping[str, str]) -> argparse.ArgumentParser:

@@ -2,7 +2,7 @@
 
 Weights and cached keys and values are random and of the real shapes. Plain decoding and speculation
 run in the engine's own compiled loop, from the first token to the last; only the number of accepted
-tokens is drawn, with the wanted mean, instead of earned (``longspec_jax.decoding.simulated``). Times
+tokens is drawn, with the wanted mean, instead of earned (``infer.bench.simulated``). Times
 are medians over repetitions, each from a dispatch to the end of the device's work, after one run
 that warms up; tokens per second are tokens over that time and no product of other figures.
 

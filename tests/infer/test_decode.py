@@ -26,10 +26,11 @@ from longspec_jax import (
     demo_prompts,
 )
 from longspec_jax.compilation import keep_programs
+from longspec_jax.embedded import DEMO
 from longspec_jax.generation.activity import Compiling, Fitted
 from longspec_jax.generation.paces import TreePace
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
-from longspec_jax.loading import DEMO, load_tokenizer
+from longspec_jax.loading import load_tokenizer
 from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
 from tests.infer.toys import save_toy, toy_tokenizer
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from . import interruption
+from .boundary import INTERRUPTED
 from .display import Screen, wants_color
 from .journal import Journal
 from .output_file import STDOUT, OutputFile
@@ -16,9 +17,6 @@ from .wording import command_words
 
 if TYPE_CHECKING:  # Slow to import, and imported where the screen says so.
     from .session import Session
-
-INTERRUPTED = 130
-"""The exit status that shells have for it: 128 and the number of SIGINT."""
 
 
 class Run:
