@@ -1,19 +1,21 @@
 """The arguments of ``python -m infer.decode``, and what follows from them alone."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import longspec_jax
+from longspec_jax.checks import Whole
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION, TreeConfig
 from longspec_jax.embedded import DEMO
+from longspec_jax.generation.ranges import SAMPLING
 
 from . import demo
 from .boundary import Parser
+from .number_argument import number_argument
 from .prompt_files import Prompt, check_text, read_batch, read_messages, read_prompt_file
-from .ranges import SAMPLING, Whole
 from .tree_argument import GRAMMAR, tree_argument
 
 LONGEST_PATH = 4096
@@ -29,7 +31,6 @@ max_new_tokens, temperature, top_k, top_p, seed and eos_token_id for its row.
 Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 if interrupted:
 what was decoded until then is shown and, with --json, written.
 """
-Value = TypeVar("Value")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,11 +73,11 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         help="attention implementation; automatic if absent",
     )
     group.add_argument(
-        "--prefill_chunk", type=_argument(Whole(1).read), help="tokens of one prefill step"
+        "--prefill_chunk", type=number_argument(Whole()), help="tokens of one prefill step"
     )
     group.add_argument(
         "--draft_vocabulary",
-        type=_argument(Whole(1).read),
+        type=number_argument(Whole()),
         metavar="N",
         help="let the draft propose the N most frequent tokens only, by the table saved beside it "
         "(python -m train.vocabulary); the text is the same. All tokens if absent",
@@ -132,7 +133,7 @@ def _add_sampling(result: argparse.ArgumentParser) -> None:
         "top_p": "1 keeps all tokens",
     }
     for name, value in defaults.items():
-        kind = _argument(SAMPLING[name].read)
+        kind = number_argument(SAMPLING[name])
         group.add_argument(f"--{name}", type=kind, default=value, help=notes.get(name))
     group.add_argument("--ignore_eos", action="store_true", help="do not stop at stop tokens")
 
@@ -162,18 +163,6 @@ def _add_output(result: argparse.ArgumentParser) -> None:
         help="where to keep compiled programs and what trees turned out to cost; off for nowhere",
     )
     group.add_argument("--traceback", action="store_true", help="show Python's traceback on errors")
-
-
-def _argument(read: Callable[[str], Value]) -> Callable[[str], Value]:
-    """A reader of texts as ``argparse`` takes it, its message kept."""
-
-    def value(text: str) -> Value:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return value
 
 
 def _word(text: str) -> str:

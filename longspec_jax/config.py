@@ -194,8 +194,8 @@ class TreeConfig:
         found = _TREE_TEXT.fullmatch(text)
         if found is None:
             raise ValueError(
-                f"{shown(text)} must be widths separated by commas such as 4,16,16,16,16, or chain:4 "
-                "for a single branch, or none; @64 behind it verifies the best 64 nodes alone"
+                f"{shown(text)} must be the widths of a tree such as 4,16,16,16,16, or chain:4 for a "
+                "single branch, or none; @64 behind it verifies the best 64 nodes alone"
             )
         widths = [1] * int(found["links"] or 0)
         if found["widths"]:

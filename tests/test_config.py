@@ -104,9 +104,7 @@ def test_a_chain_may_be_spelt_out() -> None:
     ],
 )
 def test_texts_that_name_no_tree(text) -> None:
-    with pytest.raises(
-        ValueError, match="must be widths separated by commas such as 4,16,.* or none"
-    ):
+    with pytest.raises(ValueError, match="must be the widths of a tree such as 4,16,.* or none"):
         TreeConfig.parse(text)
 
 

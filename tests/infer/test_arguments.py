@@ -26,7 +26,7 @@ REFUSED = {
     "--max_new_tokens=": f"--max_new_tokens: '' {WHOLE}",
     "--max_new_tokens=five": f"--max_new_tokens: 'five' {WHOLE}",
     "--max_new_tokens=2.0": f"--max_new_tokens: '2.0' {WHOLE}",
-    "--max_new_tokens=" + "9" * 5000: f"--max_new_tokens: '{'9' * 56}... {WHOLE}",
+    "--max_new_tokens=" + "9" * 5000: f"--max_new_tokens: '{'9' * 79}... {WHOLE}",
     "--seed=-1": f"--seed: -1 {WHOLE} from 0 to 4294967295",
     "--seed=4294967296": f"--seed: 4294967296 {WHOLE} from 0 to 4294967295",
     "--seed=1.5": f"--seed: '1.5' {WHOLE}",
@@ -49,7 +49,7 @@ REFUSED = {
     "--tree=4,4@1": "--tree: 4,4@1 verifies the root alone, which the target knows already; write none",
     "--tree=chain:3@1": "--tree: chain:3@1 verifies the root alone",
     **{
-        f"--tree={text}": f"--tree: '{text}' must be widths separated by commas"
+        f"--tree={text}": f"--tree: '{text}' must be the widths of a tree"
         for text in (
             "4,4@-3",
             "4,4@",
@@ -62,9 +62,9 @@ REFUSED = {
         )
     },
     "--tree=chain:9999": "has 10000 nodes",
-    "--tree=wide": "--tree: 'wide' must be widths separated by commas",
-    "--tree=": "--tree: '' must be widths separated by commas",
-    "--tree=4,,5": "--tree: '4,,5' must be widths separated by commas",
+    "--tree=wide": "--tree: 'wide' must be the widths of a tree",
+    "--tree=": "--tree: '' must be the widths of a tree",
+    "--tree=4,,5": "--tree: '4,,5' must be the widths of a tree",
     "--tree=0": "--tree: tree widths must be positive, got (0,)",
     "--tree=4,0": "--tree: tree widths must be positive",
     "--tree=-4": "--tree: tree widths must be positive",
@@ -124,11 +124,11 @@ REFUSED = {
     "--prompt_file=absent": "--prompt_file: absent cannot be read: No such file",
     "--prompt_file=/": "--prompt_file: / cannot be read: Is a directory",
     "--messages=absent": "--messages: absent cannot be read: No such file",
-    "--messages=[]": "--messages must be a list of objects with role and content, got []",
+    "--messages=[]": "--messages must be a list of objects with role and content, at least one, got []",
     "--messages={}": "--messages must be a list of objects",
     "--messages=[{]": "--messages is not valid JSON",
-    '--messages=[{"role":"user","content":null}]': "--messages: message 0 has content null",
-    '--messages=[{"role":"user","content":1}]': "--messages: message 0 has content 1",
+    '--messages=[{"role":"user","content":null}]': "--messages: message 0: the content must be text",
+    '--messages=[{"role":"user","content":1}]': "--messages: message 0: the content must be text",
     "--batch=absent": "--batch: absent cannot be read: No such file",
     "--batch=/": "--batch: / cannot be read: Is a directory",
     "--json=/dev/full": "--json /dev/full cannot be written: No space left on device",
