@@ -1,19 +1,23 @@
 """The arguments of ``python -m infer.decode``, and what follows from them alone."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import longspec_jax
+from longspec_jax.checks import Whole
 from longspec_jax.commands import command_name
-from longspec_jax.config import ATTENTION, DEFAULT_TREE, PLAIN, TreeConfig
+from longspec_jax.config import ATTENTION, TreeConfig
+from longspec_jax.embedded import DEMO
+from longspec_jax.generation.ranges import SAMPLING
 
 from . import demo
+from .boundary import Parser
+from .number_argument import number_argument
 from .prompt_files import Prompt, check_text, read_batch, read_messages, read_prompt_file
-from .ranges import SAMPLING, Whole, shown
+from .tree_argument import GRAMMAR, tree_argument
 
-BUDGET = (2, 2**31 - 1, ": a tree budget counts the root, and the root alone is --method plain")
 LONGEST_PATH = 4096
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 EPILOG = """\
@@ -27,15 +31,6 @@ max_new_tokens, temperature, top_k, top_p, seed and eos_token_id for its row.
 Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 if interrupted:
 what was decoded until then is shown and, with --json, written.
 """
-Value = TypeVar("Value")
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that raises what is wrong instead of printing its whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the message, which begins with the option as it is typed."""
-        raise ValueError(f"{message.removeprefix('argument ')} (--help lists the options)")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +40,6 @@ def parser() -> argparse.ArgumentParser:
         description="Decode with LongSpec: the target's own text, several tokens per pass.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
@@ -79,11 +73,11 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         help="attention implementation; automatic if absent",
     )
     group.add_argument(
-        "--prefill_chunk", type=_argument(Whole(1).read), help="tokens of one prefill step"
+        "--prefill_chunk", type=number_argument(Whole()), help="tokens of one prefill step"
     )
     group.add_argument(
         "--draft_vocabulary",
-        type=_argument(Whole(1).read),
+        type=number_argument(Whole()),
         metavar="N",
         help="let the draft propose the N most frequent tokens only, by the table saved beside it "
         "(python -m train.vocabulary); the text is the same. All tokens if absent",
@@ -95,22 +89,10 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         "every level of a tree; the text is the same",
     )
     group.add_argument(
-        "--method",
-        default="tree",
-        choices=["tree", "chain", "plain"],
-        help="chain: a single branch as deep as the tree; plain: no speculation",
-    )
-    group.add_argument(
         "--tree",
-        type=widths,
-        help="widths of the draft tree by level, such as 4,16,16,16,16; if absent, what "
-        "turns out fastest on this machine, which may be none",
-    )
-    group.add_argument(
-        "--budget",
-        type=_argument(Whole(*BUDGET).read),
-        help="nodes of the tree to verify, the root included: the best by the draft's own score; "
-        f"{DEFAULT_TREE.budget} of the default tree, all of a tree that is named",
+        type=verified_tree,
+        help=f"what the draft proposes in a round: {GRAMMAR}. none: plain decoding. Without --tree, "
+        "what turns out fastest on this machine, which may be none",
     )
     group.add_argument(
         "--adaptive",
@@ -151,7 +133,7 @@ def _add_sampling(result: argparse.ArgumentParser) -> None:
         "top_p": "1 keeps all tokens",
     }
     for name, value in defaults.items():
-        kind = _argument(SAMPLING[name].read)
+        kind = number_argument(SAMPLING[name])
         group.add_argument(f"--{name}", type=kind, default=value, help=notes.get(name))
     group.add_argument("--ignore_eos", action="store_true", help="do not stop at stop tokens")
 
@@ -183,18 +165,6 @@ def _add_output(result: argparse.ArgumentParser) -> None:
     group.add_argument("--traceback", action="store_true", help="show Python's traceback on errors")
 
 
-def _argument(read: Callable[[str], Value]) -> Callable[[str], Value]:
-    """A reader of texts as ``argparse`` takes it, its message kept."""
-
-    def value(text: str) -> Value:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return value
-
-
 def _word(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("the value is empty; leave the option out instead")
@@ -206,35 +176,13 @@ def _path(text: str) -> str:
     return str(Path(text).expanduser()) if _word(text).startswith("~") else text
 
 
-def widths(text: str) -> tuple[int, ...]:
-    """The widths of a tree, from ``4,16,16``."""
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
+def verified_tree(text: str) -> TreeConfig:
+    """A tree of which more than the root is verified, unless it is none."""
+    tree = tree_argument(text)
+    if tree.widths and tree.num_nodes == 1:
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} must be widths separated by commas, such as 4,16,16,16,16"
-        ) from None
-    try:
-        return TreeConfig(found).widths
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def chosen_tree(arguments: argparse.Namespace) -> TreeConfig | None:
-    """The tree that ``--method``, ``--tree`` and ``--budget`` describe; None for the library's."""
-    if arguments.method == "plain":
-        return PLAIN
-    shape, budget = arguments.tree or DEFAULT_TREE.widths, arguments.budget
-    if arguments.method == "chain":
-        shape = (1,) * len(shape)
-    elif arguments.tree is None and budget is None:
-        return None
-    tree = TreeConfig(shape, budget)
-    if budget is not None and budget > tree.num_grown:
-        raise ValueError(
-            f"--budget {budget} is more than the {tree.num_grown} nodes that the tree "
-            f"{','.join(map(str, shape))} has with its root; drop --budget to verify all of them, or "
-            "name a larger --tree"
+            f"{text} verifies the root alone, which the target knows already; write none for plain "
+            "decoding, or a budget from 2"
         )
     return tree
 
@@ -280,5 +228,5 @@ def inputs(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
             if path is not None and len(path) < LONGEST_PATH:  # Messages may be the JSON itself.
                 yield f"--{option}", Path(path)
     if is_demo(arguments):
-        for path in (demo.DEMO / "target", demo.DEMO / "draft", *demo.DEMO.glob("prompts/*.txt")):
+        for path in (DEMO / "target", DEMO / "draft", *DEMO.glob("prompts/*.txt")):
             yield "the demo", path

@@ -4,10 +4,12 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from longspec_jax.config import PLAIN
+
 from .arguments import has_draft, is_demo
 from .prompt_files import STDIN, Prompt
 
-_ABOUT_TREES = ("tree", "budget", "adaptive")
+_ABOUT_TREES = ("tree", "adaptive")
 _ABOUT_DRAFTS = ("draft_vocabulary", "draft_int8")
 
 
@@ -51,21 +53,19 @@ def _models(arguments: argparse.Namespace) -> Iterator[str]:
 
 def _decoding(arguments: argparse.Namespace) -> Iterator[str]:
     """Options about speculation without any."""
-    plain = arguments.method == "plain"
+    plain = arguments.tree == PLAIN
     if plain and arguments.adaptive:
-        yield "--adaptive has nothing to choose with --method plain; drop one of the two"
+        yield "--adaptive has nothing to choose with --tree none; drop one of the two"
     if not plain and has_draft(arguments):
         return
-    reason = "--method plain has none" if plain else "no --draft is named"
+    reason = "--tree none has none" if plain else "no --draft is named"
     remedy = "drop one of the two" if plain else "name a draft, or drop it"
     for option in _ABOUT_DRAFTS:
         if getattr(arguments, option):
             yield f"--{option} is about what a draft reads, and {reason}; {remedy}"
-    for option in _ABOUT_TREES:
+    for option in () if plain else _ABOUT_TREES:
         if getattr(arguments, option):
             yield f"--{option} is about a draft's trees, and {reason}; {remedy}"
-    if arguments.method == "chain":
-        yield f"--method chain is a draft's tree, and {reason}; name a draft, or --method plain"
     if arguments.compare:
         yield f"--compare needs a draft to compare, and {reason}; {remedy}"
 

@@ -1,10 +1,7 @@
-"""The demo's folder, for what must know it before the library's slow imports."""
+"""The demo in the command's words."""
 
-from pathlib import Path
+from longspec_jax.embedded import DEMO
 
-import longspec_jax
-
-DEMO = Path(longspec_jax.__file__).parent / "demo"
 NAME = "demo"
 """How ``--target`` names the demo."""
 

@@ -118,8 +118,8 @@ def described(activity: Activity) -> tuple[str, str] | None:
         case Compiling():
             return "compiling, once for prompts of about this length", ""
         case Fitting(tree):
-            shape = ",".join(map(str, tree.widths))
-            return "timing trees, once for this model and machine", shape or "plain decoding"
+            name = str(tree) if tree.widths else "plain decoding"
+            return "timing trees, once for this model and machine", name
         case Fitted():
             return None
         case Prefilling(done, total):

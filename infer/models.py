@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from longspec_jax import LongSpec
-from longspec_jax.loading import DEMO
+from longspec_jax import PLAIN, LongSpec
+from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hub import local_folder
 
 from .arguments import DTYPES, is_demo
@@ -38,7 +38,7 @@ def fetch(arguments: argparse.Namespace) -> dict[str, Path]:
     named = {"target": arguments.revision, "draft": arguments.draft_revision}
     if is_demo(arguments):
         del named["target"]
-    if arguments.draft is None or arguments.method == "plain":
+    if arguments.draft is None or arguments.tree == PLAIN:
         del named["draft"]
     folders = {}
     for option, revision in named.items():

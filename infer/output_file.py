@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longspec_jax import files
+
 STDOUT = "-"
 MODEL_FILES = (
     *("config.json", "generation_config.json", "*.index.json", "*.safetensors", "*.bin", "*.pth"),
@@ -133,47 +135,24 @@ def _try(path: Path) -> None:
         return
     if path.exists() and not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, "it is read-only")
-    os.unlink(_beside(path, _TRIAL))
+    trial = files.beside(path)
+    try:
+        trial.write_bytes(_TRIAL)
+    finally:
+        trial.unlink()
 
 
 def _write(path: Path, data: bytes) -> None:
     """Write to a device, or replace a file by a whole one."""
     if _is_special(path):
         _append(path, data)
-        return
-    temporary = _beside(path, data)
-    try:
-        os.chmod(temporary, stat.S_IMODE(path.stat().st_mode) if path.exists() else _new_mode())
-        os.replace(temporary, path)
-    except BaseException:  # Ctrl-C, too, leaves nothing behind.
-        os.unlink(temporary)
-        raise
+    else:
+        files.replace(path, data)
 
 
 def _append(path: Path, data: bytes) -> None:
     with open(path, "ab", buffering=0) as file:
         file.write(data)
-
-
-def _beside(path: Path, data: bytes) -> str:
-    """A new file in the same folder that holds the data, safely on the disk."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-    except BaseException:
-        os.unlink(name)
-        raise
-    return name
-
-
-def _new_mode() -> int:
-    """Permissions of a file made anew."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
 
 
 def _rescue(data: bytes, problem: str) -> None:

@@ -8,12 +8,14 @@ import difflib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .ranges import SAMPLING, TOKEN, shown
+from longspec_jax.checks import Real, Whole, shown
+from longspec_jax.generation.messages import plain_messages
+from longspec_jax.generation.ranges import SAMPLING, TOKEN
 
 ROLES = ("system", "user", "assistant")
 SOURCES = ("prompt", "messages", "input_ids")
@@ -76,52 +78,30 @@ def read_prompt_file(path: str) -> Prompt:
 
 
 def check_messages(messages: Any, where: str = "messages") -> list[dict[str, Any]]:
-    """Refuse what is not a list of ``{"role": ..., "content": ...}`` that ends with the user.
+    """Refuse what is no conversation of the roles there are that ends with the user.
 
     Returns:
       The messages, each with its content as one text.
     """
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            f"{where} must be a list of objects with role and content, got {messages!r:.80}"
-        )
-    checked = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise ValueError(
-                f"{where}: message {index} must have role and content, got {message!r:.80}"
-            )
+    checked = plain_messages(messages, where, _as_json)
+    for index, message in enumerate(checked):
         if message["role"] not in ROLES:
             raise ValueError(
                 f"{where}: message {index} has role {shown(message['role'])}; roles are "
                 f"{', '.join(ROLES)}"
             )
-        text = "".join(_texts(message["content"], f"{where}: message {index}"))
-        check_text(text or " ", f"{where}: message {index}")  # An empty turn is a turn.
-        checked.append({**message, "content": text})
-    if messages[-1]["role"] != "user":
+        # An empty turn is a turn.
+        check_text(message["content"] or " ", f"{where}: message {index}")
+    if checked[-1]["role"] != "user":
         raise ValueError(
             f"{where}: the last message must be the user's: the answer is what is generated"
         )
     return checked
 
 
-def _texts(content: Any, where: str) -> list[str]:
-    """The text of a message's content: text, or parts that are text."""
-    parts = content if isinstance(content, list) and content else [content]
-    texts: list[Any] = [_text(part) for part in parts]
-    for text in texts:
-        if not isinstance(text, str):
-            raise ValueError(
-                f"{where} has content {shown(content)}; content is text, or a list of parts "
-                '{"type": "text", "text": ...}'
-            )
-    return texts
-
-
-def _text(part: Any) -> Any:
-    """What a part says, if it is one that says something."""
-    return part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+def _as_json(value: Any) -> str:
+    """A value in a message: as its file has it, and short."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
 
 
 def read_messages(source: str) -> Any:
@@ -174,14 +154,14 @@ def _item(source: str, value: Any, where: str) -> Any:
         return check_messages(value, where)
     if source == "prompt":
         if not isinstance(value, str):
-            raise ValueError(f"{where}: prompt {shown(value)} must be text; a row is one prompt")
+            raise ValueError(f"{where}: prompt {_as_json(value)} must be text; a row is one prompt")
         return check_text(value, where)
     return _token_ids(value, f"{where}: input_ids")
 
 
 def _token_ids(value: Any, where: str) -> list[int]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{where} {shown(value)} must be a list of token ids, at least one")
+        raise ValueError(f"{where} {_as_json(value)} must be a list of token ids, at least one")
     if any(isinstance(token, list) for token in value):
         raise ValueError(f"{where} {shown(value)} holds lists; a row is one prompt, a list of ids")
     return [_checked(TOKEN, token, where) for token in value]
@@ -203,11 +183,10 @@ def _option(key: str, value: Any, where: str) -> Any:
     return _checked(SAMPLING[key], value, where)
 
 
-def _checked(allowed: Any, value: Any, where: str) -> Any:
-    try:
-        return allowed.check(value)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+def _checked(allowed: Whole | Real, value: Any, where: str) -> Any:
+    if words := allowed.refusal(value):
+        raise ValueError(f"{where}: {_as_json(value)} must be {words}")
+    return value
 
 
 def _parse(text: str, where: str) -> Any:

@@ -167,7 +167,7 @@ def tree_line(tree: TreeConfig) -> str:
     nodes = counted(tree.num_nodes, "node")
     if tree.selective:
         nodes = f"the best {tree.num_nodes} of {counted(tree.num_grown, 'node')}"
-    return f"tree {_widths(tree)} ({nodes} per target pass)"
+    return f"tree {tree} ({nodes} per target pass)"
 
 
 def fitted_line(fitted: Fitted, pays: str) -> str:
@@ -190,16 +190,12 @@ def fitted_line(fitted: Fitted, pays: str) -> str:
         )
     return (
         f"{chosen}: no tree pays for this model here, timed once: {_pace(plain):.0f} tokens/s, "
-        f"{_pace(fastest):.0f} with tree {_widths(fastest.tree)} (--tree takes it all the same); {pays}"
+        f"{_pace(fastest):.0f} with tree {fastest.tree} (--tree takes it all the same); {pays}"
     )
 
 
 def _pace(pace: TreePace) -> float:
     return pace.tokens_per_second
-
-
-def _widths(tree: TreeConfig) -> str:
-    return ",".join(map(str, tree.widths)) or "none"
 
 
 def lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
@@ -256,7 +252,8 @@ def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "trees               adaptive: chosen by tokens/s"
     yield f"  {'tree':20}  rounds  tokens  ms/round"
     for use in trees:
-        name = ",".join(map(str, use["tree"])) or "none (plain)"
+        tree = TreeConfig(tuple(use["tree"]), use["budget"])
+        name = str(tree) if tree.widths else f"{tree} (plain)"
         pace = f"{1000 * use['seconds'] / use['rounds']:8.2f}" if use["rounds"] else ""
         yield f"  {name:20}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
 

@@ -103,7 +103,6 @@ class Session:
         return {
             "target": arguments.target or "demo",
             "draft": arguments.draft or ("demo" if is_demo(arguments) else None),
-            "method": arguments.method,
             "draft_vocabulary": arguments.draft_vocabulary,
             "draft_int8": arguments.draft_int8,
             **_tree_setting(self._tree),

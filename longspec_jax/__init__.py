@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 _CONTENTS = {
     # Load, generate, stream, compare, inspect.
     "LongSpec": "longspec_jax.api",
-    "demo_prompts": "longspec_jax.loading",
+    "demo_prompts": "longspec_jax.embedded",
     "GenerateOptions": "longspec_jax.generation.options",
     "GenerateResult": "longspec_jax.generation.result",
     "StreamRound": "longspec_jax.generation.result",
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         TargetConfig,
         TreeConfig,
     )
+    from longspec_jax.embedded import demo_prompts  # noqa: F401
     from longspec_jax.generation.comparison import Comparison  # noqa: F401
     from longspec_jax.generation.inspection import RoundView  # noqa: F401
     from longspec_jax.generation.memory import MemoryPlan  # noqa: F401
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
         StreamRound,
         TreeUse,
     )
-    from longspec_jax.loading import demo_prompts  # noqa: F401
     from longspec_jax.sharding import make_mesh  # noqa: F401
     from longspec_jax.weights.hf import (  # noqa: F401
         load_draft,

@@ -28,6 +28,7 @@ from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.vocabulary import check_vocabulary
+from longspec_jax.embedded import DEMO
 from longspec_jax.generation import comparison, inspection, runner
 from longspec_jax.generation.activity import Activity, Fitted, OnActivity
 from longspec_jax.generation.collect import RoundCollector, Streamer, collect, ended, feed, follow
@@ -46,7 +47,7 @@ from longspec_jax.generation.options import GenerateOptions, resolve
 from longspec_jax.generation.paces import KnownPaces
 from longspec_jax.generation.result import GenerateResult, StreamRound
 from longspec_jax.generation.runner import Begin
-from longspec_jax.loading import DEMO, best_dtype, check_weights_fit, load_tokenizer
+from longspec_jax.loading import best_dtype, check_weights_fit, load_tokenizer
 from longspec_jax.sharding import param_shardings
 
 

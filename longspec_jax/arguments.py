@@ -98,9 +98,11 @@ def check_chunk(prefill_chunk: int, max_positions: int) -> None:
 
 
 def as_tree(value: Any) -> TreeConfig:
-    """A tree from what a call may name it by: itself, or the widths of its levels.
+    """A tree from what a call may name it by: itself, its text, or the widths of its levels.
 
     Raises:
       ValueError: for anything else.
     """
+    if isinstance(value, str):
+        return TreeConfig.parse(value)
     return value if isinstance(value, TreeConfig) else TreeConfig(value)

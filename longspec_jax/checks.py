@@ -4,25 +4,61 @@ Python takes ``True`` for 1, ``nan`` for any comparison and ``"8"`` for a size u
 breaks; these functions say the name, the value and the rule where the value came in.
 """
 
-from numbers import Integral, Real
+import numbers
+from dataclasses import dataclass
 from typing import Any
 
 LARGEST_WHOLE = 2**31 - 1
 """Sizes, positions and token ids are 32-bit integers on the device."""
 LARGEST_NUMBER = 1e30
 """Numbers are float32 on the device, which ends at 3e38; this leaves room to multiply."""
+LARGEST_FLOAT32 = 3.4028234663852886e38
 LONGEST_SHOWN = 80
 """Characters of a value in a message."""
 
 
 def is_whole(value: Any) -> bool:
     """Whether a value is an integer, Python's or NumPy's, and no boolean."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
     """Whether a value is a real number, Python's or NumPy's, and no boolean."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The rule of a whole number: a range, its ends included."""
+
+    least: int = 1
+    most: int = LARGEST_WHOLE
+    note: str = ""
+    """What an end means, or what to do instead; follows the rule."""
+
+    def refusal(self, value: Any) -> str | None:
+        """What a value must be instead; None for one that will do."""
+        if is_whole(value) and self.least <= value <= self.most:
+            return None
+        return f"a whole number from {self.least} to {self.most}{self.note}"
+
+
+@dataclass(frozen=True)
+class Real:
+    """The rule of a real number: a range whose upper end is included."""
+
+    least: float
+    most: float
+    rule: str
+    """What a number must be, for reading."""
+    includes_least: bool = True
+
+    def refusal(self, value: Any) -> str | None:
+        """What a value must be instead; None for one that will do."""
+        if not is_number(value):
+            return f"a number, {self.rule}"
+        above = value >= self.least if self.includes_least else value > self.least
+        return None if above and value <= self.most else self.rule  # Not true of NaN.
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int = LARGEST_WHOLE) -> int:
@@ -31,9 +67,9 @@ def whole_number(name: str, value: Any, least: int = 1, most: int = LARGEST_WHOL
     Raises:
       ValueError: if it is no whole number, or below ``least`` or above ``most``.
     """
-    if is_whole(value) and least <= value <= most:
-        return int(value)
-    raise ValueError(f"{name}={shown(value)} must be a whole number from {least} to {most}")
+    if words := Whole(least, most).refusal(value):
+        raise ValueError(f"{name}={shown(value)} must be {words}")
+    return int(value)
 
 
 def finite_number(name: str, value: Any, least: float, most: float = LARGEST_NUMBER) -> float:

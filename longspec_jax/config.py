@@ -5,6 +5,7 @@ them from a Hugging Face ``config.json`` is :mod:`longspec_jax.weights.hf_config
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,7 +158,7 @@ class TreeConfig:
     """Widths of the draft tree by level; the nodes of a level are the best continuations of the last.
 
     ``(4, 16, 16, 16, 16)`` is the paper's tree, ``(1, 1, 1, 1)`` a chain of four, and ``()`` the
-    empty tree: plain decoding.
+    empty tree: plain decoding. :meth:`parse` reads what ``str`` writes, such as ``4,16,16,16,16@64``.
     """
 
     widths: tuple[int, ...] = (4, 16, 16, 16, 16)
@@ -182,6 +183,31 @@ class TreeConfig:
                 "a tree budget counts the root and must be whole and at least 1 node, got "
                 f"{shown(self.budget)}; leave it out to verify all {self.num_grown} nodes"
             )
+
+    @classmethod
+    def parse(cls, text: str) -> "TreeConfig":
+        """The tree of a text: ``none``, ``chain:4`` or ``4,16,16``, and ``@24`` behind it for a budget.
+
+        Raises:
+          ValueError: for a text that names no tree, or one that there cannot be.
+        """
+        found = _TREE_TEXT.fullmatch(text)
+        if found is None:
+            raise ValueError(
+                f"{shown(text)} must be the widths of a tree such as 4,16,16,16,16, or chain:4 for a "
+                "single branch, or none; @64 behind it verifies the best 64 nodes alone"
+            )
+        widths = [1] * int(found["links"] or 0)
+        if found["widths"]:
+            widths = [int(width) for width in found["widths"].split(",")]
+        return cls(tuple(widths), int(found["budget"]) if found["budget"] else None)
+
+    def __str__(self) -> str:
+        """The tree as :meth:`parse` reads it."""
+        shape = ",".join(map(str, self.widths)) or "none"
+        if set(self.widths) == {1}:
+            shape = f"chain:{self.num_levels}"
+        return shape if self.budget is None else f"{shape}@{self.budget}"
 
     @property
     def num_levels(self) -> int:
@@ -225,6 +251,10 @@ def _tree_widths(widths: Any) -> tuple[int, ...]:
     return found
 
 
+_TREE_TEXT = re.compile(
+    r"(none|chain:(?P<links>[1-9][0-9]{0,3})|(?P<widths>-?[0-9]{1,9}(,-?[0-9]{1,9})*))"
+    r"(@(?P<budget>[0-9]{1,9}))?"
+)
 MAX_TREE_NODES = 256
 """Most query tokens of one verification."""
 MAX_TREE_LEVELS = 32

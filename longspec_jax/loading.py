@@ -1,6 +1,5 @@
-"""What loading needs beside the weights: a dtype, a tokenizer, room in memory, the demo's folder."""
+"""What loading needs beside the weights: a dtype, a tokenizer, room in memory."""
 
-import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,6 @@ from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.raw import RawConfig, read_json
 from longspec_jax.weights.tables import target_table
-
-DEMO = Path(__file__).parent / "demo"
-"""The embedded demo: a small target, its draft and sample prompts."""
 
 _SETTINGS = "tokenizer_config.json"
 
@@ -96,9 +92,3 @@ def check_weights_fit(source: str | Path, dtype: str, revision: str | None = Non
             f"{shown_bytes(free)} are free on the device; spread them over several devices with "
             "mesh=make_mesh(tp=...), or free memory"
         )
-
-
-@functools.cache
-def demo_prompts() -> dict[str, str]:
-    """The sample prompts that come with the package, held out from the demo's training."""
-    return {path.stem: path.read_text("utf-8") for path in sorted(DEMO.glob("prompts/*.txt"))}

@@ -61,7 +61,7 @@ def test_arguments_that_are_none(name, value) -> None:
 
 
 @pytest.mark.parametrize(
-    "tree", ["4,16", "", 5, True, 4.0, {4}, {"4": 1}, [2.5], ["4"], [True], [None]]
+    "tree", ["4x16", "", 5, True, 4.0, {4}, {"4": 1}, [2.5], ["4"], [True], [None]]
 )
 def test_trees_that_are_none(tree) -> None:
     with pytest.raises(ValueError, match="tree"):
@@ -77,7 +77,8 @@ def test_trees() -> None:
     assert hash(as_tree([2, 3])) == hash(TreeConfig((2, 3)))
     assert made().tree is None
     assert made(tree=()).tree == made(tree=PLAIN).tree == PLAIN
-    assert made(tree=[4, 5]).tree == TreeConfig((4, 5))
+    assert made(tree=[4, 5]).tree == made(tree="4,5").tree == TreeConfig((4, 5))
+    assert made(tree="none").tree == PLAIN and as_tree("4,5@7") == TreeConfig((4, 5), 7)
 
 
 def test_the_empty_tree_of_a_loaded_pair_is_plain_decoding(monkeypatch) -> None:

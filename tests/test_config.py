@@ -6,8 +6,11 @@ import math
 import numpy as np
 import pytest
 
+from longspec_jax.arguments import as_tree
 from longspec_jax.config import (
+    DEFAULT_TREE,
     MAX_TREE_LEVELS,
+    PLAIN,
     DraftConfig,
     LinearRopeScaling,
     Llama3RopeScaling,
@@ -60,6 +63,49 @@ def test_budgets_that_are_none(budget) -> None:
         ValueError, match="budget.* must be whole and at least 1 node.*leave it out"
     ):
         TreeConfig(budget=budget)
+
+
+TEXTS = {
+    "none": PLAIN,
+    "4,16,16": TreeConfig((4, 16, 16)),
+    "4,16,16,16,16@64": DEFAULT_TREE,
+    "chain:4": TreeConfig((1, 1, 1, 1)),
+    "chain:1@2": TreeConfig((1,), 2),
+    "2,1,1": TreeConfig((2, 1, 1)),
+    "4@9": TreeConfig((4,), 9),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_tree_is_written_and_read(text) -> None:
+    assert str(TEXTS[text]) == text
+    assert TreeConfig.parse(text) == as_tree(text) == TEXTS[text]
+
+
+def test_a_chain_may_be_spelt_out() -> None:
+    assert TreeConfig.parse("1,1,1") == TreeConfig.parse("chain:3")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "4,,5",
+        "4,",
+        "(4, 16)",
+        "chain",
+        "chain:0",
+        "chain:2,2",
+        "4@",
+        "@4",
+        "4@4@4",
+        "none:2",
+        "4.0",
+    ],
+)
+def test_texts_that_name_no_tree(text) -> None:
+    with pytest.raises(ValueError, match="must be the widths of a tree such as 4,16,.* or none"):
+        TreeConfig.parse(text)
 
 
 def test_the_deepest_tree() -> None:

@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from longspec_jax import loading
-from longspec_jax.loading import DEMO, check_weights_fit, load_tokenizer
+from longspec_jax.embedded import DEMO
+from longspec_jax.loading import check_weights_fit, load_tokenizer
 from longspec_jax.models.target import Target
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.raw import read_json

@@ -14,6 +14,7 @@ ALLOWED: dict[str, set[str]] = {
     "checks": set(),
     "commands": set(),
     "config": {"checks"},
+    "embedded": set(),
     "extras": set(),
     "files": set(),
     "recipes": set(),

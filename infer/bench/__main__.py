@@ -3,15 +3,11 @@
 This entry point only parses; each benchmark is a module that imports from a notebook.
 """
 
-import argparse
 import importlib
-import os
 import sys
-import traceback
 from collections.abc import Sequence
 
-from . import arguments as bench_arguments
-from . import files as bench_files
+from .. import boundary
 
 BENCHMARKS = {
     "attention": ("attention", "attention of tree nodes to a long prefix, and the roofs"),
@@ -22,42 +18,24 @@ BENCHMARKS = {
     "report": ("report", "merge result files and draw their chart"),
 }
 """Subcommand to the module that provides ``main(arguments)``, and what it answers."""
-USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark; the exit status is 0, 2 for bad input, 1 for a failure while running."""
+    shows_traceback = "--traceback" in (sys.argv if argv is None else argv)
+    return boundary.run(lambda: _run(argv), shows_traceback)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    from .arguments import parser
+    from .files import check_outputs
+
     summaries = {name: summary for name, (_, summary) in BENCHMARKS.items()}
-    arguments = bench_arguments.parser(summaries).parse_args(argv)
-    try:
-        bench_files.check_outputs(arguments)
-        module, _ = BENCHMARKS[arguments.command]
-        importlib.import_module(f".{module}", __package__).main(arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # The reader has seen enough, as head has.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except Exception as error:  # The boundary to the shell: one message and a status.
-        return _failed(error, arguments)
+    arguments = parser(summaries).parse_args(argv)
+    check_outputs(arguments)
+    module, _ = BENCHMARKS[arguments.command]
+    importlib.import_module(f".{module}", __package__).main(arguments)
     return 0
-
-
-def _failed(error: Exception, arguments: argparse.Namespace) -> int:
-    """Say what went wrong in one line; returns the exit status."""
-    if arguments.traceback:
-        traceback.print_exc()
-    bad_input = isinstance(error, USER_ERRORS)
-    label = "error" if bad_input else f"failed while running: {type(error).__name__}"
-    message = (str(error).splitlines() or [""])[0]
-    if isinstance(error, ModuleNotFoundError):
-        from longspec_jax.extras import missing_extra
-
-        if missing := missing_extra(error):
-            bad_input, label, message = True, "error", missing
-    print(f"{label}: {message}", file=sys.stderr)
-    return 2 if bad_input else 1
 
 
 if __name__ == "__main__":

@@ -74,5 +74,5 @@ def decode(bench: Bench) -> AdaptiveTime:
 
 
 def name(tree: TreeConfig) -> str:
-    """A candidate in a row: its widths, because a budget may give two trees the same size."""
-    return f"tree {','.join(map(str, tree.widths))}" if tree.widths else "plain"
+    """A candidate in a row."""
+    return f"tree {tree}" if tree.widths else "plain"

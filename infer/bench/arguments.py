@@ -7,23 +7,23 @@ would take hours. :func:`settled` chooses once the machine is known; what the us
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from longspec_jax.checks import LARGEST_FLOAT32, Real, Whole
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION, DEFAULT_TREE, TreeConfig
 
-from .comma_separated import comma_separated
+from ..boundary import Parser
+from ..number_argument import number_argument
+from ..tree_argument import GRAMMAR, drafting_tree
 from .files import chart_file, profile_folder, result_file
 from .shapes import SHAPES
 from .values import (
     DTYPES,
+    comma_separated,
     head_counts,
-    not_negative,
     one_of,
-    tree,
-    whole_number,
 )
 
 STATIC, DYNAMIC = "transformers-static", "transformers-dynamic"
@@ -35,9 +35,11 @@ ATTENTION_CANDIDATES = (
 
 CHAIN = TreeConfig((1, 1, 1))
 """A small tree: what a CPU, which computes node after node, is quickest with."""
-COUNTS = comma_separated(whole_number)
-SEVERAL = partial(whole_number, least=2)
+COUNT = number_argument(Whole())
+COUNTS = comma_separated(COUNT)
+SEVERAL = number_argument(Whole(2))
 """New tokens: the first comes from the prefill, so that one alone is no decoding."""
+NOT_NEGATIVE = number_argument(Real(0.0, LARGEST_FLOAT32, ">= 0 and finite"))
 SHAPE_NAMES = comma_separated(one_of([*SHAPES]))
 
 
@@ -60,17 +62,6 @@ def settled(arguments: argparse.Namespace, cpu: bool) -> argparse.Namespace:
         for name, value in vars(arguments).items()
     }
     return argparse.Namespace(**values)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line and takes names in full."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**{"allow_abbrev": False, **options})
-
-    def error(self, message: str) -> Any:
-        """Say what is wrong; exit status 2."""
-        self.exit(2, f"error: {message}\n")
 
 
 def parser(summaries: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -98,7 +89,7 @@ def attention(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--heads", heads, ByMachine(all_heads, [(8, 2)]), "query/key-value heads")
     _add(parser, "--contexts", COUNTS, contexts, "cached tokens")
     _add(parser, "--batches", COUNTS, ByMachine([1, 8], [1]), "rows")
-    parser.add_argument("--head-dim", type=whole_number, default=128)
+    parser.add_argument("--head-dim", type=COUNT, default=128)
     _add(parser, "--dtype", one_of(DTYPES), ByMachine("bfloat16", "float32"))
     everything = ["ours", "mosaic", "cudnn", "xla-masked", "torch-sdpa", "torch-flex"]
     _add(
@@ -112,39 +103,30 @@ def attention(parser: argparse.ArgumentParser) -> None:
 
 def decode(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench decode``."""
-    histogram = comma_separated(partial(whole_number, least=0))
+    histogram = comma_separated(number_argument(Whole(0)))
     _add_setting(parser)
     parser.add_argument(
         "--ragged", action="store_true", help="rows of a batch from the whole context to half of it"
     )
     _add(
-        *(parser, "--acceptance", not_negative, ByMachine(3.57, 2.1)),
+        *(parser, "--acceptance", NOT_NEGATIVE, ByMachine(3.57, 2.1)),
         "mean tokens emitted per round",
     )
     parser.add_argument(
         "--histogram", type=histogram, help="recorded rounds by emitted tokens, instead"
     )
-    trees = ByMachine(DEFAULT_TREE, CHAIN)
-    _add(parser, "--tree", tree, trees, "widths of the tree by level")
+    _add_tree(parser)
     parser.add_argument(
-        "--budget",
-        type=whole_number,
-        help=f"nodes of the tree to verify, the root included; {DEFAULT_TREE.budget} of the default "
-        "tree, all of a tree that is named",
-    )
-    parser.add_argument(
-        "--draft_vocabulary", type=whole_number, help="tokens the draft may propose; all if absent"
+        "--draft_vocabulary", type=COUNT, help="tokens the draft may propose; all if absent"
     )
     parser.add_argument(
         "--draft_int8", action="store_true", help="the draft's weights and LM head in 8 bits"
     )
     _add(parser, "--new_tokens", SEVERAL, ByMachine(192, 48), "tokens of one repetition")
-    _add(parser, "--repetitions", whole_number, ByMachine(3, 2))
-    _add(parser, "--turns", whole_number, ByMachine(10, 3), "repeats of a separately timed part")
+    _add(parser, "--repetitions", COUNT, ByMachine(3, 2))
+    _add(parser, "--turns", COUNT, ByMachine(10, 3), "repeats of a separately timed part")
     _add_attention(parser)
-    parser.add_argument(
-        "--prefill", type=whole_number, metavar="CHUNK", help="time a real prefill, too"
-    )
+    parser.add_argument("--prefill", type=COUNT, metavar="CHUNK", help="time a real prefill, too")
     parser.add_argument("--streaming", action="store_true", help="time rounds that are read, too")
     parser.add_argument("--adaptive", action="store_true", help="time adaptive decoding, too")
     parser.add_argument("--parts", action="store_true", help="take draft and verify further apart")
@@ -158,13 +140,12 @@ def decode(parser: argparse.ArgumentParser) -> None:
 
 def match(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench match``."""
-    temperatures = comma_separated(not_negative)
-    _add(parser, "--generations", whole_number, ByMachine(60, 2), "of every temperature")
-    _add(parser, "--context", whole_number, ByMachine(4096, 512), "tokens of a prompt")
+    temperatures = comma_separated(NOT_NEGATIVE)
+    _add(parser, "--generations", COUNT, ByMachine(60, 2), "of every temperature")
+    _add(parser, "--context", COUNT, ByMachine(4096, 512), "tokens of a prompt")
     _add(parser, "--new_tokens", SEVERAL, ByMachine(512, 48))
     parser.add_argument("--temperatures", type=temperatures, default=[0.0, 1.0])
-    trees = ByMachine(TreeConfig(), CHAIN)
-    _add(parser, "--tree", tree, trees, "widths of the tree by level")
+    _add_tree(parser)
     parser.add_argument(
         "--dtype", type=one_of(DTYPES), default="bfloat16", help="float32 as a control"
     )
@@ -184,9 +165,9 @@ def transformers(parser: argparse.ArgumentParser) -> None:
     _add_setting(parser)
     names = comma_separated(one_of((STATIC, DYNAMIC)))
     parser.add_argument("--implementations", type=names, default=[STATIC, DYNAMIC])
-    _add(parser, "--new_tokens", whole_number, ByMachine(24, 8), "tokens of one repetition")
-    parser.add_argument("--repetitions", type=whole_number, default=3)
-    parser.add_argument("--prefill_chunk", type=whole_number, default=2048)
+    _add(parser, "--new_tokens", COUNT, ByMachine(24, 8), "tokens of one repetition")
+    parser.add_argument("--repetitions", type=COUNT, default=3)
+    parser.add_argument("--prefill_chunk", type=COUNT, default=2048)
     parser.add_argument(
         "--device", type=one_of(("cuda", "cpu")), help="cuda where PyTorch sees it, else cpu"
     )
@@ -231,6 +212,11 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=COUNTS, default=[1], help="rows")
 
 
+def _add_tree(parser: argparse.ArgumentParser) -> None:
+    trees = ByMachine(DEFAULT_TREE, CHAIN)
+    _add(parser, "--tree", drafting_tree, trees, f"what the draft proposes: {GRAMMAR}")
+
+
 def _add_attention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attention",
@@ -250,8 +236,6 @@ def _add_outputs(parser: argparse.ArgumentParser, chart: bool = True) -> None:
 
 def _typed(value: Any) -> str:
     """A value as a user would type it."""
-    if isinstance(value, TreeConfig):
-        return _typed(value.widths)
     if isinstance(value, list | tuple):
         separator = "/" if value and isinstance(value, tuple) and len(value) == 2 else ","
         return separator.join(map(_typed, value))

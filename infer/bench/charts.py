@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from longspec_jax.config import TreeConfig
+
 Rows = Sequence[dict[str, Any]]
 OF_PLAIN = {"attention", "lengths", "new_tokens", "dtype"}
 """Settings of speculative rows that plain decoding, too, depends on."""
@@ -203,7 +205,7 @@ def _settings(row: dict[str, Any]) -> dict[str, str]:
     tree, budget = row["tree"], row.get("budget")
     shortest, longest = row.get("lengths", (row["context"], row["context"]))
     return {
-        "tree": f"tree {','.join(map(str, tree))}",
+        "tree": f"tree {TreeConfig(tuple(tree))}",
         "budget": f"best {budget} nodes" if budget else f"all {1 + sum(tree)} nodes",
         "draft_vocabulary": f"draft vocabulary {row['draft_vocabulary']}",
         "draft_int8": f"{'int8' if row.get('draft_int8') else row['dtype']} draft",

@@ -2,7 +2,7 @@
 
 Weights and cached keys and values are random and of the real shapes. Plain decoding and speculation
 run in the engine's own compiled loop, from the first token to the last; only the number of accepted
-tokens is drawn, with the wanted mean, instead of earned (``longspec_jax.decoding.simulated``). Times
+tokens is drawn, with the wanted mean, instead of earned (``infer.bench.simulated``). Times
 are medians over repetitions, each from a dispatch to the end of the device's work, after one run
 that warms up; tokens per second are tokens over that time and no product of other figures.
 
@@ -316,10 +316,11 @@ def line(row: dict[str, Any]) -> str:
         for name in row
         if name.endswith("_ms") and name not in ("round_ms", "rest_ms", "draft_ms", "verify_ms")
     }
+    tree = TreeConfig(tuple(row["tree"]), row["budget"])
     shortest, longest = row["lengths"]
     cached = longest if shortest == longest else f"{shortest}-{longest}"
     return (
-        f"{row['shape']} B={row['batch']} S={cached} tree={row['tree']} budget={row['budget']}: "
+        f"{row['shape']} B={row['batch']} S={cached} tree={tree}: "
         f"plain {row['plain_ms_per_token']} ms ({row['plain_percent_of_roof']} % of roof), "
         f"round {row['round_ms']} ms = draft {row['draft_ms']} + verify {row['verify_ms']} "
         f"+ rest {row['rest_ms']}, {row['round_over_plain']} plain steps; "

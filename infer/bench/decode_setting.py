@@ -102,8 +102,6 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
       ValueError: naming the option that asks for what cannot be.
     """
     tree = arguments.tree
-    if arguments.budget:
-        tree = dataclasses.replace(tree, budget=arguments.budget)
     lengths = acceptance_lengths(arguments, tree.num_levels)
     for shape in arguments.shape:
         size = SHAPES[shape].vocab_size

@@ -64,7 +64,8 @@ def main(arguments: argparse.Namespace) -> None:
         jax.devices()[0].device_kind,
         __doc__ or "",
         **{"dtype": arguments.dtype, "attention": arguments.attention or "automatic"},
-        **{"tree": list(arguments.tree.widths), "new_tokens": arguments.new_tokens},
+        **{"tree": list(arguments.tree.widths), "budget": arguments.tree.budget},
+        new_tokens=arguments.new_tokens,
     )
     with bench_report.Report(header, arguments.json) as report:
         for temperature in arguments.temperatures:

@@ -1,6 +1,9 @@
 """The shapes that benchmarks know by name."""
 
 from longspec_jax.config import PRESETS, TargetConfig
+from longspec_jax.embedded import DEMO
+from longspec_jax.weights.hf_config import target_config
+from longspec_jax.weights.raw import read_json
 
 TINY = TargetConfig(
     architecture="LlamaForCausalLM",
@@ -14,23 +17,9 @@ TINY = TargetConfig(
     max_positions=4096,
     dtype="float32",
 )
-DEMO = TargetConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=4096,
-    model_width=256,
-    mlp_width=704,
-    num_layers=8,
-    num_heads=4,
-    num_kv_heads=2,
-    head_width=64,
-    max_positions=16384,
-    rope_theta=500000.0,
-    tied_embeddings=True,
-    dtype="float32",
-)
 SHAPES: dict[str, TargetConfig] = {
     "tiny": TINY,
-    "demo": DEMO,
+    "demo": target_config(read_json(DEMO / "target" / "config.json"), "float32"),
     "vicuna7b": PRESETS["vicuna-7b-v1.5-16k"],
     "vicuna13b": PRESETS["vicuna-13b-v1.5-16k"],
     "longchat7b": PRESETS["longchat-7b-v1.5-32k"],

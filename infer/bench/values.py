@@ -1,48 +1,34 @@
-"""What the benchmarks' options take, and the words for what they do not take.
+"""What the benchmarks' options take besides numbers, and the words for what they do not take.
 
 Types for ``argparse``, which prints what they raise behind the option's name. Nothing here is slow to
 import: a typing error is answered before jax is.
 """
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.checks import Whole
 
-from .comma_separated import comma_separated
+from ..number_argument import number_argument
 
-MOST = 2**31 - 1
-"""The largest number the compiled programs count with."""
 DTYPES = ("float32", "bfloat16", "float16")
+Item = TypeVar("Item")
 
 
-def whole_number(text: str, least: int = 1) -> int:
-    """A count."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not least <= value <= MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from {least} to {MOST}")
-    return value
+def comma_separated(convert: Callable[[str], Item]) -> Callable[[str], list[Item]]:
+    """A list such as ``4096,32768``, each item by ``convert``."""
 
+    def items(text: str) -> list[Item]:
+        return [convert(part) for part in text.split(",")]
 
-def not_negative(text: str) -> float:
-    """A finite number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number, at least 0")
-    return value
+    return items
 
 
 def head_counts(text: str) -> tuple[int, int]:
     """Query heads and key/value heads, from ``32/8``."""
     try:
-        heads, kv_heads = map(whole_number, text.split("/"))
+        heads, kv_heads = map(number_argument(Whole()), text.split("/"))
     except (ValueError, argparse.ArgumentTypeError):
         heads, kv_heads = 1, 0
     if kv_heads == 0 or heads % kv_heads:
@@ -51,14 +37,6 @@ def head_counts(text: str) -> tuple[int, int]:
             "such as 32/8"
         )
     return heads, kv_heads
-
-
-def tree(text: str) -> TreeConfig:
-    """A tree from its widths by level, all of whose nodes are verified."""
-    try:
-        return TreeConfig(tuple(comma_separated(whole_number)(text)))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def one_of(known: Sequence[str]) -> Callable[[str], str]:

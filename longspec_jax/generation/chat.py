@@ -5,6 +5,7 @@ from typing import Any
 
 from longspec_jax.checks import shown
 from longspec_jax.generation import template_sandbox
+from longspec_jax.generation.messages import plain_messages
 from longspec_jax.generation.tokens import encode_text
 
 VICUNA_TEMPLATE = (
@@ -59,48 +60,6 @@ def render_chat(
             "another one as chat_template=, or the prompt as text"
         ) from error
     return encode_text(tokenizer, text, special=False)
-
-
-def plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages with every content as one text; parts of text are joined.
-
-    Raises:
-      ValueError: for anything but a list of messages with role and content.
-    """
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise ValueError(
-            "messages must be a list of objects with role and content, at least one, got "
-            f"{shown(messages)}"
-        )
-    return [_plain_message(index, message) for index, message in enumerate(messages)]
-
-
-def _plain_message(index: int, message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-        raise ValueError(f"message {index} must have role and content, got {shown(message)}")
-    if not isinstance(message["role"], str):
-        raise ValueError(f"message {index}: the role must be text, got {shown(message['role'])}")
-    content = message["content"]
-    if isinstance(content, list | tuple):
-        content = "".join(_part(index, part) for part in content)
-    elif not isinstance(content, str):
-        raise ValueError(
-            f"message {index}: the content must be text, or a list of parts "
-            f'{{"type": "text", "text": ...}}, got {shown(content)}'
-        )
-    others = {key: value for key, value in message.items() if value is not None}
-    return {**others, "content": content}
-
-
-def _part(index: int, part: Any) -> str:
-    """The text of a part of a message."""
-    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-    if isinstance(text, str):
-        return text
-    raise ValueError(
-        f'message {index}: a part of the content must be {{"type": "text", "text": ...}}, got '
-        f"{shown(part)}; there are no models of images or sound here"
-    )
 
 
 def _template(tokenizer: Any, template: str | None) -> str:

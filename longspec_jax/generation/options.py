@@ -15,10 +15,10 @@ import numpy as np
 from longspec_jax.checks import is_whole, shown, whole_number
 from longspec_jax.decoding.engine import Request
 from longspec_jax.decoding.sampling import Sampling
-from longspec_jax.generation.values import as_plain, floats, in_row, integers
+from longspec_jax.generation.ranges import SAMPLING
+from longspec_jax.generation.values import as_plain, by_row, in_row
 
 DEFAULT_NEW_TOKENS = 256
-LARGEST_TEMPERATURE = float(np.finfo(np.float32).max)
 TRANSFORMERS_TOP_K = 50
 """The ``top_k`` of a GenerationConfig that names none, wherever transformers samples with it."""
 
@@ -117,22 +117,17 @@ def resolve(
     merged = {**_from_config(generation_config, prompt_lengths, given), **given}
     rows = len(prompt_lengths)
 
-    def whole(name: str, default: int, low: int, high: int, rule: str) -> np.ndarray:
-        value, dtype = merged.get(name, default), np.uint32 if name == "seed" else np.int32
-        return np.asarray(integers(name, value, rows, lambda n: low <= n <= high, rule), dtype)
+    def option(name: str, default: float, dtype: Any) -> np.ndarray:
+        return np.asarray(by_row(name, merged.get(name, default), rows, SAMPLING[name]), dtype)
 
-    most = 2**31 - 1
     temperature = _temperature(merged, given, rows)
-    top_p = floats("top_p", merged.get("top_p", 1.0), rows, lambda p: 0 < p <= 1, "in (0, 1]")
     resolved = RowOptions(
-        max_new_tokens=whole(
-            "max_new_tokens", DEFAULT_NEW_TOKENS, 1, most, f">= 1 and at most {most}"
-        ),
+        max_new_tokens=option("max_new_tokens", DEFAULT_NEW_TOKENS, np.int32),
         temperature=temperature,
-        top_k=whole("top_k", 0, 0, most, f">= 0 (0 keeps all tokens) and at most {most}"),
+        top_k=option("top_k", 0, np.int32),
         # A mass too small for float32 still leaves the most likely token.
-        top_p=np.maximum(np.asarray(top_p, np.float32), np.finfo(np.float32).tiny),
-        seed=whole("seed", 0, 0, 2**32 - 1, f"in [0, 2**32), at most {2**32 - 1}"),
+        top_p=np.maximum(option("top_p", 1.0, np.float32), np.finfo(np.float32).tiny),
+        seed=option("seed", 0, np.uint32),
         stop_tokens=_stop_sets(merged.get("eos_token_id", model_stop_tokens), rows),
     )
     if "eos_token_id" in merged:
@@ -208,13 +203,8 @@ def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int)
         )
     if "temperature" in given and "do_sample" not in given:
         sample = None  # An explicit temperature says by itself whether to sample.
-    values = floats(
-        "temperature",
-        merged.get("temperature", 1.0 if sample else 0.0),
-        rows,
-        lambda one: 0 <= one <= LARGEST_TEMPERATURE,
-        ">= 0 (0 is greedy) and finite",
-    )
+    given_or_default = merged.get("temperature", 1.0 if sample else 0.0)
+    values = by_row("temperature", given_or_default, rows, SAMPLING["temperature"])
     array = np.asarray(values, np.float32)
     if sample is None or (sample and array.all()):
         return array

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longspec_jax import PLAIN, GenerateResult, LongSpec, demo_prompts
-from longspec_jax.loading import DEMO
+from longspec_jax.embedded import DEMO
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from longspec_jax.generation import template_sandbox
-from longspec_jax.generation.chat import VICUNA_TEMPLATE, plain_messages, render_chat
+from longspec_jax.generation.chat import VICUNA_TEMPLATE, render_chat
+from longspec_jax.generation.messages import plain_messages
 from tests.generation.test_text import byte_level
 
 LLAMA_3 = (
@@ -300,6 +301,7 @@ def test_parts_of_text_are_joined() -> None:
         ([{"role": None, "content": "a"}], "message 0: the role must be text, got None"),
         ([{"role": "user", "content": None}], "message 0: the content must be text, .* got None"),
         ([{"role": "user", "content": 3}], "the content must be text, .* got 3"),
+        ([{"role": "user", "content": []}], r"the content must be text, .* got \[\]"),
         ([{"role": "user", "content": {"a": 1}}], "the content must be text"),
         ([{"role": "user", "content": b"a"}], "the content must be text"),
         ([{"role": "user", "content": ["a"]}], "a part of the content must be .* got 'a'"),

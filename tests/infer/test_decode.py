@@ -26,10 +26,11 @@ from longspec_jax import (
     demo_prompts,
 )
 from longspec_jax.compilation import keep_programs
+from longspec_jax.embedded import DEMO
 from longspec_jax.generation.activity import Compiling, Fitted
 from longspec_jax.generation.paces import TreePace
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
-from longspec_jax.loading import DEMO, load_tokenizer
+from longspec_jax.loading import load_tokenizer
 from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
 from tests.infer.toys import save_toy, toy_tokenizer
 
@@ -83,11 +84,11 @@ def test_one_prompt(folders, tmp_path, capsys) -> None:
 
 def test_a_budget_changes_the_tree_and_not_the_text(folders, tmp_path, capsys) -> None:
     whole = run_json(folders, tmp_path, f"--prompt={PROMPT}")
-    found = run_json(folders, tmp_path, f"--prompt={PROMPT}", "--budget=5")
+    found = run_json(folders, tmp_path, f"--prompt={PROMPT}", "--tree=4,5@5")
     assert len(whole["header"]["commit"]) >= 7 and whole["header"]["versions"]["jax"]
     assert whole["setting"]["budget"] is None and found["setting"]["budget"] == 5
     assert found["text"] == whole["text"] and found["identical_to_plain"] is True
-    assert "tree 4,5 (the best 5 of 10 nodes per target pass)" in capsys.readouterr().out
+    assert "tree 4,5@5 (the best 5 of 10 nodes per target pass)" in capsys.readouterr().out
 
 
 def test_a_draft_vocabulary_needs_its_table(folders, tmp_path, capsys) -> None:
@@ -135,7 +136,7 @@ def test_several_prompts_have_totals(folders, tmp_path, capsys) -> None:
     for name in ("one", "two"):
         (tmp_path / name).write_text(PROMPT + name.translate({ord(c): "a" for c in "onetw"}))
     files = [f"--prompt_file={tmp_path / name}" for name in ("one", "two")]
-    found = run_json(without_tree(folders), tmp_path, *files, "--method=plain")
+    found = run_json(without_tree(folders), tmp_path, *files, "--tree=none")
     assert [row["name"] for row in found["rows"]] == ["one", "two"]
     assert found["acceptance_length"] == 1 and found["identical_to_plain"] is None
     assert found["plain_tokens_per_second"] is None and len(found["text"]) == 2
@@ -162,12 +163,12 @@ def test_batch_rows_equal_lone_runs(folders, tmp_path) -> None:
     assert found["identical_to_plain"] is True and found["rows"][1]["new_tokens"] <= 7
     assert [row["name"] for row in found["rows"]] == [f"batch.jsonl, line {n}" for n in (1, 2, 3)]
     plain = without_tree(folders)
-    lone = run_json(plain, tmp_path, f"--prompt={PROMPT}", "--seed=5", "--method=plain")
+    lone = run_json(plain, tmp_path, f"--prompt={PROMPT}", "--seed=5", "--tree=none")
     assert lone["rows"][0]["tokens"] == found["rows"][0]["tokens"]
 
 
 def test_json_on_standard_output_is_json_alone(folders, capsys) -> None:
-    argv = ["--prompt=ab", "--method=plain", "--json=-", "--max_new_tokens=3"]
+    argv = ["--prompt=ab", "--tree=none", "--json=-", "--max_new_tokens=3"]
     assert decode.main([*without_tree(folders), *argv]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["prompt_tokens"] == 2 and "=== prompt" in printed.err
@@ -177,9 +178,9 @@ def test_default_prompt(folders, monkeypatch, tmp_path) -> None:
     texts = {"first": "ab", session.DEFAULT_PROMPT: "ab" * 20}
     monkeypatch.setattr(session, "demo_prompts", lambda: texts)
     plain = without_tree(folders)
-    found = run_json(plain, tmp_path, "--method=plain")
+    found = run_json(plain, tmp_path, "--tree=none")
     assert [row["name"] for row in found["rows"]] == [session.DEFAULT_PROMPT]
-    found = run_json(plain, tmp_path, "--method=plain", "--all_prompts")
+    found = run_json(plain, tmp_path, "--tree=none", "--all_prompts")
     assert [row["name"] for row in found["rows"]] == list(texts)
     monkeypatch.setattr(session, "demo_prompts", lambda: {})
     assert decode.main(folders) == 2
@@ -195,8 +196,8 @@ BAD = {
     "no template": (['--messages=[{"role":"user","content":"a"}]'], "no chat template"),
     "too long": (["--prompt=ab", "--max_new_tokens=1023"], "max_positions=1024; lower"),
     "tree": (["--prompt=a", "--tree=4,0"], "tree widths must be positive"),
-    "budget": (["--prompt=a", "--budget=0"], "a tree budget counts the root"),
-    "adaptive": (["--prompt=a", "--adaptive", "--method=plain"], "has nothing to choose"),
+    "budget": (["--prompt=a", "--tree=4,5@0"], "a tree budget counts the root"),
+    "adaptive": (["--prompt=a", "--adaptive", "--tree=none"], "has nothing to choose"),
     "temperature": (["--prompt=a", "--temperature=-1"], "--temperature: -1 must be >= 0"),
     "top_p": (["--prompt=a", "--top_p=2"], "must be in (0, 1]"),
     "attention": (
@@ -221,7 +222,7 @@ def test_bad_input_is_one_message_and_status_2(folders, case, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [["--tree=wide"], ["--method=magic"], ["--prompt=a", "--list=prompts"]]
+    "argv", [["--tree=wide"], ["--dtype=magic"], ["--prompt=a", "--list=prompts"]]
 )
 def test_bad_arguments_are_status_2(argv, capsys) -> None:
     assert decode.main(argv) == 2
@@ -234,7 +235,7 @@ def test_failures_while_running_are_status_1(folders, monkeypatch, capsys) -> No
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(LongSpec, "generate", fail)
-    assert decode.main([*without_tree(folders), "--prompt=a", "--method=plain"]) == 1
+    assert decode.main([*without_tree(folders), "--prompt=a", "--tree=none"]) == 1
     assert capsys.readouterr().err == "failed while running: RuntimeError: the device is gone\n"
 
 
@@ -288,7 +289,7 @@ def test_the_command_chooses_the_cache(folders, monkeypatch, tmp_path) -> None:
     before = jax.config.values["jax_compilation_cache_dir"]
     monkeypatch.setenv("LONGSPEC_CACHE", "elsewhere")
     monkeypatch.setattr(LongSpec, "generate", first_token_only)
-    argv = [*without_tree(folders), "--prompt=ab", "--no-compare", "--method=plain"]
+    argv = [*without_tree(folders), "--prompt=ab", "--no-compare", "--tree=none"]
     try:
         jax.config.update("jax_compilation_cache_dir", None)
         assert decode.main(argv) == 0
@@ -388,7 +389,7 @@ def test_what_is_under_way_and_what_was_settled(folders, monkeypatch, tmp_path, 
     assert ("compiling, once for prompts of about this length", "") in seen
     assert "tree by what is fastest here, temperature 1" in printed
     assert (
-        "tree 1,1 (3 nodes per target pass), the fastest of 2 timed here: 250 tokens/s, 100 without"
+        "tree chain:2 (3 nodes per target pass), the fastest of 2 timed here: 250 tokens/s, 100 without"
         in printed
     )
     assert printed.index("250 tokens/s") < printed.index("ab\n--- completion ---")

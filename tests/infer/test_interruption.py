@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from infer import decode, interruption, models
+from infer import boundary, decode, interruption, models
 from infer.display import Screen
 from infer.session import NO_TEXT
 from infer.status_line import ERASE
@@ -301,7 +301,7 @@ def test_a_reader_that_reads_nothing(argv) -> None:
     """As in ``| true``: neither a traceback nor the interpreter's last words."""
     process = start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
-    assert process.stderr.read() == "" and process.wait(60) in (0, decode.READER_GONE)
+    assert process.stderr.read() == "" and process.wait(60) in (0, boundary.READER_GONE)
 
 
 class Unread(io.StringIO):

@@ -104,7 +104,7 @@ def test_numbers_are_rescued(tmp_path, monkeypatch, capsys) -> None:
     def full(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(output_file, "_beside", full)
+    monkeypatch.setattr(output_file.files, "beside", full)
     monkeypatch.setattr(output_file.tempfile, "tempdir", str(tmp_path))
     assert not found.write({"a": 1}) and path.read_text() == "old"
     [rescued] = tmp_path.glob("longspec_*.json")
@@ -131,14 +131,16 @@ def test_numbers_that_are_no_json_are_rescued(tmp_path, monkeypatch, capsys) -> 
 
 @pytest.mark.parametrize("step", ["fsync", "replace", "chmod"])
 def test_no_half_file_stays_behind_on_an_interrupt(tmp_path, monkeypatch, step) -> None:
-    def leave(*args):
+    def leave(*args, **options):
         raise KeyboardInterrupt
 
-    found = OutputFile.tried(str(tmp_path / "out.json"), [])
-    monkeypatch.setattr(output_file.os, step, leave)
+    path = tmp_path / "out.json"
+    path.write_text("old")
+    found = OutputFile.tried(str(path), [])
+    monkeypatch.setattr(os, step, leave)
     with pytest.raises(KeyboardInterrupt):
         found.write({"a": 1})
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == "old"
 
 
 def test_half_characters_are_escaped(tmp_path) -> None:

@@ -119,12 +119,12 @@ def test_why_a_tree() -> None:
     chain = TreeConfig((1, 1, 1))
     slow = (TreePace(TreeConfig(()), 0.01, 1.0), TreePace(chain, 0.04, 2.0))
     assert fitted_line(Fitted(TreeConfig(()), slow), "this shows it pay") == (
-        "plain decoding: no tree pays for this model here, timed once: 100 tokens/s, 50 with tree 1,1,1 "
-        "(--tree takes it all the same); this shows it pay"
+        "plain decoding: no tree pays for this model here, timed once: 100 tokens/s, 50 with tree "
+        "chain:3 (--tree takes it all the same); this shows it pay"
     )
     assert fitted_line(Fitted(chain, ()), "") == (
-        "tree 1,1,1 (4 nodes per target pass), usual on this kind of machine: nothing was timed (--tree "
-        "names another)"
+        "tree chain:3 (4 nodes per target pass), usual on this kind of machine: nothing was timed "
+        "(--tree names another)"
     )
 
 

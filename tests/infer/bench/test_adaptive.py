@@ -56,7 +56,7 @@ def test_time_is_per_token_of_a_row_and_rounds_are_of_the_timed_decodes(
         "adaptive_ms_per_token": 1e3 * 8.0 / (NEW - 1),
         "adaptive_over_plain": 8.0 / (NEW - 1) / 0.4,
         "adaptive_acceptance_length": 1.0,
-        "adaptive_choices": {"plain": 16, "tree 1,1": 16, "tree 2,3,2": 0},
+        "adaptive_choices": {"plain": 16, "tree chain:2": 16, "tree 2,3,2": 0},
     }
 
 
@@ -75,7 +75,7 @@ def test_the_command_reports_adaptive_decoding(tmp_path: Path, capsys) -> None:
         ]
     )
     [row] = json.loads(file.read_text())["rows"]
-    assert list(row["adaptive_choices"]) == ["plain", "tree 1", "tree 2,3"]
+    assert list(row["adaptive_choices"]) == ["plain", "tree chain:1", "tree 2,3"]
     rounds = sum(row["adaptive_choices"].values())
     np.testing.assert_allclose(rounds * row["adaptive_acceptance_length"], 2 * (NEW - 1), rtol=1e-3)
     ratio = row["adaptive_ms_per_token"] / row["plain_ms_per_token"]

@@ -16,16 +16,12 @@ from infer.bench import progress as bench_progress
 from infer.bench.arguments import ByMachine, settled
 from infer.bench.attention_candidates import CANDIDATES
 from infer.bench.attention_torch import TORCH
-from infer.bench.shapes import SHAPES
-from longspec_jax.config import ATTENTION
-from longspec_jax.loading import DEMO
+from longspec_jax.config import ATTENTION, DEFAULT_TREE
 from longspec_jax.ops.attention.dispatch import (
     PREFIX_IMPLEMENTATIONS,
     SPECULATIVE_IMPLEMENTATIONS,
     TREE_IMPLEMENTATIONS,
 )
-from longspec_jax.weights.hf_config import target_config
-from longspec_jax.weights.raw import read_json
 
 ROOT = Path(__file__).parents[3]
 SUMMARIES = {name: "" for name in bench.BENCHMARKS}
@@ -33,24 +29,27 @@ BAD = {
     "--shape: unknown foo; choose from ['tiny', 'demo', 'vicuna7b'": "decode --shape=foo",
     "--shape: unknown ''": "decode --shape=",
     "--context: 'x' must be a whole number": "decode --context=x",
-    "--context: '-1' must": "decode --context=4096,-1",
-    "--context: '0' must": "decode --context=0",
-    "--context: '2147483648' must": "decode --context=2147483648",
+    "--context: -1 must": "decode --context=4096,-1",
+    "--context: 0 must": "decode --context=0",
+    "--context: 2147483648 must": "decode --context=2147483648",
     "--context: '' must": "decode --context=",
     "--context: '1.5' must": "match --context=1.5",
     "--batch: '' must": "decode --batch=1,",
-    "--budget: '0' must be a whole number from 1": "decode --budget=0",
-    "--new_tokens: '1' must be a whole number from 2": "decode --new_tokens=1",
-    "--repetitions: '-2' must": "decode --repetitions=-2",
-    "--turns: '0' must": "decode --turns=0",
-    "--prefill: '0' must": "decode --prefill=0",
-    "--tree: '0' must": "decode --tree=4,0",
+    "--tree: a tree budget counts the root and must be whole and at least 1": "decode --tree=2,2@0",
+    "--tree: @9 is more nodes than the tree 2,2 has: 5": "match --tree=2,2@9",
+    "--tree: none drafts nothing, and plain decoding is measured beside": "decode --tree=none",
+    "unrecognized arguments: --budget=8": "decode --budget=8",
+    "--new_tokens: 1 must be a whole number from 2": "decode --new_tokens=1",
+    "--repetitions: -2 must": "decode --repetitions=-2",
+    "--turns: 0 must": "decode --turns=0",
+    "--prefill: 0 must": "decode --prefill=0",
+    "--tree: tree widths must be positive": "decode --tree=4,0",
     "--tree: tree (300,) has 301 nodes": "decode --tree=300",
-    "--acceptance: 'nan' must be a number": "decode --acceptance=nan",
+    "--acceptance: nan must be >= 0 and finite": "decode --acceptance=nan",
     "--acceptance: a tree of 1 levels emits 1 to 2 tokens": "decode --tree=3 --acceptance=9",
     "--histogram: 4 counts, but a tree of 2 levels": "decode --tree=2,2 --histogram=1,2,3,4",
     "--histogram: the histogram counts no rounds": "decode --histogram=0,0",
-    "--histogram: '-1' must": "decode --histogram=-1",
+    "--histogram: -1 must": "decode --histogram=-1",
     "--draft_vocabulary=513: tiny has 512 tokens": "decode --shape=tiny --draft_vocabulary=513",
     "--attention: unknown magic; choose from ['pallas'": "decode --attention=magic",
     "--profile: '/dev/null' must be a folder": "decode --profile=/dev/null",
@@ -60,7 +59,7 @@ BAD = {
     "--implementations: unknown magic; choose from ['ours'": "attention --implementations=magic",
     "--tiles sweeps GPU kernels": "attention --tiles",
     "--rows: 'many' must": "products --rows=many",
-    "--temperatures: '-1' must be a number, at least 0": "match --temperatures=0,-1",
+    "--temperatures: -1 must be >= 0 and finite": "match --temperatures=0,-1",
     "too few for 2 different prompts of 999999; lower --context": "match --context=999999",
     "--new_tokens=16384 are 16896 positions": "match --new_tokens=16384",
     "--implementations: unknown fast; choose from ['transformers-static'": (
@@ -88,10 +87,7 @@ def test_bad_input_is_one_line_before_anything_runs(
 ) -> None:
     for module in ("decode", "attention", "products"):
         monkeypatch.setattr(f"infer.bench.{module}.measure_roof", lambda: pytest.fail("it ran"))
-    try:
-        status = bench.main(BAD[words].split())
-    except SystemExit as end:
-        status = end.code
+    status = bench.main(BAD[words].split())
     printed = capsys.readouterr()
     assert status == 2 and not printed.out
     [line] = printed.err.splitlines()
@@ -135,14 +131,15 @@ def test_defaults_depend_on_the_machine_and_what_is_named_stands() -> None:
             assert not any(isinstance(value, ByMachine) for value in values)
 
 
-def test_a_budget_is_of_the_tree_that_is_named_or_of_the_default() -> None:
+def test_the_tree_is_the_one_that_is_named_or_the_default() -> None:
     def tree(*more: str):
         parsed = bench_arguments.parser(SUMMARIES).parse_args(["decode", *more])
         return decode_setting.all_settings(settled(parsed, cpu=False))[0].tree
 
-    assert (tree().num_nodes, tree("--budget=16").num_nodes) == (64, 16)
+    assert tree() == DEFAULT_TREE and tree().num_nodes == 64
+    assert tree("--tree=4,16,16,16,16@16").num_nodes == 16
     assert tree("--tree=4,16,16,16,16").num_nodes == 69
-    assert tree("--tree=1,1,1,1", "--budget=4").num_nodes == 4
+    assert tree("--tree=chain:4@4").num_nodes == 4
 
 
 def test_the_names_that_are_known_without_jax_are_those_there_are() -> None:
@@ -150,11 +147,6 @@ def test_the_names_that_are_known_without_jax_are_those_there_are() -> None:
         assert tuple(known) == ATTENTION
     assert bench_arguments.ATTENTION_CANDIDATES == (*CANDIDATES, *TORCH)
     assert bench_arguments.DECLARATIONS.keys() == bench.BENCHMARKS.keys()
-
-
-def test_the_shape_called_demo_is_the_demos() -> None:
-    raw = read_json(DEMO / "target" / "config.json")
-    assert SHAPES["demo"] == target_config(raw, "float32")
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -189,8 +181,7 @@ def test_a_folder_that_cannot_be_written_is_noticed(tmp_path: Path, monkeypatch,
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "touch", refuse)
-    with pytest.raises(SystemExit):
-        bench.main(["decode", f"--json={tmp_path / 'x.json'}"])
+    assert bench.main(["decode", f"--json={tmp_path / 'x.json'}"]) == 2
     assert "cannot be written (Permission denied)" in capsys.readouterr().err
 
 
@@ -205,8 +196,7 @@ def test_looking_at_a_file_leaves_it_as_it_was(tmp_path: Path) -> None:
 
 def test_a_missing_matplotlib_is_told_before_the_run(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit):
-        bench.main(["decode", f"--chart={tmp_path / 'x.png'}"])
+    assert bench.main(["decode", f"--chart={tmp_path / 'x.png'}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "(matplotlib): pip install '" in line or "(matplotlib): pip install -e" in line
 

@@ -97,9 +97,9 @@ def test_rows_of_a_batch_may_differ_in_length(tmp_path: Path, capsys) -> None:
     file = tmp_path / "rows.json"
     bench.main(
         [
-            *("decode", "--shape=tiny", "--context=65", "--batch=1,3", "--ragged", "--tree=2,3"),
+            *("decode", "--shape=tiny", "--context=65", "--batch=1,3", "--ragged", "--tree=2,3@4"),
             *("--acceptance=2", "--new_tokens=41", "--turns=1", "--repetitions=1"),
-            *("--budget=4", f"--json={file}"),
+            f"--json={file}",
         ]
     )
     one, three = json.loads(file.read_text())["rows"]
@@ -167,7 +167,7 @@ def test_a_budget_is_measured(budget: int, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     bench.main(
         [
-            *("decode", "--shape=tiny", "--context=64", "--tree=2,3", f"--budget={budget}"),
+            *("decode", "--shape=tiny", "--context=64", f"--tree=2,3@{budget}"),
             *("--acceptance=2", "--new_tokens=41", "--turns=1", "--repetitions=1"),
             *("--parts", f"--json={file}"),
         ]

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from longspec_jax.config import TreeConfig
-
 from . import interruption
+from .boundary import INTERRUPTED
 from .display import Screen, wants_color
 from .journal import Journal
 from .output_file import STDOUT, OutputFile
@@ -19,9 +18,6 @@ from .wording import command_words
 if TYPE_CHECKING:  # Slow to import, and imported where the screen says so.
     from .session import Session
 
-INTERRUPTED = 130
-"""The exit status that shells have for it: 128 and the number of SIGINT."""
-
 
 class Run:
     """A request, and how far it has got."""
@@ -29,7 +25,6 @@ class Run:
     def __init__(
         self,
         arguments: argparse.Namespace,
-        tree: TreeConfig | None,
         prompts: Sequence[Prompt],
         output: OutputFile | None,
     ):
@@ -37,7 +32,6 @@ class Run:
 
         Args:
           arguments: of the command, checked.
-          tree: shape of the draft trees; the library's own choice if absent.
           prompts: the prompts they name.
           output: where the numbers go, if anywhere.
         """
@@ -45,7 +39,7 @@ class Run:
         out = sys.stderr if arguments.json == STDOUT else sys.stdout
         self.screen = Screen(wants_color(arguments.color, out), out)
         self.journal = Journal()
-        self._arguments, self._tree, self._prompts = arguments, tree, prompts
+        self._arguments, self._prompts = arguments, prompts
         self._output = output
         self._session: Session | None = None
 
@@ -68,7 +62,8 @@ class Run:
         self.screen.status("loading the models")
         with command_words():
             spec = load(self._arguments, folders)
-        self._session = Session(spec, self._arguments, self._tree, self.screen, self.journal)
+        tree = self._arguments.tree
+        self._session = Session(spec, self._arguments, tree, self.screen, self.journal)
         self._session.decode(self._prompts)
 
     def write(self, interrupted: bool = False) -> bool:
@@ -87,7 +82,6 @@ class Run:
 
 def decode(
     arguments: argparse.Namespace,
-    tree: TreeConfig | None,
     prompts: Sequence[Prompt],
     output: OutputFile | None,
     end: Callable[[int], object] | None,
@@ -96,12 +90,11 @@ def decode(
 
     Args:
       arguments: of the command, checked.
-      tree: shape of the draft trees; the library's own choice if absent.
       prompts: the prompts they name; none for the demo's.
       output: where the numbers go, if anywhere.
       end: ends the process after Ctrl-C.
     """
-    run = Run(arguments, tree, prompts, output)
+    run = Run(arguments, prompts, output)
     try:
         interruption.run_interruptibly(run.work)
         return 0 if run.write() else 1

@@ -1,0 +1,16 @@
+"""The demo that comes with the package: a small target, its draft and sample prompts.
+
+Quick to import: what is refused before the library's slow imports must know where it lies.
+"""
+
+import functools
+from pathlib import Path
+
+DEMO = Path(__file__).parent / "demo"
+"""Folders ``target`` and ``draft``, and ``prompts`` that were held out from their training."""
+
+
+@functools.cache
+def demo_prompts() -> dict[str, str]:
+    """The sample prompts that come with the package, held out from the demo's training."""
+    return {path.stem: path.read_text("utf-8") for path in sorted(DEMO.glob("prompts/*.txt"))}
