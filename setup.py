@@ -1,7 +1,8 @@
 """Where the commands lie in a wheel, which ``pyproject.toml`` cannot say for folders yet to come.
 
-``train/``, ``infer/`` and ``configs/`` are folders of the checkout, and too common as names to install:
-the wheel holds them as ``longspec_jax.train`` and so on. They import each other relatively.
+``train/``, ``infer/`` and ``configs/`` are folders of the checkout, and too common as names to
+install: the wheel holds them as ``longspec_jax.train`` and so on. They import each other
+relatively.
 """
 
 from setuptools import find_packages, setup

@@ -2,9 +2,10 @@
 
     python -m train.run --config=configs/demo.py --workdir=runs/demo
 
-Data: permissively licensed source code and documentation of the Python distributions installed beside
-this project, gathered by the run itself; ``held_out`` names what it never trains on.
-Hardware: one H200, about 15 minutes in all (an estimate; every stage is limited by ``max_seconds``).
+Data: permissively licensed source code and documentation of the Python distributions installed
+beside this project, gathered by the run itself; ``held_out`` names what it never trains on.
+Hardware: one H200, about 15 minutes in all (an estimate; every stage is limited by
+``max_seconds``).
 Variants: ``demo.py:smoke`` runs the same shapes for seconds each, ``demo.py:tiny`` suits a CPU.
 Without anchor-offset, at the same budget: ``--config.draft.anchor_offset=False``.
 """
@@ -58,7 +59,8 @@ def get_config(variant: str = "full") -> ConfigDict:
             long=stage(CONTEXT, 16, 1e-3, max_seconds=90.0),
         ),
     )
-    # The default tree has five levels, so the draft runs up to five tokens past the target's last key.
+    # The default tree has five levels, so the draft runs up to five tokens past the target's last
+    # key.
     config.draft.max_shift = 5
     config.stages = dict(
         # 1024 tokens at positions up to the context's end: short rows, long positions.

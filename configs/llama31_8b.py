@@ -4,10 +4,10 @@
     python -m train.run --config=configs/llama31_8b.py:long
     python -m train.run --config=configs/llama31_8b.py:sft
 
-Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for eight
-H200, not measured: short 11 hours, long 5 hours; sft is its file's padded tokens at the rate of long.
-Expected τ (paper): GovReport 3.25, QMSum 2.99, Multi-News 3.36, LCC 3.28, RepoBench-P 3.39.
-The target is gated: accept its licence on the hub and log in, or name a local copy with
+Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
+eight H200, not measured: short 11 hours, long 5 hours; sft is its file's padded tokens at the rate
+of long. Expected τ (paper): GovReport 3.25, QMSum 2.99, Multi-News 3.36, LCC 3.28, RepoBench-P
+3.39. The target is gated: accept its licence on the hub and log in, or name a local copy with
 ``--config.target=FOLDER``.
 """
 

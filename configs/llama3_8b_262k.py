@@ -4,14 +4,15 @@
     python -m train.run --config=configs/llama3_8b_262k.py:long
     python -m train.run --config=configs/llama3_8b_262k.py:sft
 
-Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for eight
-H200, not measured: short 11 hours, long 5 hours; sft is its file's padded tokens at the rate of long.
-The paper gives no acceptance length for it; for Llama-3.1-8B-Instruct see ``llama31_8b.py``.
+Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
+eight H200, not measured: short 11 hours, long 5 hours; sft is its file's padded tokens at the rate
+of long. The paper gives no acceptance length for it; for Llama-3.1-8B-Instruct see
+``llama31_8b.py``.
 
 The hub repository changed ``rope_theta`` between revisions: an early one says 207112184.0, the one
 the released draft was made for 283461213.0. Which commit that is could not be looked up when this
-file was written, so ``revision`` is empty and a draft records the rotary base it was trained with: a
-draft of another revision is refused on loading, not decoded slowly. Pin the commit you use with
+file was written, so ``revision`` is empty and a draft records the rotary base it was trained with:
+a draft of another revision is refused on loading, not decoded slowly. Pin the commit you use with
 ``--config.revision=COMMIT``.
 """
 

@@ -4,10 +4,10 @@
     python -m train.run --config=configs/longchat13b.py:long
     python -m train.run --config=configs/longchat13b.py:sft
 
-Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for eight
-H200, not measured: short 15 hours, long 4 hours; sft is its file's padded tokens at the rate of long.
-Expected τ (paper): GovReport 3.58, QMSum 3.15, Multi-News 3.50, LCC 4.01, RepoBench-P 4.46.
-The paper gives offsets up to 30k for this target; its 16,384 positions leave room for 15,360.
+Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
+eight H200, not measured: short 15 hours, long 4 hours; sft is its file's padded tokens at the rate
+of long. Expected τ (paper): GovReport 3.58, QMSum 3.15, Multi-News 3.50, LCC 4.01, RepoBench-P
+4.46. The paper gives offsets up to 30k for this target; its 16,384 positions leave room for 15,360.
 """
 
 from ml_collections import ConfigDict

@@ -4,9 +4,10 @@
     python -m train.run --config=configs/longchat7b.py:long
     python -m train.run --config=configs/longchat7b.py:sft
 
-Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for eight
-H200, not measured: short 8 hours, long 4 hours; sft is its file's padded tokens at the rate of long.
-Expected τ (paper): GovReport 3.59, QMSum 3.06, Multi-News 3.41, LCC 4.21, RepoBench-P 4.03.
+Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
+eight H200, not measured: short 8 hours, long 4 hours; sft is its file's padded tokens at the rate
+of long. Expected τ (paper): GovReport 3.59, QMSum 3.06, Multi-News 3.41, LCC 4.21, RepoBench-P
+4.03.
 """
 
 from ml_collections import ConfigDict

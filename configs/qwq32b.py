@@ -4,9 +4,9 @@
     python -m train.run --config=configs/qwq32b.py:long
     python -m train.run --config=configs/qwq32b.py:sft
 
-Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for eight
-H200, not measured: short 36 hours, long 16 hours; sft is its file's padded tokens at the rate of long.
-Expected acceptance length (paper): AIME24 with 32k new tokens 3.82.
+Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
+eight H200, not measured: short 36 hours, long 16 hours; sft is its file's padded tokens at the rate
+of long. Expected acceptance length (paper): AIME24 with 32k new tokens 3.82.
 """
 
 from ml_collections import ConfigDict

@@ -4,9 +4,10 @@
     python -m train.run --config=configs/vicuna13b.py:long
     python -m train.run --config=configs/vicuna13b.py:sft
 
-Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for eight
-H200, not measured: short 15 hours, long 4 hours; sft is its file's padded tokens at the rate of long.
-Expected τ (paper): GovReport 3.31, QMSum 2.76, Multi-News 3.44, LCC 3.57, RepoBench-P 3.59.
+Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
+eight H200, not measured: short 15 hours, long 4 hours; sft is its file's padded tokens at the rate
+of long. Expected τ (paper): GovReport 3.31, QMSum 2.76, Multi-News 3.44, LCC 3.57, RepoBench-P
+3.59.
 """
 
 from ml_collections import ConfigDict

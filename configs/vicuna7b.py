@@ -4,9 +4,10 @@
     python -m train.run --config=configs/vicuna7b.py:long
     python -m train.run --config=configs/vicuna7b.py:sft
 
-Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for eight
-H200, not measured: short 8 hours, long 2 hours; sft is its file's padded tokens at the rate of long.
-Expected τ (paper): GovReport 3.57, QMSum 3.14, Multi-News 3.51, LCC 3.73, RepoBench-P 3.86.
+Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
+eight H200, not measured: short 8 hours, long 2 hours; sft is its file's padded tokens at the rate
+of long. Expected τ (paper): GovReport 3.57, QMSum 3.14, Multi-News 3.51, LCC 3.73, RepoBench-P
+3.86.
 """
 
 from ml_collections import ConfigDict

@@ -1,8 +1,8 @@
 """Work that Ctrl-C can leave at any moment, also while a compiler runs.
 
-Python handles signals in the main thread, between two of its own instructions: not while that thread
-is inside a compiler or waits for a device. The work therefore runs in a thread of its own, and the
-main thread has nothing to do but to wait.
+Python handles signals in the main thread, between two of its own instructions: not while that
+thread is inside a compiler or waits for a device. The work therefore runs in a thread of its own,
+and the main thread has nothing to do but to wait.
 """
 
 import os
@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable
 
 STACK_BYTES = 64 * 2**20
-"""Of the thread that works: tracing and compiling nest deeply, and a thread has less than a process."""
+"""Of the thread that works: tracing and compiling nest deeply, and a thread has less than a
+process."""
 PATIENCE = 1.5
 """Seconds for last words after Ctrl-C, before the process ends without."""
 
@@ -20,8 +21,8 @@ def run_interruptibly(work: Callable[[], None]) -> None:
     """Run work to its end and raise what it raises.
 
     Raises:
-      KeyboardInterrupt: on Ctrl-C; the work may still be running then, and only the end of the process
-        ends it.
+      KeyboardInterrupt: on Ctrl-C; the work may still be running then, and only the end of the
+        process ends it.
     """
     raised: list[BaseException] = []
     done = threading.Event()

@@ -1,8 +1,8 @@
 """What a decode run measured: for reading, and as JSON.
 
-The JSON holds totals over all rows under the names of the command's documentation, and ``rows`` with
-the same numbers for each. With a single row ``text`` and ``prompt_tokens`` are that row's own, with
-several they are lists. Numbers that do not exist are null: speeds of a comparison that was not
+The JSON holds totals over all rows under the names of the command's documentation, and ``rows``
+with the same numbers for each. With a single row ``text`` and ``prompt_tokens`` are that row's own,
+with several they are lists. Numbers that do not exist are null: speeds of a comparison that was not
 made, the acceptance length of a run without decode rounds.
 """
 

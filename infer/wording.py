@@ -12,7 +12,8 @@ WRITTEN = (
 )
 """Options that are nothing else."""
 ERRORS = (ValueError, MemoryError, NotImplementedError, FileNotFoundError, FloatingPointError)
-"""What the library raises for requests that cannot be met, and for models that compute no numbers."""
+"""What the library raises for requests that cannot be met, and for models that compute no
+numbers."""
 _OPTION = re.compile(
     rf"(?<![-\w])(?:({'|'.join(WRITTEN)})\b(?!\.\w)|({'|'.join(SPOKEN)})(?==))(=True\b)?"
 )

@@ -1,7 +1,7 @@
 """The rules that numbers keep, in one place: what is whole is whole, what is finite is finite.
 
-Python takes ``True`` for 1, ``nan`` for any comparison and ``"8"`` for a size until something far away
-breaks; these functions say the name, the value and the rule where the value came in.
+Python takes ``True`` for 1, ``nan`` for any comparison and ``"8"`` for a size until something far
+away breaks; these functions say the name, the value and the rule where the value came in.
 """
 
 import numbers

@@ -1,7 +1,7 @@
 """Files that are written whole or not at all: a reader never meets half of one.
 
-What is new goes to a file beside the old one, which it then replaces in one step. Being killed halfway
-leaves the old file as it was.
+What is new goes to a file beside the old one, which it then replaces in one step. Being killed
+halfway leaves the old file as it was.
 """
 
 import contextlib

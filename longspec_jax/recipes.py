@@ -1,7 +1,8 @@
 """What training configurations are built from: the common fields, and the stages of the paper.
 
-A configuration is a Python file anywhere with a function ``get_config([variant])``; ``train/config.py``
-says what each field means, and unknown ones are refused. A whole one for a target of your own::
+A configuration is a Python file anywhere with a function ``get_config([variant])``;
+``train/config.py`` says what each field means, and unknown ones are refused. A whole one for a
+target of your own::
 
     from longspec_jax.recipes import paper_config
 
@@ -10,14 +11,15 @@ says what each field means, and unknown ones are refused. A whole one for a targ
             "mine", variant, target="owner/model", long_length=32768, max_offset=15_000
         )
 
-The paper trains in three stages (LongSpec, section 3.2 and appendix). ``short`` teaches a fresh draft
-on 1,024-token documents at anchor-offset positions, ``long`` goes on with long documents at plain
-positions, and ``sft`` with long questions whose answers alone are learned. Each variant is one stage
-with its own data and starts from the draft of the one before, which ``--config.draft.init`` names if
-it is elsewhere. ``--config.data.files=PATHS`` replaces the hub data by local files.
+The paper trains in three stages (LongSpec, section 3.2 and appendix). ``short`` teaches a fresh
+draft on 1,024-token documents at anchor-offset positions, ``long`` goes on with long documents at
+plain positions, and ``sft`` with long questions whose answers alone are learned. Each variant is
+one stage with its own data and starts from the draft of the one before, which
+``--config.draft.init`` names if it is elsewhere. ``--config.data.files=PATHS`` replaces the hub
+data by local files.
 
-Hours in the configurations' docstrings are estimates, not measurements: floating-point operations of
-target forward, draft forward and backward over all padded tokens, at half of an H200's bfloat16
+Hours in the configurations' docstrings are estimates, not measurements: floating-point operations
+of target forward, draft forward and backward over all padded tokens, at half of an H200's bfloat16
 matrix rate. Expected acceptance lengths are the paper's (its table of main results, temperature 0,
 the paper's tree; bonus token included, prefill excluded).
 """
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict  # Comes with the extra ``train`` only.
 
 LLAMA_TURN = "<s>{role}\n{content}</s>\n"
-"""The turn format of the LongSpec release for Llama, Vicuna and LongChat (not their own templates)."""
+"""The turn format of the LongSpec release for Llama, Vicuna and LongChat (not their own
+templates)."""
 CHATML_TURN = "<|im_start|>{role}\n{content}<|im_end|>\n"
 """The turn format of Qwen and QwQ."""
 

@@ -36,7 +36,8 @@ if not _wants_gpu():
             "--xla_backend_optimization_level=0",
             "--xla_llvm_disable_expensive_passes=true",
             "--xla_cpu_parallel_codegen_split_count=1",
-            # Of two code generators, the older one takes a quarter of the time; later jaxlibs lack it.
+            # Of two code generators, the older one takes a quarter of the time; later jaxlibs lack
+            # it.
             "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "",
             os.environ.get("XLA_FLAGS", ""),
         ]

@@ -1,8 +1,8 @@
 """What a test process holds: programs dropped between modules, a limit on what they take.
 
-Every executable that XLA compiles for a CPU stays mapped into the process, some 700 mappings for one
-shape of calls, and the kernel allows a process 65,530 (``vm.max_map_count``): past that the compiler
-itself crashes.
+Every executable that XLA compiles for a CPU stays mapped into the process, some 700 mappings for
+one shape of calls, and the kernel allows a process 65,530 (``vm.max_map_count``): past that the
+compiler itself crashes.
 """
 
 import ctypes

@@ -38,7 +38,8 @@ ENTRY = {
     "infer": {"train", "configs"},
     "configs": {"train", "infer", "configs"},
 }
-"""What the commands must not import; a configuration is loaded by its path, so none imports another."""
+"""What the commands must not import; a configuration is loaded by its path, so none imports
+another."""
 FOREIGN = {"absl", "ml_collections", "orbax", "optax", "datasets", "torch", "jax_triton"}
 """Packages the library never imports at module level."""
 
@@ -46,7 +47,8 @@ FOREIGN = {"absl", "ml_collections", "orbax", "optax", "datasets", "torch", "jax
 def imports(path: Path) -> list[tuple[str, bool]]:
     """Dotted names a file imports, and whether at module level.
 
-    The commands import each other relatively, so that a wheel can hold them under the library's name.
+    The commands import each other relatively, so that a wheel can hold them under the library's
+    name.
     """
     folders = path.relative_to(ROOT).parts[:-1]
     relative = folders[0] in ENTRY and folders[0] != "configs"

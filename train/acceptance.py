@@ -1,10 +1,10 @@
 """Simulated acceptance: how often the draft would have been right, measured without decoding.
 
-Cross-entropy does not say how fast a draft will be. What does is how often its best token (or one of
-its best few) is the target's own choice, at each distance from the target's last key: shift 1 for the
-first drafted token, 2 for the second. A chain of drafted tokens stops at the first miss, so that the
-agreements ``a_1, a_2, ...`` imply ``tau = 1 + a_1 + a_1 a_2 + ...`` tokens per target pass (the bonus
-token included), if misses are independent.
+Cross-entropy does not say how fast a draft will be. What does is how often its best token (or one
+of its best few) is the target's own choice, at each distance from the target's last key: shift 1
+for the first drafted token, 2 for the second. A chain of drafted tokens stops at the first miss, so
+that the agreements ``a_1, a_2, ...`` imply ``tau = 1 + a_1 + a_1 a_2 + ...`` tokens per target pass
+(the bonus token included), if misses are independent.
 """
 
 from dataclasses import dataclass

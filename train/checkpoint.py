@@ -1,7 +1,7 @@
 """Checkpoints of one stage: masters, optimiser and where the run stands.
 
-Everything else a step needs (order of the data, randomness, learning rate) is a function of seed, step
-and elapsed time, so that a resumed run repeats the uninterrupted one bit for bit.
+Everything else a step needs (order of the data, randomness, learning rate) is a function of seed,
+step and elapsed time, so that a resumed run repeats the uninterrupted one bit for bit.
 """
 
 from pathlib import Path

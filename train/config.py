@@ -57,13 +57,15 @@ class DataConfig:
     """Where rows come from: files or hub, a corpus, or synthetic rows."""
 
     files: str
-    """Comma-separated paths or patterns of json, jsonl, text or parquet files; instead of ``hub``."""
+    """Comma-separated paths or patterns of json, jsonl, text or parquet files; instead of
+    ``hub``."""
     hub: str
     """A dataset on the Hugging Face hub, ``owner/name``, or one file of it, ``owner/name/file``."""
     split: str
     """The split of a whole hub dataset."""
     pack: bool
-    """Concatenate documents and cut rows of full length; otherwise one truncated document per row."""
+    """Concatenate documents and cut rows of full length; otherwise one truncated document per
+    row."""
     mask_prompts: bool
     """Learn answers only (the paper's last stage); otherwise all text but the system prompt."""
     answer_room: int
@@ -118,7 +120,8 @@ class DraftSettings:
     max_shift: int
     """Most tokens the draft runs ahead of the target's keys."""
     per_row: bool
-    """One draw of offset and shift per row; otherwise one per micro-batch, as in the published code."""
+    """One draw of offset and shift per row; otherwise one per micro-batch, as in the published
+    code."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ class StageConfig:
     epochs: int
     """Passes over the data; 0: unlimited."""
     max_seconds: float
-    """Training time, compilation apart; 0: unlimited. The schedule follows the clock if it is faster."""
+    """Training time, compilation apart; 0: unlimited. The schedule follows the clock if it is
+    faster."""
     max_offset: int
     """Largest anchor offset, as far as the target's positions reach; 0 keeps positions plain."""
 

@@ -1,7 +1,7 @@
 """Find a configuration by name or path, and load it.
 
-A configuration is a Python file with ``get_config([variant])``. Those of the project lie beside this
-folder, in a checkout and in a wheel alike, and are found by name from anywhere.
+A configuration is a Python file with ``get_config([variant])``. Those of the project lie beside
+this folder, in a checkout and in a wheel alike, and are found by name from anywhere.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """One stage of training: steps until its end, checkpoints, metrics, signals.
 
-The loop knows no model: it drives a step over batches. It stays one step ahead of the device, fetching
-the metrics of a step only after the next one is on its way.
+The loop knows no model: it drives a step over batches. It stays one step ahead of the device,
+fetching the metrics of a step only after the next one is on its way.
 """
 
 import signal

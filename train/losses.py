@@ -1,9 +1,9 @@
 """Cross-entropy of next tokens without ever holding all logits.
 
 The logits of ``B x T`` tokens over ``V`` entries are the largest array of a training step: 20 GB in
-float32 for 32k tokens of QwQ. Here they exist for one chunk of tokens at a time, in the forward pass
-and again in the backward pass, which recomputes them from the saved float32 log-sum-exp. Products
-are in the model's dtype with float32 accumulation; everything between them is float32.
+float32 for 32k tokens of QwQ. Here they exist for one chunk of tokens at a time, in the forward
+pass and again in the backward pass, which recomputes them from the saved float32 log-sum-exp.
+Products are in the model's dtype with float32 accumulation; everything between them is float32.
 """
 
 import functools

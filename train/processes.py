@@ -15,7 +15,8 @@ def join(coordinator: str, processes: int, process: int) -> None:
     """Join the other processes of a run. Must precede every other use of jax.
 
     Args:
-      coordinator: ``HOST:PORT`` of process 0; empty to ask Slurm, Open MPI or Kubernetes for all three.
+      coordinator: ``HOST:PORT`` of process 0; empty to ask Slurm, Open MPI or Kubernetes for all
+        three.
       processes: how many there are.
       process: which one this is, from 0.
 

@@ -1,9 +1,9 @@
 """One jitted, sharded optimiser step for anything with an objective.
 
-An *objective* knows what is learned: it draws a step's randomness and turns one micro-batch into sums
-of losses. The step knows the rest: float32 masters cast to the model's dtype, accumulation over
-micro-batches, clipping, AdamW. Loss and gradient are means over all weighted tokens of the step, so
-neither the number of micro-batches nor the number of devices changes them.
+An *objective* knows what is learned: it draws a step's randomness and turns one micro-batch into
+sums of losses. The step knows the rest: float32 masters cast to the model's dtype, accumulation
+over micro-batches, clipping, AdamW. Loss and gradient are means over all weighted tokens of the
+step, so neither the number of micro-batches nor the number of devices changes them.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ from longspec_jax.sharding import param_shardings, partition_spec, path_name
 from .passes import cast
 
 ROWS = P(None, ("data", "fsdp"))
-"""Batches are ``[A, B, T]``: micro-batches one after another, their rows spread over both data axes."""
+"""Batches are ``[A, B, T]``: micro-batches one after another, their rows spread over both data
+axes."""
 
 
 class Batch(NamedTuple):
@@ -129,8 +130,8 @@ def state_shardings(
 ) -> TrainState:
     """Where every leaf of the state lives: optimiser moments beside their parameters.
 
-    Moments are matched by their path, which ends in the parameter's; XLA would otherwise put them on
-    one device.
+    Moments are matched by their path, which ends in the parameter's; XLA would otherwise put them
+    on one device.
     """
     params = jax.eval_shape(objective.initialize, jax.random.key(0))
     moments = jax.eval_shape(optimizer.init, params)

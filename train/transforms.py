@@ -4,12 +4,14 @@
 they are and all others move by one random offset, so that short sequences train the draft at large
 positions. The target runs on the same positions.
 
-*Flash noisy training* (LongSpec 3.2): the draft proposes several tokens past the last one the target
-has seen, so in training query ``t`` sees the target's keys up to ``t - shift`` only. The shift is a
-traced number and needs no mask: rolling the queries turns it into plain causal attention.
+*Flash noisy training* (LongSpec 3.2): the draft proposes several tokens past the last one the
+target has seen, so in training query ``t`` sees the target's keys up to ``t - shift`` only. The
+shift is a traced number and needs no mask: rolling the queries turns it into plain causal
+attention.
 
-Both know two variants: one draw for each row, or one for each micro-batch as the published code does.
-Rows are arranged as ``[A, B]``, micro-batches by rows, so draws do not depend on how devices share them.
+Both know two variants: one draw for each row, or one for each micro-batch as the published code
+does. Rows are arranged as ``[A, B]``, micro-batches by rows, so draws do not depend on how devices
+share them.
 """
 
 from collections.abc import Callable

@@ -5,8 +5,8 @@
 
 The table is saved beside the draft, which proposes from its first tokens where it is told to; what
 the target says does not change. Use text like that to be generated. Special and stop tokens come
-first, whatever their counts. Files are read as the trainer reads them. The exit status is 0, or 2 for
-bad input.
+first, whatever their counts. Files are read as the trainer reads them. The exit status is 0, or 2
+for bad input.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """The options of the benchmarks, declared apart from them: ``--help`` imports no jax.
 
-A default may be one value for accelerators and another for CPUs, where the measurements made for GPUs
-would take hours. :func:`settled` chooses once the machine is known; what the user names always stands.
+A default may be one value for accelerators and another for CPUs, where the measurements made for
+GPUs would take hours. :func:`settled` chooses once the machine is known; what the user names always
+stands.
 """
 
 import argparse

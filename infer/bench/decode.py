@@ -7,8 +7,8 @@ are medians over repetitions, each from a dispatch to the end of the device's wo
 that warms up; tokens per second are tokens over that time and no product of other figures.
 
 ``acceptance length`` is emitted tokens over target passes, the bonus included. The roof of a plain
-step is its bytes (weights that are read, cached keys and values) over the bandwidth measured in this
-run. ``draft`` and ``verify`` are timed apart from the round, in programs of their own
+step is its bytes (weights that are read, cached keys and values) over the bandwidth measured in
+this run. ``draft`` and ``verify`` are timed apart from the round, in programs of their own
 (``infer.bench.parts``); ``rest`` is what they leave of it: walk, commit, bookkeeping, the loop.
 ``streaming`` drives the same rounds from Python and reads every one, as the library streams, and
 ``stepwise`` without launching ahead of what was read (``infer.bench.streaming``). ``adaptive`` is

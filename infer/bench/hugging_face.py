@@ -1,12 +1,12 @@
 """How fast Hugging Face transformers decodes plainly: the alternative to measure in the same run.
 
 Random weights of the real shapes are drawn on the device, a real prefill in chunks fills the cache,
-and greedy decoding of single tokens is timed from there: the median over repetitions of many tokens,
-after some that warm up. ``transformers-static`` is a static cache with the step compiled by
+and greedy decoding of single tokens is timed from there: the median over repetitions of many
+tokens, after some that warm up. ``transformers-static`` is a static cache with the step compiled by
 ``torch.compile(mode="reduce-overhead")``, that is with CUDA graphs; ``transformers-dynamic`` is the
 library's default, a growing cache and no compilation. Both use torch's
-``scaled_dot_product_attention``. The roof is the bytes of a step (weights that are read, cached keys
-and values) over the bandwidth measured in this run.
+``scaled_dot_product_attention``. The roof is the bytes of a step (weights that are read, cached
+keys and values) over the bandwidth measured in this run.
 """
 
 import argparse

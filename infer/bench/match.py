@@ -1,9 +1,9 @@
 """How often output in bfloat16 is that of plain decoding, and how close the draws were where not.
 
-The demo model completes windows of its held-out documents, each once by speculation and once by plain
-decoding, from copies of one prefill. In exact arithmetic the two agree; in bfloat16 a pass over a
-tree and a pass over one token round differently, and a draw that is nearly a tie may flip. Once a
-token differs the rest does, too, so what is counted is the first divergence of a generation.
+The demo model completes windows of its held-out documents, each once by speculation and once by
+plain decoding, from copies of one prefill. In exact arithmetic the two agree; in bfloat16 a pass
+over a tree and a pass over one token round differently, and a draw that is nearly a tie may flip.
+Once a token differs the rest does, too, so what is counted is the first divergence of a generation.
 
 ``gap`` is plain decoding's score of its own token minus that of the token that speculation drew
 there, temperature and noise included: the distance from a tie, which is that of the best two scores

@@ -1,12 +1,12 @@
 """How fast the matrix products of a verification are, beside XLA's and the roof.
 
-The four products of a layer with random weights and few rows. One compiled program multiplies the same
-rows by many distinct weights, together larger than the GPU's second-level cache, and returns
+The four products of a layer with random weights and few rows. One compiled program multiplies the
+same rows by many distinct weights, together larger than the GPU's second-level cache, and returns
 every product; several executions are queued back to back. The time of a product is the median
 over repetitions of that total divided by the number of products. ``ours`` is what the model calls
-(``longspec_jax.ops.products.skinny``), its summands not added up, since the norm that reads them does
-so as it goes; ``xla`` is its definition in plain JAX. The gate of a SwiGLU belongs to the product.
-The roof is the time of reading the weights once at the bandwidth measured in this run.
+(``longspec_jax.ops.products.skinny``), its summands not added up, since the norm that reads them
+does so as it goes; ``xla`` is its definition in plain JAX. The gate of a SwiGLU belongs to the
+product. The roof is the time of reading the weights once at the bandwidth measured in this run.
 """
 
 import argparse

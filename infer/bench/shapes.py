@@ -29,4 +29,5 @@ SHAPES: dict[str, TargetConfig] = {
     "qwq32b-preview": PRESETS["qwq-32b-preview"],
     "qwq32b": PRESETS["qwq-32b"],
 }
-"""``demo`` is the embedded demo's target; ``tiny`` has two layers and shows that a benchmark runs."""
+"""``demo`` is the embedded demo's target; ``tiny`` has two layers and shows that a benchmark
+runs."""

@@ -1,8 +1,8 @@
 """Simulated acceptance: real rounds whose accepted length is drawn instead of earned.
 
 Random weights accept almost nothing, so a benchmark without a trained draft decides by itself how
-many drafted tokens a round accepts. Everything else is the real round: the draft grows its tree, the
-target verifies it, the real walk runs, and the chosen path, an existing one of the tree, is
+many drafted tokens a round accepts. Everything else is the real round: the draft grows its tree,
+the target verifies it, the real walk runs, and the chosen path, an existing one of the tree, is
 committed. Tokens per second at a published acceptance length are then measured end to end.
 
 The output is *not* the target's. Nothing in the library imports this module.
@@ -112,7 +112,8 @@ def simulated_walk(
         )
     depths = node_depths(tree, shape)
     count = drawn_count(lengths, seed, rounds)
-    # A budget may have left no node so deep: the path then ends early, and is committed all the same.
+    # A budget may have left no node so deep: the path then ends early, and is committed all the
+    # same.
     deepest = jnp.minimum(count - 1, depths.max(axis=1))
     last = jnp.argmax(depths == deepest[:, None], axis=1)
     on_path = jnp.take_along_axis(tree.mask, last[:, None, None], axis=1)

@@ -2,10 +2,10 @@
 
 Twice: as the library streams, each round launched before the one before it is read
 (:class:`longspec_jax.decoding.ahead.Rounds`), and step by step, each launched after that, which is
-what a stream costs whose device waits for the host. Every report is fetched and its tokens are taken
-out, as :func:`longspec_jax.generation.runner.run_rounds` and its consumers do; turning tokens into
-text is not counted. The time ends with the device's work: the round that was launched before the
-last report was read is part of it.
+what a stream costs whose device waits for the host. Every report is fetched and its tokens are
+taken out, as :func:`longspec_jax.generation.runner.run_rounds` and its consumers do; turning tokens
+into text is not counted. The time ends with the device's work: the round that was launched before
+the last report was read is part of it.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,7 @@
 """What the benchmarks' options take besides numbers, and the words for what they do not take.
 
-Types for ``argparse``, which prints what they raise behind the option's name. Nothing here is slow to
+Types for ``argparse``, which prints what they raise behind the option's name. Nothing here is slow
+to
 import: a typing error is answered before jax is.
 """
 

@@ -5,8 +5,8 @@ reads four numbers and asks a :class:`~longspec_jax.decoding.policy.Policy` what
 candidates share one drafter's state, and plain decoding keeps it up to date as well, so that every
 switch finds the draft as if it had run throughout.
 
-A switch changes no token: what is emitted are the target's own draws, keyed by seed and position. As
-everywhere this is exact in float32; in bfloat16 trees of different sizes may settle a near-tie
+A switch changes no token: what is emitted are the target's own draws, keyed by seed and position.
+As everywhere this is exact in float32; in bfloat16 trees of different sizes may settle a near-tie
 differently, and which tree meets it depends on the clock.
 """
 
@@ -49,8 +49,8 @@ def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
     """What a run may choose among: no tree and the drafters' own; a smaller one too if there is one own.
 
     Args:
-      drafters: dataclasses that differ in their field ``tree`` alone, with a state that does not depend
-        on it; the cheapest first.
+      drafters: dataclasses that differ in their field ``tree`` alone, with a state that does not
+        depend on it; the cheapest first.
     """
     varied: Any = drafters[0]
     trees = [drafter.tree for drafter in drafters]
@@ -142,9 +142,9 @@ def decode_bursts(
 ) -> Iterator[Leg]:
     """Rounds until every row is done; yields after each burst, and take what you need before resuming.
 
-    With one drafter and the policy :class:`~longspec_jax.decoding.policy.Always` it is the whole run
-    in one executable. Compile beforehand with :func:`rehearse`, or the first timing of every candidate
-    holds its compilation. The time in which the consumer holds a leg is not counted.
+    With one drafter and the policy :class:`~longspec_jax.decoding.policy.Always` it is the whole
+    run in one executable. Compile beforehand with :func:`rehearse`, or the first timing of every
+    candidate holds its compilation. The time in which the consumer holds a leg is not counted.
 
     Args:
       target: the target's static part.

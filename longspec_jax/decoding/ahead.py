@@ -1,12 +1,12 @@
 """Rounds driven from Python for a stream, the next one launched before the last one is read.
 
-A launch returns at once, so the host can put round ``n + 1`` on the device's queue while round ``n``
-still runs; the device then never waits for what the host does with the tokens. Three things make
-that possible:
+A launch returns at once, so the host can put round ``n + 1`` on the device's queue while round
+``n`` still runs; the device then never waits for what the host does with the tokens. Three things
+make that possible:
 
 * A round is a straight line of operations (:func:`one_round`). The loop of
-  :func:`~longspec_jax.decoding.adaptive.burst` asks the host on a GPU whether to go on, and its launch
-  returns only when all its rounds are done.
+  :func:`~longspec_jax.decoding.adaptive.burst` asks the host on a GPU whether to go on, and its
+  launch returns only when all its rounds are done.
 * Beside the state, which the next launch donates, a round returns one small array of its own: what
   it emitted (:func:`report_of`). It is all the host ever reads: one transfer per round.
 * Another thread waits for that array (:class:`Rounds`), so that no wait holds up a launch and the

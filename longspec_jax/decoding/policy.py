@@ -5,10 +5,10 @@ and how long they took, and says which candidate to run next and for how many ro
 candidate costs is measured where it matters, in the run itself: at this context, with this batch,
 on this device.
 
-Two things bound what can be lost. Looking at a candidate that is not the fastest costs time in which
-the fastest would have emitted more; this *regret* may reach a small share of the time spent so far,
-for every candidate, and no more. And what is known of a candidate fades as rounds pass, so that it is
-looked at again, the sooner the closer it came.
+Two things bound what can be lost. Looking at a candidate that is not the fastest costs time in
+which the fastest would have emitted more; this *regret* may reach a small share of the time spent
+so far, for every candidate, and no more. And what is known of a candidate fades as rounds pass, so
+that it is looked at again, the sooner the closer it came.
 
 At the end of a burst the device waits for the host, the longer the more buffers a round has. That
 *wait* is told from the rounds by bursts of different lengths of one candidate: without it whatever
@@ -147,8 +147,8 @@ class Estimate:
 class FastestWithinBudget:
     """Runs the fastest candidate, and looks at the others while that costs little.
 
-    If candidate 0 is plain decoding, a draft that never proposes a right token makes a run slower by
-    ``share`` and ``credit`` for every other candidate, or what the two rounds that time it cost.
+    If candidate 0 is plain decoding, a draft that never proposes a right token makes a run slower
+    by ``share`` and ``credit`` for every other candidate, or what the two rounds that time it cost.
     """
 
     estimates: tuple[Estimate, ...]
@@ -163,10 +163,11 @@ class FastestWithinBudget:
     half_life: float = 32.0
     """Rounds after which what was seen counts half."""
     burst_rounds: int = 16
-    """Fewest rounds of a burst of the fastest candidate; a look at another takes a quarter of them."""
+    """Fewest rounds of a burst of the fastest candidate; a look at another takes a quarter of
+    them."""
     burst_seconds: float = 0.25
-    """A burst is longer where rounds are short, because at its end the device waits for the host: 2.7 ms
-    on an H200 with a 7B model, more than half a plain round."""
+    """A burst is longer where rounds are short, because at its end the device waits for the host:
+    2.7 ms on an H200 with a 7B model, more than half a plain round."""
     longest_burst: int = 128
     elapsed: float = 0.0
     """Seconds of all rounds, pauses left out."""

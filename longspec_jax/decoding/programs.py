@@ -1,12 +1,12 @@
 """Compiled programs, of which the least recently used are let go.
 
-``jax.jit`` keeps every executable for as long as its function lives: for the life of the process. On a
-CPU an executable takes some 350 memory mappings, of which Linux allows a process 65,530, and tens of
-megabytes; a server that meets many batch sizes, capacities and trees would come to its end inside the
-compiler. A :class:`Program` gives every shape a jitted function of its own, and all programs of the
-process share one bounded list of these. What drops off the list takes its executable along, and is
-compiled again if its shape comes back. The programs of others, which ``jax.clear_caches()`` would drop
-too, stay.
+``jax.jit`` keeps every executable for as long as its function lives: for the life of the process.
+On a CPU an executable takes some 350 memory mappings, of which Linux allows a process 65,530, and
+tens of megabytes; a server that meets many batch sizes, capacities and trees would come to its end
+inside the compiler. A :class:`Program` gives every shape a jitted function of its own, and all
+programs of the process share one bounded list of these. What drops off the list takes its
+executable along, and is compiled again if its shape comes back. The programs of others, which
+``jax.clear_caches()`` would drop too, stay.
 """
 
 import functools
@@ -141,7 +141,8 @@ class Program:
         return sum(jitted._cache_size() for jitted in own)
 
     def _jitted(self) -> tuple["Program", Any]:
-        # jax keeps what it compiles by the function it is given: a new one, which nobody else holds.
+        # jax keeps what it compiles by the function it is given: a new one, which nobody else
+        # holds.
         @functools.wraps(self._function)
         def alone(*args: Any, **kwargs: Any) -> Any:
             return self._function(*args, **kwargs)

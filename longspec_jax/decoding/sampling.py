@@ -1,8 +1,8 @@
 """Drawing tokens: Gumbel-max with noise keyed by (row seed, absolute position).
 
-Every draw of the project is ``argmax(filter(logits / temperature) + noise[position])``; temperature 0
-is the plain argmax. The noise depends on the row's seed and on the index of the drawn token in its
-own row, on nothing else: not on the round, the tree, the batch slot or the drafter. Plain and
+Every draw of the project is ``argmax(filter(logits / temperature) + noise[position])``; temperature
+0 is the plain argmax. The noise depends on the row's seed and on the index of the drawn token in
+its own row, on nothing else: not on the round, the tree, the batch slot or the drafter. Plain and
 speculative decoding therefore draw the same tokens (docs/design.md, decision 4.1), and the draft,
 given the same noise, can aim at what the target is about to draw.
 
@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, Leaf
 
 NO_TOKEN = -1
-"""What is drawn from logits that are not finite; no child of a tree carries it, and it ends a row."""
+"""What is drawn from logits that are not finite; no child of a tree carries it, and it ends a
+row."""
 TINY = float(jnp.finfo(jnp.float32).tiny)
 """The smallest normal number: the lowest temperature that samples."""
 
@@ -77,7 +78,8 @@ def perturb(
     # Hardware may flush a subnormal temperature to zero, at which samples are the argmax anyway.
     greedy = (sampling.temperature < TINY)[:, None, None]
     temperature = jnp.where(greedy, 1.0, sampling.temperature[:, None, None])
-    # Below their maximum, so that a small temperature can send the others to -inf and never all to inf.
+    # Below their maximum, so that a small temperature can send the others to -inf and never all to
+    # inf.
     tempered = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     if sampling.filtered:
         tempered = _filter(tempered, sampling)
@@ -119,8 +121,9 @@ def _filter(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "
     rank = jnp.arange(vocabulary)[::-1]
     inside = rank < count[:, None, None]
     mass = jax.nn.softmax(jnp.where(inside, ascending, -jnp.inf), axis=-1)
-    # A token stays if the mass up to it, from the least likely on, exceeds what may be left out. Small
-    # masses are added first: from the other end the sum reaches 1 with most of a long tail to come.
+    # A token stays if the mass up to it, from the least likely on, exceeds what may be left out.
+    # Small masses are added first: from the other end the sum reaches 1 with most of a long tail to
+    # come.
     kept = (jnp.cumsum(mass, axis=-1) > 1 - top_p) | (top_p >= 1) | (rank == 0)
     edge = jnp.min(jnp.where(inside & kept, ascending, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= edge, logits, -jnp.inf)

@@ -32,8 +32,8 @@ def render_chat(
 ) -> list[int]:
     """Token ids of a conversation, up to where the assistant's answer begins.
 
-    The ids are those of ``tokenizer.apply_chat_template``, but a template that would run for ever, or
-    fill the memory, is stopped.
+    The ids are those of ``tokenizer.apply_chat_template``, but a template that would run for ever,
+    or fill the memory, is stopped.
 
     Args:
       tokenizer: a transformers tokenizer.

@@ -15,7 +15,8 @@ from longspec_jax.generation.values import as_plain
 
 Inputs: TypeAlias = Any
 """Text, chat messages (``[{"role": ..., "content": ...}, ...]``), token ids, or a list of one of
-these for a batch; also what a transformers tokenizer returns (``input_ids``, ``attention_mask``)."""
+these for a batch; also what a transformers tokenizer returns (``input_ids``,
+``attention_mask``)."""
 
 Prompts: TypeAlias = tuple[np.ndarray, ...]
 """Token ids of every row, int32, not empty."""
@@ -33,8 +34,8 @@ def to_prompts(
       chat_template: a Jinja template for messages instead of the tokenizer's own.
 
     Raises:
-      ValueError: for no rows, an empty row, an id outside the vocabulary, text without a tokenizer or
-        chat template that could turn it into ids, or a chat template without messages.
+      ValueError: for no rows, an empty row, an id outside the vocabulary, text without a tokenizer
+        or chat template that could turn it into ids, or a chat template without messages.
     """
     items = _rows(inputs)
     if not items:

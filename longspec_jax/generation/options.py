@@ -1,7 +1,7 @@
 """Generation options under their Hugging Face names, checked, one value per row.
 
-Everything may be a scalar for all rows or a sequence with one value per row. What speculative decoding
-cannot honour (beams, penalties, constraints) is refused by name, never ignored.
+Everything may be a scalar for all rows or a sequence with one value per row. What speculative
+decoding cannot honour (beams, penalties, constraints) is refused by name, never ignored.
 """
 
 import difflib
@@ -104,7 +104,8 @@ def resolve(
       generation_config: a transformers ``GenerationConfig``, or None.
       prompt_lengths: tokens of every prompt.
       model_stop_tokens: what ends a row unless the caller says otherwise.
-      vocab_size: width of the target's logits, below which stop tokens must lie; unchecked if absent.
+      vocab_size: width of the target's logits, below which stop tokens must lie; unchecked if
+        absent.
 
     Raises:
       TypeError: for an unknown option.

@@ -53,7 +53,8 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     """The text of a template.
 
     Raises:
-      jinja2.TemplateError: for what jinja2 cannot read or render, for what the template raises itself,
+      jinja2.TemplateError: for what jinja2 cannot read or render, for what the template raises
+      itself,
         and, as a ``TooCostlyError``, for one that is stopped.
     """
     token = _USED.set(_Used(time.monotonic() + SECONDS))

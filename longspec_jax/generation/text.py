@@ -1,13 +1,14 @@
 """Text from tokens as they arrive: in all exactly the text of the whole, and never half a character.
 
 The text of a completion is the text of prompt and completion, without the longest beginning that it
-shares with the text of the prompt alone. A character that the prompt began and the completion ends is
-therefore the completion's.
+shares with the text of the prompt alone. A character that the prompt began and the completion ends
+is therefore the completion's.
 
 Text is released once no later token can change it. Two things can still change:
 
 * A byte-level token may end inside a UTF-8 sequence, which decodes to one U+FFFD until it is whole.
-* A tokenizer with byte fallback (Llama-2, Vicuna, LongChat) decodes a run of ``<0xE2>`` tokens as one:
+* A tokenizer with byte fallback (Llama-2, Vicuna, LongChat) decodes a run of ``<0xE2>`` tokens as
+one:
   a single wrong byte turns every byte of the run into U+FFFD. A run is held until it has ended.
 
 Decoding starts a few tokens back, never inside a run, so that the time is linear in the tokens.
@@ -20,8 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 CONTEXT = 8
-"""Tokens that are decoded before the first new one. SentencePiece drops the space at the start of what
-it decodes, and a UTF-8 sequence may have begun up to three tokens back."""
+"""Tokens that are decoded before the first new one. SentencePiece drops the space at the start of
+what it decodes, and a UTF-8 sequence may have begun up to three tokens back."""
 REPLACEMENT = "\ufffd"
 """What an incomplete UTF-8 sequence decodes to."""
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")

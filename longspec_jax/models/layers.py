@@ -168,7 +168,8 @@ def rotary_angles(
 def rotary_frequencies(head_width: int, theta: float, scaling: RopeScaling) -> np.ndarray:
     """Radians per position of every rotated pair, float32 ``[H / 2]``, scaling applied.
 
-    Rounded to float32 after every step, as in torch, with which the models were trained: at position
+    Rounded to float32 after every step, as in torch, with which the models were trained: at
+      position
     100000 a last-bit difference in a frequency is already visible in the angle.
     """
     exponents = np.arange(0, head_width, 2, dtype=np.float32) / np.float32(head_width)

@@ -1,10 +1,10 @@
 """The target: decoder-only transformers of the Llama, Qwen2, Qwen3 and Mistral family.
 
-One linen module, no mutable collections, no cache inside. How tokens see each other is the caller's:
-``attend(layer, q, k, v)`` receives every layer's fresh queries, keys and values (rotary applied)
-and returns the attention output. Training passes plain causal attention, decoding closes over a
-cache. The fresh keys and values come back with the output, because the caller owns the cache and
-the draft reads the last layer's.
+One linen module, no mutable collections, no cache inside. How tokens see each other is the
+caller's: ``attend(layer, q, k, v)`` receives every layer's fresh queries, keys and values (rotary
+applied) and returns the attention output. Training passes plain causal attention, decoding closes
+over a cache. The fresh keys and values come back with the output, because the caller owns the cache
+and the draft reads the last layer's.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """The table of the tokens a draft may propose, in a file of its own beside the draft's weights.
 
-The released draft format stays what it is, and any draft can get a table later. Tokens are stored in
-the order of their worth, so that one table serves every smaller vocabulary.
+The released draft format stays what it is, and any draft can get a table later. Tokens are stored
+in the order of their worth, so that one table serves every smaller vocabulary.
 """
 
 from pathlib import Path

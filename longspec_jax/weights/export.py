@@ -1,7 +1,7 @@
 """Parameters to ``model.safetensors`` and ``config.json``, in Hugging Face's names and layouts.
 
-One shard file is in host memory at a time. The configuration is written last, so that a folder whose
-writing was interrupted does not look like a model.
+One shard file is in host memory at a time. The configuration is written last, so that a folder
+whose writing was interrupted does not look like a model.
 """
 
 import json

@@ -32,8 +32,8 @@ def load_target(
 
     Args:
       source: a folder with ``config.json`` and weights, or a hub id.
-      dtype: ``bfloat16``, ``float16`` or ``float32``, to which the weights are cast; if absent, what
-        ``config.json`` says, in which the weights must then be stored.
+      dtype: ``bfloat16``, ``float16`` or ``float32``, to which the weights are cast; if absent,
+        what ``config.json`` says, in which the weights must then be stored.
       mesh: devices to shard over by the project's rules; the first device if absent.
       revision: branch, tag or commit of a hub id.
 

@@ -1,8 +1,8 @@
 """Hugging Face ``config.json`` to our configurations and back.
 
 Two dialects are read: transformers 4 (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and
-transformers 5 (``rope_parameters``, ``dtype``). The older one is written, because both versions read
-it. A model that this library would compute differently from its authors is refused, never
+transformers 5 (``rope_parameters``, ``dtype``). The older one is written, because both versions
+read it. A model that this library would compute differently from its authors is refused, never
 approximated: each refusal names the values, the rule and what to do.
 """
 
@@ -72,7 +72,8 @@ def target_config(raw: RawConfig, dtype: str | None = None) -> TargetConfig:
       dtype: of parameters and activations; the file's own if absent.
 
     Raises:
-      ValueError: if the model is not of a supported family, or does something this library does not.
+      ValueError: if the model is not of a supported family, or does something this library does
+        not.
     """
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
@@ -147,7 +148,8 @@ def draft_config(raw: RawConfig, target: TargetConfig, dtype: str | None = None)
         the draft computes on the target's embeddings and keys.
 
     Raises:
-      ValueError: if the file describes a draft for another vocabulary, or an unknown rotary scaling.
+      ValueError: if the file describes a draft for another vocabulary, or an unknown rotary
+        scaling.
     """
     vocab_size = raw.whole("vocab_size", target.vocab_size)
     if vocab_size != target.vocab_size:

@@ -1,7 +1,7 @@
 """The rotary embedding of a Hugging Face ``config.json``, in both dialects.
 
-transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one ``rope_parameters``, and
-the old LongChat files ``rope_condense_ratio``, which is linear scaling under another name.
+transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one ``rope_parameters``,
+and the old LongChat files ``rope_condense_ratio``, which is linear scaling under another name.
 """
 
 from typing import Any

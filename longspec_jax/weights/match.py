@@ -94,7 +94,8 @@ def strip_draft_prefix(tensors: Tensors) -> Tensors:
     def stripped(name: str) -> str:
         if name.startswith(prefix):
             return name.removeprefix(prefix)
-        # Not a name of the format, so that it is reported instead of standing in for the draft's own.
+        # Not a name of the format, so that it is reported instead of standing in for the draft's
+        # own.
         return f"{name} (beside {prefix}*)"
 
     return {stripped(name): tensor for name, tensor in tensors.items()}

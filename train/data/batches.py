@@ -1,8 +1,8 @@
 """Rows, their order, and their way to the devices.
 
-A row source is anything with a length and ``[i]`` that gives ``(tokens[T], weights[T])``. The batch of a
-step is a pure function of (seed, step): no iterator state exists, so a resumed run reads the very rows
-the uninterrupted one would have read, and prefetching cannot disturb it.
+A row source is anything with a length and ``[i]`` that gives ``(tokens[T], weights[T])``. The batch
+of a step is a pure function of (seed, step): no iterator state exists, so a resumed run reads the
+very rows the uninterrupted one would have read, and prefetching cannot disturb it.
 """
 
 import functools

@@ -132,8 +132,8 @@ def installed_origins() -> list[_Origin]:
 def permissive_licence(metadata: importlib.metadata.PackageMetadata) -> str | None:
     """The declared licence if all of it is permissive, else None.
 
-    An SPDX expression decides alone; otherwise classifiers and the first line of the old ``License``
-    field must name a permissive licence and no other.
+    An SPDX expression decides alone; otherwise classifiers and the first line of the old
+    ``License`` field must name a permissive licence and no other.
     """
     if (metadata["Name"] or "").lower().startswith("nvidia"):
         return None

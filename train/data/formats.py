@@ -1,7 +1,7 @@
 """The row formats of the paper's data, as a table: fields of a row to the turns of a document.
 
-A row is recognised by its fields and becomes a list of :class:`Turn`; plain text is one turn without a
-role. Another data set is one more line.
+A row is recognised by its fields and becomes a list of :class:`Turn`; plain text is one turn
+without a role. Another data set is one more line.
 """
 
 from collections.abc import Callable, Mapping

@@ -20,7 +20,8 @@ from ..config import DataConfig
 from .formats import Fields, Turn, to_turns
 
 LINE = "json_line"
-"""The column of a JSON-lines file: rows of different shapes do not fit one Arrow schema, lines do."""
+"""The column of a JSON-lines file: rows of different shapes do not fit one Arrow schema, lines
+do."""
 
 
 @dataclass(frozen=True)

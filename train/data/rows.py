@@ -1,7 +1,7 @@
 """Where a stage's rows come from, and which of them are kept for measuring.
 
-A corpus brings its own held-out documents. Of other data a few rows, evenly spread, are taken out of
-training, so that simulated acceptance is never measured on rows that were learned.
+A corpus brings its own held-out documents. Of other data a few rows, evenly spread, are taken out
+of training, so that simulated acceptance is never measured on rows that were learned.
 """
 
 import hashlib

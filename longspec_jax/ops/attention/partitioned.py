@@ -1,9 +1,9 @@
 """Kernels that a mesh of devices may share out: the partitioner's view of a call it cannot read.
 
-To the partitioner a kernel is opaque: without a rule it gathers every operand on every device, whole
-caches in every layer of every step. :func:`partitioned` says which axes of which operand are the
-same axis. Some of them (batch rows, key/value heads) may then be cut: every device runs the op on
-its share, with the tiles of the share's shape. The others are whole on every device, query heads
+To the partitioner a kernel is opaque: without a rule it gathers every operand on every device,
+whole caches in every layer of every step. :func:`partitioned` says which axes of which operand are
+the same axis. Some of them (batch rows, key/value heads) may then be cut: every device runs the op
+on its share, with the tiles of the share's shape. The others are whole on every device, query heads
 with the key/value head they read. An axis that does not divide over its devices is whole as well.
 
 A program of one device holds the op itself and nothing else.
@@ -104,8 +104,8 @@ _DEVICES: ContextVar[int | None] = ContextVar("devices", default=None)
 def spread_over(devices: int | None) -> Iterator[None]:
     """Say, while a program is traced, over how many devices its arrays are spread.
 
-    Tracing cannot see it. What traces must itself depend on the number (as a static argument), because
-    programs are kept by their arguments.
+    Tracing cannot see it. What traces must itself depend on the number (as a static argument),
+    because programs are kept by their arguments.
 
     Args:
       devices: their number; None for the mesh in use or, without one, all that are visible.

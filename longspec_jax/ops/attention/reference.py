@@ -1,7 +1,7 @@
 """The meaning of every attention op: dense, float32, one softmax, no tricks.
 
-Each function has the signature of the op in :mod:`longspec_jax.ops.attention.dispatch` that it defines.
-Nothing here is fast; everything here is short enough to check by eye.
+Each function has the signature of the op in :mod:`longspec_jax.ops.attention.dispatch` that it
+defines. Nothing here is fast; everything here is short enough to check by eye.
 """
 
 import jax

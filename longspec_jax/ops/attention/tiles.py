@@ -184,7 +184,8 @@ def tree_tile(
     if packed > 2048:
         # Prefill chunks: enough rows to fill the machine with large tiles.
         return TreeTile(64, 64, 1, 4, 2)
-    # A whole tree of up to 128 nodes in one step; a longer list, as the draft's window, in short ones.
+    # A whole tree of up to 128 nodes in one step; a longer list, as the draft's window, in short
+    # ones.
     block = max(16, 1 << (keys - 1).bit_length()) if keys <= 128 else 64
     return TreeTile(16, block, 16 if packed <= 16 else 8, 4, 3 if packed <= 16 or keys > 128 else 2)
 

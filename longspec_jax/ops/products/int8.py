@@ -14,7 +14,8 @@ from longspec_jax.ops.hardware import decodes_on_ampere
 from longspec_jax.ops.products.skinny import matmul_precision
 
 FEW = 4
-"""Up to so many vectors XLA widens the weights as fast as it reads them, if there are exactly four."""
+"""Up to so many vectors XLA widens the weights as fast as it reads them, if there are exactly
+four."""
 
 
 @jax.jit  # As one program it holds no float32 copy of the weights.
@@ -54,7 +55,8 @@ def _widened(x: Array, rows: Array) -> Array:
 def _of_integers(x: Array, rows: Array) -> Array:
     """The product on 8-bit matrix units, which take the weights as they are stored.
 
-    Widening costs more than reading: 56 us for 16 vectors and 32000 rows of 4096, against 44 us here
+    Widening costs more than reading: 56 us for 16 vectors and 32000 rows of 4096, against 44 us
+      here
     and 69 us with bfloat16 weights (H200). A vector becomes the sum of two 8-bit ones, the second
     254 times finer: its error is 2^-16 of its largest element, less than bfloat16's own for
     every element above 1/128 of that.

@@ -1,7 +1,7 @@
 """Skinny matrix products on Hopper GPUs: a Pallas kernel for Mosaic GPU that streams the weights.
 
-A program owns a strip of columns and a share of the contraction. One warpgroup fetches blocks of rows
-and weights with the copy engine into a ring that takes all shared memory, so that every
+A program owns a strip of columns and a share of the contraction. One warpgroup fetches blocks of
+rows and weights with the copy engine into a ring that takes all shared memory, so that every
 multiprocessor has some 200 KiB on their way whenever it waits; the other multiplies. All rows
 are one instruction high, 64, and those that do not exist are garbage that is never stored: a row
 of a product depends on no other row.
