@@ -64,7 +64,8 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         "--dtype",
         default="auto",
         choices=["auto", *DTYPES.values(), *DTYPES],
-        help="auto: bfloat16 on GPUs that have it, else float16; float32 on a CPU, and for the demo",
+        help="auto: bfloat16 on GPUs that have it, else float16; float32 on a CPU, and for the "
+        "demo",
     )
     group.add_argument(
         "--attention",
@@ -85,8 +86,8 @@ def _add_models(result: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft_int8",
         action="store_true",
-        help="let the draft read its weights and a copy of the LM head in 8 bits: half the bytes at "
-        "every level of a tree; the text is the same",
+        help="let the draft read its weights and a copy of the LM head in 8 bits: half the bytes "
+        "at every level of a tree; the text is the same",
     )
     group.add_argument(
         "--tree",
@@ -97,8 +98,9 @@ def _add_models(result: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--adaptive",
         action="store_true",
-        help="choose among the tree, a smaller one and plain decoding by what each turns out to emit "
-        "per second: a draft that does not help costs next to nothing. Several programs to compile",
+        help="choose among the tree, a smaller one and plain decoding by what each turns out to "
+        "emit per second: a draft that does not help costs next to nothing. Several programs to "
+        "compile",
     )
 
 
@@ -119,8 +121,8 @@ def _add_prompts(result: argparse.ArgumentParser) -> None:
     result.add_argument(
         "--prompt_style",
         choices=["native", "vicuna", "longspec"],
-        help="chat format; with it, a text prompt becomes a user's message. native: the tokenizer's "
-        "own; longspec: what the published drafts were trained with",
+        help="chat format; with it, a text prompt becomes a user's message. native: the "
+        "tokenizer's own; longspec: what the published drafts were trained with",
     )
 
 
@@ -144,8 +146,8 @@ def _add_output(result: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compare",
         action=yes_no,
-        help="decode plainly as well, unless --no-compare: speed without speculation, and whether the "
-        "text is the same",
+        help="decode plainly as well, unless --no-compare: speed without speculation, and whether "
+        "the text is the same",
     )
     group.add_argument(
         "--stream",

@@ -34,8 +34,8 @@ def _contradictions(arguments: argparse.Namespace) -> Iterator[str]:
 def _models(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.draft is not None and arguments.target is None:
         yield (
-            f"--draft {arguments.draft} needs the --target it was trained for; a draft works with no "
-            "other (--target demo for the demo's)"
+            f"--draft {arguments.draft} needs the --target it was trained for; a draft works with "
+            "no other (--target demo for the demo's)"
         )
     for option in ("revision", "draft_revision"):
         model = "draft" if option == "draft_revision" else "target"
@@ -46,8 +46,8 @@ def _models(arguments: argparse.Namespace) -> Iterator[str]:
             yield f"--{option} chooses a version on the hub, and no --{model} of the hub is named"
         elif Path(folder).is_dir():
             yield (
-                f"--{option} chooses a version on the hub, and --{model} {folder} is a folder; drop "
-                "one of the two"
+                f"--{option} chooses a version on the hub, and --{model} {folder} is a folder; "
+                "drop one of the two"
             )
 
 
@@ -84,8 +84,8 @@ def _filters(arguments: argparse.Namespace) -> Iterator[str]:
     for option in ("top_k", "top_p"):
         if arguments.temperature == 0 and _filters_at(option, getattr(arguments, option)):
             yield (
-                f"--{option} {getattr(arguments, option)} filters what is drawn, and --temperature 0 "
-                "draws nothing; pass a --temperature above 0, or drop it"
+                f"--{option} {getattr(arguments, option)} filters what is drawn, and --temperature "
+                "0 draws nothing; pass a --temperature above 0, or drop it"
             )
 
 

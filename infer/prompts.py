@@ -22,8 +22,8 @@ def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
     """The tokenizer's own template; refuses a tokenizer that has none."""
     if not getattr(require_tokenizer(tokenizer), "chat_template", None):
         raise ValueError(
-            "the target's tokenizer has no chat template; choose --prompt_style vicuna or longspec, "
-            "or pass the whole prompt as text"
+            "the target's tokenizer has no chat template; choose --prompt_style vicuna or "
+            "longspec, or pass the whole prompt as text"
         )
     return _apply(tokenizer, messages, None)
 

@@ -261,9 +261,10 @@ def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
 def memory_plan_line(plan: MemoryPlan) -> str:
     """What a call will take, for reading before it begins."""
     return (
-        f"memory plan: weights {shown_bytes(plan.target_bytes)}, draft {shown_bytes(plan.draft_bytes)}, "
-        f"cache {shown_bytes(plan.cache_bytes)} for {plan.batch} x {plan.capacity} slots, draft state "
-        f"{shown_bytes(plan.draft_state_bytes)}, working memory about {shown_bytes(plan.working_bytes)}"
+        f"memory plan: weights {shown_bytes(plan.target_bytes)}, draft "
+        f"{shown_bytes(plan.draft_bytes)}, cache {shown_bytes(plan.cache_bytes)} for {plan.batch} "
+        f"x {plan.capacity} slots, draft state {shown_bytes(plan.draft_state_bytes)}, working "
+        f"memory about {shown_bytes(plan.working_bytes)}"
     )
 
 
@@ -275,8 +276,9 @@ def counted(count: int, thing: str) -> str:
 def _memory_lines(stats: Stats) -> Iterator[str]:
     plan = stats.memory
     yield (
-        f"memory              draft state {shown_bytes(stats.draft_state_bytes)} whatever the context, "
-        f"target cache {shown_bytes(plan.cache_bytes)} for {plan.batch} x {plan.capacity} slots"
+        f"memory              draft state {shown_bytes(stats.draft_state_bytes)} whatever the "
+        f"context, target cache {shown_bytes(plan.cache_bytes)} for {plan.batch} x {plan.capacity} "
+        "slots"
     )
 
 

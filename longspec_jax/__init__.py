@@ -69,8 +69,9 @@ def _check_versions(jax: str, flax: str) -> None:
     new_jax, old_flax = _numbers(jax) >= (0, 11, 1), _numbers(flax) <= (0, 12, 8)
     if new_jax and old_flax:
         raise ImportError(
-            f"flax {flax} cannot be imported with jax {jax}: jax >= 0.11.1 needs flax >= 0.12.9. Fix: "
-            "pip install -U 'flax>=0.12.9' (Python 3.12 or newer), or pip install 'jax==0.10.2'"
+            f"flax {flax} cannot be imported with jax {jax}: jax >= 0.11.1 needs flax >= 0.12.9. "
+            "Fix: pip install -U 'flax>=0.12.9' (Python 3.12 or newer), or pip install "
+            "'jax==0.10.2'"
         )
 
 

@@ -134,9 +134,9 @@ class DraftConfig:
             ours, theirs = getattr(self, name), getattr(target, name)
             if ours != theirs:
                 raise ValueError(
-                    f"the draft has {name}={ours} but the target {name}={theirs}. A draft reads its "
-                    "target's embeddings and last-layer keys, so it works only with the target it was "
-                    "trained for; load the draft that belongs to this target, or train one."
+                    f"the draft has {name}={ours} but the target {name}={theirs}. A draft reads "
+                    "its target's embeddings and last-layer keys, so it works only with the target "
+                    "it was trained for; load the draft that belongs to this target, or train one."
                 )
 
 
@@ -171,13 +171,13 @@ class TreeConfig:
         object.__setattr__(self, "widths", _tree_widths(self.widths))
         if self.num_grown > MAX_TREE_NODES:
             raise ValueError(
-                f"tree {shown(self.widths)} has {self.num_grown} nodes with its root; the attention "
-                f"kernels take at most {MAX_TREE_NODES}"
+                f"tree {shown(self.widths)} has {self.num_grown} nodes with its root; the "
+                f"attention kernels take at most {MAX_TREE_NODES}"
             )
         if self.num_levels > MAX_TREE_LEVELS:
             raise ValueError(
-                f"a tree of {self.num_levels} levels is too deep: every level is compiled and run on "
-                f"its own, and the largest number that is taken is {MAX_TREE_LEVELS}"
+                f"a tree of {self.num_levels} levels is too deep: every level is compiled and run "
+                f"on its own, and the largest number that is taken is {MAX_TREE_LEVELS}"
             )
         if self.budget is not None and not (is_whole(self.budget) and self.budget >= 1):
             raise ValueError(
@@ -247,7 +247,8 @@ def _tree_widths(widths: Any) -> tuple[int, ...]:
     found = tuple(int(width) for width in widths)
     if any(width < 1 for width in found):
         raise ValueError(
-            f"tree widths must be positive, got {shown(found)}; use fewer levels for a shallower tree"
+            f"tree widths must be positive, got {shown(found)}; use fewer levels for a shallower "
+            "tree"
         )
     return found
 

@@ -45,8 +45,8 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     except Exception as error:  # A damaged file raises anything there, bare Exceptions too.
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(
-            f"{_culprit(folder, error)}: the tokenizer cannot be read ({reason}); download it again, or "
-            "pass tokenizer="
+            f"{_culprit(folder, error)}: the tokenizer cannot be read ({reason}); download it "
+            "again, or pass tokenizer="
         ) from error
 
 
@@ -59,8 +59,8 @@ def _check_settings(settings: RawConfig) -> None:
         raise settings.error(
             "auto_map",
             "names code that would split the text, and code that comes with a model is never run",
-            "remove the entry if tokenizer.json says it all, or load the tokenizer yourself and pass "
-            "tokenizer=",
+            "remove the entry if tokenizer.json says it all, or load the tokenizer yourself and "
+            "pass tokenizer=",
         )
 
 

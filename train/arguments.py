@@ -80,8 +80,8 @@ def _flags(config: Any, overrides: Sequence[str]) -> flags.FlagValues:
     """The flags, with one for every field of a configuration that is overridden."""
     values = flags.FlagValues()
     text = (
-        "Configuration, and its variant after a colon: a name such as vicuna7b or vicuna7b:long, or "
-        "a Python file of your own with get_config([variant]), made with longspec_jax.recipes."
+        "Configuration, and its variant after a colon: a name such as vicuna7b or vicuna7b:long, "
+        "or a Python file of your own with get_config([variant]), made with longspec_jax.recipes."
     )
     if config is None:
         flags.DEFINE_string("config", None, text, flag_values=values)

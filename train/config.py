@@ -203,8 +203,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if bool(self.target) == (self.pretraining is not None):
             raise ValueError(
-                "a run needs a target: set --config.target=FOLDER_OR_HUB_ID, or leave it empty in a "
-                f"config that trains one; got target={self.target!r} and "
+                "a run needs a target: set --config.target=FOLDER_OR_HUB_ID, or leave it empty in "
+                f"a config that trains one; got target={self.target!r} and "
                 f"{'a' if self.pretraining else 'no'} pretraining section"
             )
         if self.dtype not in ("bfloat16", "float16", "float32"):
@@ -214,8 +214,8 @@ class RunConfig:
         for stage in self.stages:
             if self.data.mask_prompts and stage.seq_len <= self.data.answer_room:
                 raise ValueError(
-                    f"stage {stage.name}: rows of seq_len={stage.seq_len} leave nothing of a masked "
-                    f"prompt before answer_room={self.data.answer_room}; lower "
+                    f"stage {stage.name}: rows of seq_len={stage.seq_len} leave nothing of a "
+                    f"masked prompt before answer_room={self.data.answer_room}; lower "
                     "--config.data.answer_room or choose longer rows"
                 )
 
@@ -236,7 +236,8 @@ def _build(cls: Any, values: Mapping[str, Any], path: str) -> Any:
     required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
     if missing := sorted(required - set(values)):
         raise ValueError(
-            f"{path} lacks {', '.join(missing)}; longspec_jax.recipes.base_config gives their values"
+            f"{path} lacks {', '.join(missing)}; longspec_jax.recipes.base_config gives their "
+            "values"
         )
     kinds = typing.get_type_hints(cls)
     return cls(**{n: _convert(kinds[n], v, f"{path}.{n}") for n, v in values.items()})

@@ -36,7 +36,8 @@ def find(name: str) -> Path:
     if is_bundled(name):
         return BUNDLED / f"{path.stem}.py"
     raise FileNotFoundError(
-        f"there is no configuration file {name!r}; the project's own are {', '.join(bundled_names())}"
+        f"there is no configuration file {name!r}; the project's own are "
+        f"{', '.join(bundled_names())}"
     )
 
 

@@ -219,6 +219,6 @@ def _check_meta(stage: Stage, meta: dict[str, Any]) -> tuple[int, bool]:
 def _check_clock(stage: StageConfig) -> None:
     if stage.max_seconds and jax.process_count() > 1:
         raise ValueError(
-            f"stage {stage.name}: max_seconds={stage.max_seconds} would end each process by its own "
-            "clock; with several processes limit the stage by steps or epochs"
+            f"stage {stage.name}: max_seconds={stage.max_seconds} would end each process by its "
+            "own clock; with several processes limit the stage by steps or epochs"
         )

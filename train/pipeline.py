@@ -115,8 +115,8 @@ def pretrain(run: Run, config: PretrainingConfig) -> None:
     tokenizer = load_tokenizer(run.workdir / "tokenizer")
     if len(tokenizer) > shape.vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} entries, the target's vocab_size={shape.vocab_size}; "
-            "make the target's at least as large"
+            f"the tokenizer has {len(tokenizer)} entries, the target's "
+            f"vocab_size={shape.vocab_size}; make the target's at least as large"
         )
     objective = TargetObjective(shape, run.config.loss_chunk)
     params = None

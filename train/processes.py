@@ -25,8 +25,8 @@ def join(coordinator: str, processes: int, process: int) -> None:
     """
     if coordinator and not 0 <= process < processes:
         raise ValueError(
-            f"--process={process} of --processes={processes}: give both with --coordinator, and count "
-            "processes from 0"
+            f"--process={process} of --processes={processes}: give both with --coordinator, and "
+            "count processes from 0"
         )
     try:
         if coordinator:

@@ -68,8 +68,8 @@ def _train(arguments: "Arguments", given: Sequence[str]) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _fail(
-            "the devices' memory is full; raise a stage's accumulation, lower --config.loss_chunk or "
-            f"accept_rows, or shard over more devices. {str(error).splitlines()[0]}"
+            "the devices' memory is full; raise a stage's accumulation, lower --config.loss_chunk "
+            f"or accept_rows, or shard over more devices. {str(error).splitlines()[0]}"
         )
     except Interrupted as stopped:
         print(f"{stopped}; the same command resumes it", file=sys.stderr)

@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
     folder = Path(arguments.draft).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"--draft={arguments.draft} is not a folder; the table is saved beside the draft's weights: "
-            "name the folder they are in, a hub draft's after downloading it"
+            f"--draft={arguments.draft} is not a folder; the table is saved beside the draft's "
+            "weights: name the folder they are in, a hub draft's after downloading it"
         )
     target = local_folder(arguments.target, arguments.revision)
     vocab_size = target_config(read_json(target / "config.json"), "float32").vocab_size
@@ -89,8 +89,8 @@ def count_tokens(texts: Iterable[str], tokenizer: Any, vocab_size: int) -> Int[n
         found = np.bincount(ids)
         if len(found) > vocab_size:
             raise ValueError(
-                f"the tokenizer gives token {len(found) - 1} and the target has {vocab_size}; use the "
-                "tokenizer that belongs to this target"
+                f"the tokenizer gives token {len(found) - 1} and the target has {vocab_size}; use "
+                "the tokenizer that belongs to this target"
             )
         counts[: len(found)] += found
     return counts

@@ -327,8 +327,8 @@ def line(row: dict[str, Any]) -> str:
         f"{row['tokens_per_second']} tokens/s at acceptance {row['acceptance_length']}, plain "
         f"{row['plain_tokens_per_second']}, speed-up {row['speed_up']}; "
         f"weights {shown_bytes(row['target_bytes'])}, draft {shown_bytes(row['draft_bytes'])}, "
-        f"cache {shown_bytes(row['cache_bytes'])}, draft state {shown_bytes(row['draft_state_bytes'])}; "
-        f"ms: {more}"
+        f"cache {shown_bytes(row['cache_bytes'])}, draft state "
+        f"{shown_bytes(row['draft_state_bytes'])}; ms: {more}"
         + (
             f"; streaming {row['streaming_overhead_percent']} % more per round, step by step "
             f"{row['stepwise_overhead_percent']} %"
@@ -336,8 +336,9 @@ def line(row: dict[str, Any]) -> str:
             else ""
         )
         + (
-            f"; adaptive {row['adaptive_ms_per_token']} ms, {row['adaptive_over_plain']} plain steps, "
-            f"at acceptance {row['adaptive_acceptance_length']}, rounds {row['adaptive_choices']}"
+            f"; adaptive {row['adaptive_ms_per_token']} ms, {row['adaptive_over_plain']} plain "
+            f"steps, at acceptance {row['adaptive_acceptance_length']}, rounds "
+            f"{row['adaptive_choices']}"
             if "adaptive_choices" in row
             else ""
         )

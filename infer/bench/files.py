@@ -45,8 +45,8 @@ def chart_file(text: str) -> Path:
 
         missing = missing_extra(ModuleNotFoundError(name="matplotlib"))
         raise argparse.ArgumentTypeError(
-            f"{missing}; or leave --chart out, keep the rows with --json, and let the report command "
-            "draw them where matplotlib is installed"
+            f"{missing}; or leave --chart out, keep the rows with --json, and let the report "
+            "command draw them where matplotlib is installed"
         )
     return path
 

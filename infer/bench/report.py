@@ -73,8 +73,8 @@ class Report:
             draw(self.rows, self._chart)
         if self._failure:
             raise OSError(
-                f"--json={self._path} could not be written ({self._failure.strerror}); its content is "
-                "the last line printed"
+                f"--json={self._path} could not be written ({self._failure.strerror}); its content "
+                "is the last line printed"
             )
 
     def add(self, row: Row, line: str) -> None:

@@ -34,8 +34,8 @@ def head_counts(text: str) -> tuple[int, int]:
         heads, kv_heads = 1, 0
     if kv_heads == 0 or heads % kv_heads:
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be query heads and key/value heads, the first a multiple of the second, "
-            "such as 32/8"
+            f"{text!r} must be query heads and key/value heads, the first a multiple of the "
+            "second, such as 32/8"
         )
     return heads, kv_heads
 

@@ -56,8 +56,8 @@ def render_chat(
         text = template_sandbox.render(source, variables)
     except Exception as error:  # A template raises what Python raises: its author wrote a program.
         raise ValueError(
-            f"the chat template cannot render these messages: {error} ({type(error).__name__}); pass "
-            "another one as chat_template=, or the prompt as text"
+            f"the chat template cannot render these messages: {error} ({type(error).__name__}); "
+            "pass another one as chat_template=, or the prompt as text"
         ) from error
     return encode_text(tokenizer, text, special=False)
 
@@ -68,7 +68,8 @@ def _template(tokenizer: Any, template: str | None) -> str:
         raise ValueError(f"chat_template must be a Jinja template as text, got {shown(template)}")
     if template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            "messages need a chat template and this tokenizer has none; pass chat_template= (a Jinja "
-            "string such as longspec_jax.generation.chat.VICUNA_TEMPLATE), or pass the prompt as text"
+            "messages need a chat template and this tokenizer has none; pass chat_template= (a "
+            "Jinja string such as longspec_jax.generation.chat.VICUNA_TEMPLATE), or pass the "
+            "prompt as text"
         )
     return tokenizer.get_chat_template(template)

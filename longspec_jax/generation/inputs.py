@@ -61,8 +61,8 @@ def to_prompt(
     row, *others = to_prompts(inputs, tokenizer, vocab_size, chat_template)
     if others:
         raise ValueError(
-            f"one prompt is needed here, and {shown(inputs)} holds {1 + len(others)}; make each a row "
-            "of its own"
+            f"one prompt is needed here, and {shown(inputs)} holds {1 + len(others)}; make each a "
+            "row of its own"
         )
     return row
 
@@ -79,7 +79,8 @@ def _rows(inputs: Inputs) -> list[Any]:
         return [inputs] if inputs.ndim == 1 else list(inputs)
     if isinstance(inputs, bytes | bytearray) or not isinstance(inputs, Sequence):
         raise ValueError(
-            f"cannot read a prompt from {type(inputs).__name__}; pass text, chat messages or token ids"
+            f"cannot read a prompt from {type(inputs).__name__}; pass text, chat messages or token "
+            "ids"
         )
     if inputs and (is_whole(inputs[0]) or isinstance(inputs[0], Mapping)):
         return [inputs]
@@ -90,8 +91,8 @@ def _unpadded(batch: Mapping[str, Any]) -> list[Any]:
     """The rows of a tokenizer's output, without the padding its attention mask marks."""
     if "input_ids" not in batch:
         raise ValueError(
-            f"a mapping of {sorted(map(str, batch))} is no prompt: it needs 'input_ids', or wrap a chat "
-            "message in a list"
+            f"a mapping of {sorted(map(str, batch))} is no prompt: it needs 'input_ids', or wrap a "
+            "chat message in a list"
         )
     rows = _rows(batch["input_ids"])
     if batch.get("attention_mask") is None:
@@ -146,8 +147,8 @@ def _checked(ids: Any, vocab_size: int) -> np.ndarray:
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         outside = next(token for token in tokens if not 0 <= token < vocab_size)
         raise ValueError(
-            f"token id {outside} is outside the target's vocabulary of {vocab_size}; tokenise with the "
-            "tokenizer that belongs to this target"
+            f"token id {outside} is outside the target's vocabulary of {vocab_size}; tokenise with "
+            "the tokenizer that belongs to this target"
         )
     return np.asarray(tokens, np.int32)
 

@@ -98,8 +98,8 @@ def check_fits(config: TargetConfig, plan: MemoryPlan, free: int | None) -> None
         return
     raise MemoryError(
         f"{plan.batch} row(s) of {plan.capacity} cache slots need {shown_bytes(plan.needed_bytes)} "
-        f"({shown_bytes(plan.cache_bytes)} cache, {shown_bytes(plan.draft_state_bytes)} draft state, "
-        f"about {shown_bytes(plan.working_bytes)} working memory) beside the weights, and "
+        f"({shown_bytes(plan.cache_bytes)} cache, {shown_bytes(plan.draft_state_bytes)} draft "
+        f"state, about {shown_bytes(plan.working_bytes)} working memory) beside the weights, and "
         f"{shown_bytes(free)} are free. {_remedy(plan, largest_context(config, plan, free), free)}"
     )
 
@@ -110,10 +110,10 @@ def _remedy(plan: MemoryPlan, fits: int, free: int) -> str:
     fewer = f"use at most {rows} rows, " if rows else "use fewer rows, " if plan.batch > 1 else ""
     if fits:
         return (
-            f"The largest context that fits is {fits} tokens per row, prompt and new tokens together; "
-            f"shorten the prompt or max_new_tokens, {fewer}or spread over more devices"
+            f"The largest context that fits is {fits} tokens per row, prompt and new tokens "
+            f"together; shorten the prompt or max_new_tokens, {fewer}or spread over more devices"
         )
     return (
-        "No context fits beside the draft state and the working memory; pass a smaller prefill_chunk "
-        f"or tree, {fewer}free memory on the device, or spread over more devices"
+        "No context fits beside the draft state and the working memory; pass a smaller "
+        f"prefill_chunk or tree, {fewer}free memory on the device, or spread over more devices"
     )

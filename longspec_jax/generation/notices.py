@@ -37,8 +37,8 @@ class Notices:
             return
         self._said = True
         warnings.warn(
-            f"{found}: it slows decoding down and seems not to be this target's; load the draft that "
-            "was trained for it, or decode plainly",
+            f"{found}: it slows decoding down and seems not to be this target's; load the draft "
+            "that was trained for it, or decode plainly",
             UserWarning,
             stacklevel=4,
         )

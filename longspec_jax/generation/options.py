@@ -199,8 +199,8 @@ def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int)
     sample = merged.get("do_sample")
     if not isinstance(sample, bool | np.bool_ | None):
         raise ValueError(
-            f"do_sample={shown(sample)} must be True or False, for all rows; a row with temperature 0 "
-            "draws the argmax"
+            f"do_sample={shown(sample)} must be True or False, for all rows; a row with "
+            "temperature 0 draws the argmax"
         )
     if "temperature" in given and "do_sample" not in given:
         sample = None  # An explicit temperature says by itself whether to sample.
@@ -240,8 +240,8 @@ def _stop_sets(value: Any, rows: int) -> tuple[tuple[int, ...], ...]:
     sets = nested if nested else [items] * rows
     if len(sets) != rows:
         raise ValueError(
-            f"eos_token_id has {len(sets)} stop sets for {rows} prompt{'s' * (rows != 1)}; pass one "
-            "set, or one per prompt"
+            f"eos_token_id has {len(sets)} stop sets for {rows} prompt{'s' * (rows != 1)}; pass "
+            "one set, or one per prompt"
         )
     for ids in sets:
         for token in ids:
@@ -264,8 +264,8 @@ def _listed(value: Any) -> list[Any]:
 
 def _no_stop_set(value: Any) -> ValueError:
     return ValueError(
-        f"eos_token_id={shown(value)} must be a token id, a list of ids, or a list of ids for every "
-        "prompt; tokenizer.convert_tokens_to_ids gives the id of a token"
+        f"eos_token_id={shown(value)} must be a token id, a list of ids, or a list of ids for "
+        "every prompt; tokenizer.convert_tokens_to_ids gives the id of a token"
     )
 
 
@@ -276,6 +276,6 @@ def _check_vocabulary(stop_tokens: Sequence[Sequence[int]], vocab_size: int) -> 
             if token >= vocab_size:
                 raise ValueError(
                     f"eos_token_id={token}{in_row(row, len(stop_tokens))} is outside the target's "
-                    f"vocabulary of {vocab_size}, so no row would ever end with it; pass an id below, "
-                    "or eos_token_id=[] to never stop"
+                    f"vocabulary of {vocab_size}, so no row would ever end with it; pass an id "
+                    "below, or eos_token_id=[] to never stop"
                 )

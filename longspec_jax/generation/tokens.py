@@ -18,8 +18,8 @@ def encode_text(tokenizer: Any, text: str, *, special: bool = True) -> list[int]
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the text has a lone surrogate, {text[error.start]!r}, at character {error.start}, which "
-            "is no character; read the text as UTF-8, or replace what cannot be read "
+            f"the text has a lone surrogate, {text[error.start]!r}, at character {error.start}, "
+            "which is no character; read the text as UTF-8, or replace what cannot be read "
             "(errors='replace')"
         ) from error
     return tokenizer(text, add_special_tokens=special)["input_ids"]

@@ -35,8 +35,8 @@ def by_row(name: str, value: Any, rows: int, allowed: Whole | Real) -> list[Any]
         given = list(value)
         if len(given) != rows:
             raise ValueError(
-                f"{name} has {len(given)} values for {rows} prompt{'s' * (rows != 1)}; pass one number, "
-                "or one per prompt"
+                f"{name} has {len(given)} values for {rows} prompt{'s' * (rows != 1)}; pass one "
+                "number, or one per prompt"
             )
     whole = isinstance(allowed, Whole)
     for row, one in enumerate(given):

@@ -54,8 +54,9 @@ def _open_indexed(index: Path, stack: ExitStack) -> Tensors:
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing or not shards:
         raise FileNotFoundError(
-            f"{index}: weight_map names {len(shards)} files, of which {', '.join(missing) or 'none'} "
-            f"{'are' if len(missing) > 1 else 'is'} missing; download the model again"
+            f"{index}: weight_map names {len(shards)} files, of which "
+            f"{', '.join(missing) or 'none'} {'are' if len(missing) > 1 else 'is'} missing; "
+            "download the model again"
         )
     tensors: Tensors = {}
     for shard in shards:

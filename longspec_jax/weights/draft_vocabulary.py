@@ -57,14 +57,14 @@ def load_draft_vocabulary(
     file = local_folder(source, revision) / FILE
     if not file.is_file():
         raise FileNotFoundError(
-            f"{source} comes without {FILE}, the table of its most frequent tokens; {HOW}, or leave "
-            "out draft_vocabulary to propose from all tokens"
+            f"{source} comes without {FILE}, the table of its most frequent tokens; {HOW}, or "
+            "leave out draft_vocabulary to propose from all tokens"
         )
     tokens, made_for = _read(file)
     if made_for != vocab_size:
         raise ValueError(
-            f"{file} was made for a vocabulary of {made_for} tokens, the target has {vocab_size}; make "
-            f"it with the tokenizer of this target ({HOW})"
+            f"{file} was made for a vocabulary of {made_for} tokens, the target has {vocab_size}; "
+            f"make it with the tokenizer of this target ({HOW})"
         )
     try:
         tokens = check_vocabulary(tokens, vocab_size)
@@ -72,8 +72,8 @@ def load_draft_vocabulary(
         raise ValueError(f"{file}: {error}") from error
     if not 1 <= size <= len(tokens):
         raise ValueError(
-            f"draft_vocabulary={size} must be 1 to {len(tokens)}, the tokens that {file} holds; choose "
-            f"fewer, or make a larger table ({HOW})"
+            f"draft_vocabulary={size} must be 1 to {len(tokens)}, the tokens that {file} holds; "
+            f"choose fewer, or make a larger table ({HOW})"
         )
     return tokens[:size]
 

@@ -155,8 +155,8 @@ def draft_config(raw: RawConfig, target: TargetConfig, dtype: str | None = None)
     if vocab_size != target.vocab_size:
         raise ValueError(
             f"{raw.origin}: the draft was made for vocab_size={vocab_size}, the target has "
-            f"{target.vocab_size}. A draft shares its target's vocabulary: load the draft that belongs "
-            "to this target"
+            f"{target.vocab_size}. A draft shares its target's vocabulary: load the draft that "
+            "belongs to this target"
         )
     # The release's drafts have biases whatever their file says about the target's.
     _check_refused(raw, _REFUSED)
@@ -333,8 +333,8 @@ def _check_window(raw: RawConfig, family: Family, max_positions: int) -> None:
         raise ValueError(
             f"{raw.origin}: sliding_window={window} is below the {max_positions} positions of the "
             "model: attention windows are not supported. To use the model where its window hides "
-            f"nothing, set max_position_embeddings to {window} in config.json; or load a model without "
-            "a window"
+            f"nothing, set max_position_embeddings to {window} in config.json; or load a model "
+            "without a window"
         )
 
 

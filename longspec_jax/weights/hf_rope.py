@@ -57,9 +57,9 @@ def rope_scaling(raw: RawConfig) -> RopeScaling:
         return _llama3(entry)
     raise ValueError(
         f"{entry.origin}: the type {kind!r} in {shown(dict(entry.values))} with "
-        f"rope_condense_ratio={condense:g} is not supported; supported are the types default, linear "
-        "and llama3, alone. A model whose scaling is optional, as Qwen's yarn, runs within its "
-        "original context once the entry is removed from config.json"
+        f"rope_condense_ratio={condense:g} is not supported; supported are the types default, "
+        "linear and llama3, alone. A model whose scaling is optional, as Qwen's yarn, runs within "
+        "its original context once the entry is removed from config.json"
     )
 
 

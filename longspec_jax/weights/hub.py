@@ -24,7 +24,8 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
     folder = _expanded(source)
     if folder.is_file():
         raise NotADirectoryError(
-            f"{folder} is a file, not a folder; name the folder that holds config.json and the weights"
+            f"{folder} is a file, not a folder; name the folder that holds config.json and the "
+            "weights"
         )
     if folder.is_dir():
         if revision is not None:

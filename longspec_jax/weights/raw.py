@@ -115,8 +115,8 @@ def read_json(path: Path) -> RawConfig:
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path.parent} has no {path.name}; a model folder holds it beside the weights: download "
-            "the whole model again, or name the folder that has both"
+            f"{path.parent} has no {path.name}; a model folder holds it beside the weights: "
+            "download the whole model again, or name the folder that has both"
         )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

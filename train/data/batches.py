@@ -111,8 +111,8 @@ class Batches:
     def __post_init__(self) -> None:
         if self.per_epoch == 0:
             raise ValueError(
-                f"the data gives {len(self.rows)} rows, a step needs {self.batch}: give more data, or a "
-                "smaller batch or seq_len"
+                f"the data gives {len(self.rows)} rows, a step needs {self.batch}: give more data, "
+                "or a smaller batch or seq_len"
             )
 
     @property

@@ -83,8 +83,8 @@ def build_corpus(config: CorpusConfig, folder: Path) -> None:
     held = [o for o in origins if o.name in config.held_out]
     if not held:
         raise ValueError(
-            f"none of the held-out distributions {config.held_out} is installed; name installed ones in "
-            "config.data.corpus.held_out"
+            f"none of the held-out distributions {config.held_out} is installed; name installed "
+            "ones in config.data.corpus.held_out"
         )
     seen: set[bytes] = set()
     held_documents = [d for origin in held for d in _documents(origin, seen)]

@@ -52,7 +52,8 @@ def _conversation(row: Fields) -> list[Turn]:
     for turn in row["conversation"]:
         if turn.get("role") not in ROLES:
             raise ValueError(
-                f"a turn of the conversation has role {turn.get('role')!r}; roles are {', '.join(ROLES)}"
+                f"a turn of the conversation has role {turn.get('role')!r}; roles are "
+                f"{', '.join(ROLES)}"
             )
         turns.append(Turn(turn.get("content"), turn["role"]))
     return turns

@@ -80,8 +80,9 @@ def _load(load: Any, name: str, data: DataConfig) -> Any:
     except (OSError, ValueError, DatasetsError) as error:
         reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"the data of {name} cannot be read ({reason}); files are .jsonl, .json, .parquet or .txt, "
-            "hub data sets owner/name or owner/name/file, which need a network or a filled cache"
+            f"the data of {name} cannot be read ({reason}); files are .jsonl, .json, .parquet or "
+            ".txt, hub data sets owner/name or owner/name/file, which need a network or a filled "
+            "cache"
         ) from error
     if not len(rows):
         raise ValueError(f"{name} holds no documents; give a file with at least one")

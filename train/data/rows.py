@@ -51,8 +51,9 @@ class Source:
             return train, _batch(held, _spread(held, count), mesh)
         if self.config.data.pack and length != stage.seq_len:
             raise ValueError(
-                f"accept_seq_len={length} differs from seq_len={stage.seq_len} of stage {stage.name}: "
-                "packed rows are kept from training whole; leave --config.accept_seq_len at 0"
+                f"accept_seq_len={length} differs from seq_len={stage.seq_len} of stage "
+                f"{stage.name}: packed rows are kept from training whole; leave "
+                "--config.accept_seq_len at 0"
             )
         rows = self._rows(stage.seq_len)
         chosen = _spread(rows, count)

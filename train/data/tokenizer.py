@@ -46,8 +46,8 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     tokenizer = loading.load_tokenizer(source, revision)
     if tokenizer is None:
         raise ValueError(
-            f"{source} comes without a tokenizer; put tokenizer.json and tokenizer_config.json beside "
-            "the model"
+            f"{source} comes without a tokenizer; put tokenizer.json and tokenizer_config.json "
+            "beside the model"
         )
     return tokenizer
 
