@@ -25,11 +25,11 @@ Without arguments the embedded demo model completes a held-out document of more 
 
 A file named - is standard input.
 
-A line of a --batch file is a JSON string, or an object with prompt, messages or input_ids and any of
-max_new_tokens, temperature, top_k, top_p, seed and eos_token_id for its row.
+A line of a --batch file is a JSON string, or an object with prompt, messages or input_ids and any
+of max_new_tokens, temperature, top_k, top_p, seed and eos_token_id for its row.
 
-Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 if interrupted:
-what was decoded until then is shown and, with --json, written.
+Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 if
+interrupted: what was decoded until then is shown and, with --json, written.
 """
 
 
@@ -212,7 +212,7 @@ def has_draft(arguments: argparse.Namespace) -> bool:
 
 
 def named_prompts(arguments: argparse.Namespace) -> list[Prompt]:
-    """The prompts the arguments name, read and checked; none if they leave it to the demo's samples."""
+    """The prompts the arguments name, read and checked; none if they leave it to the demo."""
     if arguments.prompt is not None:
         return [Prompt("prompt", check_text(arguments.prompt, "--prompt"))]
     if arguments.prompt_file:

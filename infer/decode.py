@@ -1,4 +1,4 @@
-"""Decode prompts with speculation, show what the draft contributed, and compare with plain decoding.
+"""Decode prompts with speculation, show what the draft gave, and compare with plain decoding.
 
     python -m infer.decode
     python -m infer.decode --target=FOLDER --draft=FOLDER --prompt_file=report.txt --json=out.json

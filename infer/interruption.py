@@ -47,7 +47,7 @@ def run_interruptibly(work: Callable[[], None]) -> None:
 
 
 def end_soon(status: int) -> None:
-    """Let the process end in a moment even if what is said until then blocks, as a full pipe does."""
+    """Let the process end in a moment even if what it says blocks, as a full pipe does."""
     timer = threading.Timer(PATIENCE, os._exit, [status])
     timer.daemon = True
     timer.start()

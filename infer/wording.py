@@ -1,4 +1,4 @@
-"""What the library says, in the command's words: ``--temperature``, not ``temperature of row 0``."""
+"""What the library says, in the command's words: ``--top_p``, not ``top_p of row 0``."""
 
 import re
 from collections.abc import Iterator, Sequence

@@ -34,7 +34,7 @@ class LinearRopeScaling:
 
 @dataclass(frozen=True)
 class Llama3RopeScaling:
-    """Llama 3.1's scaling: long wavelengths divided by the factor, short ones kept, a ramp between."""
+    """Llama 3.1's scaling: long wavelengths divided by the factor, short ones kept, a ramp."""
 
     factor: float
     low_freq_factor: float
@@ -63,7 +63,7 @@ RopeScaling = LinearRopeScaling | Llama3RopeScaling | None
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """Shape and conventions of a decoder-only target of the Llama, Qwen2, Qwen3 or Mistral family."""
+    """Shape and conventions of a target of the Llama, Qwen2, Qwen3 or Mistral family."""
 
     architecture: str
     """Hugging Face class name, such as ``LlamaForCausalLM``: what an export declares itself to
@@ -156,7 +156,7 @@ def _check_layer(config: TargetConfig | DraftConfig) -> None:
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """Widths of the draft tree by level; the nodes of a level are the best continuations of the last.
+    """Widths of the draft tree by level; a level's nodes are the last one's best continuations.
 
     ``(4, 16, 16, 16, 16)`` is the paper's tree, ``(1, 1, 1, 1)`` a chain of four, and ``()`` the
     empty tree: plain decoding. :meth:`parse` reads what ``str`` writes, such as ``4,16,16,16,16@64``.

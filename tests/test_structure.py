@@ -1,4 +1,4 @@
-"""Imports point one way: axes, config -> ops -> models -> drafters -> decoding -> api -> commands."""
+"""Imports point one way: axes, config, ops, models, drafters, decoding, api, commands."""
 
 import ast
 import re

@@ -15,8 +15,8 @@ HELP = """\
 usage: {command} --config=NAME[:VARIANT] [--workdir=FOLDER] [--config.FIELD=VALUE ...]
 
 Train a draft. Overrides are dotted: --config.target=FOLDER --config.data.files='data/*.jsonl'
---config.mesh.tp=2. The exit status is 0, 2 for bad input, and 75 (try again) for a run that a signal
-stopped.
+--config.mesh.tp=2. The exit status is 0, 2 for bad input, and 75 (try again) for a run that a
+signal stopped.
 
 configurations of the project: {names}
 
@@ -117,7 +117,7 @@ def _flags(config: Any, overrides: Sequence[str]) -> flags.FlagValues:
 
 
 def _without_config(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """The value of ``--config``, which decides what other flags there are, and the other arguments."""
+    """The value of ``--config``, which decides what other flags there are, and the rest."""
     named, rest = "", []
     words = iter(argv)
     for word in words:

@@ -34,9 +34,10 @@ saving apart).
 _SOURCES = """
 ## Training data
 
-Source code and documentation of the Python distributions below, as installed, each under the licence
-its metadata declare. Files that looked generated, minified or like data were dropped, exact duplicates
-too. Distributions marked *held out* were not trained on, nor were files that repeat their text.
+Source code and documentation of the Python distributions below, as installed, each under the
+licence its metadata declare. Files that looked generated, minified or like data were dropped, exact
+duplicates too. Distributions marked *held out* were not trained on, nor were files that repeat
+their text.
 
 | distribution | version | licence | files | bytes | |
 |---|---|---|---:|---:|---|
@@ -103,7 +104,7 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 
 def _portable_config(value: str) -> str:
-    """A configuration as another machine finds it: the project's own by name, others by file name."""
+    """A configuration as another machine finds it: by name, or by file name."""
     file, colon, variant = value.partition(":")
     path = Path(file)
     if path.parent.name == "configs" and is_bundled(path.name):

@@ -1,4 +1,4 @@
-"""What a training run is, as frozen dataclasses, and the one place where a config file becomes them.
+"""What a training run is, as frozen dataclasses, and how a config file becomes them.
 
 Each field is declared here once; :mod:`longspec_jax.recipes` holds the values and the config files
 override them. The conversion is strict both ways: a key no field takes and a field no key fills are
@@ -264,6 +264,6 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
 
 
 def _stages(kind: Any, sections: Mapping[str, Any], path: str) -> tuple[Any, ...]:
-    """Named stages, from short to long sequences; a ConfigDict does not keep the order of writing."""
+    """Named stages, from short to long sequences: a ConfigDict forgets the order of writing."""
     built = [_build(kind, {"name": n, **s}, f"{path}.{n}") for n, s in sections.items()]
     return tuple(sorted(built, key=lambda stage: (stage.seq_len, stage.name)))

@@ -76,7 +76,7 @@ def load(argument: str) -> ConfigDict:
 
 @contextmanager
 def _loaded(path: Path) -> Iterator[Callable[..., Any]]:
-    """The function a configuration file defines; its module is known for as long as it is called."""
+    """The function a configuration file defines; its module is known while it is called."""
     loader = SourceFileLoader(f"longspec_configuration_{path.stem}", str(path))
     module = types.ModuleType(loader.name)
     module.__file__ = str(path)

@@ -20,7 +20,7 @@ _NOT_DECAYED = re.compile(r"(scale|bias)$")
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clipping, Adam and weight decay; updates still have to be scaled by minus the learning rate."""
+    """Clipping, Adam and weight decay; updates are yet to be scaled by minus the learning rate."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip),
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),

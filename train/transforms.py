@@ -72,7 +72,7 @@ def shifted_attention(
     shift: Int[Array, " B"],
     attend: Callable[[Array, Array, Array], Array] = causal_attention,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention in which query ``t`` sees keys ``<= t - shift``; the first ``shift`` rows are 0.
+    """Causal attention that sees keys ``<= t - shift``; the first ``shift`` rows are 0.
 
     Query ``t`` is moved to row ``t - shift``, where plain causal attention shows it exactly those
     keys, and its result is moved back. One compiled program and one fused kernel serve all shifts.

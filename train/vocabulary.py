@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
     always = {*tokenizer.all_special_ids, *load_stop_tokens(target)}
     table = most_frequent(counts, arguments.size, sorted(always))
     file = save_draft_vocabulary(folder, table, vocab_size)
-    yield f"{len(documents)} documents, {counts.sum()} tokens, {(counts > 0).sum()} of {vocab_size} seen"
+    seen = (counts > 0).sum()
+    yield f"{len(documents)} documents, {counts.sum()} tokens, {seen} of {vocab_size} seen"
     yield f"{file}: {len(table)} tokens"
     for size in sorted({len(table), *(vocab_size // share for share in SHARES)}):
         if size <= len(table):

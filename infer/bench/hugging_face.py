@@ -222,7 +222,7 @@ def decode_seconds(
 
 
 def step_bytes(model: Any, batch: int, length: int) -> int:
-    """Bytes a decode step must read: weights without the embedding table, cached keys and values."""
+    """Bytes a decode step must read: weights but the embedding table, cached keys and values."""
     config = model.config
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     table = model.get_input_embeddings().weight

@@ -9,7 +9,7 @@ from .decode_setting import Bench
 
 
 def profile(bench: Bench, program: Any, drafter: Any, folder: Path) -> None:
-    """Write device time by kernel, microseconds per round, slowest first, and the compiled program."""
+    """Write device time by kernel, microseconds per round, slowest first, and the program."""
     state = jax.block_until_ready(bench.state(drafter))
     with jax.profiler.trace(str(folder)):
         state = jax.block_until_ready(program(bench.model.params, bench.request, state))

@@ -147,7 +147,7 @@ def greedy_request(batch: int, new_tokens: int) -> Request:
 
 
 def draft_state(model: Model, drafter: Drafter, batch: int) -> Any:
-    """The drafter's own state after a short random prompt: it has the same size after a long one."""
+    """The drafter's own state after a short random prompt, as large as after a long one."""
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, 8))
     return _after(drafter, model.params, jnp.asarray(prompt, jnp.int32))
 
@@ -163,7 +163,7 @@ def _after(drafter: Drafter, params: Params, tokens: jax.Array) -> Any:
 def state_at(
     cache: KVCache, draft: Any, tree: TreeConfig, contexts: Sequence[int], new_tokens: int
 ) -> SpecState:
-    """The state of a round after ``contexts[b]`` committed tokens; cache and draft are not copied."""
+    """The state of a round after ``contexts[b]`` committed tokens; nothing is copied."""
     batch, height = cache.keys[0].shape[0], engine.room(tree.num_levels)
 
     def full(value: Any, *shape: int, dtype: Any = jnp.int32) -> jax.Array:

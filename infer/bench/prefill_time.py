@@ -44,7 +44,7 @@ def time_prefill(bench: Bench, chunk: int) -> dict[str, Any]:
 
 
 def prefill_flops(config: Any, tokens: int) -> int:
-    """Operations that prefilling needs: products of all layers, causal attention, one LM head row."""
+    """Operations of a prefill: products of all layers, causal attention, one LM head row."""
     heads, width = config.num_heads * config.head_width, config.model_width
     kv = config.num_kv_heads * config.head_width
     products = 2 * width * (heads + 2 * kv) + 2 * heads * width + 6 * width * config.mlp_width

@@ -37,7 +37,7 @@ def header(device: str, method: str, **more: Any) -> Row:
 
 
 class Report:
-    """The rows of one run, printed and written as they come; a context manager that ends the files."""
+    """The rows of one run, printed and written as they come; leaving it ends the files."""
 
     def __init__(self, header: Row, path: Path | None = None, chart: Path | None = None):
         """Print the header.

@@ -1,4 +1,4 @@
-"""Decode in bursts of rounds, each with the tree that pays best at the moment; none at all included.
+"""Decode in bursts of rounds, each with the tree, or none, that pays best at the moment.
 
 Every candidate is one executable that runs some rounds on the device. Between two bursts the host
 reads four numbers and asks a :class:`~longspec_jax.decoding.policy.Policy` what to run next. All
@@ -46,7 +46,7 @@ def smaller_tree(tree: TreeConfig) -> TreeConfig:
 
 
 def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
-    """What a run may choose among: no tree and the drafters' own; a smaller one too if there is one own.
+    """What a run may choose among: no tree, the drafters' own, a smaller one beside a single one.
 
     Args:
       drafters: dataclasses that differ in their field ``tree`` alone, with a state that does not
@@ -140,7 +140,7 @@ def decode_bursts(
     stride: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Leg]:
-    """Rounds until every row is done; yields after each burst, and take what you need before resuming.
+    """Rounds until every row is done; yields after each burst: take what you need, then resume.
 
     With one drafter and the policy :class:`~longspec_jax.decoding.policy.Always` it is the whole
     run in one executable. Compile beforehand with :func:`rehearse`, or the first timing of every

@@ -1,4 +1,4 @@
-"""Which tree to run next: the one that emits most tokens per second, within a budget for finding out.
+"""Which tree to run next: the one with most tokens per second, found out at a bounded cost.
 
 A policy knows no clock, no arrays and no models. It is told what some rounds of a candidate emitted
 and how long they took, and says which candidate to run next and for how many rounds. What a

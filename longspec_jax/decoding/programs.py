@@ -128,7 +128,7 @@ class Program:
         return self.of_shape(*args, **kwargs).trace(*args, **kwargs)
 
     def of_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The jitted function for arguments of these shapes, to look it up once and call it often."""
+        """The jitted function for arguments of these shapes, to be called often."""
         # A leaf without a shape is a static argument. What else matters to a compilation, such as
         # types and devices, is left to jax: it varies little, and follows from the rest.
         leaves, structure = jax.tree.flatten((args, kwargs))

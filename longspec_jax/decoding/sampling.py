@@ -70,7 +70,7 @@ def noise(
 
 
 def perturb(
-    logits: Float[Array, "B T V"], gumbel: Float[Array, "B #T #V"], sampling: Sampling
+    logits: Float[Array, "B T V"], gumbel: Float[Array, " B #T #V"], sampling: Sampling
 ) -> Float[Array, "B T V"]:
     """Scores whose argmax is the draw: filtered, tempered logits plus noise; plain ones at 0."""
     if not sampling.stochastic:
@@ -87,7 +87,7 @@ def perturb(
 
 
 def draw(
-    logits: Float[Array, "B T V"], gumbel: Float[Array, "B #T #V"], sampling: Sampling
+    logits: Float[Array, "B T V"], gumbel: Float[Array, " B #T #V"], sampling: Sampling
 ) -> Int[Array, "B T"]:
     """The drawn token of every position; ties go to the lowest token id.
 
@@ -101,7 +101,7 @@ def draw(
 
 
 def log_probabilities(
-    logits: Float[Array, "B T V"], gumbel: Float[Array, "B #T #V"], sampling: Sampling
+    logits: Float[Array, "B T V"], gumbel: Float[Array, " B #T #V"], sampling: Sampling
 ) -> Float[Array, "B T V"]:
     """A draft's belief in what the target will draw under this noise.
 

@@ -64,7 +64,7 @@ def free_bytes() -> int | None:
 
 
 def _free_host_bytes() -> int | None:
-    """Bytes of main memory that can be had, by the system's own estimate and the container's limit."""
+    """Bytes of main memory to be had, by the system's estimate and the container's limit."""
     bounds = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -63,7 +63,7 @@ class KnownPaces:
         return self._known.get(name)
 
     def keep(self, key: Mapping[str, Any], paces: Sequence[TreePace], folder: Path | None) -> None:
-        """Remember the figures of a key, and keep them for other processes where a folder is named."""
+        """Remember the figures of a key, for other processes too where a folder is named."""
         self._known[_name(key)] = tuple(paces)
         if folder is not None:
             write_paces(folder, key, paces)

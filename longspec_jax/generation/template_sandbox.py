@@ -95,7 +95,7 @@ def require_small(characters: float) -> None:
 
 
 class _Generation(ext.Extension):
-    """The tag by which templates mark the assistant's text for training; here it changes nothing."""
+    """The tag that marks the assistant's text for training; here it changes nothing."""
 
     tags = {"generation"}
 

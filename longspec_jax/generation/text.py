@@ -1,4 +1,4 @@
-"""Text from tokens as they arrive: in all exactly the text of the whole, and never half a character.
+"""Text from tokens as they arrive: in all the text of the whole, never half a character.
 
 The text of a completion is the text of prompt and completion, without the longest beginning that it
 shares with the text of the prompt alone. A character that the prompt began and the completion ends

@@ -72,7 +72,7 @@ class Projection(nn.Module):
 
     @nn.compact
     def weights(self) -> tuple[Array, Array | None]:
-        """The kernel ``[prod(in_axes), *out_axes]``, and the bias ``[*out_axes]`` if there is one."""
+        """The kernel ``[prod(in_axes), *out_axes]``, and the bias ``[*out_axes]`` or none."""
         shape = (*self.in_axes, *self.out_axes)
         kernel = self.param("kernel", nn.initializers.normal(INITIAL_SCALE), shape, self.dtype)
         bias = None

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         angles: tuple[Array, Array],
         attend: Callable[[Array, Array, Array], Array],
     ) -> tuple[Array, Array, Array]:
-        """Return summands ``[S, B, T, D]`` of the projected output, and the fresh keys and values."""
+        """Return summands ``[S, B, T, D]`` of the projected output, fresh keys and values."""
         if self.config.qk_norm:
             q, k, v = part(self.qkv(x))
             q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)

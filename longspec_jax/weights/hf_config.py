@@ -209,7 +209,7 @@ def hf_draft_config(config: DraftConfig, target: TargetConfig | None = None) -> 
 
 
 def stop_tokens(raw: RawConfig, generation: RawConfig | None = None) -> tuple[int, ...]:
-    """Tokens that end a generation: ``generation_config.json``'s if it names any, else the model's."""
+    """Tokens that end a generation: ``generation_config.json``'s if any, else the model's."""
     vocab_size = raw.whole("vocab_size", LARGEST_WHOLE)
     named = generation.tokens("eos_token_id", vocab_size) if generation else ()
     return named or raw.tokens("eos_token_id", vocab_size)
@@ -236,13 +236,16 @@ def _max_positions(raw: RawConfig, scaling: RopeScaling) -> int:
         return base
     named, scaled = raw.whole("max_sequence_length", base), int(base * scaling.factor)
     if scaled > LARGEST_WHOLE:
-        rule = f"times the factor {scaling.factor:g} of the rope scaling must be at most {LARGEST_WHOLE}"
+        rule = (
+            f"times the factor {scaling.factor:g} of the rope scaling must be at most "
+            f"{LARGEST_WHOLE}"
+        )
         raise raw.error("max_position_embeddings", rule)
     return named if named > base else scaled
 
 
 def _head_width(raw: RawConfig, width: int, heads: int, default: int | None) -> int:
-    """The head width that the file names, or the default, or the model width divided by the heads."""
+    """The head width that the file names, or the default, or model width / heads."""
     if not raw.has("head_dim") and default is None and width % heads:
         rule = f"must divide hidden_size={width} where head_dim is not given"
         raise raw.error("num_attention_heads", rule)

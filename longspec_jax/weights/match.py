@@ -22,7 +22,7 @@ MOST_REPORTED = 8
 
 
 def check_layers(config: TargetConfig, tensors: Tensors, file: Path) -> None:
-    """Raise if a configuration has more layers than files could hold, before a table of them is made."""
+    """Raise if a configuration has more layers than files could hold, before they are listed."""
     if config.num_layers > len(tensors):
         layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Every shipped configuration and variant: it parses, converts, and its shapes fit, without memory."""
+"""Every shipped configuration and variant: it parses, converts, and its shapes fit."""
 
 import dataclasses
 import importlib

@@ -161,7 +161,7 @@ def test_legs_are_bursts_or_strides_and_time_is_the_clocks(stride: int | None) -
 
 
 def test_the_clock_decides_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same models and rounds; where the tree is dear plain decoding runs, where cheap the tree."""
+    """The same models and rounds; plain decoding runs where the tree is dear, else the tree."""
     target, drafters = LookupTarget(VOCABULARY), candidates([LookupDrafter(TREE)])
     req, params = request(new=(31, 31, 31)), Params(TABLE, TABLE)
     real, now = adaptive.burst, [0.0]

@@ -105,7 +105,7 @@ def test_the_search_finds_a_planted_copy() -> None:
 
 
 def test_prompts_seeds_and_budgets_do_not_compile_again() -> None:
-    """One shape, one program each of prefill, start and loop: trips on an unexpected compilation."""
+    """One shape, one program each of prefill, start and loop: no unexpected compilation."""
     target, drafter = CachedTarget(CONFIG), LongSpecDrafter(DRAFT, TreeConfig((2, 1)))
     table = random_target(CONFIG)
     params = Params(table, draft_params(random_draft(DRAFT), table))

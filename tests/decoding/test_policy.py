@@ -129,7 +129,7 @@ def test_the_cheaper_of_two_useful_trees_wins() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_never_much_slower_whatever_a_round_costs(seed: int) -> None:
-    """Random costs, acceptances, jitter and batch sizes: near plain at worst, near the best mostly."""
+    """Random costs, acceptances, jitter, batch sizes: near plain at worst, mostly near the best."""
     random = np.random.default_rng(seed)
     narrow = random.uniform(1.02, 4)
     costs = [1.0, narrow, narrow * random.uniform(1, 3)]

@@ -121,7 +121,7 @@ def test_noise_has_its_tail() -> None:
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (50, 1.0)])
 def test_a_neighbours_filter_leaves_an_unfiltered_row_alone(top_k: int, top_p: float) -> None:
-    """Summed from the likely end, float32 reaches 1 with most of a wide vocabulary still to come."""
+    """Summed from the likely end, float32 reaches 1 with most of a wide vocabulary to come."""
     s = sampling(2, 1.0, top_k, top_p).replace(
         top_k=jnp.array([0, top_k]), top_p=jnp.array([1.0, top_p])
     )

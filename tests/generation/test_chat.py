@@ -20,7 +20,8 @@ LLAMA_3 = (
     "message['content'] | trim + '<|eot_id|>' %}"
     "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 LLAMA_31 = """{{- bos_token }}
 {%- if not date_string is defined %}
@@ -67,7 +68,8 @@ ODDS_AND_ENDS = """{% macro turn(role, text='') -%}<{{ role }}>{{ text }}
     {%- generation %}{{ turn(message.role, message.content) }}{% endgeneration %}
     {%- call turn('x') %} inner {% endcall %}
     {{ {'a': [1, 'é', none, true], 'b': ('<', "'")} | tojson(indent=2) }} {{ [1, none] }} {{ none }}
-    {{ message | items | list }} {{ undefined }} {{ undefined is defined }} {{ "%s-%03d" % ('a', 7) }}
+    {{ message | items | list }} {{ undefined }} {{ undefined is defined }}
+    {{ "%s-%03d" % ('a', 7) }}
     {{ "{} {:>5}".format(message.role, 3) }} {{ 'a,b'.split(',') | join('; ') }}
     {{ 'a' * 3 }} {{ 2 ** 3 }}
     {{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join }}

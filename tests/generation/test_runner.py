@@ -41,7 +41,7 @@ def compilations() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The toy as checkpoints: loaded parameters are committed to their devices, made ones are not."""
+    """The toy as checkpoints: loaded parameters are committed to devices, made ones are not."""
     spec = toy_spec(num_heads=4, model_width=32, mlp_width=54, vocab_size=18)
     folder = tmp_path_factory.mktemp("toy")
     hf.save_target(folder / "t", spec.target_config, spec.target_params, stop_tokens=(STOP,))

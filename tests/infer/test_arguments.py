@@ -100,9 +100,11 @@ REFUSED = {
     "--prompt=a --batch=b": "--batch: not allowed with argument --prompt",
     "--all_prompts --prompt=a": "--prompt: not allowed with argument --all_prompts",
     "--draft=folder": "--draft folder needs the --target it was trained for",
-    "--revision=main": "--revision chooses a version on the hub, and no --target of the hub is named",
+    "--revision=main": "--revision chooses a version on the hub, and no --target of "
+    "the hub is named",
     "--target=demo --revision=main": "--revision chooses a version on the hub, and no --target",
-    "--target=a/b --draft_revision=x": "--draft_revision chooses a version on the hub, and no --draft",
+    "--target=a/b --draft_revision=x": "--draft_revision chooses a version on the hub, and no "
+    "--draft",
     f"--target={DEMO / 'target'} --revision=main": "is a folder; drop one of the two",
     "--tree=none --adaptive": "--adaptive has nothing to choose with --tree none",
     "--tree=none --draft_int8": "--draft_int8 is about what a draft reads, and --tree none has",
@@ -120,7 +122,8 @@ REFUSED = {
     "--prompt_file=- --prompt_file=-": "--prompt_file -: standard input can be read once",
     # Files.
     f"--compilation_cache={__file__}": "is no folder; name one, or off for none",
-    "--batch=absent --stream": "--stream shows one prompt as it is completed, and --batch has several",
+    "--batch=absent --stream": "--stream shows one prompt as it is completed, and --batch "
+    "has several",
     "--prompt_file=absent": "--prompt_file: absent cannot be read: No such file",
     "--prompt_file=/": "--prompt_file: / cannot be read: Is a directory",
     "--messages=absent": "--messages: absent cannot be read: No such file",
@@ -136,8 +139,10 @@ REFUSED = {
     "--json=absent/out.json": "--json absent/out.json: its folder does not exist",
     f"--json={DEMO / 'target' / 'config.json'}": "is an input of this run (the demo",
     f"--json={DEMO / 'draft' / 'tokenizer.json'}": "is an input of this run (the demo",
-    f"--json={DEMO / 'prompts' / 'networkx_classes_digraph.txt'}": "is an input of this run (the demo",
-    f"--prompt_file={__file__} --json={__file__}": f"is an input of this run (--prompt_file {__file__}",
+    f"--json={DEMO / 'prompts' / 'networkx_classes_digraph.txt'}": "is an input of this run (the "
+    "demo",
+    f"--prompt_file={__file__} --json={__file__}": "is an input of this run (--prompt_file "
+    f"{__file__}",
     f"--messages={__file__}": "is not valid JSON",
 }
 

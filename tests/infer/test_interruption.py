@@ -62,7 +62,7 @@ def rounds(rows: int, count: int):
 
 
 class Interrupted:
-    """A library call that the user leaves in its third round, as a compiler or a device would notice."""
+    """A library call that the user leaves in its third round, as a compiler would notice."""
 
     def __init__(self, monkeypatch, before: int = 0):
         self.calls, self.before, self.released = 0, before, threading.Event()
@@ -159,7 +159,7 @@ def test_without_a_tokenizer_there_is_no_text(folders, monkeypatch, tmp_path, ca
 
 
 def test_numbers_are_written_before_the_screen_is_closed(folders, monkeypatch, tmp_path) -> None:
-    """A terminal stopped with Ctrl-S, or a full pipe, takes nothing and lets nobody have its lock."""
+    """A terminal stopped with Ctrl-S, or a full pipe, takes nothing and keeps its lock."""
     path, found = tmp_path / "out.json", []
     close = Screen.close
 
@@ -288,7 +288,7 @@ def test_while_a_program_is_compiled(folders, tmp_path) -> None:
 
 @pytest.mark.multiproc
 def test_a_suite_in_the_background_is_interruptible() -> None:
-    """A shell's ``&`` lets its children ignore Ctrl-C, and theirs, unless somebody says otherwise."""
+    """A shell's ``&`` lets its children, and theirs, ignore Ctrl-C unless told otherwise."""
     ask = "import tests.conftest, signal; print(signal.getsignal(signal.SIGINT).__name__)"
     command = f'trap "" INT; exec "{sys.executable}" -c "{ask}"'
     found = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)

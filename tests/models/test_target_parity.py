@@ -1,4 +1,4 @@
-"""The parity ladder: from the norm to cached decoding, our target equals transformers' in float32."""
+"""The parity ladder, norm to cached decoding: our target equals transformers' in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,7 @@ def test_layer(pair):
 
 
 def test_logits_and_last_keys_and_values(pair):
-    """The draft reads the last layer's keys and values: rotary applied, as transformers caches them."""
+    """The draft reads the last layer's keys and values: rotated, as transformers caches them."""
     model, config, params = pair
     tokens = _tokens(config)
     with torch.no_grad():

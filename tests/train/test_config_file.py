@@ -100,7 +100,8 @@ def get_config(variant="short"):
     @dataclass
     class Choice:
         seed: int = 5
-    return paper_config("mine", variant, target="a/b", long_length=9, max_offset=7, seed=Choice().seed)
+    seed = Choice().seed
+    return paper_config("mine", variant, target="a/b", long_length=9, max_offset=7, seed=seed)
 """
 
 

@@ -1,4 +1,4 @@
-"""A tiny Llama checkpoint with a tokenizer, documents for it, and the training command in-process."""
+"""A tiny Llama checkpoint with a tokenizer, documents, and the training command in-process."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every value of a model's files, replaced by every wrong one: refused by file and key, or harmless."""
+"""Every value of a model's files, replaced by every wrong one: refused or harmless."""
 
 import json
 import math

@@ -58,7 +58,7 @@ def test_several_files_both_ways(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_pickled_target(tmp_path, shards):
-    """Vicuna and LongChat are stored like this, with their rotary frequencies beside the weights."""
+    """Vicuna and LongChat are stored like this, rotary frequencies beside the weights."""
     model = make_model("Llama", kv_heads=6)
     _, expected = load_target(save_model(model, tmp_path / "safetensors"))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -126,7 +126,7 @@ class Batches:
         return epoch, within * self.batch
 
     def __call__(self, step: int, share: slice = slice(None)) -> Batch:
-        """The batch of a step; ``share`` picks columns of every micro-batch (one process's part)."""
+        """The batch of a step; ``share`` picks one process's columns of every micro-batch."""
         epoch, index = self.position(step)
         order = _shuffle(self.seed, epoch, len(self.rows))[index : index + self.batch]
         order = order.reshape(self.accumulation, -1)[:, share]

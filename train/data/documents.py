@@ -59,7 +59,7 @@ def encode_turns(turns: list[Turn], tokenizer: Any, data: DataConfig, seq_len: i
 
 
 def _tokens(turn: Turn, tokenizer: Any, data: DataConfig) -> list[int]:
-    """Tokens of one turn; plain text ends with the end-of-text token, a turn as its template says."""
+    """Tokens of one turn; plain text ends with the end-of-text token, a turn by its template."""
     if turn.role:
         # Replaced, not formatted: a template may have braces of its own.
         text = data.turn.replace("{role}", turn.role).replace("{content}", turn.content)

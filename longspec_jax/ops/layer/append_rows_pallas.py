@@ -57,7 +57,7 @@ def _call(
 
 
 def _kernel(path_ref: Any, length_ref: Any, *refs: Any, count: int) -> None:
-    """Copy the path's rows of one head to one cache; the unwritten slots are the aliased input's."""
+    """Copy the path's rows of one head to one cache; other slots are the aliased input's."""
     fresh_refs, cache_refs = refs[:count], refs[2 * count :]
     kv_head, batch, cache = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     height, width = path_ref.shape[1], fresh_refs[0].shape[3]

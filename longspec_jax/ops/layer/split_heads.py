@@ -57,7 +57,7 @@ def part(qkv: Float[Array, "B T K G2 H"]) -> Heads:
 
 
 def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
-    """Rotate the pairs ``(x[i], x[i + H/2])`` of every head of ``x[B, T, heads, H]`` by the angles."""
+    """Rotate the pairs ``(x[i], x[i + H/2])`` of every head of ``x[B, T, heads, H]``."""
     cos, sin = (table[:, :, None, :] for table in angles)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)

@@ -1,4 +1,4 @@
-"""Parting and rotating heads as one Pallas kernel for Triton: a program does 16 heads of a token."""
+"""Parting and rotating heads in one Pallas kernel for Triton: 16 heads of a token a program."""
 
 import functools
 from typing import Any

@@ -83,8 +83,8 @@ VERDICT = {
 
 def test_the_result_is_a_sentence() -> None:
     assert bench_decode.verdict(VERDICT, "NVIDIA H200") == (
-        "vicuna7b at 4096 tokens on NVIDIA H200: 555 tokens/s with a tree of 64 nodes, 228 without: "
-        "2.4x (accepted length drawn at 3.54, random weights)"
+        "vicuna7b at 4096 tokens on NVIDIA H200: 555 tokens/s with a tree of 64 nodes, 228 "
+        "without: 2.4x (accepted length drawn at 3.54, random weights)"
     )
     rows = {**VERDICT, "batch": 8, "tokens_per_second": 4321.0}
     assert ": 4321 tokens/s in 8 rows together with" in bench_decode.verdict(rows, "a")

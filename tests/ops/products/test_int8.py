@@ -51,7 +51,7 @@ def test_logits_are_close_to_the_whole_heads(
 def test_hidden_states_in_two_terms_lose_nothing_to_speak_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One element a hundred times the others, as real hidden states have; and one state of zeros."""
+    """One element a hundred times the others, as hidden states have; one state of zeros."""
     rows, scale = round_rows(jnp.asarray(random_table(211, 67, 3)))
     hidden = jax.random.normal(jax.random.key(1), (3, 67)).at[:, 5].mul(100).at[2].set(0)
     exact = np.float64(hidden) @ (np.float64(rows) * np.float64(scale)[:, None]).T

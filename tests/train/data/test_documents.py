@@ -53,8 +53,8 @@ ROWS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
             SYSTEM,
             (
                 "user",
-                "You are given a report by a government agency. Write a one-page summary of the report."
-                "\n\nReport:\nR\n\nNow, write a one-page summary of the report.",
+                "You are given a report by a government agency. Write a one-page summary of the "
+                "report.\n\nReport:\nR\n\nNow, write a one-page summary of the report.",
             ),
             ("assistant", "Summary: S"),
         ],
