@@ -33,6 +33,7 @@ _CONTENTS = {
     "save_draft": "longspec_jax.weights.hf",
     "make_mesh": "longspec_jax.sharding",
 }
+# The imports below, which only type checkers see, repeat the names for them.
 __all__ = list(_CONTENTS)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:

@@ -43,8 +43,9 @@ def cross_entropy_sum(
       chunk: most tokens whose logits exist at once.
       head_gradient: give the head a gradient; a frozen one saves the product.
     """
+    rows, length = labels.shape
     return _cross_entropy_sum(
-        hidden, head, labels, weights, chunk_length(*labels.shape, chunk), head_gradient
+        hidden, head, labels, weights, chunk_length(rows, length, chunk), head_gradient
     )
 
 

@@ -66,7 +66,7 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 def run_target(config: TargetConfig, params: Any, tokens: Array, positions: Array) -> TargetView:
     """One causal pass of the target over whole rows ``[B, T]``."""
     with jax.named_scope("target"):
-        output = TrainedTarget(config).apply(
+        output: Any = TrainedTarget(config).apply(
             {"params": params}, tokens, positions, lambda layer, q, k, v: causal_attention(q, k, v)
         )
     return TargetView(output.hidden, output.keys[-1], output.values[-1])
@@ -78,7 +78,7 @@ def run_draft(
     """Hidden states ``[B, T, D]`` of the draft over whole rows, given the target's last layer."""
     with jax.named_scope("draft"):
         embedded = jax.lax.stop_gradient(jnp.take(frozen["embedding"], tokens, axis=0))
-        output = LongSpecDraft(config).apply(
+        output: Any = LongSpecDraft(config).apply(
             {"params": cast(params, config.dtype)},
             embedded,
             draws.positions,

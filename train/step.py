@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Leaf
 from longspec_jax.sharding import param_shardings, partition_spec, path_name
 
 from .passes import cast
@@ -39,7 +40,7 @@ class Batch(NamedTuple):
 class TrainState:
     """What a step changes. DONATED by every step."""
 
-    step: Array
+    step: Leaf
     """Optimiser steps of this stage, int32."""
     params: Any
     """Float32 master parameters."""
@@ -67,7 +68,7 @@ class Objective(Protocol):
         ...
 
 
-Step = Callable[[TrainState, Any, Batch, float], tuple[TrainState, dict[str, Array]]]
+Step = Callable[[TrainState, Any, Batch, float | np.floating], tuple[TrainState, dict[str, Array]]]
 """``(state, frozen, batch, learning_rate) -> (state, metrics)``."""
 
 

@@ -216,16 +216,23 @@ class LoopTime:
 
 def time_loop(bench: Bench, program: Callable[..., SpecState], drafter: Any) -> LoopTime:
     """Median seconds of decoding the setting's tokens."""
-    seconds = []
-    for _ in range(bench.setting.repetitions + 1):
+
+    def decode() -> tuple[SpecState, float]:
         state = jax.block_until_ready(bench.state(drafter))
         begin = time.perf_counter()
         state = jax.block_until_ready(program(bench.model.params, bench.request, state))
-        seconds.append(time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
         bench.cache = state.cache
-    rounds, emitted = np.asarray(state.rounds), np.asarray(state.emitted)
+        return state, seconds
+
+    last, _ = decode()  # What the first run does besides is not counted.
+    seconds = []
+    for _ in range(bench.setting.repetitions):
+        last, elapsed = decode()
+        seconds.append(elapsed)
+    rounds, emitted = np.asarray(last.rounds), np.asarray(last.emitted)
     return LoopTime(
-        statistics.median(seconds[1:]),
+        statistics.median(seconds),
         int(rounds.max()),
         int(emitted.sum()) - len(emitted),
         int(rounds.sum()),

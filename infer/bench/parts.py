@@ -54,9 +54,8 @@ def verify(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
         def turn(_: Array, draws: Array) -> Array:
             now = _after(state, draws[:, -1])
             beliefs = engine.round_beliefs(target, drafter, request, now)
-            return engine.verify_tree(
-                target, drafter, params, now, tree.replace(tokens=draws), beliefs
-            )[1]
+            planted = dataclasses.replace(tree, tokens=draws)
+            return engine.verify_tree(target, drafter, params, now, planted, beliefs)[1]
 
         return jax.lax.fori_loop(0, turns, turn, tree.tokens)
 
@@ -196,7 +195,7 @@ def shallower(drafter: LongSpecDrafter, levels: int) -> LongSpecDrafter:
 def _after(state: SpecState, tokens: Array) -> SpecState:
     """The state with other pending tokens, all of it depending on them as far as XLA can tell."""
     zero = jnp.minimum(tokens, 0)  # Tokens are not negative, which the compiler does not know.
-    return state.replace(pending=tokens, length=state.length + zero)
+    return dataclasses.replace(state, pending=tokens, length=state.length + zero)
 
 
 def some_tree(shape: TreeConfig, state: SpecState) -> Tree:
@@ -211,7 +210,8 @@ def some_tree(shape: TreeConfig, state: SpecState) -> Tree:
     on_spine = (node == first) & (depths < depths[:, None])
     tree = plant(state.pending, shape)
     mask = on_spine | jnp.eye(nodes, dtype=bool)
-    return tree.replace(
+    return dataclasses.replace(
+        tree,
         tokens=jnp.broadcast_to(node + 1, (batch, nodes)),
         parents=tree.parents[:, :nodes],
         mask=jnp.broadcast_to(mask, (batch, nodes, nodes)),

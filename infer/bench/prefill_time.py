@@ -15,7 +15,9 @@ from .timing import rounded
 def time_prefill(bench: Bench, chunk: int) -> dict[str, Any]:
     """Seconds and useful TFLOP/s of prefilling the setting's rows, compiled before."""
     setting, config = bench.setting, bench.model.config
-    bench.cache = None  # type: ignore[assignment]  # Room for the one that prefill allocates.
+    del (
+        bench.cache
+    )  # Room for the one that prefill allocates; this is a setting's last measurement.
     tokens = np.random.default_rng(0).integers(
         0, config.vocab_size, (setting.batch, setting.context)
     )

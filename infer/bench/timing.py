@@ -59,7 +59,8 @@ def median_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float
     seconds = []
     for _ in range(REPETITIONS):
         begin = time.perf_counter()
-        for _ in range(queued):
+        result = call()
+        for _ in range(queued - 1):
             result = call()
         wait(result)
         seconds.append((time.perf_counter() - begin) / queued)

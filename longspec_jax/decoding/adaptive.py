@@ -115,7 +115,7 @@ def rehearse(
     use.
     """
     for drafter in drafters:
-        state = state.replace(done=jnp.zeros_like(state.done))  # type: ignore[attr-defined]
+        state = dataclasses.replace(state, done=jnp.zeros_like(state.done))
         state, _ = burst(target, drafter, params, request, state, np.int32(1))
     return state
 

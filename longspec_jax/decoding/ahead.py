@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -39,7 +40,8 @@ Launch: TypeAlias = Callable[[int, SpecState], tuple[SpecState, Array]]
 """``(candidate, state) -> state, report``: starts a round, donates the state and does not wait."""
 
 
-class Report(NamedTuple):
+@dataclass(frozen=True)
+class Report:
     """What one round did, on the host."""
 
     count: np.ndarray

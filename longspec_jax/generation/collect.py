@@ -55,10 +55,12 @@ def follow(start: Ready, tokenizer: Any, on_round: Callable[[StreamRound], None]
     if on_round is None:
         return runner.run(start)
     collector = RoundCollector(start.job, tokenizer)
+    last = None
     with closing(runner.run_rounds(start)) as runs:
-        for run in runs:
-            on_round(collector.add(run))
-    return run
+        for last in runs:
+            on_round(collector.add(last))
+    assert last is not None, "a call has at least the round of its first token"
+    return last
 
 
 @contextmanager

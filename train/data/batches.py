@@ -9,7 +9,7 @@ import functools
 import queue
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -144,7 +144,7 @@ def _shuffle(seed: int, epoch: int, count: int) -> np.ndarray:
 
 def prefetch(
     batches: Batches, first: int, sharding: NamedSharding, depth: int = 2
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Batches from a step on, as sharded device arrays, made ahead by a thread."""
     ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=depth)
     stopped = threading.Event()
@@ -187,7 +187,8 @@ def to_devices(batches: Batches, step: int, sharding: NamedSharding) -> Batch:
     own = batches(step, slice(first, last))
 
     def place(part: np.ndarray) -> jax.Array:
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "every device of a batch's sharding holds a part"
             start, stop, _ = index[1].indices(shape[1])
             return part[:, start - first : stop - first]
 

@@ -127,8 +127,10 @@ def _without_blanks(rows: Any, column: str) -> Any:
     """The rows whose text is more than white space; reads the memory-mapped column once."""
     import pyarrow.compute as compute
 
-    trimmed = compute.utf8_trim_whitespace(rows.data.column(column))
-    filled = compute.not_equal(trimmed, "").to_numpy()
+    # pyarrow makes these functions when it is imported, where a type checker does not see them.
+    trim: Any = getattr(compute, "utf8_trim_whitespace")  # noqa: B009
+    differ: Any = getattr(compute, "not_equal")  # noqa: B009
+    filled = differ(trim(rows.data.column(column)), "").to_numpy()
     return rows if filled.all() else rows.select(np.flatnonzero(filled))
 
 

@@ -346,7 +346,8 @@ def _silence(values: Any, count: jax.Array, warpgroup: jax.Array) -> None:
 
     @pl.when(warpgroup == 0)
     def _() -> None:
-        block = plgpu.load(values, layout=plgpu.Layout.WGMMA)  # pyright: ignore
+        # From jax 0.11 on, which this kernel needs, load takes no index.
+        block = plgpu.load(values, layout=plgpu.Layout.WGMMA)  # pyright: ignore[reportCallIssue]
         row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
         values[...] = jnp.where(row < count, block, jnp.zeros_like(block))
         plgpu.commit_smem()

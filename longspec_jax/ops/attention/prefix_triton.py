@@ -119,7 +119,8 @@ def _import() -> tuple[Any, Any]:
     """Import the optional packages, or refuse with the way to install them."""
     cache = os.environ.get("TRITON_CACHE_DIR")
     try:
-        import jax_triton
+        # The package comes with the extras cuda12 and cuda13 only.
+        import jax_triton  # pyright: ignore[reportMissingImports]
 
         from longspec_jax.ops.attention import prefix_triton_kernel
     except ImportError as error:

@@ -3,8 +3,9 @@
 The kernels say what ``prefix_pallas`` says, in the same order of summation.
 """
 
-import triton
-import triton.language as tl
+# The package comes with the extras cuda12 and cuda13 only.
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit

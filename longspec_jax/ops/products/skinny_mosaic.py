@@ -19,6 +19,7 @@ from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.products.tiles import ProductTile
 
+# Pallas documents ACC and does not re-export it in the way that type checkers ask for.
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 _FETCH, _MULTIPLY = 1, 0
 """The warpgroups."""
@@ -133,9 +134,10 @@ def _kernel(
             gate, factor = (each.astype(x_ref.dtype).astype(jnp.float32) for each in (out, up[0]))
             out = gate / (1.0 + jnp.exp(-gate)) * factor
         if bias_ref is not None:
-            row = plgpu.load(
+            # From jax 0.11 on, which this kernel needs, load takes no index.
+            row = plgpu.load(  # pyright: ignore[reportCallIssue]
                 bias_ref.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
-            )  # pyright: ignore
+            )
             out += jax.lax.broadcast_in_dim(row.astype(jnp.float32), out.shape, [1])
         out_smem[...] = out.astype(out_smem.dtype)
         plgpu.commit_smem()
