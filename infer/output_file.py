@@ -20,9 +20,20 @@ from longspec_jax import files
 
 STDOUT = "-"
 MODEL_FILES = (
-    *("config.json", "generation_config.json", "*.index.json", "*.safetensors", "*.bin", "*.pth"),
-    *("tokenizer*", "*.model", "*.jinja", "chat_template*", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab*", "merges.txt"),
+    "config.json",
+    "generation_config.json",
+    "*.index.json",
+    "*.safetensors",
+    "*.bin",
+    "*.pth",
+    "tokenizer*",
+    "*.model",
+    "*.jinja",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
 )
 """What is read of a model's folder; whatever else lies there is no input."""
 _TRIAL = b" " * 4096

@@ -117,8 +117,10 @@ def _trees(stats: Sequence[Stats]) -> Iterator[dict[str, Any]]:
     for tree in dict.fromkeys(use.tree for use in uses):
         own = [use for use in uses if use.tree == tree]
         yield {
-            **{"tree": list(tree.widths), "budget": tree.budget},
-            **{"rounds": sum(u.rounds for u in own), "tokens": sum(u.tokens for u in own)},
+            "tree": list(tree.widths),
+            "budget": tree.budget,
+            "rounds": sum(u.rounds for u in own),
+            "tokens": sum(u.tokens for u in own),
             "seconds": sum(u.seconds for u in own),
         }
 

@@ -7,7 +7,12 @@ from contextlib import contextmanager
 SPOKEN = ("temperature", "seed", "attention", "revision", "adaptive", "dtype", "tree", "draft")
 """Options that are words of their own, too: meant as options only before an equals sign."""
 WRITTEN = (
-    *("max_new_tokens", "top_p", "top_k", "prefill_chunk", "draft_vocabulary", "draft_int8"),
+    "max_new_tokens",
+    "top_p",
+    "top_k",
+    "prefill_chunk",
+    "draft_vocabulary",
+    "draft_int8",
     "draft_revision",
 )
 """Options that are nothing else."""

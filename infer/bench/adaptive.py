@@ -63,7 +63,11 @@ def decode(bench: Bench) -> AdaptiveTime:
     state = jax.block_until_ready(bench.state(adaptive.tallest(drafters)))
     begin = time.perf_counter()
     legs = adaptive.decode_bursts(
-        *(bench.model.target, drafters, bench.model.params, bench.request, state),
+        bench.model.target,
+        drafters,
+        bench.model.params,
+        bench.request,
+        state,
         FastestWithinBudget.over(len(drafters)),
     )
     leg = deque(legs, maxlen=1).pop()

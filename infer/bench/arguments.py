@@ -29,8 +29,15 @@ from .values import (
 
 STATIC, DYNAMIC = "transformers-static", "transformers-dynamic"
 ATTENTION_CANDIDATES = (
-    *("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "xla-masked"),
-    *("torch-sdpa", "torch-flex"),
+    "ours",
+    "pallas",
+    "mosaic",
+    "triton",
+    "xla",
+    "cudnn",
+    "xla-masked",
+    "torch-sdpa",
+    "torch-flex",
 )
 """What ``attention`` compares; ours is the automatic choice."""
 
@@ -94,7 +101,9 @@ def attention(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--dtype", one_of(DTYPES), ByMachine("bfloat16", "float32"))
     everything = ["ours", "mosaic", "cudnn", "xla-masked", "torch-sdpa", "torch-flex"]
     _add(
-        *(parser, "--implementations", comma_separated(one_of(ATTENTION_CANDIDATES))),
+        parser,
+        "--implementations",
+        comma_separated(one_of(ATTENTION_CANDIDATES)),
         ByMachine(everything, ["ours", "xla-masked"]),
         f"some of {', '.join(ATTENTION_CANDIDATES)}; ours is the automatic choice",
     )

@@ -35,7 +35,9 @@ def sweep(cases: Sequence[Case], roof: Roof) -> Iterable[dict[str, Any]]:
         rows = []
         for (prefix, tree), program in zip(tiles, programs, strict=True):
             row = functools.partial(
-                *(case.row, "ours", roof),
+                case.row,
+                "ours",
+                roof,
                 prefix_tile=dataclasses.asdict(prefix),
                 tree_tile=dataclasses.asdict(tree),
             )

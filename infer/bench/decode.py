@@ -84,7 +84,9 @@ def main(arguments: argparse.Namespace) -> None:
         for shape, of_shape in itertools.groupby(settings, lambda setting: setting.shape):
             step(f"drawing the weights of {shape}")
             model = random_model(
-                *(SHAPES[shape], arguments.attention, arguments.draft_vocabulary),
+                SHAPES[shape],
+                arguments.attention,
+                arguments.draft_vocabulary,
                 draft_int8=arguments.draft_int8,
             )
             for setting in of_shape:
@@ -118,15 +120,23 @@ def measure(
         loops = {
             "plain": pool.submit(bench.compile, engine.decode, model.target, plain, drafter=plain),
             "round": pool.submit(
-                *(bench.compile, simulated_decode, model.target, drafter),
-                *(setting.lengths, 0),
+                bench.compile,
+                simulated_decode,
+                model.target,
+                drafter,
+                setting.lengths,
+                0,
                 drafter=drafter,
             ),
         }
         if arguments.streaming:
             loops["streaming"] = pool.submit(
-                *(bench.compile, bench_streaming.simulated_round, model.target, drafter),
-                *(setting.lengths, 0),
+                bench.compile,
+                bench_streaming.simulated_round,
+                model.target,
+                drafter,
+                setting.lengths,
+                0,
                 drafter=drafter,
             )
         programs = {

@@ -63,8 +63,11 @@ def main(arguments: argparse.Namespace) -> None:
                 for context in arguments.context:
                     for implementation in arguments.implementations:
                         row = {
-                            **{"implementation": implementation, "shape": shape},
-                            **{"context": context, "batch": batch, "dtype": SHAPES[shape].dtype},
+                            "implementation": implementation,
+                            "shape": shape,
+                            "context": context,
+                            "batch": batch,
+                            "dtype": SHAPES[shape].dtype,
                             **timed(model, implementation, context, batch, arguments, bytes_per_s),
                         }
                         report.add(row, line(row))

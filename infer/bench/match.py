@@ -127,8 +127,11 @@ def _turns(offsets: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, int]]:
 def describe(window: Window, temperature: float, seed: int, compared: Comparison) -> dict[str, Any]:
     """The row of one generation."""
     row = {
-        **{"document": window.document, "offset": window.offset, "context": len(window.tokens)},
-        **{"temperature": temperature, "seed": seed},
+        "document": window.document,
+        "offset": window.offset,
+        "context": len(window.tokens),
+        "temperature": temperature,
+        "seed": seed,
         "new_tokens": compared.plain.stats.new_tokens[0],
         "acceptance_length": round(compared.speculative.stats.acceptance_length, 3),
         "identical": compared.identical,
@@ -136,8 +139,10 @@ def describe(window: Window, temperature: float, seed: int, compared: Comparison
     }
     for found in compared.divergences:  # One at most: a call is one row.
         row |= {
-            **{"first_divergence": found.index, "gap": found.gap},
-            **{"plain_token": found.plain_token, "speculative_token": found.speculative_token},
+            "first_divergence": found.index,
+            "gap": found.gap,
+            "plain_token": found.plain_token,
+            "speculative_token": found.speculative_token,
         }
     return row
 

@@ -26,8 +26,12 @@ def time_prefill(bench: Bench, chunk: int) -> dict[str, Any]:
     def once() -> float:
         begin = time.perf_counter()
         state = engine.prefill(
-            *(bench.model.target, bench.drafter, bench.model.params),
-            *(tokens, length, bench.request),
+            bench.model.target,
+            bench.drafter,
+            bench.model.params,
+            tokens,
+            length,
+            bench.request,
             capacity=setting.capacity,
             max_emitted=setting.new_tokens,
             chunk=chunk,

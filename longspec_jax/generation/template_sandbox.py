@@ -39,8 +39,17 @@ PERCENT = re.compile(
 """A field as ``%`` reads it. What follows the key may all be absent, so that nothing is tried twice
 and the fields of a text are found in time linear in it."""
 SIZED = {
-    *("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes"),
-    *("indent", "batch", "slice", "tojson", "round"),
+    "ljust",
+    "rjust",
+    "center",
+    "zfill",
+    "expandtabs",
+    "to_bytes",
+    "indent",
+    "batch",
+    "slice",
+    "tojson",
+    "round",
 }
 """Methods and filters whose result is as large as a number says."""
 
