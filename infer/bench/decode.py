@@ -117,40 +117,23 @@ def measure(
     step(f"{place}: compiling")
     begin = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+
+        def begin_compiling(function: Callable[..., Any], *rest: Any) -> Any:
+            return pool.submit(bench.compile, function, *rest, drafter=drafter)
+
+        simulated = model.target, drafter, setting.lengths, 0
         loops = {
             "plain": pool.submit(bench.compile, engine.decode, model.target, plain, drafter=plain),
-            "round": pool.submit(
-                bench.compile,
-                simulated_decode,
-                model.target,
-                drafter,
-                setting.lengths,
-                0,
-                drafter=drafter,
-            ),
+            "round": begin_compiling(simulated_decode, *simulated),
         }
         if arguments.streaming:
-            loops["streaming"] = pool.submit(
-                bench.compile,
-                bench_streaming.simulated_round,
-                model.target,
-                drafter,
-                setting.lengths,
-                0,
-                drafter=drafter,
-            )
+            loops["streaming"] = begin_compiling(bench_streaming.simulated_round, *simulated)
         programs = {
-            name: pool.submit(
-                bench.compile,
-                jax.jit(part(model.target, drafter, setting.turns)),
-                drafter=drafter,
-            )
+            name: begin_compiling(jax.jit(part(model.target, drafter, setting.turns)))
             for name, part in parts.items()
         }
-        committing = pool.submit(
-            bench.compile,
-            jax.jit(bench_parts.commit(model.target, drafter, setting.turns), donate_argnums=(2,)),
-            drafter=drafter,
+        committing = begin_compiling(
+            jax.jit(bench_parts.commit(model.target, drafter, setting.turns), donate_argnums=(2,))
         )
     row["compile_seconds"] = round(time.perf_counter() - begin, 1)
     step(f"{place}: timing plain decoding")
