@@ -66,7 +66,7 @@ LONGEST_PATH = 24
 
 
 def _path_logits(params, view, tokens, b: int, path: list[int]) -> np.ndarray:
-    """Draft logits at the end of a path, from one dense pass over prompt and path without a ring."""
+    """Draft logits at the end of a path, from one dense pass over prompt and path, no ring."""
     length = int(view.length[b])
     text = [*tokens[b, :length], int(view.pending[b]), *path]
     padded = np.asarray(text + [0] * (LONGEST_PATH - len(text)), np.int32)
@@ -112,7 +112,7 @@ def _proposed(drafter, params, state, view) -> tuple[Tree, list[jax.Array]]:
 
 
 def test_trees_hold_the_best_paths_of_the_draft() -> None:
-    """Every proposed token and score agrees with the draft run over the whole path, ring wrapped."""
+    """Every proposed token and score agrees with the draft run over the whole path."""
     lengths = np.array([17, 3], np.int32)
     params, view, tokens = _setup(lengths)
     drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
