@@ -92,8 +92,8 @@ def _add_models(result: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tree",
         type=verified_tree,
-        help=f"what the draft proposes in a round: {GRAMMAR}. none: plain decoding. Without --tree, "
-        "what turns out fastest on this machine, which may be none",
+        help=f"what the draft proposes in a round: {GRAMMAR}. none: plain decoding. Without "
+        "--tree, what turns out fastest on this machine, which may be none",
     )
     group.add_argument(
         "--adaptive",

@@ -159,7 +159,8 @@ class TreeConfig:
     """Widths of the draft tree by level; a level's nodes are the last one's best continuations.
 
     ``(4, 16, 16, 16, 16)`` is the paper's tree, ``(1, 1, 1, 1)`` a chain of four, and ``()`` the
-    empty tree: plain decoding. :meth:`parse` reads what ``str`` writes, such as ``4,16,16,16,16@64``.
+    empty tree: plain decoding. :meth:`parse` reads what ``str`` writes, such as
+      ``4,16,16,16,16@64``.
     """
 
     widths: tuple[int, ...] = (4, 16, 16, 16, 16)
@@ -187,7 +188,7 @@ class TreeConfig:
 
     @classmethod
     def parse(cls, text: str) -> "TreeConfig":
-        """The tree of a text: ``none``, ``chain:4`` or ``4,16,16``, and ``@24`` behind it for a budget.
+        """The tree of a text: ``none``, ``chain:4`` or ``4,16,16``; ``@24`` adds a budget.
 
         Raises:
           ValueError: for a text that names no tree, or one that there cannot be.
@@ -195,8 +196,8 @@ class TreeConfig:
         found = _TREE_TEXT.fullmatch(text)
         if found is None:
             raise ValueError(
-                f"{shown(text)} must be the widths of a tree such as 4,16,16,16,16, or chain:4 for a "
-                "single branch, or none; @64 behind it verifies the best 64 nodes alone"
+                f"{shown(text)} must be the widths of a tree such as 4,16,16,16,16, or chain:4 for "
+                "a single branch, or none; @64 behind it verifies the best 64 nodes alone"
             )
         widths = [1] * int(found["links"] or 0)
         if found["widths"]:

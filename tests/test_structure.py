@@ -109,7 +109,7 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 def module_name(path: Path) -> str:
-    """``longspec_jax.ops.attention.tiles`` of the file so called; that of a folder is its package's."""
+    """``longspec_jax.ops.attention.tiles`` of the file so called; a folder's is its package."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 

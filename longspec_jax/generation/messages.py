@@ -27,8 +27,8 @@ def plain_messages(
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise ValueError(
-            f"{where or 'messages'} must be a list of objects with role and content, at least one, got "
-            f"{shown(messages)}"
+            f"{where or 'messages'} must be a list of objects with role and content, at least one, "
+            f"got {shown(messages)}"
         )
     prefix = f"{where}: " if where else ""
     return [

@@ -45,8 +45,10 @@ REFUSED = {
     "--prefill_chunk=-5": f"--prefill_chunk: -5 {WHOLE} from 1",
     "--draft_vocabulary=0": f"--draft_vocabulary: 0 {WHOLE} from 1",
     # Trees.
-    "--tree=4,4@0": "--tree: a tree budget counts the root and must be whole and at least 1 node, got 0",
-    "--tree=4,4@1": "--tree: 4,4@1 verifies the root alone, which the target knows already; write none",
+    "--tree=4,4@0": "--tree: a tree budget counts the root and must be whole "
+    "and at least 1 node, got 0",
+    "--tree=4,4@1": "--tree: 4,4@1 verifies the root alone, which the target "
+    "knows already; write none",
     "--tree=chain:3@1": "--tree: chain:3@1 verifies the root alone",
     **{
         f"--tree={text}": f"--tree: '{text}' must be the widths of a tree"
@@ -111,10 +113,12 @@ REFUSED = {
     "--tree=none --draft_vocabulary=9": "--draft_vocabulary is about what a draft reads",
     "--tree=none --compare": "--compare needs a draft to compare, and --tree none has none",
     **{
-        f"--target=a/b {option}": f"{option.split('=')[0]} is about a draft's trees, and no --draft is"
+        f"--target=a/b {option}": f"{option.split('=')[0]} is about a draft's trees, and no "
+        "--draft is"
         for option in ("--tree=9,9", "--tree=chain:3", "--adaptive")
     },
-    "--target=a/b --draft_int8": "--draft_int8 is about what a draft reads, and no --draft is named",
+    "--target=a/b --draft_int8": "--draft_int8 is about what a draft reads, and no --draft "
+    "is named",
     "--target=a/b --compare": "--compare needs a draft to compare, and no --draft is named",
     "--top_k=5": "--top_k 5 filters what is drawn, and --temperature 0 draws nothing",
     "--top_p=0.5": "--top_p 0.5 filters what is drawn, and --temperature 0 draws nothing",
@@ -127,10 +131,12 @@ REFUSED = {
     "--prompt_file=absent": "--prompt_file: absent cannot be read: No such file",
     "--prompt_file=/": "--prompt_file: / cannot be read: Is a directory",
     "--messages=absent": "--messages: absent cannot be read: No such file",
-    "--messages=[]": "--messages must be a list of objects with role and content, at least one, got []",
+    "--messages=[]": "--messages must be a list of objects with role and "
+    "content, at least one, got []",
     "--messages={}": "--messages must be a list of objects",
     "--messages=[{]": "--messages is not valid JSON",
-    '--messages=[{"role":"user","content":null}]': "--messages: message 0: the content must be text",
+    '--messages=[{"role":"user","content":null}]': "--messages: message 0: the content must be "
+    "text",
     '--messages=[{"role":"user","content":1}]': "--messages: message 0: the content must be text",
     "--batch=absent": "--batch: absent cannot be read: No such file",
     "--batch=/": "--batch: / cannot be read: Is a directory",

@@ -389,8 +389,8 @@ def test_what_is_under_way_and_what_was_settled(folders, monkeypatch, tmp_path, 
     assert ("compiling, once for prompts of about this length", "") in seen
     assert "tree by what is fastest here, temperature 1" in printed
     assert (
-        "tree chain:2 (3 nodes per target pass), the fastest of 2 timed here: 250 tokens/s, 100 without"
-        in printed
+        "tree chain:2 (3 nodes per target pass), the fastest of 2 timed here: 250 tokens/s, "
+        "100 without" in printed
     )
     assert printed.index("250 tokens/s") < printed.index("ab\n--- completion ---")
     assert found["setting"]["tree"] == [1, 1]

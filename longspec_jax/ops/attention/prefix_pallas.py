@@ -145,7 +145,7 @@ def _load_queries(
     counts: tuple[int, ...],
     shape: PackedShape,
 ) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array, jax.Array]]]:
-    """The packed rows from ``first`` on in parts of ``counts``; of each its rows and their masks."""
+    """The packed rows from ``first`` on in parts of ``counts``: rows and masks of each."""
     queries, places = [], []
     for count in counts:
         packed = first + jnp.arange(count)

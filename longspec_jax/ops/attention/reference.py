@@ -36,7 +36,7 @@ def speculative_attention(
     *,
     scale: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the committed slots ``start[b] <= s < length[b]`` and the masked tree rows."""
+    """One softmax over the slots ``start[b] <= s < length[b]`` and the masked tree rows."""
     k = jnp.concatenate([prefix.keys.swapaxes(1, 2), fresh.keys], axis=1)
     v = jnp.concatenate([prefix.values.swapaxes(1, 2), fresh.values], axis=1)
     mask = jnp.concatenate([_seen(q, prefix), fresh.mask], axis=2)

@@ -1,10 +1,10 @@
 """Matrix products of a decode step: few rows against weights that are read once.
 
-Their time is that of reading the weights. On Hopper a kernel of our own reads them faster than XLA's
-choice (``docs/kernels.md``) and saves the launches after it: the gate of a SwiGLU is in it, and a
-product whose contraction is shared out leaves its *summands*, which the op that reads the product
-next adds up as it goes (:func:`longspec_jax.ops.layer.residual_norm.residual_norm`). Anywhere else these
-are XLA's products.
+Their time is that of reading the weights. On Hopper a kernel of our own reads them faster than
+XLA's choice (``docs/kernels.md``) and saves the launches after it: the gate of a SwiGLU is in it,
+and a product whose contraction is shared out leaves its *summands*, which the op that reads the
+product next adds up as it goes (:func:`longspec_jax.ops.layer.residual_norm.residual_norm`).
+Anywhere else these are XLA's products.
 """
 
 import math

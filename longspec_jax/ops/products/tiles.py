@@ -30,7 +30,8 @@ def product_tile(
 ) -> ProductTile | None:
     """Choose the tile of the skinny product kernel; None where XLA's product is as good.
 
-    As many programs as there are multiprocessors, or a little fewer: 86 of them read nearly as fast as
+    As many programs as there are multiprocessors, or a little fewer: 86 of them read nearly as fast
+      as
     132, and a second wave starts anew. Narrow strips are the slower ones, 64 columns a row of
     them (128 bytes) at the least.
 

@@ -1,4 +1,4 @@
-"""Tiles of the skinny products: what is chosen fits the machine, and what is slower is left alone."""
+"""Tiles of the skinny products: what is chosen fits the machine and is not slower."""
 
 import pytest
 
