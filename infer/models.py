@@ -24,7 +24,8 @@ def check_devices() -> None:
             raise
         reason = str(error) or type(error).__name__
         raise ValueError(
-            f"JAX_PLATFORMS={platforms} names a platform that jax cannot start here ({reason}); unset "
+            f"JAX_PLATFORMS={platforms} names a platform that jax cannot start here ({reason}); "
+            f"unset "
             "it, or install the jax that has it, such as longspec_jax[cuda12]"
         ) from error
 

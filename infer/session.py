@@ -41,7 +41,8 @@ COMPLETION = "--- completion ---"
 """What stands between the end of a prompt and its completion."""
 NO_TEXT = "(no text: the target came without a tokenizer; --json writes the token ids)"
 PAYS = (
-    f"{command_name(__package__, 'bench')} decode --shape=vicuna7b --context=4096 shows one for which "
+    f"{command_name(__package__, 'bench')} decode --shape=vicuna7b --context=4096 shows one for "
+    f"which "
     "it does"
 )
 """Where speculation does not pay for a model: how to see it pay on this machine."""
@@ -268,7 +269,7 @@ class Session:
             self._out.entry(line)
 
     def print_left(self, how: str) -> None:
-        """What there is of a call that was ``interrupted`` or ``failed``, and of those before it."""
+        """What there is of an ``interrupted`` or ``failed`` call, and of those before it."""
         self._out.end_line()
         partial = self._journal.unfinished
         if partial is not None:

@@ -64,7 +64,8 @@ class LongSpec:
     stop_tokens: tuple[int, ...] = ()
     """What ends a row unless ``eos_token_id`` says otherwise."""
     tree: TreeConfig | None = None
-    """The tree of calls that name none; if absent the fastest on this machine, which may be none."""
+    """The tree of calls that name none; if absent the fastest on this machine, which may be
+    none."""
     attention: str | None = None
     """Attention implementation; chosen automatically if absent."""
     prefill_chunk: int = 256
@@ -74,7 +75,8 @@ class LongSpec:
     draft_vocabulary: Any = field(default=None, repr=False)
     """Ids of the tokens the draft may propose, ``[v]``, all if absent; the output is the same."""
     draft_int8: bool = False
-    """Let the draft read its weights and a copy of the LM head in 8 bits; the output is the same."""
+    """Let the draft read its weights and a copy of the LM head in 8 bits; the output is the
+    same."""
     _warm: runner.WarmShapes = field(default_factory=runner.WarmShapes, repr=False)
     _paces: KnownPaces = field(default_factory=KnownPaces, repr=False)
     _notices: Notices = field(default_factory=Notices, init=False, repr=False)
@@ -104,7 +106,8 @@ class LongSpec:
         base = getattr(self.tokenizer, "vocab_size", 0)
         if base > self.target_config.vocab_size:
             raise ValueError(
-                f"the tokenizer knows {base} tokens and the target {self.target_config.vocab_size}; "
+                f"the tokenizer knows {base} tokens and the target "
+                f"{self.target_config.vocab_size}; "
                 "load the tokenizer that belongs to this target"
             )
 
@@ -133,18 +136,18 @@ class LongSpec:
           dtype: of parameters and activations; ``auto`` is bfloat16 where the GPU has it, float16
             on older GPUs and float32 on a CPU.
           mesh: devices to spread the parameters over, from :func:`longspec_jax.make_mesh`.
-          tree: shape of the draft trees of calls that name none; if absent, the fastest on this machine,
-            which the first call finds out.
+          tree: shape of the draft trees of calls that name none; if absent, the fastest on this
+            machine, which the first call finds out.
           attention: attention implementation; chosen automatically if absent.
           revision: branch, tag or commit of the target on the hub.
           draft_revision: the same for the draft.
           tokenizer: instead of the one beside the target.
           prefill_chunk: tokens of one prefill step; 2048 on a GPU and 256 on a CPU if absent.
-          draft_vocabulary: how many tokens the draft may propose, the first of the table saved beside
-            it (``python -m train.vocabulary`` makes one); all of them if absent. A smaller LM head is
-            faster and misses some tokens; the output is the same.
-          draft_int8: let the draft read its weights and a copy of the target's LM head in 8 bits: half
-            the bytes at every level of a tree; the output is the same.
+          draft_vocabulary: how many tokens the draft may propose, the first of the table saved
+            beside it (``python -m train.vocabulary`` makes one); all of them if absent. A smaller
+            LM head is faster and misses some tokens; the output is the same.
+          draft_int8: let the draft read its weights and a copy of the target's LM head in 8 bits:
+            half the bytes at every level of a tree; the output is the same.
         """
         from longspec_jax.weights import hf
         from longspec_jax.weights.draft_vocabulary import load_draft_vocabulary
@@ -167,12 +170,14 @@ class LongSpec:
         tree = None if tree is None else as_tree(tree)
         if draft is None and draft_vocabulary is not None:
             raise ValueError(
-                f"draft_vocabulary={draft_vocabulary} limits what a draft proposes, and none is named; "
+                f"draft_vocabulary={draft_vocabulary} limits what a draft proposes, and none is "
+                f"named; "
                 "pass draft= as well"
             )
         if draft is None and draft_revision is not None:
             raise ValueError(
-                f"draft_revision={draft_revision!r} is the version of a draft, and none is named; pass "
+                f"draft_revision={draft_revision!r} is the version of a draft, and none is named; "
+                f"pass "
                 "draft= as well"
             )
         if draft_int8:
@@ -215,7 +220,8 @@ class LongSpec:
     def demo(cls, **options: Any) -> "LongSpec":
         """The small target and draft that come with the package; options as above.
 
-        Its dtype is float32 unless another is asked for: a model this small gains nothing from less, and
+        Its dtype is float32 unless another is asked for: a model this small gains nothing from
+          less, and
         its output is then that of plain decoding on every device.
         """
         if not (DEMO / "target").is_dir():
@@ -246,18 +252,19 @@ class LongSpec:
           inputs: text, chat messages or token ids; a list of them is a batch of rows, each with its
             own length.
           generation_config: a transformers ``GenerationConfig``; keyword arguments win over it.
-          tree: shape of the draft trees, ``PLAIN`` for plain decoding; the object's own if absent, and
-            without one the fastest on this machine: a few are timed the first time that this model
+          tree: shape of the draft trees, ``PLAIN`` for plain decoding; the object's own if absent,
+            and without one the fastest on this machine: a few are timed the first time that this
+              model
             decodes here, and the figures kept (:mod:`longspec_jax.generation.fit`).
           adaptive: choose among this tree, a smaller one and plain decoding as the run goes, by the
-            tokens per second that each turns out to emit. A draft that does not help then costs next to
-            nothing. Off unless asked for: it compiles several programs instead of one, and where exact
-            arithmetic does not settle a near-tie (bfloat16) the clock may.
+            tokens per second that each turns out to emit. A draft that does not help then costs
+            next to nothing. Off unless asked for: it compiles several programs instead of one, and
+            where exact arithmetic does not settle a near-tie (bfloat16) the clock may.
           streamer: a transformers streamer for a single row: receives the prompt, then every
             round's tokens.
           on_round: called with what every round adds, as :meth:`stream` yields it.
-          on_activity: called with what the call is doing while there is no text, one of the classes of
-            :mod:`longspec_jax.generation.activity`.
+          on_activity: called with what the call is doing while there is no text, one of the classes
+            of :mod:`longspec_jax.generation.activity`.
           chat_template: a Jinja template for messages instead of the tokenizer's own.
           **options: see :class:`~longspec_jax.generation.options.GenerateOptions`.
         """
@@ -313,14 +320,15 @@ class LongSpec:
     ) -> comparison.Comparison:
         """Decode with speculation and without, and say whether a token differs.
 
-        Arguments as in :meth:`generate`; ``on_round`` is called with what every round of the speculative
-        run adds, and has both runs go round by round. Where no tree pays and none is named, both are
-        the same plain run.
+        Arguments as in :meth:`generate`; ``on_round`` is called with what every round of the
+        speculative run adds, and has both runs go round by round. Where no tree pays and none is
+        named, both are the same plain run.
         """
         job = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
         if not job.drafter.tree.widths:
             raise ValueError(
-                "nothing to compare: this call decodes plainly; load a draft and leave its tree in place"
+                "nothing to compare: this call decodes plainly; load a draft and leave its tree "
+                "in place"
             )
         begin = self._beginning(job, tree, adaptive, on_activity)
         compared = comparison.run_both(begin, self._warm, self.tokenizer, on_round, on_activity)
@@ -371,7 +379,7 @@ class LongSpec:
         max_new_tokens: int,
         tree: TreeConfig | Sequence[int] | None = None,
     ) -> MemoryPlan:
-        """What :meth:`generate` takes on the device for rows of at most ``prompt_tokens`` tokens."""
+        """What :meth:`generate` takes on the device for rows of ``prompt_tokens`` tokens at most."""
         drafters, params = self._drafters(tree, adaptive=False)
         drafter = tallest(drafters)
         levels = drafter.tree.num_levels
@@ -444,7 +452,8 @@ class LongSpec:
         if not trees[-1].widths:
             if adaptive:
                 raise ValueError(
-                    "adaptive=True has nothing to choose: this call decodes plainly; load a draft and "
+                    "adaptive=True has nothing to choose: this call decodes plainly; load a draft "
+                    "and "
                     "leave its tree in place, or drop adaptive"
                 )
             return (NoDraft(),), None
@@ -460,7 +469,7 @@ class LongSpec:
 
     @cached_property
     def _draft(self) -> LongSpecParams:
-        """The draft's parameters and the target's tables; what is reduced or rounded is copied once."""
+        """The draft's parameters and the target's tables; reduced or rounded ones are copied once."""
         tables = self.target_params
         head = tables.get("head", tables["embedding"])
         params = LongSpecParams(self.draft_params, tables["embedding"], head)
@@ -496,6 +505,7 @@ def _check_there_is_a_draft(draft: Any) -> None:
     """Raise if there is no draft that could be in 8 bits."""
     if draft is None:
         raise ValueError(
-            "draft_int8=True is about what a draft reads, and there is no draft: plain decoding reads "
+            "draft_int8=True is about what a draft reads, and there is no draft: plain decoding "
+            "reads "
             "the target alone, which stays as it is; name a draft or drop the option"
         )

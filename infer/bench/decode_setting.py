@@ -107,7 +107,8 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
         size = SHAPES[shape].vocab_size
         if arguments.draft_vocabulary and arguments.draft_vocabulary > size:
             raise ValueError(
-                f"--draft_vocabulary={arguments.draft_vocabulary}: {shape} has {size} tokens; name at "
+                f"--draft_vocabulary={arguments.draft_vocabulary}: {shape} has {size} tokens; "
+                f"name at "
                 "most so many, or leave it out for all"
             )
     return [

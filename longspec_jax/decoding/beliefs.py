@@ -11,17 +11,18 @@ from longspec_jax.decoding.sampling import Sampling, draw, log_probabilities, no
 
 @struct.dataclass
 class RoundBeliefs:
-    """The noise of a round's draws by depth; satisfies :class:`longspec_jax.drafters.base.Beliefs`."""
+    """A round's noise by depth; satisfies :class:`longspec_jax.drafters.base.Beliefs`."""
 
     noise: Leaf
-    """``[B, h, V]`` noise of the token below a node of each depth; one wide where no row samples."""
+    """``[B, h, V]`` noise of the token below a node of each depth; one wide where no row
+    samples."""
     sampling: Sampling
 
     @classmethod
     def of_round(
         cls, sampling: Sampling, position: Lengths, levels: int, vocabulary: int
     ) -> "RoundBeliefs":
-        """Of a tree below the token at ``position[b]``: at depth ``d`` position + d + 1 is drawn."""
+        """Below the token at ``position[b]``, where depth ``d`` draws position + d + 1."""
         steps = 1 + jnp.arange(levels + 1)
         return cls(noise(sampling, position[:, None] + steps, vocabulary), sampling)
 

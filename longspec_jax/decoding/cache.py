@@ -86,8 +86,8 @@ def commit(
 ) -> KVCache:
     """Append the K/V of the tree nodes ``path[b]`` at slot ``length[b]``.
 
-    ``path`` has a static height; rows beyond the accepted count write garbage behind the new length,
-    where the next commit overwrites it. The caller guarantees ``length + h <= S``.
+    ``path`` has a static height; rows beyond the accepted count write garbage behind the new
+    length, where the next commit overwrites it. The caller guarantees ``length + h <= S``.
     """
     layers = len(keys)
     written = append_rows((*cache.keys, *cache.values), (*keys, *values), path, length)

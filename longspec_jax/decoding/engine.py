@@ -1,12 +1,12 @@
 """The decode loop: prefill, then rounds of propose, verify, walk, commit.
 
-One step function has several drivers: :func:`decode` runs it under ``lax.while_loop`` on the device,
-``longspec_jax.decoding.adaptive`` in bursts, between which the host looks and may choose another tree,
-``longspec_jax.decoding.ahead`` streams. Target and drafter are callables over arrays; the loop knows no
-tokenizer, no checkpoint and no model family.
+One step function has several drivers: :func:`decode` runs it under ``lax.while_loop`` on the
+device, ``longspec_jax.decoding.adaptive`` in bursts, between which the host looks and may choose
+another tree, ``longspec_jax.decoding.ahead`` streams. Target and drafter are callables over arrays;
+the loop knows no tokenizer, no checkpoint and no model family.
 
-Rows are independent: each has its own length, seed, sampling parameters, stop tokens and budget, and
-a row that is done neither advances nor affects the others.
+Rows are independent: each has its own length, seed, sampling parameters, stop tokens and budget,
+and a row that is done neither advances nor affects the others.
 """
 
 from collections.abc import Callable
@@ -106,7 +106,8 @@ def prefill(
       capacity: cache slots of a row; at least prompt + new tokens + :func:`room`.
       max_emitted: the largest ``max_new_tokens`` the state can serve; static.
       chunk: tokens of one prefill chunk; one compiled shape serves prompts of any length.
-      on_chunk: called as the prefill gets on, with the tokens of the longest prompt that have been run.
+      on_chunk: called as the prefill gets on, with the tokens of the longest prompt that have been
+        run.
     """
     batch, prompt = tokens.shape
     chunks = -(-prompt // chunk)
@@ -149,8 +150,9 @@ def _concerns(needs: Needs, length: np.ndarray, offset: int, chunk: int) -> bool
 
 
 class Home(NamedTuple):
-    """Where the arrays of a prefill live; the same before and after every chunk, so that all chunks,
-    the first included, are one program.
+    """Where the arrays of a prefill live.
+
+    The same before and after every chunk, so that all chunks, the first included, are one program.
     """
 
     cache: Sharding
@@ -169,7 +171,7 @@ def _home(params: Any) -> Home:
 def _allocate(
     target: TargetModel, drafter: Drafter, batch: int, capacity: int, home: Home
 ) -> Callable[[Params], Any]:
-    """A program that makes the state of rows without a token, and its logits, where they will stay."""
+    """A program that makes the state and logits of rows without a token, where they will stay."""
 
     def empty(params: Params) -> tuple[KVCache, Float[Array, "B V"], Any]:
         logits = jnp.zeros((batch, target.vocab_size), jnp.float32)

@@ -2,8 +2,8 @@
 
 A drafter proposes a tree of candidate tokens each round. It cannot change the output, only the
 speed: the target's own draws walk its tree. Whatever state it keeps is its own pytree, which learns
-of committed tokens in one way alone, :meth:`Drafter.extend`, be they a chunk of a prompt or a round's
-accepted path.
+of committed tokens in one way alone, :meth:`Drafter.extend`, be they a chunk of a prompt or a
+round's accepted path.
 
 What it may use of the target it declares beforehand (:class:`Needs`) or is handed in a round
 (:class:`View`). Drafters compose: one may hold another, and run the target over a part of its cache
@@ -33,15 +33,15 @@ class Params:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter wants to learn of committed tokens; a target pass computes nothing else for it."""
+    """What a drafter wants to learn of committed tokens; nothing else is computed for it."""
 
     hidden: tuple[int, ...] = ()
     """Layers after which it takes the hidden states; the first is 0."""
     queries: tuple[int, ...] = ()
     """Layers whose queries it takes, rotary applied."""
     recent: int | None = None
-    """How many of the last committed tokens its state depends on; all of them if absent. Chunks of a
-    prompt that lie before are not shown to it."""
+    """How many of the last committed tokens its state depends on; all of them if absent. Chunks of
+    a prompt that lie before are not shown to it."""
 
     def __or__(self, other: "Needs") -> "Needs":
         """What two drafters want together."""
@@ -58,7 +58,7 @@ NOTHING = Needs(recent=0)
 
 
 class Features(NamedTuple):
-    """What a target pass found at each of its tokens, by layer; only what was asked for is there."""
+    """What a target pass found at its tokens, by layer; only what was asked for is there."""
 
     hidden: Mapping[int, Float[Array, "B n D"]] = {}
     """The residual stream after the layer."""
@@ -134,8 +134,10 @@ class View(Protocol):
 
     @property
     def length(self) -> Lengths:
-        """Cache slots of each row that hold committed tokens; the position, unless a drafter has
-        another go on from tokens that are not committed.
+        """Cache slots of each row that hold committed tokens.
+
+        It is the position, unless a drafter has another go on from tokens that are not committed.
+
         """
         ...
 

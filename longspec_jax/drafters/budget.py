@@ -1,8 +1,8 @@
 """A node budget: of all grown nodes, the target verifies the best of every row.
 
-A verification takes its time by whole tiles of query rows, so 64 nodes may be cheaper than 69; and a
-search can be wide though only its best part is verified (EAGLE-2 reranks its tree in this way). Which
-nodes are kept differs from row to row and round to round; how many is static.
+A verification takes its time by whole tiles of query rows, so 64 nodes may be cheaper than 69; and
+a search can be wide though only its best part is verified (EAGLE-2 reranks its tree in this way).
+Which nodes are kept differs from row to row and round to round; how many is static.
 
 A cumulative log-probability is never above its parent's, so the best nodes are a tree themselves.
 The output does not rest on it: a node that is kept without its parent is never walked to.

@@ -29,7 +29,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class SinksAndRecent:
-    """The first tokens of a row, which attention falls back on, and the last ones (StreamingLLM)."""
+    """The first tokens of a row, which attention falls back on, and the last (StreamingLLM)."""
 
     sinks: int = 32
     recent: int = 1024
@@ -37,7 +37,8 @@ class SinksAndRecent:
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.recent < 1:
             raise ValueError(
-                f"sinks={self.sinks} must be at least 0 and recent={self.recent} at least 1: a draft "
+                f"sinks={self.sinks} must be at least 0 and recent={self.recent} at least 1: a "
+                f"draft "
                 "that sees no recent token has nothing to go on"
             )
 

@@ -1,10 +1,11 @@
 """The draft tree: dynamic tokens and parents in a static shape.
 
-Node 0 is the root, the pending token. A level's nodes follow the previous level's, so a grown node's
-depth is known at trace time from :class:`TreeConfig`, while its token, its parent and therefore the
-ancestor mask are device arrays that differ from row to row and round to round (LongSpec appendix E:
-nodes that fall out of the beam get no children, and nothing moves). Where a budget has chosen among
-the grown nodes (:mod:`longspec_jax.drafters.budget`), depths differ as well.
+Node 0 is the root, the pending token. A level's nodes follow the previous level's, so a grown
+node's depth is known at trace time from :class:`TreeConfig`, while its token, its parent and
+therefore the ancestor mask are device arrays that differ from row to row and round to round
+(LongSpec appendix E: nodes that fall out of the beam get no children, and nothing moves). Where a
+budget has chosen among the grown nodes (:mod:`longspec_jax.drafters.budget`), depths differ as
+well.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,8 @@ class Tree:
     tokens: Leaf
     """``[B, T]`` int32 token of every node; column 0 is the pending token."""
     parents: Leaf
-    """``[B, T]`` int32 index of every node's parent; -1 for the root and for nodes not grown yet."""
+    """``[B, T]`` int32 index of every node's parent; -1 for the root and for nodes not grown
+    yet."""
     mask: Leaf
     """``[B, T, T]`` bool; ``mask[b, i, j]`` where node ``j`` is node ``i`` or its ancestor."""
 
@@ -80,7 +82,8 @@ def best_continuations(
     nodes, vocabulary = scores.shape[1:]
     if nodes * min(count, vocabulary) < count:
         raise ValueError(
-            f"a level of {count} nodes cannot follow one of {nodes} over a vocabulary of {vocabulary}: "
+            f"a level of {count} nodes cannot follow one of {nodes} over a vocabulary of "
+            f"{vocabulary}: "
             f"there are only {nodes * vocabulary} continuations. Use a narrower tree."
         )
     if vocabulary <= SMALL_VOCABULARY:

@@ -36,7 +36,8 @@ def most_frequent(
         check_vocabulary(always, vocab_size)
     if not max(1, len(always)) <= size <= vocab_size:
         raise ValueError(
-            f"a draft vocabulary of {size} tokens is out of range: it holds the {len(always)} tokens to "
+            f"a draft vocabulary of {size} tokens is out of range: it holds the {len(always)} "
+            f"tokens to "
             f"keep always and at most all {vocab_size} of the target"
         )
     order = np.argsort(-np.asarray(counts, np.int64), kind="stable")
@@ -59,13 +60,15 @@ def check_vocabulary(tokens: Any, vocab_size: int) -> Int[np.ndarray, " v"]:
     outside = array[(array < 0) | (array >= vocab_size)]
     if outside.size:
         raise ValueError(
-            f"the draft vocabulary holds token {outside[0]}, outside the target's {vocab_size} tokens; "
+            f"the draft vocabulary holds token {outside[0]}, outside the target's {vocab_size} "
+            f"tokens; "
             "make it with the tokenizer of this target"
         )
     distinct, times = np.unique(array, return_counts=True)
     if distinct.size < array.size:
         raise ValueError(
-            f"the draft vocabulary holds token {distinct[times > 1][0]} {times.max()} times; each token "
+            f"the draft vocabulary holds token {distinct[times > 1][0]} {times.max()} times; each "
+            f"token "
             "is proposed once: leave out repetitions"
         )
     return array.astype(np.int32)

@@ -75,9 +75,9 @@ def run_both(
 ) -> Comparison:
     """Run a call with speculation and without, and find every row's first divergence.
 
-    Both begin with copies of one prefill, which knows no drafter, where memory takes two caches. Both
-    are run in the same way, round by round if someone listens, so that their seconds compare. A call
-    that decodes plainly is its own comparison.
+    Both begin with copies of one prefill, which knows no drafter, where memory takes two caches.
+    Both are run in the same way, round by round if someone listens, so that their seconds compare.
+    A call that decodes plainly is its own comparison.
 
     Args:
       begin: makes the speculative call ready.

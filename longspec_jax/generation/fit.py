@@ -3,8 +3,8 @@
 What a round costs depends on the machine and the model, what it earns on the draft: 64 nodes cost a
 large target on a GPU little more than one, a CPU three times as much, and a small model on a GPU is
 bound by launches, not by nodes. So a few trees are timed the first time that a model decodes on a
-machine, some twenty rounds each behind the real prompt, and the figures are kept. After that every call
-of the kind runs the best of them from its first round on; plain decoding, if none pays.
+machine, some twenty rounds each behind the real prompt, and the figures are kept. After that every
+call of the kind runs the best of them from its first round on; plain decoding, if none pays.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ GPU_TREES = (TreeConfig((4, 4, 4)), DEFAULT_TREE)
 PACES = "paces"
 """Folder of the figures, beside the compiled programs."""
 LARGE = 2_000_000_000
-"""Bytes of a target from which on a GPU reads weights for most of a round: nodes are nearly free there
-and the default tree pays, so that nothing needs to be timed."""
+"""Bytes of a target from which on a GPU reads weights for most of a round: nodes are nearly free
+there and the default tree pays, so that nothing needs to be timed."""
 ROUNDS = 10
 """Of one timing; the faster of two counts, since whatever else runs only adds."""
 FEW = 32
@@ -82,7 +82,7 @@ def ready_fitted(
     streams: bool,
     on_activity: OnActivity,
 ) -> Ready:
-    """As :func:`~longspec_jax.generation.runner.ready`, with the fastest of a job's drafters or none.
+    """As :func:`~longspec_jax.generation.runner.ready`, with the fastest of a job's drafters.
 
     Args:
       job: the prepared call, with every tree of :func:`trees_to_fit`.
@@ -196,7 +196,7 @@ def _own_version() -> str | None:
 
 
 def _fingerprint(draft: Any) -> str:
-    """A hash of a draft's small arrays, which no two trained drafts share, and of all its shapes."""
+    """A hash of a draft's small arrays, which no two trained drafts share, and of all shapes."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(draft)[0]:
         digest.update(f"{path}{leaf.shape}{leaf.dtype}".encode())

@@ -55,7 +55,8 @@ class Job:
 
     target: CachedTarget
     drafters: tuple[Drafter, ...]
-    """What a round may run, the cheapest first; the run chooses by the clock if there are several."""
+    """What a round may run, the cheapest first; the run chooses by the clock if there are
+    several."""
     params: Params
     prompts: Prompts
     request: Request
@@ -107,7 +108,7 @@ class Job:
         return Leg(state, (Measurement(),) * len(self.drafters))
 
     def legs(self, state: SpecState, stride: int | None = None) -> Iterator[Leg]:
-        """Decode to the end in bursts of at most ``stride`` rounds; one burst if nothing is chosen."""
+        """Decode to the end in bursts of at most ``stride`` rounds, or in one burst."""
         models = self.target, self.drafters, self.params
         return adaptive.decode_bursts(*models, self.request, state, self._policy, stride=stride)
 

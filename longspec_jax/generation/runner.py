@@ -60,8 +60,10 @@ class Progress(NamedTuple):
                 dtype = job.target.config.dtype
                 remedy = "" if dtype == "float32" else "dtype float32, which has more range, or "
                 raise FloatingPointError(
-                    f"the target's logits {where}behind {len(job.prompts[row]) + count - 1} tokens are "
-                    f"not finite, so that no token can be drawn: its weights or norms overflow {dtype}; "
+                    f"the target's logits {where}behind {len(job.prompts[row]) + count - 1} "
+                    f"tokens are "
+                    f"not finite, so that no token can be drawn: its weights or norms overflow "
+                    f"{dtype}; "
                     f"try {remedy}another checkpoint"
                 )
         return self
@@ -168,7 +170,8 @@ def _prefill_reporter(job: Job, on_activity: OnActivity | None) -> Callable[[int
 def state_for(job: Job, state: SpecState) -> SpecState:
     """A prefilled state for another job of the same call, whose tree is no taller; shares arrays.
 
-    Prefill does not depend on the tree, nor but for its own state on the drafter: what it computed for
+    Prefill does not depend on the tree, nor but for its own state on the drafter: what it computed
+      for
     one serves all.
     """
     height = room(job.drafter.tree.num_levels)

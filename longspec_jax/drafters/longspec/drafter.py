@@ -1,9 +1,9 @@
 """The LongSpec drafter: beam search with one layer and a ring of its own K/V.
 
-Self-attention sees the last 512 tokens; cross-attention reads the target's last-layer cache in place,
-so that the draft stores nothing that grows with the context (LongSpec section 3.1). Self-attention
-keys and values depend on (token, position) alone: a prompt costs its last 512 tokens and no more, and
-committed tokens can be embedded afresh.
+Self-attention sees the last 512 tokens; cross-attention reads the target's last-layer cache in
+place, so that the draft stores nothing that grows with the context (LongSpec section 3.1).
+Self-attention keys and values depend on (token, position) alone: a prompt costs its last 512 tokens
+and no more, and committed tokens can be embedded afresh.
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ from longspec_jax.ops.attention.operands import Fresh, Prefix
 class LongSpecState:
     """A ring of the last ``W`` tokens' self-attention K/V: the draft's only memory.
 
-    The token at position ``p`` lives in slot ``p % W``; which positions are present follows from the
-    committed length alone.
+    The token at position ``p`` lives in slot ``p % W``; which positions are present follows from
+    the committed length alone.
     """
 
     keys: Leaf

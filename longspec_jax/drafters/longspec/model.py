@@ -112,9 +112,11 @@ class LongSpecParams:
     head: Leaf
     """The target's LM head ``[V, D]``; the embedding itself where they are tied."""
     vocabulary: Leaf = None
-    """``[v]`` int32 tokens that can be proposed, ``head`` being their rows; all of them if absent."""
+    """``[v]`` int32 tokens that can be proposed, ``head`` being their rows; all of them if
+    absent."""
     head_scale: Leaf = None
-    """``[v]`` float32, what the rows of an int8 ``head`` are multiplied by; absent if it is not one."""
+    """``[v]`` float32, what the rows of an int8 ``head`` are multiplied by; absent if it is not
+    one."""
 
     def restricted(self, vocabulary: Int[Array, " v"]) -> "LongSpecParams":
         """Propose only these tokens, the most frequent ones: a cheaper LM head at every level.
