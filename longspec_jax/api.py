@@ -379,7 +379,7 @@ class LongSpec:
         max_new_tokens: int,
         tree: TreeConfig | Sequence[int] | None = None,
     ) -> MemoryPlan:
-        """What :meth:`generate` takes on the device for rows of ``prompt_tokens`` tokens at most."""
+        """What :meth:`generate` takes on the device for rows of ``prompt_tokens`` tokens."""
         drafters, params = self._drafters(tree, adaptive=False)
         drafter = tallest(drafters)
         levels = drafter.tree.num_levels
@@ -469,7 +469,7 @@ class LongSpec:
 
     @cached_property
     def _draft(self) -> LongSpecParams:
-        """The draft's parameters and the target's tables; reduced or rounded ones are copied once."""
+        """The draft's parameters and the target's tables; what is reduced is copied once."""
         tables = self.target_params
         head = tables.get("head", tables["embedding"])
         params = LongSpecParams(self.draft_params, tables["embedding"], head)
