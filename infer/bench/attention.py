@@ -23,13 +23,13 @@ from typing import Any
 import jax
 
 from . import attention_tiles, attention_torch
-from . import report as bench_report
 from .arguments import settled
 from .attention_candidates import CANDIDATES, Refusal, compiled
 from .attention_cases import Case, Operands
 from .attention_torch import TORCH
 from .models import check_memory
 from .progress import announce, counted
+from .report import Report, run_header
 from .timing import Roof, jax_seconds, measure_roof
 
 CPU_SECONDS = 5
@@ -67,13 +67,13 @@ def main(arguments: argparse.Namespace) -> None:
         work = f"{counted(len(cases), 'case')}, {counted(programs, 'program')} to compile"
         announce(work, CPU_SECONDS * programs)
     roof = measure_roof()
-    header = bench_report.header(
+    header = run_header(
         jax.devices()[0].device_kind,
         (__doc__ or "").split("\n\n", 1)[1],
         roof_tb_per_s=roof.bytes_per_s / 1e12,
         roof_tflop_per_s=roof.operations_per_s / 1e12,
     )
-    with bench_report.Report(header, arguments.json, arguments.chart) as report:
+    with Report(header, arguments.json, arguments.chart) as report:
         if arguments.tiles:
             rows = attention_tiles.sweep(cases, roof)
         else:

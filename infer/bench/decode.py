@@ -43,10 +43,8 @@ from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.memory import tree_bytes
 from longspec_jax.sizes import shown_bytes
 
-from . import adaptive as bench_adaptive
-from . import parts as bench_parts
-from . import report as bench_report
-from . import streaming as bench_streaming
+from . import parts as parts_lib
+from .adaptive import time_adaptive
 from .arguments import settled
 from .charts import brief
 from .decode_setting import Bench, Setting, all_settings, rough_seconds, setting_bytes
@@ -54,8 +52,10 @@ from .kernel_profile import profile
 from .models import Model, check_memory, draft_state, random_model
 from .prefill_time import time_prefill
 from .progress import announce, counted, step
+from .report import Report, run_header
 from .shapes import SHAPES
 from .simulated import simulated_decode
+from .streaming import read_all, simulated_round, stream, stream_by_steps
 from .timing import measure_roof, rounded
 
 
@@ -74,13 +74,13 @@ def main(arguments: argparse.Namespace) -> None:
         work = f"{counted(len(settings), 'case')} of the shape {shapes}"
         announce(work, sum(map(rough_seconds, settings)))
     device, roof = jax.devices()[0].device_kind, measure_roof()
-    header = bench_report.header(
+    header = run_header(
         device,
         __doc__ or "",
         roof_tb_per_s=roof.bytes_per_s / 1e12,
         roof_tflop_per_s=roof.operations_per_s / 1e12,
     )
-    with bench_report.Report(header, arguments.json, arguments.chart) as report:
+    with Report(header, arguments.json, arguments.chart) as report:
         for shape, of_shape in itertools.groupby(settings, lambda setting: setting.shape):
             step(f"drawing the weights of {shape}")
             model = random_model(
@@ -104,14 +104,14 @@ def measure(
     bench = Bench.prepare(setting, model)
     drafter, plain = bench.drafter, NoDraft()
     row = describe(bench)
-    parts = {"draft": bench_parts.draft, "verify": bench_parts.verify}
+    parts = {"draft": parts_lib.draft, "verify": parts_lib.verify}
     if arguments.parts:
         parts |= {
-            "verify_products": bench_parts.verify_products,
-            "verify_attention": bench_parts.verify_attention,
-            "draft_cross": bench_parts.draft_cross,
-            "draft_head": bench_parts.draft_head,
-            "draft_choice": bench_parts.draft_choice,
+            "verify_products": parts_lib.verify_products,
+            "verify_attention": parts_lib.verify_attention,
+            "draft_cross": parts_lib.draft_cross,
+            "draft_head": parts_lib.draft_head,
+            "draft_choice": parts_lib.draft_choice,
         }
     place = f"{setting.shape}, {setting.context} cached tokens, batch {setting.batch}"
     step(f"{place}: compiling")
@@ -127,13 +127,13 @@ def measure(
             "round": begin_compiling(simulated_decode, *simulated),
         }
         if arguments.streaming:
-            loops["streaming"] = begin_compiling(bench_streaming.simulated_round, *simulated)
+            loops["streaming"] = begin_compiling(simulated_round, *simulated)
         programs = {
             name: begin_compiling(jax.jit(part(model.target, drafter, setting.turns)))
             for name, part in parts.items()
         }
         committing = begin_compiling(
-            jax.jit(bench_parts.commit(model.target, drafter, setting.turns), donate_argnums=(2,))
+            jax.jit(parts_lib.commit(model.target, drafter, setting.turns), donate_argnums=(2,))
         )
     row["compile_seconds"] = round(time.perf_counter() - begin, 1)
     step(f"{place}: timing plain decoding")
@@ -142,14 +142,14 @@ def measure(
     round_loop = time_loop(bench, loops["round"].result(), drafter)
     if arguments.streaming:
         ways = {
-            "streaming": bench_streaming.stream,
-            "stepwise": bench_streaming.stream_by_steps,
+            "streaming": stream,
+            "stepwise": stream_by_steps,
         }
         for name, way in ways.items():
             program = read_by(way, loops["streaming"].result())
             row |= streaming(name, round_loop, time_loop(bench, program, drafter))
     if arguments.adaptive:
-        row |= bench_adaptive.time_adaptive(bench, plain_loop.seconds / plain_loop.rounds)
+        row |= time_adaptive(bench, plain_loop.seconds / plain_loop.rounds)
     step(f"{place}: timing the parts of a round")
     state = bench.state(drafter)
     times = {name: time_part(bench, program.result(), state) for name, program in programs.items()}
@@ -242,7 +242,7 @@ def read_by(way: Callable[..., Any], round_program: Callable[..., Any]) -> Calla
 
     def program(params: Any, request: Any, state: SpecState) -> SpecState:
         advance = functools.partial(round_program, params, request)
-        return bench_streaming.read_all(way(advance, state))
+        return read_all(way(advance, state))
 
     return program
 

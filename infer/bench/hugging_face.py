@@ -20,9 +20,9 @@ from typing import Any
 from longspec_jax.config import TargetConfig
 from longspec_jax.weights.hf_config import hf_config
 
-from . import report as bench_report
 from .arguments import DYNAMIC, STATIC, settled
 from .progress import announce, counted, step
+from .report import Report, run_header
 from .shapes import SHAPES
 from .timing import median_seconds
 
@@ -54,8 +54,8 @@ def main(arguments: argparse.Namespace) -> None:
         announce(f"{counted(number, 'case')} of {', '.join(arguments.shape)}", CPU_SECONDS * number)
     bytes_per_s = measure_bandwidth(device)
     name = "cpu" if cpu else torch.cuda.get_device_name()
-    header = bench_report.header(name, __doc__ or "", roof_tb_per_s=bytes_per_s / 1e12)
-    with bench_report.Report(header, arguments.json, arguments.chart) as report:
+    header = run_header(name, __doc__ or "", roof_tb_per_s=bytes_per_s / 1e12)
+    with Report(header, arguments.json, arguments.chart) as report:
         for shape in arguments.shape:
             step(f"drawing the weights of {shape}")
             model = random_model(SHAPES[shape], device)

@@ -23,9 +23,9 @@ import numpy as np
 from longspec_jax import LongSpec, demo_prompts
 from longspec_jax.generation.comparison import Comparison
 
-from . import report as bench_report
 from .arguments import settled
 from .progress import announce, counted
+from .report import Report, run_header
 
 CPU_COMPILE_SECONDS, CPU_SECONDS_PER_TOKEN = 30, 0.02
 """For a rough estimate: two shared cores."""
@@ -60,14 +60,14 @@ def main(arguments: argparse.Namespace) -> None:
         calls = len(prompts) * len(arguments.temperatures)
         work = f"{counted(calls, 'generation')} of {arguments.new_tokens} tokens, each twice"
         announce(work, CPU_COMPILE_SECONDS + calls * tokens * CPU_SECONDS_PER_TOKEN)
-    header = bench_report.header(
+    header = run_header(
         jax.devices()[0].device_kind,
         __doc__ or "",
         **{"dtype": arguments.dtype, "attention": arguments.attention or "automatic"},
         **{"tree": list(arguments.tree.widths), "budget": arguments.tree.budget},
         new_tokens=arguments.new_tokens,
     )
-    with bench_report.Report(header, arguments.json) as report:
+    with Report(header, arguments.json) as report:
         for temperature in arguments.temperatures:
             for seed, window in enumerate(prompts):
                 compared = spec.compare(

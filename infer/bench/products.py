@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from longspec_jax.config import TargetConfig
 from longspec_jax.ops.products import skinny
 
-from . import report as bench_report
 from .arguments import settled
 from .models import WEIGHT_SCALE, check_memory
 from .progress import announce, counted
+from .report import Report, run_header
 from .shapes import SHAPES
 from .timing import jax_seconds, measure_roof, rounded
 
@@ -54,12 +54,12 @@ def main(arguments: argparse.Namespace) -> None:
         number = len(arguments.shape) * len(OPS) * len(arguments.rows)
         announce(f"{counted(2 * number, 'program')} to compile", CPU_SECONDS * number)
     roof = measure_roof()
-    header = bench_report.header(
+    header = run_header(
         jax.devices()[0].device_kind,
         (__doc__ or "").split("\n\n", 1)[1],
         roof_tb_per_s=roof.bytes_per_s / 1e12,
     )
-    with bench_report.Report(header, arguments.json) as report:
+    with Report(header, arguments.json) as report:
         for shape in arguments.shape:
             for row in measure(shape, arguments.rows, roof.bytes_per_s):
                 report.add(row, line(row))

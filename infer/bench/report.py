@@ -20,12 +20,12 @@ from longspec_jax.extras import missing_extra
 
 from ..provenance import provenance
 from . import charts
-from . import files as bench_files
+from .files import read as read_results
 
 Row = dict[str, Any]
 
 
-def header(device: str, method: str, **more: Any) -> Row:
+def run_header(device: str, method: str, **more: Any) -> Row:
     """Where, with what, how and when rows are measured.
 
     Args:
@@ -43,7 +43,7 @@ class Report:
         """Print the header.
 
         Args:
-          header: from :func:`header`.
+          header: from :func:`run_header`.
           path: the JSON file to keep up to date; none if absent.
           chart: the PNG to draw when the run ends; none if absent.
         """
@@ -193,7 +193,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Merge, write and draw what was asked for."""
-    texts = zip(arguments.files, bench_files.read(arguments.files), strict=True)
+    texts = zip(arguments.files, read_results(arguments.files), strict=True)
     merged = merge(parse(path, text) for path, text in texts)
     print(f"{len(merged['rows'])} rows of {len(merged['headers'])} runs")
     if arguments.json:

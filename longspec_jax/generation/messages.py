@@ -19,7 +19,7 @@ def plain_messages(
 
     Args:
       messages: what was given.
-      where: it was written; begins what is said of it.
+      where: the place it was written at, which begins what is said of it.
       shown: writes a value as the user knows it.
 
     Raises:

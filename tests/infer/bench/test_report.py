@@ -56,7 +56,7 @@ def test_other_files_are_not_merged() -> None:
 
 def test_the_commit_can_be_given(monkeypatch) -> None:
     monkeypatch.setenv("LONGSPEC_COMMIT", "abc")
-    found = bench_report.header("cpu", "one\n  two", roof=1)
+    found = bench_report.run_header("cpu", "one\n  two", roof=1)
     assert (found["commit"], found["method"], found["roof"]) == ("abc", "one two", 1)
     assert found["versions"]["jax"]
 
