@@ -1,6 +1,7 @@
 """The arguments of ``python -m infer.decode``, and what follows from them alone."""
 
 import argparse
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import longspec_jax
 from longspec_jax.checks import Whole
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION, TreeConfig
+from longspec_jax.drafters.kinds import NAMED
 from longspec_jax.embedded import DEMO
 from longspec_jax.generation.ranges import SAMPLING
 
@@ -56,10 +58,25 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         "--target", type=_path, help="folder or hub id of the target; demo, or none, for the demo"
     )
     group.add_argument(
-        "--draft", type=_path, help="folder or hub id of its draft; plain decoding if absent"
+        "--drafter",
+        type=_path,
+        action="append",
+        metavar="DRAFT",
+        help=f"what proposes tokens: folder or hub id of a draft made for the target, "
+        f"{' or '.join(NAMED)}, which need no weights, or demo. Given several times, what turns "
+        "out fastest on this machine runs. Plain decoding if absent",
+    )
+    group.add_argument(
+        "--drafter_option",
+        type=_option,
+        action="append",
+        metavar="NAME[=VALUE]",
+        help="an option of the draft's kind; none changes the text. LongSpec drafts: int8 reads "
+        "weights and LM head in 8 bits; vocabulary=N proposes the N most frequent tokens only, by "
+        "the table saved beside the draft (python -m train.vocabulary)",
     )
     group.add_argument("--revision", type=_word, help="version of the target on the hub")
-    group.add_argument("--draft_revision", type=_word, help="version of the draft on the hub")
+    group.add_argument("--drafter_revision", type=_word, help="version of the draft on the hub")
     group.add_argument(
         "--dtype",
         default="auto",
@@ -75,19 +92,6 @@ def _add_models(result: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--prefill_chunk", type=number_argument(Whole()), help="tokens of one prefill step"
-    )
-    group.add_argument(
-        "--draft_vocabulary",
-        type=number_argument(Whole()),
-        metavar="N",
-        help="let the draft propose the N most frequent tokens only, by the table saved beside it "
-        "(python -m train.vocabulary); the text is the same. All tokens if absent",
-    )
-    group.add_argument(
-        "--draft_int8",
-        action="store_true",
-        help="let the draft read its weights and a copy of the LM head in 8 bits: half the bytes "
-        "at every level of a tree; the text is the same",
     )
     group.add_argument(
         "--tree",
@@ -173,6 +177,17 @@ def _word(text: str) -> str:
     return text
 
 
+def _option(text: str) -> tuple[str, Any]:
+    """An option of a drafter: its name, and its value if it is not just true."""
+    name, equals, value = _word(text).partition("=")
+    if not equals:
+        return name, True
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return name, kind(value)
+    return name, {"true": True, "false": False}.get(value.lower(), value)
+
+
 def _path(text: str) -> str:
     """A file or folder, ``~`` for the home as in a shell."""
     return str(Path(text).expanduser()) if _word(text).startswith("~") else text
@@ -208,7 +223,12 @@ def is_demo(arguments: argparse.Namespace) -> bool:
 
 def has_draft(arguments: argparse.Namespace) -> bool:
     """Whether there is a draft to speculate with."""
-    return arguments.draft is not None or is_demo(arguments)
+    return arguments.drafter is not None or is_demo(arguments)
+
+
+def drafters(arguments: argparse.Namespace) -> list[str]:
+    """What proposes tokens: as it is named, and the demo's own for the demo without a name."""
+    return arguments.drafter or ([demo.NAME] if is_demo(arguments) else [])
 
 
 def named_prompts(arguments: argparse.Namespace) -> list[Prompt]:
@@ -224,7 +244,7 @@ def named_prompts(arguments: argparse.Namespace) -> list[Prompt]:
 
 def inputs(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
     """Every file and folder that is read, with the option that names it."""
-    for option in ("prompt_file", "messages", "batch", "target", "draft"):
+    for option in ("prompt_file", "messages", "batch", "target", "drafter"):
         value = getattr(arguments, option)
         for path in value if isinstance(value, list) else [value]:
             if path is not None and len(path) < LONGEST_PATH:  # Messages may be the JSON itself.

@@ -5,12 +5,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from longspec_jax.config import PLAIN
+from longspec_jax.drafters.kinds import is_name
 
+from . import demo
 from .arguments import has_draft, is_demo
 from .prompt_files import STDIN, Prompt
 
 _ABOUT_TREES = ("tree", "adaptive")
-_ABOUT_DRAFTS = ("draft_vocabulary", "draft_int8")
+_ABOUT_DRAFTS = ("drafter_option",)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -32,23 +34,36 @@ def _contradictions(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _models(arguments: argparse.Namespace) -> Iterator[str]:
-    if arguments.draft is not None and arguments.target is None:
-        yield (
-            f"--draft {arguments.draft} needs the --target it was trained for; a draft works with "
-            "no other (--target demo for the demo's)"
-        )
-    for option in ("revision", "draft_revision"):
-        model = "draft" if option == "draft_revision" else "target"
-        folder = getattr(arguments, model)
-        if getattr(arguments, option) is None:
-            continue
-        if folder is None or (model == "target" and is_demo(arguments)):
-            yield f"--{option} chooses a version on the hub, and no --{model} of the hub is named"
-        elif Path(folder).is_dir():
+    named = arguments.drafter or []
+    trained = [draft for draft in named if not is_name(draft)]
+    for draft in trained:
+        if draft != demo.NAME and arguments.target is None:
             yield (
-                f"--{option} chooses a version on the hub, and --{model} {folder} is a folder; "
-                "drop one of the two"
+                f"--drafter {draft} needs the --target it was made for; a draft works with no "
+                "other (--target demo for the demo's)"
             )
+        if draft == demo.NAME and not is_demo(arguments):
+            yield f"--drafter demo is the demo's own draft, and --target is {arguments.target}"
+    for draft in named:
+        if named.count(draft) > 1:
+            yield f"--drafter {draft} is named twice; once is enough"
+    targets: list[str] = [] if is_demo(arguments) else [arguments.target]
+    for model, revision, sources in (
+        ("target", "revision", targets),
+        ("drafter", "drafter_revision", trained),
+    ):
+        if getattr(arguments, revision) is None:
+            continue
+        if not sources:
+            yield (
+                f"--{revision} chooses a version on the hub, and no --{model} of the hub is named"
+            )
+        for source in sources:
+            if Path(source).is_dir():
+                yield (
+                    f"--{revision} chooses a version on the hub, and --{model} {source} is a "
+                    "folder; drop one of the two"
+                )
 
 
 def _decoding(arguments: argparse.Namespace) -> Iterator[str]:
@@ -58,11 +73,11 @@ def _decoding(arguments: argparse.Namespace) -> Iterator[str]:
         yield "--adaptive has nothing to choose with --tree none; drop one of the two"
     if not plain and has_draft(arguments):
         return
-    reason = "--tree none has none" if plain else "no --draft is named"
+    reason = "--tree none has none" if plain else "no --drafter is named"
     remedy = "drop one of the two" if plain else "name a draft, or drop it"
     for option in _ABOUT_DRAFTS:
         if getattr(arguments, option):
-            yield f"--{option} is about what a draft reads, and {reason}; {remedy}"
+            yield f"--{option} is about a draft, and {reason}; {remedy}"
     for option in () if plain else _ABOUT_TREES:
         if getattr(arguments, option):
             yield f"--{option} is about a draft's trees, and {reason}; {remedy}"

@@ -1,7 +1,7 @@
 """Decode prompts with speculation, show what the draft gave, and compare with plain decoding.
 
     python -m infer.decode
-    python -m infer.decode --target=FOLDER --draft=FOLDER --prompt_file=report.txt --json=out.json
+    python -m infer.decode --target=FOLDER --drafter=FOLDER --prompt_file=report.txt --json=out.json
 
 Without arguments the embedded demo model completes a held-out document. ``--help`` lists the rest.
 """

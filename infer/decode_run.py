@@ -58,10 +58,10 @@ class Run:
         check_devices()
         self.screen.clear_status()  # What follows says of itself where it keeps and fetches things.
         keep_programs()
-        folders = fetch(self._arguments)
+        target, drafts = fetch(self._arguments)
         self.screen.status("loading the models")
         with command_words():
-            spec = load(self._arguments, folders)
+            spec = load(self._arguments, target, drafts)
         tree = self._arguments.tree
         self._session = Session(spec, self._arguments, tree, self.screen, self.journal)
         self._session.decode(self._prompts)

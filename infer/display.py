@@ -117,8 +117,8 @@ def described(activity: Activity) -> tuple[str, str] | None:
     match activity:
         case Compiling():
             return "compiling, once for prompts of about this length", ""
-        case Fitting(tree):
-            name = str(tree) if tree.widths else "plain decoding"
+        case Fitting(drafter, tree):
+            name = f"{drafter} {tree}" if tree.widths else "plain decoding"
             return "timing trees, once for this model and machine", name
         case Fitted():
             return None

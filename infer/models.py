@@ -2,16 +2,19 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from longspec_jax import PLAIN, LongSpec
+from longspec_jax.drafters.kinds import is_name
 from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hub import local_folder
 
-from .arguments import DTYPES, is_demo
+from . import demo
+from .arguments import DTYPES, drafters, is_demo
 
 
 def check_devices() -> None:
@@ -30,38 +33,42 @@ def check_devices() -> None:
         ) from error
 
 
-def fetch(arguments: argparse.Namespace) -> dict[str, Path]:
-    """The folders of ``target`` and ``draft`` as far as they are named; from the hub if need be.
+def fetch(arguments: argparse.Namespace) -> tuple[Path, list[str | Path]]:
+    """The folder of the target, and of what proposes for it; from the hub if need be.
 
     Raises:
       OSError: for a model that is neither here nor there.
     """
-    named = {"target": arguments.revision, "draft": arguments.draft_revision}
-    if is_demo(arguments):
-        del named["target"]
-    if arguments.draft is None or arguments.tree == PLAIN:
-        del named["draft"]
-    folders = {}
-    for option, revision in named.items():
-        try:
-            folders[option] = local_folder(getattr(arguments, option), revision)
-        except (OSError, ValueError) as error:
-            raise type(error)(f"--{option}: {error}") from error
-    return folders
+    target = DEMO / "target"
+    if not is_demo(arguments):
+        target = _fetched("target", arguments.target, arguments.revision)
+    return target, [] if arguments.tree == PLAIN else [
+        named
+        if is_name(named)
+        else DEMO / "draft"
+        if named == demo.NAME
+        else _fetched("drafter", named, arguments.drafter_revision)
+        for named in drafters(arguments)
+    ]
 
 
-def load(arguments: argparse.Namespace, folders: dict[str, Path]) -> LongSpec:
+def _fetched(option: str, source: str, revision: str | None) -> Path:
+    try:
+        return local_folder(source, revision)
+    except (OSError, ValueError) as error:
+        raise type(error)(f"--{option}: {error}") from error
+
+
+def load(arguments: argparse.Namespace, target: Path, drafts: Sequence[str | Path]) -> LongSpec:
     """The models the arguments name, from their folders; the demo if they name none."""
     options: dict[str, Any] = dict(
         attention=arguments.attention,
         prefill_chunk=arguments.prefill_chunk,
-        draft_vocabulary=arguments.draft_vocabulary,
-        draft_int8=arguments.draft_int8,
+        draft=list(drafts) or None,
+        draft_options=dict(arguments.drafter_option or ()) if drafts else None,
     )
     if arguments.dtype != "auto":  # What suits a model is its own to know.
         options["dtype"] = DTYPES.get(arguments.dtype, arguments.dtype)
-    if is_demo(arguments) and arguments.draft is None:
+    if is_demo(arguments):
         return LongSpec.demo(**options)
-    return LongSpec.from_pretrained(
-        folders.get("target", DEMO / "target"), folders.get("draft"), **options
-    )
+    return LongSpec.from_pretrained(target, **options)

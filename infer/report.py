@@ -114,9 +114,10 @@ def _totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def _trees(stats: Sequence[Stats]) -> Iterator[dict[str, Any]]:
     """What each of the trees did in all calls together."""
     uses = [use for item in stats for use in item.trees]
-    for tree in dict.fromkeys(use.tree for use in uses):
-        own = [use for use in uses if use.tree == tree]
+    for drafter, tree in dict.fromkeys((use.drafter, use.tree) for use in uses):
+        own = [use for use in uses if (use.drafter, use.tree) == (drafter, tree)]
         yield {
+            "drafter": drafter,
             "tree": list(tree.widths),
             "budget": tree.budget,
             "rounds": sum(u.rounds for u in own),
@@ -154,7 +155,7 @@ def header_lines(
       config: of the target.
       tree: what the draft grows; without levels, plain decoding; None while it is not settled.
     """
-    draft = setting["draft"] or "none, so plain decoding (--draft names one)"
+    draft = " or ".join(setting["drafters"]) or "none, so plain decoding (--drafter names one)"
     yield (
         f"target {setting['target']} ({config.architecture}, "
         f"{counted(config.num_layers, 'layer')} of width {config.model_width}), draft {draft}; "
@@ -180,7 +181,9 @@ def fitted_line(fitted: Fitted, pays: str) -> str:
       pays: how to see speculation pay where it does not for this model.
     """
     tree, paces = fitted.tree, fitted.paces
-    chosen = tree_line(tree) if tree.widths else "plain decoding"
+    several = len({pace.drafter for pace in paces if pace.tree.widths}) > 1
+    of = f"{fitted.drafter}, " if several and tree.widths else ""
+    chosen = of + tree_line(tree) if tree.widths else "plain decoding"
     if not paces:
         return f"{chosen}, usual on this kind of machine: nothing was timed (--tree names another)"
     fastest = max((pace for pace in paces if pace.tree.widths), key=_pace)
@@ -252,12 +255,11 @@ def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
     if len(trees) < 2:
         return
     yield "trees               adaptive: chosen by tokens/s"
-    yield f"  {'tree':20}  rounds  tokens  ms/round"
+    yield f"  {'drafter':10}  {'tree':20}  rounds  tokens  ms/round"
     for use in trees:
         tree = TreeConfig(tuple(use["tree"]), use["budget"])
-        name = str(tree) if tree.widths else f"{tree} (plain)"
         pace = f"{1000 * use['seconds'] / use['rounds']:8.2f}" if use["rounds"] else ""
-        yield f"  {name:20}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
+        yield f"  {use['drafter']:10}  {tree!s:20}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
 
 
 def memory_plan_line(plan: MemoryPlan) -> str:

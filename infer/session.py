@@ -12,11 +12,12 @@ import jax
 
 from longspec_jax import PLAIN, LongSpec, MemoryPlan, TreeConfig, demo_prompts
 from longspec_jax.commands import command_name
+from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.activity import Activity, Fitted
 from longspec_jax.generation.result import StreamRound
 
 from . import prompts as prompts_lib
-from .arguments import is_demo, row_options, sampling_options
+from .arguments import drafters, row_options, sampling_options
 from .display import Screen
 from .journal import Journal
 from .prompt_files import Prompt
@@ -86,26 +87,33 @@ class Session:
           journal: where to note what has been measured.
         """
         self._spec, self._arguments, self._out, self._journal = spec, arguments, out, journal
-        self._named_tree = tree if spec.draft_config is not None else None
+        self._named_tree = tree if spec.drafts else None
         self._tree = self._named_tree if self._speculates else PLAIN
         """What calls run; None until it is settled."""
         self._end: str | None = None
         """What is shown of the prompt before its completion begins; None once it is."""
+        self._drafter = NoDraft().name if not self._speculates else self._only_drafter
+        """The name of what proposes; None until it is settled."""
         self._setting = self._described()
 
     @property
     def _speculates(self) -> bool:
         """Whether calls may use a draft."""
-        return self._spec.draft_config is not None and self._named_tree != PLAIN
+        return bool(self._spec.drafts) and self._named_tree != PLAIN
+
+    @property
+    def _only_drafter(self) -> str | None:
+        """The draft's kind, if there is but one."""
+        return self._spec.drafts[0].name if len(self._spec.drafts) == 1 else None
 
     def _described(self) -> dict[str, Any]:
         """What is run, for the JSON."""
         arguments, config = self._arguments, self._spec.target_config
         return {
             "target": arguments.target or "demo",
-            "draft": arguments.draft or ("demo" if is_demo(arguments) else None),
-            "draft_vocabulary": arguments.draft_vocabulary,
-            "draft_int8": arguments.draft_int8,
+            "drafters": drafters(arguments),
+            "drafter_options": dict(arguments.drafter_option or ()),
+            "drafter": self._drafter,
             **_tree_setting(self._tree),
             "adaptive": arguments.adaptive,
             "dtype": config.dtype,
@@ -216,8 +224,8 @@ class Session:
     def _on_activity(self, activity: Activity) -> None:
         self._journal.check_open()
         if isinstance(activity, Fitted):
-            self._tree = activity.tree
-            self._setting.update(_tree_setting(activity.tree))
+            self._tree, self._drafter = activity.tree, activity.drafter
+            self._setting.update(drafter=self._drafter, **_tree_setting(self._tree))
             self._out.entry(fitted_line(activity, PAYS), indent=2)
         self._out.activity(activity)
 

@@ -11,14 +11,19 @@ WRITTEN = (
     "top_p",
     "top_k",
     "prefill_chunk",
-    "draft_vocabulary",
-    "draft_int8",
+    "draft_options",
     "draft_revision",
 )
 """Options that are nothing else."""
 ERRORS = (ValueError, MemoryError, NotImplementedError, FileNotFoundError, FloatingPointError)
 """What the library raises for requests that cannot be met, and for models that compute no
 numbers."""
+TYPED = {
+    "draft": "drafter",
+    "draft_options": "drafter_option",
+    "draft_revision": "drafter_revision",
+}
+"""Options that the command calls otherwise."""
 _OPTION = re.compile(
     rf"(?<![-\w])(?:({'|'.join(WRITTEN)})\b(?!\.\w)|({'|'.join(SPOKEN)})(?==))(=True\b)?"
 )
@@ -32,10 +37,14 @@ def in_command_words(message: str, rows: Sequence[str] = ()) -> str:
       message: of an error.
       rows: where every row was written; a single one goes without saying among the options.
     """
-    message = _OPTION.sub(lambda match: f"--{match[1] or match[2]}", message)
+    message = _OPTION.sub(lambda match: f"--{_typed(match[1] or match[2])}", message)
     if len(rows) == 1:
         message = _OF_ROW.sub("", message)
     return _ROW.sub(lambda match: _name(rows, int(match[1])), message)
+
+
+def _typed(option: str) -> str:
+    return TYPED.get(option, option)
 
 
 def _name(rows: Sequence[str], row: int) -> str:

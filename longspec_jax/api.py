@@ -7,27 +7,31 @@
 The output depends on target, prompt, options and seed. Draft and tree change the speed alone.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from longspec_jax.arguments import as_tree, check_arguments, check_chunk
+from longspec_jax.arguments import (
+    as_sources,
+    as_tree,
+    check_about_drafts,
+    check_arguments,
+    check_chunk,
+    check_drafts,
+)
 from longspec_jax.compilation import keep_programs
-from longspec_jax.config import PLAIN, DraftConfig, TargetConfig, TreeConfig
+from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.decoding.adaptive import candidates, tallest
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.longspec.model import LongSpecParams
-from longspec_jax.drafters.vocabulary import check_vocabulary
+from longspec_jax.drafters.draft import Draft, drafters_of
 from longspec_jax.embedded import DEMO
 from longspec_jax.generation import comparison, inspection, runner
 from longspec_jax.generation.activity import Activity, Fitted, OnActivity
@@ -47,8 +51,7 @@ from longspec_jax.generation.options import GenerateOptions, resolve
 from longspec_jax.generation.paces import KnownPaces
 from longspec_jax.generation.result import GenerateResult, StreamRound
 from longspec_jax.generation.runner import Begin
-from longspec_jax.loading import best_dtype, check_weights_fit, load_tokenizer
-from longspec_jax.sharding import param_shardings
+from longspec_jax.loading import load_drafts, load_target, load_tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +60,8 @@ class LongSpec:
 
     target_config: TargetConfig
     target_params: Any = field(repr=False)
-    draft_config: DraftConfig | None = None
-    draft_params: Any = field(default=None, repr=False)
+    draft: Draft | Sequence[Draft] | None = None
+    """What proposes tokens; of several a call runs the one that is fastest on this machine."""
     tokenizer: Any = field(default=None, repr=False)
     """A transformers tokenizer; without one, prompts are token ids and there is no text."""
     stop_tokens: tuple[int, ...] = ()
@@ -72,11 +75,6 @@ class LongSpec:
     """Tokens of one prefill step; more is faster on large devices and takes more memory."""
     mesh: Mesh | None = None
     """What the parameters are spread over; one device if absent."""
-    draft_vocabulary: Any = field(default=None, repr=False)
-    """Ids of the tokens the draft may propose, ``[v]``, all if absent; the output is the same."""
-    draft_int8: bool = False
-    """Let the draft read its weights and a copy of the LM head in 8 bits; the output is the
-    same."""
     _warm: runner.WarmShapes = field(default_factory=runner.WarmShapes, repr=False)
     _paces: KnownPaces = field(default_factory=KnownPaces, repr=False)
     _notices: Notices = field(default_factory=Notices, init=False, repr=False)
@@ -85,24 +83,17 @@ class LongSpec:
         """Refuse parts that are not what they should be, or do not belong together."""
         check_arguments(
             target_config=self.target_config,
-            draft_config=self.draft_config,
             tokenizer=self.tokenizer,
             attention=self.attention,
             prefill_chunk=self.prefill_chunk,
             mesh=self.mesh,
-            draft_int8=self.draft_int8,
         )
         check_chunk(self.prefill_chunk, self.target_config.max_positions)
         if self.tree is not None:
             object.__setattr__(self, "tree", as_tree(self.tree))
-        if self.draft_config is not None:
-            self.draft_config.check_fits(self.target_config)
-        if self.draft_vocabulary is not None:
-            check_vocabulary(self.draft_vocabulary, self.target_config.vocab_size)
-        if self.draft_int8:
-            _check_there_is_a_draft(self.draft_config)
-            # What was rounded is not kept beside what it was rounded to.
-            object.__setattr__(self, "draft_params", self._draft.layer)
+        check_drafts(self.drafts)
+        for draft in self.drafts:
+            draft.check_fits(self.target_config)
         base = getattr(self.tokenizer, "vocab_size", 0)
         if base > self.target_config.vocab_size:
             raise ValueError(
@@ -111,28 +102,38 @@ class LongSpec:
                 "load the tokenizer that belongs to this target"
             )
 
+    @property
+    def drafts(self) -> tuple[Draft, ...]:
+        """All drafts; none for plain decoding."""
+        if self.draft is None:
+            return ()
+        return tuple(self.draft) if isinstance(self.draft, Sequence) else (self.draft,)
+
     @classmethod
     def from_pretrained(
         cls,
         target: str | Path,
-        draft: str | Path | None = None,
+        draft: str | Path | Sequence[str | Path] | None = None,
         *,
+        draft_options: Mapping[str, Any] | None = None,
         dtype: str = "auto",
         mesh: Mesh | None = None,
-        tree: TreeConfig | Sequence[int] | None = None,
+        tree: TreeConfig | Sequence[int] | str | None = None,
         attention: str | None = None,
         revision: str | None = None,
         draft_revision: str | None = None,
         tokenizer: Any = None,
         prefill_chunk: int | None = None,
-        draft_vocabulary: int | None = None,
-        draft_int8: bool = False,
     ) -> "LongSpec":
         """Load Hugging Face checkpoints.
 
         Args:
           target: a folder or hub id of a Llama, Qwen2, Qwen3 or Mistral model.
-          draft: a folder or hub id of the LongSpec draft trained for it; plain decoding if absent.
+          draft: what proposes tokens: a folder or hub id of a draft trained for the target, or the
+            name of a kind without weights, such as ``ngram``. Of several a call runs the one that
+            is fastest on this machine. Plain decoding if absent.
+          draft_options: options of the draft's kind by name, such as those of
+            :class:`~longspec_jax.drafters.longspec.options.LongSpecOptions`; none changes a token.
           dtype: of parameters and activations; ``auto`` is bfloat16 where the GPU has it, float16
             on older GPUs and float32 on a CPU.
           mesh: devices to spread the parameters over, from :func:`longspec_jax.make_mesh`.
@@ -143,20 +144,13 @@ class LongSpec:
           draft_revision: the same for the draft.
           tokenizer: instead of the one beside the target.
           prefill_chunk: tokens of one prefill step; 2048 on a GPU and 256 on a CPU if absent.
-          draft_vocabulary: how many tokens the draft may propose, the first of the table saved
-            beside it (``python -m train.vocabulary`` makes one); all of them if absent. A smaller
-            LM head is faster and misses some tokens; the output is the same.
-          draft_int8: let the draft read its weights and a copy of the target's LM head in 8 bits:
-            half the bytes at every level of a tree; the output is the same.
         """
-        from longspec_jax.weights import hf
-        from longspec_jax.weights.draft_vocabulary import load_draft_vocabulary
-
         if prefill_chunk is None:
             prefill_chunk = 2048 if jax.default_backend() == "gpu" else 256
         check_arguments(
             target=target,
             draft=draft,
+            draft_options=draft_options,
             dtype=dtype,
             mesh=mesh,
             attention=attention,
@@ -164,56 +158,27 @@ class LongSpec:
             draft_revision=draft_revision,
             tokenizer=tokenizer,
             prefill_chunk=prefill_chunk,
-            draft_vocabulary=draft_vocabulary,
-            draft_int8=draft_int8,
         )
+        sources = as_sources(draft)
+        check_about_drafts(sources, draft_options, draft_revision)
         tree = None if tree is None else as_tree(tree)
-        if draft is None and draft_vocabulary is not None:
-            raise ValueError(
-                f"draft_vocabulary={draft_vocabulary} limits what a draft proposes, and none is "
-                f"named; "
-                "pass draft= as well"
-            )
-        if draft is None and draft_revision is not None:
-            raise ValueError(
-                f"draft_revision={draft_revision!r} is the version of a draft, and none is named; "
-                f"pass "
-                "draft= as well"
-            )
-        if draft_int8:
-            _check_there_is_a_draft(draft)
-
         keep_programs()
-        dtype = best_dtype() if dtype == "auto" else dtype
-        stop_tokens = hf.load_stop_tokens(target, revision=revision)
-        if mesh is None:
-            check_weights_fit(target, dtype, revision)
-        target_config, target_params = hf.load_target(
-            target, dtype=dtype, mesh=mesh, revision=revision
+        loaded = load_target(target, dtype, mesh=mesh, revision=revision)
+        drafts = load_drafts(
+            sources, loaded, draft_options or {}, mesh=mesh, revision=draft_revision
         )
-        draft_config, draft_params, proposed = None, None, None
-        if draft is not None:
-            if draft_vocabulary is not None:
-                limits = target_config.vocab_size, draft_vocabulary
-                proposed = load_draft_vocabulary(draft, *limits, revision=draft_revision)
-            draft_config, draft_params = hf.load_draft(
-                draft, target_config, dtype=dtype, mesh=mesh, revision=draft_revision
-            )
         if tokenizer is None:
             tokenizer = load_tokenizer(target, revision)
         return cls(
-            target_config,
-            target_params,
-            draft_config,
-            draft_params,
+            loaded.config,
+            loaded.params,
+            drafts or None,
             tokenizer=tokenizer,
-            stop_tokens=stop_tokens,
+            stop_tokens=loaded.stop_tokens,
             tree=tree,
             attention=attention,
             prefill_chunk=prefill_chunk,
             mesh=mesh,
-            draft_vocabulary=proposed,
-            draft_int8=draft_int8,
         )
 
     @classmethod
@@ -229,16 +194,15 @@ class LongSpec:
                 f"the demo model is missing from {DEMO}; reinstall the package, or make one with "
                 "longspec-train --config=demo (python -m train.run in a checkout)"
             )
-        return cls.from_pretrained(
-            DEMO / "target", DEMO / "draft", **{"dtype": "float32", **options}
-        )
+        options = {"draft": DEMO / "draft", "dtype": "float32", **options}
+        return cls.from_pretrained(DEMO / "target", **options)
 
     def generate(
         self,
         inputs: Inputs,
         generation_config: Any = None,
         *,
-        tree: TreeConfig | Sequence[int] | None = None,
+        tree: TreeConfig | Sequence[int] | str | None = None,
         adaptive: bool = False,
         streamer: Streamer | None = None,
         on_round: Callable[[StreamRound], None] | None = None,
@@ -283,7 +247,7 @@ class LongSpec:
         inputs: Inputs,
         generation_config: Any = None,
         *,
-        tree: TreeConfig | Sequence[int] | None = None,
+        tree: TreeConfig | Sequence[int] | str | None = None,
         adaptive: bool = False,
         on_activity: OnActivity | None = None,
         chat_template: str | None = None,
@@ -311,7 +275,7 @@ class LongSpec:
         inputs: Inputs,
         generation_config: Any = None,
         *,
-        tree: TreeConfig | Sequence[int] | None = None,
+        tree: TreeConfig | Sequence[int] | str | None = None,
         adaptive: bool = False,
         on_round: Callable[[StreamRound], None] | None = None,
         on_activity: OnActivity | None = None,
@@ -340,7 +304,7 @@ class LongSpec:
         inputs: Inputs,
         generation_config: Any = None,
         *,
-        tree: TreeConfig | Sequence[int] | None = None,
+        tree: TreeConfig | Sequence[int] | str | None = None,
         chat_template: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Iterator[inspection.RoundView]:
@@ -358,7 +322,7 @@ class LongSpec:
         inputs: Inputs,
         generation_config: Any = None,
         *,
-        tree: TreeConfig | Sequence[int] | None = None,
+        tree: TreeConfig | Sequence[int] | str | None = None,
         adaptive: bool = False,
         chat_template: str | None = None,
         **options: Unpack[GenerateOptions],
@@ -377,7 +341,7 @@ class LongSpec:
         rows: int,
         prompt_tokens: int,
         max_new_tokens: int,
-        tree: TreeConfig | Sequence[int] | None = None,
+        tree: TreeConfig | Sequence[int] | str | None = None,
     ) -> MemoryPlan:
         """What :meth:`generate` takes on the device for rows of ``prompt_tokens`` tokens."""
         drafters, params = self._drafters(tree, adaptive=False)
@@ -390,7 +354,7 @@ class LongSpec:
         self,
         inputs: Inputs,
         generation_config: Any,
-        tree: TreeConfig | Sequence[int] | None,
+        tree: TreeConfig | Sequence[int] | str | None,
         chat_template: str | None,
         options: GenerateOptions,
         adaptive: bool = False,
@@ -420,8 +384,8 @@ class LongSpec:
     def _beginning(
         self, job: Job, tree: Any, adaptive: bool, on_activity: OnActivity | None
     ) -> Begin:
-        """What makes a prepared call ready to run, its tree settled first if none was named."""
-        if tree is not None or self.tree is not None or adaptive or job.params.draft is None:
+        """What makes a prepared call ready to run, its drafter settled first if it is open."""
+        if adaptive or len(job.drafters) == 1 and (tree is not None or self.tree is not None):
             return lambda streams: runner.ready(
                 job, self._warm, streams=streams, on_activity=on_activity
             )
@@ -437,51 +401,32 @@ class LongSpec:
         )
 
     def _drafters(
-        self, tree: TreeConfig | Sequence[int] | None, adaptive: bool
+        self, tree: TreeConfig | Sequence[int] | str | None, adaptive: bool
     ) -> tuple[tuple[Drafter, ...], Any]:
         """The static part of what may propose the trees of a call, and its parameters."""
-        chosen = self.tree if tree is None else tree
-        if chosen is None and self.draft_config is not None:
-            trees = trees_to_fit(self.target_params, self.mesh)
-        elif chosen is None:
-            trees = (PLAIN,)
-        else:
-            trees = (as_tree(chosen),)
-            if self.draft_config is None and tree is None:
-                trees = (PLAIN,)
-        if not trees[-1].widths:
+        chosen = self.tree if tree is None else as_tree(tree)
+        if not self.drafts and tree is None:
+            chosen = PLAIN
+        if chosen == PLAIN:
             if adaptive:
                 raise ValueError(
                     "adaptive=True has nothing to choose: this call decodes plainly; load a draft "
-                    "and "
-                    "leave its tree in place, or drop adaptive"
+                    "and leave its tree in place, or drop adaptive"
                 )
             return (NoDraft(),), None
-        if self.draft_config is None:
+        if not self.drafts:
             raise ValueError(
-                f"tree {trees[-1].widths} needs a draft and none is loaded; pass draft= to "
-                "from_pretrained, or tree=PLAIN"
+                f"tree {chosen} needs a draft and none is loaded; pass draft= to from_pretrained, "
+                "or tree=PLAIN"
             )
-        drafters = tuple(
-            LongSpecDrafter(self.draft_config, shape, self.attention) for shape in trees
-        )
-        return candidates(drafters) if adaptive else drafters, self._draft
-
-    @cached_property
-    def _draft(self) -> LongSpecParams:
-        """The draft's parameters and the target's tables; what is reduced is copied once."""
-        tables = self.target_params
-        head = tables.get("head", tables["embedding"])
-        params = LongSpecParams(self.draft_params, tables["embedding"], head)
-        if self.draft_vocabulary is not None:
-            tokens = check_vocabulary(self.draft_vocabulary, self.target_config.vocab_size)
-            params = params.restricted(jnp.asarray(tokens))
-        if self.draft_int8:
-            params = params.in_int8()
-        if self.mesh is None or params.head is head:
-            return params
-        copied = {name: getattr(params, name) for name in ("layer", "head", "head_scale")}
-        return params.replace(**jax.device_put(copied, param_shardings(self.mesh, copied)))
+        trees = [
+            trees_to_fit(draft.usual, self.target_params, self.mesh, len(self.drafts) > 1)
+            if chosen is None
+            else (chosen,)
+            for draft in self.drafts
+        ]
+        drafters, params = drafters_of(self.drafts, trees, self.attention)
+        return candidates(drafters) if adaptive else drafters, params
 
     def _plan(self, rows: int, shape: Shape, drafters: Sequence[Drafter], draft: Any) -> MemoryPlan:
         """Bytes of a call, from shapes alone."""
@@ -494,18 +439,8 @@ class LongSpec:
             batch=rows,
             capacity=shape.capacity,
             target_bytes=tree_bytes(self.target_params),
-            draft_bytes=tree_bytes(draft.own) if draft is not None else 0,
+            draft_bytes=0 if draft is None else tree_bytes([part.own for part in self.drafts]),
             cache_bytes=cache_bytes(config, rows, shape.capacity),
             draft_state_bytes=tree_bytes(state),
             working_bytes=working_bytes(config, rows, shape.chunk, nodes),
-        )
-
-
-def _check_there_is_a_draft(draft: Any) -> None:
-    """Raise if there is no draft that could be in 8 bits."""
-    if draft is None:
-        raise ValueError(
-            "draft_int8=True is about what a draft reads, and there is no draft: plain decoding "
-            "reads "
-            "the target alone, which stays as it is; name a draft or drop the option"
         )

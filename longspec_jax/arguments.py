@@ -4,14 +4,16 @@ One table of rules for the constructors; the options of a call are checked by
 :mod:`longspec_jax.generation.options`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
 from longspec_jax.checks import is_whole, shown
-from longspec_jax.config import ATTENTION, DraftConfig, TargetConfig, TreeConfig
+from longspec_jax.config import ATTENTION, TargetConfig, TreeConfig
+from longspec_jax.drafters.draft import Draft
+from longspec_jax.drafters.kinds import NAMED, is_name
 from longspec_jax.sharding import AXES
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -39,11 +41,15 @@ _REVISION = _Rule(
 )
 _RULES = {
     "target_config": _Rule(lambda value: isinstance(value, TargetConfig), "a TargetConfig"),
-    "draft_config": _Rule(
-        lambda value: value is None or isinstance(value, DraftConfig), "a DraftConfig"
-    ),
     "target": _Rule(_is_source, _SOURCE),
-    "draft": _Rule(lambda value: value is None or _is_source(value), _SOURCE),
+    "draft": _Rule(
+        lambda value: value is None or all(map(_is_source, as_sources(value))),
+        f"{_SOURCE}, or {', '.join(NAMED)}; or a list of these",
+    ),
+    "draft_options": _Rule(
+        lambda value: value is None or isinstance(value, Mapping),
+        'options of the draft by name, such as {"int8": True}',
+    ),
     "dtype": _Rule(
         lambda value: isinstance(value, str) and value in DTYPES, f"one of {', '.join(DTYPES)}"
     ),
@@ -64,11 +70,6 @@ _RULES = {
     "prefill_chunk": _Rule(
         lambda value: is_whole(value) and value >= 1, "a number of tokens, at least 1"
     ),
-    "draft_vocabulary": _Rule(
-        lambda value: value is None or (is_whole(value) and value >= 1),
-        "a number of tokens, at least 1; leave it out to propose from all",
-    ),
-    "draft_int8": _Rule(lambda value: isinstance(value, bool), "True or False"),
 }
 
 
@@ -85,6 +86,52 @@ def check_arguments(**values: Any) -> None:
         good, must_be = _RULES[name]
         if not good(value):
             raise ValueError(f"{name}={shown(value)} must be {must_be}")
+
+
+def as_sources(draft: Any) -> tuple[Any, ...]:
+    """The drafts that an argument names, one or several."""
+    if draft is None:
+        return ()
+    return tuple(draft) if isinstance(draft, list | tuple) and draft else (draft,)
+
+
+def check_about_drafts(
+    sources: Sequence[Any], options: Mapping[str, Any] | None, revision: str | None
+) -> None:
+    """Refuse what is said about a draft where there is none, or none that it could mean.
+
+    Raises:
+      ValueError: names the argument.
+    """
+    named = [source for source in sources if not is_name(source)]
+    if options and not sources:
+        raise ValueError(
+            f"draft_options={dict(options)} are about a draft, and none is named; pass draft= as "
+            "well"
+        )
+    if revision is not None and not named:
+        raise ValueError(
+            f"draft_revision={revision!r} is the version of a draft with weights, and none is "
+            "named; pass draft= as well"
+        )
+
+
+def check_drafts(drafts: Sequence[Any]) -> None:
+    """Refuse what is no loaded draft, and two of the same kind.
+
+    Raises:
+      ValueError: names the value.
+    """
+    for draft in drafts:
+        if not isinstance(draft, Draft):
+            raise ValueError(
+                f"draft={shown(draft)} must be a loaded draft, such as LongSpecDraft.bind(...) or "
+                "NgramDraft(); LongSpec.from_pretrained loads them from folders"
+            )
+    names = [draft.name for draft in drafts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ValueError(f"draft holds two of the kind {twice}; one of each kind can be chosen")
 
 
 def check_chunk(prefill_chunk: int, max_positions: int) -> None:

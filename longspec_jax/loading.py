@@ -1,20 +1,81 @@
 """What loading needs beside the weights: a dtype, a tokenizer, room in memory."""
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from longspec_jax.checks import LARGEST_NUMBER
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.draft import Draft
+from longspec_jax.drafters.kinds import is_name
+from longspec_jax.drafters.registry import load_draft
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
 from longspec_jax.sizes import shown_bytes
+from longspec_jax.weights import hf
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.raw import RawConfig, read_json
 from longspec_jax.weights.tables import target_table
+
+
+class Target(NamedTuple):
+    """A loaded target."""
+
+    config: TargetConfig
+    params: Any
+    stop_tokens: tuple[int, ...]
+
+
+def load_target(
+    source: str | Path, dtype: str, *, mesh: Mesh | None = None, revision: str | None = None
+) -> Target:
+    """Load a target, if there is room for it.
+
+    Args:
+      source: a folder or hub id.
+      dtype: of parameters and activations; ``auto`` for what this machine computes well.
+      mesh: devices to spread it over; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+    """
+    dtype = best_dtype() if dtype == "auto" else dtype
+    stop_tokens = hf.load_stop_tokens(source, revision=revision)
+    if mesh is None:
+        check_weights_fit(source, dtype, revision)
+    config, params = hf.load_target(source, dtype=dtype, mesh=mesh, revision=revision)
+    return Target(config, params, stop_tokens)
+
+
+def load_drafts(
+    sources: Sequence[str | Path],
+    target: Target,
+    options: Mapping[str, Any],
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> tuple[Draft, ...]:
+    """Load drafts of any kind for a target.
+
+    Args:
+      sources: names of kinds without weights, folders or hub ids.
+      target: what they propose for.
+      options: of their kinds, by name; of several drafts, of those that have weights.
+      mesh: devices to spread them over; the first device if absent.
+      revision: branch, tag or commit of the hub.
+    """
+
+    def load(source: str | Path) -> Draft:
+        own = {} if is_name(source) and len(sources) > 1 else options
+        version = None if is_name(source) else revision
+        return load_draft(source, target.config, target.params, own, mesh=mesh, revision=version)
+
+    return tuple(map(load, sources))
+
 
 _SETTINGS = "tokenizer_config.json"
 

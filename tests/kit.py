@@ -13,7 +13,7 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Committed, Drafter, Params
-from longspec_jax.drafters.longspec.model import LongSpecDraft, LongSpecParams
+from longspec_jax.drafters.longspec.model import LongSpecLayer, LongSpecParams
 from longspec_jax.models.target import Target
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 2e-3}
@@ -46,7 +46,7 @@ def random_target(config: TargetConfig, seed: int = 0, scale: float = 4.0) -> An
 
 def random_draft(config: DraftConfig, seed: int = 1, scale: float = 4.0) -> Any:
     """Random draft parameters; norms and biases are random too."""
-    params = LongSpecDraft(config).init(
+    params = LongSpecLayer(config).init(
         jax.random.key(seed),
         jnp.zeros((1, 2, config.model_width), jnp.dtype(config.dtype)),
         jnp.zeros((1, 2), jnp.int32),

@@ -14,7 +14,7 @@ from longspec_jax import PLAIN, LongSpec, TreeConfig
 from longspec_jax.decoding import adaptive, engine
 from longspec_jax.generation import memory
 from longspec_jax.sharding import make_mesh, param_shardings
-from tests.infer.toys import STOP, TREE, toy_spec, toy_tokenizer
+from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
 from tests.kit import tiny_target_config
 
 PROMPTS = ["ab cd gh é", "fgh €€ abc", "d"]
@@ -245,9 +245,7 @@ def test_prompts_of_many_lengths_meet_few_compilations(spec) -> None:
 def test_a_draft_vocabulary_changes_the_speed_alone(spec, batch) -> None:
     """What cannot be proposed is said all the same; the rows of the head are counted."""
     few = (3, 9, 1, 12, 7, 4)
-    again = dataclasses.replace(spec, draft_vocabulary=few).generate(
-        PROMPTS, **WARM, eos_token_id=[]
-    )
+    again = rebound(spec, vocabulary=few).generate(PROMPTS, **WARM, eos_token_id=[])
     assert again.sequences == batch.sequences
     said, drafted = (np.concatenate(rows) for rows in (again.sequences, again.drafted))
     assert drafted.any() and set(said[drafted]) <= set(few) and not set(said) <= set(few)
@@ -256,7 +254,7 @@ def test_a_draft_vocabulary_changes_the_speed_alone(spec, batch) -> None:
 
 
 def test_the_whole_vocabulary_in_another_order_is_the_whole_vocabulary(spec, batch) -> None:
-    reordered = dataclasses.replace(spec, draft_vocabulary=range(16, -1, -1))
+    reordered = rebound(spec, vocabulary=range(16, -1, -1))
     again = reordered.generate(PROMPTS, **WARM, eos_token_id=[])
     assert again.sequences == batch.sequences
     assert again.stats.histograms == batch.stats.histograms
@@ -264,34 +262,30 @@ def test_the_whole_vocabulary_in_another_order_is_the_whole_vocabulary(spec, bat
 
 def test_a_draft_vocabulary_that_does_not_fit(spec) -> None:
     with pytest.raises(ValueError, match="token 17, outside the target's 17 tokens"):
-        dataclasses.replace(spec, draft_vocabulary=[3, 17])
+        rebound(spec, vocabulary=[3, 17])
     with pytest.raises(ValueError, match="token 3 2 times"):
-        dataclasses.replace(spec, draft_vocabulary=[3, 1, 3])
+        rebound(spec, vocabulary=[3, 1, 3])
     with pytest.raises(ValueError, match="only 2 continuations. Use a narrower tree"):
-        dataclasses.replace(spec, draft_vocabulary=[3, 1]).generate("a", tree=(4,))
-    with pytest.raises(ValueError, match="draft_vocabulary=5 limits .*none is named"):
-        LongSpec.from_pretrained("target", draft_vocabulary=5)
+        rebound(spec, vocabulary=[3, 1]).generate("a", tree=(4,))
 
 
 @pytest.mark.parametrize("few", [None, (3, 9, 1, 12, 7, 4)])
 def test_a_draft_in_8_bits_changes_the_speed_alone(spec, batch, few) -> None:
     """What it has of its own is counted."""
-    rounded = dataclasses.replace(spec, draft_vocabulary=few, draft_int8=True)
+    rounded = rebound(spec, vocabulary=few, int8=True)
     again = rounded.generate(PROMPTS, **WARM, eos_token_id=[])
     assert again.sequences == batch.sequences
     assert again.stats.acceptance_length > 1
-    own = sum(leaf.nbytes for leaf in jax.tree.leaves(rounded._draft.own))
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(bound_draft(rounded).own))
     assert again.stats.memory.draft_bytes == own != batch.stats.memory.draft_bytes
     assert again.stats.memory.target_bytes == batch.stats.memory.target_bytes
     planned = rounded.memory_plan(3, 9, 24).draft_bytes
     assert planned == again.stats.memory.draft_bytes
 
 
-def test_8_bits_need_a_draft(spec) -> None:
-    with pytest.raises(ValueError, match="draft_int8=True .*there is no draft"):
-        dataclasses.replace(spec, draft_config=None, draft_params=None, draft_int8=True)
-    with pytest.raises(ValueError, match="draft_int8=True .*there is no draft"):
-        LongSpec.from_pretrained("target", draft_int8=True)
+def test_options_need_a_draft() -> None:
+    with pytest.raises(ValueError, match="draft_options=.*int8.* are about a draft, and none is"):
+        LongSpec.from_pretrained("target", draft_options={"int8": True})
 
 
 def test_sharded_parameters_say_the_same(spec) -> None:
@@ -302,21 +296,21 @@ def test_sharded_parameters_say_the_same(spec) -> None:
         target_params=jax.device_put(
             target.target_params, param_shardings(mesh, target.target_params)
         ),
-        draft_params=jax.device_put(
-            target.draft_params, param_shardings(mesh, target.draft_params)
-        ),
         mesh=mesh,
     )
+    layer = bound_draft(target).params.layer
+    sharded = rebound(sharded, jax.device_put(layer, param_shardings(mesh, layer)))
     expected = target.generate(PROMPTS[0], max_new_tokens=9, tree=(3,)).sequences
     assert sharded.generate(PROMPTS[0], max_new_tokens=9, tree=(3,)).sequences == expected
     for head in (
-        dict(draft_vocabulary=[5, 3, 1, 8]),
-        dict(draft_int8=True),
-        dict(draft_vocabulary=[5, 3, 1, 8], draft_int8=True),
+        dict(vocabulary=[5, 3, 1, 8]),
+        dict(int8=True),
+        dict(vocabulary=[5, 3, 1, 8], int8=True),
     ):
-        reduced = dataclasses.replace(sharded, **head)
+        reduced = rebound(sharded, **head)
         assert reduced.generate(PROMPTS[0], max_new_tokens=9, tree=(3,)).sequences == expected
-        half, scale = reduced._draft.head, reduced._draft.head_scale
+        own = bound_draft(reduced).params
+        half, scale = own.head, own.head_scale
         assert half.sharding.shard_shape(half.shape)[0] == len(half) // 2
         assert scale is None or scale.sharding.shard_shape(scale.shape) == (len(half) // 2,)
 
@@ -369,7 +363,7 @@ def test_parts_that_do_not_fit(spec) -> None:
     with pytest.raises(ValueError, match="tokenizer knows 15 tokens and the target 11"):
         dataclasses.replace(spec, target_config=tiny_target_config(vocab_size=11))
     with pytest.raises(ValueError, match="needs a draft and none is loaded"):
-        dataclasses.replace(spec, draft_config=None).generate("a", tree=TreeConfig((2,)))
+        dataclasses.replace(spec, draft=None).generate("a", tree=TreeConfig((2,)))
     with pytest.raises(ValueError, match="text needs a tokenizer"):
         dataclasses.replace(spec, tokenizer=None).generate("a")
     without = dataclasses.replace(spec, tokenizer=None)

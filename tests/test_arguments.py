@@ -1,5 +1,6 @@
 """The parts of a ``LongSpec`` are refused in words, before anything is read."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from jax.sharding import Mesh
 
 from longspec_jax import PLAIN, LongSpec, TreeConfig, make_mesh
 from longspec_jax.arguments import as_tree
-from tests.infer.toys import toy_tokenizer
+from longspec_jax.drafters.draft import Draft
+from longspec_jax.drafters.kinds import LONGSPEC
+from longspec_jax.drafters.registry import load_draft, options_of
+from tests.infer.toys import rebound, toy_spec, toy_tokenizer
 from tests.kit import tiny_target_config
 
 OTHER_MESH = Mesh(np.asarray(jax.devices()[:1]), ("model",))
@@ -19,16 +23,15 @@ BAD: dict[str, list[Any]] = {
     "mesh": [4, "tp=2", (1, 1, 2), True, OTHER_MESH],
     "prefill_chunk": [2.5, 0, -1, True, False, "256", 256.0, [256], float("nan")],
     "attention": ["foo", "", 3, True, ["xla"]],
-    "draft_int8": ["yes", 1, 0, None, np.int8(1)],
 }
 BAD_TO_LOAD: dict[str, list[Any]] = {
     **BAD,
     "target": [None, "", 3, b"x", ["x"]],
-    "draft": ["", 3, False, b"x"],
+    "draft": ["", 3, False, b"x", [], ["ngram", 3]],
     "dtype": ["int8", None, "", "fp16", np.float32, 16],
     "revision": ["", 3, True],
     "draft_revision": ["", 3, True],
-    "draft_vocabulary": [True, "x", 0, -5, 2.5, [3, 4]],
+    "draft_options": ["int8", 3, ["int8"], True],
 }
 
 
@@ -101,20 +104,49 @@ def test_configs_that_are_none(config) -> None:
     with pytest.raises(ValueError, match="^target_config=.* must be a TargetConfig"):
         LongSpec(config, None)
     if config is not None:
-        with pytest.raises(ValueError, match="^draft_config=.* must be a DraftConfig"):
-            made(draft_config=config)
+        with pytest.raises(ValueError, match="^draft=.* must be a loaded draft"):
+            made(draft=config)
 
 
 def test_the_version_of_a_draft_that_is_not_named() -> None:
-    with pytest.raises(ValueError, match="draft_revision='v1' is the version of a draft, and none"):
+    with pytest.raises(
+        ValueError, match="draft_revision='v1' is the version of a draft with weights, and none"
+    ):
         LongSpec.from_pretrained("no/target", draft_revision="v1")
 
 
 @pytest.mark.parametrize("tokens", [True, "x", 0, [], [0.5], [True], [[1]]])
 def test_a_draft_vocabulary_is_a_list_of_tokens(tokens) -> None:
     with pytest.raises(ValueError, match="a draft vocabulary is a list of token ids"):
-        made(draft_vocabulary=tokens)
+        rebound(toy_spec(), vocabulary=tokens)
 
 
 def test_parts_that_are_fine() -> None:
-    made(tokenizer=toy_tokenizer(), attention="xla", mesh=make_mesh(), draft_int8=False)
+    made(tokenizer=toy_tokenizer(), attention="xla", mesh=make_mesh())
+
+
+OPTIONS = {
+    "'int4' is no option of no/draft; it has vocabulary, int8": {"int4": True},
+    "int8=1 must be True or False": {"int8": 1},
+    "int8='yes' must be True or False": {"int8": "yes"},
+    "vocabulary=True must be a whole number": {"vocabulary": True},
+    "vocabulary=2.5 must be a whole number": {"vocabulary": 2.5},
+}
+
+
+@pytest.mark.parametrize(("message", "options"), OPTIONS.items(), ids=str)
+def test_options_that_a_kind_of_draft_does_not_have(message, options) -> None:
+    with pytest.raises(ValueError, match=f"^draft_options: {re.escape(message)}"):
+        options_of(LONGSPEC, options, "no/draft")
+
+
+def test_drafts_without_weights_are_named() -> None:
+    draft = load_draft("ngram", tiny_target_config(), None, {})
+    assert draft.name == "ngram" and isinstance(draft, Draft)
+    assert made(draft=draft).drafts == (draft,)
+    with pytest.raises(ValueError, match="no option of ngram; it has none"):
+        load_draft("ngram", tiny_target_config(), None, {"int8": True})
+    with pytest.raises(ValueError, match="two of the kind ngram"):
+        made(draft=[draft, draft])
+    with pytest.raises(ValueError, match="draft_revision='v1' is the version of a draft"):
+        LongSpec.from_pretrained("no/target", "ngram", draft_revision="v1")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
-from longspec_jax.drafters.longspec.model import LongSpecDraft
+from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import Target
 
 from .acceptance import Pair, simulated_acceptance
@@ -72,7 +72,7 @@ class DraftObjective:
         config = replace(self.draft, dtype="float32")
         embedded = jnp.zeros((1, 2, config.model_width), jnp.float32)
         positions = jnp.zeros((1, 2), jnp.int32)
-        draft = LongSpecDraft(config)
+        draft = LongSpecLayer(config)
         return draft.init(key, embedded, positions, lambda q, k, v: q, lambda q: q)["params"]
 
     def draw(self, key: Array, rows: tuple[int, int], length: int) -> Draws:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
-from longspec_jax.drafters.longspec.model import LongSpecDraft
+from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.dispatch import causal_attention
 
@@ -78,7 +78,7 @@ def run_draft(
     """Hidden states ``[B, T, D]`` of the draft over whole rows, given the target's last layer."""
     with jax.named_scope("draft"):
         embedded = jax.lax.stop_gradient(jnp.take(frozen["embedding"], tokens, axis=0))
-        output: Any = LongSpecDraft(config).apply(
+        output: Any = LongSpecLayer(config).apply(
             {"params": cast(params, config.dtype)},
             embedded,
             draws.positions,

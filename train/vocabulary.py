@@ -1,7 +1,7 @@
 """Order a target's tokens by how often a corpus holds them, for a reduced draft vocabulary.
 
-    python -m train.vocabulary --target=TARGET --draft=FOLDER --files='corpus/*.jsonl'
-    python -m infer.decode --target=TARGET --draft=FOLDER --draft_vocabulary=16384
+    python -m train.vocabulary --target=TARGET --drafter=FOLDER --files='corpus/*.jsonl'
+    python -m infer.decode --target=TARGET --drafter=FOLDER --drafter_option=vocabulary=16384
 
 The table is saved beside the draft, which proposes from its first tokens where it is told to; what
 the target says does not change. Use text like that to be generated. Special and stop tokens come
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
     for size in sorted({len(table), *(vocab_size // share for share in SHARES)}):
         if size <= len(table):
             covered = counts[table[:size]].sum() / counts.sum()
-            yield f"--draft_vocabulary={size}: {covered:.2%} of the corpus"
+            yield f"--drafter_option=vocabulary={size}: {covered:.2%} of the corpus"
 
 
 def count_tokens(texts: Iterable[str], tokenizer: Any, vocab_size: int) -> Int[np.ndarray, " V"]:

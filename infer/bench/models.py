@@ -21,7 +21,8 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Committed, Drafter, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.longspec.model import LongSpecDraft, LongSpecParams
+from longspec_jax.drafters.longspec.load import LongSpecDraft
+from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.generation.memory import free_bytes, tree_bytes
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import path_name
@@ -64,7 +65,7 @@ def random_model(
     target = _draw(_initializer(config), seed)
     draft = DraftConfig.for_target(config)
     layer = _draw(
-        lambda key: LongSpecDraft(draft).init(
+        lambda key: LongSpecLayer(draft).init(
             key,
             jnp.zeros((1, 2, config.model_width), jnp.dtype(config.dtype)),
             tokens,
@@ -73,13 +74,9 @@ def random_model(
         )["params"],
         seed + 1,
     )
-    head = target.get("head", target["embedding"])
-    shared = LongSpecParams(layer, target["embedding"], head)
-    if draft_vocabulary is not None:
-        shared = shared.restricted(jnp.arange(draft_vocabulary, dtype=jnp.int32))
-    if draft_int8:
-        shared = shared.in_int8()
-    return Model(config, CachedTarget(config, attention), Params(target, shared))
+    vocabulary = None if draft_vocabulary is None else np.arange(draft_vocabulary, dtype=np.int32)
+    bound = LongSpecDraft.bind(draft, layer, target, vocabulary=vocabulary, int8=draft_int8)
+    return Model(config, CachedTarget(config, attention), Params(target, bound.params))
 
 
 def target_bytes(config: TargetConfig) -> int:

@@ -13,7 +13,7 @@ differently, and which tree meets it depends on the clock.
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from longspec_jax.decoding.policy import Measurement, Policy
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.drafters.draft import with_tree
 
 
 class Leg(NamedTuple):
@@ -46,17 +47,20 @@ def smaller_tree(tree: TreeConfig) -> TreeConfig:
 
 
 def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
-    """What a run may choose among: no tree, the drafters' own, a smaller one beside a single one.
+    """What a run may choose among: no tree, and the drafters; a smaller tree too of a single one.
 
     Args:
-      drafters: dataclasses that differ in their field ``tree`` alone, with a state that does not
-        depend on it; the cheapest first.
+      drafters: of which each differs from the others in its tree, or is one of several with a
+        common state (:class:`longspec_jax.drafters.draft.OneOf`).
+
+    Returns:
+      The candidates, the cheapest first.
     """
-    varied: Any = drafters[0]
-    trees = [drafter.tree for drafter in drafters]
-    if len(trees) == 1:
-        trees.insert(0, smaller_tree(trees[0]))
-    return tuple(dataclasses.replace(varied, tree=tree) for tree in dict.fromkeys([PLAIN, *trees]))
+    own = list(drafters)
+    if len(own) == 1:
+        own.insert(0, with_tree(own[0], smaller_tree(own[0].tree)))
+    own.sort(key=lambda drafter: drafter.tree.num_nodes)
+    return tuple(dict.fromkeys([with_tree(own[0], PLAIN), *own]))
 
 
 def tallest(drafters: Sequence[Drafter]) -> Drafter:

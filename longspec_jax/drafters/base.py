@@ -212,6 +212,11 @@ class Drafter(Protocol):
     """Pure functions of parameters and state; the object itself is static and hashable."""
 
     @property
+    def name(self) -> str:
+        """Of its kind, as it is told."""
+        ...
+
+    @property
     def tree(self) -> TreeConfig:
         """The static shape of the trees it proposes."""
         ...
@@ -244,6 +249,7 @@ class Drafter(Protocol):
 class NoDraft:
     """Proposes the pending token alone: plain decoding, through the same step."""
 
+    name: str = field(default="plain", init=False)
     tree: TreeConfig = field(default=PLAIN, init=False)
     needs: Needs = field(default=NOTHING, init=False)
 

@@ -21,6 +21,8 @@ class Compiling:
 class Fitting:
     """Trees are timed, once for calls of this kind on this machine, to choose what they run."""
 
+    drafter: str
+    """The name of the drafter being timed."""
     tree: TreeConfig
     """The one being timed; without levels, plain decoding."""
 
@@ -49,6 +51,8 @@ class DecodingPlainly:
 class Fitted:
     """It is settled what the call runs."""
 
+    drafter: str
+    """The name of the drafter; ``plain`` if none pays."""
     tree: TreeConfig
     """The tree; without levels, plain decoding."""
     paces: tuple[TreePace, ...]

@@ -97,7 +97,7 @@ def run_both(
         if on_activity and not warm.knows(plain_job, streams):
             on_activity(Compiling())
         compiled = warm.prepare(plain_job, streams)
-        copy = jax.tree.map(jnp.copy, runner.state_for(plain_job, start.state))
+        copy = jax.tree.map(jnp.copy, runner.state_for(plain_job, start))
         plain_start = Ready(plain_job, copy, Timing(compiled, start.timing.prefill))
     run = follow(start, tokenizer, on_round)
     speculative = collect(job, run, tokenizer)

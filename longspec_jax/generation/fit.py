@@ -24,10 +24,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from longspec_jax.compilation import cache_folder
-from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
+from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import adaptive
 from longspec_jax.decoding.engine import SpecState, room
 from longspec_jax.decoding.policy import Measurement
+from longspec_jax.drafters.base import NoDraft
+from longspec_jax.drafters.draft import UsualTrees
 from longspec_jax.generation import runner
 from longspec_jax.generation.activity import Compiling, Fitted, Fitting, OnActivity
 from longspec_jax.generation.job import Job
@@ -35,8 +37,6 @@ from longspec_jax.generation.memory import free_bytes, tree_bytes
 from longspec_jax.generation.paces import KnownPaces, TreePace
 from longspec_jax.generation.runner import Ready, WarmShapes
 
-CPU_TREES = (TreeConfig((1, 1)), TreeConfig((2, 2)), TreeConfig((1, 1, 1)))
-GPU_TREES = (TreeConfig((4, 4, 4)), DEFAULT_TREE)
 PACES = "paces"
 """Folder of the figures, beside the compiled programs."""
 LARGE = 2_000_000_000
@@ -52,26 +52,27 @@ GAIN = 1.03
 """How much faster than plain decoding a tree has to be: the figures are of few rounds."""
 
 
-def usual_tree(target_params: Any) -> TreeConfig:
-    """What usually pays for a target on this kind of machine, where nothing was timed."""
-    if jax.default_backend() == "cpu":
-        return CPU_TREES[-1]
-    return DEFAULT_TREE if tree_bytes(target_params) >= LARGE else GPU_TREES[0]
-
-
-def trees_to_fit(target_params: Any, mesh: Mesh | None) -> tuple[TreeConfig, ...]:
-    """What a call without a tree may run, the cheapest first: a single one where none is timed.
+def trees_to_fit(
+    usual: UsualTrees, target_params: Any, mesh: Mesh | None, others: bool = False
+) -> tuple[TreeConfig, ...]:
+    """What a call without a tree may run, the usual one first: no other where none is timed.
 
     Args:
+      usual: what tends to pay for its draft.
       target_params: parameters of the target.
       mesh: what they are spread over; None for one device.
+      others: whether there are other drafts to choose from, so that this one is timed anyhow.
     """
     cpu = jax.default_backend() == "cpu"
+    large = not cpu and tree_bytes(target_params) >= LARGE
+    trees = usual.cpu if cpu else usual.large if large else usual.gpu
+    return trees if may_time(mesh) and (others or not large) else trees[:1]
+
+
+def may_time(mesh: Mesh | None) -> bool:
+    """Whether calls may be settled by a clock whose figures are kept."""
     # Several processes would settle by their own clocks, and run different programs.
-    may_time = mesh is None and jax.process_count() == 1 and cache_folder() is not None
-    if not may_time or (not cpu and tree_bytes(target_params) >= LARGE):
-        return (usual_tree(target_params),)
-    return CPU_TREES if cpu else GPU_TREES
+    return mesh is None and jax.process_count() == 1 and cache_folder() is not None
 
 
 def ready_fitted(
@@ -91,15 +92,16 @@ def ready_fitted(
       streams: whether the run will be followed round by round.
       on_activity: told of everything that takes time, and what was settled.
     """
-    tree, paces = job.drafter.tree, ()
+    paces: tuple[TreePace, ...] = ()
     if len(job.drafters) > 1:
         key, folder = measurement_key(job, streams), _folder()
-        paces = known.find(key, _trees(job), folder) or ()
+        paces = known.find(key, _choices(job), folder) or ()
         if not paces and _can_be_timed(job):
             return _ready_after_timing(job, warm, known, key, streams, on_activity)
-        tree = best_tree(paces) if paces else usual_tree(job.params.target)
-    on_activity(Fitted(tree, paces))
-    return runner.ready(job.settled_on(tree), warm, streams=streams, on_activity=on_activity)
+    drafter, tree = _settled(job, paces)
+    on_activity(Fitted(drafter, tree, paces))
+    chosen = job.settled_on(drafter, tree)
+    return runner.ready(chosen, warm, streams=streams, on_activity=on_activity)
 
 
 def _ready_after_timing(
@@ -122,20 +124,21 @@ def _ready_after_timing(
     with ThreadPoolExecutor(min(most, len(choices) - 1)) as pool:
         list(pool.map(lambda choice: warm.prepare(choice, streams), choices[1:]))
     compiled = time.perf_counter() - begin
-    start = runner.ready(job.only(job.drafter), warm, streams=streams, on_activity=on_activity)
+    shared = replace(job, drafters=(job.drafter,))
+    start = runner.ready(shared, warm, streams=streams, rounds=False, on_activity=on_activity)
     begin, paces = time.perf_counter(), []
     # A row that has ended with its first token shows nothing.
     if not np.asarray(start.state.done).any():
         for choice in choices:
-            on_activity(Fitting(choice.drafter.tree))
+            on_activity(Fitting(choice.drafter.name, choice.drafter.tree))
             paces.append(_pace(start, choice, streams))
         known.keep(key, paces, _folder())
-    tree = best_tree(paces) if paces else usual_tree(job.params.target)
-    on_activity(Fitted(tree, tuple(paces)))
-    chosen = job.settled_on(tree)
+    drafter, tree = _settled(job, paces)
+    on_activity(Fitted(drafter, tree, tuple(paces)))
+    chosen = job.settled_on(drafter, tree)
     seconds = compiled + start.timing.compile + time.perf_counter() - begin
     timing = replace(start.timing, compile=seconds)
-    return Ready(chosen, runner.state_for(chosen, start.state), timing)
+    return Ready(chosen, runner.state_for(chosen, start), timing)
 
 
 def _folder() -> Path | None:
@@ -144,16 +147,25 @@ def _folder() -> Path | None:
     return folder / PACES if folder else None
 
 
-def _trees(job: Job) -> set[TreeConfig]:
-    """What a job may settle on."""
-    return {PLAIN, *(drafter.tree for drafter in job.drafters)}
+def _choices(job: Job) -> set[tuple[str, TreeConfig]]:
+    """What a job may settle on: drafters by name, and their trees."""
+    plain = NoDraft()
+    return {(drafter.name, drafter.tree) for drafter in (plain, *job.drafters)}
 
 
-def best_tree(paces: Sequence[TreePace]) -> TreeConfig:
-    """The tree with most tokens per second; plain decoding unless one is clearly faster."""
+def _settled(job: Job, paces: Sequence[TreePace]) -> tuple[str, TreeConfig]:
+    """The drafter and tree of a call by their figures; the first draft's usual tree without."""
+    if paces:
+        best = best_pace(paces)
+        return best.drafter, best.tree
+    return job.drafters[0].name, job.drafters[0].tree
+
+
+def best_pace(paces: Sequence[TreePace]) -> TreePace:
+    """The one with most tokens per second; plain decoding unless one is clearly faster."""
     plain = next(pace for pace in paces if not pace.tree.widths)
     best = max(paces, key=lambda pace: pace.tokens_per_second)
-    return best.tree if best.tokens_per_second > GAIN * plain.tokens_per_second else plain.tree
+    return best if best.tokens_per_second > GAIN * plain.tokens_per_second else plain
 
 
 def measurement_key(job: Job, streams: bool) -> dict[str, Any]:
@@ -224,12 +236,12 @@ def _pace(start: Ready, choice: Job, streams: bool) -> TreePace:
     """Time some rounds of a job, as it will run them, from a copy of the prefilled state."""
     most = jnp.full_like(choice.request.max_new_tokens, _most_tokens(start.job))
     job = replace(choice, request=replace(choice.request, max_new_tokens=most))
-    state = jax.tree.map(jnp.copy, runner.state_for(choice, start.state))
+    state = jax.tree.map(jnp.copy, runner.state_for(choice, start))
     seen = _streamed(job, state) if streams else _in_bursts(job, state)
     total = sum(seen, Measurement())
     # The first round and what follows it may have to wait for the copy.
     seconds = min(part.seconds / part.rounds for part in seen[1:] or seen)
-    return TreePace(job.drafter.tree, seconds, total.tokens / total.row_rounds)
+    return TreePace(job.drafter.name, job.drafter.tree, seconds, total.tokens / total.row_rounds)
 
 
 def _in_bursts(job: Job, state: SpecState) -> list[Measurement]:

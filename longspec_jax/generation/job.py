@@ -15,6 +15,7 @@ from longspec_jax.decoding.engine import Request, SpecState
 from longspec_jax.decoding.policy import Always, FastestWithinBudget, Measurement, Policy
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.draft import OneOf, of_member
 from longspec_jax.generation.inputs import Prompts
 from longspec_jax.generation.memory import MemoryPlan
 
@@ -141,14 +142,26 @@ class Job:
         return FastestWithinBudget.over(count) if count > 1 else Always()
 
     def only(self, drafter: Drafter) -> "Job":
-        """The same call with one of its drafters."""
-        return replace(self, drafters=(drafter,))
+        """The same call with one of its drafters, alone and with its own parameters."""
+        if not isinstance(drafter, OneOf):
+            return replace(self, drafters=(drafter,))
+        params = of_member(self.params, drafter.active)
+        return replace(self, drafters=(drafter.alone,), params=params)
 
-    def settled_on(self, tree: TreeConfig) -> "Job":
-        """The same call with one tree: one of its drafters', or none."""
+    def settled_on(self, drafter: str, tree: TreeConfig) -> "Job":
+        """The same call with one drafter, named as in its figures, and tree; or none."""
         if not tree.widths:
             return self.without_draft()
-        return self.only(next(drafter for drafter in self.drafters if drafter.tree == tree))
+        wanted = drafter, tree
+        return self.only(next(own for own in self.drafters if (own.name, own.tree) == wanted))
+
+    def own_state(self, drafter: Drafter, draft: Any) -> Any:
+        """The part of the drafters' common state that is one drafter's, as :meth:`only` has it."""
+        shared = self.drafter
+        if not isinstance(shared, OneOf) or isinstance(drafter, OneOf):
+            return draft
+        names = [member.name for member in shared.members]
+        return draft[names.index(drafter.name)]
 
     def without_draft(self) -> "Job":
         """The same call, decoded plainly."""

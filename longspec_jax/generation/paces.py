@@ -23,8 +23,10 @@ DAYS = 30
 
 @dataclass(frozen=True)
 class TreePace:
-    """What rounds of one tree did."""
+    """What rounds of one drafter with one tree did."""
 
+    drafter: str
+    """Its name."""
     tree: TreeConfig
     """Its shape; without levels, plain decoding."""
     seconds: float
@@ -46,19 +48,23 @@ class KnownPaces:
         self._known: dict[str, tuple[TreePace, ...]] = {}
 
     def find(
-        self, key: Mapping[str, Any], trees: Collection[TreeConfig], folder: Path | None
+        self,
+        key: Mapping[str, Any],
+        choices: Collection[tuple[str, TreeConfig]],
+        folder: Path | None,
     ) -> tuple[TreePace, ...] | None:
         """The figures of a key, None if there are none to be trusted.
 
         Args:
           key: everything they depend on, as JSON values.
-          trees: whose figures they must be, all of them and no others.
+          choices: the drafters by name and trees whose figures they must be, and no others.
           folder: where others may have kept them; None for nowhere.
         """
         name = _name(key)
         if name not in self._known and folder is not None:
             kept = read_paces(folder, key)
-            if kept is not None and {pace.tree for pace in kept} == set(trees):
+            found = {(pace.drafter, pace.tree) for pace in kept or ()}
+            if kept is not None and found == set(choices):
                 self._known[name] = kept
         return self._known.get(name)
 
@@ -80,7 +86,9 @@ def read_paces(folder: Path, key: Mapping[str, Any]) -> tuple[TreePace, ...] | N
         kept = json.loads(_file(folder, key).read_text("utf-8"))
         if kept["key"] != json.loads(json.dumps(key)) or time.time() - kept["time"] > DAYS * 86400:
             return None
-        paces = tuple(TreePace(TreeConfig(**pace.pop("tree")), **pace) for pace in kept["paces"])
+        paces = tuple(
+            TreePace(tree=TreeConfig(**pace.pop("tree")), **pace) for pace in kept["paces"]
+        )
         return paces if all(map(_is_sound, paces)) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -97,7 +105,8 @@ def write_paces(folder: Path, key: Mapping[str, Any], paces: Sequence[TreePace])
 
 def _is_sound(pace: TreePace) -> bool:
     """Whether figures are numbers that rounds can have."""
-    return 0 < pace.seconds < math.inf and 1 <= pace.tokens <= pace.tree.num_levels + 1
+    named = isinstance(pace.drafter, str)
+    return named and 0 < pace.seconds < math.inf and 1 <= pace.tokens <= pace.tree.num_levels + 1
 
 
 def _file(folder: Path, key: Mapping[str, Any]) -> Path:

@@ -18,8 +18,10 @@ SHOWN = 40
 
 @dataclass(frozen=True)
 class TreeUse:
-    """What one of the trees of a call did."""
+    """What a drafter did in a call with one of its trees."""
 
+    drafter: str
+    """Its name; ``plain`` without a tree."""
     tree: TreeConfig
     """Its shape; without levels, plain decoding."""
     rounds: int
@@ -42,7 +44,7 @@ class Stats:
     """Rounds of a row by accepted draft tokens: entry 0 counts the rounds that emitted the bonus
     alone. A round cut short by a stop token or the budget counts what it emitted."""
     trees: tuple[TreeUse, ...]
-    """Every tree that could be used: the one asked for, or all that ``adaptive`` chose among."""
+    """All that could be used: the tree asked for, or what ``adaptive`` chose among."""
     prefill_seconds: float
     decode_seconds: float
     """Decode rounds alone: no prefill, no compilation, no detokenisation."""

@@ -20,6 +20,7 @@ from longspec_jax.decoding.engine import SpecState, room
 from longspec_jax.decoding.policy import Measurement
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.sampling import NO_TOKEN
+from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling
 from longspec_jax.generation.job import Job
 from longspec_jax.generation.memory import tree_bytes
@@ -97,14 +98,15 @@ class WarmShapes:
         self._programs: dict[Any, Set[Any]] = {}
         self._lock = Lock()
 
-    def prepare(self, job: Job, streams: bool = False) -> float:
+    def prepare(self, job: Job, streams: bool = False, rounds: bool = True) -> float:
         """Make a short run if the job's shape is new; return its seconds, 0 if it is not.
 
         Args:
           job: the prepared call.
           streams: whether :meth:`Job.rounds` will run it, not :meth:`Job.legs`.
+          rounds: whether it will be decoded at all, and not prefilled alone.
         """
-        if self.knows(job, streams):
+        if self.knows(job, streams, rounds):
             return 0.0
         two = np.minimum(job.request.max_new_tokens, 2)
         short = replace(
@@ -115,17 +117,18 @@ class WarmShapes:
         )
         start = time.perf_counter()
         with RECENT.noted() as used:
-            state = short.rehearse(short.prefill(), streams)
+            state = short.prefill()
+            state = short.rehearse(state, streams) if rounds else state
         Progress.of(jax.block_until_ready(state))
         seconds = time.perf_counter() - start
         with self._lock:
             kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
-            self._programs = {**kept, (streams, job.signature): used}
+            self._programs = {**kept, (streams, rounds, job.signature): used}
         return seconds
 
-    def knows(self, job: Job, streams: bool = False) -> bool:
+    def knows(self, job: Job, streams: bool = False, rounds: bool = True) -> bool:
         """Whether everything the job will run is compiled; it is then the last to be let go."""
-        used = self._programs.get((streams, job.signature))
+        used = self._programs.get((streams, rounds, job.signature))
         return used is not None and RECENT.renew(used)
 
 
@@ -142,7 +145,12 @@ Begin: TypeAlias = Callable[[bool], Ready]
 
 
 def ready(
-    job: Job, warm: WarmShapes, *, streams: bool, on_activity: OnActivity | None = None
+    job: Job,
+    warm: WarmShapes,
+    *,
+    streams: bool,
+    rounds: bool = True,
+    on_activity: OnActivity | None = None,
 ) -> Ready:
     """Compile what is new, and run the prompts through the target.
 
@@ -150,11 +158,12 @@ def ready(
       job: the prepared call.
       warm: the shapes compiled so far.
       streams: whether :func:`run_rounds` will run it, not :func:`run` or :func:`run_steps`.
+      rounds: whether it will be decoded at all, and not prefilled alone.
       on_activity: told of compilation and prefill.
     """
-    if on_activity and not warm.knows(job, streams):
+    if on_activity and not warm.knows(job, streams, rounds):
         on_activity(Compiling())
-    compiled = warm.prepare(job, streams)
+    compiled = warm.prepare(job, streams, rounds)
     start = time.perf_counter()
     state = jax.block_until_ready(job.prefill(_prefill_reporter(job, on_activity)))
     return Ready(job, state, Timing(compiled, time.perf_counter() - start))
@@ -167,18 +176,19 @@ def _prefill_reporter(job: Job, on_activity: OnActivity | None) -> Callable[[int
     return lambda done: on_activity(Prefilling(done, total))
 
 
-def state_for(job: Job, state: SpecState) -> SpecState:
-    """A prefilled state for another job of the same call, whose tree is no taller; shares arrays.
+def state_for(job: Job, start: Ready) -> SpecState:
+    """The prefilled state for another job of the same call, whose tree is no taller; shares arrays.
 
     Prefill does not depend on the tree, nor but for its own state on the drafter: what it computed
-      for
-    one serves all.
+    for one serves all.
     """
+    state = start.state
     height = room(job.drafter.tree.num_levels)
     emitted = state.output.shape[1] - state.histogram.shape[1] + height
+    plain = isinstance(job.drafter, NoDraft)
     return replace(
         state,
-        draft=() if job.params.draft is None else state.draft,
+        draft=() if plain else start.job.own_state(job.drafter, state.draft),
         output=state.output[:, :emitted],
         drafted=state.drafted[:, :emitted],
         histogram=state.histogram[:, :height],
@@ -230,6 +240,11 @@ def run_steps(start: Ready) -> Iterator[Run]:
         begin = time.perf_counter()
 
 
+def _shown(drafter: Drafter) -> str:
+    """A drafter's name; without a tree it is that of plain decoding."""
+    return drafter.name if drafter.tree.widths else NoDraft().name
+
+
 def statistics(job: Job, run: Run) -> Stats:
     """The counts of a run so far."""
     progress, timing = run.progress, run.timing
@@ -240,7 +255,7 @@ def statistics(job: Job, run: Run) -> Stats:
         target_passes=tuple(progress.rounds.tolist()),
         histograms=tuple(map(tuple, progress.histogram.tolist())),
         trees=tuple(
-            TreeUse(drafter.tree, total.rounds, total.tokens, total.seconds)
+            TreeUse(_shown(drafter), drafter.tree, total.rounds, total.tokens, total.seconds)
             for drafter, total in used
         ),
         prefill_seconds=timing.prefill,

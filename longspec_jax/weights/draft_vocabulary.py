@@ -72,7 +72,7 @@ def load_draft_vocabulary(
         raise ValueError(f"{file}: {error}") from error
     if not 1 <= size <= len(tokens):
         raise ValueError(
-            f"draft_vocabulary={size} must be 1 to {len(tokens)}, the tokens that {file} holds; "
+            f"vocabulary={size} must be 1 to {len(tokens)}, the tokens that {file} holds; "
             f"choose fewer, or make a larger table ({HOW})"
         )
     return tokens[:size]

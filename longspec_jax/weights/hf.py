@@ -73,7 +73,7 @@ def load_draft(
       revision: branch, tag or commit of a hub id.
 
     Returns:
-      The configuration and the parameters of :class:`longspec_jax.drafters.longspec.LongSpecDraft`.
+      The configuration and the parameters of :class:`longspec_jax.drafters.longspec.LongSpecLayer`.
 
     Raises:
       FileNotFoundError: if the draft or one of its files is missing.

@@ -11,7 +11,7 @@ import numpy as np
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.drafters.base import Beliefs, Committed, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter, ring_mask, ring_positions
-from longspec_jax.drafters.longspec.model import LongSpecDraft
+from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention.operands import Fresh, Prefix
@@ -79,7 +79,7 @@ def _dense_logits(params, keys, values, length, text, last):
     distance = jnp.arange(LONGEST_PATH)[:, None] - jnp.arange(LONGEST_PATH)
     window = ((distance >= 0) & (distance <= WINDOW))[None]
     prefix = Prefix(keys, values, length)
-    output = LongSpecDraft(CONFIG).apply(
+    output = LongSpecLayer(CONFIG).apply(
         {"params": params.layer},
         params.embedding[text][None],
         jnp.arange(LONGEST_PATH)[None],

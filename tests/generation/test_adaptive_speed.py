@@ -1,6 +1,5 @@
 """Never much slower than plain decoding: real models, a draft that knows nothing, real seconds."""
 
-import dataclasses
 import math
 
 import jax
@@ -9,6 +8,7 @@ import pytest
 
 from longspec_jax import PLAIN, GenerateResult, LongSpec, demo_prompts
 from longspec_jax.embedded import DEMO
+from tests.infer.toys import bound_draft, rebound
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_a_useless_draft_costs_at_most_a_tenth() -> None:
         values = np.asarray(0.05 * random.normal(size=leaf.shape), leaf.dtype)
         return jax.device_put(values, leaf.sharding)
 
-    spec = dataclasses.replace(spec, draft_params=jax.tree.map(useless, spec.draft_params))
+    spec = rebound(spec, jax.tree.map(useless, bound_draft(spec).params.layer))
     prompt = next(iter(demo_prompts().values()))[:1000]
     options = dict(adaptive=True, max_new_tokens=384, eos_token_id=[])
     plain = spec.generate(prompt, tree=PLAIN, **{**options, "adaptive": False})

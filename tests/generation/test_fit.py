@@ -14,7 +14,7 @@ from longspec_jax.generation import fit
 from longspec_jax.generation import paces as kept
 from longspec_jax.generation.activity import Fitted, Fitting
 from longspec_jax.generation.paces import KnownPaces, TreePace
-from tests.infer.toys import toy_spec
+from tests.infer.toys import bound_draft, toy_spec
 
 PAIR, FORK, CHAIN = TreeConfig((1, 1)), TreeConfig((2, 2)), TreeConfig((1, 1, 1))
 WIDE = TreeConfig((4, 4, 4))
@@ -38,10 +38,10 @@ def test_the_first_call_times_and_later_ones_know(folder, spec) -> None:
     told = []
     first = spec.generate(PROMPT, **OPTIONS, on_activity=told.append)
     fitting = [activity.tree for activity in told if isinstance(activity, Fitting)]
-    assert fitting == [PLAIN, PAIR, FORK, CHAIN]
+    assert fitting == [PLAIN, CHAIN, PAIR, FORK]
     [settled] = [activity for activity in told if isinstance(activity, Fitted)]
     assert [pace.tree for pace in settled.paces] == fitting
-    assert settled.tree == fit.best_tree(settled.paces)
+    assert settled.tree == fit.best_pace(settled.paces).tree
     assert all(pace.seconds > 0 and 1 <= pace.tokens <= 4 for pace in settled.paces)
     assert settled.paces[0].tokens == 1.0
     assert [use.tree for use in first.stats.trees] == [settled.tree]
@@ -60,7 +60,8 @@ def test_the_first_call_times_and_later_ones_know(folder, spec) -> None:
 @pytest.mark.parametrize("best", [PLAIN, FORK, CHAIN])
 def test_what_is_kept_decides(folder, spec, best, monkeypatch) -> None:
     paces = [
-        TreePace(tree, 1.0 if tree == best else 3.0, 1.5) for tree in (PLAIN, PAIR, FORK, CHAIN)
+        TreePace("longspec" if tree.widths else "plain", tree, 1.0 if tree == best else 3.0, 1.5)
+        for tree in (PLAIN, PAIR, FORK, CHAIN)
     ]
     monkeypatch.setattr(KnownPaces, "find", lambda *_: tuple(paces))
     result = spec.generate(PROMPT, **OPTIONS)
@@ -72,9 +73,10 @@ def test_what_is_kept_decides(folder, spec, best, monkeypatch) -> None:
 
 
 def test_a_tree_must_clearly_pay() -> None:
-    plain = TreePace(PLAIN, 1.0, 1.0)
-    assert fit.best_tree([plain, TreePace(CHAIN, 2.0, 2.02)]) == PLAIN
-    assert fit.best_tree([plain, TreePace(CHAIN, 2.0, 2.2), TreePace(WIDE, 2.0, 2.1)]) == CHAIN
+    plain = TreePace("plain", PLAIN, 1.0, 1.0)
+    assert fit.best_pace([plain, TreePace("longspec", CHAIN, 2.0, 2.02)]) == plain
+    best = TreePace("longspec", CHAIN, 2.0, 2.2)
+    assert fit.best_pace([plain, best, TreePace("ngram", WIDE, 2.0, 2.1)]) == best
 
 
 def test_nothing_is_timed_where_nothing_is_kept(monkeypatch, spec) -> None:
@@ -82,30 +84,31 @@ def test_nothing_is_timed_where_nothing_is_kept(monkeypatch, spec) -> None:
     told = []
     result = spec.generate(PROMPT, **OPTIONS, on_activity=told.append)
     [settled] = [activity for activity in told if isinstance(activity, Fitted)]
-    assert settled == Fitted(CHAIN, ())
+    assert settled == Fitted("longspec", CHAIN, ())
     assert [use.tree for use in result.stats.trees] == [CHAIN]
 
 
 def test_machines_have_their_usual_tree(folder, monkeypatch) -> None:
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (10**6, 10**9))
-    assert fit.trees_to_fit(small, None) == fit.trees_to_fit(large, None) == fit.CPU_TREES
-    assert fit.trees_to_fit(small, make_mesh()) == (CHAIN,)
+    usual = bound_draft(toy_spec()).usual
+    assert fit.trees_to_fit(usual, small, None) == fit.trees_to_fit(usual, large, None) == usual.cpu
+    assert fit.trees_to_fit(usual, small, make_mesh()) == (CHAIN,)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    assert fit.trees_to_fit(small, None) == (WIDE, DEFAULT_TREE)
-    assert fit.trees_to_fit(large, None) == (DEFAULT_TREE,)
+    assert fit.trees_to_fit(usual, small, None) == (WIDE, DEFAULT_TREE)
+    assert fit.trees_to_fit(usual, large, None) == (DEFAULT_TREE,)
     monkeypatch.setenv("LONGSPEC_CACHE", "off")
-    assert fit.trees_to_fit(small, None) == (WIDE,)
+    assert fit.trees_to_fit(usual, small, None) == (WIDE,)
 
 
 def test_a_short_call_is_not_worth_timing(folder, spec) -> None:
     told = []
     result = spec.generate(PROMPT, max_new_tokens=1, on_activity=told.append)
     assert result.stats.new_tokens == (1,) and not list(folder.glob("*"))
-    assert Fitted(CHAIN, ()) in told and not [a for a in told if isinstance(a, Fitting)]
+    assert Fitted("longspec", CHAIN, ()) in told and not [a for a in told if isinstance(a, Fitting)]
 
 
 def test_figures_are_read_as_they_were_written(tmp_path) -> None:
-    paces = (TreePace(PLAIN, 0.5, 1.0), TreePace(DEFAULT_TREE, 0.75, 3.5))
+    paces = (TreePace("plain", PLAIN, 0.5, 1.0), TreePace("longspec", DEFAULT_TREE, 0.75, 3.5))
     kept.write_paces(tmp_path, KEY, paces)
     assert kept.read_paces(tmp_path, KEY) == paces
     assert kept.read_paces(tmp_path, {**KEY, "rows": 2}) is None
@@ -127,7 +130,7 @@ def test_figures_are_read_as_they_were_written(tmp_path) -> None:
     ids=["torn", "list", "negative", "text", "field", "many", "old", "other"],
 )
 def test_damaged_and_old_figures_are_measured_anew(tmp_path, damage) -> None:
-    kept.write_paces(tmp_path, KEY, [TreePace(PLAIN, 0.5, 1.0)])
+    kept.write_paces(tmp_path, KEY, [TreePace("plain", PLAIN, 0.5, 1.0)])
     [file] = tmp_path.glob("*.json")
     file.write_text(damage(file.read_text()))
     assert kept.read_paces(tmp_path, KEY) is None
@@ -135,24 +138,34 @@ def test_damaged_and_old_figures_are_measured_anew(tmp_path, damage) -> None:
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    kept.write_paces(tmp_path / "file", KEY, [TreePace(PLAIN, 0.5, 1.0)])
+    kept.write_paces(tmp_path / "file", KEY, [TreePace("plain", PLAIN, 0.5, 1.0)])
     assert kept.read_paces(tmp_path / "file", KEY) is None
 
 
 def test_what_cannot_be_written_is_remembered(tmp_path) -> None:
     """A home that cannot be written to must not have every call timed again."""
     (tmp_path / "file").write_text("")
-    known, paces = KnownPaces(), (TreePace(PLAIN, 0.5, 1.0), TreePace(CHAIN, 0.7, 2.0))
-    assert known.find(KEY, {PLAIN, CHAIN}, tmp_path / "file") is None
+    choices = {("plain", PLAIN), ("longspec", CHAIN)}
+    known, paces = (
+        KnownPaces(),
+        (TreePace("plain", PLAIN, 0.5, 1.0), TreePace("longspec", CHAIN, 0.7, 2.0)),
+    )
+    assert known.find(KEY, choices, tmp_path / "file") is None
     known.keep(KEY, paces, tmp_path / "file")
-    assert known.find(KEY, {PLAIN, CHAIN}, tmp_path / "file") == paces
-    assert known.find(KEY, {PLAIN, CHAIN}, None) == paces
+    assert known.find(KEY, choices, tmp_path / "file") == paces
+    assert known.find(KEY, choices, None) == paces
 
 
 @pytest.mark.parametrize("held", [[], [CHAIN], [PLAIN], [PLAIN, CHAIN, WIDE]], ids=str)
 def test_figures_of_other_trees_are_none(tmp_path, held) -> None:
-    kept.write_paces(tmp_path, KEY, [TreePace(tree, 0.5, 1.0) for tree in held])
-    assert KnownPaces().find(KEY, {PLAIN, CHAIN}, tmp_path) is None
+    kept.write_paces(tmp_path, KEY, [TreePace("ngram", tree, 0.5, 1.0) for tree in held])
+    assert KnownPaces().find(KEY, {("ngram", PLAIN), ("ngram", CHAIN)}, tmp_path) is None
+
+
+def test_figures_of_another_drafter_are_none(tmp_path) -> None:
+    kept.write_paces(tmp_path, KEY, [TreePace("ngram", CHAIN, 0.5, 1.0)])
+    assert KnownPaces().find(KEY, {("longspec", CHAIN)}, tmp_path) is None
+    assert KnownPaces().find(KEY, {("ngram", CHAIN)}, tmp_path) is not None
 
 
 def test_inspect_shows_the_one_tree_that_was_settled_on(folder, spec) -> None:
@@ -165,7 +178,11 @@ def test_inspect_shows_the_one_tree_that_was_settled_on(folder, spec) -> None:
 def test_a_useless_draft_is_told_of_by_the_timing(folder, spec) -> None:
     notices = []
     spec._notices._warn = notices.append
-    spec._notices.look_at_paces([TreePace(PLAIN, 1.0, 1.0), TreePace(CHAIN, 2.0, 1.01)])
-    spec._notices.look_at_paces([TreePace(PLAIN, 1.0, 1.0), TreePace(CHAIN, 2.0, 2.01)])
+    spec._notices.look_at_paces(
+        [TreePace("plain", PLAIN, 1.0, 1.0), TreePace("longspec", CHAIN, 2.0, 1.01)]
+    )
+    spec._notices.look_at_paces(
+        [TreePace("plain", PLAIN, 1.0, 1.0), TreePace("longspec", CHAIN, 2.0, 2.01)]
+    )
     spec._notices.look_at_paces([])
     assert notices == ["at most 0.01 of the draft's tokens were accepted per round"]

@@ -12,7 +12,7 @@ STATS = Stats(
     new_tokens=(101,),
     target_passes=(40,),
     histograms=((10, 10, 10, 10),),
-    trees=(TreeUse(TreeConfig((1, 1, 1)), rounds=40, tokens=100, seconds=2.0),),
+    trees=(TreeUse("longspec", TreeConfig((1, 1, 1)), rounds=40, tokens=100, seconds=2.0),),
     prefill_seconds=1.0,
     decode_seconds=2.0,
     compile_seconds=0.0,

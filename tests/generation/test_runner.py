@@ -17,7 +17,7 @@ from longspec_jax.generation.job import Job, Shape
 from longspec_jax.ops.attention.partitioned import one_device, spread_over
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights import hf
-from tests.infer.toys import STOP, TREE, toy_spec, toy_tokenizer
+from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
 
 PROMPT = [3 + position % 11 for position in range(75)]
 """Three chunks of 32."""
@@ -46,7 +46,8 @@ def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy")
     hf.save_target(folder / "t", spec.target_config, spec.target_params, stop_tokens=(STOP,))
     toy_tokenizer().save_pretrained(folder / "t")
-    hf.save_draft(folder / "d", spec.draft_config, spec.draft_params, target=spec.target_config)
+    draft = bound_draft(spec)
+    hf.save_draft(folder / "d", draft.config, draft.params.layer, target=spec.target_config)
     return folder / "t", folder / "d"
 
 
@@ -73,10 +74,10 @@ def test_no_timed_phase_compiles(folders, monkeypatch, mesh) -> None:
     )
     prefilling = Job.prefill
 
-    def prepare(self, job, streams=False):
+    def prepare(self, job, streams=False, rounds=True):
         with monkeypatch.context() as inside:
             inside.setattr(Job, "prefill", prefilling)
-            return prepared(self, job, streams)
+            return prepared(self, job, streams, rounds)
 
     monkeypatch.setattr(runner.WarmShapes, "prepare", prepare)
     monkeypatch.setattr(Job, "prefill", counted("prefill", prefilling))
@@ -189,8 +190,8 @@ def test_logits_that_are_not_finite_stop_the_run(on_round, temperature) -> None:
 
 def test_a_draft_that_is_never_right_is_told_once(monkeypatch) -> None:
     spec = dataclasses.replace(toy_spec(), tree=(1,))
-    zeros = jax.tree.map(jnp.zeros_like, spec.draft_params)
-    spec = dataclasses.replace(spec, draft_params=zeros, draft_vocabulary=[16])
+    zeros = jax.tree.map(jnp.zeros_like, bound_draft(spec).params.layer)
+    spec = rebound(spec, zeros, vocabulary=[16])
     options = dict(max_new_tokens=80, eos_token_id=[], temperature=1.0, top_k=3)
     with pytest.warns(UserWarning, match="seems not to be this target's"):
         spec.compare(PROMPT, **options)

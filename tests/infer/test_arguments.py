@@ -12,7 +12,7 @@ from infer import arguments, contradictions, decode
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.embedded import DEMO
 
-MODELS = ["--target=models/target", "--draft=models/draft"]
+MODELS = ["--target=models/target", "--drafter=models/draft"]
 WHOLE = "must be a whole number"
 REFUSED = {
     # Numbers, as they were typed.
@@ -43,7 +43,7 @@ REFUSED = {
     "--temperature=hot": "--temperature: 'hot' must be a number, >= 0",
     "--prefill_chunk=0": f"--prefill_chunk: 0 {WHOLE} from 1",
     "--prefill_chunk=-5": f"--prefill_chunk: -5 {WHOLE} from 1",
-    "--draft_vocabulary=0": f"--draft_vocabulary: 0 {WHOLE} from 1",
+    "--drafter_option=": "--drafter_option: the value is empty",
     # Trees.
     "--tree=4,4@0": "--tree: a tree budget counts the root and must be whole "
     "and at least 1 node, got 0",
@@ -81,8 +81,8 @@ REFUSED = {
     **{
         f"{option}=": f"{option}: the value is empty; leave the option out"
         for option in (
-            *("--messages", "--json", "--batch", "--prompt_file", "--target", "--draft"),
-            *("--revision", "--draft_revision", "--attention", "--compilation_cache"),
+            *("--messages", "--json", "--batch", "--prompt_file", "--target", "--drafter"),
+            *("--revision", "--drafter_revision", "--attention", "--compilation_cache"),
         )
     },
     "--prompt=": "--prompt: the prompt is empty",
@@ -101,25 +101,26 @@ REFUSED = {
     "--prompt=a --list=prompts": "--list: not allowed with argument --prompt",
     "--prompt=a --batch=b": "--batch: not allowed with argument --prompt",
     "--all_prompts --prompt=a": "--prompt: not allowed with argument --all_prompts",
-    "--draft=folder": "--draft folder needs the --target it was trained for",
+    "--drafter=folder": "--drafter folder needs the --target it was made for",
     "--revision=main": "--revision chooses a version on the hub, and no --target of "
     "the hub is named",
     "--target=demo --revision=main": "--revision chooses a version on the hub, and no --target",
-    "--target=a/b --draft_revision=x": "--draft_revision chooses a version on the hub, and no "
-    "--draft",
+    "--target=a/b --drafter_revision=x": "--drafter_revision chooses a version on the hub, and no "
+    "--drafter",
     f"--target={DEMO / 'target'} --revision=main": "is a folder; drop one of the two",
     "--tree=none --adaptive": "--adaptive has nothing to choose with --tree none",
-    "--tree=none --draft_int8": "--draft_int8 is about what a draft reads, and --tree none has",
-    "--tree=none --draft_vocabulary=9": "--draft_vocabulary is about what a draft reads",
+    "--tree=none --drafter_option=int8": "--drafter_option is about a draft, and --tree none has",
+    "--drafter=ngram --drafter=ngram": "--drafter ngram is named twice",
+    "--target=a/b --drafter=demo": "--drafter demo is the demo's own draft, and --target is a/b",
+    "--drafter=ngram --drafter_revision=x": "--drafter_revision chooses a version on the hub, and",
     "--tree=none --compare": "--compare needs a draft to compare, and --tree none has none",
     **{
         f"--target=a/b {option}": f"{option.split('=')[0]} is about a draft's trees, and no "
-        "--draft is"
+        "--drafter is"
         for option in ("--tree=9,9", "--tree=chain:3", "--adaptive")
     },
-    "--target=a/b --draft_int8": "--draft_int8 is about what a draft reads, and no --draft "
-    "is named",
-    "--target=a/b --compare": "--compare needs a draft to compare, and no --draft is named",
+    "--target=a/b --drafter_option=int8": "--drafter_option is about a draft, and no --drafter is",
+    "--target=a/b --compare": "--compare needs a draft to compare, and no --drafter is named",
     "--top_k=5": "--top_k 5 filters what is drawn, and --temperature 0 draws nothing",
     "--top_p=0.5": "--top_p 0.5 filters what is drawn, and --temperature 0 draws nothing",
     "--top_k=5 --temperature=0": "--top_k 5 filters what is drawn",
@@ -202,10 +203,10 @@ def test_a_row_takes_the_filters_only_where_it_draws(tmp_path) -> None:
 
 
 ACCEPTED = (
-    *("", "--target=demo", "--target=demo --draft=folder", "--tree=none", "--tree=chain:4"),
+    *("", "--target=demo", "--target=demo --drafter=folder", "--tree=none", "--tree=chain:4"),
     *("--top_k=0 --top_p=1", "--top_k=5 --temperature=0.7", "--seed=4294967295 --temperature=1"),
-    *("--tree=1,1,1@2", "--target=a/b", "--target=a/b --draft=c/d --revision=main"),
-    *("--target=a/b --tree=none", "--target=a/b --draft=c/d --tree=none", "--no-compare"),
+    *("--tree=1,1,1@2", "--target=a/b", "--target=a/b --drafter=c/d --revision=main"),
+    *("--target=a/b --tree=none", "--target=a/b --drafter=c/d --tree=none", "--no-compare"),
     *("--adaptive --tree=chain:4", "--no-stream --prompt=a", "--target=a/b --no-compare"),
 )
 
@@ -230,17 +231,18 @@ def test_the_tree() -> None:
 
 def test_home_in_every_path(monkeypatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
-    for option in ("target", "draft", "messages", "batch", "json", "compilation_cache"):
+    for option in ("target", "messages", "batch", "json", "compilation_cache"):
         typed = [f"--{option}=~/x"]
         expected = "~/x" if option == "messages" else "/home/someone/x"
         assert getattr(parsed(*typed), option) == expected
-    assert parsed("--prompt_file=~/x").prompt_file == ["/home/someone/x"]
+    for option in ("prompt_file", "drafter"):
+        assert getattr(parsed(f"--{option}=~/x"), option) == ["/home/someone/x"]
 
 
 def test_inputs() -> None:
     """What must not be written to."""
-    found = dict(arguments.inputs(parsed("--prompt_file=a", "--target=b", "--draft=c")))
-    assert found == {"--prompt_file": Path("a"), "--target": Path("b"), "--draft": Path("c")}
+    found = dict(arguments.inputs(parsed("--prompt_file=a", "--target=b", "--drafter=c")))
+    assert found == {"--prompt_file": Path("a"), "--target": Path("b"), "--drafter": Path("c")}
     of_demo = {path for option, path in arguments.inputs(parsed()) if option == "the demo"}
     assert {DEMO / "target", DEMO / "draft"} < of_demo
 

@@ -47,7 +47,7 @@ PROMPT = "ab cd gh é"
 def folders(tmp_path_factory) -> list[str]:
     target, draft = save_toy(tmp_path_factory.mktemp("toy"))
     small = ["--tree=4,5", "--max_new_tokens=24", "--temperature=1", "--prefill_chunk=32"]
-    return [f"--target={target}", f"--draft={draft}", *small, "--compilation_cache=off"]
+    return [f"--target={target}", f"--drafter={draft}", *small, "--compilation_cache=off"]
 
 
 def without_tree(folders: list[str]) -> list[str]:
@@ -94,29 +94,28 @@ def test_a_budget_changes_the_tree_and_not_the_text(folders, tmp_path, capsys) -
 def test_a_draft_vocabulary_needs_its_table(folders, tmp_path, capsys) -> None:
     """Made beside the draft's weights; the text is the same with it."""
     copies = [shutil.copytree(f.split("=")[1], tmp_path / f.split("/")[-1]) for f in folders[:2]]
-    named = [f"--target={copies[0]}", f"--draft={copies[1]}", *folders[2:]]
-    few = (f"--prompt={PROMPT}", "--draft_vocabulary=6")
+    named = [f"--target={copies[0]}", f"--drafter={copies[1]}", *folders[2:]]
+    few = (f"--prompt={PROMPT}", "--drafter_option=vocabulary=6")
     assert decode.main([*named, *few]) == 2
     assert "draft comes without draft_vocabulary.safetensors" in capsys.readouterr().err
     save_draft_vocabulary(copies[1], [3, 9, 1, 12, 7, 4, 0], 17)
     whole, found = (run_json(named, tmp_path, *options) for options in (few[:1], few))
-    assert (whole["setting"]["draft_vocabulary"], found["setting"]["draft_vocabulary"]) == (None, 6)
+    options = [run["setting"]["drafter_options"] for run in (whole, found)]
+    assert options == [{}, {"vocabulary": 6}]
     assert found["text"] == whole["text"] and found["identical_to_plain"] is True
     assert found["memory"]["draft_bytes"] != whole["memory"]["draft_bytes"]
 
 
 def test_a_draft_in_8_bits(folders, tmp_path, capsys) -> None:
     """The same text; without a draft there is nothing to round."""
-    int8 = (f"--prompt={PROMPT}", "--draft_int8")
+    int8 = (f"--prompt={PROMPT}", "--drafter_option=int8")
     whole, found = (run_json(folders, tmp_path, *options) for options in (int8[:1], int8))
-    assert (whole["setting"]["draft_int8"], found["setting"]["draft_int8"]) == (
-        False,
-        True,
-    )
+    options = [run["setting"]["drafter_options"] for run in (whole, found)]
+    assert options == [{}, {"int8": True}]
     assert found["text"] == whole["text"] and found["identical_to_plain"] is True
     assert found["memory"]["draft_bytes"] != whole["memory"]["draft_bytes"]
     assert decode.main([folders[0], *folders[2:], *int8]) == 2
-    assert "--draft_int8 is about what a draft reads" in capsys.readouterr().err
+    assert "--drafter_option is about a draft" in capsys.readouterr().err
 
 
 def test_color_shows_the_same_text(folders, capsys) -> None:
@@ -151,7 +150,7 @@ def test_adaptive_runs_say_what_ran(folders, tmp_path, capsys) -> None:
     assert sum(use["rounds"] for use in found["trees"]) == found["target_passes"]
     assert sum(use["tokens"] for use in found["trees"]) == 23
     printed = capsys.readouterr().out
-    assert "adaptive: chosen by tokens/s" in printed and "none (plain)" in printed
+    assert "adaptive: chosen by tokens/s" in printed and "  plain       none" in printed
 
 
 def test_batch_rows_equal_lone_runs(folders, tmp_path) -> None:
@@ -188,7 +187,7 @@ def test_default_prompt(folders, monkeypatch, tmp_path) -> None:
 
 BAD = {
     "no such target": (["--target=absent", "--prompt=a"], "absent is not a folder"),
-    "draft alone": (["--draft=absent"], "needs the --target"),
+    "draft alone": (["--drafter=absent"], "needs the --target"),
     "empty prompt": (["--prompt="], "the prompt is empty"),
     "empty styled prompt": (["--prompt=", "--prompt_style=vicuna"], "the prompt is empty"),
     "no such file": (["--prompt_file=absent.txt"], "absent.txt"),
@@ -213,7 +212,7 @@ def test_bad_input_is_one_message_and_status_2(folders, case, capsys) -> None:
     bad, message = BAD[case]
     given = {argument.split("=")[0] for argument in bad}
     kept = [argument for argument in folders if argument.split("=")[0] not in given]
-    if "--draft" in given:
+    if "--drafter" in given:
         kept = [argument for argument in kept if not argument.startswith("--target")]
     assert decode.main([*kept, *bad]) == 2
     printed = capsys.readouterr()
@@ -313,7 +312,7 @@ def test_demo_prompts_fit_the_demo_model(capsys) -> None:
 def first_token_only(self, tokens, **options) -> GenerateResult:
     """A call whose text ends with its first token."""
     memory = MemoryPlan(1, 256, 1, 2, 3, 4, 5)
-    trees = (TreeUse(PLAIN, 0, 0, 0.0),)
+    trees = (TreeUse("plain", PLAIN, 0, 0, 0.0),)
     found = Stats((2,), (1,), (0,), ((0,),), trees, 1.0, 0.0, 0.0, 0, memory)
     return GenerateResult(((0,),), ("",), ((False,),), found)
 
@@ -379,7 +378,8 @@ def test_what_is_under_way_and_what_was_settled(folders, monkeypatch, tmp_path, 
 
     def call(self, tokens, *, on_activity, **options):
         on_activity(Compiling())
-        on_activity(Fitted(tree, (TreePace(PLAIN, 0.01, 1.0), TreePace(tree, 0.01, 2.5))))
+        paces = TreePace("plain", PLAIN, 0.01, 1.0), TreePace("longspec", tree, 0.01, 2.5)
+        on_activity(Fitted("longspec", tree, paces))
         return first_token_only(self, tokens, **options)
 
     monkeypatch.setattr(LongSpec, "generate", call)
@@ -433,8 +433,8 @@ def test_the_demo_by_its_name(monkeypatch, tmp_path) -> None:
         "from_pretrained",
         lambda target, draft=None, **options: found.append((target, draft)),
     )
-    for typed in ([], ["--target=demo"], ["--target=demo", f"--draft={tmp_path}"]):
+    for typed in ([], ["--target=demo"], ["--target=demo", f"--drafter={tmp_path}"]):
         parsed = arguments.parser().parse_args(typed)
-        models.load(parsed, models.fetch(parsed))
-    demo = (DEMO / "target", DEMO / "draft")
-    assert found == [demo, demo, (DEMO / "target", tmp_path)]
+        models.load(parsed, *models.fetch(parsed))
+    demo = (DEMO / "target", [DEMO / "draft"])
+    assert found == [demo, demo, (DEMO / "target", [tmp_path])]

@@ -26,9 +26,9 @@ def terminal(monkeypatch) -> Terminal:
 
 def test_every_activity_is_described() -> None:
     assert described(Compiling()) == ("compiling, once for prompts of about this length", "")
-    assert described(Fitting(TreeConfig((4, 5))))[1] == "4,5"
-    assert described(Fitting(TreeConfig(())))[1] == "plain decoding"
-    assert described(Fitted(TreeConfig((4, 5)), ())) is None
+    assert described(Fitting("longspec", TreeConfig((4, 5))))[1] == "longspec 4,5"
+    assert described(Fitting("plain", TreeConfig(())))[1] == "plain decoding"
+    assert described(Fitted("longspec", TreeConfig((4, 5)), ())) is None
     assert described(Prefilling(2048, 8123)) == (
         "reading the prompt",
         "[##........] 2048 of 8123 tokens",

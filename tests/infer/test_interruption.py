@@ -31,7 +31,7 @@ WITHIN = 20.0
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[str]:
     target, draft = save_toy(tmp_path_factory.mktemp("toy"))
-    return [f"--target={target}", f"--draft={draft}", "--compilation_cache=off"]
+    return [f"--target={target}", f"--drafter={draft}", "--compilation_cache=off"]
 
 
 def stats(rows: int, rounds: int) -> Stats:
@@ -40,7 +40,7 @@ def stats(rows: int, rounds: int) -> Stats:
         new_tokens=(1 + 2 * rounds,) * rows,
         target_passes=(rounds,) * rows,
         histograms=((0, rounds),) * rows,
-        trees=(TreeUse(PLAIN, rounds, 2 * rounds * rows, rounds * 0.5),),
+        trees=(TreeUse("plain", PLAIN, rounds, 2 * rounds * rows, rounds * 0.5),),
         prefill_seconds=1.0,
         decode_seconds=rounds * 0.5,
         compile_seconds=3.0,

@@ -29,7 +29,7 @@ def stats(trees: tuple[TreeConfig, ...] = (TreeConfig((4, 5)),), new_tokens: int
         new_tokens=(new_tokens,),
         target_passes=((new_tokens - 1) // 2,),
         histograms=((0, (new_tokens - 1) // 2, 0),),
-        trees=tuple(TreeUse(tree, 2, 4, 0.5) for tree in trees),
+        trees=tuple(TreeUse("longspec", tree, 2, 4, 0.5) for tree in trees),
         prefill_seconds=1.0,
         decode_seconds=0.5,
         compile_seconds=3.0,
@@ -72,14 +72,14 @@ def test_tables_fit_60_columns() -> None:
     trees = (TreeConfig(()), TreeConfig((1, 1, 1)), TreeConfig((4, 16, 16, 16, 16)))
     printed = [*lines([outcome(found=stats(trees, 100_001))], "float32")]
     histogram = printed.index("accepted  rounds                               at least")
-    uses = next(index for index, line in enumerate(printed) if line.startswith("  tree"))
+    uses = next(index for index, line in enumerate(printed) if line.startswith("  drafter"))
     table = [*printed[histogram : histogram + 4], *printed[uses : uses + 4]]
-    assert table[3].startswith("       2") and table[-1].startswith("  4,16,16,16,16")
+    assert table[3].startswith("       2") and table[-1].startswith("  longspec    4,16,16,16,16")
     assert all(len(line) <= 60 for line in table), table
 
 
 def test_nothing_is_one_nodes() -> None:
-    setting = {"target": "t", "draft": None, "device": "cpu", "temperature": 0.0, "seed": 0}
+    setting = {"target": "t", "drafters": [], "device": "cpu", "temperature": 0.0, "seed": 0}
     config = tiny_target_config(num_layers=1)
     printed = [*header_lines(setting, config, TreeConfig(()))]
     assert "1 layer of width" in printed[0] and "tree none (1 node per target pass)" in printed[1]
@@ -117,12 +117,15 @@ def test_json_without_a_call() -> None:
 def test_why_a_tree() -> None:
     """The fastest, none, or the usual one where nothing was timed."""
     chain = TreeConfig((1, 1, 1))
-    slow = (TreePace(TreeConfig(()), 0.01, 1.0), TreePace(chain, 0.04, 2.0))
-    assert fitted_line(Fitted(TreeConfig(()), slow), "this shows it pay") == (
+    slow = (
+        TreePace("plain", TreeConfig(()), 0.01, 1.0),
+        TreePace("longspec", chain, 0.04, 2.0),
+    )
+    assert fitted_line(Fitted("plain", TreeConfig(()), slow), "this shows it pay") == (
         "plain decoding: no tree pays for this model here, timed once: 100 tokens/s, 50 with tree "
         "chain:3 (--tree takes it all the same); this shows it pay"
     )
-    assert fitted_line(Fitted(chain, ()), "") == (
+    assert fitted_line(Fitted("longspec", chain, ()), "") == (
         "tree chain:3 (4 nodes per target pass), usual on this kind of machine: nothing was timed "
         "(--tree names another)"
     )

@@ -4,6 +4,7 @@ Its few symbols include the parts of two- and three-byte characters, so that a r
 emitting incomplete UTF-8, and so few that a random draft's tree often holds the next token.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from longspec_jax import LongSpec, TreeConfig
 from longspec_jax.config import DraftConfig
-from longspec_jax.drafters.longspec.model import LongSpecDraft
+from longspec_jax.drafters.longspec.load import LongSpecDraft
+from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import Target
 from longspec_jax.weights import hf
 from tests.kit import tiny_target_config
@@ -50,12 +52,13 @@ def toy_spec(window: int = 37, **target: Any) -> LongSpec:
     tokens = jnp.zeros((1, 2), jnp.int32)
     embedded = jnp.zeros((1, 2, config.model_width))
     init = partial(Target(config).init, method="initialize")
-    init_draft = LongSpecDraft(draft).init
+    init_draft = LongSpecLayer(draft).init
+    params = _random_params(lambda key: init(key, tokens), seed=0)
+    layer = _random_params(lambda key: init_draft(key, embedded, tokens, _first, _first), seed=1)
     return LongSpec(
         config,
-        _random_params(lambda key: init(key, tokens), seed=0),
-        draft,
-        _random_params(lambda key: init_draft(key, embedded, tokens, _first, _first), seed=1),
+        params,
+        LongSpecDraft.bind(draft, layer, params),
         tokenizer=toy_tokenizer(),
         stop_tokens=(STOP,),
         tree=TREE,
@@ -81,11 +84,27 @@ def _random_params(init: Callable[[jax.Array], Any], seed: int) -> Any:
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
+def bound_draft(spec: LongSpec) -> LongSpecDraft:
+    """The one LongSpec draft of loaded models."""
+    [draft] = spec.drafts
+    assert isinstance(draft, LongSpecDraft)
+    return draft
+
+
+def rebound(spec: LongSpec, layer: Any = None, **options: Any) -> LongSpec:
+    """The same models, their draft with another layer or other options."""
+    draft = bound_draft(spec)
+    layer = draft.params.layer if layer is None else layer
+    bound = LongSpecDraft.bind(draft.config, layer, spec.target_params, mesh=spec.mesh, **options)
+    return dataclasses.replace(spec, draft=bound)
+
+
 def save_toy(folder: Path) -> tuple[Path, Path]:
     """Write the toy as Hugging Face folders: target with tokenizer, and draft."""
     spec = toy_spec()
     target, draft = folder / "target", folder / "draft"
     hf.save_target(target, spec.target_config, spec.target_params, stop_tokens=(STOP,))
     toy_tokenizer().save_pretrained(target)
-    hf.save_draft(draft, spec.draft_config, spec.draft_params, target=spec.target_config)
+    bound = bound_draft(spec)
+    hf.save_draft(draft, bound.config, bound.params.layer, target=spec.target_config)
     return target, draft

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.longspec.model import LongSpecDraft, LongSpecParams
+from longspec_jax.drafters.longspec.model import LongSpecLayer, LongSpecParams
 from longspec_jax.ops.attention.dispatch import causal_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh
 from longspec_jax.weights.hf import load_draft
@@ -47,7 +47,7 @@ def _ours(config, params, embedded, positions, keys, values, shift):
             out = tree_attention(q, Fresh(keys, values, seen), implementation="reference").out
             return out.astype(q.dtype)
 
-        return LongSpecDraft(config).apply(
+        return LongSpecLayer(config).apply(
             {"params": params},
             embedded,
             positions,
@@ -102,7 +102,7 @@ def test_keys_and_values_depend_on_token_and_position_alone(tmp_path):
     embedded, keys, values = _inputs(shape)
     positions = np.arange(LENGTH)
     output = _ours(config, params, embedded, positions, keys, values, shift=1)
-    alone = LongSpecDraft(config).apply(
+    alone = LongSpecLayer(config).apply(
         {"params": params},
         jnp.asarray(embedded)[None, 11:12],
         jnp.asarray([[11]]),

@@ -53,7 +53,7 @@ def test_the_table_orders_tokens_by_count(folder: Path, capsys) -> None:
     )
     printed = capsys.readouterr().out
     assert f"3 documents, {counts.sum() + 3} tokens" in printed  # An end behind every document.
-    assert f"--draft_vocabulary={size}: 100.00% of the corpus" in printed
+    assert f"--drafter_option=vocabulary={size}: 100.00% of the corpus" in printed
 
 
 def test_a_size_keeps_the_beginning(folder: Path, capsys) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import PRESETS, DraftConfig
-from longspec_jax.drafters.longspec.model import LongSpecDraft
+from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import path_name
 from longspec_jax.weights.tables import draft_table, target_table
@@ -39,7 +39,7 @@ def _draft_shapes(config):
         embedded = jnp.zeros((1, 2, config.model_width), jnp.dtype(config.dtype))
         positions = jnp.zeros((1, 2), jnp.int32)
         key = jax.random.key(0)
-        return LongSpecDraft(config).init(key, embedded, positions, lambda q, k, v: q, lambda q: q)
+        return LongSpecLayer(config).init(key, embedded, positions, lambda q, k, v: q, lambda q: q)
 
     return _shapes(jax.eval_shape(init)["params"])
 

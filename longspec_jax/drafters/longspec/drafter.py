@@ -6,7 +6,7 @@ Self-attention keys and values depend on (token, position) alone: a prompt costs
 and no more, and committed tokens can be embedded afresh.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, View
 from longspec_jax.drafters.budget import within_budget
-from longspec_jax.drafters.longspec.model import LongSpecDraft, LongSpecParams
+from longspec_jax.drafters.longspec.model import LongSpecLayer, LongSpecParams
 from longspec_jax.drafters.tree import Tree, best_continuations, grow, plant
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
@@ -46,6 +46,7 @@ class LongSpecDrafter:
     tree: TreeConfig = TreeConfig()
     attention: str | None = None
     """Attention implementation; chosen automatically if absent."""
+    name: str = field(default="longspec", init=False)
 
     def __post_init__(self) -> None:
         if self.tree.num_levels >= self.config.window:
@@ -109,7 +110,7 @@ class LongSpecDrafter:
                 return partial.out.astype(q.dtype)
 
             with jax.named_scope(f"draft_level_{depth + 1}"):
-                output: Any = LongSpecDraft(self.config, draft.int8).apply(
+                output: Any = LongSpecLayer(self.config, draft.int8).apply(
                     {"params": draft.layer},
                     jnp.take(draft.embedding, tree.tokens[:, nodes], axis=0),
                     positions,
@@ -129,7 +130,7 @@ class LongSpecDrafter:
         self, params: LongSpecParams, tokens: Array, positions: Array
     ) -> tuple[Array, Array]:
         embedded = jnp.take(params.embedding, tokens, axis=0)
-        keys_values: Any = LongSpecDraft(self.config, params.int8).apply(
+        keys_values: Any = LongSpecLayer(self.config, params.int8).apply(
             {"params": params.layer}, embedded, positions, method="keys_values"
         )
         return keys_values

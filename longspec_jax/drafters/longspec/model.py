@@ -41,7 +41,7 @@ class DraftOutput(NamedTuple):
     """Self-attention values ``[B, T, K, H]``."""
 
 
-class LongSpecDraft(nn.Module):
+class LongSpecLayer(nn.Module):
     """The draft layer as a pure function of embeddings; attention patterns are the caller's."""
 
     config: DraftConfig
@@ -106,7 +106,7 @@ class LongSpecParams:
     """The draft's own parameters and the two tables it shares with the target."""
 
     layer: Any
-    """Parameters of :class:`LongSpecDraft`."""
+    """Parameters of :class:`LongSpecLayer`."""
     embedding: Leaf
     """The target's embedding table ``[V, D]``."""
     head: Leaf
@@ -161,7 +161,7 @@ class LongSpecParams:
 
 
 def _rounded(layer: Any, name: str = "") -> Any:
-    """Parameters of :class:`LongSpecDraft` for its 8-bit products."""
+    """Parameters of :class:`LongSpecLayer` for its 8-bit products."""
     if "kernel" not in layer:
         return {
             key: _rounded(value, key) if isinstance(value, Mapping) else value

@@ -1,0 +1,143 @@
+"""A loaded draft of any kind: what the library, the commands and the benchmarks take.
+
+They know none of its knobs: a draft comes with its parameters, makes drafters of any tree, and says
+which trees tend to pay. Several drafts together are candidates of one call, which runs the one that
+turns out fastest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
+from longspec_jax.drafters.base import Beliefs, Committed, Drafter, Needs, Params, View
+from longspec_jax.drafters.tree import Tree
+
+
+@dataclass(frozen=True)
+class UsualTrees:
+    """Trees that tend to pay, by machine; the first is the one where nothing can be timed."""
+
+    cpu: tuple[TreeConfig, ...]
+    gpu: tuple[TreeConfig, ...]
+    """For a target so small that a GPU spends its time on launches."""
+    large: tuple[TreeConfig, ...]
+    """For a target whose weights a GPU reads for most of a round: nodes are nearly free there."""
+
+
+@runtime_checkable
+class Draft(Protocol):
+    """What every kind of draft provides."""
+
+    @property
+    def name(self) -> str:
+        """Of its kind, as it is told: ``longspec``, ``ngram``."""
+        ...
+
+    @property
+    def params(self) -> Any:
+        """What its drafters find as ``params.draft``; may hold arrays of the target."""
+        ...
+
+    @property
+    def own(self) -> Any:
+        """The part of the parameters that the target does not hold."""
+        ...
+
+    @property
+    def usual(self) -> UsualTrees:
+        """Which trees tend to pay."""
+        ...
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise ValueError if it is no draft for this target."""
+        ...
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> Drafter:
+        """The drafter that grows this tree.
+
+        Args:
+          tree: shape of its trees; without levels it proposes nothing, and keeps its state.
+          attention: attention implementation; chosen automatically if absent.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of several drafters proposes; all of them learn what is committed.
+
+    Candidates of a call differ in ``active`` and ``tree`` alone, and share one state.
+    """
+
+    members: tuple[Drafter, ...]
+    """Without trees of their own."""
+    active: int
+    tree: TreeConfig
+    needs: Needs = field(init=False)
+
+    def __post_init__(self) -> None:
+        needs = self.members[0].needs
+        for member in self.members[1:]:
+            needs |= member.needs
+        object.__setattr__(self, "needs", needs)
+
+    @property
+    def name(self) -> str:
+        """The active member's."""
+        return self.alone.name
+
+    @property
+    def alone(self) -> Drafter:
+        """The active member without the others."""
+        return with_tree(self.members[self.active], self.tree)
+
+    def begin(self, params: Params, batch: int, capacity: int) -> tuple[Any, ...]:
+        """The states of all members."""
+        return tuple(
+            member.begin(of_member(params, index), batch, capacity)
+            for index, member in enumerate(self.members)
+        )
+
+    def extend(
+        self, params: Params, state: tuple[Any, ...], committed: Committed
+    ) -> tuple[Any, ...]:
+        """All members learn."""
+        return tuple(
+            member.extend(of_member(params, index), part, committed)
+            for index, (member, part) in enumerate(zip(self.members, state, strict=True))
+        )
+
+    def propose(self, params: Params, state: tuple[Any, ...], view: View, beliefs: Beliefs) -> Tree:
+        """The active member proposes."""
+        own = of_member(params, self.active)
+        return self.alone.propose(own, state[self.active], view, beliefs)
+
+
+def of_member(params: Params, index: int) -> Params:
+    """The parameters that one of several drafters takes."""
+    return replace(params, draft=params.draft[index])
+
+
+def with_tree(drafter: Drafter, tree: TreeConfig) -> Drafter:
+    """The same drafter with another tree."""
+    varied: Any = drafter  # All of them are dataclasses with this field.
+    return replace(varied, tree=tree)
+
+
+def drafters_of(
+    drafts: Sequence[Draft], trees: Sequence[Sequence[TreeConfig]], attention: str | None
+) -> tuple[tuple[Drafter, ...], Any]:
+    """The candidates of a call, and their parameters.
+
+    Args:
+      drafts: at least one.
+      trees: the trees of each, at least one.
+      attention: attention implementation; chosen automatically if absent.
+    """
+    if len(drafts) == 1:
+        [draft], [shapes] = drafts, trees
+        return tuple(draft.drafter(tree, attention) for tree in shapes), draft.params
+    members = tuple(draft.drafter(PLAIN, attention) for draft in drafts)
+    choices = (OneOf(members, index, tree) for index, shapes in enumerate(trees) for tree in shapes)
+    return tuple(choices), tuple(draft.params for draft in drafts)

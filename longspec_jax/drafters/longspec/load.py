@@ -1,0 +1,116 @@
+"""A LongSpec draft, bound to its target and ready to use."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from longspec_jax.config import DEFAULT_TREE, DraftConfig, TargetConfig, TreeConfig
+from longspec_jax.drafters.draft import UsualTrees
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec.model import LongSpecParams
+from longspec_jax.drafters.longspec.options import LongSpecOptions
+from longspec_jax.drafters.vocabulary import check_vocabulary
+from longspec_jax.sharding import param_shardings
+
+
+@dataclass(frozen=True, eq=False)
+class LongSpecDraft:
+    """A draft layer and the tables it shares with its target."""
+
+    config: DraftConfig
+    params: LongSpecParams
+    name: str = "longspec"
+
+    @classmethod
+    def bind(
+        cls,
+        config: DraftConfig,
+        layer: Any,
+        target_params: Any,
+        *,
+        vocabulary: Any = None,
+        int8: bool = False,
+        mesh: Mesh | None = None,
+    ) -> "LongSpecDraft":
+        """A draft for a loaded target.
+
+        Args:
+          config: of the draft.
+          layer: parameters of :class:`~longspec_jax.drafters.longspec.model.LongSpecLayer`.
+          target_params: the target's parameters, whose embedding and LM head the draft reads.
+          vocabulary: ids of the tokens that it may propose, ``[v]``; all if absent.
+          int8: read the layer and a copy of the LM head in 8 bits.
+          mesh: what the parameters are spread over; one device if absent.
+        """
+        embedding = target_params["embedding"]
+        head = target_params.get("head", embedding)
+        params = LongSpecParams(layer, embedding, head)
+        if vocabulary is not None:
+            tokens = check_vocabulary(vocabulary, embedding.shape[0])
+            params = params.restricted(jnp.asarray(tokens))
+        if int8:
+            params = params.in_int8()
+        if mesh is not None and params.head is not head:
+            copied = {name: getattr(params, name) for name in ("layer", "head", "head_scale")}
+            shardings = param_shardings(mesh, copied)
+            params = replace(params, **jax.device_put(copied, shardings))
+        return cls(config, params)
+
+    @property
+    def own(self) -> Any:
+        """The layer, and the rows of a reduced or int8 head."""
+        return self.params.own
+
+    @property
+    def usual(self) -> UsualTrees:
+        """Chains and small trees where nodes cost; the paper's where they are nearly free."""
+        small = TreeConfig((1, 1, 1)), TreeConfig((1, 1)), TreeConfig((2, 2))
+        return UsualTrees(small, (TreeConfig((4, 4, 4)), DEFAULT_TREE), (DEFAULT_TREE,))
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise ValueError if it is no draft for this target."""
+        self.config.check_fits(target)
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> LongSpecDrafter:
+        """The drafter that grows this tree."""
+        return LongSpecDrafter(self.config, tree, attention)
+
+
+def load(
+    source: str | Path,
+    target: TargetConfig,
+    target_params: Any,
+    options: LongSpecOptions,
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> LongSpecDraft:
+    """Load a draft in the format of the LongSpec release.
+
+    Args:
+      source: a folder or hub id.
+      target: the configuration of its target.
+      target_params: the target's parameters.
+      options: what is chosen about it.
+      mesh: devices to spread it over; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      FileNotFoundError: if the draft, one of its files or its table of tokens is missing.
+      ValueError: if it does not belong to the target, or a file is damaged.
+    """
+    from longspec_jax.weights import hf
+    from longspec_jax.weights.draft_vocabulary import load_draft_vocabulary
+
+    vocabulary = None
+    if options.vocabulary is not None:
+        limits = target.vocab_size, options.vocabulary
+        vocabulary = load_draft_vocabulary(source, *limits, revision=revision)
+    config, layer = hf.load_draft(source, target, dtype=target.dtype, mesh=mesh, revision=revision)
+    return LongSpecDraft.bind(
+        config, layer, target_params, vocabulary=vocabulary, int8=options.int8, mesh=mesh
+    )

@@ -1,0 +1,15 @@
+"""What one may choose about a LongSpec draft; none of it changes a token."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LongSpecOptions:
+    """Both make the draft cheaper at every level of a tree."""
+
+    vocabulary: int | None = None
+    """How many tokens it may propose, the first of the table saved beside it; all if absent.
+
+    ``python -m train.vocabulary`` makes the table. A smaller LM head is faster and misses some."""
+    int8: bool = False
+    """Read its weights and a copy of the target's LM head in 8 bits: half the bytes."""

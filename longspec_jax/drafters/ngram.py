@@ -1,0 +1,185 @@
+"""Prompt lookup: what followed the last few tokens where they stood before in the same row.
+
+No weights, nothing to train, any target. Long prompts are quoted, code repeats its names, and a
+reasoning model repeats itself; there a continuation is found for the price of comparing the row's
+tokens with its last eight (Saxena, "Prompt Lookup Decoding", 2023). Several places may match: their
+continuations are merged into one tree, in which a path counts for more the longer its context
+matched and the more places agree on it.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Bool, Float, Int
+
+from longspec_jax.axes import Array, Leaf, Lengths
+from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, View
+from longspec_jax.drafters.budget import within_budget
+from longspec_jax.drafters.draft import UsualTrees
+from longspec_jax.drafters.tree import Tree, grow, plant
+
+CONTEXT = 8
+"""Longest suffix that is compared."""
+RISE = 3.0
+"""How much more a place counts for every token more that matched."""
+
+
+@struct.dataclass
+class NgramState:
+    """The row's own tokens."""
+
+    tokens: Leaf
+    """``[B, S]`` int32: 4 bytes per slot of the cache, whose keys and values take thousands."""
+
+
+@dataclass(frozen=True)
+class NgramDrafter:
+    """Proposes the continuations of the earlier places that match the row's end best."""
+
+    tree: TreeConfig
+    name: str = field(default="ngram", init=False)
+    needs: Needs = field(default=Needs(), init=False)
+
+    def begin(self, params: Params, batch: int, capacity: int) -> NgramState:
+        """No tokens yet."""
+        return NgramState(jnp.zeros((batch, capacity), jnp.int32))
+
+    def extend(self, params: Params, state: NgramState, committed: Committed) -> NgramState:
+        """Write the tokens at their positions."""
+        offsets = jnp.arange(committed.tokens.shape[1])
+        positions = committed.start[:, None] + offsets
+        # Tokens beyond the count go to a slot that does not exist, and are dropped.
+        slots = jnp.where(offsets < committed.count[:, None], positions, state.tokens.shape[1])
+        write = jax.vmap(lambda row, at, fresh: row.at[at].set(fresh, mode="drop"))
+        return NgramState(write(state.tokens, slots, committed.tokens))
+
+    def propose(self, params: Params, state: NgramState, view: View, beliefs: Beliefs) -> Tree:
+        """The tree of the best places' continuations."""
+        tree = plant(view.pending, self.tree)
+        if not self.tree.widths:
+            return tree
+        rows = jnp.arange(view.pending.shape[0])
+        text = state.tokens.at[rows, view.position].set(view.pending, mode="drop")
+        matched = match_lengths(text, view.position)
+        places, confidence = _best_places(matched, max(self.tree.widths))
+        continuations = _continuations(text, places, view.position, self.tree.num_levels)
+        return _merged(tree, self.tree, continuations, confidence)
+
+
+@dataclass(frozen=True)
+class NgramOptions:
+    """There are none."""
+
+
+@dataclass(frozen=True)
+class NgramDraft:
+    """Prompt lookup as a draft: it needs nothing of the target, and fits all."""
+
+    options: NgramOptions = NgramOptions()
+    name: str = field(default="ngram", init=False)
+    params: tuple[()] = field(default=(), init=False)
+    own: tuple[()] = field(default=(), init=False)
+
+    @property
+    def usual(self) -> UsualTrees:
+        """Several continuations, of which few nodes are verified where nodes cost."""
+        few, some, many = (TreeConfig((4,) * 6, budget) for budget in (4, 8, 16))
+        return UsualTrees((some, few), (many,), (TreeConfig((8,) * 8, 64),))
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """It fits every target."""
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> NgramDrafter:
+        """The drafter that fills this tree."""
+        return NgramDrafter(tree)
+
+
+def match_lengths(text: Int[Array, "B S"], last: Lengths) -> Int[Array, "B S"]:
+    """How many tokens up to every position equal those up to ``last[b]``, at most :data:`CONTEXT`.
+
+    Args:
+      text: tokens of each row; garbage behind ``last[b]``.
+      last: position of each row's last token.
+
+    Returns:
+      The length of the match that ends at each position; 0 from ``last[b]`` on.
+    """
+    slot = jnp.arange(text.shape[1])
+    alive = slot < last[:, None]
+    length = jnp.zeros(text.shape, jnp.int32)
+    for back in range(CONTEXT):
+        # A token that lies ``back`` before each position; before the first there is none.
+        earlier = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)[:, : text.shape[1]]
+        wanted = jnp.take_along_axis(text, jnp.maximum(last - back, 0)[:, None], axis=1)
+        alive &= (earlier == wanted) & (slot >= back)
+        length += alive
+    return length
+
+
+def _best_places(
+    matched: Int[Array, "B S"], count: int
+) -> tuple[Int[Array, "B C"], Float[Array, "B C"]]:
+    """The places with the longest matches, the latest first, and how far each is trusted."""
+    slots = matched.shape[1]
+    _, places = jax.lax.top_k(matched * slots + jnp.arange(slots), count)
+    length = jnp.take_along_axis(matched, places, axis=1)
+    return places, length.astype(jnp.float32)
+
+
+def _continuations(
+    text: Int[Array, "B S"], places: Int[Array, "B C"], last: Lengths, levels: int
+) -> Int[Array, "B C levels"]:
+    """The tokens behind every place; where none are written yet, the period before them again."""
+    period = jnp.maximum(last[:, None] - places, 1)
+    steps = jnp.arange(levels) % period[:, :, None]
+    behind = (places + 1)[:, :, None] + steps
+    return jax.vmap(lambda row, at: row[at])(text, behind)
+
+
+def _merged(
+    tree: Tree,
+    shape: TreeConfig,
+    continuations: Int[Array, "B C levels"],
+    matched: Float[Array, "B C"],
+) -> Tree:
+    """The trie of the continuations, of each level its best nodes.
+
+    A node's score is the trust in all places that agree on its path. One that repeats another,
+    or has no parent in the tree, is no node: it gets no parent, and no walk comes to it.
+    """
+    batch, places = matched.shape
+    found = matched > 0
+    # A place is worth more the longer it matched, and is trusted for less with every step.
+    trust = jnp.where(found, RISE**matched, 0.0)
+    fading = matched / (matched + 1)
+    same = jnp.ones((batch, places, places), bool)
+    node = jnp.zeros((batch, places), jnp.int32)
+    alive, first, parents, totals = found, 1, [jnp.full((batch, 1), -1)], []
+    for depth, width in enumerate(shape.widths):
+        token = continuations[:, :, depth]
+        same &= token[:, :, None] == token[:, None, :]
+        trust = trust * fading
+        agreed = jnp.where(same, trust[:, None, :], 0.0).sum(axis=2)
+        score = jnp.where(alive & _is_first(same), jnp.log(agreed), -jnp.inf)
+        total, chosen = jax.lax.top_k(score, width)
+        kept = jnp.isfinite(total)
+        above = jnp.take_along_axis(node, chosen, axis=1)
+        tree = grow(tree, first, jnp.take_along_axis(token, chosen, axis=1), above)
+        parents.append(jnp.where(kept, above, -1))
+        totals.append(total)
+        # Every place goes on from the node that holds its path so far.
+        joined = jnp.take_along_axis(same, chosen[:, :, None], axis=1) & kept[:, :, None]
+        alive = joined.any(axis=1)
+        node = first + jnp.argmax(joined, axis=1).astype(jnp.int32)
+        first += width
+    tree = replace(tree, parents=jnp.concatenate(parents, axis=1).astype(jnp.int32))
+    return within_budget(tree, totals, shape)
+
+
+def _is_first(same: Bool[Array, "B C C"]) -> Bool[Array, "B C"]:
+    """Whether no earlier place has the same path."""
+    places = jnp.arange(same.shape[1])
+    return jnp.argmax(same, axis=2) == places

@@ -1,0 +1,86 @@
+"""From a name or a folder to a loaded draft, whatever its kind."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from longspec_jax.checks import shown
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.draft import Draft
+from longspec_jax.drafters.kinds import ARCHITECTURES, LONGSPEC, NAMED, Kind, is_name
+
+
+def load_draft(
+    source: str | Path,
+    target: TargetConfig,
+    target_params: Any,
+    options: Mapping[str, Any],
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> Draft:
+    """Load a draft of any kind.
+
+    Args:
+      source: the name of a kind without weights, or a folder or hub id.
+      target: the configuration of its target.
+      target_params: the target's parameters.
+      options: of its kind, by name.
+      mesh: devices to spread it over; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      FileNotFoundError: if there is no such draft, or one of its files is missing.
+      ValueError: if an option is not its kind's, or the draft does not belong to the target.
+    """
+    if is_name(source):
+        kind = NAMED[str(source)]
+        return kind.make(options_of(kind, options, str(source)))
+    from longspec_jax.weights.hub import local_folder
+    from longspec_jax.weights.raw import read_json
+
+    folder = local_folder(source, revision)
+    names = read_json(folder / "config.json").texts("architectures")
+    kind = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), LONGSPEC)
+    chosen = options_of(kind, options, str(source))
+    return kind.make(source, target, target_params, chosen, mesh=mesh, revision=revision)
+
+
+def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
+    """The options of a kind, checked.
+
+    Args:
+      kind: of the draft.
+      values: by name.
+      draft: what it was named by, for the message.
+
+    Raises:
+      ValueError: for an option it does not have, or a value of another type.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind.options_type)}
+    for name, value in values.items():
+        if name not in fields:
+            known = ", ".join(fields) or "none"
+            raise ValueError(
+                f"draft_options: {shown(name)} is no option of {draft}; it has {known}"
+            )
+        if not _is_of_type(value, fields[name].type):
+            raise ValueError(
+                f"draft_options: {name}={shown(value)} must be {_in_words(fields[name].type)}"
+            )
+    return kind.options_type(**values)
+
+
+def _is_of_type(value: Any, wanted: Any) -> bool:
+    """Whether a value is of a type; a truth value is no number."""
+    if isinstance(value, bool):
+        return wanted is bool
+    return isinstance(value, wanted) or (wanted is float and isinstance(value, int))
+
+
+def _in_words(wanted: Any) -> str:
+    words = {bool: "True or False", int: "a whole number", float: "a number"}
+    return words.get(wanted, "a whole number, or left out")
