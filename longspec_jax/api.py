@@ -7,6 +7,7 @@
 The output depends on target, prompt, options and seed. Draft and tree change the speed alone.
 """
 
+import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -481,7 +482,8 @@ class LongSpec:
         if self.mesh is None or params.head is head:
             return params
         copied = {name: getattr(params, name) for name in ("layer", "head", "head_scale")}
-        return params.replace(**jax.device_put(copied, param_shardings(self.mesh, copied)))
+        placed = jax.device_put(copied, param_shardings(self.mesh, copied))
+        return dataclasses.replace(params, **placed)
 
     def _plan(self, rows: int, shape: Shape, drafters: Sequence[Drafter], draft: Any) -> MemoryPlan:
         """Bytes of a call, from shapes alone."""
