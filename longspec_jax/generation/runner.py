@@ -171,8 +171,7 @@ def state_for(job: Job, state: SpecState) -> SpecState:
     """A prefilled state for another job of the same call, whose tree is no taller; shares arrays.
 
     Prefill does not depend on the tree, nor but for its own state on the drafter: what it computed
-      for
-    one serves all.
+    for one serves all.
     """
     height = room(job.drafter.tree.num_levels)
     emitted = state.output.shape[1] - state.histogram.shape[1] + height
