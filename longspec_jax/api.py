@@ -186,8 +186,7 @@ class LongSpec:
         """The small target and draft that come with the package; options as above.
 
         Its dtype is float32 unless another is asked for: a model this small gains nothing from
-          less, and
-        its output is then that of plain decoding on every device.
+        less, and its output is then that of plain decoding on every device.
         """
         if not (DEMO / "target").is_dir():
             raise FileNotFoundError(
@@ -218,8 +217,7 @@ class LongSpec:
           generation_config: a transformers ``GenerationConfig``; keyword arguments win over it.
           tree: shape of the draft trees, ``PLAIN`` for plain decoding; the object's own if absent,
             and without one the fastest on this machine: a few are timed the first time that this
-              model
-            decodes here, and the figures kept (:mod:`longspec_jax.generation.fit`).
+            model decodes here, and the figures kept (:mod:`longspec_jax.generation.fit`).
           adaptive: choose among this tree, a smaller one and plain decoding as the run goes, by the
             tokens per second that each turns out to emit. A draft that does not help then costs
             next to nothing. Off unless asked for: it compiles several programs instead of one, and

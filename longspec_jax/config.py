@@ -160,7 +160,7 @@ class TreeConfig:
 
     ``(4, 16, 16, 16, 16)`` is the paper's tree, ``(1, 1, 1, 1)`` a chain of four, and ``()`` the
     empty tree: plain decoding. :meth:`parse` reads what ``str`` writes, such as
-      ``4,16,16,16,16@64``.
+    ``4,16,16,16,16@64``.
     """
 
     widths: tuple[int, ...] = (4, 16, 16, 16, 16)

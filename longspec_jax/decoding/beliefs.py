@@ -1,5 +1,7 @@
 """What drafters are told of a round's draws: the same noise that the target's draws will use."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -39,9 +41,9 @@ class RoundBeliefs:
         """The same for logits of these tokens alone."""
         if not self.sampling.stochastic:
             return self
-        return self.replace(noise=jnp.take(self.noise, tokens, axis=2))  # type: ignore[attr-defined]
+        return dataclasses.replace(self, noise=jnp.take(self.noise, tokens, axis=2))
 
     def after(self, steps: Lengths, levels: int) -> "RoundBeliefs":
         """The same for nodes below ``steps[b]`` more tokens, down to so many levels."""
         cut = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, levels + 1, axis=0))
-        return self.replace(noise=cut(self.noise, steps))  # type: ignore[attr-defined]
+        return dataclasses.replace(self, noise=cut(self.noise, steps))

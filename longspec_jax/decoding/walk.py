@@ -22,7 +22,8 @@ class Walk(NamedTuple):
     """Tree nodes on the path, root first; entries beyond the count repeat the last node."""
     tokens: Int[Array, "B h"]
     """The target's draw at each node of the path: accepted tokens, then the bonus."""
-    count: Int[Array, " B"]
+    # tuple.count is not missed.
+    count: Int[Array, " B"]  # pyright: ignore[reportIncompatibleMethodOverride]
     """Tokens emitted, bonus included: 1 to levels + 1."""
 
 

@@ -73,7 +73,8 @@ class Committed(NamedTuple):
     """Garbage from ``count[b]`` on."""
     start: Lengths
     """Position of each row's first token."""
-    count: Lengths
+    # tuple.count is not missed.
+    count: Lengths  # pyright: ignore[reportIncompatibleMethodOverride]
     """How many of the tokens joined; 0 for a row that did not advance."""
     features: Features = Features()
 

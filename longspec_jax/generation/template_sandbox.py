@@ -63,8 +63,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
     Raises:
       jinja2.TemplateError: for what jinja2 cannot read or render, for what the template raises
-      itself,
-        and, as a ``TooCostlyError``, for one that is stopped.
+        itself, and, as a ``TooCostlyError``, for one that is stopped.
     """
     token = _USED.set(_Used(time.monotonic() + SECONDS))
     try:

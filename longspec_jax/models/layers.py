@@ -169,8 +169,7 @@ def rotary_frequencies(head_width: int, theta: float, scaling: RopeScaling) -> n
     """Radians per position of every rotated pair, float32 ``[H / 2]``, scaling applied.
 
     Rounded to float32 after every step, as in torch, with which the models were trained: at
-      position
-    100000 a last-bit difference in a frequency is already visible in the angle.
+    position 100000 a last-bit difference in a frequency is already visible in the angle.
     """
     exponents = np.arange(0, head_width, 2, dtype=np.float32) / np.float32(head_width)
     # The float32 power of NumPy is off by one bit for a fifth of the frequencies, torch's rarely:

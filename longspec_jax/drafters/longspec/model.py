@@ -5,6 +5,7 @@ x += mlp(norm(x))``, on the target's token embeddings, read by the target's LM h
 norm. Self-attention comes first, so its keys and values depend on (token, position) alone.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -125,9 +126,7 @@ class LongSpecParams:
         """
         rows = jnp.take(self.head, vocabulary, axis=0)
         scale = None if self.head_scale is None else jnp.take(self.head_scale, vocabulary)
-        return self.replace(  # type: ignore[attr-defined]
-            head=rows, vocabulary=vocabulary, head_scale=scale
-        )
+        return dataclasses.replace(self, head=rows, vocabulary=vocabulary, head_scale=scale)
 
     def in_int8(self) -> "LongSpecParams":
         """Read copies of the layer's products and of the head in 8 bits; the target keeps its own.
@@ -139,7 +138,7 @@ class LongSpecParams:
             raise ValueError("the draft is in 8 bits already; call in_int8 once")
         rows, scale = round_rows(self.head)
         layer = _rounded(self.layer)
-        return self.replace(layer=layer, head=rows, head_scale=scale)  # type: ignore[attr-defined]
+        return dataclasses.replace(self, layer=layer, head=rows, head_scale=scale)
 
     @property
     def int8(self) -> bool:

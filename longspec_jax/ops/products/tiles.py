@@ -31,8 +31,7 @@ def product_tile(
     """Choose the tile of the skinny product kernel; None where XLA's product is as good.
 
     As many programs as there are multiprocessors, or a little fewer: 86 of them read nearly as fast
-      as
-    132, and a second wave starts anew. Narrow strips are the slower ones, 64 columns a row of
+    as 132, and a second wave starts anew. Narrow strips are the slower ones, 64 columns a row of
     them (128 bytes) at the least.
 
     Args:
