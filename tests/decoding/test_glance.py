@@ -47,11 +47,10 @@ def setting() -> Setting:
     params, random = random_target(CONFIG), np.random.default_rng(3)
     tokens = random.integers(0, CONFIG.vocab_size, (3, 20)).astype(np.int32)
     cache, found, last = TARGET.allocate(3, 32), [], jnp.zeros(3, jnp.int32)
+    run_chunk = jax.jit(partial(TARGET.prefill_chunk, needs=NEEDS))
     for offset in range(0, 20, CHUNK):
         chunk = jnp.asarray(tokens[:, offset : offset + CHUNK])
-        _, cache, features = TARGET.prefill_chunk(
-            params, cache, chunk, jnp.int32(offset), last, NEEDS
-        )
+        _, cache, features = run_chunk(params, cache, chunk, jnp.int32(offset), last)
         found.append(features)
     features = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *found)
     nodes = jnp.asarray(random.integers(0, CONFIG.vocab_size, (3, 7)), jnp.int32)
@@ -63,17 +62,28 @@ def setting() -> Setting:
 def dense(
     params: Any, tokens: np.ndarray, positions: np.ndarray, mask: np.ndarray
 ) -> tuple[jax.Array, Features]:
-    """Logits and features of one row's text."""
+    """Logits and features of one row's text, padded so that all are one program."""
+    length, padded = len(tokens), np.eye(32, dtype=bool)
+    padded[:length, :length] = mask
+    pad = (0, 32 - length)
+    found = _dense(params, np.pad(tokens, pad)[None], np.pad(positions, pad)[None], padded[None])
+    return jax.tree.map(lambda f: f[0, :length], found)
+
+
+@jax.jit
+def _dense(
+    params: Any, tokens: jax.Array, positions: jax.Array, mask: jax.Array
+) -> tuple[jax.Array, Features]:
     queries = {}
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         queries[layer] = q
-        return tree_attention(q, Fresh(k, v, jnp.asarray(mask)[None])).out
+        return tree_attention(q, Fresh(k, v, mask)).out
 
     model, variables = Target(CONFIG), {"params": params}
-    output: Any = model.apply(variables, tokens[None], positions[None], attend, keep=NEEDS.hidden)
+    output: Any = model.apply(variables, tokens, positions, attend, keep=NEEDS.hidden)
     logits: Any = model.apply(variables, output.hidden, method="unembed")
-    return logits[0], Features(output.kept, {layer: queries[layer] for layer in NEEDS.queries})
+    return logits, Features(output.kept, {layer: queries[layer] for layer in NEEDS.queries})
 
 
 def expected(
@@ -85,8 +95,8 @@ def expected(
     mask[length:, :length], mask[length:, length:] = selected[:length], own
     tokens = np.concatenate([setting.tokens[row, :length], setting.nodes[row, :fresh]])
     positions = np.concatenate([np.arange(length), length + depths])
-    logits, features = dense(setting.params, tokens, positions, mask)
-    return logits[length:], jax.tree.map(lambda f: f[:, length:], features)
+    found = dense(setting.params, tokens, positions, mask)
+    return jax.tree.map(lambda f: f[length:], found)
 
 
 def chosen(selection: Selection, row: int) -> np.ndarray:
@@ -133,7 +143,7 @@ def test_a_glance_sees_what_is_selected_and_no_more(
     for row in range(3):
         logits, features = expected(setting, row, chosen(spans, row), DEPTHS, MASK)
         assert relative_error(found.logits[row], logits) == close(0)
-        mine = jax.tree.map(lambda f, row=row: f[row : row + 1], found.features)
+        mine = jax.tree.map(lambda f, row=row: f[row], found.features)
         assert jax.tree.all(jax.tree.map(lambda a, b: relative_error(a, b) < 1e-5, mine, features))
     everything, _ = expected(setting, 0, np.ones(32, bool), DEPTHS, MASK)
     assert relative_error(found.logits[0], everything) > 0.01  # So the selection matters.
@@ -201,7 +211,7 @@ def test_what_is_asked_for_is_found_and_nothing_else(setting: Setting) -> None:
         positions, mask = np.arange(length), np.tri(length, dtype=bool)
         _, features = dense(setting.params, setting.tokens[row, :length], positions, mask)
         assert set(setting.features.hidden) == {0, 1} and set(setting.features.queries) == {1}
-        mine = jax.tree.map(lambda f, row=row, n=length: f[row : row + 1, :n], setting.features)
+        mine = jax.tree.map(lambda f, row=row, n=length: f[row, :n], setting.features)
         assert jax.tree.all(jax.tree.map(lambda a, b: relative_error(a, b) < 1e-5, mine, features))
     spans = SinksAndRecent(2, 4)(setting.view.length)
     found = glance(setting, setting.view, spans, NOTHING)

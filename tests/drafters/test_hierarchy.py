@@ -16,6 +16,8 @@ from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.selection import Selection, SinksAndRecent
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.drafters.tree import Tree
+from longspec_jax.models.target import Target
+from longspec_jax.ops.attention.reference import causal_attention
 from tests.decoding.test_lossless import (
     CONFIG,
     DRAFT_TABLES,
@@ -147,9 +149,6 @@ class Diarist:
 
 def test_the_inner_drafter_is_told_of_the_chain_and_forgets_it() -> None:
     """Tokens, hidden states and queries of prompt and chain are those of one plain pass."""
-    from longspec_jax.models.target import Target
-    from longspec_jax.ops.attention.reference import causal_attention
-
     inner = Diarist()
     drafter, target = Hierarchy(inner, ALL, rounds=3), CachedTarget(CONFIG)
     params, tokens = Params(random_target(CONFIG), None), prompts(CONFIG.vocab_size)
@@ -169,28 +168,36 @@ def test_the_inner_drafter_is_told_of_the_chain_and_forgets_it() -> None:
 
     tree, seen = propose()
     last = seen[-1]
-    model, variables = Target(CONFIG), {"params": params.target}
     positions = [np.asarray(position) for _, _, position in seen]
     assert (positions[2] > positions[1]).all() and (positions[1] > positions[0]).all()
-    assert len({int(n) for n in positions[2] - LENGTHS}) > 1  # Rows advance differently.
-    for row, length in enumerate(LENGTHS):
-        end = int(last[2][row])
+    assert len({*(positions[2] - LENGTHS)}) > 1  # Rows advance differently.
+    text = np.zeros((3, 32), np.int32)
+    for row, (length, end) in enumerate(zip(LENGTHS, positions[2], strict=True)):
         chain = np.asarray(tree.tokens)[row, : end - length + 1]
         assert chain[-1] == last[1][row]
-        text = np.concatenate([tokens[row, :length], chain[:-1]])
-        queries = {}
-
-        def attend(layer, q, k, v, queries=queries):
-            queries[layer] = q
-            return causal_attention(q, k, v)
-
-        output: Any = model.apply(variables, text[None], np.arange(end)[None], attend, keep=(1,))
+        text[row, :end] = [*tokens[row, :length], *chain[:-1]]
+    hidden, queries = plain_pass(params.target, text)
+    for row, end in enumerate(positions[2]):
         told = [np.asarray(page)[row, : end + 3] for page in last[0]]
-        np.testing.assert_array_equal(told[0], [*text, -1, -1, -1])
-        np.testing.assert_allclose(told[1][:end], output.kept[1][0], rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(told[2][:end], queries[0][0], rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(told[0], [*text[row, :end], -1, -1, -1])
+        np.testing.assert_allclose(told[1][:end], hidden[row, :end], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(told[2][:end], queries[row, :end], rtol=1e-4, atol=1e-4)
         # The drafter's own state still ends with the prompt.
-        assert (np.asarray(state.draft[0])[row, length:] == -1).all()
+        assert (np.asarray(state.draft[0])[row, LENGTHS[row] :] == -1).all()
+
+
+@jax.jit
+def plain_pass(params: Any, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Hidden states after layer 1 and queries of layer 0, of one causal pass."""
+    queries = {}
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        queries[layer] = q
+        return causal_attention(q, k, v)
+
+    positions = jnp.broadcast_to(jnp.arange(text.shape[1]), text.shape)
+    output: Any = Target(CONFIG).apply({"params": params}, text, positions, attend, keep=(1,))
+    return output.kept[1], queries[0]
 
 
 @pytest.mark.parametrize("rounds", [0, 11])
