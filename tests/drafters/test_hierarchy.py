@@ -10,6 +10,7 @@ import pytest
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.engine import prefill, propose_tree, round_beliefs
+from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
 from longspec_jax.drafters.hierarchy import Hierarchy
@@ -25,6 +26,7 @@ from tests.decoding.test_lossless import (
     MAX_EMITTED,
     TABLE,
     VOCABULARY,
+    assert_same,
     generate,
     prompts,
 )
@@ -212,3 +214,17 @@ def test_it_is_a_drafter_with_the_needs_and_the_state_of_the_inner_one() -> None
     assert isinstance(drafter, Drafter) and drafter.needs == inner.needs
     pages = [drafter.begin(Params(None, None), 2, 7), inner.begin(Params(None, None), 2, 7)]
     assert jax.tree.map(jnp.shape, pages[0]) == jax.tree.map(jnp.shape, pages[1])
+
+
+def test_logits_that_are_not_finite_end_a_row_as_they_end_plain_decoding() -> None:
+    """They draw a token that is none, which must not become a candidate."""
+    target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
+    params = Params(TABLE.at[::9].set(jnp.nan), None)
+    plain, _ = generate(target, NoDraft(), params, tokens, LENGTHS, GREEDY)
+    rows, state = generate(
+        target, Hierarchy(NoDraft(), ALL, rounds=4), params, tokens, LENGTHS, GREEDY
+    )
+    assert any(row[-1] == NO_TOKEN for row in plain)
+    assert_same(rows, plain)
+    for b, row in enumerate(rows):
+        assert not np.asarray(state.drafted)[b, : len(row)][row == NO_TOKEN].any()
