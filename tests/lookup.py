@@ -57,7 +57,8 @@ class LookupTarget:
         slot = jnp.arange(cache.capacity)[None, None]
         inside = (slot >= selection.start[:, :, None]) & (slot < selection.stop[:, :, None])
         # Span by span, as attention goes: what lies in two of them would count twice.
-        past = sum(self._history(cache, inside[:, span]) for span in range(selection.spans))
+        spans = range(selection.spans)
+        past = jnp.stack([self._history(cache, inside[:, span]) for span in spans]).sum(axis=0)
         # The hash of a token and its position takes the place of keys and values.
         hashed = token_hash(tokens, positions)[:, :, None, None].astype(jnp.float32)
         rows = fresh.keys[0].at[:, at : at + tokens.shape[1]].set(hashed)

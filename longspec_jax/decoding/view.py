@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -63,15 +64,15 @@ class CacheView:
         needs: Needs = NOTHING,
     ) -> Glance:
         """Run the target over tokens that see a selection of the cache, and fresh tokens."""
-        rows = self.params, self.cache, tokens, positions, selection
+        run = partial(
+            self.target.glance, self.params, self.cache, tokens, positions, selection, needs=needs
+        )
         if self.between is None:
-            return self.target.glance(*rows, fresh, mask, at, needs)
+            return run(fresh, mask, at)
         before = self.between.there.shape[1]
         shape = (*tokens.shape, before)
         mask = jnp.concatenate([jnp.broadcast_to(self.between.there[:, None], shape), mask], axis=2)
-        glance = self.target.glance(
-            *rows, _joined(self.between.rows, fresh), mask, before + at, needs
-        )
+        glance = run(_joined(self.between.rows, fresh), mask, before + at)
         fresh = jax.tree.map(lambda row: row[:, before:], glance.fresh)
         return glance._replace(fresh=fresh)
 

@@ -77,9 +77,9 @@ class Hierarchy:
         Rows accept different numbers of tokens, so each is written at an offset of its own. What a
         row lacks at the end of the chain is garbage: a candidate like others.
         """
-        height, rows = self._height, view.pending.shape[0]
-        count = jnp.zeros((rows,), jnp.int32)
-        tokens = jnp.zeros((rows, self.rounds * height), jnp.int32)
+        height, batch = self._height, view.pending.shape[0]
+        count = jnp.zeros((batch,), jnp.int32)
+        tokens = jnp.zeros((batch, self.rounds * height), jnp.int32)
         past = view.uncommitted((self.rounds - 1) * height)
         here = view
         for index in range(self.rounds):

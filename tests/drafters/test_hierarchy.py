@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.beliefs import RoundBeliefs
 from longspec_jax.decoding.engine import prefill, propose_tree, round_beliefs
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
+from longspec_jax.drafters.base import Beliefs, Drafter, Needs, NoDraft, Params, View
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.selection import Selection, SinksAndRecent
 from longspec_jax.drafters.streaming import StreamingDrafter
@@ -93,22 +94,20 @@ class Blind(SinksAndRecent):
         return Selection(nothing, nothing)
 
 
-@dataclass(frozen=True)
+class Stuck(RoundBeliefs):
+    """Its noise does not move on with the rounds."""
+
+    def after(self, steps: jax.Array, levels: int) -> RoundBeliefs:
+        return super().after(jnp.zeros_like(steps), levels)
+
+
 class Stale(Hierarchy):
     """Its rounds all use the noise of the first."""
 
-    def propose(self, params: Params, state: Any, view, beliefs) -> Tree:
-        @dataclass(frozen=True)
-        class Stuck:
-            honest: Any
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(self.honest, name)
-
-            def after(self, steps, levels):
-                return self.honest.after(jnp.zeros_like(steps), levels)
-
-        return super().propose(params, state, view, Stuck(beliefs))
+    def propose(self, params: Params, state: Any, view: View, beliefs: Beliefs) -> Tree:
+        assert isinstance(beliefs, RoundBeliefs)
+        stuck = Stuck(beliefs.noise, beliefs.sampling)
+        return super().propose(params, state, view, stuck)
 
 
 @pytest.mark.parametrize("broken", ["selection", "noise"])

@@ -64,7 +64,8 @@ class Overlapping(SinksAndRecent):
 class Misled(StreamingDrafter):
     """Its own positions are one too high."""
 
-    def propose(self, params, state, view, beliefs):
+    def propose(self, params, state, view: View, beliefs):
+        assert isinstance(view, CacheView)
         view = dataclasses.replace(view, position=view.position + 1)
         return super().propose(params, state, view, beliefs)
 
