@@ -56,7 +56,9 @@ class LookupTarget:
     def glance(self, params, cache, tokens, positions, selection, fresh, mask, at, needs=NOTHING):
         slot = jnp.arange(cache.capacity)[None, None]
         inside = (slot >= selection.start[:, :, None]) & (slot < selection.stop[:, :, None])
-        past = self._history(cache, inside.any(axis=1))
+        # Span by span, as attention goes: what lies in two of them would count twice.
+        spans = range(selection.spans)
+        past = jnp.stack([self._history(cache, inside[:, span]) for span in spans]).sum(axis=0)
         # The hash of a token and its position takes the place of keys and values.
         hashed = token_hash(tokens, positions)[:, :, None, None].astype(jnp.float32)
         rows = fresh.keys[0].at[:, at : at + tokens.shape[1]].set(hashed)

@@ -31,7 +31,7 @@ from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.decoding.walk import Walk, walk
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
-from longspec_jax.drafters.tree import Tree, node_depths
+from longspec_jax.drafters.tree import Tree, along, node_depths
 from longspec_jax.ops.attention.partitioned import spread_over
 
 Walker: TypeAlias = Callable[[Tree, Array, int], Walk]
@@ -348,8 +348,8 @@ def commit_walk(
     # No token is below -1, so this is the length; but it waits for the draws. Where a row has one
     # fresh slot, the compiler would append before it has read, and copy whole caches to be able to.
     end = jnp.maximum(length, -2 - walked.tokens[:, 0])
-    along = jax.tree.map(partial(_along, walked.path), verified.features)
-    committed = Committed(block, length, count, along)
+    features = jax.tree.map(partial(along, walked.path), verified.features)
+    committed = Committed(block, length, count, features)
     emit = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
     return SpecState(
         cache=cache_lib.commit(state.cache, verified.keys, verified.values, walked.path, end),
@@ -367,11 +367,6 @@ def commit_walk(
         rounds=state.rounds + (count > 0),
         histogram=state.histogram + ((column == accepted[:, None]) & (count > 0)[:, None]),
     )
-
-
-def _along(path: Int[Array, "B h"], feature: Array) -> Array:
-    """A feature ``[B, T, ...]`` of the nodes on the path."""
-    return jax.vmap(lambda nodes, row: row[nodes])(path, feature)
 
 
 def _trim(

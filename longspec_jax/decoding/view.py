@@ -2,9 +2,12 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from jaxtyping import Int
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeMask
 from longspec_jax.decoding.cache import KVCache
@@ -13,6 +16,14 @@ from longspec_jax.decoding.walk import Walk, walk
 from longspec_jax.drafters.base import NOTHING, Glance, Needs, Uncommitted
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.drafters.tree import Tree
+
+
+class Between(NamedTuple):
+    """Tokens behind the committed ones and before the pending one, which are not in the cache."""
+
+    rows: Uncommitted
+    there: Bool[Array, "B U"]
+    """Which of them exist in each row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +37,7 @@ class CacheView:
     pending: Int[Array, " B"]
     position: Lengths
     length: Lengths
+    between: Between | None = None
 
     @property
     def keys(self) -> tuple[CacheSlots, ...]:
@@ -52,14 +64,36 @@ class CacheView:
         needs: Needs = NOTHING,
     ) -> Glance:
         """Run the target over tokens that see a selection of the cache, and fresh tokens."""
-        return self.target.glance(
-            self.params, self.cache, tokens, positions, selection, fresh, mask, at, needs
+        run = partial(
+            self.target.glance, self.params, self.cache, tokens, positions, selection, needs=needs
         )
+        if self.between is None:
+            return run(fresh, mask, at)
+        before = self.between.there.shape[1]
+        shape = (*tokens.shape, before)
+        mask = jnp.concatenate([jnp.broadcast_to(self.between.there[:, None], shape), mask], axis=2)
+        glance = run(_joined(self.between.rows, fresh), mask, before + at)
+        fresh = jax.tree.map(lambda row: row[:, before:], glance.fresh)
+        return glance._replace(fresh=fresh)
 
     def walk(self, tree: Tree, draws: Int[Array, "B T"], levels: int) -> Walk:
         """The path that draws take through a tree of so many levels."""
         return walk(tree, draws, levels)
 
-    def ahead(self, pending: Int[Array, " B"], position: Lengths) -> "CacheView":
-        """The same cache, seen from a token further on."""
-        return dataclasses.replace(self, pending=pending, position=position)
+    def ahead(self, pending: Int[Array, " B"], steps: Lengths, past: Uncommitted) -> "CacheView":
+        """The same cache, seen from ``steps[b]`` tokens further on, which are not in it."""
+        there = jnp.arange(past.keys[0].shape[1]) < steps[:, None]
+        if self.between is not None:
+            there = jnp.concatenate([self.between.there, there], axis=1)
+            past = _joined(self.between.rows, past)
+        return dataclasses.replace(
+            self,
+            pending=pending,
+            position=self.position + steps,
+            between=Between(past, there),
+        )
+
+
+def _joined(first: Uncommitted, second: Uncommitted) -> Uncommitted:
+    """The tokens of both, one behind the other."""
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)

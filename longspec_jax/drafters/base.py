@@ -138,7 +138,6 @@ class View(Protocol):
         """Cache slots of each row that hold committed tokens.
 
         It is the position, unless a drafter has another go on from tokens that are not committed.
-
         """
         ...
 
@@ -183,8 +182,14 @@ class View(Protocol):
         """The path that draws take through a tree of so many levels."""
         ...
 
-    def ahead(self, pending: Int[Array, " B"], position: Lengths) -> "View":
-        """The same cache, seen from a token further on."""
+    def ahead(self, pending: Int[Array, " B"], steps: Lengths, past: Uncommitted) -> "View":
+        """The same cache, seen from ``steps[b]`` tokens further on, which are not in it.
+
+        Args:
+          pending: the token that stands there.
+          steps: how many tokens further on; the last pending token is the first of them.
+          past: their keys and values, garbage from ``steps[b]`` on. Every glance sees them.
+        """
         ...
 
 

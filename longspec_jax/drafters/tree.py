@@ -63,6 +63,21 @@ def grow(tree: Tree, first: int, tokens: Int[Array, "B w"], parents: Int[Array, 
     )
 
 
+def branch(pending: Int[Array, " B"], tokens: Int[Array, "B n"]) -> Tree:
+    """A single branch: below the pending token each of these follows the one before."""
+    rows, nodes = tokens.shape[0], tokens.shape[1] + 1
+    return Tree(
+        tokens=jnp.concatenate([pending[:, None], tokens], axis=1).astype(jnp.int32),
+        parents=jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32) - 1, (rows, nodes)),
+        mask=jnp.broadcast_to(jnp.tri(nodes, dtype=bool), (rows, nodes, nodes)),
+    )
+
+
+def along(path: Int[Array, "B h"], feature: Array) -> Array:
+    """A feature ``[B, T, ...]`` of the nodes on a path."""
+    return jax.vmap(lambda nodes, row: row[nodes])(path, feature)
+
+
 def node_depths(tree: Tree, config: TreeConfig) -> Int[Array, "#B T"]:
     """Depth of every node; one row for all where it is known beforehand.
 

@@ -13,8 +13,11 @@ from longspec_jax.decoding.ahead import one_round
 from longspec_jax.decoding.engine import Request, decode, prefill
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.selection import SinksAndRecent
+from longspec_jax.drafters.streaming import StreamingDrafter
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(num_layers=1)
@@ -27,11 +30,12 @@ def compiled_loop(
     *,
     way: str = "loop",
     plain: bool = False,
+    drafter: Drafter | None = None,
     config: TargetConfig = CONFIG,
 ) -> jax.stages.Compiled:
     """The decode loop for a cache of this capacity, a burst of it or a single round."""
     draft = DraftConfig.for_target(config, window=11)
-    target, drafter = CachedTarget(config), LongSpecDrafter(draft, TreeConfig((3, 2)))
+    target, drafter = CachedTarget(config), drafter or LongSpecDrafter(draft, TreeConfig((3, 2)))
     table = random_target(config)
     params = Params(table, draft_params(random_draft(draft), table))
     if plain:
@@ -83,6 +87,33 @@ def test_no_cache_sized_copy(batch: int, way: str, plain: bool) -> None:
     small, large = (compiled_loop(batch, size, way=way, plain=plain) for size in (2048, 4096))
     assert cache_sized(large.as_text(), batch, 4096) == []
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
+
+
+STREAMING = StreamingDrafter(TreeConfig((2, 1)), SinksAndRecent(3, 64))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "batch"),
+    [(STREAMING, 1), (STREAMING, 3), (Hierarchy(STREAMING, SinksAndRecent(3, 128)), 3)],
+    ids=["streaming-1", "streaming-3", "hierarchy-3"],
+)
+def test_partial_passes_of_the_target_copy_nothing(drafter: Drafter, batch: int) -> None:
+    """What they see of the cache is read where it lies."""
+    small, large = (compiled_loop(batch, size, drafter=drafter) for size in (2048, 4096))
+    assert cache_sized(large.as_text(), batch, 4096) == []
+    assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "drafter", [STREAMING, Hierarchy(STREAMING)], ids=["streaming", "hierarchy"]
+)
+def test_partial_passes_with_the_kernels_copy_nothing(drafter: Drafter, batch: int) -> None:
+    config = tiny_target_config(num_heads=6, head_width=64, dtype="bfloat16")
+    text = compiled_loop(batch, 8192, drafter=drafter, config=config).as_text()
+    assert "append_rows" in text and "prefix_attention" in text
+    assert cache_sized(text, batch, 8192, config) == []
 
 
 @pytest.mark.gpu

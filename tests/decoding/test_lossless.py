@@ -14,8 +14,11 @@ from longspec_jax.decoding.engine import Request, decode, prefill, room
 from longspec_jax.decoding.policy import Always
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Needs, NoDraft, Params
+from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
+from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.selection import SinksAndRecent
+from longspec_jax.drafters.streaming import StreamingDrafter
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 from tests.lookup import ConstantDrafter, LookupDrafter, LookupTarget, random_table
 
@@ -209,6 +212,33 @@ def test_streaming_and_the_device_loop_agree() -> None:
     assert all((after >= before).all() for before, after in zip(counts, counts[1:], strict=False))
 
 
+SHORT = SinksAndRecent(2, 5)
+"""Less than all but the shortest prompt."""
+MIXED = dict(temperature=(0.0, 0.7, 1.0))
+FILTERED = dict(temperature=(0.7, 1.0, 0.9), top_k=(0, 4, 5), top_p=(0.8, 1.0, 0.9))
+
+
+@pytest.mark.parametrize("sampled", [{}, MIXED, FILTERED], ids=["greedy", "mixed", "filtered"])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        StreamingDrafter(TreeConfig((3, 4, 2), budget=6), SHORT),
+        Hierarchy(LookupDrafter(TreeConfig((2, 3), budget=4)), SHORT, rounds=2),
+    ],
+    ids=["streaming", "hierarchy"],
+)
+def test_partial_passes_of_a_lookup_model_change_no_token(
+    drafter: Drafter, sampled: dict[str, Any]
+) -> None:
+    """Though what they draw is mostly wrong: one token that is not seen changes every logit."""
+    target, tokens, req = LookupTarget(VOCABULARY), prompts(VOCABULARY), request(**sampled)
+    plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
+    params = Params(TABLE, DRAFT_TABLES["near"])
+    rows, state = generate(target, drafter, params, tokens, LENGTHS, req)
+    assert_same(rows, plain)
+    assert 0 < int((state.emitted - 1 - state.rounds).sum()) < int(state.emitted.sum()) - 3
+
+
 CONFIG = tiny_target_config()
 WINDOW = 11  # Shorter than the prompts, so that the ring wraps.
 DRAFT = DraftConfig.for_target(CONFIG, window=WINDOW)
@@ -229,6 +259,24 @@ def test_transformers_are_drafter_invariant(models: Params, temperature: float) 
     for tree in (*TREES[:2], TreeConfig((4, 5, 3), budget=9)):
         rows, _ = generate(target, LongSpecDrafter(DRAFT, tree), models, tokens, LENGTHS, req)
         assert_same(rows, plain)
+
+
+PARTIAL = {
+    "streaming": StreamingDrafter(TreeConfig((3, 2)), SHORT),
+    "hierarchy": Hierarchy(LongSpecDrafter(DRAFT, TreeConfig((3, 2))), SHORT, rounds=2),
+}
+
+
+@pytest.mark.parametrize("sampled", [{}, MIXED], ids=["greedy", "mixed"])
+@pytest.mark.parametrize("drafter", PARTIAL.values(), ids=PARTIAL)
+def test_partial_passes_of_a_transformer_change_no_token(
+    models: Params, drafter: Drafter, sampled: dict[str, Any]
+) -> None:
+    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), request(**sampled)
+    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    rows, state = generate(target, drafter, models, tokens, LENGTHS, req)
+    assert_same(rows, plain)
+    assert int((state.emitted - 1 - state.rounds).sum()) > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -284,17 +332,30 @@ def test_a_draft_in_8_bits_changes_no_token(
         assert int((state.emitted - 1 - state.rounds).sum()) > 0
 
 
-def test_output_does_not_depend_on_chunk_capacity_or_neighbours(models: Params) -> None:
+@pytest.mark.parametrize(
+    "drafter",
+    [LongSpecDrafter(DRAFT, TREES[0]), Hierarchy(StreamingDrafter(TreeConfig((2,)), SHORT), SHORT)],
+    ids=["longspec", "hierarchy"],
+)
+def test_output_does_not_depend_on_chunk_capacity_or_neighbours(
+    models: Params, drafter: Drafter
+) -> None:
+    """Nor does what is accepted."""
     target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
-    drafter = LongSpecDrafter(DRAFT, TREES[0])
-    rows, _ = generate(target, drafter, models, tokens, LENGTHS, request(0.7))
+    rows, state = generate(target, drafter, models, tokens, LENGTHS, request(0.7))
     for capacity, chunk in ((128, 19), (640, 5)):
-        again, _ = generate(target, drafter, models, tokens, LENGTHS, request(0.7), capacity, chunk)
+        again, other = generate(
+            target, drafter, models, tokens, LENGTHS, request(0.7), capacity, chunk
+        )
         assert_same(again, rows)
+        np.testing.assert_array_equal(other.histogram, state.histogram)
     for b in range(3):
         alone = request(0.7, seeds=(5 + b,), stop=((-1,),), new=NEW[b : b + 1])
-        single, _ = generate(target, drafter, models, tokens[b : b + 1], LENGTHS[b : b + 1], alone)
+        single, other = generate(
+            target, drafter, models, tokens[b : b + 1], LENGTHS[b : b + 1], alone
+        )
         np.testing.assert_array_equal(single[0], rows[b])
+        np.testing.assert_array_equal(other.histogram[0], state.histogram[b])
     order = np.array([2, 0, 1])
     other, _ = generate(
         target,

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,8 +14,11 @@ from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.decoding.engine import Request, SpecState, decode, prefill
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.selection import SinksAndRecent
+from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.layer import (
     append_rows,
     append_rows_pallas,
@@ -53,9 +57,22 @@ def interpret_layer_ops(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(op, "decodes_on_ampere", lambda rows, dtype: True)
 
 
-def start(target: Any, draft: Any, attention: str | None = None) -> tuple[Any, ...]:
+def longspec(attention: str | None) -> Drafter:
+    """A draft model, which reads the last layer's cache."""
+    return LongSpecDrafter(DRAFT, TreeConfig((2,)), attention)
+
+
+def partial_passes(attention: str | None) -> Drafter:
+    """The target over spans of all layers' caches, behind a chain and a tree."""
+    inner = StreamingDrafter(TreeConfig((1,)), SinksAndRecent(1, 2))
+    return Hierarchy(inner, SinksAndRecent(2, 3), rounds=2)
+
+
+def start(
+    drafter: Callable[[str | None], Drafter], target: Any, draft: Any, attention: str | None = None
+) -> tuple[Any, ...]:
     """The arguments of the decode loop after prefill."""
-    models = CachedTarget(CONFIG, attention), LongSpecDrafter(DRAFT, TreeConfig((2,)), attention)
+    models = CachedTarget(CONFIG, attention), drafter(attention)
     params = Params(target, draft_params(draft, target))
     greedy = Sampling.greedy(2)
     request = Request(greedy, jnp.full((2, 1), -1), jnp.full(2, 9))
@@ -71,14 +88,17 @@ def largest_gathered(text: str) -> int:
     return max((int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes), default=0)
 
 
-def test_a_mesh_decodes_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafter", [longspec, partial_passes])
+def test_a_mesh_decodes_the_same_tokens(
+    drafter: Callable[[str | None], Drafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tables = random_target(CONFIG), random_draft(DRAFT)
-    expected: SpecState = decode(*start(*tables))
+    expected: SpecState = decode(*start(drafter, *tables))
     np.testing.assert_array_equal(expected.emitted, 9)
     interpret_layer_ops(monkeypatch)
     mesh = make_mesh(tp=2)
     shares = (jax.device_put(table, param_shardings(mesh, table)) for table in tables)
-    arguments = start(*shares, "interpret")
+    arguments = start(drafter, *shares, "interpret")
     cache = arguments[-1].cache.keys[0]
     assert cache.sharding.shard_shape(cache.shape)[1] == 1
     compiled = decode.lower(*arguments).compile()

@@ -1,0 +1,218 @@
+"""Passes of the target over a part of its cache, against one dense pass under a written-out mask.
+
+The reference runs the whole text at once: committed tokens see all before them, as when they were
+cached; the tokens of the partial pass see what was selected, and what their mask says.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.view import CacheView
+from longspec_jax.drafters.base import NOTHING, Features, Needs
+from longspec_jax.drafters.selection import Selection, SinksAndRecent
+from longspec_jax.models.target import Target
+from longspec_jax.ops.attention.operands import Fresh
+from longspec_jax.ops.attention.reference import tree_attention
+from tests.kit import TOLERANCE, random_target, relative_error, tiny_target_config
+
+CONFIG = tiny_target_config()
+TARGET = CachedTarget(CONFIG)
+LENGTHS = np.array([17, 6, 1], np.int32)
+CHUNK = 5
+NEEDS = Needs(hidden=(0, 1), queries=(1,))
+MASK = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], bool)
+"""A root, two children and a grandchild."""
+DEPTHS = np.array([0, 1, 1, 2])
+close = partial(pytest.approx, abs=TOLERANCE["float32"])
+
+
+class Setting(NamedTuple):
+    """Prompts in a cache, with what the target's passes over their chunks found."""
+
+    params: Any
+    tokens: np.ndarray
+    view: CacheView
+    features: Features
+    nodes: jax.Array
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    params, random = random_target(CONFIG), np.random.default_rng(3)
+    tokens = random.integers(0, CONFIG.vocab_size, (3, 20)).astype(np.int32)
+    cache, found, last = TARGET.allocate(3, 32), [], jnp.zeros(3, jnp.int32)
+    run_chunk = jax.jit(partial(TARGET.prefill_chunk, needs=NEEDS))
+    for offset in range(0, 20, CHUNK):
+        chunk = jnp.asarray(tokens[:, offset : offset + CHUNK])
+        _, cache, features = run_chunk(params, cache, chunk, jnp.int32(offset), last)
+        found.append(features)
+    features = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *found)
+    nodes = jnp.asarray(random.integers(0, CONFIG.vocab_size, (3, 7)), jnp.int32)
+    length = jnp.asarray(LENGTHS)
+    view = CacheView(TARGET, params, cache, nodes[:, 0], length, length)
+    return Setting(params, tokens, view, features, nodes)
+
+
+def dense(
+    params: Any, tokens: np.ndarray, positions: np.ndarray, mask: np.ndarray
+) -> tuple[jax.Array, Features]:
+    """Logits and features of one row's text, padded so that all are one program."""
+    length, padded = len(tokens), np.eye(32, dtype=bool)
+    padded[:length, :length] = mask
+    pad = (0, 32 - length)
+    found = _dense(params, np.pad(tokens, pad)[None], np.pad(positions, pad)[None], padded[None])
+    return jax.tree.map(lambda f: f[0, :length], found)
+
+
+@jax.jit
+def _dense(
+    params: Any, tokens: jax.Array, positions: jax.Array, mask: jax.Array
+) -> tuple[jax.Array, Features]:
+    queries = {}
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        queries[layer] = q
+        return tree_attention(q, Fresh(k, v, mask)).out
+
+    model, variables = Target(CONFIG), {"params": params}
+    output: Any = model.apply(variables, tokens, positions, attend, keep=NEEDS.hidden)
+    logits: Any = model.apply(variables, output.hidden, method="unembed")
+    return logits, Features(output.kept, {layer: queries[layer] for layer in NEEDS.queries})
+
+
+def expected(
+    setting: Setting, row: int, selected: np.ndarray, depths: np.ndarray, own: np.ndarray
+) -> tuple[jax.Array, Features]:
+    """What the nodes of a row find, if of its prompt they see the selected slots."""
+    length, fresh = int(LENGTHS[row]), len(depths)
+    mask = np.tri(length + fresh, dtype=bool)
+    mask[length:, :length], mask[length:, length:] = selected[:length], own
+    tokens = np.concatenate([setting.tokens[row, :length], setting.nodes[row, :fresh]])
+    positions = np.concatenate([np.arange(length), length + depths])
+    found = dense(setting.params, tokens, positions, mask)
+    return jax.tree.map(lambda f: f[length:], found)
+
+
+def chosen(selection: Selection, row: int) -> np.ndarray:
+    """The slots of a row that are selected."""
+    slot = np.arange(32)[:, None]
+    return ((slot >= selection.start[row]) & (slot < selection.stop[row])).any(axis=1)
+
+
+def glance(setting: Setting, view: CacheView, selection: Selection, needs: Needs = NEEDS):
+    """The tree of ``MASK`` below the pending tokens, in one pass."""
+    return view.glance(
+        setting.nodes[:, :4],
+        view.position[:, None] + DEPTHS,
+        selection,
+        view.uncommitted(4),
+        jnp.broadcast_to(MASK, (3, 4, 4)),
+        0,
+        needs,
+    )
+
+
+def test_a_glance_at_everything_is_a_verification(setting: Setting) -> None:
+    view = setting.view
+    found = glance(setting, view, SinksAndRecent(3, 100)(view.length))
+    verified = TARGET.verify(
+        *(setting.params, view.cache, setting.nodes[:, :4], view.position[:, None] + DEPTHS),
+        *(jnp.broadcast_to(MASK, (3, 4, 4)), view.length, NEEDS),
+    )
+    assert relative_error(found.logits, verified.logits) == close(0)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        (found.fresh, found.features),
+        (type(found.fresh)(verified.keys, verified.values), verified.features),
+    )
+
+
+@pytest.mark.parametrize("selection", [SinksAndRecent(2, 4), SinksAndRecent(0, 3)], ids=str)
+def test_a_glance_sees_what_is_selected_and_no_more(
+    setting: Setting, selection: SinksAndRecent
+) -> None:
+    """In rows that are longer than the selection, about as long, and shorter."""
+    spans = selection(setting.view.length)
+    found = glance(setting, setting.view, spans)
+    for row in range(3):
+        logits, features = expected(setting, row, chosen(spans, row), DEPTHS, MASK)
+        assert relative_error(found.logits[row], logits) == close(0)
+        mine = jax.tree.map(lambda f, row=row: f[row], found.features)
+        assert jax.tree.all(jax.tree.map(lambda a, b: relative_error(a, b) < 1e-5, mine, features))
+    everything, _ = expected(setting, 0, np.ones(32, bool), DEPTHS, MASK)
+    assert relative_error(found.logits[0], everything) > 0.01  # So the selection matters.
+
+
+def test_the_spans_of_a_selection_may_be_several(setting: Setting) -> None:
+    """An empty one among them."""
+    start = jnp.array([[0, 4, 9], [1, 1, 5], [0, 0, 0]])
+    spans = Selection(start, jnp.array([[2, 5, 14], [1, 3, 6], [1, 0, 0]]))
+    found = glance(setting, setting.view, spans)
+    for row in range(3):
+        logits, _ = expected(setting, row, chosen(spans, row), DEPTHS, MASK)
+        assert relative_error(found.logits[row], logits) == close(0)
+
+
+def test_levels_that_are_run_one_by_one_are_one_tree(setting: Setting) -> None:
+    view, spans = setting.view, SinksAndRecent(2, 4)(setting.view.length)
+    fresh, logits = view.uncommitted(4), []
+    for level in (slice(0, 1), slice(1, 3), slice(3, 4)):
+        mask = jnp.broadcast_to(MASK[level], (3, *MASK[level].shape))
+        positions = view.position[:, None] + DEPTHS[level]
+        tokens = setting.nodes[:, level]
+        found = view.glance(tokens, positions, spans, fresh, mask, level.start)
+        fresh, logits = found.fresh, [*logits, found.logits]
+    whole = glance(setting, view, spans)
+    assert relative_error(jnp.concatenate(logits, axis=1), whole.logits) == close(0)
+
+
+def test_a_view_from_further_on_sees_the_tokens_between(setting: Setting) -> None:
+    """Chains of 3, 1 and 0 tokens in two parts, and a tree behind them."""
+    view, spans = setting.view, SinksAndRecent(2, 4)(setting.view.length)
+    parts = np.array([[2, 1], [1, 0], [0, 0]])
+    ahead, done = view, np.zeros(3, np.int32)
+    for part in parts.T:
+        width = int(part.max())
+        tokens = jnp.stack([setting.nodes[b, done[b] : done[b] + width] for b in range(3)])
+        steps, mask = (
+            jnp.arange(width),
+            jnp.broadcast_to(jnp.tri(width, dtype=bool), (3, width, width)),
+        )
+        found = ahead.glance(
+            tokens, ahead.position[:, None] + steps, spans, ahead.uncommitted(width), mask, 0
+        )
+        done = done + part
+        ahead = ahead.ahead(setting.nodes[np.arange(3), done], jnp.asarray(part), found.fresh)
+    np.testing.assert_array_equal(ahead.position, LENGTHS + done)
+    np.testing.assert_array_equal(ahead.length, LENGTHS)
+    tree = jnp.stack([setting.nodes[b, done[b] : done[b] + 4] for b in range(3)])
+    found = ahead.glance(
+        *(tree, ahead.position[:, None] + DEPTHS, spans, ahead.uncommitted(4)),
+        *(jnp.broadcast_to(MASK, (3, 4, 4)), 0),
+    )
+    assert found.fresh.keys[0].shape[1] == 4
+    for row, chain in enumerate(done):
+        own = np.tri(chain + 4, dtype=bool)
+        own[chain:, chain:] = MASK
+        depths = np.concatenate([np.arange(chain), chain + DEPTHS])
+        logits, _ = expected(setting, row, chosen(spans, row), depths, own)
+        assert relative_error(found.logits[row], logits[chain:]) == close(0)
+
+
+def test_what_is_asked_for_is_found_and_nothing_else(setting: Setting) -> None:
+    """Of a prompt that comes in chunks; of verified and glanced nodes see above."""
+    for row, length in enumerate(LENGTHS):
+        positions, mask = np.arange(length), np.tri(length, dtype=bool)
+        _, features = dense(setting.params, setting.tokens[row, :length], positions, mask)
+        assert set(setting.features.hidden) == {0, 1} and set(setting.features.queries) == {1}
+        mine = jax.tree.map(lambda f, row=row, n=length: f[row, :n], setting.features)
+        assert jax.tree.all(jax.tree.map(lambda a, b: relative_error(a, b) < 1e-5, mine, features))
+    spans = SinksAndRecent(2, 4)(setting.view.length)
+    found = glance(setting, setting.view, spans, NOTHING)
+    assert jax.tree.leaves(found.features) == []

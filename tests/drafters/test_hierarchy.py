@@ -1,0 +1,229 @@
+"""Rounds inside a proposal: how long the chains are, and what the inner drafter is told."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.beliefs import RoundBeliefs
+from longspec_jax.decoding.engine import prefill, propose_tree, round_beliefs
+from longspec_jax.decoding.sampling import NO_TOKEN
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import Beliefs, Drafter, Needs, NoDraft, Params, View
+from longspec_jax.drafters.hierarchy import Hierarchy
+from longspec_jax.drafters.selection import Selection, SinksAndRecent
+from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.drafters.tree import Tree
+from longspec_jax.models.target import Target
+from longspec_jax.ops.attention.reference import causal_attention
+from tests.decoding.test_lossless import (
+    CONFIG,
+    DRAFT_TABLES,
+    LENGTHS,
+    MAX_EMITTED,
+    TABLE,
+    VOCABULARY,
+    assert_same,
+    generate,
+    prompts,
+)
+from tests.decoding.test_lossless import request as requested
+from tests.drafters.test_streaming import is_perfect
+from tests.kit import random_target
+from tests.lookup import LookupDrafter, LookupTarget
+
+ALL = SinksAndRecent(3, 1000)
+GREEDY, MIXED = requested(), requested((0.0, 0.7, 1.0))
+BOTH = pytest.mark.parametrize("request_", [GREEDY, MIXED], ids=["greedy", "mixed"])
+
+
+def histogram(drafter: Drafter, request=GREEDY, draft: Any = TABLE) -> np.ndarray:
+    """Rounds by accepted tokens, on the lookup model."""
+    tokens, params = prompts(VOCABULARY), Params(TABLE, draft)
+    _, state = generate(LookupTarget(VOCABULARY), drafter, params, tokens, LENGTHS, request)
+    return np.asarray(state.histogram).sum(axis=0)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "inner",
+    [
+        LookupDrafter(TreeConfig((1, 1))),
+        StreamingDrafter(TreeConfig((1, 1)), ALL),
+        Hierarchy(StreamingDrafter(TreeConfig(()), ALL), ALL, rounds=3),
+    ],
+    ids=["own", "streaming", "hierarchy"],
+)
+def test_whole_chains_are_accepted_of_a_perfect_drafter(inner: Drafter, request_) -> None:
+    """The last draw of the last round too: three rounds of two levels are nine tokens."""
+    drafter = Hierarchy(inner, ALL, rounds=3)
+    assert drafter.tree.num_levels == 3 * (inner.tree.num_levels + 1)
+    assert is_perfect(histogram(drafter, request_))
+
+
+@BOTH
+@pytest.mark.parametrize("selection", [ALL, SinksAndRecent(2, 5)], ids=["all", "short"])
+def test_without_a_drafter_inside_it_is_streaming(selection: SinksAndRecent, request_) -> None:
+    """Each round draws one token: a chain of the target's partial passes."""
+    found = histogram(Hierarchy(NoDraft(), selection, rounds=4), request_)
+    chain = StreamingDrafter(TreeConfig((1,) * 4), selection)
+    np.testing.assert_array_equal(found, histogram(chain, request_))
+
+
+@BOTH
+def test_every_round_advances_however_bad_the_drafter(request_) -> None:
+    """A check over everything yields at least its own draw, which the full one confirms."""
+    drafter = Hierarchy(LookupDrafter(TreeConfig((2, 3))), ALL, rounds=2)
+    bad = histogram(drafter, request_, DRAFT_TABLES["adversarial"])
+    near = histogram(drafter, request_, DRAFT_TABLES["near"])
+    # Rows may be cut in their last rounds.
+    assert bad[:2].sum() <= 3 and near[:2].sum() <= 3
+    levels = np.arange(7)
+    assert near @ levels / near.sum() > bad @ levels / bad.sum()
+
+
+class Blind(SinksAndRecent):
+    """Nothing of the cache is seen."""
+
+    def __call__(self, length: jax.Array) -> Selection:
+        nothing = jnp.zeros((length.shape[0], 1), jnp.int32)
+        return Selection(nothing, nothing)
+
+
+class Stuck(RoundBeliefs):
+    """Its noise does not move on with the rounds."""
+
+    def after(self, steps: jax.Array, levels: int) -> RoundBeliefs:
+        return super().after(jnp.zeros_like(steps), levels)
+
+
+class Stale(Hierarchy):
+    """Its rounds all use the noise of the first."""
+
+    def propose(self, params: Params, state: Any, view: View, beliefs: Beliefs) -> Tree:
+        assert isinstance(beliefs, RoundBeliefs)
+        stuck = Stuck(beliefs.noise, beliefs.sampling)
+        return super().propose(params, state, view, stuck)
+
+
+@pytest.mark.parametrize("broken", ["selection", "noise"])
+def test_a_mistake_lowers_what_is_accepted(broken: str) -> None:
+    """Negative control: the perfection above tells a right check from a wrong one."""
+    inner, request = LookupDrafter(TreeConfig((1, 1))), requested((1.0, 0.7, 1.0))
+    drafter = {
+        "selection": Hierarchy(inner, Blind(3, 1000), rounds=3),
+        "noise": Stale(inner, ALL, rounds=3),
+    }[broken]
+    found = histogram(drafter, request)
+    assert found[-1] < found.sum() / 2
+
+
+@dataclass(frozen=True)
+class Diarist:
+    """Draws chains of its own, and keeps what it is told: by position, in ``state``."""
+
+    tree: TreeConfig = TreeConfig((1, 1))
+    needs: Needs = Needs(hidden=(1,), queries=(0,))
+    seen: list[Any] = field(default_factory=list, compare=False)
+
+    def begin(self, params: Params, batch: int, capacity: int) -> Any:
+        hidden = jnp.zeros((batch, capacity + 9, CONFIG.model_width))
+        queries = jnp.zeros((batch, capacity + 9, CONFIG.num_heads, CONFIG.head_width))
+        return jnp.full((batch, capacity + 9), -1), hidden, queries
+
+    def extend(self, params: Params, state: Any, committed) -> Any:
+        at = committed.start[:, None] + jnp.arange(committed.tokens.shape[1])
+        inside = at < (committed.start + committed.count)[:, None]
+        at = jnp.where(inside, at, state[0].shape[1])
+        told = committed.tokens, committed.features.hidden[1], committed.features.queries[0]
+        write = jax.vmap(lambda page, at, new: page.at[at].set(new, mode="drop"))
+        return tuple(write(page, at, new) for page, new in zip(state, told, strict=True))
+
+    def propose(self, params: Params, state: Any, view, beliefs) -> Tree:
+        self.seen.append((state, view.pending, view.position))
+        return StreamingDrafter(self.tree, SinksAndRecent(0, 4)).propose(params, (), view, beliefs)
+
+
+def test_the_inner_drafter_is_told_of_the_chain_and_forgets_it() -> None:
+    """Tokens, hidden states and queries of prompt and chain are those of one plain pass."""
+    inner = Diarist()
+    drafter, target = Hierarchy(inner, ALL, rounds=3), CachedTarget(CONFIG)
+    params, tokens = Params(random_target(CONFIG), None), prompts(CONFIG.vocab_size)
+    request = requested((0.0, 0.7, 1.0))
+    state = prefill(
+        *(target, drafter, params, jnp.asarray(tokens), jnp.asarray(LENGTHS), request),
+        capacity=128,
+        max_emitted=MAX_EMITTED,
+        chunk=8,
+    )
+
+    @jax.jit
+    def propose() -> tuple[Tree, list[Any]]:
+        inner.seen.clear()
+        beliefs = round_beliefs(target, drafter, request, state)
+        return propose_tree(target, drafter, params, state, beliefs), [*inner.seen]
+
+    tree, seen = propose()
+    last = seen[-1]
+    positions = [np.asarray(position) for _, _, position in seen]
+    assert (positions[2] > positions[1]).all() and (positions[1] > positions[0]).all()
+    assert len({*(positions[2] - LENGTHS)}) > 1  # Rows advance differently.
+    text = np.zeros((3, 32), np.int32)
+    for row, (length, end) in enumerate(zip(LENGTHS, positions[2], strict=True)):
+        chain = np.asarray(tree.tokens)[row, : end - length + 1]
+        assert chain[-1] == last[1][row]
+        text[row, :end] = [*tokens[row, :length], *chain[:-1]]
+    hidden, queries = plain_pass(params.target, text)
+    for row, end in enumerate(positions[2]):
+        told = [np.asarray(page)[row, : end + 3] for page in last[0]]
+        np.testing.assert_array_equal(told[0], [*text[row, :end], -1, -1, -1])
+        np.testing.assert_allclose(told[1][:end], hidden[row, :end], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(told[2][:end], queries[row, :end], rtol=1e-4, atol=1e-4)
+        # The drafter's own state still ends with the prompt.
+        assert (np.asarray(state.draft[0])[row, LENGTHS[row] :] == -1).all()
+
+
+@jax.jit
+def plain_pass(params: Any, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Hidden states after layer 1 and queries of layer 0, of one causal pass."""
+    queries = {}
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        queries[layer] = q
+        return causal_attention(q, k, v)
+
+    positions = jnp.broadcast_to(jnp.arange(text.shape[1]), text.shape)
+    output: Any = Target(CONFIG).apply({"params": params}, text, positions, attend, keep=(1,))
+    return output.kept[1], queries[0]
+
+
+@pytest.mark.parametrize("rounds", [0, 11])
+def test_rounds_that_yield_no_chain_or_too_long_a_one_are_refused(rounds: int) -> None:
+    with pytest.raises(ValueError, match=f"rounds={rounds} of a tree of 2 levels yield up to"):
+        Hierarchy(LookupDrafter(TreeConfig((1, 1))), ALL, rounds)
+
+
+def test_it_is_a_drafter_with_the_needs_and_the_state_of_the_inner_one() -> None:
+    inner = Diarist()
+    drafter = Hierarchy(inner, rounds=2)
+    assert isinstance(drafter, Drafter) and drafter.needs == inner.needs
+    pages = [drafter.begin(Params(None, None), 2, 7), inner.begin(Params(None, None), 2, 7)]
+    assert jax.tree.map(jnp.shape, pages[0]) == jax.tree.map(jnp.shape, pages[1])
+
+
+def test_logits_that_are_not_finite_end_a_row_as_they_end_plain_decoding() -> None:
+    """They draw a token that is none, which must not become a candidate."""
+    target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
+    params = Params(TABLE.at[::9].set(jnp.nan), None)
+    plain, _ = generate(target, NoDraft(), params, tokens, LENGTHS, GREEDY)
+    rows, state = generate(
+        target, Hierarchy(NoDraft(), ALL, rounds=4), params, tokens, LENGTHS, GREEDY
+    )
+    assert any(row[-1] == NO_TOKEN for row in plain)
+    assert_same(rows, plain)
+    for b, row in enumerate(rows):
+        assert not np.asarray(state.drafted)[b, : len(row)][row == NO_TOKEN].any()

@@ -1,0 +1,107 @@
+"""The target as its own drafter: perfect where it sees everything, worse where it is misled."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.view import CacheView
+from longspec_jax.drafters.base import NOTHING, Drafter, Params, View
+from longspec_jax.drafters.selection import Selection, SinksAndRecent
+from longspec_jax.drafters.streaming import StreamingDrafter
+from tests.decoding.test_lossless import CONFIG, LENGTHS, TABLE, VOCABULARY, generate, prompts
+from tests.decoding.test_lossless import request as requested
+from tests.kit import random_target
+from tests.lookup import LookupTarget
+
+CHAIN = TreeConfig((1, 1, 1))
+ALL = SinksAndRecent(2, 1000)
+GREEDY, MIXED = requested(), requested((0.0, 0.7, 1.0))
+
+
+def histogram(drafter: Drafter, request=GREEDY) -> np.ndarray:
+    """Rounds by accepted tokens, on the lookup model."""
+    tokens, params = prompts(VOCABULARY), Params(TABLE, None)
+    _, state = generate(LookupTarget(VOCABULARY), drafter, params, tokens, LENGTHS, request)
+    return np.asarray(state.histogram).sum(axis=0)
+
+
+def is_perfect(histogram: np.ndarray) -> bool:
+    """All but the last rounds of the three rows, which their budgets may cut, accept everything."""
+    return bool(histogram[-1] >= histogram.sum() - 3)
+
+
+@pytest.mark.parametrize("request_", [GREEDY, MIXED], ids=["greedy", "mixed"])
+@pytest.mark.parametrize(
+    "selection", [ALL, SinksAndRecent(1000, 1), SinksAndRecent(0, 1000)], ids=str
+)
+def test_a_chain_that_sees_everything_is_perfect(selection: SinksAndRecent, request_) -> None:
+    assert is_perfect(histogram(StreamingDrafter(CHAIN, selection), request_))
+
+
+@pytest.mark.parametrize("request_", [GREEDY, MIXED], ids=["greedy", "mixed"])
+def test_a_transformer_that_sees_everything_is_perfect(request_) -> None:
+    drafter, params = StreamingDrafter(CHAIN, ALL), Params(random_target(CONFIG), None)
+    tokens = prompts(CONFIG.vocab_size)
+    _, state = generate(CachedTarget(CONFIG), drafter, params, tokens, LENGTHS, request_)
+    assert is_perfect(np.asarray(state.histogram).sum(axis=0))
+
+
+class Overlapping(SinksAndRecent):
+    """The window is not cut where the sinks end."""
+
+    def __call__(self, length: jax.Array) -> Selection:
+        zero = jnp.zeros_like(length)
+        start = jnp.stack([zero, jnp.maximum(length - self.recent, 0)], axis=1)
+        return Selection(start, jnp.stack([jnp.minimum(length, self.sinks), length], axis=1))
+
+
+class Misled(StreamingDrafter):
+    """Its own positions are one too high."""
+
+    def propose(self, params, state, view: View, beliefs):
+        assert isinstance(view, CacheView)
+        view = dataclasses.replace(view, position=view.position + 1)
+        return super().propose(params, state, view, beliefs)
+
+
+@dataclass(frozen=True, eq=False)
+class Forgetful(CacheView):
+    """No token sees its ancestors."""
+
+    def glance(self, tokens, positions, selection, fresh, mask, at, needs=NOTHING):
+        own = jnp.arange(mask.shape[2]) == at + jnp.arange(mask.shape[1])[:, None]
+        return super().glance(tokens, positions, selection, fresh, mask & own, at, needs)
+
+
+class Orphaned(StreamingDrafter):
+    """Draws what follows a token without its ancestors."""
+
+    def propose(self, params, state, view: View, beliefs):
+        assert isinstance(view, CacheView)
+        rows = view.pending, view.position, view.length
+        view = Forgetful(view.target, view.params, view.cache, *rows)
+        return super().propose(params, state, view, beliefs)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [StreamingDrafter(CHAIN, Overlapping(2, 1000)), Misled(CHAIN, ALL), Orphaned(CHAIN, ALL)],
+    ids=["overlap", "position", "mask"],
+)
+def test_a_mistake_lowers_what_is_accepted(broken: StreamingDrafter) -> None:
+    """Negative control: the perfection above tells a right pass from a wrong one."""
+    found = histogram(broken)
+    assert found[-1] < found.sum() / 2
+
+
+def test_there_is_no_state() -> None:
+    drafter = StreamingDrafter(CHAIN)
+    assert jax.tree.leaves(drafter.begin(Params(None, None), 3, 1 << 20)) == []
+    assert drafter.needs == NOTHING
+    assert isinstance(drafter, Drafter)
