@@ -50,6 +50,8 @@ class CorpusConfig:
     """Most bytes from one distribution, so that no project dominates."""
     tokenizer_bytes: int
     """Bytes of text the tokenizer is trained on."""
+    tokenizer: str = ""
+    """Folder or hub id of a model whose tokenizer is used; one is trained if empty."""
 
 
 @dataclass(frozen=True)

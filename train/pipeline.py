@@ -86,6 +86,9 @@ def train(config: RunConfig, workdir: Path, command: str = "") -> None:
 def prepare_corpus(run: Run, config: CorpusConfig) -> None:
     """Corpus, tokenizer and token files; whatever exists is kept."""
     folder = run.workdir / "corpus"
+    if config.tokenizer and not (run.workdir / "tokenizer").is_dir():
+        # Before the corpus, which takes minutes: one that is missing is said at once.
+        load_tokenizer(config.tokenizer).save_pretrained(run.workdir / "tokenizer")
     if not (folder / "sources.json").is_file():
         build_corpus(config, folder)
         shutil.copy(folder / "sources.json", run.workdir / "sources.json")

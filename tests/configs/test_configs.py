@@ -65,6 +65,16 @@ def test_the_demo_variants_convert(variant: str) -> None:
     assert longest <= config.pretraining.shape.max_positions
 
 
+def test_the_demos_small_model_is_small_and_reads_the_demos_tokens() -> None:
+    config, demo = load("demo", "small_lm"), load("demo")
+    assert config.pretraining is not None and demo.pretraining is not None
+    assert config.data.corpus is not None and not config.stages
+    small, target = config.pretraining.shape, demo.pretraining.shape
+    assert small.vocab_size == target.vocab_size and small.max_positions == target.max_positions
+    assert 1e6 < count(target_table(small)) < 1.5e6 and small.dtype == "bfloat16"
+    assert (FOLDER.parent / config.data.corpus.tokenizer / "tokenizer.json").is_file()
+
+
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_the_papers_stages(name: str, variant: str) -> None:
     config = load(name, variant)

@@ -17,11 +17,13 @@ from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.selection import SinksAndRecent
+from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(num_layers=1)
 DRAFT = DraftConfig.for_target(CONFIG, window=11)
+SMALL = tiny_target_config(num_layers=3)
 
 
 def compiled_loop(
@@ -31,6 +33,7 @@ def compiled_loop(
     way: str = "loop",
     plain: bool = False,
     drafter: Drafter | None = None,
+    small: TreeConfig | None = None,
     config: TargetConfig = CONFIG,
 ) -> jax.stages.Compiled:
     """The decode loop for a cache of this capacity, a burst of it or a single round."""
@@ -40,6 +43,8 @@ def compiled_loop(
     params = Params(table, draft_params(random_draft(draft), table))
     if plain:
         drafter, params = NoDraft(), Params(table, None)
+    if small is not None:
+        drafter, params = SmallLMDrafter(SMALL, small), Params(table, random_target(SMALL))
     sampling = Sampling.greedy(batch)
     request = Request(sampling, jnp.full((batch, 1), -1), jnp.full(batch, 5))
     state = prefill(
@@ -100,6 +105,15 @@ STREAMING = StreamingDrafter(TreeConfig((2, 1)), SinksAndRecent(3, 64))
 def test_partial_passes_of_the_target_copy_nothing(drafter: Drafter, batch: int) -> None:
     """What they see of the cache is read where it lies."""
     small, large = (compiled_loop(batch, size, drafter=drafter) for size in (2048, 4096))
+    assert cache_sized(large.as_text(), batch, 4096) == []
+    assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("tree", [TreeConfig((3, 2)), TreeConfig(())], ids=str)
+def test_no_copy_of_a_small_models_cache(batch: int, tree: TreeConfig) -> None:
+    """Without a tree as well: adaptive runs keep the small model up to date in plain rounds."""
+    small, large = (compiled_loop(batch, size, way="round", small=tree) for size in (2048, 4096))
     assert cache_sized(large.as_text(), batch, 4096) == []
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
 

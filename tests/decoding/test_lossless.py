@@ -18,6 +18,7 @@ from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.selection import SinksAndRecent
+from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 from tests.lookup import ConstantDrafter, LookupDrafter, LookupTarget, random_table
@@ -277,6 +278,42 @@ def test_partial_passes_of_a_transformer_change_no_token(
     rows, state = generate(target, drafter, models, tokens, LENGTHS, req)
     assert_same(rows, plain)
     assert int((state.emitted - 1 - state.rounds).sum()) > 0
+
+
+SMALL = tiny_target_config(
+    architecture="Qwen3ForCausalLM", qk_norm=True, num_layers=1, model_width=20, vocab_size=97
+)
+SMALL_LM = SmallLMDrafter(SMALL, TreeConfig((4, 5, 3), budget=9), narrower=True)
+"""Of another family than the target, and without its last four tokens."""
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [dict(), dict(temperature=0.7, top_k=40, top_p=0.9), dict(temperature=1.0)],
+    ids=["greedy", "filtered", "sampled"],
+)
+def test_a_small_model_changes_no_token(models: Params, sampling: dict[str, Any]) -> None:
+    """Nor do the chunks in which it reads the prompts: shorter than they, and longer."""
+    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), request(**sampling)
+    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    params = Params(models.target, random_target(SMALL, seed=5))
+    for chunk in (8, 72):
+        rows, state = generate(target, SMALL_LM, params, tokens, LENGTHS, req, 128, chunk)
+        assert_same(rows, plain)
+        if "temperature" in sampling:
+            assert int((state.emitted - 1 - state.rounds).sum()) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_target_is_its_own_perfect_drafter(models: Params, temperature: float) -> None:
+    """Every round accepts the whole chain, but a row's last one, which its budget cuts."""
+    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), request(temperature)
+    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    drafter = SmallLMDrafter(CONFIG, TreeConfig((1, 1, 1, 1)))
+    itself = Params(models.target, models.target)
+    rows, state = generate(target, drafter, itself, tokens, LENGTHS, req)
+    assert_same(rows, plain)
+    np.testing.assert_array_equal(state.rounds, -(-(NEW - 1) // 5))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

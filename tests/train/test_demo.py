@@ -5,10 +5,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from configs import demo
+from longspec_jax.drafters.small_lm.load import load_small_lm
+from longspec_jax.embedded import DEMO
+from longspec_jax.loading import load_tokenizer
 from longspec_jax.weights.hf import load_draft, load_target
-from tests.train.tiny import records
+from tests.train.tiny import ROOT, records
 from train import pipeline
 from train.config import from_config
 
@@ -42,3 +46,31 @@ def test_the_demo_from_nothing(tmp_path: Path) -> None:
     assert len(records(tmp_path)) == count
     again = load_target(tmp_path / "target")[1]
     assert all(map(np.array_equal, jax.tree.leaves(params), jax.tree.leaves(again)))
+
+
+def test_a_small_model_with_the_tokenizer_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``demo.py:small_lm`` does, with a few steps of short rows."""
+    monkeypatch.chdir(ROOT)
+    values = demo.get_config("small_lm")
+    tiny = demo.get_config("tiny")
+    values.update(dtype="float32", log_every=1, accept_rows=2, accept_seq_len=64)
+    values.data.corpus.update(tiny.data.corpus, tokenizer=values.data.corpus.tokenizer)
+    values.pretraining.stages = dict(short=tiny.pretraining.stages.short)
+    pipeline.train(from_config(values.to_dict()), tmp_path)
+    target, _ = load_target(DEMO / "target")
+    tokenizer = load_tokenizer(DEMO / "target")
+    draft = load_small_lm(tmp_path / "target", target, tokenizer=tokenizer)
+    assert draft.config.num_layers == 2 and not draft.narrower
+    assert not (tmp_path / "draft").exists()
+    losses = [record["loss"] for record in records(tmp_path) if "loss" in record]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+
+
+def test_a_tokenizer_that_is_not_there_is_said_before_the_corpus_is_built(tmp_path: Path) -> None:
+    values = demo.get_config("tiny")
+    values.data.corpus.tokenizer = "runs/absent/target"
+    with pytest.raises(FileNotFoundError, match="runs/absent/target is not a folder"):
+        pipeline.train(from_config(values.to_dict()), tmp_path)
+    assert not (tmp_path / "corpus").exists()

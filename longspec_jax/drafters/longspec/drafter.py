@@ -17,9 +17,9 @@ from jaxtyping import Bool, Int
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, View
-from longspec_jax.drafters.budget import within_budget
+from longspec_jax.drafters.beam import beam_search, nodes_run
 from longspec_jax.drafters.longspec.model import LongSpecLayer, LongSpecParams
-from longspec_jax.drafters.tree import Tree, best_continuations, grow, plant
+from longspec_jax.drafters.tree import Tree
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 
@@ -83,48 +83,41 @@ class LongSpecDrafter:
 
     def propose(self, params: Params, state: LongSpecState, view: View, beliefs: Beliefs) -> Tree:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
-        batch, window = view.pending.shape[0], self.config.window
+        window = self.config.window
         draft: LongSpecParams = params.draft
         if draft.vocabulary is not None:
             beliefs = beliefs.among(draft.vocabulary)
-        tree = plant(view.pending, self.tree)
         ring = ring_positions(view.position, window)
         # One buffer for ring and tree: a level's K/V are written behind the ring as it is run.
-        rooms = ((0, 0), (0, self.tree.num_grown - (self.tree.widths or (0,))[-1]), (0, 0), (0, 0))
+        room = nodes_run(self.tree)
+        rooms = ((0, 0), (0, room), (0, 0), (0, 0))
         keys, values = jnp.pad(state.keys, rooms), jnp.pad(state.values, rooms)
-        total, totals = jnp.zeros((batch, 1), jnp.float32), []
-        first, width = 0, 1
-        for depth, children in enumerate(self.tree.widths):
-            nodes = slice(first, first + width)
-            positions = jnp.broadcast_to(view.position[:, None] + depth, (batch, width))
-            seen = ring_mask(ring, positions, window)
-            path = tree.mask[:, nodes, : keys.shape[1] - window]
-            mask = jnp.concatenate([seen, path], axis=2)
 
-            def attend_self(q: Array, k: Array, v: Array, at=window + first, mask=mask) -> Array:
+        def score(tree: Tree, nodes: slice, depth: int) -> Array:
+            tokens = tree.tokens[:, nodes]
+            positions = jnp.broadcast_to(view.position[:, None] + depth, tokens.shape)
+            seen = ring_mask(ring, positions, window)
+            mask = jnp.concatenate([seen, tree.mask[:, nodes, :room]], axis=2)
+
+            def attend_self(q: Array, k: Array, v: Array) -> Array:
                 nonlocal keys, values
+                at = window + nodes.start
                 keys = jax.lax.dynamic_update_slice_in_dim(keys, k, at, axis=1)
                 values = jax.lax.dynamic_update_slice_in_dim(values, v, at, axis=1)
                 fresh = Fresh(keys, values, mask)
                 partial = tree_attention(q, fresh, implementation=self.attention)
                 return partial.out.astype(q.dtype)
 
-            with jax.named_scope(f"draft_level_{depth + 1}"):
-                output: Any = LongSpecLayer(self.config, draft.int8).apply(
-                    {"params": draft.layer},
-                    jnp.take(draft.embedding, tree.tokens[:, nodes], axis=0),
-                    positions,
-                    attend_self,
-                    lambda q: self._attend_cross(q, view),
-                )
-                belief = beliefs.log_probabilities(draft.logits(output.hidden), depth)
-                total, parents, tokens = best_continuations(total[:, :, None] + belief, children)
-                if draft.vocabulary is not None:
-                    tokens = jnp.take(draft.vocabulary, tokens)
-                tree = grow(tree, first + width, tokens, first + parents)
-            totals.append(total)
-            first, width = first + width, children
-        return within_budget(tree, totals, self.tree)
+            output: Any = LongSpecLayer(self.config, draft.int8).apply(
+                {"params": draft.layer},
+                jnp.take(draft.embedding, tokens, axis=0),
+                positions,
+                attend_self,
+                lambda q: self._attend_cross(q, view),
+            )
+            return beliefs.log_probabilities(draft.logits(output.hidden), depth)
+
+        return beam_search(view.pending, self.tree, score, draft.vocabulary)
 
     def _keys_values(
         self, params: LongSpecParams, tokens: Array, positions: Array

@@ -1,0 +1,158 @@
+"""Load a small model for a target, and refuse one that could not draft for it.
+
+The two must mean the same by a token id. Ids are the same where the tokenizers are; where one comes
+without a tokenizer, vocabularies of one size are trusted to be. Models of one family are padded to
+different widths (Qwen2.5: 151936 and 152064), which matters to nothing but the width of the logits.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.small_lm.draft import SmallLM
+from longspec_jax.drafters.small_lm.options import AS_IT_IS, SmallLMOptions
+from longspec_jax.weights.hf import load_target
+from longspec_jax.weights.hf_config import target_config
+from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.raw import read_json
+
+
+class Tokens(NamedTuple):
+    """The tokens that a tokenizer knows."""
+
+    numbers: Mapping[str, int]
+    """The id of every token."""
+    special: AbstractSet[str]
+    """Those that are not compared: models name them at leisure, and Llama 3 reserves what Llama 3.1
+    uses."""
+
+
+def load_small_lm(
+    source: str | Path,
+    target: TargetConfig,
+    options: SmallLMOptions = AS_IT_IS,
+    *,
+    tokenizer: Any = None,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> SmallLM:
+    """Load a small model.
+
+    Args:
+      source: a folder with ``config.json`` and weights, or a hub id.
+      target: the configuration of the target it will draft for.
+      options: how.
+      tokenizer: the target's transformers tokenizer, if it has one.
+      mesh: the target's devices, each of which gets the whole small model: reading it takes less
+        time than putting results together.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      FileNotFoundError: if the model or one of its files is missing.
+      ValueError: if it is not supported, damaged, of another tokenizer or of too short a range.
+    """
+    folder, dtype = local_folder(source, revision), options.dtype or target.dtype
+    config = target_config(read_json(folder / "config.json"), dtype)
+    check_range(source, config, options.context or target.max_positions)
+    check_vocabulary(source, config, target, _stored_tokens(folder), _tokens_of(tokenizer))
+    config, params = load_target(folder, dtype=dtype)
+    config, params = within(config, params, target.vocab_size)
+    if mesh is not None:
+        params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    return SmallLM(config, params, narrower=config.vocab_size < target.vocab_size)
+
+
+def check_range(source: str | Path, config: TargetConfig, context: int) -> None:
+    """Refuse a small model that was made for fewer positions than it will meet."""
+    if config.max_positions < context:
+        raise ValueError(
+            f"{source}: the small model was made for {config.max_positions} positions and is to "
+            f"draft for texts of up to {context} tokens, at whose end its guesses would be "
+            f"worthless; load one with a longer range, or say context={config.max_positions} if "
+            "no text is longer than that"
+        )
+
+
+def check_vocabulary(
+    source: str | Path,
+    config: TargetConfig,
+    target: TargetConfig,
+    ours: Tokens | None,
+    theirs: Tokens | None,
+) -> None:
+    """Refuse a small model of another vocabulary than the target's.
+
+    Args:
+      source: the small model.
+      config: its configuration.
+      target: the target's configuration.
+      ours: the small model's tokens, if they are known.
+      theirs: the target's.
+    """
+    sizes = (
+        f"{source}: the small model has vocab_size={config.vocab_size}, the target "
+        f"{target.vocab_size}"
+    )
+    remedy = "load a small model of the target's own family"
+    if ours is None or theirs is None:
+        if config.vocab_size != target.vocab_size:
+            without = "the small model" if ours is None else "the target"
+            raise ValueError(
+                f"{sizes}, and {without} comes without a tokenizer that could show that they "
+                f"number their tokens alike; put its tokenizer.json beside it, or {remedy}"
+            )
+    elif difference := _difference(ours, theirs):
+        raise ValueError(f"{sizes}, and their tokenizers differ: {difference}; {remedy}")
+
+
+def within(config: TargetConfig, params: Any, vocab_size: int) -> tuple[TargetConfig, Any]:
+    """The small model without the tokens that the target has not, which are padding."""
+    if config.vocab_size <= vocab_size:
+        return config, params
+    tables = {name: params[name][:vocab_size] for name in ("embedding", "head") if name in params}
+    return dataclasses.replace(config, vocab_size=vocab_size), {**params, **tables}
+
+
+def _difference(ours: Tokens, theirs: Tokens) -> str | None:
+    """The first id for which two tokenizers have different tokens, in words."""
+    special = ours.special | theirs.special
+    mine, others = (
+        {number: token for token, number in tokens.numbers.items() if token not in special}
+        for tokens in (ours, theirs)
+    )
+    for number in sorted(mine.keys() | others.keys()):
+        a, b = mine.get(number), others.get(number)
+        if a != b:
+            a, b = ("missing" if token is None else repr(token) for token in (a, b))
+            return f"token {number} is {a} in the small model and {b} in the target"
+    return None
+
+
+def _stored_tokens(folder: Path) -> Tokens | None:
+    """What a folder's ``tokenizer.json`` knows."""
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # It raises bare Exceptions for what it cannot read.
+        raise ValueError(
+            f"{file}: the tokenizer cannot be read ({error}); download it again"
+        ) from error
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    return Tokens(tokenizer.get_vocab(), special)
+
+
+def _tokens_of(tokenizer: Any) -> Tokens | None:
+    """What a transformers tokenizer knows."""
+    if tokenizer is None:
+        return None
+    return Tokens(tokenizer.get_vocab(), set(tokenizer.get_added_vocab()))

@@ -1,0 +1,237 @@
+"""A small model as drafter: its cache, its trees, and equality with running whole texts again."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.view import CacheView
+from longspec_jax.drafters.base import Beliefs, Committed, Params
+from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.small_lm.state import SPARE, SmallLMState, allocate, append
+from longspec_jax.drafters.tree import Tree
+from longspec_jax.models.target import Target
+from longspec_jax.ops.attention.reference import causal_attention
+from tests.kit import after_prompts, random_target, tiny_target_config
+
+CONFIG = tiny_target_config(
+    model_width=20, mlp_width=31, num_heads=4, num_kv_heads=2, head_width=10, vocab_size=97
+)
+SMALL = random_target(CONFIG, seed=3)
+PARAMS = Params(None, SMALL)
+TREE = TreeConfig((3, 4, 4))
+LENGTHS = np.array([17, 3], np.int32)
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 32)).astype(np.int32)
+PENDING = jnp.asarray([61, 5])
+
+
+def view_at(position: Any, length: Any = None) -> CacheView:
+    """What the drafter sees: no cache of the target, which it does not read."""
+    position = jnp.asarray(position)
+    length = position if length is None else jnp.asarray(length)
+    return CacheView(CachedTarget(CONFIG), None, KVCache((), ()), PENDING, position, length)
+
+
+@dataclass(frozen=True)
+class Listening(Beliefs):
+    """Beliefs at temperature 0 that note the logits they are asked about."""
+
+    heard: list[jax.Array]
+
+    def log_probabilities(self, logits: jax.Array, depth: int) -> jax.Array:
+        assert depth == len(self.heard)
+        self.heard.append(logits)
+        return jax.nn.log_softmax(logits)
+
+
+def proposed(
+    drafter: SmallLMDrafter, state: SmallLMState, view: CacheView
+) -> tuple[Tree, list[Any]]:
+    """A drafter's tree, and the logits it scored at every level."""
+
+    def propose(params: Params, state: SmallLMState) -> tuple[Tree, list[jax.Array]]:
+        heard: list[jax.Array] = []
+        return drafter.propose(params, state, view, Listening(heard)), heard
+
+    return jax.jit(propose)(PARAMS, state)
+
+
+@jax.jit
+def dense_logits(text: jax.Array) -> jax.Array:
+    """The small model's logits at every token of a text, from one causal pass without a cache."""
+    model, variables = Target(CONFIG), {"params": SMALL}
+    positions = jnp.arange(len(text))[None]
+    output: Any = model.apply(
+        variables, text[None], positions, lambda layer, q, k, v: causal_attention(q, k, v)
+    )
+    logits: Any = model.apply(variables, output.hidden, method="unembed")
+    return logits[0]
+
+
+def path_logits(row: int, length: int, path: list[int]) -> np.ndarray:
+    """Logits behind a path below a row's pending token."""
+    text = [*TOKENS[row, :length], int(PENDING[row]), *path]
+    padded = jnp.asarray(text + [0] * (24 - len(text)), jnp.int32)
+    return np.asarray(dense_logits(padded)[len(text) - 1])
+
+
+def path_to(tree: Tree, row: int, node: int) -> list[int]:
+    """Tokens from below the root to a node."""
+    tokens, parents, path = np.asarray(tree.tokens[row]), np.asarray(tree.parents[row]), []
+    while node > 0:
+        path.insert(0, int(tokens[node]))
+        node = int(parents[node])
+    return path
+
+
+def assert_committed_slots_equal(ours: SmallLMState, theirs: SmallLMState, lengths: Any) -> None:
+    """The slots of committed tokens agree; what lies behind them is of no concern."""
+    assert int(np.max(lengths)) > 0
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        for row, length in enumerate(lengths):
+            np.testing.assert_allclose(a[row, :, :length], b[row, :, :length], atol=1e-5)
+
+
+def in_chunks(lengths: np.ndarray, sizes: list[int]) -> SmallLMState:
+    """The state after prompts that arrive in chunks of these sizes."""
+    drafter = SmallLMDrafter(CONFIG, TREE)
+    state, offset = drafter.begin(PARAMS, len(lengths), 32), 0
+    extend = jax.jit(drafter.extend)
+    tokens = np.pad(TOKENS, ((0, 0), (0, 128)))
+    for size in sizes:
+        count = jnp.asarray(np.clip(lengths - offset, 0, size))
+        block = jnp.asarray(tokens[:, offset : offset + size])
+        state = extend(PARAMS, state, Committed(block, jnp.full_like(count, offset), count))
+        offset += size
+    return state
+
+
+def test_the_tree_holds_the_best_paths() -> None:
+    """Every score is that of the small model run over the whole path, without cache or tree."""
+    drafter = SmallLMDrafter(CONFIG, TREE)
+    state = after_prompts(drafter, PARAMS, TOKENS, LENGTHS)
+    tree, heard = proposed(drafter, state, view_at(LENGTHS))
+    for row, length in enumerate(LENGTHS):
+        best = {(): 0.0}
+        for level, first in enumerate((0, 1, 4)):
+            width, paths = len(best), {}
+            for node in range(first, first + width):
+                path = path_to(tree, row, node)
+                expected = path_logits(row, length, path)
+                np.testing.assert_allclose(heard[level][row, node - first], expected, atol=2e-4)
+                scores = np.asarray(jax.nn.log_softmax(expected)) + best[tuple(path)]
+                paths |= {(*path, token): float(s) for token, s in enumerate(scores)}
+            kept = sorted(paths, key=lambda path: -paths[path])[: TREE.widths[level]]
+            best = {path: paths[path] for path in kept}
+            after = range(first + width, first + width + TREE.widths[level])
+            assert {tuple(path_to(tree, row, node)) for node in after} == set(best)
+
+
+def test_a_budget_keeps_the_best_of_the_grown_nodes() -> None:
+    whole = SmallLMDrafter(CONFIG, TREE)
+    state = after_prompts(whole, PARAMS, TOKENS, LENGTHS)
+    grown, _ = proposed(whole, state, view_at(LENGTHS))
+    few, _ = proposed(replace(whole, tree=TreeConfig(TREE.widths, 6)), state, view_at(LENGTHS))
+    assert few.tokens.shape == (2, 6)
+    for row in range(2):
+        every = {tuple(path_to(grown, row, node)) for node in range(TREE.num_grown)}
+        assert {tuple(path_to(few, row, node)) for node in range(6)} < every
+
+
+@pytest.mark.parametrize("sizes", [[8] * 4, [4] * 8, [1, 2, 29], [128], [32, 96]])
+def test_a_prompt_in_chunks_equals_a_prompt_at_once(sizes: list[int]) -> None:
+    """Chunks of both ways of writing; rows end in different ones, and chunks beyond the cache."""
+    lengths = np.array([29, 2], np.int32)
+    whole = after_prompts(SmallLMDrafter(CONFIG, TREE), PARAMS, TOKENS, lengths)
+    assert (max(sizes) > SPARE) == (sizes in ([128], [32, 96]))
+    assert_committed_slots_equal(in_chunks(lengths, sizes), whole, lengths)
+
+
+def test_committing_a_path_equals_prefilling_the_longer_text() -> None:
+    """Rows of different lengths and counts, one of which does not advance."""
+    tokens = np.concatenate([TOKENS, TOKENS[:1] + 1 - TOKENS[:1] // 96])
+    lengths, counts = np.array([9, 2, 13], np.int32), np.array([4, 1, 0], np.int32)
+    drafter = SmallLMDrafter(CONFIG, TREE)
+    state = after_prompts(drafter, PARAMS, tokens, lengths)
+    block = np.stack([tokens[b, n : n + 4] for b, n in enumerate(lengths)])
+    committed = Committed(jnp.asarray(block), jnp.asarray(lengths), jnp.asarray(counts))
+    extended = drafter.extend(PARAMS, state, committed)
+    longer = after_prompts(drafter, PARAMS, tokens, lengths + counts)
+    assert_committed_slots_equal(extended, longer, lengths + counts)
+
+
+STARTS = [0, 7, 28, 30, 31, 32, 31 + SPARE, 4000]
+
+
+@pytest.mark.parametrize("given", [4, SPARE + 4], ids=["block", "chunk"])
+@pytest.mark.parametrize("advances", [False, True])
+def test_only_the_slots_behind_the_start_are_written(given: int, advances: bool) -> None:
+    """Tokens beyond the count or the capacity of 32 are never written over committed ones.
+
+    A round writes a static height, so that the last one reaches beyond the cache; and a row that
+    does not advance keeps what it has wherever it is said to start.
+    """
+    config = tiny_target_config(num_layers=1)
+    old = jax.tree.map(
+        lambda leaf: leaf + 1 + jnp.arange(leaf.shape[2])[:, None],
+        allocate(config, len(STARTS), 32),
+    )
+    shape = (len(STARTS), given, config.num_kv_heads, config.head_width)
+    rows = -1.0 - jnp.broadcast_to(jnp.arange(given)[:, None, None], shape)
+    start = np.array(STARTS)
+    count = np.clip(32 - start, 0, 3) * advances
+    new = append(old, (rows,), (2 * rows,), jnp.asarray(start), jnp.asarray(count))
+    for row, (at, joined) in enumerate(zip(start, count, strict=True)):
+        expected = np.array(old.keys[0][row])
+        expected[:, at : at + joined] = rows[row].swapaxes(0, 1)[:, :joined]
+        end = at + joined if joined else 32
+        np.testing.assert_array_equal(new.keys[0][row, :, :end], expected[:, :end])
+        written = np.array(new.values[0][row, :, at : at + joined])
+        np.testing.assert_array_equal(written, 2 * expected[:, at : at + joined])
+
+
+def test_it_goes_on_from_where_its_own_cache_ends() -> None:
+    """Inside another drafter that is ahead of the target's cache."""
+    drafter = SmallLMDrafter(CONFIG, TREE)
+    state = after_prompts(drafter, PARAMS, TOKENS, LENGTHS)
+    plain, _ = proposed(drafter, state, view_at(LENGTHS))
+    ahead, _ = proposed(drafter, state, view_at(LENGTHS, LENGTHS - 3))
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(ahead), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_state_is_its_own_cache_in_bytes() -> None:
+    slot = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_width * 4
+    for rows, capacity in ((1, 128), (3, 640)):
+        drafter = SmallLMDrafter(CONFIG, TREE)
+        state = jax.eval_shape(lambda d=drafter, b=rows, c=capacity: d.begin(PARAMS, b, c))
+        sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
+        assert sum(sizes) == rows * (capacity + SPARE) * slot
+
+
+def test_a_token_that_only_the_target_has_is_harmless() -> None:
+    """It is read as some token, and nothing beyond the small model's own is proposed."""
+    drafter = SmallLMDrafter(CONFIG, TREE, narrower=True)
+    tokens = np.array(TOKENS)
+    tokens[0, 4] = 100  # Of the target's 101.
+    state = after_prompts(drafter, PARAMS, tokens, LENGTHS)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(state))
+
+    class Wide(Beliefs):
+        def among(self, tokens: jax.Array) -> "Among":
+            np.testing.assert_array_equal(tokens, np.arange(97))
+            return Among()
+
+    class Among(Beliefs):
+        def log_probabilities(self, logits: jax.Array, depth: int) -> jax.Array:
+            assert logits.shape[-1] == 97
+            return jax.nn.log_softmax(logits)
+
+    tree = drafter.propose(PARAMS, state, view_at(LENGTHS), Wide())
+    assert int(tree.tokens.max()) < 97
