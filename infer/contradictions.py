@@ -47,7 +47,7 @@ def _models(arguments: argparse.Namespace) -> Iterator[str]:
     for draft in named:
         if named.count(draft) > 1:
             yield f"--drafter {draft} is named twice; once is enough"
-    targets: list[str] = [] if is_demo(arguments) else [arguments.target]
+    targets = [] if is_demo(arguments) else [str(arguments.target)]
     for model, revision, sources in (
         ("target", "revision", targets),
         ("drafter", "drafter_revision", trained),

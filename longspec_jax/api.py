@@ -31,7 +31,7 @@ from longspec_jax.decoding.adaptive import candidates, tallest
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.draft import Draft, drafters_of
+from longspec_jax.drafters.draft import Draft, Target, drafters_of
 from longspec_jax.embedded import DEMO
 from longspec_jax.generation import comparison, inspection, runner
 from longspec_jax.generation.activity import Activity, Fitted, OnActivity
@@ -52,6 +52,7 @@ from longspec_jax.generation.paces import KnownPaces
 from longspec_jax.generation.result import GenerateResult, StreamRound
 from longspec_jax.generation.runner import Begin
 from longspec_jax.loading import load_drafts, load_target, load_tokenizer
+from longspec_jax.weights.hf import load_stop_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,18 +164,23 @@ class LongSpec:
         check_about_drafts(sources, draft_options, draft_revision)
         tree = None if tree is None else as_tree(tree)
         keep_programs()
-        loaded = load_target(target, dtype, mesh=mesh, revision=revision)
-        drafts = load_drafts(
-            sources, loaded, draft_options or {}, mesh=mesh, revision=draft_revision
-        )
+        stop_tokens = load_stop_tokens(target, revision=revision)
+        config, params = load_target(target, dtype, mesh=mesh, revision=revision)
         if tokenizer is None:
             tokenizer = load_tokenizer(target, revision)
+        drafts = load_drafts(
+            sources,
+            Target(config, params, tokenizer),
+            draft_options or {},
+            mesh=mesh,
+            revision=draft_revision,
+        )
         return cls(
-            loaded.config,
-            loaded.params,
+            config,
+            params,
             drafts or None,
             tokenizer=tokenizer,
-            stop_tokens=loaded.stop_tokens,
+            stop_tokens=stop_tokens,
             tree=tree,
             attention=attention,
             prefill_chunk=prefill_chunk,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from longspec_jax.checks import LARGEST_NUMBER
 from longspec_jax.config import TargetConfig
-from longspec_jax.drafters.draft import Draft
+from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.kinds import is_name
 from longspec_jax.drafters.registry import load_draft
 from longspec_jax.generation.memory import free_bytes
@@ -24,17 +24,9 @@ from longspec_jax.weights.raw import RawConfig, read_json
 from longspec_jax.weights.tables import target_table
 
 
-class Target(NamedTuple):
-    """A loaded target."""
-
-    config: TargetConfig
-    params: Any
-    stop_tokens: tuple[int, ...]
-
-
 def load_target(
     source: str | Path, dtype: str, *, mesh: Mesh | None = None, revision: str | None = None
-) -> Target:
+) -> tuple[TargetConfig, Any]:
     """Load a target, if there is room for it.
 
     Args:
@@ -44,11 +36,9 @@ def load_target(
       revision: branch, tag or commit of a hub id.
     """
     dtype = best_dtype() if dtype == "auto" else dtype
-    stop_tokens = hf.load_stop_tokens(source, revision=revision)
     if mesh is None:
         check_weights_fit(source, dtype, revision)
-    config, params = hf.load_target(source, dtype=dtype, mesh=mesh, revision=revision)
-    return Target(config, params, stop_tokens)
+    return hf.load_target(source, dtype=dtype, mesh=mesh, revision=revision)
 
 
 def load_drafts(
@@ -72,7 +62,7 @@ def load_drafts(
     def load(source: str | Path) -> Draft:
         own = {} if is_name(source) and len(sources) > 1 else options
         version = None if is_name(source) else revision
-        return load_draft(source, target.config, target.params, own, mesh=mesh, revision=version)
+        return load_draft(source, target, own, mesh=mesh, revision=version)
 
     return tuple(map(load, sources))
 

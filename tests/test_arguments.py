@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from longspec_jax import PLAIN, LongSpec, TreeConfig, make_mesh
 from longspec_jax.arguments import as_tree
-from longspec_jax.drafters.draft import Draft
+from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.kinds import LONGSPEC
 from longspec_jax.drafters.registry import load_draft, options_of
 from tests.infer.toys import rebound, toy_spec, toy_tokenizer
@@ -141,11 +141,11 @@ def test_options_that_a_kind_of_draft_does_not_have(message, options) -> None:
 
 
 def test_drafts_without_weights_are_named() -> None:
-    draft = load_draft("ngram", tiny_target_config(), None, {})
+    draft = load_draft("ngram", Target(tiny_target_config(), None), {})
     assert draft.name == "ngram" and isinstance(draft, Draft)
     assert made(draft=draft).drafts == (draft,)
     with pytest.raises(ValueError, match="no option of ngram; it has none"):
-        load_draft("ngram", tiny_target_config(), None, {"int8": True})
+        load_draft("ngram", Target(tiny_target_config(), None), {"int8": True})
     with pytest.raises(ValueError, match="two of the kind ngram"):
         made(draft=[draft, draft])
     with pytest.raises(ValueError, match="draft_revision='v1' is the version of a draft"):

@@ -7,11 +7,20 @@ turns out fastest.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.base import Beliefs, Committed, Drafter, Needs, Params, View
 from longspec_jax.drafters.tree import Tree
+
+
+class Target(NamedTuple):
+    """A loaded target, as what is loaded for it sees it."""
+
+    config: TargetConfig
+    params: Any
+    tokenizer: Any = None
+    """A transformers tokenizer, if it has one."""
 
 
 @dataclass(frozen=True)

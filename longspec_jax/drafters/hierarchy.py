@@ -54,6 +54,11 @@ class Hierarchy:
             )
 
     @property
+    def name(self) -> str:
+        """Its own and the inner one's."""
+        return f"hierarchy of {self.inner.name}"
+
+    @property
     def tree(self) -> TreeConfig:
         """A chain of the most tokens that the rounds can yield."""
         return TreeConfig((1,) * (self.rounds * self._height))

@@ -38,9 +38,17 @@ def _named(place: str) -> Any:
 LONGSPEC = Kind("longspec.load:load", "longspec.options:LongSpecOptions")
 NAMED = {
     "ngram": Kind("ngram:NgramDraft", "ngram:NgramOptions"),
+    "streaming": Kind("streaming:StreamingDraft", "streaming:StreamingOptions"),
 }
 """Kinds without weights."""
-ARCHITECTURES = {"LongSpecDraft": LONGSPEC}
+SMALL_LM = Kind("small_lm.load:load", "small_lm.options:SmallLMOptions")
+ARCHITECTURES = {
+    "LongSpecDraft": LONGSPEC,
+    "LlamaForCausalLM": SMALL_LM,
+    "MistralForCausalLM": SMALL_LM,
+    "Qwen2ForCausalLM": SMALL_LM,
+    "Qwen3ForCausalLM": SMALL_LM,
+}
 """Kinds with weights. The published LongSpec drafts name no architecture of their own, so that
 whatever is not listed is taken for one of them."""
 

@@ -8,15 +8,23 @@ from typing import Any
 from jax.sharding import Mesh
 
 from longspec_jax.checks import shown
-from longspec_jax.config import TargetConfig
-from longspec_jax.drafters.draft import Draft
-from longspec_jax.drafters.kinds import ARCHITECTURES, LONGSPEC, NAMED, Kind, is_name
+from longspec_jax.drafters.draft import Draft, Target
+from longspec_jax.drafters.kinds import (
+    ARCHITECTURES,
+    LONGSPEC,
+    NAMED,
+    SMALL_LM,
+    Kind,
+    is_name,
+)
+
+EMBEDDING = "model.embed_tokens.weight"
+"""What every language model's weights hold, and no LongSpec draft's."""
 
 
 def load_draft(
     source: str | Path,
-    target: TargetConfig,
-    target_params: Any,
+    target: Target,
     options: Mapping[str, Any],
     *,
     mesh: Mesh | None = None,
@@ -26,8 +34,7 @@ def load_draft(
 
     Args:
       source: the name of a kind without weights, or a folder or hub id.
-      target: the configuration of its target.
-      target_params: the target's parameters.
+      target: what it will propose for.
       options: of its kind, by name.
       mesh: devices to spread it over; the first device if absent.
       revision: branch, tag or commit of a hub id.
@@ -40,13 +47,22 @@ def load_draft(
         kind = NAMED[str(source)]
         return kind.make(options_of(kind, options, str(source)))
     from longspec_jax.weights.hub import local_folder
-    from longspec_jax.weights.raw import read_json
 
     folder = local_folder(source, revision)
+    kind = _kind_of(folder)
+    chosen = options_of(kind, options, str(source))
+    return kind.make(source, target, chosen, mesh=mesh, revision=revision)
+
+
+def _kind_of(folder: Path) -> Kind:
+    """The kind of a folder's draft."""
+    from longspec_jax.weights.checkpoint import holds
+    from longspec_jax.weights.raw import read_json
+
     names = read_json(folder / "config.json").texts("architectures")
     kind = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), LONGSPEC)
-    chosen = options_of(kind, options, str(source))
-    return kind.make(source, target, target_params, chosen, mesh=mesh, revision=revision)
+    # The published LongSpec drafts may name their target's architecture; they have no embedding.
+    return kind if kind is not SMALL_LM or holds(folder, EMBEDDING) else LONGSPEC
 
 
 def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:

@@ -8,14 +8,15 @@ state, and nothing is copied, for the spans are read where they lie.
 
 from dataclasses import dataclass, field
 
-import jax
 import jax.numpy as jnp
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.axes import Array
+from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.drafters.base import NOTHING, Beliefs, Committed, Needs, Params, View
-from longspec_jax.drafters.budget import within_budget
+from longspec_jax.drafters.beam import beam_search, nodes_run
+from longspec_jax.drafters.draft import UsualTrees
 from longspec_jax.drafters.selection import SinksAndRecent
-from longspec_jax.drafters.tree import Tree, best_continuations, grow, plant
+from longspec_jax.drafters.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class StreamingDrafter:
     tree: TreeConfig
     selection: SinksAndRecent = SinksAndRecent()
     """Which committed tokens a level sees, beside its own ancestors."""
+    name: str = field(default="streaming", init=False)
     needs: Needs = field(default=NOTHING, init=False)
 
     def begin(self, params: Params, batch: int, capacity: int) -> tuple[()]:
@@ -40,23 +42,52 @@ class StreamingDrafter:
 
     def propose(self, params: Params, state: tuple[()], view: View, beliefs: Beliefs) -> Tree:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
-        batch = view.pending.shape[0]
-        tree = plant(view.pending, self.tree)
-        selected = self.selection(view.length)
-        run = self.tree.num_grown - (self.tree.widths or (1,))[-1]
+        selected, run = self.selection(view.length), nodes_run(self.tree)
         fresh = view.uncommitted(run)
-        total, totals = jnp.zeros((batch, 1), jnp.float32), []
-        first, width = 0, 1
-        for depth, children in enumerate(self.tree.widths):
-            nodes = slice(first, first + width)
+
+        def score(tree: Tree, nodes: slice, depth: int) -> Array:
+            nonlocal fresh
             tokens, path = tree.tokens[:, nodes], tree.mask[:, nodes, :run]
             positions = jnp.broadcast_to(view.position[:, None] + depth, tokens.shape)
-            with jax.named_scope(f"draft_level_{depth + 1}"):
-                glance = view.glance(tokens, positions, selected, fresh, path, first)
-                fresh = glance.fresh
-                belief = beliefs.log_probabilities(glance.logits, depth)
-                total, parents, tokens = best_continuations(total[:, :, None] + belief, children)
-                tree = grow(tree, first + width, tokens, first + parents)
-            totals.append(total)
-            first, width = first + width, children
-        return within_budget(tree, totals, self.tree)
+            glance = view.glance(tokens, positions, selected, fresh, path, nodes.start)
+            fresh = glance.fresh
+            return beliefs.log_probabilities(glance.logits, depth)
+
+        return beam_search(view.pending, self.tree, score)
+
+
+@dataclass(frozen=True)
+class StreamingOptions:
+    """What a partial pass sees."""
+
+    sinks: int = 32
+    """First tokens of the row."""
+    recent: int = 1024
+    """Last tokens of the row."""
+
+
+@dataclass(frozen=True)
+class StreamingDraft:
+    """The target itself as a draft: it fits all targets and has nothing of its own."""
+
+    options: StreamingOptions = StreamingOptions()
+    name: str = field(default="streaming", init=False)
+    params: tuple[()] = field(default=(), init=False)
+    own: tuple[()] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        SinksAndRecent(self.options.sinks, self.options.recent)  # Refuses what it cannot be.
+
+    @property
+    def usual(self) -> UsualTrees:
+        """Chains: a level costs a pass over the target's weights, however few its nodes are."""
+        chains = tuple(TreeConfig((1,) * levels) for levels in (2, 3, 4))
+        return UsualTrees(chains, chains, chains)
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """It fits every target."""
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> StreamingDrafter:
+        """The drafter that grows this tree."""
+        selection = SinksAndRecent(self.options.sinks, self.options.recent)
+        return StreamingDrafter(tree, selection)

@@ -126,3 +126,9 @@ def _some(names: set[str]) -> str:
     """A few names, and how many more there are."""
     first, rest = sorted(names)[:8], len(names) - 8
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
+
+
+def holds(folder: Path, tensor: str) -> bool:
+    """Whether a folder's weights have a tensor of this name."""
+    with ExitStack() as stack:
+        return tensor in open_tensors(folder, stack)

@@ -12,9 +12,11 @@ from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from longspec_jax.config import TreeConfig
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.small_lm.draft import SmallLM
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
-from longspec_jax.drafters.small_lm.load import load_small_lm
-from longspec_jax.drafters.small_lm.options import SmallLMOptions
+from longspec_jax.drafters.small_lm.load import load
+from longspec_jax.drafters.small_lm.options import AS_IT_IS, SmallLMOptions
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import save_target
 from tests.kit import random_target, tiny_target_config
@@ -22,6 +24,10 @@ from tests.kit import random_target, tiny_target_config
 TARGET = tiny_target_config()
 CONFIG = tiny_target_config(num_layers=1, model_width=20)
 TREE = TreeConfig((2,))
+
+
+def load_small_lm(folder, target, options=AS_IT_IS, *, tokenizer=None, mesh=None) -> SmallLM:
+    return load(folder, Target(target, None, tokenizer), options, mesh=mesh)
 
 
 def tokenizer(words: int = 90, special: str = "<end>", **changes: str) -> Tokenizer:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from longspec_jax.config import DEFAULT_TREE, DraftConfig, TargetConfig, TreeConfig
-from longspec_jax.drafters.draft import UsualTrees
+from longspec_jax.drafters.draft import Target, UsualTrees
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.longspec.options import LongSpecOptions
@@ -82,8 +82,7 @@ class LongSpecDraft:
 
 def load(
     source: str | Path,
-    target: TargetConfig,
-    target_params: Any,
+    target: Target,
     options: LongSpecOptions,
     *,
     mesh: Mesh | None = None,
@@ -93,8 +92,7 @@ def load(
 
     Args:
       source: a folder or hub id.
-      target: the configuration of its target.
-      target_params: the target's parameters.
+      target: what it was trained for.
       options: what is chosen about it.
       mesh: devices to spread it over; the first device if absent.
       revision: branch, tag or commit of a hub id.
@@ -108,9 +106,11 @@ def load(
 
     vocabulary = None
     if options.vocabulary is not None:
-        limits = target.vocab_size, options.vocabulary
+        limits = target.config.vocab_size, options.vocabulary
         vocabulary = load_draft_vocabulary(source, *limits, revision=revision)
-    config, layer = hf.load_draft(source, target, dtype=target.dtype, mesh=mesh, revision=revision)
+    config, layer = hf.load_draft(
+        source, target.config, dtype=target.config.dtype, mesh=mesh, revision=revision
+    )
     return LongSpecDraft.bind(
-        config, layer, target_params, vocabulary=vocabulary, int8=options.int8, mesh=mesh
+        config, layer, target.params, vocabulary=vocabulary, int8=options.int8, mesh=mesh
     )

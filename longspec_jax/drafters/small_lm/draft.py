@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.drafters.draft import UsualTrees
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 
 
@@ -16,6 +17,21 @@ class SmallLM:
     """Of its :class:`longspec_jax.models.target.Target`."""
     narrower: bool = False
     """Whether the target has tokens that the small model has not."""
+    name: str = field(default="small_lm", init=False)
+
+    @property
+    def usual(self) -> UsualTrees:
+        """Chains and narrow trees: a level costs a pass of all its layers."""
+        chain, pair, tree = TreeConfig((1, 1, 1)), TreeConfig((1, 1)), TreeConfig((4, 4, 4))
+        return UsualTrees((chain, pair), (tree, chain), (TreeConfig((4, 8, 8, 8)), chain))
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise ValueError if it has more tokens than the target."""
+        if self.config.vocab_size > target.vocab_size:
+            raise ValueError(
+                f"the small model has vocab_size={self.config.vocab_size}, the target "
+                f"{target.vocab_size}; load a small model of the target's own family"
+            )
 
     @property
     def own(self) -> Any:

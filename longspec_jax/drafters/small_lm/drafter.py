@@ -5,7 +5,7 @@ shares nothing with the target but the tokenizer, so any published model of the 
 in return its cache grows with the context.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,11 +36,8 @@ class SmallLMDrafter:
     """Attention implementation; chosen automatically if absent."""
     narrower: bool = False
     """Whether the target has tokens that the small model has not."""
-
-    @property
-    def needs(self) -> Needs:
-        """All tokens; nothing of the target."""
-        return Needs()
+    name: str = field(default="small_lm", init=False)
+    needs: Needs = field(default=Needs(), init=False)
 
     def begin(self, params: Params, batch: int, capacity: int) -> SmallLMState:
         """An empty cache."""

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.small_lm.draft import SmallLM
 from longspec_jax.drafters.small_lm.options import AS_IT_IS, SmallLMOptions
 from longspec_jax.weights.hf import load_target
@@ -33,12 +34,11 @@ class Tokens(NamedTuple):
     uses."""
 
 
-def load_small_lm(
+def load(
     source: str | Path,
-    target: TargetConfig,
+    target: Target,
     options: SmallLMOptions = AS_IT_IS,
     *,
-    tokenizer: Any = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
 ) -> SmallLM:
@@ -46,9 +46,8 @@ def load_small_lm(
 
     Args:
       source: a folder with ``config.json`` and weights, or a hub id.
-      target: the configuration of the target it will draft for.
+      target: what it will draft for.
       options: how.
-      tokenizer: the target's transformers tokenizer, if it has one.
       mesh: the target's devices, each of which gets the whole small model: reading it takes less
         time than putting results together.
       revision: branch, tag or commit of a hub id.
@@ -57,15 +56,16 @@ def load_small_lm(
       FileNotFoundError: if the model or one of its files is missing.
       ValueError: if it is not supported, damaged, of another tokenizer or of too short a range.
     """
-    folder, dtype = local_folder(source, revision), options.dtype or target.dtype
+    folder, dtype = local_folder(source, revision), options.dtype or target.config.dtype
     config = target_config(read_json(folder / "config.json"), dtype)
-    check_range(source, config, options.context or target.max_positions)
-    check_vocabulary(source, config, target, _stored_tokens(folder), _tokens_of(tokenizer))
+    check_range(source, config, options.context or target.config.max_positions)
+    tokens = _stored_tokens(folder), _tokens_of(target.tokenizer)
+    check_vocabulary(source, config, target.config, *tokens)
     config, params = load_target(folder, dtype=dtype)
-    config, params = within(config, params, target.vocab_size)
+    config, params = within(config, params, target.config.vocab_size)
     if mesh is not None:
         params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-    return SmallLM(config, params, narrower=config.vocab_size < target.vocab_size)
+    return SmallLM(config, params, narrower=config.vocab_size < target.config.vocab_size)
 
 
 def check_range(source: str | Path, config: TargetConfig, context: int) -> None:
