@@ -22,9 +22,7 @@ Trained by `{command}` (seed {seed}, {dtype}) on {device} with jax {jax}, Python
 {minutes:.1f} minutes of training in all calls of the command together (compilation, measuring and
 saving apart).
 
-- `target/`: the target model and its tokenizer, in Hugging Face format.
-- `draft/`: the LongSpec draft, in the format of the LongSpec release.
-- `config.json`: the whole configuration; `metrics.jsonl`: every measurement.
+{folders}- `config.json`: the whole configuration; `metrics.jsonl`: every measurement.
 
 ## Last measurements
 
@@ -45,6 +43,10 @@ their text.
 """
 
 
+_TARGET = "- `target/`: the model and its tokenizer, in Hugging Face format.\n"
+_DRAFT = "- `draft/`: the LongSpec draft, in the format of the LongSpec release.\n"
+
+
 def write_card(workdir: Path, config: RunConfig, command: str) -> None:
     """Write ``README.md``, ``config.json`` having been written before."""
     last = _last_records(workdir / "metrics.jsonl")
@@ -58,6 +60,7 @@ def write_card(workdir: Path, config: RunConfig, command: str) -> None:
         python=platform.python_version(),
         # Every stage counts its own time, over all calls.
         minutes=sum(stage.get("elapsed", 0.0) for stage in last.values()) / 60,
+        folders=(_TARGET if config.pretraining else "") + (_DRAFT if config.stages else ""),
         measures=_measures(last),
     )
     sources = workdir / "corpus" / "sources.json"

@@ -11,6 +11,7 @@ from longspec_jax.decoding import engine
 from longspec_jax.decoding.adaptive import burst
 from longspec_jax.decoding.ahead import one_round
 from longspec_jax.decoding.engine import Request, decode, prefill
+from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
@@ -154,6 +155,8 @@ def test_prompts_seeds_and_budgets_do_not_compile_again() -> None:
     target, drafter = CachedTarget(CONFIG), LongSpecDrafter(DRAFT, TreeConfig((2, 1)))
     table = random_target(CONFIG)
     params = Params(table, draft_params(random_draft(DRAFT), table))
+    with RECENT.limited(0):
+        pass  # No program of an earlier test drops out while they are counted.
     counted = (decode, engine._prefill_chunk, engine._start)
     before = [program._cache_size() for program in counted]
     for length, budget, seed, temperature in ((3, 5, 0, 0.5), (1, 2, 7, 1.0), (9, 4, 1, 0.0)):

@@ -32,6 +32,7 @@ def test_the_demo_from_nothing(tmp_path: Path) -> None:
     assert all(source["licence"] and source["version"] for source in sources)
     card = (tmp_path / "README.md").read_text()
     assert all(f"| {source['name']} |" in card for source in sources)
+    assert "`target/`" in card and "`draft/`" in card
 
     stages = [record["stage"] for record in records(tmp_path)]
     assert list(dict.fromkeys(stages)) == [
@@ -64,6 +65,8 @@ def test_a_small_model_with_the_tokenizer_of_another(
     draft = load_small_lm(tmp_path / "target", target, tokenizer=tokenizer)
     assert draft.config.num_layers == 2 and not draft.narrower
     assert not (tmp_path / "draft").exists()
+    card = (tmp_path / "README.md").read_text()
+    assert "`target/`" in card and "`draft/`" not in card
     losses = [record["loss"] for record in records(tmp_path) if "loss" in record]
     assert len(losses) == 3 and losses[-1] < losses[0]
 
