@@ -77,6 +77,7 @@ class LookupDrafter:
 
     tree: TreeConfig
     needs: Needs = Needs()
+    name: str = "lookup"
 
     def begin(self, params, batch, capacity):
         return jnp.zeros((batch,), jnp.int32)
@@ -109,6 +110,7 @@ class ConstantDrafter:
 
     tree: TreeConfig
     needs: Needs = NOTHING
+    name: str = "lookup"
 
     def begin(self, params, batch, capacity):
         return ()

@@ -128,6 +128,7 @@ class Diarist:
 
     tree: TreeConfig = TreeConfig((1, 1))
     needs: Needs = Needs(hidden=(1,), queries=(0,))
+    name: str = "lookup"
     seen: list[Any] = field(default_factory=list, compare=False)
 
     def begin(self, params: Params, batch: int, capacity: int) -> Any:
