@@ -11,7 +11,7 @@ from longspec_jax.checks import Whole
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION, TreeConfig
 from longspec_jax.drafters.kinds import NAMED
-from longspec_jax.embedded import DEMO
+from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.generation.ranges import SAMPLING
 
 from . import demo
@@ -21,6 +21,8 @@ from .prompt_files import Prompt, check_text, read_batch, read_messages, read_pr
 from .tree_argument import GRAMMAR, tree_argument
 
 LONGEST_PATH = 4096
+DEMO_DRAFTERS = "demo", "ngram"
+"""What may propose for the demo where nothing is named."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 EPILOG = """\
 Without arguments the embedded demo model completes a held-out document of more than 8000 tokens.
@@ -62,9 +64,10 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         type=_path,
         action="append",
         metavar="DRAFT",
-        help=f"what proposes tokens: folder or hub id of a draft made for the target, "
-        f"{' or '.join(NAMED)}, which need no weights, or demo. Given several times, what turns "
-        "out fastest on this machine runs. Plain decoding if absent",
+        help="what proposes tokens: folder or hub id of a draft made for the target, "
+        f"{' or '.join(NAMED)}, which need no weights, and for the demo {' or '.join(DRAFTS)}. "
+        "Given several times, what turns out fastest on this machine runs, and a --tree is the "
+        "first one's. Plain decoding if absent",
     )
     group.add_argument(
         "--drafter_option",
@@ -228,7 +231,7 @@ def has_draft(arguments: argparse.Namespace) -> bool:
 
 def drafters(arguments: argparse.Namespace) -> list[str]:
     """What proposes tokens: as it is named, and the demo's own for the demo without a name."""
-    return arguments.drafter or ([demo.NAME] if is_demo(arguments) else [])
+    return arguments.drafter or ([*DEMO_DRAFTERS] if is_demo(arguments) else [])
 
 
 def named_prompts(arguments: argparse.Namespace) -> list[Prompt]:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from longspec_jax.config import PLAIN
 from longspec_jax.drafters.kinds import is_name
+from longspec_jax.embedded import DRAFTS
 
-from . import demo
 from .arguments import has_draft, is_demo
 from .prompt_files import STDIN, Prompt
 
@@ -37,13 +37,13 @@ def _models(arguments: argparse.Namespace) -> Iterator[str]:
     named = arguments.drafter or []
     trained = [draft for draft in named if not is_name(draft)]
     for draft in trained:
-        if draft != demo.NAME and arguments.target is None:
+        if draft not in DRAFTS and arguments.target is None:
             yield (
                 f"--drafter {draft} needs the --target it was made for; a draft works with no "
                 "other (--target demo for the demo's)"
             )
-        if draft == demo.NAME and not is_demo(arguments):
-            yield f"--drafter demo is the demo's own draft, and --target is {arguments.target}"
+        if draft in DRAFTS and not is_demo(arguments):
+            yield f"--drafter {draft} is the demo's own draft, and --target is {arguments.target}"
     for draft in named:
         if named.count(draft) > 1:
             yield f"--drafter {draft} is named twice; once is enough"

@@ -10,10 +10,9 @@ import jax
 
 from longspec_jax import PLAIN, LongSpec
 from longspec_jax.drafters.kinds import is_name
-from longspec_jax.embedded import DEMO
+from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.weights.hub import local_folder
 
-from . import demo
 from .arguments import DTYPES, drafters, is_demo
 
 
@@ -45,8 +44,8 @@ def fetch(arguments: argparse.Namespace) -> tuple[Path, list[str | Path]]:
     return target, [] if arguments.tree == PLAIN else [
         named
         if is_name(named)
-        else DEMO / "draft"
-        if named == demo.NAME
+        else DRAFTS[named]
+        if named in DRAFTS
         else _fetched("drafter", named, arguments.drafter_revision)
         for named in drafters(arguments)
     ]

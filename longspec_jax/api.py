@@ -32,11 +32,11 @@ from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import Draft, Target, drafters_of
-from longspec_jax.embedded import DEMO
+from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.generation import comparison, inspection, runner
 from longspec_jax.generation.activity import Activity, Fitted, OnActivity
 from longspec_jax.generation.collect import RoundCollector, Streamer, collect, ended, feed, follow
-from longspec_jax.generation.fit import ready_fitted, trees_to_fit
+from longspec_jax.generation.fit import may_time, ready_fitted, trees_to_fit
 from longspec_jax.generation.inputs import Inputs, check_positions, to_prompts
 from longspec_jax.generation.job import Job, Shape
 from longspec_jax.generation.memory import (
@@ -189,7 +189,9 @@ class LongSpec:
 
     @classmethod
     def demo(cls, **options: Any) -> "LongSpec":
-        """The small target and draft that come with the package; options as above.
+        """The small target that comes with the package, with its draft and prompt lookup.
+
+        Options as above.
 
         Its dtype is float32 unless another is asked for: a model this small gains nothing from
         less, and its output is then that of plain decoding on every device.
@@ -199,7 +201,7 @@ class LongSpec:
                 f"the demo model is missing from {DEMO}; reinstall the package, or make one with "
                 "longspec-train --config=demo (python -m train.run in a checkout)"
             )
-        options = {"draft": DEMO / "draft", "dtype": "float32", **options}
+        options = {"draft": [DRAFTS["demo"], "ngram"], "dtype": "float32", **options}
         return cls.from_pretrained(DEMO / "target", **options)
 
     def generate(
@@ -221,9 +223,10 @@ class LongSpec:
           inputs: text, chat messages or token ids; a list of them is a batch of rows, each with its
             own length.
           generation_config: a transformers ``GenerationConfig``; keyword arguments win over it.
-          tree: shape of the draft trees, ``PLAIN`` for plain decoding; the object's own if absent,
-            and without one the fastest on this machine: a few are timed the first time that this
-            model decodes here, and the figures kept (:mod:`longspec_jax.generation.fit`).
+          tree: shape of the (first) draft's trees, ``PLAIN`` for plain decoding; the object's own
+            if absent, and without one the fastest on this machine, of all drafts: a few are timed
+            the first time that this model decodes here, and the figures kept
+            (:mod:`longspec_jax.generation.fit`).
           adaptive: choose among this tree, a smaller one and plain decoding as the run goes, by the
             tokens per second that each turns out to emit. A draft that does not help then costs
             next to nothing. Off unless asked for: it compiles several programs instead of one, and
@@ -423,13 +426,16 @@ class LongSpec:
                 f"tree {chosen} needs a draft and none is loaded; pass draft= to from_pretrained, "
                 "or tree=PLAIN"
             )
+        # A tree is meant for one draft, and a choice among several needs a clock.
+        alone = chosen is not None or not (adaptive or may_time(self.mesh))
+        drafts = self.drafts[:1] if alone else self.drafts
         trees = [
-            trees_to_fit(draft.usual, self.target_params, self.mesh, len(self.drafts) > 1)
+            trees_to_fit(draft.usual, self.target_params, self.mesh, len(drafts) > 1)
             if chosen is None
             else (chosen,)
-            for draft in self.drafts
+            for draft in drafts
         ]
-        drafters, params = drafters_of(self.drafts, trees, self.attention)
+        drafters, params = drafters_of(drafts, trees, self.attention)
         return candidates(drafters) if adaptive else drafters, params
 
     def _plan(self, rows: int, shape: Shape, drafters: Sequence[Drafter], draft: Any) -> MemoryPlan:

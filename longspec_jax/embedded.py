@@ -7,7 +7,9 @@ import functools
 from pathlib import Path
 
 DEMO = Path(__file__).parent / "demo"
-"""Folders ``target`` and ``draft``, and ``prompts`` that were held out from their training."""
+"""Folders of the models, and ``prompts`` that were held out from their training."""
+DRAFTS = {"demo": DEMO / "draft", "demo_small_lm": DEMO / "small_lm"}
+"""What was trained to draft for the demo's target: a LongSpec draft, and a small language model."""
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from .. import boundary
 BENCHMARKS = {
     "attention": ("attention", "attention of tree nodes to a long prefix, and the roofs"),
     "decode": ("decode", "whole rounds and plain steps of real shapes, and the gain"),
+    "drafters": ("drafters", "what every kind of draft gives on the demo"),
     "match": ("match", "how often output in bfloat16 is that of plain decoding"),
     "products": ("products", "the matrix products of a verification, beside XLA's"),
     "transformers": ("hugging_face", "plain decoding by Hugging Face transformers"),

@@ -72,6 +72,10 @@ def settled(arguments: argparse.Namespace, cpu: bool) -> argparse.Namespace:
     return argparse.Namespace(**values)
 
 
+KINDS = ("longspec", "ngram", "streaming", "small_lm")
+"""Kinds of drafts that are measured."""
+
+
 def parser(summaries: Mapping[str, str]) -> argparse.ArgumentParser:
     """The command's parser.
 
@@ -125,6 +129,12 @@ def decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--histogram", type=histogram, help="recorded rounds by emitted tokens, instead"
     )
+    parser.add_argument(
+        "--drafter",
+        type=one_of(KINDS),
+        default=KINDS[0],
+        help=f"one of {', '.join(KINDS)}, of random weights",
+    )
     _add_tree(parser)
     parser.add_argument(
         "--draft_vocabulary", type=COUNT, help="tokens the draft may propose; all if absent"
@@ -163,6 +173,18 @@ def match(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser, chart=False)
 
 
+def drafters(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench drafters``."""
+    kinds = comma_separated(one_of(KINDS))
+    parser.add_argument("--drafters", type=kinds, help=f"some of {', '.join(KINDS)}; all if absent")
+    _add(parser, "--context", COUNT, ByMachine(8192, 512), "most tokens of a prompt")
+    _add(parser, "--new_tokens", SEVERAL, ByMachine(256, 48))
+    temperatures = comma_separated(NOT_NEGATIVE)
+    parser.add_argument("--temperatures", type=temperatures, default=[0.0, 1.0])
+    parser.add_argument("--seed", type=number_argument(Whole(least=0)), default=0)
+    _add_outputs(parser, chart=False)
+
+
 def products(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench products``."""
     _add_shape(parser)
@@ -196,6 +218,7 @@ def report(parser: argparse.ArgumentParser) -> None:
 DECLARATIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "attention": attention,
     "decode": decode,
+    "drafters": drafters,
     "match": match,
     "products": products,
     "transformers": transformers,

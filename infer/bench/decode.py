@@ -40,6 +40,8 @@ from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.engine import SpecState
 from longspec_jax.drafters.base import NoDraft
+from longspec_jax.drafters.draft import Draft
+from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.generation.memory import tree_bytes
 from longspec_jax.sizes import shown_bytes
 
@@ -88,6 +90,7 @@ def main(arguments: argparse.Namespace) -> None:
                 arguments.attention,
                 arguments.draft_vocabulary,
                 draft_int8=arguments.draft_int8,
+                drafter=arguments.drafter,
             )
             for setting in of_shape:
                 row = measure(setting, model, roof.bytes_per_s, arguments)
@@ -184,14 +187,27 @@ def describe(bench: Bench) -> dict[str, Any]:
         "new_tokens": setting.new_tokens,
         "dtype": config.dtype,
         "attention": model.target.attention or "automatic",
-        "draft_vocabulary": bench.model.params.draft.head.shape[0],
-        "draft_int8": bench.model.params.draft.int8,
+        "drafter": model.draft.name,
+        **_longspec_options(model.draft),
         "target_bytes": weights,
-        "draft_bytes": tree_bytes(model.params.draft.own),
+        "draft_bytes": tree_bytes(model.draft.own),
         "cache_bytes": cache_bytes(config, setting.batch, setting.capacity),
-        "draft_state_bytes": tree_bytes(draft_state(model, bench.drafter, setting.batch)),
+        "draft_state_bytes": _state_bytes(bench),
         "plain_step_bytes": read + seen,
     }
+
+
+def _state_bytes(bench: Bench) -> int:
+    """Bytes of the drafter's state, with room for all tokens."""
+    setting = bench.setting
+    return tree_bytes(draft_state(bench.model, bench.drafter, setting.batch, setting.capacity))
+
+
+def _longspec_options(draft: Draft) -> dict[str, Any]:
+    """What was chosen about a LongSpec draft."""
+    if not isinstance(draft, LongSpecDraft):
+        return {}
+    return {"draft_vocabulary": draft.params.head.shape[0], "draft_int8": draft.params.int8}
 
 
 @dataclasses.dataclass(frozen=True)

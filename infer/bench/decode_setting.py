@@ -85,7 +85,7 @@ class Bench:
 
     def state(self, drafter: Any) -> SpecState:
         """The state at the beginning; it takes the cache along."""
-        draft = draft_state(self.model, drafter, self.setting.batch)
+        draft = draft_state(self.model, drafter, self.setting.batch, self.setting.capacity)
         setting = self.setting
         return state_at(self.cache, draft, drafter.tree, setting.contexts, setting.new_tokens)
 

@@ -20,9 +20,11 @@ from longspec_jax.decoding.engine import Request, SpecState
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Committed, Drafter, Params
-from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.draft import Draft
+from longspec_jax.drafters.kinds import NAMED
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.drafters.longspec.model import LongSpecLayer
+from longspec_jax.drafters.small_lm.draft import SmallLM
 from longspec_jax.generation.memory import free_bytes, tree_bytes
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import path_name
@@ -38,11 +40,11 @@ class Model:
     config: TargetConfig
     target: CachedTarget
     params: Params
+    draft: Draft
 
-    def drafter(self, tree: TreeConfig) -> LongSpecDrafter:
+    def drafter(self, tree: TreeConfig) -> Any:
         """The draft growing this tree, with the target's choice of attention."""
-        draft = DraftConfig.for_target(self.config)
-        return LongSpecDrafter(draft, tree, self.target.attention)
+        return self.draft.drafter(tree, self.target.attention)
 
 
 def random_model(
@@ -51,32 +53,62 @@ def random_model(
     draft_vocabulary: int | None = None,
     draft_int8: bool = False,
     seed: int = 0,
+    drafter: str = "longspec",
 ) -> Model:
     """Random weights of target and draft, drawn on the device.
 
     Args:
       config: the target's shape.
       attention: attention implementation; automatic if absent.
-      draft_vocabulary: tokens that the draft may propose; all of them if absent.
-      draft_int8: the draft's layer and a copy of the LM head in 8 bits.
+      draft_vocabulary: tokens that a LongSpec draft may propose; all of them if absent.
+      draft_int8: the LongSpec draft's layer and a copy of the LM head in 8 bits.
       seed: of the weights.
+      drafter: the kind of the draft.
     """
-    tokens = jnp.zeros((1, 2), jnp.int32)
     target = _draw(_initializer(config), seed)
+    if drafter in NAMED:
+        kind = NAMED[drafter]
+        draft: Draft = kind.make(kind.options_type())
+    elif drafter == "small_lm":
+        small = _small(config)
+        draft = SmallLM(small, _draw(_initializer(small), seed + 1))
+    else:
+        draft = _random_longspec(config, target, draft_vocabulary, draft_int8, seed + 1)
+    return Model(config, CachedTarget(config, attention), Params(target, draft.params), draft)
+
+
+def _small(target: TargetConfig) -> TargetConfig:
+    """A Llama of 68 M parameters without its tables, the size of JackFram/llama-68m."""
+    return dataclasses.replace(
+        target,
+        architecture="LlamaForCausalLM",
+        model_width=768,
+        mlp_width=3072,
+        num_layers=2,
+        num_heads=12,
+        num_kv_heads=12,
+        head_width=64,
+        qkv_bias=False,
+        qk_norm=False,
+    )
+
+
+def _random_longspec(
+    config: TargetConfig, target: Any, vocabulary: int | None, int8: bool, seed: int
+) -> LongSpecDraft:
     draft = DraftConfig.for_target(config)
     layer = _draw(
         lambda key: LongSpecLayer(draft).init(
             key,
             jnp.zeros((1, 2, config.model_width), jnp.dtype(config.dtype)),
-            tokens,
+            jnp.zeros((1, 2), jnp.int32),
             lambda q, k, v: q,
             lambda q: q,
         )["params"],
-        seed + 1,
+        seed,
     )
-    vocabulary = None if draft_vocabulary is None else np.arange(draft_vocabulary, dtype=np.int32)
-    bound = LongSpecDraft.bind(draft, layer, target, vocabulary=vocabulary, int8=draft_int8)
-    return Model(config, CachedTarget(config, attention), Params(target, bound.params))
+    tokens = None if vocabulary is None else np.arange(vocabulary, dtype=np.int32)
+    return LongSpecDraft.bind(draft, layer, target, vocabulary=tokens, int8=int8)
 
 
 def target_bytes(config: TargetConfig) -> int:
@@ -143,17 +175,17 @@ def greedy_request(batch: int, new_tokens: int) -> Request:
     return Request(sampling, jnp.full((batch, 1), -1), jnp.full((batch,), new_tokens, jnp.int32))
 
 
-def draft_state(model: Model, drafter: Drafter, batch: int) -> Any:
-    """The drafter's own state after a short random prompt, as large as after a long one."""
+def draft_state(model: Model, drafter: Drafter, batch: int, capacity: int = 8) -> Any:
+    """The drafter's own state after a short random prompt, with room for ``capacity`` tokens."""
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, 8))
-    return _after(drafter, model.params, jnp.asarray(prompt, jnp.int32))
+    return _after(drafter, capacity, model.params, jnp.asarray(prompt, jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnames=("drafter",))
-def _after(drafter: Drafter, params: Params, tokens: jax.Array) -> Any:
+@functools.partial(jax.jit, static_argnames=("drafter", "capacity"))
+def _after(drafter: Drafter, capacity: int, params: Params, tokens: jax.Array) -> Any:
     batch, prompt = tokens.shape
     none, all_ = (jnp.full((batch,), count, jnp.int32) for count in (0, prompt))
-    state = drafter.begin(params, batch, prompt)
+    state = drafter.begin(params, batch, capacity)
     return drafter.extend(params, state, Committed(tokens, none, all_))
 
 

@@ -86,8 +86,8 @@ class NgramDraft:
     @property
     def usual(self) -> UsualTrees:
         """Several continuations, of which few nodes are verified where nodes cost."""
-        few, some, many = (TreeConfig((4,) * 6, budget) for budget in (4, 8, 16))
-        return UsualTrees((some, few), (many,), (TreeConfig((8,) * 8, 64),))
+        few, some, many = (TreeConfig((8,) * 8, budget) for budget in (6, 16, 64))
+        return UsualTrees((few,), (some,), (many,))
 
     def check_fits(self, target: TargetConfig) -> None:
         """It fits every target."""

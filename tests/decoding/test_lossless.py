@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.config import PLAIN, DraftConfig, TreeConfig
 from longspec_jax.decoding import beliefs, engine
 from longspec_jax.decoding.adaptive import decode_bursts
 from longspec_jax.decoding.engine import Request, decode, prefill, room
@@ -15,8 +15,10 @@ from longspec_jax.decoding.policy import Always
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
+from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.selection import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
@@ -501,3 +503,59 @@ def test_chunks_that_a_drafter_does_not_need_are_not_shown_to_it(
             chunk=4,
         )
         assert shown == wanted
+
+
+def repetitive(batch: int, vocabulary: int) -> np.ndarray:
+    """Prompts that repeat a few phrases, each row its own, with some noise between them."""
+    random = np.random.default_rng(3)
+    tokens = random.integers(1, vocabulary, (batch, 64))
+    for row in tokens:
+        for at in (9, 20, 31, 42, 53):
+            row[at : at + 7] = row[:7]
+    return tokens
+
+
+@pytest.mark.parametrize("sampled", [{}, MIXED], ids=["greedy", "mixed"])
+@pytest.mark.parametrize("tree", ["chain:4", "3,3,3", "8,8,8,8@12", "2,5,1"])
+def test_prompt_lookup_changes_no_token(tree: str, sampled: dict[str, Any]) -> None:
+    target, req = LookupTarget(VOCABULARY), request(**sampled)
+    tokens = repetitive(3, VOCABULARY)
+    plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
+    drafter = NgramDrafter(TreeConfig.parse(tree))
+    for chunk in (8, 72):
+        rows, _ = generate(target, drafter, Params(TABLE, ()), tokens, LENGTHS, req, 128, chunk)
+        assert_same(rows, plain)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_prompt_lookup_for_a_transformer_changes_no_token(
+    models: Params, temperature: float
+) -> None:
+    target, req = CachedTarget(CONFIG), request(temperature)
+    tokens = repetitive(3, CONFIG.vocab_size)
+    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    drafter = NgramDrafter(TreeConfig((4, 4, 4), budget=9))
+    rows, state = generate(target, drafter, Params(models.target, ()), tokens, LENGTHS, req)
+    assert_same(rows, plain)
+    kept = np.asarray(state.draft.tokens)
+    for b, (row, length) in enumerate(zip(rows, LENGTHS, strict=True)):
+        text = [*tokens[b, :length], *row[:-1]]
+        np.testing.assert_array_equal(kept[b, : len(text)], text)
+
+
+def test_one_of_several_drafters_proposes_and_all_learn(models: Params) -> None:
+    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), request(0.7)
+    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    members = LongSpecDrafter(DRAFT, PLAIN), NgramDrafter(PLAIN)
+    params = Params(models.target, (models.draft, ()))
+    lone, alone = generate(target, LongSpecDrafter(DRAFT, TREES[0]), models, tokens, LENGTHS, req)
+    rows, state = generate(target, OneOf(members, 0, TREES[0]), params, tokens, LENGTHS, req)
+    other, beside = generate(target, OneOf(members, 1, TREES[0]), params, tokens, LENGTHS, req)
+    for found in (lone, rows, other):
+        assert_same(found, plain)
+    np.testing.assert_array_equal(state.histogram, alone.histogram)
+    for b, row in enumerate(rows):
+        length = int(LENGTHS[b]) + len(row) - 1
+        for one in (state, beside):
+            text = np.asarray(one.draft[1].tokens)[b, :length]
+            np.testing.assert_array_equal(text, [*tokens[b, : LENGTHS[b]], *row[:-1]])

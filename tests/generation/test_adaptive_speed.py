@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from longspec_jax import PLAIN, GenerateResult, LongSpec, demo_prompts
-from longspec_jax.embedded import DEMO
+from longspec_jax.embedded import DEMO, DRAFTS
 from tests.infer.toys import bound_draft, rebound
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not DEMO.is_dir(), reason="the demo model is not in this checkout")
 def test_a_useless_draft_costs_at_most_a_tenth() -> None:
-    spec, random = LongSpec.demo(), np.random.default_rng(0)
+    spec, random = LongSpec.demo(draft=DRAFTS["demo"]), np.random.default_rng(0)
 
     def useless(leaf: jax.Array) -> jax.Array:
         values = np.asarray(0.05 * random.normal(size=leaf.shape), leaf.dtype)

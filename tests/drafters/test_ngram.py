@@ -1,0 +1,98 @@
+"""Prompt lookup against a plain search in Python, and the trees it makes of what it finds."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import TreeConfig
+from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.ngram import CONTEXT, NgramDrafter, NgramState, match_lengths
+
+NONE = Params(None, ())
+
+
+def proposed(texts: list[list[int]], tree: str) -> Any:
+    """The tree below the last token of every text."""
+    last = np.array([len(text) - 1 for text in texts])
+    tokens = np.full((len(texts), 64), 9, np.int32)  # What is not written yet may be anything.
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text) - 1] = text[:-1]
+    pending = jnp.asarray([text[-1] for text in texts])
+    view: Any = SimpleNamespace(pending=pending, position=jnp.asarray(last))
+    beliefs: Any = None
+    drafter = NgramDrafter(TreeConfig.parse(tree))
+    # Past the annotations: a view of nothing but its pending tokens.
+    propose = getattr(NgramDrafter.propose, "__wrapped__", NgramDrafter.propose)
+    return propose(drafter, NONE, NgramState(jnp.asarray(tokens)), view, beliefs)
+
+
+def paths(tree: Any, row: int) -> set[tuple[int, ...]]:
+    """The paths of tokens below the root, of nodes that a walk can come to."""
+    tokens, parents = np.asarray(tree.tokens[row]), np.asarray(tree.parents[row])
+    found = {0: ()}
+    for node in range(1, len(tokens)):
+        if int(parents[node]) in found:
+            found[node] = (*found[int(parents[node])], int(tokens[node]))
+    return set(found.values())
+
+
+def test_match_lengths_by_search() -> None:
+    random = np.random.default_rng(0)
+    text, last = random.integers(0, 3, (5, 40)), np.array([39, 12, 0, 1, 30])
+    found = match_lengths(jnp.asarray(text), jnp.asarray(last))
+    for b in range(5):
+        for slot in range(40):
+            length = 0
+            while (
+                slot < last[b]
+                and length < CONTEXT
+                and slot - length >= 0
+                and text[b, slot - length] == text[b, last[b] - length]
+            ):
+                length += 1
+            assert found[b, slot] == length, (b, slot)
+
+
+def test_the_longest_match_is_continued() -> None:
+    #       a longer context ...       a later one that matches less  the end
+    text = [5, 6, 7, 1, 2, 3, 8, 8, 8, 4, 7, 1, 0, 0, 0, 5, 6, 7, 1]
+    assert (2, 3, 8) in paths(proposed([text], "chain:3"), 0)
+    assert paths(proposed([text], "2,2,2"), 0) >= {(2, 3, 8), (0, 0, 0)}
+
+
+def test_rows_are_looked_up_each_in_itself() -> None:
+    one, other = [1, 2, 3, 4, 1, 2], [1, 2, 7, 7, 7, 7, 7, 1, 2]
+    tree = proposed([one, other], "chain:2")
+    assert (3, 4) in paths(tree, 0) and (7, 7) in paths(tree, 1)
+
+
+def test_a_period_goes_on_past_the_end() -> None:
+    assert (2, 3, 1, 2, 3) in paths(proposed([[9, 1, 2, 3, 1, 2, 3, 1]], "chain:5"), 0)
+    assert (4, 4, 4, 4) in paths(proposed([[1, 4, 4]], "chain:4"), 0)
+
+
+def test_paths_with_a_common_beginning_share_it() -> None:
+    text = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2, 3, 4, 0, 1, 2]
+    tree = proposed([text], "2,2,2")
+    assert paths(tree, 0) == {(), (3,), (3, 4), (3, 5), (3, 4, 0), (3, 5, 0)}
+
+
+def test_nodes_that_repeat_others_have_no_parent() -> None:
+    """A walk takes the first child that carries the token; there must be no other."""
+    tree = proposed([[1, 2, 1, 2, 1, 2, 1]], "4,4")
+    parents, tokens = np.asarray(tree.parents[0]), np.asarray(tree.tokens[0])
+    reached = [(int(p), int(t)) for p, t in zip(parents, tokens, strict=True) if p >= 0]
+    assert len(reached) == len(set(reached)) == 2
+
+
+@pytest.mark.parametrize("text", [[3], [3, 4], [1, 2, 3, 4, 5]])
+def test_nothing_to_look_up(text) -> None:
+    assert paths(proposed([text], "3,3"), 0) == {()}
+
+
+def test_a_budget_keeps_what_is_trusted_most() -> None:
+    text = [5, 6, 7, 1, 2, 3, 8, 8, 8, 4, 7, 1, 0, 0, 0, 5, 6, 7, 1]
+    assert paths(proposed([text], "4,4,4@4"), 0) == {(), (2,), (2, 3), (2, 3, 8)}
