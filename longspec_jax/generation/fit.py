@@ -9,6 +9,7 @@ call of the kind runs the best of them from its first round on; plain decoding, 
 
 import hashlib
 import importlib.metadata
+import math
 import os
 import platform
 import time
@@ -43,7 +44,10 @@ LARGE = 2_000_000_000
 """Bytes of a target from which on a GPU reads weights for most of a round: nodes are nearly free
 there and the default tree pays, so that nothing needs to be timed."""
 ROUNDS = 10
-"""Of one timing; the faster of two counts, since whatever else runs only adds."""
+"""Of one timing at least; the faster of two counts, since whatever else runs only adds."""
+SPAN = 0.05
+"""Seconds of one timing at least: ten rounds of a small model on a GPU take less than the threads
+of a stream need to come into step."""
 FEW = 32
 """New tokens below which a call is not worth timing for."""
 LONG = 2.0
@@ -247,7 +251,8 @@ def _pace(start: Ready, choice: Job, streams: bool) -> TreePace:
 def _in_bursts(job: Job, state: SpecState) -> list[Measurement]:
     """A round and two bursts of rounds; the state is donated."""
     seen: list[Measurement] = []
-    for count in (1, ROUNDS, ROUNDS):
+    for _ in range(3):
+        count = max(ROUNDS, math.ceil(SPAN * seen[-1].rounds / seen[-1].seconds)) if seen else 1
         begin = time.perf_counter()
         models = job.target, job.drafter, job.params, job.request
         state, report = adaptive.burst(*models, state, np.int32(count))
@@ -265,7 +270,8 @@ def _streamed(job: Job, state: SpecState) -> list[Measurement]:
         for report in rounds:
             part = rounds.totals[0] - sum(seen, Measurement())
             over = report.done.all() or part.seconds > LONG
-            if over or part.rounds == (ROUNDS if seen else 1):
+            enough = part.rounds >= ROUNDS and part.seconds >= SPAN if seen else part.rounds > 0
+            if over or enough:
                 seen.append(part)
             if over or len(seen) == 3:
                 break
