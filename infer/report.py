@@ -280,9 +280,8 @@ def counted(count: int, thing: str) -> str:
 def _memory_lines(stats: Stats) -> Iterator[str]:
     plan = stats.memory
     yield (
-        f"memory              draft state {shown_bytes(stats.draft_state_bytes)} whatever the "
-        f"context, target cache {shown_bytes(plan.cache_bytes)} for {plan.batch} x {plan.capacity} "
-        "slots"
+        f"memory              draft state {shown_bytes(stats.draft_state_bytes)}, target cache "
+        f"{shown_bytes(plan.cache_bytes)} for {plan.batch} x {plan.capacity} slots"
     )
 
 

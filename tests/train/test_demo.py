@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from configs import demo
-from longspec_jax.drafters.small_lm.load import load_small_lm
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.small_lm.load import load
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer
 from longspec_jax.weights.hf import load_draft, load_target
@@ -62,7 +63,7 @@ def test_a_small_model_with_the_tokenizer_of_another(
     pipeline.train(from_config(values.to_dict()), tmp_path)
     target, _ = load_target(DEMO / "target")
     tokenizer = load_tokenizer(DEMO / "target")
-    draft = load_small_lm(tmp_path / "target", target, tokenizer=tokenizer)
+    draft = load(tmp_path / "target", Target(target, None, tokenizer))
     assert draft.config.num_layers == 2 and not draft.narrower
     assert not (tmp_path / "draft").exists()
     card = (tmp_path / "README.md").read_text()

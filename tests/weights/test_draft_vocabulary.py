@@ -32,7 +32,7 @@ def test_it_is_checked_before_it_is_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 5])
 def test_a_size_the_table_does_not_have(tmp_path: Path, size: int) -> None:
     save_draft_vocabulary(tmp_path, TOKENS, 13)
-    with pytest.raises(ValueError, match=f"draft_vocabulary={size} must be 1 to 4"):
+    with pytest.raises(ValueError, match=f"vocabulary={size} must be 1 to 4"):
         load_draft_vocabulary(tmp_path, 13, size)
 
 
