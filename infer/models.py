@@ -27,8 +27,7 @@ def check_devices() -> None:
         reason = str(error) or type(error).__name__
         raise ValueError(
             f"JAX_PLATFORMS={platforms} names a platform that jax cannot start here ({reason}); "
-            f"unset "
-            "it, or install the jax that has it, such as longspec_jax[cuda12]"
+            "unset it, or install the jax that has it, such as longspec_jax[cuda12]"
         ) from error
 
 

@@ -43,8 +43,7 @@ COMPLETION = "--- completion ---"
 NO_TEXT = "(no text: the target came without a tokenizer; --json writes the token ids)"
 PAYS = (
     f"{command_name(__package__, 'bench')} decode --shape=vicuna7b --context=4096 shows one for "
-    f"which "
-    "it does"
+    "which it does"
 )
 """Where speculation does not pay for a model: how to see it pay on this machine."""
 Found = TypeVar("Found")

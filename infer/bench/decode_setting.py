@@ -108,8 +108,7 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
         if arguments.draft_vocabulary and arguments.draft_vocabulary > size:
             raise ValueError(
                 f"--draft_vocabulary={arguments.draft_vocabulary}: {shape} has {size} tokens; "
-                f"name at "
-                "most so many, or leave it out for all"
+                "name at most so many, or leave it out for all"
             )
     return [
         Setting(

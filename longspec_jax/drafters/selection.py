@@ -38,8 +38,7 @@ class SinksAndRecent:
         if self.sinks < 0 or self.recent < 1:
             raise ValueError(
                 f"sinks={self.sinks} must be at least 0 and recent={self.recent} at least 1: a "
-                f"draft "
-                "that sees no recent token has nothing to go on"
+                "draft that sees no recent token has nothing to go on"
             )
 
     def __call__(self, length: Lengths) -> Selection:

@@ -37,8 +37,7 @@ def most_frequent(
     if not max(1, len(always)) <= size <= vocab_size:
         raise ValueError(
             f"a draft vocabulary of {size} tokens is out of range: it holds the {len(always)} "
-            f"tokens to "
-            f"keep always and at most all {vocab_size} of the target"
+            f"tokens to keep always and at most all {vocab_size} of the target"
         )
     order = np.argsort(-np.asarray(counts, np.int64), kind="stable")
     rest = order[~np.isin(order, always)]
@@ -61,14 +60,12 @@ def check_vocabulary(tokens: Any, vocab_size: int) -> Int[np.ndarray, " v"]:
     if outside.size:
         raise ValueError(
             f"the draft vocabulary holds token {outside[0]}, outside the target's {vocab_size} "
-            f"tokens; "
-            "make it with the tokenizer of this target"
+            "tokens; make it with the tokenizer of this target"
         )
     distinct, times = np.unique(array, return_counts=True)
     if distinct.size < array.size:
         raise ValueError(
             f"the draft vocabulary holds token {distinct[times > 1][0]} {times.max()} times; each "
-            f"token "
-            "is proposed once: leave out repetitions"
+            "token is proposed once: leave out repetitions"
         )
     return array.astype(np.int32)

@@ -62,10 +62,8 @@ class Progress(NamedTuple):
                 remedy = "" if dtype == "float32" else "dtype float32, which has more range, or "
                 raise FloatingPointError(
                     f"the target's logits {where}behind {len(job.prompts[row]) + count - 1} "
-                    f"tokens are "
-                    f"not finite, so that no token can be drawn: its weights or norms overflow "
-                    f"{dtype}; "
-                    f"try {remedy}another checkpoint"
+                    "tokens are not finite, so that no token can be drawn: its weights or norms "
+                    f"overflow {dtype}; try {remedy}another checkpoint"
                 )
         return self
 
