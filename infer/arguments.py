@@ -16,6 +16,8 @@ from longspec_jax.generation.ranges import SAMPLING
 
 from . import demo
 from .boundary import Parser
+from .mesh_argument import GRAMMAR as MESH_GRAMMAR
+from .mesh_argument import mesh_argument
 from .number_argument import number_argument
 from .prompt_files import Prompt, check_text, read_batch, read_messages, read_prompt_file
 from .tree_argument import GRAMMAR, tree_argument
@@ -95,6 +97,19 @@ def _add_models(result: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--prefill_chunk", type=number_argument(Whole()), help="tokens of one prefill step"
+    )
+    group.add_argument(
+        "--mesh",
+        type=mesh_argument,
+        metavar="AXIS=N,...",
+        help=f"devices to spread the models over: {MESH_GRAMMAR}. tp: heads, MLP width "
+        "and vocabulary; data: rows; fsdp: rows and weights. One device if absent",
+    )
+    group.add_argument(
+        "--row_slots",
+        type=number_argument(Whole()),
+        help="rows that are decoded at once: those of a larger --batch wait for a slot, and each "
+        "prompt is prefilled between the rounds of the others. All rows if absent",
     )
     group.add_argument(
         "--tree",

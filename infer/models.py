@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from longspec_jax import PLAIN, LongSpec
+from longspec_jax import PLAIN, LongSpec, make_mesh
 from longspec_jax.drafters.kinds import is_name
 from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.weights.hub import local_folder
@@ -62,6 +62,8 @@ def load(arguments: argparse.Namespace, target: Path, drafts: Sequence[str | Pat
     options: dict[str, Any] = dict(
         attention=arguments.attention,
         prefill_chunk=arguments.prefill_chunk,
+        row_slots=arguments.row_slots,
+        mesh=make_mesh(**arguments.mesh) if arguments.mesh else None,
         draft=list(drafts) or None,
         draft_options=dict(arguments.drafter_option or ()) if drafts else None,
     )

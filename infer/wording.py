@@ -11,6 +11,7 @@ WRITTEN = (
     "top_p",
     "top_k",
     "prefill_chunk",
+    "row_slots",
     "draft_options",
     "draft_revision",
 )

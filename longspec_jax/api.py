@@ -29,6 +29,7 @@ from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.decoding.adaptive import candidates, tallest
 from longspec_jax.decoding.cache import cache_bytes
+from longspec_jax.decoding.home import Home
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import Draft, Target, drafters_of
@@ -42,6 +43,7 @@ from longspec_jax.generation.job import Job, Shape
 from longspec_jax.generation.memory import (
     MemoryPlan,
     check_fits,
+    device_bytes,
     free_bytes,
     tree_bytes,
     working_bytes,
@@ -76,6 +78,9 @@ class LongSpec:
     """Tokens of one prefill step; more is faster on large devices and takes more memory."""
     mesh: Mesh | None = None
     """What the parameters are spread over; one device if absent."""
+    row_slots: int | None = None
+    """Rows that are decoded at once. The prompts of a larger batch wait, and each is prefilled,
+    between the rounds of the others, for the next slot to come free. All rows at once if absent."""
     _warm: runner.WarmShapes = field(default_factory=runner.WarmShapes, repr=False)
     _paces: KnownPaces = field(default_factory=KnownPaces, repr=False)
     _notices: Notices = field(default_factory=Notices, init=False, repr=False)
@@ -88,6 +93,7 @@ class LongSpec:
             attention=self.attention,
             prefill_chunk=self.prefill_chunk,
             mesh=self.mesh,
+            row_slots=self.row_slots,
         )
         check_chunk(self.prefill_chunk, self.target_config.max_positions)
         if self.tree is not None:
@@ -125,6 +131,7 @@ class LongSpec:
         draft_revision: str | None = None,
         tokenizer: Any = None,
         prefill_chunk: int | None = None,
+        row_slots: int | None = None,
     ) -> "LongSpec":
         """Load Hugging Face checkpoints.
 
@@ -145,6 +152,8 @@ class LongSpec:
           draft_revision: the same for the draft.
           tokenizer: instead of the one beside the target.
           prefill_chunk: tokens of one prefill step; 2048 on a GPU and 256 on a CPU if absent.
+          row_slots: rows that are decoded at once; those of a larger batch wait for a slot. All
+            rows if absent.
         """
         if prefill_chunk is None:
             prefill_chunk = 2048 if jax.default_backend() == "gpu" else 256
@@ -159,6 +168,7 @@ class LongSpec:
             draft_revision=draft_revision,
             tokenizer=tokenizer,
             prefill_chunk=prefill_chunk,
+            row_slots=row_slots,
         )
         sources = as_sources(draft)
         check_about_drafts(sources, draft_options, draft_revision)
@@ -185,6 +195,7 @@ class LongSpec:
             attention=attention,
             prefill_chunk=prefill_chunk,
             mesh=mesh,
+            row_slots=row_slots,
         )
 
     @classmethod
@@ -381,12 +392,12 @@ class LongSpec:
             self.prefill_chunk,
         )
         plan = self._plan(len(prompts), shape, drafters, draft)
-        if self.mesh is None:
-            check_fits(config, plan, free_bytes())
+        check_fits(plan, free_bytes(self.mesh))
         devices = 1 if self.mesh is None else self.mesh.size
         target = CachedTarget(config, self.attention, devices)
         params = Params(self.target_params, draft)
-        return Job(target, drafters, params, prompts, rows.request(), shape, plan)
+        request = rows.request()
+        return Job(target, drafters, params, prompts, request, shape, plan, self.row_slots)
 
     def _beginning(
         self, job: Job, tree: Any, adaptive: bool, on_activity: OnActivity | None
@@ -441,16 +452,19 @@ class LongSpec:
     def _plan(self, rows: int, shape: Shape, drafters: Sequence[Drafter], draft: Any) -> MemoryPlan:
         """Bytes of a call, from shapes alone."""
         config = self.target_config
+        if self.row_slots is not None and rows > self.row_slots:
+            rows = self.row_slots + 1  # The one being prefilled has memory of its own.
         params = Params(self.target_params, draft)
         begin = partial(drafters[0].begin, batch=rows, capacity=shape.capacity)
         state = jax.eval_shape(begin, params)
         nodes = max(drafter.tree.num_nodes for drafter in drafters)
+        home = Home.beside(self.target_params, rows)
         return MemoryPlan(
             batch=rows,
             capacity=shape.capacity,
-            target_bytes=tree_bytes(self.target_params),
-            draft_bytes=0 if draft is None else tree_bytes([part.own for part in self.drafts]),
-            cache_bytes=cache_bytes(config, rows, shape.capacity),
-            draft_state_bytes=tree_bytes(state),
-            working_bytes=working_bytes(config, rows, shape.chunk, nodes),
+            target_bytes=device_bytes(self.target_params),
+            draft_bytes=0 if draft is None else device_bytes([part.own for part in self.drafts]),
+            cache_bytes=cache_bytes(config, rows, shape.capacity) // home.cache_shares,
+            draft_state_bytes=tree_bytes(state) // home.row_shares,
+            working_bytes=working_bytes(config, rows, shape.chunk, nodes) // home.row_shares,
         )

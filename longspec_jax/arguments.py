@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from longspec_jax.checks import is_whole, shown
-from longspec_jax.config import ATTENTION, TargetConfig, TreeConfig
+from longspec_jax.config import ATTENTION, MESH_AXES, TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.kinds import NAMED, is_name
-from longspec_jax.sharding import AXES
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LARGEST_CHUNK = 2048
@@ -54,8 +53,8 @@ _RULES = {
         lambda value: isinstance(value, str) and value in DTYPES, f"one of {', '.join(DTYPES)}"
     ),
     "mesh": _Rule(
-        lambda value: value is None or (isinstance(value, Mesh) and value.axis_names == AXES),
-        f"a mesh with the axes {', '.join(AXES)}, such as longspec_jax.make_mesh(tp=4) makes",
+        lambda value: value is None or (isinstance(value, Mesh) and value.axis_names == MESH_AXES),
+        f"a mesh with the axes {', '.join(MESH_AXES)}, such as longspec_jax.make_mesh(tp=4) makes",
     ),
     "attention": _Rule(
         lambda value: value is None or (isinstance(value, str) and value in ATTENTION),
@@ -66,6 +65,10 @@ _RULES = {
     "tokenizer": _Rule(
         lambda value: value is None or _is_tokenizer(value),
         "a tokenizer, as transformers.AutoTokenizer.from_pretrained(...) returns it",
+    ),
+    "row_slots": _Rule(
+        lambda value: value is None or (is_whole(value) and value >= 1),
+        "a number of rows, at least 1, or left out to decode all rows at once",
     ),
     "prefill_chunk": _Rule(
         lambda value: is_whole(value) and value >= 1, "a number of tokens, at least 1"

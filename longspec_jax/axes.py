@@ -14,14 +14,27 @@ Einsum strings, shape annotations, comments and the README use these letters.
 Query heads are ordered key/value-head-major: head ``n`` reads key/value head ``n // G``.
 """
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Never, TypeAlias, TypeVar
 
 import jax
 from jaxtyping import Bool, Float, Int
 
+if TYPE_CHECKING:
+    Placeholder: TypeAlias = Never
+else:
+
+    class _NoArray(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return not isinstance(value, jax.Array)
+
+    class Placeholder(metaclass=_NoArray):
+        """What jax puts in the place of a pytree's arrays: a shape, a sharding, an axis."""
+
+
 Array: TypeAlias = jax.Array
-Leaf: TypeAlias = Any
-"""A field of a pytree: an array, or what jax puts in its place (a tracer, a shape, a sharding)."""
+T = TypeVar("T")
+Leaf: TypeAlias = T | Placeholder
+"""A field of a pytree, ``Leaf[Lengths]``: an array of this shape, or what jax puts in its place."""
 
 Queries: TypeAlias = Float[Array, "B T N H"]
 CacheSlots: TypeAlias = Float[Array, "B K S H"]

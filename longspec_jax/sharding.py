@@ -13,9 +13,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-AXES = ("data", "fsdp", "tp")
-BATCH = P(("data", "fsdp"))
-"""Batch rows are spread over both data axes."""
+from longspec_jax.config import MESH_AXES
+
+BATCH_AXES = ("data", "fsdp")
+"""Batch rows are spread over both."""
+BATCH = P(BATCH_AXES)
 
 RULES: tuple[tuple[str, P], ...] = (
     (r"(embedding|head)$", P("tp", "fsdp")),  # [V, D]
@@ -41,7 +43,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tp: int = 1) -> Mesh:
             f"mesh data={data} x fsdp={fsdp} x tp={tp} needs {wanted} devices, {len(devices)} are "
             "here; every axis must be at least 1 and their product at most the device count"
         )
-    return Mesh(np.asarray(devices[:wanted]).reshape(data, fsdp, tp), AXES)
+    return Mesh(np.asarray(devices[:wanted]).reshape(data, fsdp, tp), MESH_AXES)
 
 
 def partition_spec(path: str) -> P:

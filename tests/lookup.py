@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.cache import KVCache, append_chunk
+from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import Prefilled, Verification
 from longspec_jax.drafters.base import NOTHING, Features, Glance, Needs, Params, Uncommitted
 from longspec_jax.drafters.budget import within_budget
@@ -41,10 +41,10 @@ class LookupTarget:
         keys, values = (jnp.full((batch, 1, capacity, 1), jnp.nan) for _ in range(2))
         return KVCache((keys,), (values,))
 
-    def prefill_chunk(self, params, cache, tokens, offset, last, needs=NOTHING):
+    def prefill_chunk(self, params, cache, tokens, start, last, needs=NOTHING):
         rows = tokens[:, :, None, None].astype(jnp.float32)
-        cache = append_chunk(cache, (rows,), (rows,), offset)
-        seen = jnp.arange(cache.capacity) <= offset + last[:, None]
+        cache = cache.append((rows,), (rows,), start)
+        seen = jnp.arange(cache.capacity) <= (start + last)[:, None]
         return Prefilled(params[self._history(cache, seen) % params.shape[0]], cache)
 
     def verify(self, params, cache, tokens, positions, mask, length, needs=NOTHING):

@@ -375,10 +375,10 @@ def test_memory_is_checked_before_allocation(spec, monkeypatch) -> None:
     assert plan.cache_bytes == 2 * plan.capacity * 2 * 2 * 6 * 4
     assert spec.memory_plan(1, 4, 3) == spec.generate([3, 4, 5, 6], max_new_tokens=3).stats.memory
     enough = plan.needed_bytes
-    memory.check_fits(spec.target_config, plan, enough)
+    memory.check_fits(plan, enough)
     with pytest.raises(MemoryError, match="largest context that fits is 512 tokens"):
-        memory.check_fits(spec.target_config, plan, enough - 1)
-    monkeypatch.setattr("longspec_jax.api.free_bytes", lambda: 0)
+        memory.check_fits(plan, enough - 1)
+    monkeypatch.setattr("longspec_jax.api.free_bytes", lambda mesh: 0)
     with pytest.raises(
         MemoryError, match="No context fits .*smaller prefill_chunk or tree, free memory"
     ):

@@ -23,6 +23,7 @@ BAD: dict[str, list[Any]] = {
     "mesh": [4, "tp=2", (1, 1, 2), True, OTHER_MESH],
     "prefill_chunk": [2.5, 0, -1, True, False, "256", 256.0, [256], float("nan")],
     "attention": ["foo", "", 3, True, ["xla"]],
+    "row_slots": [0, -1, 2.5, True, "8", [8]],
 }
 BAD_TO_LOAD: dict[str, list[Any]] = {
     **BAD,

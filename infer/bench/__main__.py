@@ -15,6 +15,7 @@ BENCHMARKS = {
     "drafters": ("drafters", "what every kind of draft gives on the demo"),
     "match": ("match", "how often output in bfloat16 is that of plain decoding"),
     "products": ("products", "the matrix products of a verification, beside XLA's"),
+    "requests": ("requests", "many requests over few row slots, and in padded batches"),
     "transformers": ("hugging_face", "plain decoding by Hugging Face transformers"),
     "report": ("report", "merge result files and draw their chart"),
 }

@@ -66,14 +66,13 @@ def decode(bench: Bench) -> AdaptiveTime:
         bench.model.target,
         drafters,
         bench.model.params,
-        bench.request,
         state,
         FastestWithinBudget.over(len(drafters)),
     )
     leg = deque(legs, maxlen=1).pop()
     jax.block_until_ready(leg.state)
     seconds = time.perf_counter() - begin
-    bench.cache = leg.state.cache
+    bench.cache = leg.state.rows.cache
     return AdaptiveTime(seconds, leg.totals)
 
 

@@ -185,6 +185,18 @@ def drafters(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser, chart=False)
 
 
+def requests(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench requests``."""
+    _add(parser, "--requests", SEVERAL, ByMachine(64, 12))
+    _add(parser, "--row_slots", COUNT, ByMachine(8, 3), "rows that are decoded at once")
+    _add(parser, "--shortest", SEVERAL, ByMachine(100, 20), "tokens of a prompt")
+    _add(parser, "--longest", SEVERAL, ByMachine(15000, 800), "tokens of a prompt")
+    _add(parser, "--new_tokens", SEVERAL, ByMachine(256, 32), "at most; at least a quarter")
+    _add_tree(parser)
+    parser.add_argument("--seed", type=number_argument(Whole(least=0)), default=0)
+    _add_outputs(parser, chart=False)
+
+
 def products(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench products``."""
     _add_shape(parser)
@@ -221,6 +233,7 @@ DECLARATIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "drafters": drafters,
     "match": match,
     "products": products,
+    "requests": requests,
     "transformers": transformers,
     "report": report,
 }

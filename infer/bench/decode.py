@@ -38,7 +38,8 @@ import numpy as np
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import cache_bytes
-from longspec_jax.decoding.engine import SpecState
+from longspec_jax.decoding.record import SpecState
+from longspec_jax.decoding.rows import Rows
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.longspec.load import LongSpecDraft
@@ -120,23 +121,29 @@ def measure(
     step(f"{place}: compiling")
     begin = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        state = bench.state(drafter)
 
         def begin_compiling(function: Callable[..., Any], *rest: Any) -> Any:
-            return pool.submit(bench.compile, function, *rest, drafter=drafter)
+            return pool.submit(bench.compile, function, *rest, state=state)
+
+        def begin_part(function: Callable[..., Any]) -> Any:
+            return pool.submit(bench.compile, function, state=state.rows)
 
         simulated = model.target, drafter, setting.lengths, 0
         loops = {
-            "plain": pool.submit(bench.compile, engine.decode, model.target, plain, drafter=plain),
+            "plain": pool.submit(
+                bench.compile, engine.decode, model.target, plain, state=bench.state(plain)
+            ),
             "round": begin_compiling(simulated_decode, *simulated),
         }
         if arguments.streaming:
             loops["streaming"] = begin_compiling(simulated_round, *simulated)
         programs = {
-            name: begin_compiling(jax.jit(part(model.target, drafter, setting.turns)))
+            name: begin_part(jax.jit(part(model.target, drafter, setting.turns)))
             for name, part in parts.items()
         }
-        committing = begin_compiling(
-            jax.jit(parts_lib.commit(model.target, drafter, setting.turns), donate_argnums=(2,))
+        committing = begin_part(
+            jax.jit(parts_lib.commit(model.target, drafter, setting.turns), donate_argnums=(1,))
         )
     row["compile_seconds"] = round(time.perf_counter() - begin, 1)
     step(f"{place}: timing plain decoding")
@@ -154,9 +161,9 @@ def measure(
     if arguments.adaptive:
         row |= time_adaptive(bench, plain_loop.seconds / plain_loop.rounds)
     step(f"{place}: timing the parts of a round")
-    state = bench.state(drafter)
-    times = {name: time_part(bench, program.result(), state) for name, program in programs.items()}
-    times["commit"] = time_commit(bench, committing.result(), state)
+    rows = bench.state(drafter).rows
+    times = {name: time_part(bench, program.result(), rows) for name, program in programs.items()}
+    times["commit"] = time_commit(bench, committing.result(), rows)
     row |= results(setting, plain_loop, round_loop, times)
     floor = row["plain_step_bytes"] / bytes_per_s
     row["plain_percent_of_roof"] = rounded(100e3 * floor / row["plain_ms_per_token"])
@@ -229,9 +236,9 @@ def time_loop(bench: Bench, program: Callable[..., SpecState], drafter: Any) -> 
     def decode() -> tuple[SpecState, float]:
         state = jax.block_until_ready(bench.state(drafter))
         begin = time.perf_counter()
-        state = jax.block_until_ready(program(bench.model.params, bench.request, state))
+        state = jax.block_until_ready(program(bench.model.params, state))
         seconds = time.perf_counter() - begin
-        bench.cache = state.cache
+        bench.cache = state.rows.cache
         return state, seconds
 
     last, _ = decode()  # What the first run does besides is not counted.
@@ -239,7 +246,7 @@ def time_loop(bench: Bench, program: Callable[..., SpecState], drafter: Any) -> 
     for _ in range(bench.setting.repetitions):
         last, elapsed = decode()
         seconds.append(elapsed)
-    rounds, emitted = np.asarray(last.rounds), np.asarray(last.emitted)
+    rounds, emitted = np.asarray(last.record.rounds), np.asarray(last.record.emitted)
     return LoopTime(
         statistics.median(seconds),
         int(rounds.max()),
@@ -256,8 +263,8 @@ def read_by(way: Callable[..., Any], round_program: Callable[..., Any]) -> Calla
       round_program: the compiled round.
     """
 
-    def program(params: Any, request: Any, state: SpecState) -> SpecState:
-        advance = functools.partial(round_program, params, request)
+    def program(params: Any, state: SpecState) -> SpecState:
+        advance = functools.partial(round_program, params)
         return read_all(way(advance, state))
 
     return program
@@ -272,24 +279,24 @@ def streaming(name: str, loop: LoopTime, read: LoopTime) -> dict[str, Any]:
     }
 
 
-def time_part(bench: Bench, program: Callable[..., Any], state: SpecState) -> float:
-    """Median seconds of one turn of a part that leaves the state alone."""
+def time_part(bench: Bench, program: Callable[..., Any], rows: Rows) -> float:
+    """Median seconds of one turn of a part that leaves the rows alone."""
     seconds = []
     for _ in range(bench.setting.repetitions + 1):
         begin = time.perf_counter()
-        jax.block_until_ready(program(bench.model.params, bench.request, state))
+        jax.block_until_ready(program(bench.model.params, rows))
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds[1:]) / bench.setting.turns
 
 
-def time_commit(bench: Bench, program: Callable[..., SpecState], state: SpecState) -> float:
-    """Median seconds of one commit; the state is used up, its cache kept."""
+def time_commit(bench: Bench, program: Callable[..., Rows], rows: Rows) -> float:
+    """Median seconds of one commit; the rows are used up, their cache kept."""
     seconds = []
     for _ in range(bench.setting.repetitions + 1):
         begin = time.perf_counter()
-        state = jax.block_until_ready(program(bench.model.params, bench.request, state))
+        rows = jax.block_until_ready(program(bench.model.params, rows))
         seconds.append(time.perf_counter() - begin)
-    bench.cache = state.cache
+    bench.cache = rows.cache
     return statistics.median(seconds[1:]) / bench.setting.turns
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes
-from longspec_jax.decoding.engine import SpecState
+from longspec_jax.decoding.record import SpecState
+from longspec_jax.decoding.rows import Request
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 
 from .models import (
@@ -79,7 +80,7 @@ class Bench:
         return self.model.drafter(self.setting.tree)
 
     @functools.cached_property
-    def request(self) -> engine.Request:
+    def request(self) -> Request:
         """What every row asks for."""
         return greedy_request(self.setting.batch, self.setting.new_tokens)
 
@@ -87,11 +88,11 @@ class Bench:
         """The state at the beginning; it takes the cache along."""
         draft = draft_state(self.model, drafter, self.setting.batch, self.setting.capacity)
         setting = self.setting
-        return state_at(self.cache, draft, drafter.tree, setting.contexts, setting.new_tokens)
+        return state_at(self.cache, draft, drafter.tree, setting.contexts, self.request)
 
-    def compile(self, program: Any, *static: Any, drafter: Any) -> Callable[..., Any]:
-        """Compile ``program(*static, params, request, state)`` from shapes alone."""
-        dynamic = abstract((self.model.params, self.request, self.state(drafter)))
+    def compile(self, program: Any, *static: Any, state: Any) -> Callable[..., Any]:
+        """Compile ``program(*static, params, state)`` from shapes alone."""
+        dynamic = abstract((self.model.params, state))
         return program.lower(*static, *dynamic).compile()
 
 

@@ -12,9 +12,9 @@ def profile(bench: Bench, program: Any, drafter: Any, folder: Path) -> None:
     """Write device time by kernel, microseconds per round, slowest first, and the program."""
     state = jax.block_until_ready(bench.state(drafter))
     with jax.profiler.trace(str(folder)):
-        state = jax.block_until_ready(program(bench.model.params, bench.request, state))
-    bench.cache = state.cache
-    rounds = int(state.rounds.max())
+        state = jax.block_until_ready(program(bench.model.params, state))
+    bench.cache = state.rows.cache
+    rounds = int(state.record.rounds.max())
     kernels: dict[str, list[float]] = {}
     for path in folder.rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:

@@ -16,7 +16,8 @@ import numpy as np
 from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.engine import Request, SpecState
+from longspec_jax.decoding.record import Record, SpecState
+from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Committed, Drafter, Params
@@ -190,26 +191,21 @@ def _after(drafter: Drafter, capacity: int, params: Params, tokens: jax.Array) -
 
 
 def state_at(
-    cache: KVCache, draft: Any, tree: TreeConfig, contexts: Sequence[int], new_tokens: int
+    cache: KVCache, draft: Any, tree: TreeConfig, contexts: Sequence[int], request: Request
 ) -> SpecState:
     """The state of a round after ``contexts[b]`` committed tokens; nothing is copied."""
-    batch, height = cache.keys[0].shape[0], engine.room(tree.num_levels)
-
-    def full(value: Any, *shape: int, dtype: Any = jnp.int32) -> jax.Array:
-        return jnp.full(shape, value, dtype)
-
-    return SpecState(
+    height, length = engine.room(tree.num_levels), jnp.asarray(contexts, jnp.int32)
+    pending = jnp.ones_like(length)
+    rows = Rows(
         cache=cache,
         draft=draft,
-        length=jnp.asarray(contexts, jnp.int32),
-        pending=full(1, batch),
-        output=full(0, batch, new_tokens + height),
-        drafted=full(False, batch, new_tokens + height, dtype=bool),
-        emitted=full(1, batch),
-        done=full(False, batch, dtype=bool),
-        rounds=full(0, batch),
-        histogram=full(0, batch, height),
+        length=length,
+        pending=pending,
+        remaining=request.max_new_tokens - 1,
+        sampling=request.sampling,
+        stop_tokens=request.stop_tokens,
     )
+    return SpecState(rows, Record.begin(pending, int(request.max_new_tokens.max()), height))
 
 
 def abstract(tree: Any) -> Any:

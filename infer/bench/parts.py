@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from longspec_jax.axes import Array
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
-from longspec_jax.decoding.engine import Request, SpecState
+from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.target import CachedTarget, Verification
 from longspec_jax.decoding.walk import Walk
 from longspec_jax.drafters.base import NOTHING, Needs, Params
@@ -27,20 +27,20 @@ from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.dispatch import prefix_attention, speculative_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 
-Part = Callable[[Params, Request, SpecState], Any]
+Part = Callable[[Params, Rows], Any]
 """A program over a round's inputs that repeats one part of it."""
 
 
 def draft(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
     """Growing the tree; the next turn's root is the last node of this one."""
 
-    def program(params: Params, request: Request, state: SpecState) -> Tree:
+    def program(params: Params, rows: Rows) -> Tree:
         def turn(_: Array, tree: Tree) -> Tree:
-            now = _after(state, tree.tokens[:, -1])
-            beliefs = engine.round_beliefs(target, drafter, request, now)
+            now = _after(rows, tree.tokens[:, -1])
+            beliefs = engine.round_beliefs(target, drafter, now)
             return engine.propose_tree(target, drafter, params, now, beliefs)
 
-        return jax.lax.fori_loop(0, turns, turn, some_tree(drafter.tree, state))
+        return jax.lax.fori_loop(0, turns, turn, some_tree(drafter.tree, rows))
 
     return program
 
@@ -48,12 +48,12 @@ def draft(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
 def verify(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
     """The target pass with LM head and draws; the next turn's nodes are this one's draws."""
 
-    def program(params: Params, request: Request, state: SpecState) -> Array:
-        tree = some_tree(drafter.tree, state)
+    def program(params: Params, rows: Rows) -> Array:
+        tree = some_tree(drafter.tree, rows)
 
         def turn(_: Array, draws: Array) -> Array:
-            now = _after(state, draws[:, -1])
-            beliefs = engine.round_beliefs(target, drafter, request, now)
+            now = _after(rows, draws[:, -1])
+            beliefs = engine.round_beliefs(target, drafter, now)
             planted = dataclasses.replace(tree, tokens=draws)
             return engine.verify_tree(target, drafter, params, now, planted, beliefs)[1]
 
@@ -63,24 +63,22 @@ def verify(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
 
 
 def commit(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
-    """Appending a path to cache, draft state and output; the state is donated."""
+    """Appending a path to cache and draft state; the rows are donated."""
     levels = drafter.tree.num_levels
 
-    def program(params: Params, request: Request, state: SpecState) -> SpecState:
-        batch, config = state.pending.shape[0], target.config
+    def program(params: Params, rows: Rows) -> Rows:
+        batch, config = rows.pending.shape[0], target.config
         shape = (batch, drafter.tree.num_nodes, config.num_kv_heads, config.head_width)
         fresh = tuple(jnp.ones(shape, jnp.dtype(config.dtype)) for _ in range(config.num_layers))
         verified = Verification(jnp.zeros((batch, 1, 1)), fresh, fresh)
         path = jnp.broadcast_to(jnp.arange(levels + 1), (batch, levels + 1))
 
-        def turn(_: Array, now: SpecState) -> SpecState:
+        def turn(_: Array, now: Rows) -> Rows:
             tokens = jnp.broadcast_to(now.pending[:, None], path.shape)
             count = jnp.ones((batch,), jnp.int32)
-            return engine.commit_walk(
-                drafter, params, request, now, verified, Walk(path, tokens, count)
-            )
+            return engine.commit_walk(drafter, params, now, verified, Walk(path, tokens, count))[0]
 
-        return jax.lax.fori_loop(0, turns, turn, state)
+        return jax.lax.fori_loop(0, turns, turn, rows)
 
     return program
 
@@ -114,16 +112,16 @@ def verify_attention(target: CachedTarget, drafter: LongSpecDrafter, turns: int)
     """The attention of all layers of one verification."""
     config = target.config
 
-    def program(params: Params, request: Request, state: SpecState) -> Array:
-        tree = some_tree(drafter.tree, state)
-        rows = (state.pending.shape[0], drafter.tree.num_nodes)
+    def program(params: Params, rows: Rows) -> Array:
+        tree = some_tree(drafter.tree, rows)
+        shape = (rows.pending.shape[0], drafter.tree.num_nodes)
         dtype = jnp.dtype(config.dtype)
-        q = jnp.ones((*rows, config.num_heads, config.head_width), dtype)
-        k = jnp.ones((*rows, config.num_kv_heads, config.head_width), dtype)
+        q = jnp.ones((*shape, config.num_heads, config.head_width), dtype)
+        k = jnp.ones((*shape, config.num_kv_heads, config.head_width), dtype)
 
         def turn(_: Array, q: Array) -> Array:
-            for keys, values in zip(state.cache.keys, state.cache.values, strict=True):
-                prefix, fresh = Prefix(keys, values, state.length), Fresh(k, k, tree.mask)
+            for keys, values in zip(rows.cache.keys, rows.cache.values, strict=True):
+                prefix, fresh = Prefix(keys, values, rows.length), Fresh(k, k, tree.mask)
                 q = speculative_attention(q, prefix, fresh, implementation=target.attention)
             return q
 
@@ -136,12 +134,12 @@ def draft_cross(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> P
     """One level's attention to the target's last layer."""
     config = target.config
 
-    def program(params: Params, request: Request, state: SpecState) -> Array:
-        rows = (state.pending.shape[0], max(drafter.tree.widths))
-        q = jnp.ones((*rows, config.num_heads, config.head_width), jnp.dtype(config.dtype))
+    def program(params: Params, rows: Rows) -> Array:
+        shape = (rows.pending.shape[0], max(drafter.tree.widths))
+        q = jnp.ones((*shape, config.num_heads, config.head_width), jnp.dtype(config.dtype))
 
         def turn(_: Array, q: Array) -> Array:
-            prefix = Prefix(state.cache.keys[-1], state.cache.values[-1], state.length)
+            prefix = rows.cache.layer(-1, rows.length)
             partial = prefix_attention(q, prefix, implementation=target.attention)
             return partial.out.astype(q.dtype)
 
@@ -153,12 +151,12 @@ def draft_cross(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> P
 def draft_head(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
     """One level's LM head alone."""
 
-    def program(params: Params, request: Request, state: SpecState) -> Array:
+    def program(params: Params, rows: Rows) -> Array:
         def turn(_: Array, hidden: Array) -> Array:
             logits = params.draft.logits(hidden)
             return hidden + logits.max(axis=-1, keepdims=True).astype(hidden.dtype)
 
-        return jax.lax.fori_loop(0, turns, turn, some_hidden(target, drafter, state))
+        return jax.lax.fori_loop(0, turns, turn, some_hidden(target, drafter, rows))
 
     return program
 
@@ -167,8 +165,8 @@ def draft_choice(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> 
     """One level's LM head, log-probabilities and choice of the best continuations."""
     width = max(drafter.tree.widths)
 
-    def program(params: Params, request: Request, state: SpecState) -> Any:
-        beliefs = engine.round_beliefs(target, drafter, request, state)
+    def program(params: Params, rows: Rows) -> Any:
+        beliefs = engine.round_beliefs(target, drafter, rows)
 
         def turn(_: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             hidden, total = carry[:2]
@@ -178,7 +176,7 @@ def draft_choice(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> 
             chosen = best[:, :, None] + parents[:, :, None] + tokens[:, :, None]
             return hidden + chosen.astype(hidden.dtype), best, parents, tokens
 
-        hidden = some_hidden(target, drafter, state)
+        hidden = some_hidden(target, drafter, rows)
         total = jnp.zeros(hidden.shape[:2], jnp.float32)
         none = jnp.zeros(hidden.shape[:2], jnp.int32)
         return jax.lax.fori_loop(0, turns, turn, (hidden, total, none, none))
@@ -192,23 +190,23 @@ def shallower(drafter: LongSpecDrafter, levels: int) -> LongSpecDrafter:
     return dataclasses.replace(drafter, tree=tree)
 
 
-def _after(state: SpecState, tokens: Array) -> SpecState:
-    """The state with other pending tokens, all of it depending on them as far as XLA can tell."""
+def _after(rows: Rows, tokens: Array) -> Rows:
+    """The rows with other pending tokens, all of it depending on them as far as XLA can tell."""
     zero = jnp.minimum(tokens, 0)  # Tokens are not negative, which the compiler does not know.
-    return dataclasses.replace(state, pending=tokens, length=state.length + zero)
+    return dataclasses.replace(rows, pending=tokens, length=rows.length + zero)
 
 
-def some_tree(shape: TreeConfig, state: SpecState) -> Tree:
+def some_tree(shape: TreeConfig, rows: Rows) -> Tree:
     """A tree of this shape with different tokens; every node sees the first of each level above.
 
     A budget keeps the nodes that would be grown first.
     """
-    batch, nodes = state.pending.shape[0], shape.num_nodes
+    batch, nodes = rows.pending.shape[0], shape.num_nodes
     known = shape.depths[:nodes]
     first = jnp.asarray([known.index(depth) for depth in known])
     depths, node = jnp.asarray(known), jnp.arange(nodes, dtype=jnp.int32)
     on_spine = (node == first) & (depths < depths[:, None])
-    tree = plant(state.pending, shape)
+    tree = plant(rows.pending, shape)
     mask = on_spine | jnp.eye(nodes, dtype=bool)
     return dataclasses.replace(
         tree,
@@ -218,7 +216,7 @@ def some_tree(shape: TreeConfig, state: SpecState) -> Tree:
     )
 
 
-def some_hidden(target: CachedTarget, drafter: LongSpecDrafter, state: SpecState) -> Array:
+def some_hidden(target: CachedTarget, drafter: LongSpecDrafter, rows: Rows) -> Array:
     """Hidden states of the widest level."""
-    rows = (state.pending.shape[0], max(drafter.tree.widths))
-    return jnp.ones((*rows, target.config.model_width), jnp.dtype(target.config.dtype))
+    shape = (rows.pending.shape[0], max(drafter.tree.widths))
+    return jnp.ones((*shape, target.config.model_width), jnp.dtype(target.config.dtype))

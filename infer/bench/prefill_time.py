@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from longspec_jax.decoding import engine
+from longspec_jax.decoding.prefill import prefill
 
 from .decode_setting import Bench
 from .timing import rounded
@@ -25,7 +25,7 @@ def time_prefill(bench: Bench, chunk: int) -> dict[str, Any]:
 
     def once() -> float:
         begin = time.perf_counter()
-        state = engine.prefill(
+        state = prefill(
             bench.model.target,
             bench.drafter,
             bench.model.params,

@@ -19,7 +19,8 @@ from jaxtyping import Int
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.engine import Request, SpecState, spec_step
+from longspec_jax.decoding.engine import spec_step
+from longspec_jax.decoding.record import Emitted, SpecState
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.walk import Walk, walk
 from longspec_jax.drafters.base import Drafter, Params
@@ -142,14 +143,13 @@ def simulated_step(
     lengths: AcceptanceLengths,
     seed: int,
     params: Params,
-    request: Request,
     state: SpecState,
-) -> SpecState:
-    """One real round with a drawn acceptance length."""
-    walker = partial(
-        simulated_walk, shape=drafter.tree, lengths=lengths, seed=seed, rounds=state.rounds
-    )
-    return spec_step(target, drafter, params, request, state, walker)
+) -> tuple[SpecState, Emitted]:
+    """One real round with a drawn acceptance length, and what it emitted."""
+    rounds = state.record.rounds
+    walker = partial(simulated_walk, shape=drafter.tree, lengths=lengths, seed=seed, rounds=rounds)
+    rows, emitted = spec_step(target, drafter, params, state.rows, walker)
+    return SpecState(rows, state.record.add(emitted)), emitted
 
 
 @partial(
@@ -163,12 +163,11 @@ def simulated_decode(
     lengths: AcceptanceLengths,
     seed: int,
     params: Params,
-    request: Request,
     state: SpecState,
 ) -> SpecState:
     """Rounds until every row is done, in one executable, as in ``engine.decode``."""
     return jax.lax.while_loop(
-        lambda state: ~state.done.all(),
-        lambda state: simulated_step(target, drafter, lengths, seed, params, request, state),
+        lambda state: ~state.rows.done.all(),
+        lambda state: simulated_step(target, drafter, lengths, seed, params, state)[0],
         state,
     )

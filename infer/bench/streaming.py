@@ -16,8 +16,8 @@ import jax
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.ahead import Report, Rounds, fetch, report_of
-from longspec_jax.decoding.engine import Request, SpecState
 from longspec_jax.decoding.policy import Always
+from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 
@@ -40,12 +40,11 @@ def simulated_round(
     lengths: AcceptanceLengths,
     seed: int,
     params: Params,
-    request: Request,
     state: SpecState,
 ) -> tuple[SpecState, Array]:
     """:func:`longspec_jax.decoding.ahead.one_round` with the acceptance of ``simulated_decode``."""
-    after = simulated_step(target, drafter, lengths, seed, params, request, state)
-    return after, report_of(state, after, drafter.tree.num_levels + 1)
+    after, emitted = simulated_step(target, drafter, lengths, seed, params, state)
+    return after, report_of(emitted, after.rows)
 
 
 def stream(advance: Advance, state: SpecState) -> Iterator[Added]:
@@ -56,7 +55,7 @@ def stream(advance: Advance, state: SpecState) -> Iterator[Added]:
     with Rounds(lambda _, state: advance(state), state, Always(), 1) as rounds:
         for report in rounds:
             yield _added(report)
-    return rounds.state
+    return rounds.rows
 
 
 def stream_by_steps(advance: Advance, state: SpecState) -> Iterator[Added]:

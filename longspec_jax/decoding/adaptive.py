@@ -10,9 +10,9 @@ As everywhere this is exact in float32; in bfloat16 trees of different sizes may
 differently, and which tree meets it depends on the clock.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -21,9 +21,10 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.config import PLAIN, TreeConfig
-from longspec_jax.decoding.engine import Request, SpecState, spec_step
+from longspec_jax.decoding.engine import recorded_step
 from longspec_jax.decoding.policy import Measurement, Policy
 from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.draft import with_tree
@@ -73,7 +74,6 @@ def burst(
     target: TargetModel,
     drafter: Drafter,
     params: Params,
-    request: Request,
     state: SpecState,
     limit: Array,
 ) -> tuple[SpecState, Array]:
@@ -83,7 +83,6 @@ def burst(
       target: the target's static part.
       drafter: the drafter's static part; its tree no taller than the one that shaped the state.
       params: parameters of both.
-      request: what each row asks for.
       state: the state before the first round.
       limit: most rounds; traced, so that every number of rounds is one executable.
 
@@ -93,16 +92,16 @@ def burst(
 
     def unfinished(carry: tuple[Array, SpecState]) -> Array:
         rounds, state = carry
-        return (rounds < limit) & ~state.done.all()
+        return (rounds < limit) & ~state.rows.done.all()
 
     def advance(carry: tuple[Array, SpecState]) -> tuple[Array, SpecState]:
         rounds, state = carry
-        return rounds + 1, spec_step(target, drafter, params, request, state)
+        return rounds + 1, recorded_step(target, drafter, params, state)
 
-    before = state.rounds.sum(), state.emitted.sum()
+    before = state.record.rounds.sum(), state.record.emitted.sum()
     rounds, state = jax.lax.while_loop(unfinished, advance, (jnp.int32(0), state))
-    gained = state.rounds.sum() - before[0], state.emitted.sum() - before[1]
-    report = jnp.stack([rounds, *gained, (~state.done).sum()])
+    gained = state.record.rounds.sum() - before[0], state.record.emitted.sum() - before[1]
+    report = jnp.stack([rounds, *gained, (~state.rows.done).sum()])
     return state, report.astype(jnp.int32)
 
 
@@ -110,17 +109,20 @@ def rehearse(
     target: TargetModel,
     drafters: Sequence[Drafter],
     params: Params,
-    request: Request,
     state: SpecState,
 ) -> SpecState:
     """One round of every candidate: compiles and loads all that :func:`decode_bursts` runs.
 
-    Rows that are done take part without emitting anything; the state is donated and of no further
-    use.
+    Rows that are done take part as if they were not; the state is donated and of no further use.
     """
+    length, emitted = state.rows.length, state.record.emitted
     for drafter in drafters:
-        state = dataclasses.replace(state, done=jnp.zeros_like(state.done))
-        state, _ = burst(target, drafter, params, request, state, np.int32(1))
+        # Every candidate from the start anew, so that no row outgrows its budget.
+        rows = replace(
+            state.rows, length=jnp.copy(length), remaining=jnp.maximum(state.rows.remaining, 1)
+        )
+        state = SpecState(rows, replace(state.record, emitted=jnp.copy(emitted)))
+        state, _ = burst(target, drafter, params, state, np.int32(1))
     return state
 
 
@@ -137,7 +139,6 @@ def decode_bursts(
     target: TargetModel,
     drafters: Sequence[Drafter],
     params: Params,
-    request: Request,
     state: SpecState,
     policy: Policy,
     *,
@@ -154,7 +155,6 @@ def decode_bursts(
       target: the target's static part.
       drafters: the candidates, in the policy's order; they share parameters and state.
       params: parameters of both models.
-      request: what each row asks for.
       state: the prefilled state, shaped by the :func:`tallest` of the candidates; donated.
       policy: chooses the candidate and the rounds of every burst.
       stride: most rounds between two legs, 1 to see every round; whole bursts if absent.
@@ -167,20 +167,16 @@ def decode_bursts(
     check_one_clock(len(drafters))
     # All bursts of a run have one shape, so their programs are looked up once.
     limited = np.int32(0)
-    programs = [
-        burst.of_shape(target, drafter, params, request, state, limited) for drafter in drafters
-    ]
+    programs = [burst.of_shape(target, drafter, params, state, limited) for drafter in drafters]
     totals = [Measurement()] * len(drafters)
-    live = not np.asarray(state.done).all()
+    live = not np.asarray(state.rows.done).all()
     while live:
         index, rounds = policy.choose()
         seen = Measurement()
         while live and seen.rounds < rounds:
             limit = min(rounds - seen.rounds, stride or rounds)
             start = clock()
-            state, report = programs[index](
-                target, drafters[index], params, request, state, np.int32(limit)
-            )
+            state, report = programs[index](target, drafters[index], params, state, np.int32(limit))
             ran, row_rounds, tokens, rows = np.asarray(report).tolist()
             this = Measurement(ran, row_rounds, tokens, clock() - start)
             live, seen, totals[index] = rows > 0, seen + this, totals[index] + this

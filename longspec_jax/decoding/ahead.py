@@ -7,7 +7,7 @@ make that possible:
 * A round is a straight line of operations (:func:`one_round`). The loop of
   :func:`~longspec_jax.decoding.adaptive.burst` asks the host on a GPU whether to go on, and its
   launch returns only when all its rounds are done.
-* Beside the state, which the next launch donates, a round returns one small array of its own: what
+* Beside the rows, which the next launch donates, a round returns one small array of its own: what
   it emitted (:func:`report_of`). It is all the host ever reads: one transfer per round.
 * Another thread waits for that array (:class:`Rounds`), so that no wait holds up a launch and the
   time of arrival is known even while the consumer is busy.
@@ -23,21 +23,25 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.adaptive import check_one_clock
-from longspec_jax.decoding.engine import Request, SpecState, spec_step
+from longspec_jax.decoding.choosing import Choosing
+from longspec_jax.decoding.engine import spec_step
 from longspec_jax.decoding.policy import Measurement, Policy
 from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.record import Emitted
+from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 
-Launch: TypeAlias = Callable[[int, SpecState], tuple[SpecState, Array]]
-"""``(candidate, state) -> state, report``: starts a round, donates the state and does not wait."""
+State = TypeVar("State")
+Launch: TypeAlias = Callable[[int, State], tuple[State, Array]]
+"""``(candidate, rows) -> rows, report``: starts a round, donates the rows and does not wait."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,9 @@ class Report:
     @classmethod
     def of(cls, packed: np.ndarray) -> "Report":
         """Take apart what :func:`report_of` packed."""
-        height = (packed.shape[1] - 2) // 2
-        tokens, drafted = packed[:, 2 : 2 + height], packed[:, 2 + height :]
-        return cls(packed[:, 0], packed[:, 1] != 0, tokens, drafted != 0)
+        count, done, accepted, tokens = *packed[:, :3].T, packed[:, 3:]
+        drafted = np.arange(tokens.shape[1]) < accepted[:, None]
+        return cls(count, done != 0, tokens, drafted)
 
     def measured(self, seconds: float) -> Measurement:
         """The round as a policy sees it."""
@@ -66,30 +70,22 @@ class Report:
         return Measurement(int(rows > 0), rows, int(self.count.sum()), seconds)
 
 
-def report_of(before: SpecState, after: SpecState, height: int) -> Array:
-    """What a round added, packed into one ``[B, 2 + 2 h]`` int32 array; see :class:`Report`.
-
-    Args:
-      before: the state before the round.
-      after: the state after it.
-      height: most tokens a round emits in a row; static.
-    """
-    columns = before.emitted[:, None] + jnp.arange(height)
-    gained = (jnp.take_along_axis(all_, columns, axis=1) for all_ in (after.output, after.drafted))
-    ends = (after.emitted - before.emitted)[:, None], after.done[:, None]
-    return jnp.concatenate([part.astype(jnp.int32) for part in (*ends, *gained)], axis=1)
+def report_of(emitted: Emitted, after: Rows) -> Array:
+    """What a round did, packed into one ``[B, 3 + h]`` int32 array; see :class:`Report`."""
+    ends = jnp.stack([emitted.count, after.done, emitted.accepted], axis=1)
+    return jnp.concatenate([ends, emitted.tokens], axis=1)
 
 
-@program(static_argnames=("target", "drafter"), donate_argnames=("state",))
+@program(static_argnames=("target", "drafter"), donate_argnames=("rows",))
 def one_round(
-    target: TargetModel, drafter: Drafter, params: Params, request: Request, state: SpecState
-) -> tuple[SpecState, Array]:
-    """One round and its report, with no branch and no loop; the state is donated.
+    target: TargetModel, drafter: Drafter, params: Params, rows: Rows
+) -> tuple[Rows, Array]:
+    """One round and its report, with no branch and no loop; the rows are donated.
 
     If every row is done nothing is emitted or committed, but the round is computed all the same.
     """
-    after = spec_step(target, drafter, params, request, state)
-    return after, report_of(state, after, drafter.tree.num_levels + 1)
+    after, emitted = spec_step(target, drafter, params, rows)
+    return after, report_of(emitted, after)
 
 
 def fetch(report: Array) -> np.ndarray:
@@ -107,7 +103,7 @@ class _Flight(NamedTuple):
     landing: Future[tuple[Report, float]]
 
 
-class Rounds:
+class Rounds(Generic[State]):
     """Rounds until every row is done, as an iterator over their reports; a context manager.
 
     The first round is launched on entering, every other one while the one before it runs. Leave
@@ -115,25 +111,23 @@ class Rounds:
 
     A round's seconds run from the end of the round before, or from its own launch if the device had
     nothing to do, to the arrival of its report. How long the consumer takes does not count.
-
-    A policy decides one round late, because the device never waits for it: when the rounds it asked
-    for are launched, the last of them has not been seen. What has been seen by then is what it
-    observes, the rest when that candidate runs again; and if none has, one more round is launched.
+    A
+    policy decides one round late (:mod:`longspec_jax.decoding.choosing`).
     """
 
     def __init__(
         self,
-        launch: Launch,
-        state: SpecState,
+        launch: Launch[State],
+        rows: State,
         policy: Policy,
         candidates: int,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Prepare to start from a state with a row that is not done.
+        """Prepare to start from a batch with a row that is not done.
 
         Args:
           launch: starts a round of a candidate.
-          state: the state before the first round; donated.
+          rows: the batch before the first round; donated.
           policy: chooses the candidate of every round.
           candidates: how many there are.
           clock: seconds, for the policy and the totals; the reader's thread asks it, too.
@@ -142,18 +136,19 @@ class Rounds:
           NotImplementedError: if there is a choice in a computation of several processes.
         """
         check_one_clock(candidates)
-        self.state = state
-        """The state behind the last launch, at most one round ahead of the last report."""
-        self.totals = (Measurement(),) * candidates
-        """What every candidate has done, as far as reported."""
-        self._launch, self._policy, self._clock = launch, policy, clock
-        self._unobserved = [Measurement()] * candidates
-        self._choice = policy.choose()
-        self._missing = self._choice.rounds
+        self.rows = rows
+        """The rows behind the last launch, at most one round ahead of the last report."""
+        self._launch, self._clock = launch, clock
+        self._choosing = Choosing(policy, candidates)
         self._flights: deque[_Flight] = deque()
         self._last_arrival = -math.inf
         self._over = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="round-reader")
+
+    @property
+    def totals(self) -> tuple[Measurement, ...]:
+        """What every candidate has done, as far as reported."""
+        return self._choosing.totals
 
     def __enter__(self) -> "Rounds":
         """Launch the first round."""
@@ -174,36 +169,16 @@ class Rounds:
             report, arrival = landing.result()
             seconds = arrival - max(launched, self._last_arrival)
             self._last_arrival = arrival
-            self._count(candidate, report.measured(seconds))
+            self._choosing.count(candidate, report.measured(seconds))
             done = bool(report.done.all())
             yield report
 
     def _start(self) -> None:
         """Launch a round, and have its report read."""
-        self._decide()
-        candidate, launched = self._choice.candidate, self._clock()
-        self.state, report = self._launch(candidate, self.state)
+        candidate = self._choosing.next([flight.candidate for flight in self._flights])
+        launched = self._clock()
+        self.rows, report = self._launch(candidate, self.rows)
         self._flights.append(_Flight(candidate, launched, self._reader.submit(self._land, report)))
-        self._missing -= 1
-
-    def _decide(self) -> None:
-        """Ask the policy, if its last choice is launched and some of it has been seen."""
-        candidate = self._choice.candidate
-        seen = self._unobserved[candidate]
-        if self._missing > 0 or not seen.rounds:
-            return
-        self._policy = self._policy.observe(candidate, seen)
-        self._unobserved[candidate] = Measurement()
-        self._choice = self._policy.choose()
-        same = [flight.candidate for flight in self._flights].count(self._choice.candidate)
-        self._missing = self._choice.rounds - same
-
-    def _count(self, candidate: int, seen: Measurement) -> None:
-        """Note what a round of a candidate did; the policy hears of it when it is next asked."""
-        self._unobserved[candidate] += seen
-        totals = list(self.totals)
-        totals[candidate] += seen
-        self.totals = tuple(totals)
 
     def _land(self, report: Array) -> tuple[Report, float]:
         """Wait for a report and note the time. Runs in the reader's thread."""

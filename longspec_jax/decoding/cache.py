@@ -6,14 +6,17 @@ committed tokens is the row's ``length``, kept by the decode state; memory beyon
 anything, because every op masks by length.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, Leaf, Lengths
+from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, TreeRows
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Uncommitted
+from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.layer.append_rows import append_rows
 
 
@@ -21,15 +24,52 @@ from longspec_jax.ops.layer.append_rows import append_rows
 class KVCache:
     """Keys and values of every layer. DONATED by every function that returns a new one."""
 
-    keys: tuple[Leaf, ...]
-    """``L x [B, K, S, H]``, rotary applied."""
-    values: tuple[Leaf, ...]
-    """``L x [B, K, S, H]``."""
+    keys: tuple[Leaf[CacheSlots], ...]
+    """Of every layer, rotary applied."""
+    values: tuple[Leaf[CacheSlots], ...]
+    """Of every layer."""
 
     @property
     def capacity(self) -> int:
         """Slots of a row (``S``)."""
         return self.keys[0].shape[2]
+
+    def layer(self, index: int, length: Lengths, start: Lengths | None = None) -> Prefix:
+        """What one layer's attention reads: the slots from ``start[b]``, or 0, to ``length[b]``."""
+        return Prefix(self.keys[index], self.values[index], length, start)
+
+    def append(
+        self, keys: tuple[TreeRows, ...], values: tuple[TreeRows, ...], at: Lengths
+    ) -> "KVCache":
+        """The cache with the K/V of consecutive tokens at the slots from ``at[b]`` on.
+
+        The caller guarantees room for all of them, and masks those that are no row's own.
+        """
+
+        def write(slots: Array, fresh: Array) -> Array:
+            fresh = fresh.swapaxes(1, 2)
+            if slots.shape[0] == 1:  # A plain slice update; vmap would turn it into a scatter.
+                return jax.lax.dynamic_update_slice_in_dim(slots, fresh, at[0], axis=2)
+            update = partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+            return jax.vmap(update)(slots, fresh, at)
+
+        return KVCache(tuple(map(write, self.keys, keys)), tuple(map(write, self.values, values)))
+
+    def commit(
+        self,
+        keys: tuple[TreeRows, ...],
+        values: tuple[TreeRows, ...],
+        path: Int[Array, "B h"],
+        at: Lengths,
+    ) -> "KVCache":
+        """The cache with the K/V of the tree nodes ``path[b]`` at the slots from ``at[b]`` on.
+
+        ``path`` has a static height; what stands behind the accepted nodes lands behind the new
+        length, where the next commit overwrites it. The caller guarantees ``at + h <= S``.
+        """
+        layers = len(keys)
+        written = append_rows((*self.keys, *self.values), (*keys, *values), path, at)
+        return KVCache(written[:layers], written[layers:])
 
     def rows(self, tokens: int) -> Uncommitted:
         """Zeros for the keys and values of so many tokens outside the cache."""
@@ -63,32 +103,3 @@ def bucket_capacity(slots: int) -> int:
     """
     step = max(256, 1 << max(0, slots.bit_length() - 4))
     return -(-slots // step) * step
-
-
-def append_chunk(
-    cache: KVCache, keys: tuple[Array, ...], values: tuple[Array, ...], offset: Array
-) -> KVCache:
-    """Write one prefill chunk ``[B, C, K, H]`` per layer at the same slot of every row."""
-
-    def write(slots: Array, fresh: Array) -> Array:
-        fresh = fresh.swapaxes(1, 2)
-        return jax.lax.dynamic_update_slice_in_dim(slots, fresh, offset, axis=2)
-
-    return KVCache(tuple(map(write, cache.keys, keys)), tuple(map(write, cache.values, values)))
-
-
-def commit(
-    cache: KVCache,
-    keys: tuple[Array, ...],
-    values: tuple[Array, ...],
-    path: Int[Array, "B h"],
-    length: Lengths,
-) -> KVCache:
-    """Append the K/V of the tree nodes ``path[b]`` at slot ``length[b]``.
-
-    ``path`` has a static height; rows beyond the accepted count write garbage behind the new
-    length, where the next commit overwrites it. The caller guarantees ``length + h <= S``.
-    """
-    layers = len(keys)
-    written = append_rows((*cache.keys, *cache.values), (*keys, *values), path, length)
-    return KVCache(written[:layers], written[layers:])

@@ -27,7 +27,7 @@ from longspec_jax.ops.attention.dispatch import (
     tree_attention,
 )
 from longspec_jax.ops.attention.merge import merge
-from longspec_jax.ops.attention.operands import Fresh, Prefix
+from longspec_jax.ops.attention.operands import Fresh
 
 
 class Verification(NamedTuple):
@@ -76,11 +76,11 @@ class TargetModel(Protocol):
         params: Any,
         cache: KVCache,
         tokens: Int[Array, "B C"],
-        offset: Array,
+        start: Lengths,
         last: Lengths,
         needs: Needs = NOTHING,
     ) -> Prefilled:
-        """Append a chunk at ``offset``; logits after the chunk's token ``last[b]`` of each row."""
+        """Append a chunk behind ``start[b]`` tokens; logits after its token ``last[b]``."""
         ...
 
     def verify(
@@ -136,24 +136,21 @@ class CachedTarget:
         params: Any,
         cache: KVCache,
         tokens: Int[Array, "B C"],
-        offset: Array,
+        start: Lengths,
         last: Lengths,
         needs: Needs = NOTHING,
     ) -> Prefilled:
-        """Append a chunk at ``offset``; logits after the chunk's token ``last[b]`` of each row."""
-        batch, chunk = tokens.shape
-        positions = jnp.broadcast_to(offset + jnp.arange(chunk), tokens.shape)
-        length = jnp.full((batch,), offset, jnp.int32)
+        """Append a chunk behind ``start[b]`` tokens; logits after its token ``last[b]``."""
+        positions = start[:, None] + jnp.arange(tokens.shape[1])
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            prefix = Prefix(cache.keys[layer], cache.values[layer], length)
+            prefix = cache.layer(layer, start)
             return chunk_attention(q, prefix, k, v, implementation=self.attention)
 
         output, features = self._forward(params, tokens, positions, attend, needs)
         hidden = jnp.take_along_axis(output.hidden, last[:, None, None], axis=1)[:, 0]
         logits = self._unembed(params, hidden)
-        cache = cache_lib.append_chunk(cache, output.keys, output.values, offset)
-        return Prefilled(logits, cache, features)
+        return Prefilled(logits, cache.append(output.keys, output.values, start), features)
 
     def verify(
         self,
@@ -168,9 +165,9 @@ class CachedTarget:
         """Logits at every node of a tree below ``length[b]`` committed tokens."""
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            prefix = Prefix(cache.keys[layer], cache.values[layer], length)
+            fresh = Fresh(k, v, mask)
             return speculative_attention(
-                q, prefix, Fresh(k, v, mask), implementation=self.attention
+                q, cache.layer(layer, length), fresh, implementation=self.attention
             )
 
         with jax.named_scope("verify"):
@@ -200,7 +197,7 @@ class CachedTarget:
             seen = tree_attention(q, rows, implementation=self.attention)
             for span in range(selection.spans):
                 start, stop = selection.start[:, span], selection.stop[:, span]
-                prefix = Prefix(cache.keys[layer], cache.values[layer], stop, start)
+                prefix = cache.layer(layer, stop, start)
                 past = prefix_attention(q, prefix, implementation=self.attention)
                 seen = merge(seen, past)
             return seen.out.astype(q.dtype)

@@ -9,8 +9,9 @@ import numpy as np
 from longspec_jax.generation import runner
 from longspec_jax.generation.inputs import Prompts
 from longspec_jax.generation.job import Job
+from longspec_jax.generation.progress import Run, statistics
 from longspec_jax.generation.result import GenerateResult, StreamRound
-from longspec_jax.generation.runner import Ready, Run, statistics
+from longspec_jax.generation.runner import Ready, Waiting
 from longspec_jax.generation.text import Detokenizer, Piece, continuation
 
 
@@ -44,7 +45,9 @@ def collect(job: Job, run: Run, tokenizer: Any) -> GenerateResult:
     return GenerateResult(sequences, tuple(text), drafted, statistics(job, run))
 
 
-def follow(start: Ready, tokenizer: Any, on_round: Callable[[StreamRound], None] | None) -> Run:
+def follow(
+    start: Ready | Waiting, tokenizer: Any, on_round: Callable[[StreamRound], None] | None
+) -> Run:
     """Run to the end: round by round if someone listens, in one executable otherwise.
 
     Args:

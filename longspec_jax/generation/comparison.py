@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.engine import Request
 from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import noise, perturb
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Params
@@ -24,8 +24,9 @@ from longspec_jax.generation.activity import Compiling, DecodingPlainly, OnActiv
 from longspec_jax.generation.collect import collect, follow
 from longspec_jax.generation.job import Job
 from longspec_jax.generation.memory import free_bytes
+from longspec_jax.generation.progress import Run, Timing
 from longspec_jax.generation.result import GenerateResult, StreamRound
-from longspec_jax.generation.runner import Begin, Ready, Run, Timing, WarmShapes
+from longspec_jax.generation.runner import Begin, Ready, WarmShapes
 from longspec_jax.ops.attention.partitioned import spread_over
 
 
@@ -93,7 +94,7 @@ def run_both(
         plain = collect(job, follow(start, tokenizer, on_round), tokenizer)
         return Comparison(plain, plain, ())
     plain_start = None
-    if _room_for_two(job):
+    if isinstance(start, Ready) and _room_for_two(job):
         if on_activity and not warm.knows(plain_job, streams):
             on_activity(Compiling())
         compiled = warm.prepare(plain_job, streams)
@@ -143,11 +144,12 @@ def _divergence(
         return None
     plain, other = (tokens[index] if index < len(tokens) else None for tokens in pair)
     gap = None
-    # The first token is drawn from the prefill, which both share and which keeps no logits.
-    if index > 0 and plain is not None and other is not None:
+    # The first token is drawn from the prefill, which both share and which keeps no logits. Where
+    # rows flow, the cache of this one is another's by now.
+    if index > 0 and not job.flows and plain is not None and other is not None:
         before = [tokens[min(index, len(tokens)) - 1] for tokens in _sequences(run)]
         length = jnp.asarray([len(prompt) for prompt in job.prompts]) + index - 1
-        cache = run.state.cache
+        cache = run.rows.cache
         scores = _scores(job.target, job.params, job.request, cache, jnp.asarray(before), length)[
             row
         ]

@@ -27,8 +27,10 @@ from jax.sharding import Mesh
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import adaptive
-from longspec_jax.decoding.engine import SpecState, room
+from longspec_jax.decoding.engine import room
 from longspec_jax.decoding.policy import Measurement
+from longspec_jax.decoding.record import SpecState
+from longspec_jax.decoding.rows import Rows
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import UsualTrees
 from longspec_jax.generation import runner
@@ -36,7 +38,8 @@ from longspec_jax.generation.activity import Compiling, Fitted, Fitting, OnActiv
 from longspec_jax.generation.job import Job
 from longspec_jax.generation.memory import free_bytes, tree_bytes
 from longspec_jax.generation.paces import KnownPaces, TreePace
-from longspec_jax.generation.runner import Ready, WarmShapes
+from longspec_jax.generation.progress import Timing
+from longspec_jax.generation.runner import Ready, Waiting, WarmShapes
 
 PACES = "paces"
 """Folder of the figures, beside the compiled programs."""
@@ -86,7 +89,7 @@ def ready_fitted(
     *,
     streams: bool,
     on_activity: OnActivity,
-) -> Ready:
+) -> Ready | Waiting:
     """As :func:`~longspec_jax.generation.runner.ready`, with the fastest of a job's drafters.
 
     Args:
@@ -115,8 +118,9 @@ def _ready_after_timing(
     key: dict[str, Any],
     streams: bool,
     on_activity: OnActivity,
-) -> Ready:
+) -> Ready | Waiting:
     """Time all trees behind the call's own prompt, and keep the figures."""
+    whole, job = job, job.at_once()
     choices = (job.without_draft(), *map(job.only, job.drafters))
     on_activity(Compiling())
     begin = time.perf_counter()
@@ -130,9 +134,10 @@ def _ready_after_timing(
     compiled = time.perf_counter() - begin
     shared = replace(job, drafters=(job.drafter,))
     start = runner.ready(shared, warm, streams=streams, rounds=False, on_activity=on_activity)
+    assert isinstance(start, Ready), "these rows all have a slot"
     begin, paces = time.perf_counter(), []
     # A row that has ended with its first token shows nothing.
-    if not np.asarray(start.state.done).any():
+    if not np.asarray(start.state.rows.done).any():
         for choice in choices:
             on_activity(Fitting(choice.drafter.name, choice.drafter.tree))
             paces.append(_pace(start, choice, streams))
@@ -141,6 +146,11 @@ def _ready_after_timing(
     on_activity(Fitted(drafter, tree, tuple(paces)))
     chosen = job.settled_on(drafter, tree)
     seconds = compiled + start.timing.compile + time.perf_counter() - begin
+    if whole.flows:
+        del start
+        flowing = whole.settled_on(drafter, tree)
+        ready = runner.ready(flowing, warm, streams=streams, on_activity=on_activity)
+        return ready._replace(timing=Timing(seconds + ready.timing.compile))
     timing = replace(start.timing, compile=seconds)
     return Ready(chosen, runner.state_for(chosen, start), timing)
 
@@ -182,7 +192,7 @@ def measurement_key(job: Job, streams: bool) -> dict[str, Any]:
         "target": repr(job.target),
         "drafters": [repr(drafter) for drafter in job.drafters],
         "draft": _fingerprint(job.params.draft),
-        "rows": 1 << (len(job.prompts) - 1).bit_length(),
+        "rows": 1 << (len(job.at_once().prompts) - 1).bit_length(),
         "context": 1 << max(9, (longest - 1).bit_length()),
         "samples": job.request.sampling.stochastic,
         "filters": job.request.sampling.filtered,
@@ -236,12 +246,12 @@ def _most_tokens(job: Job) -> int:
     return min(job.shape.max_emitted, beside)
 
 
-def _pace(start: Ready, choice: Job, streams: bool) -> TreePace:
+def _pace(start: Ready, job: Job, streams: bool) -> TreePace:
     """Time some rounds of a job, as it will run them, from a copy of the prefilled state."""
-    most = jnp.full_like(choice.request.max_new_tokens, _most_tokens(start.job))
-    job = replace(choice, request=replace(choice.request, max_new_tokens=most))
-    state = jax.tree.map(jnp.copy, runner.state_for(choice, start))
-    seen = _streamed(job, state) if streams else _in_bursts(job, state)
+    state = jax.tree.map(jnp.copy, runner.state_for(job, start))
+    most = jnp.full_like(state.rows.remaining, _most_tokens(start.job) - 1)
+    state = replace(state, rows=replace(state.rows, remaining=most))
+    seen = _streamed(job, state.rows) if streams else _in_bursts(job, state)
     total = sum(seen, Measurement())
     # The first round and what follows it may have to wait for the copy.
     seconds = min(part.seconds / part.rounds for part in seen[1:] or seen)
@@ -254,7 +264,7 @@ def _in_bursts(job: Job, state: SpecState) -> list[Measurement]:
     for _ in range(3):
         count = max(ROUNDS, math.ceil(SPAN * seen[-1].rounds / seen[-1].seconds)) if seen else 1
         begin = time.perf_counter()
-        models = job.target, job.drafter, job.params, job.request
+        models = job.target, job.drafter, job.params
         state, report = adaptive.burst(*models, state, np.int32(count))
         rounds, row_rounds, tokens, live = np.asarray(report).tolist()
         seen.append(Measurement(rounds, row_rounds, tokens, time.perf_counter() - begin))
@@ -263,10 +273,10 @@ def _in_bursts(job: Job, state: SpecState) -> list[Measurement]:
     return seen
 
 
-def _streamed(job: Job, state: SpecState) -> list[Measurement]:
-    """The same rounds, each of them read while the next one runs; the state is donated."""
+def _streamed(job: Job, rows: Rows) -> list[Measurement]:
+    """The same rounds, each of them read while the next one runs; the rows are donated."""
     seen: list[Measurement] = []
-    with job.rounds(state) as rounds:
+    with job.rounds(rows) as rounds:
         for report in rounds:
             part = rounds.totals[0] - sum(seen, Measurement())
             over = report.done.all() or part.seconds > LONG

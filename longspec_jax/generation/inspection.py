@@ -14,12 +14,12 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding import engine
-from longspec_jax.decoding.engine import Request, SpecState
 from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.walk import walk
 from longspec_jax.drafters.base import Drafter, Params
-from longspec_jax.generation.runner import Begin, run_steps
+from longspec_jax.generation.runner import Begin, Ready, run_steps
 from longspec_jax.ops.attention.partitioned import spread_over
 
 
@@ -79,23 +79,24 @@ def rounds(begin: Begin, rows: int) -> Iterator[RoundView]:
 
 def _views(begin: Begin) -> Iterator[RoundView]:
     start = begin(False)
+    assert isinstance(start, Ready), "a single row has a slot"
     job = start.job
     for number, run in enumerate(run_steps(start)):
         if not run.progress.done[0]:
-            seen = _examine(job.target, job.drafter, job.params, job.request, run.state)
+            seen = _examine(job.target, job.drafter, job.params, run.rows)
             position = len(job.prompts[0]) + int(run.progress.emitted[0])
             yield _view(number, position, jax.device_get(seen))
 
 
 @program(static_argnames=("target", "drafter"))
 def _examine(
-    target: CachedTarget, drafter: Drafter, params: Params, request: Request, state: SpecState
+    target: CachedTarget, drafter: Drafter, params: Params, rows: Rows
 ) -> dict[str, Array]:
     """A round without its commit: the same tree, draws and walk as the step that follows."""
     with spread_over(target.devices):
-        beliefs = engine.round_beliefs(target, drafter, request, state)
-        tree = engine.propose_tree(target, drafter, params, state, beliefs)
-        verified, draws = engine.verify_tree(target, drafter, params, state, tree, beliefs)
+        beliefs = engine.round_beliefs(target, drafter, rows)
+        tree = engine.propose_tree(target, drafter, params, rows, beliefs)
+        verified, draws = engine.verify_tree(target, drafter, params, rows, tree, beliefs)
     walked = walk(tree, draws, drafter.tree.num_levels)
     probabilities = jax.nn.softmax(verified.logits, axis=-1)
     # At node i: the probability of what was drawn there; at node j: that of j under its parent.

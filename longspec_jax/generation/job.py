@@ -11,8 +11,11 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import adaptive, ahead, engine
 from longspec_jax.decoding.adaptive import Leg
 from longspec_jax.decoding.cache import bucket_capacity
-from longspec_jax.decoding.engine import Request, SpecState
+from longspec_jax.decoding.continuous import ContinuousBatch
 from longspec_jax.decoding.policy import Always, FastestWithinBudget, Measurement, Policy
+from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.record import SpecState
+from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf, of_member
@@ -63,6 +66,13 @@ class Job:
     request: Request
     shape: Shape
     memory: MemoryPlan
+    slots: int | None = None
+    """Rows that are decoded at once; all of them if absent."""
+
+    @property
+    def flows(self) -> bool:
+        """Whether rows wait for a slot."""
+        return self.slots is not None and self.slots < len(self.prompts)
 
     @property
     def drafter(self) -> Drafter:
@@ -74,7 +84,7 @@ class Job:
         """What a compilation depends on."""
         sampling = self.request.sampling
         return (
-            *(self.target, self.drafters, self.shape, len(self.prompts)),
+            *(self.target, self.drafters, self.shape, self.flows, self.slots or len(self.prompts)),
             *(self.request.stop_tokens.shape, sampling.stochastic, sampling.filtered),
             tuple(leaf.shape for leaf in jax.tree.leaves(self.params.draft)),
             jax.tree.leaves(self.params.target)[0].sharding,
@@ -91,7 +101,7 @@ class Job:
         tokens = np.zeros((len(length), int(length.max())), np.int32)
         for row, prompt in zip(tokens, self.prompts, strict=True):
             row[: len(prompt)] = prompt
-        return engine.prefill(
+        return prefill(
             self.target,
             self.drafter,
             self.params,
@@ -104,6 +114,34 @@ class Job:
             on_chunk=on_chunk,
         )
 
+    def continuous(self) -> ContinuousBatch:
+        """Vacant row slots for a call whose rows flow."""
+        assert self.slots is not None, "a call flows through a number of slots"
+        return ContinuousBatch(
+            self.target,
+            self.drafters,
+            self.params,
+            self.requests()[0],
+            slots=self.slots,
+            capacity=self.shape.capacity,
+            chunk=self.shape.chunk,
+            policy=self._policy,
+        )
+
+    def requests(self) -> list[Request]:
+        """What each row asks for, on the host: requests of one row."""
+        host = jax.device_get(self.request)
+        rows = range(len(self.prompts))
+        return [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], host) for row in rows]
+
+    def at_once(self) -> "Job":
+        """The call of as many of its first rows as have a slot."""
+        if not self.flows:
+            return self
+        first = slice(None, self.slots)
+        request = jax.tree.map(lambda leaf: leaf[first], self.request)
+        return replace(self, prompts=self.prompts[first], request=request)
+
     def unmoved(self, state: SpecState) -> Leg:
         """The run before its first round."""
         return Leg(state, (Measurement(),) * len(self.drafters))
@@ -111,28 +149,28 @@ class Job:
     def legs(self, state: SpecState, stride: int | None = None) -> Iterator[Leg]:
         """Decode to the end in bursts of at most ``stride`` rounds, or in one burst."""
         models = self.target, self.drafters, self.params
-        return adaptive.decode_bursts(*models, self.request, state, self._policy, stride=stride)
+        return adaptive.decode_bursts(*models, state, self._policy, stride=stride)
 
-    def rounds(self, state: SpecState) -> ahead.Rounds:
+    def rounds(self, rows: Rows) -> ahead.Rounds[Rows]:
         """Decode to the end round by round, each launched before the last one is read."""
-        fixed = self.params, self.request
         # All rounds of a run have one shape, so their programs are looked up once.
         programs = [
-            ahead.one_round.of_shape(self.target, drafter, *fixed, state)
+            ahead.one_round.of_shape(self.target, drafter, self.params, rows)
             for drafter in self.drafters
         ]
 
-        def launch(candidate: int, state: SpecState) -> tuple[SpecState, jax.Array]:
-            return programs[candidate](self.target, self.drafters[candidate], *fixed, state)
+        def launch(candidate: int, rows: Rows) -> tuple[Rows, jax.Array]:
+            return programs[candidate](self.target, self.drafters[candidate], self.params, rows)
 
-        return ahead.Rounds(launch, state, self._policy, len(self.drafters))
+        return ahead.Rounds(launch, rows, self._policy, len(self.drafters))
 
     def rehearse(self, state: SpecState, streams: bool) -> SpecState:
         """Run one round of everything that :meth:`legs` may, or :meth:`rounds`."""
         if not streams:
-            return adaptive.rehearse(self.target, self.drafters, self.params, self.request, state)
+            return adaptive.rehearse(self.target, self.drafters, self.params, state)
         for drafter in self.drafters:
-            state, _ = ahead.one_round(self.target, drafter, self.params, self.request, state)
+            rows, _ = ahead.one_round(self.target, drafter, self.params, state.rows)
+            state = replace(state, rows=rows)
         return state
 
     @property

@@ -1,20 +1,21 @@
 """What a call will need of device memory, known before anything is allocated."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from longspec_jax.config import TargetConfig
-from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.sizes import shown_bytes
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes a call takes on its device; weights and caches exact, working memory an estimate."""
+    """Bytes a call takes on each of its devices: weights and caches exact, the rest an estimate."""
 
     batch: int
     capacity: int
@@ -46,6 +47,13 @@ def tree_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def device_bytes(tree: Any) -> int:
+    """Bytes that a pytree's arrays take on each of the devices they are spread over."""
+    leaves = jax.tree.leaves(tree)
+    shards = (math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+    return sum(size * leaf.dtype.itemsize for size, leaf in zip(shards, leaves, strict=True))
+
+
 def working_bytes(config: TargetConfig, batch: int, chunk: int, nodes: int) -> int:
     """An estimate of the activations and logits alive at once."""
     width = 3 * config.mlp_width + 6 * config.model_width
@@ -55,12 +63,18 @@ def working_bytes(config: TargetConfig, batch: int, chunk: int, nodes: int) -> i
     return max(activations, logits)
 
 
-def free_bytes() -> int | None:
-    """Bytes the default device can still allocate; None where nothing says."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return _free_host_bytes() if jax.default_backend() == "cpu" else None
+def free_bytes(mesh: Mesh | None = None) -> int | None:
+    """Bytes that every device can still allocate; None where nothing says.
+
+    Args:
+      mesh: the devices, of which this process sees its own; the default one if absent.
+    """
+    devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    known = [device.memory_stats() or {} for device in devices]
+    if all("bytes_limit" in stats for stats in known):
+        return min(stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in known)
+    free = _free_host_bytes() if jax.default_backend() == "cpu" else None
+    return None if free is None else free // len(devices)
 
 
 def _free_host_bytes() -> int | None:
@@ -84,15 +98,15 @@ def _free_host_bytes() -> int | None:
     return min(bounds) if bounds else None
 
 
-def largest_context(config: TargetConfig, plan: MemoryPlan, free: int) -> int:
+def largest_context(plan: MemoryPlan, free: int) -> int:
     """Cache slots of the largest bucketed capacity that fits beside the plan's other needs."""
     fixed = plan.draft_state_bytes + plan.working_bytes
-    slots = max(0, free - fixed) // cache_bytes(config, plan.batch, 1)
+    slots = max(0, free - fixed) // -(-plan.cache_bytes // plan.capacity)
     step = max(256, 1 << max(0, slots.bit_length() - 4))
     return slots // step * step
 
 
-def check_fits(config: TargetConfig, plan: MemoryPlan, free: int | None) -> None:
+def check_fits(plan: MemoryPlan, free: int | None) -> None:
     """Raise before an allocation that cannot succeed, naming the largest context that would."""
     if free is None or plan.needed_bytes <= free:
         return
@@ -100,14 +114,18 @@ def check_fits(config: TargetConfig, plan: MemoryPlan, free: int | None) -> None
         f"{plan.batch} row(s) of {plan.capacity} cache slots need {shown_bytes(plan.needed_bytes)} "
         f"({shown_bytes(plan.cache_bytes)} cache, {shown_bytes(plan.draft_state_bytes)} draft "
         f"state, about {shown_bytes(plan.working_bytes)} working memory) beside the weights, and "
-        f"{shown_bytes(free)} are free. {_remedy(plan, largest_context(config, plan, free), free)}"
+        f"{shown_bytes(free)} are free. {_remedy(plan, largest_context(plan, free), free)}"
     )
 
 
 def _remedy(plan: MemoryPlan, fits: int, free: int) -> str:
     """What to do about a call that does not fit, of what is possible."""
-    rows = plan.batch * free // plan.needed_bytes
-    fewer = f"use at most {rows} rows, " if rows else "use fewer rows, " if plan.batch > 1 else ""
+    # Beside the rows in their slots, one is being prefilled.
+    slots, fewer = plan.batch * free // plan.needed_bytes - 1, ""
+    if plan.batch > 1:
+        fewer = (
+            f"decode fewer rows at once (row_slots={slots}), " if slots > 0 else "use fewer rows, "
+        )
     if fits:
         return (
             f"The largest context that fits is {fits} tokens per row, prompt and new tokens "

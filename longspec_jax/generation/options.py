@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.checks import is_whole, shown, whole_number
-from longspec_jax.decoding.engine import Request
+from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.generation.ranges import SAMPLING
 from longspec_jax.generation.values import as_plain, by_row, in_row

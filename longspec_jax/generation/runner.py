@@ -1,13 +1,17 @@
 """Run a prepared call through the decode loop, and time its phases apart.
 
+A call whose rows all have a slot is prefilled as a batch and decoded to the end. One with more rows
+than slots flows: its prompts pass through the slots, each prefilled while the others decode.
+
 The first call of a shape is preceded by a short run of the same shape: at most two prefill
 chunks and one round of every tree. Whatever is compiled or loaded on first use is paid there and
 reported as compile time, so that prefill and decode seconds mean the same in every call.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,77 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.decoding import ahead
-from longspec_jax.decoding.engine import SpecState, room
-from longspec_jax.decoding.policy import Measurement
+from longspec_jax.decoding.engine import room
 from longspec_jax.decoding.programs import RECENT
-from longspec_jax.decoding.sampling import NO_TOKEN
-from longspec_jax.drafters.base import Drafter, NoDraft
+from longspec_jax.decoding.record import SpecState
+from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling
 from longspec_jax.generation.job import Job
-from longspec_jax.generation.memory import tree_bytes
-from longspec_jax.generation.result import Stats, TreeUse
-
-
-class Progress(NamedTuple):
-    """The small arrays of a state, on the host."""
-
-    output: np.ndarray
-    drafted: np.ndarray
-    emitted: np.ndarray
-    done: np.ndarray
-    rounds: np.ndarray
-    histogram: np.ndarray
-
-    @classmethod
-    def of(cls, state: SpecState) -> "Progress":
-        """Fetch them in one transfer."""
-        return cls(*jax.device_get([getattr(state, name) for name in cls._fields]))
-
-    def after(self, report: ahead.Report) -> "Progress":
-        """The progress one round later, as the device's own state counts it."""
-        output, drafted, histogram = self.output.copy(), self.drafted.copy(), self.histogram.copy()
-        for row, (begin, count) in enumerate(zip(self.emitted, report.count, strict=True)):
-            output[row, begin : begin + count] = report.tokens[row, :count]
-            drafted[row, begin : begin + count] = report.drafted[row, :count]
-            if count:
-                histogram[row, np.count_nonzero(report.drafted[row, :count])] += 1
-        emitted, rounds = self.emitted + report.count, self.rounds + (report.count > 0)
-        return Progress(output, drafted, emitted, report.done, rounds, histogram)
-
-    def check_finite(self, job: Job) -> "Progress":
-        """Return itself; raise if the target's logits were not finite somewhere, and say where."""
-        for row, (tokens, count) in enumerate(zip(self.output, self.emitted, strict=True)):
-            if tokens[count - 1] == NO_TOKEN:
-                where = f"of row {row} " if len(self.emitted) > 1 else ""
-                dtype = job.target.config.dtype
-                remedy = "" if dtype == "float32" else "dtype float32, which has more range, or "
-                raise FloatingPointError(
-                    f"the target's logits {where}behind {len(job.prompts[row]) + count - 1} "
-                    "tokens are not finite, so that no token can be drawn: its weights or norms "
-                    f"overflow {dtype}; try {remedy}another checkpoint"
-                )
-        return self
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of a call's phases so far."""
-
-    compile: float = 0.0
-    prefill: float = 0.0
-    decode: float = 0.0
-
-
-class Run(NamedTuple):
-    """A call at one point of its way."""
-
-    progress: Progress
-    timing: Timing
-    state: SpecState
-    """The live state; donated when the run goes on, and a round ahead where that was launched."""
-    totals: tuple[Measurement, ...]
-    """What every drafter of the job has done so far."""
+from longspec_jax.generation.progress import Progress, Run, Timing
 
 
 class WarmShapes:
@@ -115,9 +55,13 @@ class WarmShapes:
         )
         start = time.perf_counter()
         with RECENT.noted() as used:
-            state = short.prefill()
-            state = short.rehearse(state, streams) if rounds else state
-        Progress.of(jax.block_until_ready(state))
+            if job.flows:
+                for _ in _flow(Waiting(short, Timing())):
+                    pass
+            else:
+                state = short.prefill()
+                state = short.rehearse(state, streams) if rounds else state
+                Progress.of(jax.block_until_ready(state))
         seconds = time.perf_counter() - start
         with self._lock:
             kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
@@ -138,7 +82,14 @@ class Ready(NamedTuple):
     timing: Timing
 
 
-Begin: TypeAlias = Callable[[bool], Ready]
+class Waiting(NamedTuple):
+    """A compiled call whose prompts will flow through its row slots."""
+
+    job: Job
+    timing: Timing
+
+
+Begin: TypeAlias = Callable[[bool], Ready | Waiting]
 """``streams -> ready``: makes a call ready to run, all at once or to be followed round by round."""
 
 
@@ -149,8 +100,8 @@ def ready(
     streams: bool,
     rounds: bool = True,
     on_activity: OnActivity | None = None,
-) -> Ready:
-    """Compile what is new, and run the prompts through the target.
+) -> Ready | Waiting:
+    """Compile what is new and, where every row has a slot, run the prompts through the target.
 
     Args:
       job: the prepared call.
@@ -162,6 +113,8 @@ def ready(
     if on_activity and not warm.knows(job, streams, rounds):
         on_activity(Compiling())
     compiled = warm.prepare(job, streams, rounds)
+    if job.flows:
+        return Waiting(job, Timing(compiled))
     start = time.perf_counter()
     state = jax.block_until_ready(job.prefill(_prefill_reporter(job, on_activity)))
     return Ready(job, state, Timing(compiled, time.perf_counter() - start))
@@ -180,21 +133,26 @@ def state_for(job: Job, start: Ready) -> SpecState:
     Prefill does not depend on the tree, nor but for its own state on the drafter: what it computed
     for one serves all.
     """
-    state = start.state
+    rows, record = start.state.rows, start.state.record
     height = room(job.drafter.tree.num_levels)
-    emitted = state.output.shape[1] - state.histogram.shape[1] + height
+    emitted = record.output.shape[1] - record.histogram.shape[1] + height
     plain = isinstance(job.drafter, NoDraft)
-    return replace(
-        state,
-        draft=() if plain else start.job.own_state(job.drafter, state.draft),
-        output=state.output[:, :emitted],
-        drafted=state.drafted[:, :emitted],
-        histogram=state.histogram[:, :height],
+    return SpecState(
+        replace(rows, draft=() if plain else start.job.own_state(job.drafter, rows.draft)),
+        replace(
+            record,
+            output=record.output[:, :emitted],
+            drafted=record.drafted[:, :emitted],
+            histogram=record.histogram[:, :height],
+        ),
     )
 
 
-def run(start: Ready) -> Run:
-    """Run to the end on the device, the host asked only where there is something to choose."""
+def run(start: Ready | Waiting) -> Run:
+    """Run to the end, on the device alone where there is nothing to choose or to admit."""
+    if isinstance(start, Waiting):
+        *_, last = _flow(start)
+        return last
     job, state, timing = start
     begin = time.perf_counter()
     leg = job.unmoved(state)
@@ -202,25 +160,30 @@ def run(start: Ready) -> Run:
         pass
     jax.block_until_ready(leg.state)
     timing = replace(timing, decode=time.perf_counter() - begin)
-    return Run(Progress.of(leg.state).check_finite(job), timing, *leg)
+    return Run(Progress.of(leg.state).check_finite(job), timing, leg.state.rows, leg.totals)
 
 
-def run_rounds(start: Ready) -> Generator[Run, None, None]:
+def run_rounds(start: Ready | Waiting) -> Generator[Run, None, None]:
     """Yield after the prefill and after every round, while the next round already runs.
+
+    Where the rows flow, the prefill of each is reported as it comes.
 
     The consumer's time is not counted. Close the iterator to stop early.
     """
+    if isinstance(start, Waiting):
+        yield from _flow(start)
+        return
     job, state, timing = start
     progress = Progress.of(state).check_finite(job)
     if progress.done.all():
-        yield Run(progress, timing, *job.unmoved(state))
+        yield Run(progress, timing, state.rows, job.unmoved(state).totals)
         return
-    with job.rounds(state) as rounds:
-        yield Run(progress, timing, rounds.state, rounds.totals)
+    with job.rounds(state.rows) as rounds:
+        yield Run(progress, timing, rounds.rows, rounds.totals)
         for report in rounds:
             progress = progress.after(report).check_finite(job)
             decode = sum(total.seconds for total in rounds.totals)
-            yield Run(progress, replace(timing, decode=decode), rounds.state, rounds.totals)
+            yield Run(progress, replace(timing, decode=decode), rounds.rows, rounds.totals)
 
 
 def run_steps(start: Ready) -> Iterator[Run]:
@@ -229,36 +192,32 @@ def run_steps(start: Ready) -> Iterator[Run]:
     Slower, for a consumer that needs the very state behind the round it looks at.
     """
     job, state, timing = start
-    yield Run(Progress.of(state).check_finite(job), timing, *job.unmoved(state))
+    totals = job.unmoved(state).totals
+    yield Run(Progress.of(state).check_finite(job), timing, state.rows, totals)
     begin = time.perf_counter()
     for leg in job.legs(state, stride=1):
         progress = Progress.of(leg.state).check_finite(job)
         timing = replace(timing, decode=timing.decode + time.perf_counter() - begin)
-        yield Run(progress, timing, *leg)
+        yield Run(progress, timing, leg.state.rows, leg.totals)
         begin = time.perf_counter()
 
 
-def _shown(drafter: Drafter) -> str:
-    """A drafter's name; without a tree it is that of plain decoding."""
-    return drafter.name if drafter.tree.widths else NoDraft().name
-
-
-def statistics(job: Job, run: Run) -> Stats:
-    """The counts of a run so far."""
-    progress, timing = run.progress, run.timing
-    used = zip(job.drafters, run.totals, strict=True)
-    return Stats(
-        prompt_tokens=tuple(len(row) for row in job.prompts),
-        new_tokens=tuple(progress.emitted.tolist()),
-        target_passes=tuple(progress.rounds.tolist()),
-        histograms=tuple(map(tuple, progress.histogram.tolist())),
-        trees=tuple(
-            TreeUse(_shown(drafter), drafter.tree, total.rounds, total.tokens, total.seconds)
-            for drafter, total in used
-        ),
-        prefill_seconds=timing.prefill,
-        decode_seconds=timing.decode,
-        compile_seconds=timing.compile,
-        draft_state_bytes=tree_bytes(run.state.draft),
-        memory=job.memory,
-    )
+def _flow(start: Waiting) -> Generator[Run, None, None]:
+    """Decode in row slots, the prompts admitted in order; yield whenever rows gain tokens."""
+    job, timing = start
+    batch = job.continuous()
+    height = room(job.drafter.tree.num_levels)
+    progress = Progress.none(len(job.prompts), job.shape.max_emitted, height)
+    waiting = deque(enumerate(zip(job.prompts, job.requests(), strict=True)))
+    while waiting or batch.busy:
+        if waiting and batch.wants_more:
+            row, (prompt, request) = waiting.popleft()
+            batch.admit(row, prompt, request)
+        gained = batch.step()
+        if not gained:
+            continue
+        for part in gained:
+            progress = progress.with_gained(part)
+        decode = sum(total.seconds for total in batch.totals)
+        timing = replace(timing, prefill=batch.prefill_seconds, decode=decode)
+        yield Run(progress.check_finite(job), timing, batch.rows, batch.totals)

@@ -14,8 +14,10 @@ import pytest
 from longspec_jax.config import PLAIN, DraftConfig, TreeConfig
 from longspec_jax.decoding import adaptive
 from longspec_jax.decoding.adaptive import candidates, decode_bursts, rehearse, smaller_tree
-from longspec_jax.decoding.engine import SpecState, prefill, room
+from longspec_jax.decoding.engine import room
 from longspec_jax.decoding.policy import Choice, FastestWithinBudget, Measurement
+from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
@@ -69,7 +71,10 @@ def last(legs: Iterator[adaptive.Leg]) -> adaptive.Leg:
 
 
 def rows_of(state: SpecState) -> list[np.ndarray]:
-    return [np.asarray(state.output)[b, : int(state.emitted[b])] for b in range(len(LENGTHS))]
+    return [
+        np.asarray(state.record.output)[b, : int(state.record.emitted[b])]
+        for b in range(len(LENGTHS))
+    ]
 
 
 EVERY_ROUND = tuple(Choice(index, 1) for index in (0, 1, 2, 0, 2, 1))
@@ -86,11 +91,13 @@ def test_forced_switching_changes_no_token(temperature: float, seed: int) -> Non
     plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
     for cycle in CYCLES:
         state = start(target, drafters, params, req, VOCABULARY)
-        leg = last(decode_bursts(target, drafters, params, req, state, Forced(cycle)))
+        leg = last(decode_bursts(target, drafters, params, state, Forced(cycle)))
         assert_same(rows_of(leg.state), plain)
         total = sum(leg.totals, Measurement())
-        assert total.tokens == sum(NEW) - 3 and total.row_rounds == int(leg.state.rounds.sum())
-        histogram = np.asarray(leg.state.histogram).sum(axis=0)
+        assert total.tokens == sum(NEW) - 3 and total.row_rounds == int(
+            leg.state.record.rounds.sum()
+        )
+        histogram = np.asarray(leg.state.record.histogram).sum(axis=0)
         assert len(histogram) == 4 and histogram.sum() == total.row_rounds
         # A row's last round may have emitted no bonus.
         assert 0 <= histogram @ np.arange(1, 5) - total.tokens <= 3
@@ -119,9 +126,9 @@ def test_transformers_switch_losslessly_and_the_draft_misses_nothing(
     rings = []
     for cycle in ((Choice(2, 100),), EVERY_ROUND, (Choice(0, 100),)):
         state = start(target, drafters, models, req, CONFIG.vocab_size)
-        leg = last(decode_bursts(target, drafters, models, req, state, Forced(cycle)))
+        leg = last(decode_bursts(target, drafters, models, state, Forced(cycle)))
         assert_same(rows_of(leg.state), plain)
-        rings.append(jax.device_get(leg.state.draft))
+        rings.append(jax.device_get(leg.state.rows.draft))
     for ring in rings[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ring, rings[0])
 
@@ -131,7 +138,7 @@ def test_a_plain_round_that_keeps_the_draft_up_to_date_is_no_dearer(models: Para
     target, req, flops = CachedTarget(CONFIG), request(), []
     for drafter in (NoDraft(), candidates([LongSpecDrafter(DRAFT, TREE)])[0]):
         state = start(target, [drafter], models, req, CONFIG.vocab_size)
-        program = adaptive.burst.lower(target, drafter, models, req, state, np.int32(1))
+        program = adaptive.burst.lower(target, drafter, models, state, np.int32(1))
         flops.append(program.compile().cost_analysis()["flops"])
     assert flops[0] < flops[1] <= 1.10 * flops[0]
 
@@ -145,7 +152,7 @@ def test_legs_are_bursts_or_strides_and_time_is_the_clocks(stride: int | None) -
     state = start(target, drafters, params, req, VOCABULARY)
     policy = Forced((Choice(2, 4), Choice(0, 5)))
     legs = decode_bursts(
-        *(target, drafters, params, req, state, policy),
+        *(target, drafters, params, state, policy),
         stride=stride,
         clock=lambda: float(next(now)),
     )
@@ -175,7 +182,7 @@ def test_the_clock_decides_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(adaptive, "burst", SimpleNamespace(of_shape=lambda *_: timed))
         state = start(target, drafters, params, req, VOCABULARY)
         policy = replace(FastestWithinBudget.over(3), burst_rounds=4)
-        legs = decode_bursts(*(target, drafters, params, req, state, policy), clock=lambda: now[0])
+        legs = decode_bursts(*(target, drafters, params, state, policy), clock=lambda: now[0])
         return [measured.rounds for measured in last(legs).totals]
 
     shapes = [drafter.tree for drafter in drafters]
@@ -190,11 +197,11 @@ def test_rehearsal_compiles_everything_and_emits_within_the_budget() -> None:
     params, req = Params(TABLE, NEAR), request(new=(2, 2, 2))
     state = start(target, drafters, params, req, VOCABULARY)
     before = adaptive.burst._cache_size()
-    state = rehearse(target, drafters, params, req, state)
+    state = rehearse(target, drafters, params, state)
     assert adaptive.burst._cache_size() - before == 3
-    assert state.emitted.tolist() == [2, 2, 2]
+    assert state.record.emitted.tolist() == [2, 2, 2]
     state = start(target, drafters, params, request(), VOCABULARY)
-    last(decode_bursts(target, drafters, params, request(), state, Forced(EVERY_ROUND)))
+    last(decode_bursts(target, drafters, params, state, Forced(EVERY_ROUND)))
     assert adaptive.burst._cache_size() - before == 3
 
 
@@ -202,7 +209,7 @@ def test_finished_rows_run_nothing() -> None:
     target, drafters = LookupTarget(VOCABULARY), candidates([LookupDrafter(TREE)])
     params, req = Params(TABLE, NEAR), request(new=(1, 1, 1))
     state = start(target, drafters, params, req, VOCABULARY)
-    assert not list(decode_bursts(target, drafters, params, req, state, Forced(EVERY_ROUND)))
+    assert not list(decode_bursts(target, drafters, params, state, Forced(EVERY_ROUND)))
 
 
 @pytest.mark.parametrize(
@@ -231,4 +238,4 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     params, req = Params(TABLE, NEAR), request()
     state = start(target, drafters, params, req, VOCABULARY)
     with pytest.raises(NotImplementedError, match="2 processes would each choose by their own"):
-        next(decode_bursts(target, drafters, params, req, state, Forced(EVERY_ROUND)))
+        next(decode_bursts(target, drafters, params, state, Forced(EVERY_ROUND)))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,13 +13,15 @@ from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.decoding import ahead
 from longspec_jax.decoding.adaptive import candidates
 from longspec_jax.decoding.ahead import Report, Rounds, one_round
-from longspec_jax.decoding.engine import SpecState, decode
+from longspec_jax.decoding.engine import decode
 from longspec_jax.decoding.policy import Always, Choice, FastestWithinBudget, Measurement, Policy
+from longspec_jax.decoding.record import Record, SpecState
+from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from tests.decoding.test_adaptive import rows_of, start
-from tests.decoding.test_lossless import assert_same
+from tests.decoding.test_lossless import LENGTHS, MAX_EMITTED, assert_same
 from tests.decoding.test_lossless import request as requested
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 from tests.lookup import LookupDrafter, LookupTarget, random_table
@@ -48,15 +51,15 @@ class Models:
 
     def looped(self, req: Any) -> SpecState:
         """The same call in one executable."""
-        return decode(self.target, self.drafters[-1], self.params, req, self.start(req))
+        return decode(self.target, self.drafters[-1], self.params, self.start(req))
 
     def rounds(self, req: Any, policy: Policy | None = None, **options: Any) -> Rounds:
-        def launch(index: int, state: SpecState) -> tuple[SpecState, jax.Array]:
-            return one_round(self.target, self.drafters[index], self.params, req, state)
+        def launch(index: int, rows: Rows) -> tuple[Rows, jax.Array]:
+            return one_round(self.target, self.drafters[index], self.params, rows)
 
         last = len(self.drafters) - 1
         policy = policy or Always(last)
-        return Rounds(launch, self.start(req), policy, last + 1, **options)
+        return Rounds(launch, self.start(req).rows, policy, last + 1, **options)
 
 
 LOOKUP = Models(LookupTarget(VOCABULARY), candidates([LookupDrafter(TREE)]), Params(TABLE, NEAR))
@@ -71,21 +74,18 @@ def transformers() -> Models:
 
 def read(models: Models, req: Any, reports: list[Report]) -> list[np.ndarray]:
     """What a stream has shown: the prefill's token, then every round's."""
-    rows = models.start(req).output[:, :1].tolist()
+    rows = models.start(req).record.output[:, :1].tolist()
     for report in reports:
         for row, tokens, count in zip(rows, report.tokens, report.count, strict=True):
             row += tokens[:count].tolist()
     return [np.asarray(row) for row in rows]
 
 
-def assert_same_state(ahead: SpecState, looped: SpecState) -> None:
+def assert_same_rows(ahead: Rows, looped: Rows) -> None:
     """Equal in all that counts; slots that hold nothing yet may hold anything."""
-    for name in ("length", "pending", "emitted", "done", "rounds", "histogram", "draft"):
+    for name in ("length", "pending", "remaining", "done", "draft"):
         jax.tree.map(np.testing.assert_array_equal, getattr(ahead, name), getattr(looped, name))
-    for row, (length, emitted) in enumerate(zip(looped.length, looped.emitted, strict=True)):
-        for field, ours in (("output", ahead.output), ("drafted", ahead.drafted)):
-            theirs = getattr(looped, field)
-            np.testing.assert_array_equal(ours[row, :emitted], theirs[row, :emitted])
+    for row, length in enumerate(looped.length):
         jax.tree.map(
             lambda a, b: np.testing.assert_array_equal(a[row, :, :length], b[row, :, :length]),  # noqa: B023
             ahead.cache,
@@ -104,16 +104,18 @@ def test_tokens_are_those_of_the_loop_and_the_round_too_many_does_nothing(
     with models.rounds(req) as rounds:
         reports = list(rounds)
     assert_same(read(models, req, reports), rows_of(looped))
-    assert len(reports) == int(looped.rounds.max()) == rounds.totals[-1].rounds
+    assert len(reports) == int(looped.record.rounds.max()) == rounds.totals[-1].rounds
     assert [bool(report.done.all()) for report in reports] == [False] * (len(reports) - 1) + [True]
-    assert len(set(np.asarray(looped.rounds).tolist())) > 1, "rows end at different rounds"
+    assert len(set(np.asarray(looped.record.rounds).tolist())) > 1, "rows end at different rounds"
     total = rounds.totals[-1]
-    assert total.tokens == int(looped.emitted.sum()) - 3
-    assert total.row_rounds == int(looped.rounds.sum())
+    assert total.tokens == int(looped.record.emitted.sum()) - 3
+    assert total.row_rounds == int(looped.record.rounds.sum())
     drafted = np.concatenate([r.drafted[b, : r.count[b]] for b in range(3) for r in reports])
-    whole = np.concatenate([looped.drafted[b, 1 : int(looped.emitted[b])] for b in range(3)])
+    whole = np.concatenate(
+        [looped.record.drafted[b, 1 : int(looped.record.emitted[b])] for b in range(3)]
+    )
     np.testing.assert_array_equal(drafted, whole)
-    assert_same_state(rounds.state, looped)
+    assert_same_rows(rounds.rows, looped.rows)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -125,12 +127,12 @@ def test_a_round_asks_the_host_nothing(transformers: Models, temperature: float)
     target, req = CachedTarget(CONFIG, "reference"), requested(temperature)
     state = transformers.start(req)
     for tree in (TREE, TreeConfig(TREE.widths, budget=7)):
-        arguments = LongSpecDrafter(DRAFT, tree, "reference"), transformers.params, req, state
-        traced = one_round.trace(target, *arguments)
+        models = target, LongSpecDrafter(DRAFT, tree, "reference"), transformers.params
+        traced = one_round.trace(*models, state.rows)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert "stablehlo." in text
         assert not re.findall(r"stablehlo\.(?:while|case|if)\b", text)
-    looped = decode.trace(target, *arguments).lower(lowering_platforms=("cuda",)).as_text()
+    looped = decode.trace(*models, state).lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.while" in looped
 
 
@@ -143,8 +145,8 @@ def test_every_row_ends_at_its_own_stop_token() -> None:
     with LOOKUP.rounds(req) as rounds:
         reports = list(rounds)
     assert_same(read(LOOKUP, req, reports), rows_of(looped))
-    assert int(looped.emitted[0]) <= 6 < len(whole[0])
-    assert_same_state(rounds.state, looped)
+    assert int(looped.record.emitted[0]) <= 6 < len(whole[0])
+    assert_same_rows(rounds.rows, looped.rows)
 
 
 def test_one_transfer_a_round_and_one_launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +164,7 @@ def test_one_transfer_a_round_and_one_launch_ahead(monkeypatch: pytest.MonkeyPat
         for shown, _ in enumerate(rounds, 1):
             assert events.count("launch") == shown + 1
     rounds._reader.shutdown(wait=True)
-    assert events.count("fetch") == int(looped.rounds.max()) == shown
+    assert events.count("fetch") == int(looped.record.rounds.max()) == shown
     assert events.count("launch") == shown + 1
 
 
@@ -173,27 +175,30 @@ def test_the_round_too_many_is_not_waited_for() -> None:
         def block_until_ready(self) -> None:
             raise AssertionError("nobody asked for it")
 
-    def launch(index: int, state: SpecState) -> Any:
-        if bool(state.done.all()):
-            return state, Never()
-        return one_round(LOOKUP.target, LOOKUP.drafters[index], LOOKUP.params, req, state)
+    def launch(index: int, rows: Rows) -> Any:
+        if bool(rows.done.all()):
+            return rows, Never()
+        return one_round(LOOKUP.target, LOOKUP.drafters[index], LOOKUP.params, rows)
 
     req = requested()
-    with Rounds(launch, LOOKUP.start(req), Always(2), 3) as rounds:
+    with Rounds(launch, LOOKUP.start(req).rows, Always(2), 3) as rounds:
         assert list(rounds)[-1].done.all()
 
 
-def test_a_consumer_that_stops_early_leaves_a_whole_state() -> None:
-    """From where it left off the loop goes on to the same end."""
+def test_a_consumer_that_stops_early_leaves_whole_rows() -> None:
+    """From where it left off, one round ahead, the loop goes on to the same end."""
     req = requested(1.0)
-    whole = rows_of(LOOKUP.looped(req))
+    whole = LOOKUP.looped(req)
     with LOOKUP.rounds(req) as rounds:
         for shown, _ in enumerate(rounds, 1):
             if shown == 2:
                 break
-    assert int(rounds.state.rounds.max()) == 3, "one round ahead"
-    state = decode(LOOKUP.target, LOOKUP.drafters[-1], LOOKUP.params, req, rounds.state)
-    assert_same(rows_of(state), whole)
+    gone = 1 + np.asarray(rounds.rows.length) - LENGTHS
+    record = Record.begin(jnp.copy(rounds.rows.pending), MAX_EMITTED, TREE.num_levels + 1)
+    state = SpecState(rounds.rows, record)
+    state = decode(LOOKUP.target, LOOKUP.drafters[-1], LOOKUP.params, state)
+    np.testing.assert_array_equal(1 + state.record.rounds.max(), whole.record.rounds.max() - 2)
+    assert_same(rows_of(state), [row[n - 1 :] for row, n in zip(rows_of(whole), gone, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -232,9 +237,11 @@ def test_switching_changes_no_token(
         assert_same(read(models, req, reports), rows_of(looped))
         assert sum(total.rounds > 0 for total in rounds.totals) == 3
         total = sum(rounds.totals, Measurement())
-        assert (total.rounds, total.tokens) == (len(reports), int(looped.emitted.sum()) - 3)
-        np.testing.assert_array_equal(rounds.state.length, looped.length)
-        assert sum(total.row_rounds for total in rounds.totals) == int(rounds.state.rounds.sum())
+        assert (total.rounds, total.tokens) == (len(reports), int(looped.record.emitted.sum()) - 3)
+        np.testing.assert_array_equal(rounds.rows.length, looped.rows.length)
+        assert sum(total.row_rounds for total in rounds.totals) == sum(
+            np.count_nonzero(report.count) for report in reports
+        )
 
 
 def test_a_choice_is_one_round_late() -> None:
@@ -269,13 +276,13 @@ def simulated(seconds: dict[int, float], hold: float, policy: Policy) -> tuple[R
     read_at: list[float] = []
     req = requested(new=(31, 31, 31))
 
-    def launch(index: int, state: SpecState) -> tuple[SpecState, jax.Array]:
+    def launch(index: int, rows: Rows) -> tuple[Rows, jax.Array]:
         free[0] = max(free[0], now[0]) + seconds[index]
-        state, report = one_round(LOOKUP.target, LOOKUP.drafters[index], LOOKUP.params, req, state)
+        rows, report = one_round(LOOKUP.target, LOOKUP.drafters[index], LOOKUP.params, rows)
         ends[id(report)] = free[0]
-        return state, report
+        return rows, report
 
-    flight = Rounds(launch, LOOKUP.start(req), policy, 3, clock=lambda: now[0])
+    flight = Rounds(launch, LOOKUP.start(req).rows, policy, 3, clock=lambda: now[0])
 
     # Reading in the caller's thread, in order: the clock shows when each report came.
     def land(report: jax.Array) -> tuple[Report, float]:

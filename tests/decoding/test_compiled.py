@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
-from longspec_jax.decoding import engine
+from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.adaptive import burst
 from longspec_jax.decoding.ahead import one_round
-from longspec_jax.decoding.engine import Request, decode, prefill
+from longspec_jax.decoding.engine import decode
+from longspec_jax.decoding.prefill import prefill
 from longspec_jax.decoding.programs import RECENT
+from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
@@ -60,9 +62,10 @@ def compiled_loop(
         chunk=4,
     )
     if way == "burst":
-        return burst.lower(target, drafter, params, request, state, jnp.int32(16)).compile()
-    program = {"loop": decode, "round": one_round}[way]
-    return program.lower(target, drafter, params, request, state).compile()
+        return burst.lower(target, drafter, params, state, jnp.int32(16)).compile()
+    if way == "round":
+        return one_round.lower(target, drafter, params, state.rows).compile()
+    return decode.lower(target, drafter, params, state).compile()
 
 
 def cache_sized(text: str, batch: int, capacity: int, config: TargetConfig = CONFIG) -> list[str]:
@@ -157,7 +160,7 @@ def test_prompts_seeds_and_budgets_do_not_compile_again() -> None:
     params = Params(table, draft_params(random_draft(DRAFT), table))
     with RECENT.limited(0):
         pass  # No program of an earlier test drops out while they are counted.
-    counted = (decode, engine._prefill_chunk, engine._start)
+    counted = (decode, prefill_lib._prefill_chunk, prefill_lib._start)
     before = [program._cache_size() for program in counted]
     for length, budget, seed, temperature in ((3, 5, 0, 0.5), (1, 2, 7, 1.0), (9, 4, 1, 0.0)):
         sampling = Sampling(
@@ -175,7 +178,7 @@ def test_prompts_seeds_and_budgets_do_not_compile_again() -> None:
             max_emitted=5,
             chunk=4,
         )
-        decode(target, drafter, params, request, state)
+        decode(target, drafter, params, state)
     assert [program._cache_size() - n for program, n in zip(counted, before, strict=True)] == [
         1
     ] * 3

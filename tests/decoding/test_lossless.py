@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import PLAIN, DraftConfig, TreeConfig
-from longspec_jax.decoding import beliefs, engine
+from longspec_jax.decoding import beliefs
+from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.adaptive import decode_bursts
-from longspec_jax.decoding.engine import Request, decode, prefill, room
+from longspec_jax.decoding.engine import decode, room
 from longspec_jax.decoding.policy import Always
+from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
@@ -81,8 +84,11 @@ def generate(target, drafter, params, tokens, lengths, req, capacity=128, chunk=
         max_emitted=MAX_EMITTED,
         chunk=chunk,
     )
-    state = decode(target, drafter, params, req, state)
-    rows = [np.asarray(state.output)[b, : int(state.emitted[b])] for b in range(len(lengths))]
+    state = decode(target, drafter, params, state)
+    rows = [
+        np.asarray(state.record.output)[b, : int(state.record.emitted[b])]
+        for b in range(len(lengths))
+    ]
     return rows, state
 
 
@@ -110,13 +116,16 @@ def test_lookup_model_is_drafter_invariant(draft: str, temperature: float) -> No
     for tree in TREES:
         rows, state = generate(target, LookupDrafter(tree), params, tokens, LENGTHS, req)
         assert_same(rows, plain)
-        rounds, histogram = int(state.rounds.sum()), np.asarray(state.histogram).sum(axis=0)
+        rounds, histogram = (
+            int(state.record.rounds.sum()),
+            np.asarray(state.record.histogram).sum(axis=0),
+        )
         assert histogram.sum() == rounds
         # Both count accepted draft tokens, in a round that the budget cut before its bonus too.
-        inside = np.arange(state.output.shape[1]) < np.asarray(state.emitted)[:, None]
-        drafted = int((np.asarray(state.drafted) & inside).sum())
+        inside = np.arange(state.record.output.shape[1]) < np.asarray(state.record.emitted)[:, None]
+        drafted = int((np.asarray(state.record.drafted) & inside).sum())
         assert histogram @ np.arange(tree.num_levels + 1) == drafted
-        assert 0 <= drafted + rounds - (int(state.emitted.sum()) - 3) <= 3
+        assert 0 <= drafted + rounds - (int(state.record.emitted.sum()) - 3) <= 3
         if draft == "perfect" and set(tree.widths) == {1}:
             # A chain of the target's own draws: only a row's last round may be cut, by its budget.
             assert histogram[-1] >= rounds - 3
@@ -189,7 +198,7 @@ def test_a_first_token_that_stops_ends_the_row() -> None:
         target, LookupDrafter(TREES[0]), params, tokens, LENGTHS, request(stop=stop, new=(9, 1, 9))
     )
     assert [len(row) for row in rows[:2]] == [1, 1]
-    assert int(state.rounds[0]) == int(state.rounds[1]) == 0
+    assert int(state.record.rounds[0]) == int(state.record.rounds[1]) == 0
 
 
 def test_streaming_and_the_device_loop_agree() -> None:
@@ -207,11 +216,11 @@ def test_streaming_and_the_device_loop_agree() -> None:
         max_emitted=MAX_EMITTED,
         chunk=8,
     )
-    counts, last = [np.asarray(start.emitted)], start
-    for last, _ in decode_bursts(target, (drafter,), params, req, start, Always(), stride=1):
-        counts.append(np.asarray(last.emitted))
-    assert_same([np.asarray(last.output)[b, : counts[-1][b]] for b in range(3)], rows)
-    np.testing.assert_array_equal(last.histogram, final.histogram)
+    counts, last = [np.asarray(start.record.emitted)], start
+    for last, _ in decode_bursts(target, (drafter,), params, start, Always(), stride=1):
+        counts.append(np.asarray(last.record.emitted))
+    assert_same([np.asarray(last.record.output)[b, : counts[-1][b]] for b in range(3)], rows)
+    np.testing.assert_array_equal(last.record.histogram, final.record.histogram)
     assert all((after >= before).all() for before, after in zip(counts, counts[1:], strict=False))
 
 
@@ -239,7 +248,11 @@ def test_partial_passes_of_a_lookup_model_change_no_token(
     params = Params(TABLE, DRAFT_TABLES["near"])
     rows, state = generate(target, drafter, params, tokens, LENGTHS, req)
     assert_same(rows, plain)
-    assert 0 < int((state.emitted - 1 - state.rounds).sum()) < int(state.emitted.sum()) - 3
+    assert (
+        0
+        < int((state.record.emitted - 1 - state.record.rounds).sum())
+        < int(state.record.emitted.sum()) - 3
+    )
 
 
 CONFIG = tiny_target_config()
@@ -279,7 +292,7 @@ def test_partial_passes_of_a_transformer_change_no_token(
     plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
     rows, state = generate(target, drafter, models, tokens, LENGTHS, req)
     assert_same(rows, plain)
-    assert int((state.emitted - 1 - state.rounds).sum()) > 0
+    assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
 
 
 SMALL = tiny_target_config(
@@ -303,7 +316,7 @@ def test_a_small_model_changes_no_token(models: Params, sampling: dict[str, Any]
         rows, state = generate(target, SMALL_LM, params, tokens, LENGTHS, req, 128, chunk)
         assert_same(rows, plain)
         if "temperature" in sampling:
-            assert int((state.emitted - 1 - state.rounds).sum()) > 0
+            assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -315,7 +328,7 @@ def test_a_target_is_its_own_perfect_drafter(models: Params, temperature: float)
     itself = Params(models.target, models.target)
     rows, state = generate(target, drafter, itself, tokens, LENGTHS, req)
     assert_same(rows, plain)
-    np.testing.assert_array_equal(state.rounds, -(-(NEW - 1) // 5))
+    np.testing.assert_array_equal(state.record.rounds, -(-(NEW - 1) // 5))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -328,7 +341,7 @@ def test_a_budget_changes_no_token(budget: int, temperature: float) -> None:
     drafter = LookupDrafter(TreeConfig((4, 5, 3), budget))
     rows, state = generate(target, drafter, params, tokens, LENGTHS, req)
     assert_same(rows, plain)
-    accepted = state.emitted - 1 - state.rounds
+    accepted = state.record.emitted - 1 - state.record.rounds
     assert int(accepted.sum()) == 0 if budget == 1 else int(accepted.min()) > 0
 
 
@@ -347,8 +360,8 @@ def test_a_reduced_draft_vocabulary_changes_no_token(models: Params, temperature
             *(target, drafter, Params(models.target, models.draft.restricted(jnp.sort(part)))),
             *(tokens, LENGTHS, req),
         )
-        np.testing.assert_array_equal(state.histogram, other.histogram)
-        assert int((state.emitted - 1 - state.rounds).sum()) > 0
+        np.testing.assert_array_equal(state.record.histogram, other.record.histogram)
+        assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -368,7 +381,7 @@ def test_a_draft_in_8_bits_changes_no_token(
     rows, state = generate(target, drafter, rounded, tokens, LENGTHS, req)
     assert_same(rows, plain)
     if temperature:
-        assert int((state.emitted - 1 - state.rounds).sum()) > 0
+        assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
 
 
 @pytest.mark.parametrize(
@@ -387,14 +400,14 @@ def test_output_does_not_depend_on_chunk_capacity_or_neighbours(
             target, drafter, models, tokens, LENGTHS, request(0.7), capacity, chunk
         )
         assert_same(again, rows)
-        np.testing.assert_array_equal(other.histogram, state.histogram)
+        np.testing.assert_array_equal(other.record.histogram, state.record.histogram)
     for b in range(3):
         alone = request(0.7, seeds=(5 + b,), stop=((-1,),), new=NEW[b : b + 1])
         single, other = generate(
             target, drafter, models, tokens[b : b + 1], LENGTHS[b : b + 1], alone
         )
         np.testing.assert_array_equal(single[0], rows[b])
-        np.testing.assert_array_equal(other.histogram[0], state.histogram[b])
+        np.testing.assert_array_equal(other.record.histogram[0], state.record.histogram[b])
     order = np.array([2, 0, 1])
     other, _ = generate(
         target,
@@ -443,7 +456,7 @@ def test_draft_state_bytes_do_not_depend_on_the_context(models: Params) -> None:
             max_emitted=MAX_EMITTED,
             chunk=64,
         )
-        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(state.draft)))
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(state.rows.draft)))
     assert sizes[0] == sizes[1] == 2 * WINDOW * CONFIG.num_kv_heads * CONFIG.head_width * 4
 
 
@@ -482,13 +495,13 @@ def test_chunks_that_a_drafter_does_not_need_are_not_shown_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A draft that remembers 3 tokens sees the chunks that hold the last 3 of some prompt."""
-    shown, whole = [], engine._extend
+    shown, whole = [], prefill_lib._extend
 
     def counted(target, drafter, chunk, home, params, draft, tokens, length, offset, features):
         shown.append(int(offset))
         return whole(target, drafter, chunk, home, params, draft, tokens, length, offset, features)
 
-    monkeypatch.setattr(engine, "_extend", counted)
+    monkeypatch.setattr(prefill_lib, "_extend", counted)
     tokens = np.zeros((2, 30), np.int32)
     for recent, wanted in ((None, [0, 4, 8, 12, 16, 20, 24, 28]), (3, [8, 24, 28]), (0, [])):
         drafter = LookupDrafter(TreeConfig((2,)), Needs(recent=recent))
@@ -537,7 +550,7 @@ def test_prompt_lookup_for_a_transformer_changes_no_token(
     drafter = NgramDrafter(TreeConfig((4, 4, 4), budget=9))
     rows, state = generate(target, drafter, Params(models.target, ()), tokens, LENGTHS, req)
     assert_same(rows, plain)
-    kept = np.asarray(state.draft.tokens)
+    kept = np.asarray(state.rows.draft.tokens)
     for b, (row, length) in enumerate(zip(rows, LENGTHS, strict=True)):
         text = [*tokens[b, :length], *row[:-1]]
         np.testing.assert_array_equal(kept[b, : len(text)], text)
@@ -553,7 +566,7 @@ def test_one_of_several_drafters_proposes_and_all_learn(models: Params) -> None:
     other, beside = generate(target, OneOf(members, 1, TREES[0]), params, tokens, LENGTHS, req)
     for found in (lone, rows, other):
         assert_same(found, plain)
-    np.testing.assert_array_equal(state.histogram, alone.histogram)
+    np.testing.assert_array_equal(state.record.histogram, alone.record.histogram)
     for b, row in enumerate(rows):
         length = int(LENGTHS[b]) + len(row) - 1
         for one in (state, beside):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from longspec_jax import PLAIN
-from longspec_jax.decoding import adaptive, engine
+from longspec_jax.decoding import adaptive
+from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.programs import RECENT, Program, Recent, program
 from tests.footprint import Footprint
 from tests.infer.toys import toy_spec
@@ -98,7 +99,7 @@ def test_mappings_stay_bounded_and_results_right() -> None:
 
 def test_calls_whose_programs_were_let_go_are_warmed_again_and_say_the_same() -> None:
     """A limit of one call's four programs: every second call compiles, outside what is timed."""
-    spec, counted = toy_spec(), (engine._prefill_chunk, engine._start, adaptive.burst)
+    spec, counted = toy_spec(), (prefill_lib._prefill_chunk, prefill_lib._start, adaptive.burst)
     options = dict(max_new_tokens=9, tree=PLAIN, eos_token_id=[])
     with RECENT.limited(4):
         first, again, other, back = (

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from longspec_jax.config import DraftConfig, TreeConfig
-from longspec_jax.decoding.engine import Request, SpecState, decode, prefill
+from longspec_jax.decoding import prefill as prefill_lib
+from longspec_jax.decoding.continuous import ContinuousBatch
+from longspec_jax.decoding.engine import decode
+from longspec_jax.decoding.policy import Always
+from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.record import SpecState
+from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, Params
@@ -79,7 +87,7 @@ def start(
     length = jnp.asarray([5, 3])
     options = dict(capacity=CAPACITY, max_emitted=9, chunk=8)
     state = prefill(*models, params, PROMPT, length, request, **options)
-    return *models, params, request, state
+    return *models, params, state
 
 
 def largest_gathered(text: str) -> int:
@@ -88,22 +96,108 @@ def largest_gathered(text: str) -> int:
     return max((int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes), default=0)
 
 
+@pytest.fixture(scope="module")
+def tables() -> tuple[Any, Any]:
+    """Target and draft."""
+    return random_target(CONFIG), random_draft(DRAFT)
+
+
+def spread(mesh: Mesh, tables: tuple[Any, Any]) -> list[Any]:
+    """The tables on a mesh."""
+    return [jax.device_put(table, param_shardings(mesh, table)) for table in tables]
+
+
 @pytest.mark.parametrize("drafter", [longspec, partial_passes])
 def test_a_mesh_decodes_the_same_tokens(
-    drafter: Callable[[str | None], Drafter], monkeypatch: pytest.MonkeyPatch
+    drafter: Callable[[str | None], Drafter],
+    tables: tuple[Any, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tables = random_target(CONFIG), random_draft(DRAFT)
     expected: SpecState = decode(*start(drafter, *tables))
-    np.testing.assert_array_equal(expected.emitted, 9)
+    np.testing.assert_array_equal(expected.record.emitted, 9)
     interpret_layer_ops(monkeypatch)
-    mesh = make_mesh(tp=2)
-    shares = (jax.device_put(table, param_shardings(mesh, table)) for table in tables)
-    arguments = start(drafter, *shares, "interpret")
-    cache = arguments[-1].cache.keys[0]
-    assert cache.sharding.shard_shape(cache.shape)[1] == 1
+    # The kernels of the tree are shared out over rows too, the others over heads alone.
+    mesh = make_mesh(tp=2, data=2 if drafter is longspec else 1)
+    arguments = start(drafter, *spread(mesh, tables), "interpret")
+    cache = arguments[-1].rows.cache.keys[0]
+    assert cache.sharding.shard_shape(cache.shape)[:2] == (2 // mesh.shape["data"], 1)
     compiled = decode.lower(*arguments).compile()
     # Logits are gathered; keys, values and a layer's weights never.
     weights = jax.tree.leaves(tables[0]["layers_0"])
     smallest = min(leaf.size for leaf in weights if leaf.ndim > 1)
-    assert 0 < largest_gathered(compiled.as_text()) < min(smallest, cache.size // 2)
-    np.testing.assert_array_equal(compiled(*arguments[2:]).output, expected.output)
+    assert 0 < largest_gathered(compiled.as_text()) < min(smallest, cache.size // mesh.size)
+    np.testing.assert_array_equal(compiled(*arguments[2:]).record.output, expected.record.output)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"fsdp": 2}, {"data": 2, "fsdp": 2}], ids=str)
+def test_rows_and_their_memory_are_shared_out(
+    axes: dict[str, int], tables: tuple[Any, Any]
+) -> None:
+    """Of four devices and two rows, too: there the rows are whole on each."""
+    expected = decode(*start(longspec, *tables))
+    mesh = make_mesh(**axes)
+    arguments = start(longspec, *spread(mesh, tables))
+    rows = arguments[-1].rows
+    shares = 2 if mesh.size == 2 else 1
+    for leaf in (*rows.cache.keys, *jax.tree.leaves(rows.draft), rows.length, rows.sampling.seed):
+        assert leaf.sharding.shard_shape(leaf.shape)[0] == 2 // shares
+    compiled = decode.lower(*arguments).compile()
+    assert largest_gathered(compiled.as_text()) < rows.cache.keys[0].size // 2
+    after = compiled(*arguments[2:])
+    np.testing.assert_array_equal(after.record.output, expected.record.output)
+    assert after.rows.cache.keys[0].sharding.shard_shape((2, 2, CAPACITY, 16))[0] == 2 // shares
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"data": 2}, {"fsdp": 2, "tp": 2}], ids=str)
+def test_no_device_ever_holds_a_whole_cache(
+    axes: dict[str, int], tables: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read before the first chunk: it is made in its shares."""
+    mesh = make_mesh(**axes)
+    held: list[int] = []
+
+    def first_chunk(target: Any, needs: Any, chunk: Any, home: Any, params: Any, cache: Any, *_):
+        device = mesh.devices.flat[0]
+        shards = [shard for leaf in cache.keys for shard in leaf.addressable_shards]
+        held.append(sum(shard.data.nbytes for shard in shards if shard.device == device))
+        live = [
+            shard.data.nbytes
+            for array in jax.live_arrays()
+            for shard in array.addressable_shards
+            if shard.device == device
+        ]
+        assert max(live) < cache.keys[0].nbytes
+        raise InterruptedError
+
+    monkeypatch.setattr(prefill_lib, "_prefill_chunk", first_chunk)
+    shares = spread(mesh, tables)
+    with pytest.raises(InterruptedError):
+        start(longspec, *shares)
+    whole = 2 * CONFIG.num_kv_heads * CAPACITY * CONFIG.head_width * 4
+    assert held == [whole // mesh.size]
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"data": 2}], ids=str)
+def test_rows_come_and_go_on_a_mesh(axes: dict[str, int], tables: tuple[Any, Any]) -> None:
+    """A newcomer moves into its slot, on whichever devices that lies."""
+
+    def served(target: Any, draft: Any) -> list[list[int]]:
+        params = Params(target, draft_params(draft, target))
+        one = Request(
+            jax.device_get(Sampling.greedy(1)), np.full((1, 1), -1, np.int32), np.asarray([5])
+        )
+        models = CachedTarget(CONFIG), [longspec(None)], params, one
+        batch = ContinuousBatch(*models, slots=2, capacity=CAPACITY, chunk=8, policy=Always())
+        tokens: list[list[int]] = [[] for _ in range(4)]
+        waiting = deque(range(4))
+        while waiting or batch.busy:
+            if waiting and batch.wants_more:
+                row = waiting.popleft()
+                batch.admit(row, np.arange(3 * row + 1, dtype=np.int32), one)
+            for gained in batch.step():
+                tokens[gained.key] += gained.tokens.tolist()
+        return tokens
+
+    expected = served(*tables)
+    assert served(*spread(make_mesh(**axes), tables)) == expected
+    assert [len(row) for row in expected] == [5] * 4

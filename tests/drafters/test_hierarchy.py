@@ -10,7 +10,8 @@ import pytest
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.beliefs import RoundBeliefs
-from longspec_jax.decoding.engine import prefill, propose_tree, round_beliefs
+from longspec_jax.decoding.engine import propose_tree, round_beliefs
+from longspec_jax.decoding.prefill import prefill
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Beliefs, Drafter, Needs, NoDraft, Params, View
@@ -45,7 +46,7 @@ def histogram(drafter: Drafter, request=GREEDY, draft: Any = TABLE) -> np.ndarra
     """Rounds by accepted tokens, on the lookup model."""
     tokens, params = prompts(VOCABULARY), Params(TABLE, draft)
     _, state = generate(LookupTarget(VOCABULARY), drafter, params, tokens, LENGTHS, request)
-    return np.asarray(state.histogram).sum(axis=0)
+    return np.asarray(state.record.histogram).sum(axis=0)
 
 
 @BOTH
@@ -165,8 +166,8 @@ def test_the_inner_drafter_is_told_of_the_chain_and_forgets_it() -> None:
     @jax.jit
     def propose() -> tuple[Tree, list[Any]]:
         inner.seen.clear()
-        beliefs = round_beliefs(target, drafter, request, state)
-        return propose_tree(target, drafter, params, state, beliefs), [*inner.seen]
+        beliefs = round_beliefs(target, drafter, state.rows)
+        return propose_tree(target, drafter, params, state.rows, beliefs), [*inner.seen]
 
     tree, seen = propose()
     last = seen[-1]
@@ -185,7 +186,7 @@ def test_the_inner_drafter_is_told_of_the_chain_and_forgets_it() -> None:
         np.testing.assert_allclose(told[1][:end], hidden[row, :end], rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(told[2][:end], queries[row, :end], rtol=1e-4, atol=1e-4)
         # The drafter's own state still ends with the prompt.
-        assert (np.asarray(state.draft[0])[row, LENGTHS[row] :] == -1).all()
+        assert (np.asarray(state.rows.draft[0])[row, LENGTHS[row] :] == -1).all()
 
 
 @jax.jit
@@ -227,4 +228,4 @@ def test_logits_that_are_not_finite_end_a_row_as_they_end_plain_decoding() -> No
     assert any(row[-1] == NO_TOKEN for row in plain)
     assert_same(rows, plain)
     for b, row in enumerate(rows):
-        assert not np.asarray(state.drafted)[b, : len(row)][row == NO_TOKEN].any()
+        assert not np.asarray(state.record.drafted)[b, : len(row)][row == NO_TOKEN].any()

@@ -28,7 +28,7 @@ def histogram(drafter: Drafter, request=GREEDY) -> np.ndarray:
     """Rounds by accepted tokens, on the lookup model."""
     tokens, params = prompts(VOCABULARY), Params(TABLE, None)
     _, state = generate(LookupTarget(VOCABULARY), drafter, params, tokens, LENGTHS, request)
-    return np.asarray(state.histogram).sum(axis=0)
+    return np.asarray(state.record.histogram).sum(axis=0)
 
 
 def is_perfect(histogram: np.ndarray) -> bool:
@@ -49,7 +49,7 @@ def test_a_transformer_that_sees_everything_is_perfect(request_) -> None:
     drafter, params = StreamingDrafter(CHAIN, ALL), Params(random_target(CONFIG), None)
     tokens = prompts(CONFIG.vocab_size)
     _, state = generate(CachedTarget(CONFIG), drafter, params, tokens, LENGTHS, request_)
-    assert is_perfect(np.asarray(state.histogram).sum(axis=0))
+    assert is_perfect(np.asarray(state.record.histogram).sum(axis=0))
 
 
 class Overlapping(SinksAndRecent):

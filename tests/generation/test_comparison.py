@@ -15,6 +15,6 @@ def test_a_gap_is_a_number_or_none(other, gap, monkeypatch) -> None:
     monkeypatch.setattr(comparison, "_scores", lambda *args: jnp.asarray([[2.0, other]]))
     job = SimpleNamespace(prompts=((3, 4),), target=None, params=None, request=None)
     progress = SimpleNamespace(output=np.asarray([[1, 0]]), emitted=np.asarray([2]))
-    run = SimpleNamespace(progress=progress, state=SimpleNamespace(cache=None))
+    run = SimpleNamespace(progress=progress, rows=SimpleNamespace(cache=None))
     found = comparison._divergence(job, run, 0, ((1, 0), (1, 1)))  # type: ignore[arg-type]
     assert found == comparison.Divergence(0, 1, 0, 1, gap)

@@ -11,7 +11,7 @@ GB = 10**9
 
 def refusal(plan: MemoryPlan, free: int) -> str:
     with pytest.raises(MemoryError) as caught:
-        check_fits(CONFIG, plan, free)
+        check_fits(plan, free)
     return str(caught.value)
 
 
@@ -24,7 +24,7 @@ def test_sizes_are_decimal() -> None:
 def test_what_fits_is_named() -> None:
     words = refusal(MemoryPlan(4, 4096, 0, 0, 8 * GB, 0, 0), 4 * GB)
     assert "tokens per row, prompt and new tokens together" in words
-    assert "use at most 2 rows" in words
+    assert "decode fewer rows at once (row_slots=1), or spread" in words
 
 
 @pytest.mark.parametrize(("rows", "fewer"), [(1, False), (2, True)])

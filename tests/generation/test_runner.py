@@ -2,14 +2,13 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infer.bench.compilations import compilations
 from longspec_jax import LongSpec
 from longspec_jax.generation import collect, runner
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
@@ -21,22 +20,6 @@ from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tok
 
 PROMPT = [3 + position % 11 for position in range(75)]
 """Three chunks of 32."""
-
-
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    """The compilations that happen inside."""
-    found: list[str] = []
-
-    def note(event: str, seconds: float, **_: object) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,12 @@ REFUSED = {
         for text in ("-1", "-0.5", "nan", "inf", "1e39", "-inf")
     },
     "--temperature=hot": "--temperature: 'hot' must be a number, >= 0",
+    "--mesh=4": "--mesh: '4' must be sizes of the axes data, fsdp, tp, such as tp=2",
+    "--mesh=tp=0": "--mesh: 'tp=0' must be sizes of the axes",
+    "--mesh=tp=2,tp=2": "each axis once",
+    "--mesh=model=2": "--mesh: 'model=2' must be sizes",
+    "--row_slots=0": f"--row_slots: 0 {WHOLE} from 1",
+    "--row_slots=2.5": f"--row_slots: '2.5' {WHOLE} from 1",
     "--prefill_chunk=0": f"--prefill_chunk: 0 {WHOLE} from 1",
     "--prefill_chunk=-5": f"--prefill_chunk: -5 {WHOLE} from 1",
     "--drafter_option=": "--drafter_option: the value is empty",

@@ -130,7 +130,11 @@ def test_cached_decoding(pair):
     last = jnp.asarray([7, 7])
     for offset in (0, 8):
         logits, cache, _ = prefill(
-            params, cache, jnp.asarray(tokens[:, offset : offset + 8]), jnp.asarray(offset), last
+            params,
+            cache,
+            jnp.asarray(tokens[:, offset : offset + 8]),
+            jnp.asarray([offset] * 2),
+            last,
         )
     expected = _hf_logits(model, tokens)
     np.testing.assert_allclose(logits, expected[:, 15], atol=TOLERANCE)

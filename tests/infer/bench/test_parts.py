@@ -78,10 +78,10 @@ def test_every_turn_of_a_part_does_the_work(model, part) -> None:
     """The loop body holds the products: nothing was hoisted out of the loop or dropped."""
     drafter = model.drafter(TreeConfig((2, 3)))
     cache = filled_cache(model.config, 1, 256)
-    state = state_at(cache, draft_state(model, drafter, 1), drafter.tree, (64,), 8)
-    program = jax.jit(part(model.target, drafter, 3)).lower(
-        model.params, greedy_request(1, 8), state
+    state = state_at(
+        cache, draft_state(model, drafter, 1), drafter.tree, (64,), greedy_request(1, 8)
     )
+    program = jax.jit(part(model.target, drafter, 3)).lower(model.params, state.rows)
     computations = dict(
         re.findall(r"^(?:ENTRY )?%(\S+) .*?\{\n(.*?)^\}", program.compile().as_text(), re.S | re.M)
     )
@@ -98,10 +98,11 @@ def test_the_verify_part_is_the_rounds_verification(model) -> None:
     """One turn of the part draws what verifying the same tree draws."""
     drafter = model.drafter(TreeConfig((2, 3)))
     cache = filled_cache(model.config, 2, 256)
-    state = state_at(cache, draft_state(model, drafter, 2), drafter.tree, (64, 64), 8)
-    request = greedy_request(2, 8)
-    draws = jax.jit(bench_parts.verify(model.target, drafter, 1))(model.params, request, state)
-    tree = bench_parts.some_tree(drafter.tree, state)
-    beliefs = engine.round_beliefs(model.target, drafter, request, state)
-    _, expected = engine.verify_tree(model.target, drafter, model.params, state, tree, beliefs)
+    state = state_at(
+        cache, draft_state(model, drafter, 2), drafter.tree, (64, 64), greedy_request(2, 8)
+    )
+    draws = jax.jit(bench_parts.verify(model.target, drafter, 1))(model.params, state.rows)
+    tree = bench_parts.some_tree(drafter.tree, state.rows)
+    beliefs = engine.round_beliefs(model.target, drafter, state.rows)
+    _, expected = engine.verify_tree(model.target, drafter, model.params, state.rows, tree, beliefs)
     np.testing.assert_array_equal(draws, expected)

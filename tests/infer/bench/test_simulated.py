@@ -15,7 +15,10 @@ from infer.bench.simulated import (
     simulated_step,
 )
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.engine import Request, SpecState, prefill, room, spec_step
+from longspec_jax.decoding.engine import recorded_step, room
+from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.record import SpecState
+from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from tests.kit import after_prompts
 from tests.lookup import LookupDrafter, LookupTarget, random_table, table_params
@@ -84,19 +87,19 @@ def test_counts_follow_the_distribution(lengths: AcceptanceLengths) -> None:
 def test_rounds_emit_the_wanted_mean_along_existing_paths() -> None:
     lengths = AcceptanceLengths.geometric(2.6, TREE.num_levels)
     tokens, state = start()
-    prompt = np.asarray(state.length)
-    end = simulated_decode(TARGET, DRAFTER, lengths, 1, PARAMS, request(), state)
-    np.testing.assert_array_equal(end.emitted, NEW)
-    np.testing.assert_array_equal(end.length, prompt + NEW - 1)
-    np.testing.assert_allclose((end.emitted - 1) / end.rounds, lengths.mean, atol=0.2)
-    np.testing.assert_array_equal(end.histogram.sum(axis=1), end.rounds)
-    cached = np.asarray(end.cache.keys[0])[:, 0, :, 0]  # The lookup table caches token ids.
+    prompt = np.asarray(state.rows.length)
+    end = simulated_decode(TARGET, DRAFTER, lengths, 1, PARAMS, state)
+    np.testing.assert_array_equal(end.record.emitted, NEW)
+    np.testing.assert_array_equal(end.rows.length, prompt + NEW - 1)
+    np.testing.assert_allclose((end.record.emitted - 1) / end.record.rounds, lengths.mean, atol=0.2)
+    np.testing.assert_array_equal(end.record.histogram.sum(axis=1), end.record.rounds)
+    cached = np.asarray(end.rows.cache.keys[0])[:, 0, :, 0]  # The lookup table caches token ids.
     for row in range(2):
-        text = [*tokens[row, : prompt[row]], *np.asarray(end.output)[row, : NEW[row] - 1]]
-        np.testing.assert_array_equal(cached[row, : end.length[row]], text)
+        text = [*tokens[row, : prompt[row]], *np.asarray(end.record.output)[row, : NEW[row] - 1]]
+        np.testing.assert_array_equal(cached[row, : end.rows.length[row]], text)
         # The drafter's hash of the whole text: its state advanced by the same tokens.
         fresh = after_prompts(DRAFTER, PARAMS, [text], [len(text)])
-        assert int(end.draft[row]) == int(fresh[0])
+        assert int(end.rows.draft[row]) == int(fresh[0])
 
 
 @pytest.mark.parametrize("budget", [2, 7])
@@ -105,9 +108,9 @@ def test_a_budget_that_left_no_node_so_deep_ends_the_path(budget: int) -> None:
     drafter = LookupDrafter(TreeConfig(TREE.widths, budget))
     lengths = AcceptanceLengths.geometric(2.6, TREE.num_levels)
     _, state = start()
-    end = simulated_decode(TARGET, drafter, lengths, 1, PARAMS, request(), state)
-    np.testing.assert_array_equal(end.emitted, NEW)
-    np.testing.assert_allclose((end.emitted - 1) / end.rounds, lengths.mean, atol=0.2)
+    end = simulated_decode(TARGET, drafter, lengths, 1, PARAMS, state)
+    np.testing.assert_array_equal(end.record.emitted, NEW)
+    np.testing.assert_allclose((end.record.emitted - 1) / end.record.rounds, lengths.mean, atol=0.2)
 
 
 def test_accepted_tokens_are_drafted_and_the_bonus_is_the_targets() -> None:
@@ -115,9 +118,9 @@ def test_accepted_tokens_are_drafted_and_the_bonus_is_the_targets() -> None:
     params = table_params(PARAMS.target)
     lengths = AcceptanceLengths.from_histogram([0, 0, 0, 1])
     _, state = start()
-    simulated = simulated_step(TARGET, DRAFTER, lengths, 0, params, request(), state)
+    simulated = simulated_step(TARGET, DRAFTER, lengths, 0, params, state)[0].record
     _, state = start()
-    real = spec_step(TARGET, DRAFTER, params, request(), state)
+    real = recorded_step(TARGET, DRAFTER, params, state).record
     matched = np.asarray(real.emitted) == 5
     assert np.array_equal(simulated.emitted, [5, 5])
     np.testing.assert_array_equal(
@@ -129,11 +132,9 @@ def test_accepted_tokens_are_drafted_and_the_bonus_is_the_targets() -> None:
 def test_a_simulated_round_costs_what_a_real_one_does() -> None:
     """The real walk is still compiled in: the simulated round does all of the work, and no less."""
     _, state = start()
-    real = jax.jit(partial(spec_step, TARGET, DRAFTER)).lower(PARAMS, request(), state)
+    real = jax.jit(partial(recorded_step, TARGET, DRAFTER)).lower(PARAMS, state)
     lengths = AcceptanceLengths.geometric(2.6, TREE.num_levels)
-    simulated = jax.jit(partial(simulated_step, TARGET, DRAFTER, lengths, 0)).lower(
-        PARAMS, request(), state
-    )
+    simulated = jax.jit(partial(simulated_step, TARGET, DRAFTER, lengths, 0)).lower(PARAMS, state)
     real_flops, simulated_flops = (x.compile().cost_analysis()["flops"] for x in (real, simulated))
     # A lookup table computes next to nothing: what the simulation adds would vanish in a model.
     assert real_flops <= simulated_flops <= real_flops + 2000
