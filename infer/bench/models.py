@@ -67,8 +67,7 @@ def random_model(
     """
     target = _draw(_initializer(config), seed)
     if drafter in NAMED:
-        kind = NAMED[drafter]
-        draft: Draft = kind.make(kind.options_type())
+        draft: Draft = NAMED[drafter].options_type()
     elif drafter == "small_lm":
         small = _small(config)
         draft = SmallLM(small, _draw(_initializer(small), seed + 1))

@@ -44,14 +44,13 @@ def load_draft(
       ValueError: if an option is not its kind's, or the draft does not belong to the target.
     """
     if is_name(source):
-        kind = NAMED[str(source)]
-        return kind.make(options_of(kind, options, str(source)))
+        return options_of(NAMED[str(source)], options, str(source))
     from longspec_jax.weights.hub import local_folder
 
     folder = local_folder(source, revision)
     kind = _kind_of(folder)
     chosen = options_of(kind, options, str(source))
-    return kind.make(source, target, chosen, mesh=mesh, revision=revision)
+    return kind.load(source, target, chosen, mesh=mesh, revision=revision)
 
 
 def _kind_of(folder: Path) -> Kind:
@@ -66,7 +65,7 @@ def _kind_of(folder: Path) -> Kind:
 
 
 def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
-    """The options of a kind, checked.
+    """The options of a kind, checked; of a kind without weights that is the draft.
 
     Args:
       kind: of the draft.
@@ -76,7 +75,7 @@ def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
     Raises:
       ValueError: for an option it does not have, or a value of another type.
     """
-    fields = {field.name: field for field in dataclasses.fields(kind.options_type)}
+    fields = {field.name: field for field in dataclasses.fields(kind.options_type) if field.init}
     for name, value in values.items():
         if name not in fields:
             known = ", ".join(fields) or "none"
