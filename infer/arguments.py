@@ -11,18 +11,15 @@ from longspec_jax.checks import Whole
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION, TreeConfig
 from longspec_jax.drafters.kinds import NAMED
-from longspec_jax.embedded import DEMO, DRAFTS
+from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, DEMO_NAME, DRAFTS
 from longspec_jax.generation.ranges import SAMPLING
 
-from . import demo
 from .boundary import Parser
 from .number_argument import number_argument
 from .prompt_files import Prompt, check_text, read_batch, read_messages, read_prompt_file
 from .tree_argument import GRAMMAR, tree_argument
 
 LONGEST_PATH = 4096
-DEMO_DRAFTERS = "demo", "ngram"
-"""What may propose for the demo where nothing is named."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 EPILOG = """\
 Without arguments the embedded demo model completes a held-out document of more than 8000 tokens.
@@ -221,7 +218,7 @@ def row_options(arguments: argparse.Namespace, row: Prompt) -> dict[str, Any]:
 
 def is_demo(arguments: argparse.Namespace) -> bool:
     """Whether the target is the demo's."""
-    return arguments.target in (None, demo.NAME)
+    return arguments.target in (None, DEMO_NAME)
 
 
 def has_draft(arguments: argparse.Namespace) -> bool:
