@@ -3,7 +3,7 @@
 from longspec_jax.config import TARGETS, TargetConfig
 from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hf_config import target_config
-from longspec_jax.weights.raw import read_json
+from longspec_jax.weights.json_files import read_json
 
 TINY = TargetConfig(
     architecture="LlamaForCausalLM",

@@ -59,7 +59,7 @@ def load_draft(
 def _kind_of(folder: Path) -> Kind:
     """The kind of a folder's draft."""
     from longspec_jax.weights.checkpoint import holds
-    from longspec_jax.weights.raw import read_json
+    from longspec_jax.weights.json_files import read_json
 
     names = read_json(folder / "config.json").texts("architectures")
     kind = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), LONGSPEC)
