@@ -26,7 +26,7 @@ from longspec_jax.generation.job import Job
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.result import GenerateResult, StreamRound
 from longspec_jax.generation.runner import Begin, Ready, Run, Timing, WarmShapes
-from longspec_jax.ops.attention.partitioned import spread_over
+from longspec_jax.ops.partitioned import spread_over
 
 
 @dataclass(frozen=True)
