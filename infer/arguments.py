@@ -1,7 +1,6 @@
 """The arguments of ``python -m infer.decode``, and what follows from them alone."""
 
 import argparse
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, DEMO_NAME, DRAFTS
 from longspec_jax.generation.ranges import SAMPLING
 
 from .boundary import Parser
+from .drafter_option import drafter_option
 from .number_argument import number_argument
 from .prompt_files import Prompt, check_text, read_batch, read_messages, read_prompt_file
 from .tree_argument import GRAMMAR, tree_argument
@@ -68,7 +68,7 @@ def _add_models(result: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--drafter_option",
-        type=_option,
+        type=drafter_option,
         action="append",
         metavar="NAME[=VALUE]",
         help="an option of the draft's kind; none changes the text. LongSpec drafts: int8 reads "
@@ -175,17 +175,6 @@ def _word(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("the value is empty; leave the option out instead")
     return text
-
-
-def _option(text: str) -> tuple[str, Any]:
-    """An option of a drafter: its name, and its value if it is not just true."""
-    name, equals, value = _word(text).partition("=")
-    if not equals:
-        return name, True
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return name, kind(value)
-    return name, {"true": True, "false": False}.get(value.lower(), value)
 
 
 def _path(text: str) -> str:
