@@ -13,6 +13,7 @@ of long. Expected τ (paper): GovReport 3.25, QMSum 2.99, Multi-News 3.36, LCC 3
 
 from ml_collections import ConfigDict
 
+from longspec_jax.config import TARGETS
 from longspec_jax.recipes import paper_config
 
 
@@ -21,7 +22,7 @@ def get_config(variant: str = "short") -> ConfigDict:
     return paper_config(
         "llama31_8b",
         variant,
-        target="meta-llama/Llama-3.1-8B-Instruct",
+        target=TARGETS["llama31-8b"].repository,
         long_length=32768,
         max_offset=30_000,
     )

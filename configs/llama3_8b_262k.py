@@ -18,6 +18,7 @@ a draft of another revision is refused on loading, not decoded slowly. Pin the c
 
 from ml_collections import ConfigDict
 
+from longspec_jax.config import TARGETS
 from longspec_jax.recipes import paper_config
 
 
@@ -26,7 +27,7 @@ def get_config(variant: str = "short") -> ConfigDict:
     return paper_config(
         "llama3_8b_262k",
         variant,
-        target="gradientai/Llama-3-8B-Instruct-262k",
+        target=TARGETS["llama3-8b"].repository,
         long_length=32768,
         max_offset=30_000,
     )

@@ -12,6 +12,7 @@ of long. Expected τ (paper): GovReport 3.58, QMSum 3.15, Multi-News 3.50, LCC 4
 
 from ml_collections import ConfigDict
 
+from longspec_jax.config import TARGETS
 from longspec_jax.recipes import paper_config
 
 
@@ -20,7 +21,7 @@ def get_config(variant: str = "short") -> ConfigDict:
     return paper_config(
         "longchat13b",
         variant,
-        target="lmsys/longchat-13b-16k",
+        target=TARGETS["longchat13b"].repository,
         long_length=16384,
         max_offset=15_360,
     )

@@ -12,6 +12,7 @@ of long. Expected τ (paper): GovReport 3.59, QMSum 3.06, Multi-News 3.41, LCC 4
 
 from ml_collections import ConfigDict
 
+from longspec_jax.config import TARGETS
 from longspec_jax.recipes import paper_config
 
 
@@ -20,7 +21,7 @@ def get_config(variant: str = "short") -> ConfigDict:
     return paper_config(
         "longchat7b",
         variant,
-        target="lmsys/longchat-7b-v1.5-32k",
+        target=TARGETS["longchat7b"].repository,
         long_length=32768,
         max_offset=15_000,
     )

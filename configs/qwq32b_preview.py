@@ -11,6 +11,7 @@ of long. Expected acceptance length (paper, for QwQ-32B): AIME24 with 32k new to
 
 from ml_collections import ConfigDict
 
+from longspec_jax.config import TARGETS
 from longspec_jax.recipes import CHATML_TURN, COT_DATA, paper_config
 
 
@@ -19,7 +20,7 @@ def get_config(variant: str = "short") -> ConfigDict:
     return paper_config(
         "qwq32b_preview",
         variant,
-        target="Qwen/QwQ-32B-Preview",
+        target=TARGETS["qwq32b-preview"].repository,
         long_length=32768,
         max_offset=30_000,
         sft_data=COT_DATA,

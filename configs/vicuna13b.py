@@ -12,6 +12,7 @@ of long. Expected τ (paper): GovReport 3.31, QMSum 2.76, Multi-News 3.44, LCC 3
 
 from ml_collections import ConfigDict
 
+from longspec_jax.config import TARGETS
 from longspec_jax.recipes import paper_config
 
 
@@ -20,7 +21,7 @@ def get_config(variant: str = "short") -> ConfigDict:
     return paper_config(
         "vicuna13b",
         variant,
-        target="lmsys/vicuna-13b-v1.5-16k",
+        target=TARGETS["vicuna13b"].repository,
         long_length=16384,
         max_offset=15_000,
     )

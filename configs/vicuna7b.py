@@ -12,6 +12,7 @@ of long. Expected τ (paper): GovReport 3.57, QMSum 3.14, Multi-News 3.51, LCC 3
 
 from ml_collections import ConfigDict
 
+from longspec_jax.config import TARGETS
 from longspec_jax.recipes import paper_config
 
 
@@ -20,7 +21,7 @@ def get_config(variant: str = "short") -> ConfigDict:
     return paper_config(
         "vicuna7b",
         variant,
-        target="lmsys/vicuna-7b-v1.5-16k",
+        target=TARGETS["vicuna7b"].repository,
         long_length=16384,
         max_offset=15_000,
     )

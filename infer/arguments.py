@@ -1,7 +1,6 @@
 """The arguments of ``python -m infer.decode``, and what follows from them alone."""
 
 import argparse
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from longspec_jax.checks import Whole
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION, TreeConfig
 from longspec_jax.drafters.kinds import NAMED
-from longspec_jax.embedded import DEMO, DRAFTS
+from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, DEMO_NAME, DRAFTS
 from longspec_jax.generation.ranges import SAMPLING
 
-from . import demo
 from .boundary import Parser
+from .drafter_option import drafter_option
 from .mesh_argument import GRAMMAR as MESH_GRAMMAR
 from .mesh_argument import mesh_argument
 from .number_argument import number_argument
@@ -23,8 +22,6 @@ from .prompt_files import Prompt, check_text, read_batch, read_messages, read_pr
 from .tree_argument import GRAMMAR, tree_argument
 
 LONGEST_PATH = 4096
-DEMO_DRAFTERS = "demo", "ngram"
-"""What may propose for the demo where nothing is named."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 EPILOG = """\
 Without arguments the embedded demo model completes a held-out document of more than 8000 tokens.
@@ -73,7 +70,7 @@ def _add_models(result: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--drafter_option",
-        type=_option,
+        type=drafter_option,
         action="append",
         metavar="NAME[=VALUE]",
         help="an option of the draft's kind; none changes the text. LongSpec drafts: int8 reads "
@@ -195,17 +192,6 @@ def _word(text: str) -> str:
     return text
 
 
-def _option(text: str) -> tuple[str, Any]:
-    """An option of a drafter: its name, and its value if it is not just true."""
-    name, equals, value = _word(text).partition("=")
-    if not equals:
-        return name, True
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return name, kind(value)
-    return name, {"true": True, "false": False}.get(value.lower(), value)
-
-
 def _path(text: str) -> str:
     """A file or folder, ``~`` for the home as in a shell."""
     return str(Path(text).expanduser()) if _word(text).startswith("~") else text
@@ -236,7 +222,7 @@ def row_options(arguments: argparse.Namespace, row: Prompt) -> dict[str, Any]:
 
 def is_demo(arguments: argparse.Namespace) -> bool:
     """Whether the target is the demo's."""
-    return arguments.target in (None, demo.NAME)
+    return arguments.target in (None, DEMO_NAME)
 
 
 def has_draft(arguments: argparse.Namespace) -> bool:

@@ -2,9 +2,6 @@
 
 from longspec_jax.embedded import DEMO
 
-NAME = "demo"
-"""How ``--target`` names the demo."""
-
 
 def list_prompts() -> None:
     """Print the sample prompts."""

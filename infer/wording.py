@@ -26,7 +26,8 @@ TYPED = {
 }
 """Options that the command calls otherwise."""
 _OPTION = re.compile(
-    rf"(?<![-\w])(?:({'|'.join(WRITTEN)})\b(?!\.\w)|({'|'.join(SPOKEN)})(?==))(=True\b)?"
+    rf"(?<![-\w])(?<!draft_options: )"  # Whose own options may have the same names.
+    rf"(?:({'|'.join(WRITTEN)})\b(?!\.\w)|({'|'.join(SPOKEN)})(?==))(=True\b)?"
 )
 _OF_ROW, _ROW = re.compile(r" of row (\d+)\b"), re.compile(r"\brow (\d+)\b")
 

@@ -1,4 +1,4 @@
-"""The rules that numbers keep, in one place: what is whole is whole, what is finite is finite.
+"""The rules that values keep, in one place: what is whole is whole, what is finite is finite.
 
 Python takes ``True`` for 1, ``nan`` for any comparison and ``"8"`` for a size until something far
 away breaks; these functions say the name, the value and the rule where the value came in.
@@ -59,6 +59,24 @@ class Real:
             return f"a number, {self.rule}"
         above = value >= self.least if self.includes_least else value > self.least
         return None if above and value <= self.most else self.rule  # Not true of NaN.
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The rule of what is so or not."""
+
+    def refusal(self, value: Any) -> str | None:
+        """What a value must be instead; None for one that will do."""
+        return None if isinstance(value, bool) else "True or False"
+
+
+@dataclass(frozen=True)
+class Word:
+    """The rule of a name."""
+
+    def refusal(self, value: Any) -> str | None:
+        """What a value must be instead; None for one that will do."""
+        return None if isinstance(value, str) and value else "a word"
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int = LARGEST_WHOLE) -> int:

@@ -1,4 +1,4 @@
-"""Frozen, hashable configurations of target, draft and tree, and the presets of the paper.
+"""Frozen, hashable configurations of target, draft and tree, and the one table of known targets.
 
 A configuration is a legal static argument of ``jax.jit``. Fields are declared once, here; reading
 them from a Hugging Face ``config.json`` is :mod:`longspec_jax.weights.hf_config`'s work.
@@ -273,13 +273,34 @@ for at most 1 % fewer tokens (README)."""
 
 
 _SEVEN_B: dict[str, Any] = dict(
-    model_width=4096, mlp_width=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_width=128
+    architecture="LlamaForCausalLM",
+    vocab_size=32000,
+    model_width=4096,
+    mlp_width=11008,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_width=128,
 )
 _THIRTEEN_B: dict[str, Any] = dict(
-    model_width=5120, mlp_width=13824, num_layers=40, num_heads=40, num_kv_heads=40, head_width=128
+    architecture="LlamaForCausalLM",
+    vocab_size=32000,
+    model_width=5120,
+    mlp_width=13824,
+    num_layers=40,
+    num_heads=40,
+    num_kv_heads=40,
+    head_width=128,
 )
 _EIGHT_B: dict[str, Any] = dict(
-    model_width=4096, mlp_width=14336, num_layers=32, num_heads=32, num_kv_heads=8, head_width=128
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    model_width=4096,
+    mlp_width=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_width=128,
 )
 _QWQ: dict[str, Any] = dict(
     architecture="Qwen2ForCausalLM",
@@ -295,52 +316,55 @@ _QWQ: dict[str, Any] = dict(
     qkv_bias=True,
 )
 
-PRESETS: dict[str, TargetConfig] = {
-    "vicuna-7b-v1.5-16k": TargetConfig(
-        "LlamaForCausalLM",
-        vocab_size=32000,
-        max_positions=16384,
-        rope_scaling=LinearRopeScaling(4.0),
-        **_SEVEN_B,
+
+@dataclass(frozen=True)
+class KnownTarget:
+    """A target that comes up by name."""
+
+    repository: str
+    """On the Hugging Face hub."""
+    config: TargetConfig
+
+
+TARGETS: dict[str, KnownTarget] = {
+    "vicuna7b": KnownTarget(
+        "lmsys/vicuna-7b-v1.5-16k",
+        TargetConfig(max_positions=16384, rope_scaling=LinearRopeScaling(4.0), **_SEVEN_B),
     ),
-    "vicuna-13b-v1.5-16k": TargetConfig(
-        "LlamaForCausalLM",
-        vocab_size=32000,
-        max_positions=16384,
-        rope_scaling=LinearRopeScaling(4.0),
-        **_THIRTEEN_B,
+    "vicuna13b": KnownTarget(
+        "lmsys/vicuna-13b-v1.5-16k",
+        TargetConfig(max_positions=16384, rope_scaling=LinearRopeScaling(4.0), **_THIRTEEN_B),
     ),
-    "longchat-7b-v1.5-32k": TargetConfig(
-        "LlamaForCausalLM",
-        vocab_size=32000,
-        max_positions=32768,
-        rope_scaling=LinearRopeScaling(8.0),
-        **_SEVEN_B,
+    "longchat7b": KnownTarget(
+        "lmsys/longchat-7b-v1.5-32k",
+        TargetConfig(max_positions=32768, rope_scaling=LinearRopeScaling(8.0), **_SEVEN_B),
     ),
-    "longchat-13b-16k": TargetConfig(
-        "LlamaForCausalLM",
-        vocab_size=32000,
-        max_positions=16384,
-        rope_scaling=LinearRopeScaling(8.0),
-        norm_eps=1e-6,
-        **_THIRTEEN_B,
+    "longchat13b": KnownTarget(
+        "lmsys/longchat-13b-16k",
+        TargetConfig(
+            max_positions=16384, rope_scaling=LinearRopeScaling(8.0), norm_eps=1e-6, **_THIRTEEN_B
+        ),
     ),
-    "llama-3-8b-instruct-262k": TargetConfig(
-        "LlamaForCausalLM",
-        vocab_size=128256,
-        max_positions=262144,
-        rope_theta=283461213.0,
-        **_EIGHT_B,
+    "llama3-8b": KnownTarget(
+        "gradientai/Llama-3-8B-Instruct-262k",
+        TargetConfig(max_positions=262144, rope_theta=283461213.0, **_EIGHT_B),
     ),
-    "llama-3.1-8b-instruct": TargetConfig(
-        "LlamaForCausalLM",
-        vocab_size=128256,
-        max_positions=131072,
-        rope_theta=5e5,
-        rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 8192),
-        **_EIGHT_B,
+    "llama31-8b": KnownTarget(
+        "meta-llama/Llama-3.1-8B-Instruct",
+        TargetConfig(
+            max_positions=131072,
+            rope_theta=5e5,
+            rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 8192),
+            **_EIGHT_B,
+        ),
     ),
-    "qwq-32b-preview": TargetConfig(max_positions=32768, **_QWQ),
-    "qwq-32b": TargetConfig(max_positions=131072, **_QWQ),
+    "qwq32b-preview": KnownTarget(
+        "Qwen/QwQ-32B-Preview", TargetConfig(max_positions=32768, **_QWQ)
+    ),
+    "qwq32b": KnownTarget("Qwen/QwQ-32B", TargetConfig(max_positions=131072, **_QWQ)),
 }
-"""Shapes of the paper's and the release's targets, for planning and benchmarks without weights."""
+"""The paper's and the release's targets, by the names that the commands take."""
+PRESETS: dict[str, TargetConfig] = {
+    known.repository.split("/")[1].lower(): known.config for known in TARGETS.values()
+}
+"""Their shapes by the names of their repositories, for planning and benchmarks without weights."""

@@ -8,8 +8,12 @@ from pathlib import Path
 
 DEMO = Path(__file__).parent / "demo"
 """Folders of the models, and ``prompts`` that were held out from their training."""
-DRAFTS = {"demo": DEMO / "draft", "demo_small_lm": DEMO / "small_lm"}
+DEMO_NAME = "demo"
+"""What commands call its target, and the draft of it."""
+DRAFTS = {DEMO_NAME: DEMO / "draft", "demo_small_lm": DEMO / "small_lm"}
 """What was trained to draft for the demo's target: a LongSpec draft, and a small language model."""
+DEMO_DRAFTERS = DEMO_NAME, "ngram"
+"""What may propose for the demo where nothing is named."""
 
 
 @functools.cache

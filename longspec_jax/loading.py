@@ -20,7 +20,7 @@ from longspec_jax.sizes import shown_bytes
 from longspec_jax.weights import hf
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.raw import RawConfig, read_json
+from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.tables import target_table
 
 
@@ -101,7 +101,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
         ) from error
 
 
-def _check_settings(settings: RawConfig) -> None:
+def _check_settings(settings: JsonObject) -> None:
     """Refuse a tokenizer that is code: transformers would ask for leave and then run it."""
     settings.text("tokenizer_class", "")
     settings.number("model_max_length", LARGEST_NUMBER)

@@ -58,7 +58,7 @@ def random_draft(config: DraftConfig, seed: int = 1, scale: float = 4.0) -> Any:
 
 def draft_params(layer: Any, target: Any) -> LongSpecParams:
     """A draft layer bound to its target's tables."""
-    return LongSpecParams(layer, target["embedding"], target.get("head", target["embedding"]))
+    return LongSpecParams.beside(target, layer)
 
 
 def after_prompts(drafter: Drafter, params: Params, tokens: Any, lengths: Any) -> Any:

@@ -11,7 +11,8 @@ from transformers import GenerationConfig
 
 import longspec_jax
 from longspec_jax import PLAIN, LongSpec, TreeConfig
-from longspec_jax.decoding import adaptive, engine
+from longspec_jax.decoding import adaptive
+from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.generation import memory
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
@@ -237,9 +238,9 @@ def test_prompts_of_many_lengths_meet_few_compilations(spec) -> None:
         return spec.generate(np.arange(tokens) % 17, **options).stats.compile_seconds
 
     run(1)
-    compiled = adaptive.burst._cache_size(), engine._prefill_chunk._cache_size()
+    compiled = adaptive.burst._cache_size(), prefill_lib._prefill_chunk._cache_size()
     assert {run(tokens) for tokens in range(2, 240, 23)} == {0.0}
-    assert (adaptive.burst._cache_size(), engine._prefill_chunk._cache_size()) == compiled
+    assert (adaptive.burst._cache_size(), prefill_lib._prefill_chunk._cache_size()) == compiled
 
 
 def test_a_draft_vocabulary_changes_the_speed_alone(spec, batch) -> None:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from longspec_jax import PLAIN, LongSpec, TreeConfig, make_mesh
 from longspec_jax.arguments import as_tree
 from longspec_jax.drafters.draft import Draft, Target
-from longspec_jax.drafters.kinds import LONGSPEC
+from longspec_jax.drafters.kinds import LONGSPEC, SMALL_LM
 from longspec_jax.drafters.registry import load_draft, options_of
 from tests.infer.toys import rebound, toy_spec, toy_tokenizer
 from tests.kit import tiny_target_config
@@ -139,6 +139,31 @@ OPTIONS = {
 def test_options_that_a_kind_of_draft_does_not_have(message, options) -> None:
     with pytest.raises(ValueError, match=f"^draft_options: {re.escape(message)}"):
         options_of(LONGSPEC, options, "no/draft")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recent": 2.5}, "recent=2.5 must be a whole number"),
+        ({"recent": "64"}, "recent='64' must be a whole number"),
+        ({"recent": None}, "recent=None must be a whole number"),
+        ({"recent": 0}, "sinks=32 must be at least 0 and recent=0 at least 1"),
+        ({"sinks": -1}, "sinks=-1 must be a whole number from 0"),
+        ({"name": "other"}, "'name' is no option of streaming; it has sinks, recent"),
+    ],
+    ids=str,
+)
+def test_options_of_a_draft_without_weights(options, message) -> None:
+    with pytest.raises(ValueError, match=f"^draft_options: {re.escape(message)}"):
+        load_draft("streaming", Target(tiny_target_config(), None), options)
+
+
+def test_options_of_a_small_model() -> None:
+    assert options_of(SMALL_LM, {"context": 8, "dtype": None}, "no/draft").context == 8
+    with pytest.raises(ValueError, match="^draft_options: dtype=3 must be a word, or left out"):
+        options_of(SMALL_LM, {"dtype": 3}, "no/draft")
+    with pytest.raises(ValueError, match="^draft_options: context=0 must be at least 1"):
+        options_of(SMALL_LM, {"context": 0}, "no/draft")
 
 
 def test_drafts_without_weights_are_named() -> None:

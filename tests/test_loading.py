@@ -12,7 +12,7 @@ from longspec_jax.embedded import DEMO
 from longspec_jax.loading import check_weights_fit, load_tokenizer
 from longspec_jax.models.target import Target
 from longspec_jax.weights.hf_config import target_config
-from longspec_jax.weights.raw import read_json
+from longspec_jax.weights.json_files import read_json
 from train.data.tokenizer import load_tokenizer as load_for_training
 
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")

@@ -17,10 +17,10 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
-from longspec_jax.models.target import head_logits
+from longspec_jax.models.target import head_logits, head_of
 
 from .losses import chunk_length
-from .passes import Draws, TargetView, head_of, run_draft, run_target
+from .passes import Draws, TargetView, run_draft, run_target
 from .transforms import plain_positions
 
 TOP = 4

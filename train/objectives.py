@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.drafters.longspec.model import LongSpecLayer
-from longspec_jax.models.target import Target
+from longspec_jax.models.target import Target, head_of
 
 from .acceptance import Pair, simulated_acceptance
 from .config import DraftSettings
 from .losses import cross_entropy_sum, next_token_labels
-from .passes import Draws, cast, head_of, run_draft, run_target
+from .passes import Draws, cast, run_draft, run_target
 from .step import Batch
 from .transforms import anchored_positions, noisy_shifts, plain_positions
 

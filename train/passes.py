@@ -91,8 +91,3 @@ def run_draft(
 def cast(params: Any, dtype: str) -> Any:
     """All leaves in a dtype."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
-
-
-def head_of(params: Any) -> Array:
-    """The LM head of a target's parameters; the embedding where they are tied."""
-    return params["head"] if "head" in params else params["embedding"]

@@ -36,7 +36,7 @@ from .step import Objective, initial_state, make_step, state_shardings
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """What the parts of a run share."""
 
     config: RunConfig
@@ -71,7 +71,7 @@ def train(config: RunConfig, workdir: Path, command: str = "") -> None:
     mesh = make_mesh(*config.mesh.resolve(len(jax.devices())))
     workdir.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(workdir / "metrics.jsonl")
-    run = Run(config, workdir, mesh, metrics)
+    run = TrainingRun(config, workdir, mesh, metrics)
     if config.data.corpus is not None:
         corpus = config.data.corpus
         by_first("corpus", lambda: prepare_corpus(run, corpus))
@@ -83,7 +83,7 @@ def train(config: RunConfig, workdir: Path, command: str = "") -> None:
     by_first("card", lambda: write_card(run.workdir, config, command))
 
 
-def prepare_corpus(run: Run, config: CorpusConfig) -> None:
+def prepare_corpus(run: TrainingRun, config: CorpusConfig) -> None:
     """Corpus, tokenizer and token files; whatever exists is kept."""
     folder = run.workdir / "corpus"
     if config.tokenizer and not (run.workdir / "tokenizer").is_dir():
@@ -112,7 +112,7 @@ def prepare_corpus(run: Run, config: CorpusConfig) -> None:
             run.metrics.write("corpus", 0, {f"{name}_tokens": count, "seconds": seconds})
 
 
-def pretrain(run: Run, config: PretrainingConfig) -> None:
+def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
     """Train the target from scratch and save it, its tokenizer beside it."""
     shape = dataclasses.replace(config.shape, dtype=run.config.dtype)
     tokenizer = load_tokenizer(run.workdir / "tokenizer")
@@ -134,7 +134,7 @@ def pretrain(run: Run, config: PretrainingConfig) -> None:
     by_first("target", save)
 
 
-def train_draft(run: Run) -> None:
+def train_draft(run: TrainingRun) -> None:
     """Train the draft through its stages and export it."""
     config = run.config
     revision = config.revision or None
@@ -166,7 +166,12 @@ def _check_fits(config: RunConfig, target: TargetConfig) -> None:
 
 
 def _train_stage(
-    run: Run, stage: StageConfig, objective: Objective, frozen: Any, params: Any, vocab_size: int
+    run: TrainingRun,
+    stage: StageConfig,
+    objective: Objective,
+    frozen: Any,
+    params: Any,
+    vocab_size: int,
 ) -> Any:
     """Masters after a stage that starts from the given ones."""
     config = run.config

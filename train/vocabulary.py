@@ -26,7 +26,7 @@ from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
 from longspec_jax.weights.hf import load_stop_tokens
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.raw import read_json
+from longspec_jax.weights.json_files import read_json
 
 from .config import DataConfig
 from .data.loading import load_documents

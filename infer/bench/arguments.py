@@ -14,8 +14,10 @@ from typing import Any
 from longspec_jax.checks import LARGEST_FLOAT32, Real, Whole
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION, DEFAULT_TREE, TreeConfig
+from longspec_jax.drafters.kinds import LONGSPEC, NAMED, SMALL_LM, Kind
 
 from ..boundary import Parser
+from ..drafter_option import drafter_option
 from ..number_argument import number_argument
 from ..tree_argument import GRAMMAR, drafting_tree
 from .files import chart_file, profile_folder, result_file
@@ -72,7 +74,7 @@ def settled(arguments: argparse.Namespace, cpu: bool) -> argparse.Namespace:
     return argparse.Namespace(**values)
 
 
-KINDS = ("longspec", "ngram", "streaming", "small_lm")
+KINDS: dict[str, Kind] = {"longspec": LONGSPEC, **NAMED, "small_lm": SMALL_LM}
 """Kinds of drafts that are measured."""
 
 
@@ -131,16 +133,18 @@ def decode(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--drafter",
-        type=one_of(KINDS),
-        default=KINDS[0],
+        type=one_of([*KINDS]),
+        default="longspec",
         help=f"one of {', '.join(KINDS)}, of random weights",
     )
     _add_tree(parser)
     parser.add_argument(
-        "--draft_vocabulary", type=COUNT, help="tokens the draft may propose; all if absent"
-    )
-    parser.add_argument(
-        "--draft_int8", action="store_true", help="the draft's weights and LM head in 8 bits"
+        "--drafter_option",
+        type=drafter_option,
+        action="append",
+        metavar="NAME[=VALUE]",
+        help="an option of the drafter's kind. longspec: int8 reads weights and LM head in 8 bits, "
+        "vocabulary=N proposes N tokens only",
     )
     _add(parser, "--new_tokens", SEVERAL, ByMachine(192, 48), "tokens of one repetition")
     _add(parser, "--repetitions", COUNT, ByMachine(3, 2))
@@ -175,7 +179,7 @@ def match(parser: argparse.ArgumentParser) -> None:
 
 def drafters(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench drafters``."""
-    kinds = comma_separated(one_of(KINDS))
+    kinds = comma_separated(one_of([*KINDS]))
     parser.add_argument("--drafters", type=kinds, help=f"some of {', '.join(KINDS)}; all if absent")
     _add(parser, "--context", COUNT, ByMachine(8192, 512), "most tokens of a prompt")
     _add(parser, "--new_tokens", SEVERAL, ByMachine(256, 48))

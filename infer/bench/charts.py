@@ -207,8 +207,7 @@ def _settings(row: dict[str, Any]) -> dict[str, str]:
     return {
         "tree": f"tree {TreeConfig(tuple(tree))}",
         "budget": f"best {budget} nodes" if budget else f"all {1 + sum(tree)} nodes",
-        "draft_vocabulary": f"draft vocabulary {row['draft_vocabulary']}",
-        "draft_int8": f"{'int8' if row.get('draft_int8') else row['dtype']} draft",
+        **_drafter(row),
         "acceptance": f"acceptance about {row['acceptance_wanted']}",
         "attention": f"{row['attention']} attention",
         "lengths": f"rows of {'one length' if shortest == longest else 'different lengths'}",
@@ -217,9 +216,25 @@ def _settings(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def _drafter(row: dict[str, Any]) -> dict[str, str]:
+    """What drafted, in words; empty ones for what its kind does not have."""
+    kind = row.get("drafter", "longspec")
+    if kind == "longspec":
+        vocabulary = f"draft vocabulary {row['draft_vocabulary']}"
+        weights, options = f"{'int8' if row.get('draft_int8') else row['dtype']} draft", {}
+    else:
+        vocabulary, weights, options = "", "", row.get("drafter_options", {})
+    return {
+        "drafter": f"{kind} drafter",
+        "draft_vocabulary": vocabulary,
+        "draft_int8": weights,
+        "drafter_options": ", ".join(f"{name}={value}" for name, value in options.items()),
+    }
+
+
 def _words(row: dict[str, Any], names: Collection[str]) -> list[str]:
     """Some of a row's settings."""
-    return [words for name, words in _settings(row).items() if name in names]
+    return [words for name, words in _settings(row).items() if name in names and words]
 
 
 def _name_bars(axis: Any, names: Sequence[Sequence[str]]) -> None:

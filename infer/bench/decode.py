@@ -89,9 +89,8 @@ def main(arguments: argparse.Namespace) -> None:
             model = random_model(
                 SHAPES[shape],
                 arguments.attention,
-                arguments.draft_vocabulary,
-                draft_int8=arguments.draft_int8,
                 drafter=arguments.drafter,
+                options=dict(arguments.drafter_option or ()),
             )
             for setting in of_shape:
                 row = measure(setting, model, roof.bytes_per_s, arguments)
@@ -107,7 +106,7 @@ def measure(
     """All figures of one setting."""
     bench = Bench.prepare(setting, model)
     drafter, plain = bench.drafter, NoDraft()
-    row = describe(bench)
+    row = {**describe(bench), "drafter_options": dict(arguments.drafter_option or ())}
     parts = {"draft": parts_lib.draft, "verify": parts_lib.verify}
     if arguments.parts:
         parts |= {

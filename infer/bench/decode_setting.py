@@ -15,6 +15,8 @@ from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Request
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 
+from ..wording import command_words
+from .draft_options import draft_options
 from .models import (
     Model,
     abstract,
@@ -105,12 +107,8 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
     tree = arguments.tree
     lengths = acceptance_lengths(arguments, tree.num_levels)
     for shape in arguments.shape:
-        size = SHAPES[shape].vocab_size
-        if arguments.draft_vocabulary and arguments.draft_vocabulary > size:
-            raise ValueError(
-                f"--draft_vocabulary={arguments.draft_vocabulary}: {shape} has {size} tokens; "
-                "name at most so many, or leave it out for all"
-            )
+        with command_words():
+            draft_options(arguments.drafter, dict(arguments.drafter_option or ()), SHAPES[shape])
     return [
         Setting(
             *(shape, context, -(-context // 2) if arguments.ragged else context, batch),

@@ -6,7 +6,7 @@ device by compiled programs, in the model's dtype; nothing passes through host m
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,14 +22,17 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Committed, Drafter, Params
 from longspec_jax.drafters.draft import Draft
-from longspec_jax.drafters.kinds import NAMED
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.drafters.longspec.model import LongSpecLayer
+from longspec_jax.drafters.longspec.options import LongSpecOptions
 from longspec_jax.drafters.small_lm.draft import SmallLM
+from longspec_jax.drafters.small_lm.options import SmallLMOptions
 from longspec_jax.generation.memory import free_bytes, tree_bytes
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import path_name
 from longspec_jax.sizes import shown_bytes
+
+from .draft_options import draft_options
 
 WEIGHT_SCALE = 0.02
 
@@ -51,37 +54,38 @@ class Model:
 def random_model(
     config: TargetConfig,
     attention: str | None = None,
-    draft_vocabulary: int | None = None,
-    draft_int8: bool = False,
     seed: int = 0,
     drafter: str = "longspec",
+    options: Mapping[str, Any] | None = None,
 ) -> Model:
     """Random weights of target and draft, drawn on the device.
 
     Args:
       config: the target's shape.
       attention: attention implementation; automatic if absent.
-      draft_vocabulary: tokens that a LongSpec draft may propose; all of them if absent.
-      draft_int8: the LongSpec draft's layer and a copy of the LM head in 8 bits.
       seed: of the weights.
       drafter: the kind of the draft.
+      options: of that kind, by name.
     """
+    chosen = draft_options(drafter, options or {}, config)
     target = _draw(_initializer(config), seed)
-    if drafter in NAMED:
-        kind = NAMED[drafter]
-        draft: Draft = kind.make(kind.options_type())
-    elif drafter == "small_lm":
-        small = _small(config)
-        draft = SmallLM(small, _draw(_initializer(small), seed + 1))
-    else:
-        draft = _random_longspec(config, target, draft_vocabulary, draft_int8, seed + 1)
+    match chosen:
+        case LongSpecOptions():
+            draft: Draft = _random_longspec(config, target, chosen, seed + 1)
+        case SmallLMOptions():
+            small = _small(config, chosen)
+            draft = SmallLM(small, _draw(_initializer(small), seed + 1))
+        case _:
+            draft = chosen
     return Model(config, CachedTarget(config, attention), Params(target, draft.params), draft)
 
 
-def _small(target: TargetConfig) -> TargetConfig:
+def _small(target: TargetConfig, options: SmallLMOptions) -> TargetConfig:
     """A Llama of 68 M parameters without its tables, the size of JackFram/llama-68m."""
     return dataclasses.replace(
         target,
+        dtype=options.dtype or target.dtype,
+        max_positions=options.context or target.max_positions,
         architecture="LlamaForCausalLM",
         model_width=768,
         mlp_width=3072,
@@ -95,7 +99,7 @@ def _small(target: TargetConfig) -> TargetConfig:
 
 
 def _random_longspec(
-    config: TargetConfig, target: Any, vocabulary: int | None, int8: bool, seed: int
+    config: TargetConfig, target: Any, options: LongSpecOptions, seed: int
 ) -> LongSpecDraft:
     draft = DraftConfig.for_target(config)
     layer = _draw(
@@ -108,8 +112,9 @@ def _random_longspec(
         )["params"],
         seed,
     )
-    tokens = None if vocabulary is None else np.arange(vocabulary, dtype=np.int32)
-    return LongSpecDraft.bind(draft, layer, target, vocabulary=tokens, int8=int8)
+    size = options.vocabulary
+    tokens = None if size is None else np.arange(size, dtype=np.int32)
+    return LongSpecDraft.bind(draft, layer, target, vocabulary=tokens, int8=options.int8)
 
 
 def target_bytes(config: TargetConfig) -> int:
@@ -193,7 +198,9 @@ def _after(drafter: Drafter, capacity: int, params: Params, tokens: jax.Array) -
 def state_at(
     cache: KVCache, draft: Any, tree: TreeConfig, contexts: Sequence[int], request: Request
 ) -> SpecState:
-    """The state of a round after ``contexts[b]`` committed tokens; nothing is copied."""
+    """The state of a round after ``contexts[b]`` committed tokens; the cache is not copied."""
+    # The state is donated, the request is not.
+    sampling, stop_tokens = jax.tree.map(jnp.copy, (request.sampling, request.stop_tokens))
     height, length = engine.room(tree.num_levels), jnp.asarray(contexts, jnp.int32)
     pending = jnp.ones_like(length)
     rows = Rows(
@@ -202,8 +209,8 @@ def state_at(
         length=length,
         pending=pending,
         remaining=request.max_new_tokens - 1,
-        sampling=request.sampling,
-        stop_tokens=request.stop_tokens,
+        sampling=sampling,
+        stop_tokens=stop_tokens,
     )
     return SpecState(rows, Record.begin(pending, int(request.max_new_tokens.max()), height))
 

@@ -29,7 +29,7 @@ from longspec_jax.decoding.view import CacheView
 from longspec_jax.decoding.walk import Walk, walk
 from longspec_jax.drafters.base import Committed, Drafter, Params
 from longspec_jax.drafters.tree import Tree, along, node_depths
-from longspec_jax.ops.attention.partitioned import spread_over
+from longspec_jax.ops.partitioned import spread_over
 
 Walker: TypeAlias = Callable[[Tree, Array, int], Walk]
 """``(tree, draws[B, T], levels) -> walk``: what :func:`longspec_jax.decoding.walk.walk` is."""

@@ -21,7 +21,7 @@ from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import NO_TOKEN, draw, noise
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
-from longspec_jax.ops.attention.partitioned import spread_over
+from longspec_jax.ops.partitioned import spread_over
 
 
 def prefill(

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 MOST_PROGRAMS = 64
-"""Executables kept; a call uses four, one more for every tree it may choose."""
+"""Executables kept; a call uses six, one of them for every tree it may choose."""
 
 
 _NOTE: ContextVar[set[Hashable] | None] = ContextVar("note", default=None)

@@ -13,21 +13,22 @@ from typing import Any
 class Kind:
     """Where a kind of draft lives."""
 
-    maker: str
-    """Module and function, a colon between them. Of a kind without weights ``options -> draft``;
-    else as :func:`longspec_jax.drafters.longspec.load.load`."""
     options: str
-    """Module and dataclass of its options."""
-
-    @property
-    def make(self) -> Any:
-        """The function that makes a draft."""
-        return _named(self.maker)
+    """Module and dataclass of its options, a colon between them. A draft without weights is made of
+    its options alone: there it is the draft itself."""
+    loader: str = ""
+    """Module and function that loads one with weights, as
+    :func:`longspec_jax.drafters.longspec.load.load`."""
 
     @property
     def options_type(self) -> type[Any]:
         """The dataclass of its options."""
         return _named(self.options)
+
+    @property
+    def load(self) -> Any:
+        """The function that loads a draft."""
+        return _named(self.loader)
 
 
 def _named(place: str) -> Any:
@@ -35,13 +36,13 @@ def _named(place: str) -> Any:
     return getattr(importlib.import_module(f"longspec_jax.drafters.{module}"), name)
 
 
-LONGSPEC = Kind("longspec.load:load", "longspec.options:LongSpecOptions")
+LONGSPEC = Kind("longspec.options:LongSpecOptions", "longspec.load:load")
 NAMED = {
-    "ngram": Kind("ngram:NgramDraft", "ngram:NgramOptions"),
-    "streaming": Kind("streaming:StreamingDraft", "streaming:StreamingOptions"),
+    "ngram": Kind("ngram:NgramDraft"),
+    "streaming": Kind("streaming:StreamingDraft"),
 }
 """Kinds without weights."""
-SMALL_LM = Kind("small_lm.load:load", "small_lm.options:SmallLMOptions")
+SMALL_LM = Kind("small_lm.options:SmallLMOptions", "small_lm.load:load")
 ARCHITECTURES = {
     "LongSpecDraft": LONGSPEC,
     "LlamaForCausalLM": SMALL_LM,

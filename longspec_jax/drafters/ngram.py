@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TargetConfig, TreeConfig
@@ -64,21 +64,15 @@ class NgramDrafter:
         rows = jnp.arange(view.pending.shape[0])
         text = state.tokens.at[rows, view.position].set(view.pending, mode="drop")
         matched = match_lengths(text, view.position)
-        places, confidence = _best_places(matched, max(self.tree.widths))
+        places, matched = _best_places(matched, max(self.tree.widths))
         continuations = _continuations(text, places, view.position, self.tree.num_levels)
-        return _merged(tree, self.tree, continuations, confidence)
-
-
-@dataclass(frozen=True)
-class NgramOptions:
-    """There are none."""
+        return _merged(tree, self.tree, continuations, matched)
 
 
 @dataclass(frozen=True)
 class NgramDraft:
     """Prompt lookup as a draft: it needs nothing of the target, and fits all."""
 
-    options: NgramOptions = NgramOptions()
     name: str = field(default="ngram", init=False)
     params: tuple[()] = field(default=(), init=False)
     own: tuple[()] = field(default=(), init=False)
@@ -121,12 +115,11 @@ def match_lengths(text: Int[Array, "B S"], last: Lengths) -> Int[Array, "B S"]:
 
 def _best_places(
     matched: Int[Array, "B S"], count: int
-) -> tuple[Int[Array, "B C"], Float[Array, "B C"]]:
-    """The places with the longest matches, the latest first, and how far each is trusted."""
+) -> tuple[Int[Array, "B C"], Int[Array, "B C"]]:
+    """The places with the longest matches, the latest first, and how many tokens match at each."""
     slots = matched.shape[1]
     _, places = jax.lax.top_k(matched * slots + jnp.arange(slots), count)
-    length = jnp.take_along_axis(matched, places, axis=1)
-    return places, length.astype(jnp.float32)
+    return places, jnp.take_along_axis(matched, places, axis=1)
 
 
 def _continuations(
@@ -143,7 +136,7 @@ def _merged(
     tree: Tree,
     shape: TreeConfig,
     continuations: Int[Array, "B C levels"],
-    matched: Float[Array, "B C"],
+    matched: Int[Array, "B C"],
 ) -> Tree:
     """The trie of the continuations, of each level its best nodes.
 
@@ -151,10 +144,10 @@ def _merged(
     or has no parent in the tree, is no node: it gets no parent, and no walk comes to it.
     """
     batch, places = matched.shape
-    found = matched > 0
+    found, length = matched > 0, matched.astype(jnp.float32)
     # A place is worth more the longer it matched, and is trusted for less with every step.
-    trust = jnp.where(found, RISE**matched, 0.0)
-    fading = matched / (matched + 1)
+    trust = jnp.where(found, RISE**length, 0.0)
+    fading = length / (length + 1)
     same = jnp.ones((batch, places, places), bool)
     node = jnp.zeros((batch, places), jnp.int32)
     alive, first, parents, totals = found, 1, [jnp.full((batch, 1), -1)], []

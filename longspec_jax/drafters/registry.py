@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from jax.sharding import Mesh
 
-from longspec_jax.checks import shown
+from longspec_jax.checks import Truth, Whole, Word, shown
 from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.kinds import (
     ARCHITECTURES,
@@ -20,6 +21,8 @@ from longspec_jax.drafters.kinds import (
 
 EMBEDDING = "model.embed_tokens.weight"
 """What every language model's weights hold, and no LongSpec draft's."""
+RULES = {bool: Truth(), int: Whole(0), str: Word()}
+"""What options may be, by the type of their field; a dataclass of options may ask for more."""
 
 
 def load_draft(
@@ -44,20 +47,19 @@ def load_draft(
       ValueError: if an option is not its kind's, or the draft does not belong to the target.
     """
     if is_name(source):
-        kind = NAMED[str(source)]
-        return kind.make(options_of(kind, options, str(source)))
+        return options_of(NAMED[str(source)], options, str(source))
     from longspec_jax.weights.hub import local_folder
 
     folder = local_folder(source, revision)
     kind = _kind_of(folder)
     chosen = options_of(kind, options, str(source))
-    return kind.make(source, target, chosen, mesh=mesh, revision=revision)
+    return kind.load(source, target, chosen, mesh=mesh, revision=revision)
 
 
 def _kind_of(folder: Path) -> Kind:
     """The kind of a folder's draft."""
     from longspec_jax.weights.checkpoint import holds
-    from longspec_jax.weights.raw import read_json
+    from longspec_jax.weights.json_files import read_json
 
     names = read_json(folder / "config.json").texts("architectures")
     kind = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), LONGSPEC)
@@ -66,7 +68,7 @@ def _kind_of(folder: Path) -> Kind:
 
 
 def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
-    """The options of a kind, checked.
+    """The options of a kind, checked; of a kind without weights that is the draft.
 
     Args:
       kind: of the draft.
@@ -74,29 +76,29 @@ def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
       draft: what it was named by, for the message.
 
     Raises:
-      ValueError: for an option it does not have, or a value of another type.
+      ValueError: for an option it does not have, or a value that it cannot have.
     """
-    fields = {field.name: field for field in dataclasses.fields(kind.options_type)}
+    fields = {field.name: field for field in dataclasses.fields(kind.options_type) if field.init}
     for name, value in values.items():
         if name not in fields:
             known = ", ".join(fields) or "none"
             raise ValueError(
                 f"draft_options: {shown(name)} is no option of {draft}; it has {known}"
             )
-        if not _is_of_type(value, fields[name].type):
-            raise ValueError(
-                f"draft_options: {name}={shown(value)} must be {_in_words(fields[name].type)}"
-            )
-    return kind.options_type(**values)
+        if words := _refusal(value, fields[name].type):
+            raise ValueError(f"draft_options: {name}={shown(value)} must be {words}")
+    try:
+        return kind.options_type(**values)
+    except ValueError as error:
+        raise ValueError(f"draft_options: {error}") from error
 
 
-def _is_of_type(value: Any, wanted: Any) -> bool:
-    """Whether a value is of a type; a truth value is no number."""
-    if isinstance(value, bool):
-        return wanted is bool
-    return isinstance(value, wanted) or (wanted is float and isinstance(value, int))
-
-
-def _in_words(wanted: Any) -> str:
-    words = {bool: "True or False", int: "a whole number", float: "a number"}
-    return words.get(wanted, "a whole number, or left out")
+def _refusal(value: Any, annotation: Any) -> str | None:
+    """What a value must be to be in a field; None for one that will do."""
+    types = set(get_args(annotation) or (annotation,))
+    optional = NoneType in types
+    if value is None and optional:
+        return None
+    [kind] = types - {NoneType}
+    words = RULES[kind].refusal(value)
+    return f"{words}, or left out" if words and optional else words

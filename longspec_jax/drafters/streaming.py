@@ -57,26 +57,19 @@ class StreamingDrafter:
 
 
 @dataclass(frozen=True)
-class StreamingOptions:
-    """What a partial pass sees."""
-
-    sinks: int = 32
-    """First tokens of the row."""
-    recent: int = 1024
-    """Last tokens of the row."""
-
-
-@dataclass(frozen=True)
 class StreamingDraft:
     """The target itself as a draft: it fits all targets and has nothing of its own."""
 
-    options: StreamingOptions = StreamingOptions()
+    sinks: int = SinksAndRecent.sinks
+    """First tokens of the row that a partial pass sees."""
+    recent: int = SinksAndRecent.recent
+    """Last tokens of the row that it sees."""
     name: str = field(default="streaming", init=False)
     params: tuple[()] = field(default=(), init=False)
     own: tuple[()] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        SinksAndRecent(self.options.sinks, self.options.recent)  # Refuses what it cannot be.
+        SinksAndRecent(self.sinks, self.recent)  # Refuses what it cannot be.
 
     @property
     def usual(self) -> UsualTrees:
@@ -89,5 +82,4 @@ class StreamingDraft:
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> StreamingDrafter:
         """The drafter that grows this tree."""
-        selection = SinksAndRecent(self.options.sinks, self.options.recent)
-        return StreamingDrafter(tree, selection)
+        return StreamingDrafter(tree, SinksAndRecent(self.sinks, self.recent))

@@ -27,7 +27,7 @@ from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.progress import Run, Timing
 from longspec_jax.generation.result import GenerateResult, StreamRound
 from longspec_jax.generation.runner import Begin, Ready, WarmShapes
-from longspec_jax.ops.attention.partitioned import spread_over
+from longspec_jax.ops.partitioned import spread_over
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.walk import walk
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.runner import Begin, Ready, run_steps
-from longspec_jax.ops.attention.partitioned import spread_over
+from longspec_jax.ops.partitioned import spread_over
 
 
 @dataclass(frozen=True)

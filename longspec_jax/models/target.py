@@ -8,7 +8,7 @@ and the draft reads the last layer's.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -165,6 +165,11 @@ class Target(nn.Module):
         """Touch every parameter; the method ``init`` runs, since the passes above share them."""
         positions = jnp.zeros(tokens.shape, jnp.int32)
         self.unembed(self(tokens, positions, lambda layer, q, k, v: q).hidden)
+
+
+def head_of(params: Any) -> Array:
+    """The LM head ``[V, D]`` of a target's parameters; the embedding where they are tied."""
+    return params["head"] if "head" in params else params["embedding"]
 
 
 def head_logits(table: Array, hidden: Array) -> Array:

@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from longspec_jax.weights.raw import read_json
+from longspec_jax.weights.json_files import read_json
 from longspec_jax.weights.tensors import Tensor, Tensors
 from longspec_jax.weights.torch_files import open_torch
 

@@ -58,7 +58,7 @@ def load_draft_vocabulary(
     if not file.is_file():
         raise FileNotFoundError(
             f"{source} comes without {FILE}, the table of its most frequent tokens; {HOW}, or "
-            "leave out draft_vocabulary to propose from all tokens"
+            "leave out the option vocabulary to propose from all tokens"
         )
     tokens, made_for = _read(file)
     if made_for != vocab_size:

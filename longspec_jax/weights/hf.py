@@ -15,8 +15,8 @@ from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.export import write_model
 from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.json_files import read_json
 from longspec_jax.weights.match import check_layers, check_tensors, strip_draft_prefix
-from longspec_jax.weights.raw import read_json
 from longspec_jax.weights.stream import load_params
 from longspec_jax.weights.tables import draft_table, target_table
 

@@ -22,7 +22,7 @@ from longspec_jax.config import (
 )
 from longspec_jax.weights.hf_rope import KEYS as ROPE_KEYS
 from longspec_jax.weights.hf_rope import raw_rope, rope_scaling, rope_theta
-from longspec_jax.weights.raw import RawConfig
+from longspec_jax.weights.json_files import JsonObject
 
 C = TypeVar("C", TargetConfig, DraftConfig)
 
@@ -64,7 +64,7 @@ _WIDTHS = {
 """Our field to the key that must be in every ``config.json``."""
 
 
-def target_config(raw: RawConfig, dtype: str | None = None) -> TargetConfig:
+def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     """The target that a ``config.json`` describes.
 
     Args:
@@ -138,7 +138,7 @@ def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> dict[s
     return raw
 
 
-def draft_config(raw: RawConfig, target: TargetConfig, dtype: str | None = None) -> DraftConfig:
+def draft_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None) -> DraftConfig:
     """The draft that a ``config.json`` describes; what the file leaves out follows the target.
 
     Args:
@@ -208,7 +208,7 @@ def hf_draft_config(config: DraftConfig, target: TargetConfig | None = None) -> 
     }
 
 
-def stop_tokens(raw: RawConfig, generation: RawConfig | None = None) -> tuple[int, ...]:
+def stop_tokens(raw: JsonObject, generation: JsonObject | None = None) -> tuple[int, ...]:
     """Tokens that end a generation: ``generation_config.json``'s if any, else the model's."""
     vocab_size = raw.whole("vocab_size", LARGEST_WHOLE)
     named = generation.tokens("eos_token_id", vocab_size) if generation else ()
@@ -225,7 +225,7 @@ def check_dtype(dtype: str) -> str:
     return dtype
 
 
-def _max_positions(raw: RawConfig, scaling: RopeScaling) -> int:
+def _max_positions(raw: JsonObject, scaling: RopeScaling) -> int:
     """Positions the model was made for.
 
     With linear scaling ``max_position_embeddings`` is the length before scaling, as transformers
@@ -244,7 +244,7 @@ def _max_positions(raw: RawConfig, scaling: RopeScaling) -> int:
     return named if named > base else scaled
 
 
-def _head_width(raw: RawConfig, width: int, heads: int, default: int | None) -> int:
+def _head_width(raw: JsonObject, width: int, heads: int, default: int | None) -> int:
     """The head width that the file names, or the default, or model width / heads."""
     if not raw.has("head_dim") and default is None and width % heads:
         rule = f"must divide hidden_size={width} where head_dim is not given"
@@ -252,7 +252,7 @@ def _head_width(raw: RawConfig, width: int, heads: int, default: int | None) -> 
     return raw.whole("head_dim", default or width // heads)
 
 
-def _norm_eps(raw: RawConfig, default: float) -> float:
+def _norm_eps(raw: JsonObject, default: float) -> float:
     """The epsilon of the norms."""
     return raw.number("rms_norm_eps", default, SMALLEST_EPS, 1)
 
@@ -265,7 +265,7 @@ def _raw_positions(config: TargetConfig) -> dict[str, int]:
     return {"max_position_embeddings": base, "max_sequence_length": config.max_positions}
 
 
-def _architecture(raw: RawConfig) -> str:
+def _architecture(raw: JsonObject) -> str:
     """The Hugging Face class, by name or by ``model_type``."""
     names = raw.texts("architectures")
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
@@ -306,14 +306,14 @@ _REFUSED_TARGET = _REFUSED | {
 """Keys that change the arithmetic: the supported value, what holds here, what to do."""
 
 
-def _check_refused(raw: RawConfig, refused: dict[str, tuple[Any, str, str]]) -> None:
+def _check_refused(raw: JsonObject, refused: dict[str, tuple[Any, str, str]]) -> None:
     """Refuse what would change the arithmetic."""
     for key, (supported, rule, remedy) in refused.items():
         if raw.has(key) and raw.values[key] != supported:
             raise raw.error(key, f"is not supported, only {key}={supported!r}: {rule}", remedy)
 
 
-def _build(raw: RawConfig, make: Callable[..., C], **fields: Any) -> C:
+def _build(raw: JsonObject, make: Callable[..., C], **fields: Any) -> C:
     """A configuration; where it refuses how its fields fit together, file and keys are named."""
     try:
         return make(**fields)
@@ -324,7 +324,7 @@ def _build(raw: RawConfig, make: Callable[..., C], **fields: Any) -> C:
         ) from error
 
 
-def _check_window(raw: RawConfig, family: Family, max_positions: int) -> None:
+def _check_window(raw: JsonObject, family: Family, max_positions: int) -> None:
     """Refuse a sliding window that would hide tokens the full attention here sees."""
     switch = family.window_switch
     if switch is None or (switch != "sliding_window" and not raw.flag(switch, False)):
@@ -341,7 +341,7 @@ def _check_window(raw: RawConfig, family: Family, max_positions: int) -> None:
         )
 
 
-def _dtype(raw: RawConfig, dtype: str | None) -> str:
+def _dtype(raw: JsonObject, dtype: str | None) -> str:
     """The requested dtype, or the file's."""
     if dtype is not None:
         return check_dtype(dtype)

@@ -14,7 +14,7 @@ from longspec_jax.config import (
     Llama3RopeScaling,
     RopeScaling,
 )
-from longspec_jax.weights.raw import RawConfig
+from longspec_jax.weights.json_files import JsonObject
 
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_condense_ratio")
 """Every key that says something about the rotary embedding."""
@@ -23,14 +23,14 @@ _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_p
 _OTHER = "load another model"
 
 
-def rope_theta(raw: RawConfig) -> float:
+def rope_theta(raw: JsonObject) -> float:
     """The rotary base."""
     parameters = raw.part("rope_parameters")
     named = parameters if parameters.has("rope_theta") else raw
     return named.number("rope_theta", 10000.0, least=1)
 
 
-def rope_scaling(raw: RawConfig) -> RopeScaling:
+def rope_scaling(raw: JsonObject) -> RopeScaling:
     """The rotary scaling.
 
     Raises:
@@ -63,7 +63,7 @@ def rope_scaling(raw: RawConfig) -> RopeScaling:
     )
 
 
-def _llama3(entry: RawConfig) -> Llama3RopeScaling:
+def _llama3(entry: JsonObject) -> Llama3RopeScaling:
     """Llama 3.1's scaling."""
     entry.require(_LLAMA3_KEYS, "llama3 rope scaling")
     factor, low, high, original = _LLAMA3_KEYS

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import configs
-from longspec_jax.config import PRESETS, DraftConfig, TargetConfig
+from longspec_jax.config import PRESETS, TARGETS, DraftConfig, TargetConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.tables import draft_table, target_table
 from train.config import RunConfig, from_config
@@ -54,6 +54,13 @@ def count(table: Any) -> int:
 def test_every_target_of_the_paper_and_the_release_has_a_configuration() -> None:
     assert set(PAPER) == set(TABLE)
     assert {preset(load(name)) for name in PAPER} == set(PRESETS.values())
+
+
+def test_a_target_has_one_name() -> None:
+    """``--config=llama31_8b`` and ``--shape=llama31-8b`` are the same one."""
+    for name in PAPER:
+        short = name.replace("_", "-").removesuffix("-262k")
+        assert load(name).target == TARGETS[short].repository
 
 
 @pytest.mark.parametrize("variant", ["full", "smoke", "tiny"])

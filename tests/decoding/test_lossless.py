@@ -570,5 +570,5 @@ def test_one_of_several_drafters_proposes_and_all_learn(models: Params) -> None:
     for b, row in enumerate(rows):
         length = int(LENGTHS[b]) + len(row) - 1
         for one in (state, beside):
-            text = np.asarray(one.draft[1].tokens)[b, :length]
+            text = np.asarray(one.rows.draft[1].tokens)[b, :length]
             np.testing.assert_array_equal(text, [*tokens[b, : LENGTHS[b]], *row[:-1]])

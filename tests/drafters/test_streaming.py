@@ -13,7 +13,7 @@ from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import NOTHING, Drafter, Params, View
 from longspec_jax.drafters.selection import Selection, SinksAndRecent
-from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
 from tests.decoding.test_lossless import CONFIG, LENGTHS, TABLE, VOCABULARY, generate, prompts
 from tests.decoding.test_lossless import request as requested
 from tests.kit import random_target
@@ -105,3 +105,11 @@ def test_there_is_no_state() -> None:
     assert jax.tree.leaves(drafter.begin(Params(None, None), 3, 1 << 20)) == []
     assert drafter.needs == NOTHING
     assert isinstance(drafter, Drafter)
+
+
+def test_what_a_pass_sees_can_be_chosen() -> None:
+    """The draft's fields are its options; what is left out is as the selection has it."""
+    assert StreamingDraft().drafter(CHAIN) == StreamingDrafter(CHAIN)
+    assert StreamingDraft(recent=64).drafter(CHAIN).selection == SinksAndRecent(recent=64)
+    with pytest.raises(ValueError, match="recent=0 at least 1"):
+        StreamingDraft(recent=0)

@@ -13,7 +13,7 @@ from longspec_jax import LongSpec
 from longspec_jax.generation import collect, runner
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
 from longspec_jax.generation.job import Job, Shape
-from longspec_jax.ops.attention.partitioned import one_device, spread_over
+from longspec_jax.ops.partitioned import one_device, spread_over
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights import hf
 from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer

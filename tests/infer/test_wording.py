@@ -21,6 +21,7 @@ FILE = ["batch.jsonl, line 1", "batch.jsonl, line 4"]
         ),
         ("row 7: no such", FILE, "row 7: no such"),
         ("draft_options=3 must be", [], "--drafter_option=3 must be"),
+        ("draft_options: dtype=3 must", [], "--drafter_option: dtype=3 must"),
         ("draft_revision='v' is", [], "--drafter_revision='v' is"),
         ("revision='x' chooses a revision", [], "--revision='x' chooses a revision"),
         ("without draft_vocabulary.safetensors", [], "without draft_vocabulary.safetensors"),

@@ -12,7 +12,7 @@ import pytest
 from longspec_jax.models.layers import rotary_angles
 from longspec_jax.ops.layer.split_heads import rotate
 from longspec_jax.weights.hf_rope import rope_scaling, rope_theta
-from longspec_jax.weights.raw import RawConfig
+from longspec_jax.weights.json_files import JsonObject
 from tests.models.hf_models import torch, transformers
 
 POSITIONS = np.array([[0, 1, 31, 4095, 32767, 131071, 262143]])
@@ -47,7 +47,7 @@ def _oracle(rope, head_width):
 
 
 def _angles(values, head_width):
-    raw = RawConfig(values)
+    raw = JsonObject(values)
     theta, scaling = rope_theta(raw), rope_scaling(raw)
     return jax.jit(lambda p: rotary_angles(p, head_width, theta, scaling))(POSITIONS)
 

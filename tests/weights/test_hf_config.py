@@ -8,7 +8,7 @@ import pytest
 from longspec_jax.config import PRESETS, DraftConfig, LinearRopeScaling
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.hf_config import hf_draft_config
-from longspec_jax.weights.raw import RawConfig
+from longspec_jax.weights.json_files import JsonObject
 from tests.kit import tiny_target_config
 
 BASE = dict(
@@ -109,18 +109,18 @@ RELEASED = {
 
 def target_config(values, dtype=None):
     """The target that a parsed file describes."""
-    return hf_config.target_config(RawConfig(values), dtype)
+    return hf_config.target_config(JsonObject(values), dtype)
 
 
 def draft_config(values, target):
     """The draft that a parsed file describes."""
-    return hf_config.draft_config(RawConfig(values), target)
+    return hf_config.draft_config(JsonObject(values), target)
 
 
 def stop_tokens(values, generation=None):
     """The stop tokens of one or two parsed files."""
-    second = RawConfig(generation, "generation_config.json") if generation is not None else None
-    return hf_config.stop_tokens(RawConfig(values), second)
+    second = JsonObject(generation, "generation_config.json") if generation is not None else None
+    return hf_config.stop_tokens(JsonObject(values), second)
 
 
 def _raw(family="Llama", **overrides):

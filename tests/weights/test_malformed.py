@@ -12,7 +12,7 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_stop_tokens, load_target, save_target
-from longspec_jax.weights.raw import RawConfig, read_json
+from longspec_jax.weights.json_files import JsonObject, read_json
 from tests.kit import tiny_target_config
 from tests.weights.random_params import random_target
 
@@ -114,7 +114,7 @@ def test_every_key_with_every_wrong_value(name, read):
     refused = 0
     for key, values in _mutations(FILES[name]):
         try:
-            config = read(RawConfig(values, "model/config.json"))
+            config = read(JsonObject(values, "model/config.json"))
         except (ValueError, NotImplementedError) as error:
             assert str(error).startswith("model/config.json") and key in str(error), (
                 f"{key}: {error}"

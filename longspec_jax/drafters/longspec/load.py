@@ -46,15 +46,13 @@ class LongSpecDraft:
           int8: read the layer and a copy of the LM head in 8 bits.
           mesh: what the parameters are spread over; one device if absent.
         """
-        embedding = target_params["embedding"]
-        head = target_params.get("head", embedding)
-        params = LongSpecParams(layer, embedding, head)
+        params = LongSpecParams.beside(target_params, layer)
         if vocabulary is not None:
-            tokens = check_vocabulary(vocabulary, embedding.shape[0])
+            tokens = check_vocabulary(vocabulary, params.embedding.shape[0])
             params = params.restricted(jnp.asarray(tokens))
         if int8:
             params = params.in_int8()
-        if mesh is not None and params.head is not head:
+        if mesh is not None and params.own is not layer:
             copied = {name: getattr(params, name) for name in ("layer", "head", "head_scale")}
             shardings = param_shardings(mesh, copied)
             params = replace(params, **jax.device_put(copied, shardings))

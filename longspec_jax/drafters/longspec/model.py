@@ -25,7 +25,7 @@ from longspec_jax.models.layers import (
     SwiGLU,
     rotary_angles,
 )
-from longspec_jax.models.target import head_logits
+from longspec_jax.models.target import head_logits, head_of
 from longspec_jax.ops.layer.residual_norm import add
 from longspec_jax.ops.layer.split_heads import rotate, split_heads
 from longspec_jax.ops.products.int8 import int8_product, round_rows
@@ -118,6 +118,11 @@ class LongSpecParams:
     head_scale: Leaf = None
     """``[v]`` float32, what the rows of an int8 ``head`` are multiplied by; absent if it is not
     one."""
+
+    @classmethod
+    def beside(cls, target_params: Any, layer: Any) -> "LongSpecParams":
+        """A layer with the tables of its target's parameters."""
+        return cls(layer, target_params["embedding"], head_of(target_params))
 
     def restricted(self, vocabulary: Int[Array, " v"]) -> "LongSpecParams":
         """Propose only these tokens, the most frequent ones: a cheaper LM head at every level.

@@ -21,7 +21,7 @@ from longspec_jax.drafters.small_lm.options import AS_IT_IS, SmallLMOptions
 from longspec_jax.weights.hf import load_target
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
-from longspec_jax.weights.raw import read_json
+from longspec_jax.weights.json_files import read_json
 
 
 class Tokens(NamedTuple):

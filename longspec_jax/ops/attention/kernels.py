@@ -17,15 +17,15 @@ from longspec_jax.axes import Array, Queries
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import prefix_pallas, tiles, tree_pallas
 from longspec_jax.ops.attention.merge import Partial
-from longspec_jax.ops.attention.operands import Fresh, Prefix
+from longspec_jax.ops.attention.operands import PREFIX, SPECULATIVE, Fresh, Prefix
 from longspec_jax.ops.attention.packing import PackedShape, refuse_unsupported
-from longspec_jax.ops.attention.partitioned import PREFIX, SPECULATIVE, partitioned
 from longspec_jax.ops.attention.splits import merge_splits
 from longspec_jax.ops.attention.tiles import (
     MosaicTile,
     PrefixTile,
     TreeTile,
 )
+from longspec_jax.ops.partitioned import partitioned
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "tile", "hopper", "interpret"))

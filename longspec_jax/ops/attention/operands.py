@@ -32,3 +32,10 @@ class Fresh:
     """``[B, U, K, H]``."""
     mask: Leaf
     """``[B, T, U]``, true where query ``t`` sees key ``u``."""
+
+
+PREFIX = "b t (k g) h, b k s h, b k s h, b, b -> b t (k g) h, b t (k g)"
+TREE = "b t (k g) h, b u k h, b u k h, b t u -> b t (k g) h, b t (k g)"
+SPECULATIVE = "b t (k g) h, b k s h, b k s h, b, b, b u k h, b u k h, b t u -> b t (k g) h"
+"""Which axes are the same in queries, the fields above and results, whatever implements the op; see
+:func:`longspec_jax.ops.partitioned.partitioned`."""

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import CacheSlots, Lengths, Queries
 from longspec_jax.ops.attention.merge import Partial
-from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.ops.attention.operands import PREFIX, Prefix
 from longspec_jax.ops.attention.packing import refuse_unsupported
-from longspec_jax.ops.attention.partitioned import PREFIX, partitioned
 from longspec_jax.ops.attention.tiles import PrefixTile, triton_prefix_tile
 from longspec_jax.ops.hardware import require_ampere
+from longspec_jax.ops.partitioned import partitioned
 
 MERGE_ROWS = 16
 

@@ -27,12 +27,12 @@ from longspec_jax.ops.attention.online_softmax import (
     finite,
     product,
 )
-from longspec_jax.ops.attention.operands import Fresh
+from longspec_jax.ops.attention.operands import TREE, Fresh
 from longspec_jax.ops.attention.packing import PackedShape, flat_rows, refuse_unsupported
-from longspec_jax.ops.attention.partitioned import TREE, partitioned
 from longspec_jax.ops.attention.splits import load_merged
 from longspec_jax.ops.attention.tiles import TreeTile, tree_tile
 from longspec_jax.ops.hardware import require_ampere
+from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.triton_compiler import compiler_params
 
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
-from longspec_jax.ops.attention.partitioned import partitioned
+from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.triton_compiler import compiler_params
 
 CACHES = 64

@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from longspec_jax.axes import Array
 from longspec_jax.ops import hardware
-from longspec_jax.ops.attention.partitioned import one_device
+from longspec_jax.ops.partitioned import one_device
 from longspec_jax.ops.products.tiles import ProductTile, product_tile
 
 

@@ -50,7 +50,19 @@ BAD = {
     "--histogram: 4 counts, but a tree of 2 levels": "decode --tree=2,2 --histogram=1,2,3,4",
     "--histogram: the histogram counts no rounds": "decode --histogram=0,0",
     "--histogram: -1 must": "decode --histogram=-1",
-    "--draft_vocabulary=513: tiny has 512 tokens": "decode --shape=tiny --draft_vocabulary=513",
+    "--drafter_option: vocabulary=513 must be 1 to 512, the tokens of the target": (
+        "decode --shape=tiny --drafter_option=vocabulary=513"
+    ),
+    "--drafter_option: 'int8' is no option of ngram; it has none": (
+        "decode --shape=tiny --drafter=ngram --drafter_option=int8"
+    ),
+    "--drafter_option: recent='many' must be a whole number": (
+        "decode --shape=tiny --drafter=streaming --drafter_option=recent=many"
+    ),
+    "--drafter_option: dtype='int8' must be one of float32": (
+        "decode --shape=tiny --drafter=small_lm --drafter_option=dtype=int8"
+    ),
+    "--drafter_option: the value is empty": "decode --drafter_option=",
     "--attention: unknown magic; choose from ['pallas'": "decode --attention=magic",
     "--profile: '/dev/null' must be a folder": "decode --profile=/dev/null",
     "--heads: '32' must be query heads and": "attention --heads=32",

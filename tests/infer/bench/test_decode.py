@@ -111,8 +111,8 @@ def test_bytes_are_those_of_the_rows_as_they_are(model, batch: int, fewer: int) 
         Bench.prepare(Setting("tiny", 64, shortest, batch, TREE, 8, lengths, 1, 1), model)
         for shortest in (64, 32)
     )
-    assert even.state(NoDraft()).length.tolist() == [64] * batch
-    assert ragged.state(NoDraft()).length.tolist() == [64, 56, 48, 40, 32][:batch]
+    assert even.state(NoDraft()).rows.length.tolist() == [64] * batch
+    assert ragged.state(NoDraft()).rows.length.tolist() == [64, 56, 48, 40, 32][:batch]
     before, after = map(bench_decode.describe, (even, ragged))
     saved = before["plain_step_bytes"] - after["plain_step_bytes"]
     assert saved == fewer * 2 * (2 * 2 * 16 * 4)

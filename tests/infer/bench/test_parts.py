@@ -61,7 +61,7 @@ def test_a_draft_in_8_bits_is_measured(model, tmp_path: Path) -> None:
         [
             *("decode", "--shape=tiny", "--context=64", "--tree=2,3", "--acceptance=2"),
             *("--new_tokens=41", "--turns=1", "--repetitions=1", "--parts", f"--json={file}"),
-            *("--draft_vocabulary=61", "--draft_int8"),
+            *("--drafter_option=vocabulary=61", "--drafter_option=int8"),
         ]
     )
     [row] = json.loads(file.read_text())["rows"]

@@ -216,6 +216,21 @@ def test_bars_tell_an_int8_draft() -> None:
     ]
 
 
+def test_bars_tell_drafters_and_their_options() -> None:
+    """Kinds other than LongSpec's have no vocabulary and no weights to tell of."""
+    others = {name: DECODE[name] for name in DECODE if name != "draft_vocabulary"}
+    rows = [
+        DECODE,
+        *({**others, "drafter": "streaming", "drafter_options": {"recent": n}} for n in (8, 16)),
+    ]
+    speeds, _ = charts.decode(rows).axes
+    bars = [label.replace("\n", " ") for label in _texts(speeds.get_xticklabels())]
+    assert sorted(bars) == [
+        *("plain", "speculation longspec drafter draft vocabulary 512 bfloat16 draft"),
+        *(f"speculation streaming drafter recent={n}" for n in (16, 8)),
+    ]
+
+
 def test_rows_of_different_lengths_do_not_replace_rows_of_one_length() -> None:
     rows = [DECODE, {**DECODE, "lengths": [2048, 4096], "plain_tokens_per_second": 6.0}]
     speeds, _ = charts.decode([*rows, {**DECODE, "lengths": [4096, 4096]}]).axes

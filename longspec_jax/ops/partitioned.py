@@ -24,11 +24,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-PREFIX = "b t (k g) h, b k s h, b k s h, b, b -> b t (k g) h, b t (k g)"
-TREE = "b t (k g) h, b u k h, b u k h, b t u -> b t (k g) h, b t (k g)"
-SPECULATIVE = "b t (k g) h, b k s h, b k s h, b, b, b u k h, b u k h, b t u -> b t (k g) h"
-"""The rules of the attention ops, whatever implements them."""
-
 Op = TypeVar("Op", bound=Callable[..., Any])
 Term = tuple[tuple[str, ...], ...]
 """The axes of one array; the query heads are two of them, ``("k", "g")``."""

@@ -26,7 +26,7 @@ REMEDY = "use the file that was saved with the weights, or correct it"
 
 
 @dataclass(frozen=True)
-class RawConfig:
+class JsonObject:
     """A JSON object and where it stands."""
 
     values: Mapping[str, Any]
@@ -79,10 +79,10 @@ class RawConfig:
             raise self.error(key, "must be a list of texts")
         return found
 
-    def part(self, key: str) -> "RawConfig":
+    def part(self, key: str) -> "JsonObject":
         """An object inside this one; empty if absent."""
         values = self._typed(key, {}, dict, "an object")
-        return RawConfig(values, f"{self.origin}, {key}")
+        return JsonObject(values, f"{self.origin}, {key}")
 
     def error(self, key: str, rule: str, remedy: str = REMEDY) -> ValueError:
         """What is wrong with a value, to be raised."""
@@ -106,7 +106,7 @@ class RawConfig:
         return found
 
 
-def read_json(path: Path) -> RawConfig:
+def read_json(path: Path) -> JsonObject:
     """The JSON object in a file.
 
     Raises:
@@ -129,7 +129,7 @@ def read_json(path: Path) -> RawConfig:
         )
     if strange:
         raise ValueError(f"{path}: {strange} is not a finite number, as JSON's are; {REMEDY}")
-    return RawConfig(value, str(path))
+    return JsonObject(value, str(path))
 
 
 def _not_finite(value: Any, name: str = "") -> str | None:
