@@ -12,7 +12,7 @@ def compilations() -> Iterator[list[float]]:
     """The moments at which something was compiled inside."""
     moments: list[float] = []
 
-    def note(event: str, seconds: float, **_: object) -> None:
+    def note(event: str, duration_secs: float, **_: object) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             moments.append(time.perf_counter())
 

@@ -3,7 +3,7 @@
 Beside ``slots`` (rows come and go: :mod:`longspec_jax.decoding.continuous`) the same requests run
 ``alone``, one after the other, which says what their tokens must be, and in padded batches of as
 many rows as there are slots: ``batches`` in the order of arrival, ``sorted_batches`` by length,
-which is the best that padding can do where nobody waits for an answer. Every way runs twice and the
+which is the best that padding can do where nobody waits for an answer. These run twice, and the
 second time counts; ``seconds_to_last_compilation`` is that of the first.
 """
 

@@ -33,11 +33,11 @@ def test_a_stream_yields_what_the_loop_emits() -> None:
     looped = simulated_decode(*chosen, start())
     for way in (bench_streaming.stream, bench_streaming.stream_by_steps):
         rounds = list(way(partial(bench_streaming.simulated_round, *chosen), start()))
-        assert len(rounds) == int(looped.rounds.max()) > 1
+        assert len(rounds) == int(looped.record.rounds.max()) > 1
         for row in range(2):
             streamed = [token for added in rounds for token in added[row]]
             # The first token was drawn by a prefill, before any round.
-            np.testing.assert_array_equal(streamed, looped.output[row, 1:new])
+            np.testing.assert_array_equal(streamed, looped.record.output[row, 1:new])
 
 
 def test_the_command_reports_the_overhead(tmp_path: Path, capsys) -> None:
