@@ -29,7 +29,7 @@ def test_every_way_gives_the_tokens_of_single_runs(toy: None, tmp_path: Path, ca
     assert list(rows) == list(requests.WAYS) and written["header"]["row_slots"] == 2
     for row in rows.values():
         assert row["identical_to_alone_fraction"] == 1.0
-        assert row["tokens"] == rows["slots"]["tokens"] > 5
+        assert row["tokens"] == rows["alone"]["tokens"] > 5
     assert rows["slots"]["compilations"] == 0
     assert rows["slots"]["seconds_to_last_compilation"] > 0
     assert "5 requests of" in capsys.readouterr().out
@@ -39,10 +39,10 @@ def test_a_difference_is_counted(toy: None, tmp_path: Path, monkeypatch: Any) ->
     """Negative control."""
     slots = requests.slots
     wrong = lambda *arguments: [(0,), *slots(*arguments)[1:]]  # noqa: E731
-    monkeypatch.setattr(requests, "WAYS", {"slots": wrong})
+    monkeypatch.setattr(requests, "WAYS", {"alone": requests.alone, "slots": wrong})
     file = tmp_path / "requests.json"
     assert bench.main(["requests", *OPTIONS, "--tree=2,2", f"--json={file}"]) == 0
-    found = json.loads(file.read_text())["rows"][0]["identical_to_alone_fraction"]
+    found = json.loads(file.read_text())["rows"][1]["identical_to_alone_fraction"]
     assert found == pytest.approx(0.8)
 
 
