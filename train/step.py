@@ -17,7 +17,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspec_jax.axes import Array, Leaf
+from longspec_jax.axes import Array
 from longspec_jax.sharding import param_shardings, partition_spec, path_name
 
 from .passes import cast
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 class TrainState:
     """What a step changes. DONATED by every step."""
 
-    step: Leaf
+    step: Any
     """Optimiser steps of this stage, int32."""
     params: Any
     """Float32 master parameters."""

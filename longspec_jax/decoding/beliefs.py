@@ -15,8 +15,8 @@ from longspec_jax.decoding.sampling import Sampling, draw, log_probabilities, no
 class RoundBeliefs:
     """A round's noise by depth; satisfies :class:`longspec_jax.drafters.base.Beliefs`."""
 
-    noise: Leaf
-    """``[B, h, V]`` noise of the token below a node of each depth; one wide where no row
+    noise: Leaf[Float[Array, "B h V"]]
+    """Noise of the token below a node of each depth; one wide where no row
     samples."""
     sampling: Sampling
 

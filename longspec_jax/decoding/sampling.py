@@ -12,7 +12,7 @@ Filters follow the order of transformers: temperature, then top-k, then top-p.
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt
 
 from longspec_jax.axes import Array, Leaf
 
@@ -27,14 +27,14 @@ TINY = float(jnp.finfo(jnp.float32).tiny)
 class Sampling:
     """How each row of a batch draws its tokens."""
 
-    temperature: Leaf
-    """``[B]`` float32; 0 draws the argmax."""
-    top_k: Leaf
-    """``[B]`` int32; only the ``k`` most likely tokens can be drawn; 0 for all."""
-    top_p: Leaf
-    """``[B]`` float32; only the smallest set of most likely tokens with this mass; 1 for all."""
-    seed: Leaf
-    """``[B]`` uint32; the row's random stream."""
+    temperature: Leaf[Float[Array, " B"]]
+    """0 draws the argmax."""
+    top_k: Leaf[Int[Array, " B"]]
+    """Only the ``k`` most likely tokens can be drawn; 0 for all."""
+    top_p: Leaf[Float[Array, " B"]]
+    """Only the smallest set of most likely tokens with this mass; 1 for all."""
+    seed: Leaf[UInt[Array, " B"]]
+    """The row's random stream."""
     stochastic: bool = struct.field(pytree_node=False, default=True)
     """Static: whether any row has a temperature above 0. Spares greedy batches the noise."""
     filtered: bool = struct.field(pytree_node=False, default=True)

@@ -31,8 +31,8 @@ RISE = 3.0
 class NgramState:
     """The row's own tokens."""
 
-    tokens: Leaf
-    """``[B, S]`` int32: 4 bytes per slot of the cache, whose keys and values take thousands."""
+    tokens: Leaf[Int[Array, "B S"]]
+    """4 bytes per slot of the cache, whose keys and values take thousands."""
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from flax import struct
+from jaxtyping import Int
 
-from longspec_jax.axes import Leaf, Lengths
+from longspec_jax.axes import Array, Leaf, Lengths
 
 
 @struct.dataclass
 class Selection:
     """Spans of cache slots that do not overlap; an empty one starts where it ends."""
 
-    start: Leaf
-    """``[B, n]`` first slot of every span."""
-    stop: Leaf
-    """``[B, n]`` slot behind its last one."""
+    start: Leaf[Int[Array, "B n"]]
+    """First slot of every span."""
+    stop: Leaf[Int[Array, "B n"]]
+    """Slot behind its last one."""
 
     @property
     def spans(self) -> int:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config import TreeConfig
@@ -32,13 +32,13 @@ TopK: TypeAlias = Callable[[Array, int], tuple[Array, Array]]
 class Tree:
     """Candidate continuations of the pending token."""
 
-    tokens: Leaf
-    """``[B, T]`` int32 token of every node; column 0 is the pending token."""
-    parents: Leaf
-    """``[B, T]`` int32 index of every node's parent; -1 for the root and for nodes not grown
+    tokens: Leaf[Int[Array, "B T"]]
+    """Token of every node; column 0 is the pending token."""
+    parents: Leaf[Int[Array, "B T"]]
+    """Index of every node's parent; -1 for the root and for nodes not grown
     yet."""
-    mask: Leaf
-    """``[B, T, T]`` bool; ``mask[b, i, j]`` where node ``j`` is node ``i`` or its ancestor."""
+    mask: Leaf[Bool[Array, "B T T"]]
+    """``mask[b, i, j]`` where node ``j`` is node ``i`` or its ancestor."""
 
 
 def plant(pending: Int[Array, " B"], config: TreeConfig) -> Tree:

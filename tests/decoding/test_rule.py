@@ -85,7 +85,7 @@ def enumerate_walk(parents: list[int], tokens: list[int], target: Conditional, v
     draws = outcomes[:, [distinct.index(context) for context in contexts]]
     tree = make_tree(parents, tokens)
     batch = Tree(
-        *(jnp.repeat(leaf, len(draws), axis=0) for leaf in (tree.tokens, tree.parents)), tree.mask
+        *(jnp.repeat(leaf, len(draws), axis=0) for leaf in (tree.tokens, tree.parents, tree.mask))
     )
     walked = walk(batch, jnp.asarray(draws, jnp.int32), levels=max(map(len, contexts)))
     law: Distribution = defaultdict(float)
@@ -200,7 +200,7 @@ def test_walk_by_hand() -> None:
     """Perfect match, mismatch below the first level, and a row that accepts nothing."""
     parents, tokens = [-1, 0, 0, 1, 2], [9, 4, 5, 6, 7]
     tree = make_tree(parents, tokens)
-    batch = Tree(*(jnp.repeat(leaf, 3, axis=0) for leaf in (tree.tokens, tree.parents)), tree.mask)
+    batch = Tree(*(jnp.repeat(leaf, 3, axis=0) for leaf in (tree.tokens, tree.parents, tree.mask)))
     draws = jnp.asarray([[5, 0, 7, 0, 8], [4, 5, 0, 0, 0], [6, 1, 1, 1, 1]], jnp.int32)
     walked = walk(batch, draws, levels=2)
     np.testing.assert_array_equal(walked.count, [3, 2, 1])

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import DraftConfig, TreeConfig
@@ -32,10 +32,8 @@ class LongSpecState:
     the committed length alone.
     """
 
-    keys: Leaf
-    """``[B, W, K, H]``."""
-    values: Leaf
-    """``[B, W, K, H]``."""
+    keys: Leaf[Float[Array, "B W K H"]]
+    values: Leaf[Float[Array, "B W K H"]]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config import DraftConfig
@@ -108,16 +108,14 @@ class LongSpecParams:
 
     layer: Any
     """Parameters of :class:`LongSpecLayer`."""
-    embedding: Leaf
-    """The target's embedding table ``[V, D]``."""
-    head: Leaf
-    """The target's LM head ``[V, D]``; the embedding itself where they are tied."""
-    vocabulary: Leaf = None
-    """``[v]`` int32 tokens that can be proposed, ``head`` being their rows; all of them if
-    absent."""
-    head_scale: Leaf = None
-    """``[v]`` float32, what the rows of an int8 ``head`` are multiplied by; absent if it is not
-    one."""
+    embedding: Leaf[Float[Array, "V D"]]
+    """The target's embedding table."""
+    head: Leaf[Float[Array, "v D"] | Int[Array, "v D"]]
+    """The target's LM head, the embedding itself where they are tied, or rows of it."""
+    vocabulary: Leaf[Int[Array, " v"]] | None = None
+    """Tokens that can be proposed, ``head`` being their rows; all of them if absent."""
+    head_scale: Leaf[Float[Array, " v"]] | None = None
+    """What the rows of an int8 ``head`` are multiplied by; absent if it is none."""
 
     @classmethod
     def beside(cls, target_params: Any, layer: Any) -> "LongSpecParams":
@@ -152,7 +150,7 @@ class LongSpecParams:
 
     def logits(self, hidden: Array) -> Array:
         """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
-        if self.int8:
+        if self.head_scale is not None:
             return int8_product(hidden, self.head, self.head_scale)
         return head_logits(self.head, hidden)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from longspec_jax.axes import Array, Leaf, Lengths
+from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
 from longspec_jax.config import TargetConfig
 from longspec_jax.ops.layer.append_rows import append_rows
 
@@ -23,10 +23,10 @@ are written. More than the longest accepted path; a multiple of 8, as kernels wa
 class SmallLMState:
     """Keys and values of every layer. DONATED by what returns a new one."""
 
-    keys: tuple[Leaf, ...]
-    """``L x [B, K, S, H]``, rotary applied."""
-    values: tuple[Leaf, ...]
-    """``L x [B, K, S, H]``."""
+    keys: tuple[Leaf[CacheSlots], ...]
+    """Of every layer, rotary applied."""
+    values: tuple[Leaf[CacheSlots], ...]
+    """Of every layer."""
 
 
 def allocate(config: TargetConfig, batch: int, capacity: int) -> SmallLMState:

@@ -5,33 +5,31 @@ Every implementation of an op takes these two, so that another kind of cache is 
 
 from flax import struct
 
-from longspec_jax.axes import Leaf
+from longspec_jax.axes import CacheSlots, Leaf, Lengths, TreeMask, TreeRows
 
 
 @struct.dataclass
 class Prefix:
     """One layer's committed tokens; row ``b`` sees its slots ``start[b] <= s < length[b]``."""
 
-    keys: Leaf
-    """``[B, K, S, H]``, rotary applied."""
-    values: Leaf
-    """``[B, K, S, H]``."""
-    length: Leaf
-    """``[B]``, slots that hold committed tokens; memory beyond may hold anything."""
-    start: Leaf = None
-    """``[B]``, the first slot each row sees; 0 if absent."""
+    keys: Leaf[CacheSlots]
+    """Rotary applied."""
+    values: Leaf[CacheSlots]
+    length: Leaf[Lengths]
+    """Slots that hold committed tokens; memory beyond may hold anything."""
+    start: Leaf[Lengths] | None = None
+    """The first slot each row sees; 0 if absent."""
 
 
 @struct.dataclass
 class Fresh:
     """One layer's tokens of this very pass: a tree's nodes, or a chunk of a prompt."""
 
-    keys: Leaf
-    """``[B, U, K, H]``, rotary applied."""
-    values: Leaf
-    """``[B, U, K, H]``."""
-    mask: Leaf
-    """``[B, T, U]``, true where query ``t`` sees key ``u``."""
+    keys: Leaf[TreeRows]
+    """Rotary applied."""
+    values: Leaf[TreeRows]
+    mask: Leaf[TreeMask]
+    """True where query ``t`` sees key ``u``."""
 
 
 PREFIX = "b t (k g) h, b k s h, b k s h, b, b -> b t (k g) h, b t (k g)"
