@@ -3,6 +3,7 @@
 Device settings must precede the first use of jax. With ``-m gpu`` the real devices are used.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -12,6 +13,11 @@ from typing import Any
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Begun with ``&`` by a shell, and so would be every process that a test begins and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# A trace makes so many objects that by default a fifteenth of the time would go into walking all
+# those of jax, PyTorch and transformers again and again.
+gc.set_threshold(10_000)
 
 
 def _wants_gpu() -> bool:

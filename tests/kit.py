@@ -1,5 +1,6 @@
 """The testing kit: tiny models with prime sizes, a lookup-table language model, tolerances."""
 
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -39,21 +40,30 @@ def tiny_target_config(**overrides: Any) -> TargetConfig:
 
 def random_target(config: TargetConfig, seed: int = 0, scale: float = 4.0) -> Any:
     """Random target parameters, scaled up so that the output distribution is far from uniform."""
+    return _drawn_once(_random_target, config, seed, scale)
+
+
+@partial(jax.jit, static_argnums=0)
+def _random_target(config: TargetConfig, scale: float, key: jax.Array, spread: jax.Array) -> Any:
     tokens = jnp.zeros((1, 2), jnp.int32)
-    params = Target(config).init(jax.random.key(seed), tokens, method="initialize")["params"]
-    return _spread(params, seed, scale)
+    return _spread(Target(config).init(key, tokens, method="initialize")["params"], scale, spread)
 
 
 def random_draft(config: DraftConfig, seed: int = 1, scale: float = 4.0) -> Any:
     """Random draft parameters; norms and biases are random too."""
+    return _drawn_once(_random_draft, config, seed, scale)
+
+
+@partial(jax.jit, static_argnums=0)
+def _random_draft(config: DraftConfig, scale: float, key: jax.Array, spread: jax.Array) -> Any:
     params = LongSpecLayer(config).init(
-        jax.random.key(seed),
+        key,
         jnp.zeros((1, 2, config.model_width), jnp.dtype(config.dtype)),
         jnp.zeros((1, 2), jnp.int32),
         lambda q, k, v: q,
         lambda q: q,
     )["params"]
-    return _spread(params, seed, scale)
+    return _spread(params, scale, spread)
 
 
 def draft_params(layer: Any, target: Any) -> LongSpecParams:
@@ -61,6 +71,7 @@ def draft_params(layer: Any, target: Any) -> LongSpecParams:
     return LongSpecParams.beside(target, layer)
 
 
+@partial(jax.jit, static_argnums=0)
 def after_prompts(drafter: Drafter, params: Params, tokens: Any, lengths: Any) -> Any:
     """A drafter's state after prompts ``tokens[b, :lengths[b]]`` that arrive as one chunk."""
     tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
@@ -79,18 +90,27 @@ def greedy_beliefs(rows: int, levels: int) -> RoundBeliefs:
     return RoundBeliefs(jnp.zeros((rows, levels + 1, 1)), Sampling.greedy(rows))
 
 
-def _spread(params: Any, seed: int, scale: float) -> Any:
+def _drawn_once(draw: Any, config: Any, seed: int, scale: float) -> Any:
+    """A copy of what is drawn once a process: a test may change it, or give it to a program."""
+    return jax.tree.map(jnp.array, _kept(draw, config, seed, scale))
+
+
+@cache
+def _kept(draw: Any, config: Any, seed: int, scale: float) -> Any:
+    return jax.device_get(draw(config, scale, jax.random.key(seed), jax.random.key(seed + 1000)))
+
+
+def _spread(params: Any, scale: float, key: jax.Array) -> Any:
     """Scale the matrices and make norms and biases random, so that every parameter matters."""
     leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed + 1000), len(leaves))
 
     def spread(leaf: jax.Array, key: jax.Array) -> jax.Array:
         noise = 0.3 * jax.random.normal(key, leaf.shape, jnp.float32)
         wide = leaf.astype(jnp.float32)
-        wide = wide * scale if np.ptp(np.asarray(wide)) > 0 else wide + noise
+        wide = jnp.where(jnp.ptp(wide) > 0, wide * scale, wide + noise)
         return wide.astype(leaf.dtype)
 
-    return jax.tree.unflatten(tree, map(spread, leaves, keys))
+    return jax.tree.unflatten(tree, map(spread, leaves, jax.random.split(key, len(leaves))))
 
 
 def relative_error(actual: Any, expected: Any) -> float:

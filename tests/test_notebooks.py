@@ -1,6 +1,7 @@
 """The notebooks run top to bottom on a CPU, and are committed without outputs."""
 
 import importlib.util
+import os
 import subprocess
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from nbclient import NotebookClient
 
 from longspec_jax.embedded import DEMO
+from tests.children import WITHOUT_TORCH
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -95,7 +97,7 @@ def test_notebook_runs(path: Path, installed: Path, monkeypatch, tmp_path) -> No
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("MPLBACKEND", "agg")
-    monkeypatch.setenv("PYTHONPATH", str(installed))
+    monkeypatch.setenv("PYTHONPATH", f"{installed}{os.pathsep}{WITHOUT_TORCH}")
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook, timeout=SECONDS, resources={"metadata": {"path": str(tmp_path)}}

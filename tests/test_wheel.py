@@ -1,7 +1,6 @@
 """The wheel: one installed name, and commands that work beside whatever files a user has."""
 
 import configparser
-import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.children import environment
 
 pytest.importorskip("setuptools", "77", reason="building a wheel needs setuptools")
 pytestmark = [pytest.mark.slow, pytest.mark.multiproc]
@@ -25,8 +26,10 @@ def get_config(variant="short"):
 """
 
 
-def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    given = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment}
+def run(
+    command: list[str], folder: Path, *import_from: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    given = environment(*import_from, PYTHONDONTWRITEBYTECODE="1", **variables)
     return subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True)
 
 
@@ -96,7 +99,7 @@ def test_no_file_is_left_out(site: Path) -> None:
 
 @pytest.mark.parametrize("name", ["longspec-bench", "longspec-decode", "longspec-vocabulary"])
 def test_scripts_answer_from_anywhere(name: str, site: Path, hostile: Path) -> None:
-    asked = run([*script(site, name), "--help"], hostile, PYTHONPATH=str(site))
+    asked = run([*script(site, name), "--help"], hostile, site)
     assert asked.returncode == 0 and asked.stdout.startswith("usage: "), asked.stderr
 
 
@@ -108,7 +111,7 @@ def test_the_demo_decodes_beside_hostile_files(
     decoded = run(
         [*script(site, "longspec-decode"), *given],
         hostile,
-        PYTHONPATH=str(site),
+        site,
         XDG_CACHE_HOME=str(cache),
     )
     assert decoded.returncode == 0, decoded.stderr
@@ -125,6 +128,6 @@ def test_training_finds_configurations_and_the_users_own(site: Path, hostile: Pa
         "--config=configs/mine.py:huge": "mine has no variant 'huge'",
         "--config=absent": "no configuration file 'absent'; the project's own are demo, ",
     }.items():
-        ended = run([*script(site, "longspec-train"), given], hostile, PYTHONPATH=str(site))
+        ended = run([*script(site, "longspec-train"), given], hostile, site)
         assert ended.returncode == 2 and ended.stderr.startswith("longspec-train: "), ended.stderr
         assert sentence in ended.stderr and ended.stderr.count("\n") == 1

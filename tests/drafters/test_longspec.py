@@ -157,7 +157,7 @@ def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
 
     expected = jax.jit(lambda *models: drafter.propose(*models, view, Masked()))(params, state)
     fewer = params.replace(draft=params.draft.restricted(vocabulary))
-    tree = drafter.propose(fewer, state, view, Restricted())
+    tree = jax.jit(lambda: drafter.propose(fewer, state, view, Restricted()))()
     for ours, theirs in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -205,7 +205,7 @@ def test_committing_equals_prefilling_the_longer_text() -> None:
     counts = np.array([4, 1, 0], np.int32)
     block = np.stack([tokens[b, n : n + 4] for b, n in enumerate(lengths)])
     joined = Committed(jnp.asarray(block), jnp.asarray(lengths), jnp.asarray(counts))
-    committed = drafter.extend(params, state, joined)
+    committed = jax.jit(drafter.extend)(params, state, joined)
     fresh = after_prompts(drafter, params, tokens, lengths + counts)
     for ours, theirs in zip(jax.tree.leaves(committed), jax.tree.leaves(fresh), strict=True):
         present = np.asarray(ring_positions(jnp.asarray(lengths + counts), WINDOW)) >= 0
@@ -221,13 +221,14 @@ def test_a_prompt_in_chunks_equals_a_prompt_at_once() -> None:
     drafter = LongSpecDrafter(CONFIG, TreeConfig((2, 2, 2)))
     whole = after_prompts(drafter, params, tokens, lengths)
     present = np.asarray(ring_positions(jnp.asarray(lengths), WINDOW)) >= 0
+    extend = jax.jit(drafter.extend)
     for chunk in (16, 8, 4):
         state = drafter.begin(params, len(lengths), 32)
         for offset in range(0, 32, chunk):
             count = np.clip(lengths - offset, 0, chunk)
             block = jnp.asarray(tokens[:, offset : offset + chunk])
             start = jnp.full_like(jnp.asarray(count), offset)
-            state = drafter.extend(params, state, Committed(block, start, jnp.asarray(count)))
+            state = extend(params, state, Committed(block, start, jnp.asarray(count)))
         for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
             np.testing.assert_allclose(
                 np.asarray(ours)[present], np.asarray(theirs)[present], atol=1e-5

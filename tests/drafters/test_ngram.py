@@ -1,8 +1,10 @@
 """Prompt lookup against a plain search in Python, and the trees it makes of what it finds."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,13 +22,17 @@ def proposed(texts: list[list[int]], tree: str) -> Any:
     tokens = np.full((len(texts), 64), 9, np.int32)  # What is not written yet may be anything.
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text) - 1] = text[:-1]
-    pending = jnp.asarray([text[-1] for text in texts])
-    view: Any = SimpleNamespace(pending=pending, position=jnp.asarray(last))
+    pending = np.array([text[-1] for text in texts], np.int32)
+    return _proposed(NgramDrafter(TreeConfig.parse(tree)), tokens, pending, last)
+
+
+@partial(jax.jit, static_argnums=0)
+def _proposed(drafter: NgramDrafter, tokens: Any, pending: Any, last: Any) -> Any:
+    view: Any = SimpleNamespace(pending=pending, position=last)
     beliefs: Any = None
-    drafter = NgramDrafter(TreeConfig.parse(tree))
     # Past the annotations: a view of nothing but its pending tokens.
     propose = getattr(NgramDrafter.propose, "__wrapped__", NgramDrafter.propose)
-    return propose(drafter, NONE, NgramState(jnp.asarray(tokens)), view, beliefs)
+    return propose(drafter, NONE, NgramState(tokens), view, beliefs)
 
 
 def paths(tree: Any, row: int) -> set[tuple[int, ...]]:
@@ -42,7 +48,7 @@ def paths(tree: Any, row: int) -> set[tuple[int, ...]]:
 def test_match_lengths_by_search() -> None:
     random = np.random.default_rng(0)
     text, last = random.integers(0, 3, (5, 40)), np.array([39, 12, 0, 1, 30])
-    found = match_lengths(jnp.asarray(text), jnp.asarray(last))
+    found = jax.jit(match_lengths)(jnp.asarray(text), jnp.asarray(last))
     for b in range(5):
         for slot in range(40):
             length = 0

@@ -161,7 +161,7 @@ def test_committing_a_path_equals_prefilling_the_longer_text() -> None:
     state = after_prompts(drafter, PARAMS, tokens, lengths)
     block = np.stack([tokens[b, n : n + 4] for b, n in enumerate(lengths)])
     committed = Committed(jnp.asarray(block), jnp.asarray(lengths), jnp.asarray(counts))
-    extended = drafter.extend(PARAMS, state, committed)
+    extended = jax.jit(drafter.extend)(PARAMS, state, committed)
     longer = after_prompts(drafter, PARAMS, tokens, lengths + counts)
     assert_committed_slots_equal(extended, longer, lengths + counts)
 
@@ -186,7 +186,7 @@ def test_only_the_slots_behind_the_start_are_written(given: int, advances: bool)
     rows = -1.0 - jnp.broadcast_to(jnp.arange(given)[:, None, None], shape)
     start = np.array(STARTS)
     count = np.clip(32 - start, 0, 3) * advances
-    new = append(old, (rows,), (2 * rows,), jnp.asarray(start), jnp.asarray(count))
+    new = jax.jit(append)(old, (rows,), (2 * rows,), jnp.asarray(start), jnp.asarray(count))
     for row, (at, joined) in enumerate(zip(start, count, strict=True)):
         expected = np.array(old.keys[0][row])
         expected[:, at : at + joined] = rows[row].swapaxes(0, 1)[:, :joined]
@@ -221,11 +221,13 @@ def test_a_token_that_only_the_target_has_is_harmless() -> None:
     tokens = np.array(TOKENS)
     tokens[0, 4] = 100  # Of the target's 101.
     state = after_prompts(drafter, PARAMS, tokens, LENGTHS)
-    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(state))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+    among: list[jax.Array] = []
 
     class Wide(Beliefs):
         def among(self, tokens: jax.Array) -> "Among":
-            np.testing.assert_array_equal(tokens, np.arange(97))
+            among.append(tokens)
             return Among()
 
     class Among(Beliefs):
@@ -233,5 +235,11 @@ def test_a_token_that_only_the_target_has_is_harmless() -> None:
             assert logits.shape[-1] == 97
             return jax.nn.log_softmax(logits)
 
-    tree = drafter.propose(PARAMS, state, view_at(LENGTHS), Wide())
+    @jax.jit
+    def propose(params: Params, state: SmallLMState) -> tuple[Tree, list[jax.Array]]:
+        among.clear()
+        return drafter.propose(params, state, view_at(LENGTHS), Wide()), [*among]
+
+    tree, [candidates] = propose(PARAMS, state)
+    np.testing.assert_array_equal(candidates, np.arange(97))
     assert int(tree.tokens.max()) < 97

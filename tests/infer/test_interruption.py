@@ -21,6 +21,7 @@ from infer.status_line import ERASE
 from longspec_jax import PLAIN, GenerateResult, LongSpec, MemoryPlan, Stats, StreamRound, TreeUse
 from longspec_jax.generation.comparison import Comparison
 from longspec_jax.generation.text import Piece
+from tests.children import environment
 from tests.infer.toys import save_toy
 
 ROOT = Path(__file__).parents[2]
@@ -239,9 +240,8 @@ def test_work_runs_to_its_end_and_raises_what_it_raises() -> None:
 
 
 def start(*argv: str, **options) -> subprocess.Popen:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TERM": "xterm"}
     command = [sys.executable, "-m", "infer.decode", *argv]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)
+    return subprocess.Popen(command, cwd=ROOT, env=environment(TERM="xterm"), text=True, **options)
 
 
 def interrupt_at(sign: str, *argv: str) -> tuple[int, str]:

@@ -145,6 +145,7 @@ def test_proposed_tree(tmp_path):
     cache = (jnp.asarray(x).swapaxes(0, 1)[None] for x in (keys, values))
     view, models = view_of(jnp.asarray([pending]), length, *cache), Params(None, own)
     drafted = after_prompts(drafter, models, tokens[None], length)
-    tree = drafter.propose(models, drafted, view, greedy_beliefs(1, 2))
+    propose = jax.jit(lambda: drafter.propose(models, drafted, view, greedy_beliefs(1, 2)))
+    tree = propose()
     np.testing.assert_array_equal(tree.tokens[0], [pending, *children, *grandchildren])
     np.testing.assert_array_equal(tree.parents[0, 1:], [0, 0, 0, *(1 + parents)])

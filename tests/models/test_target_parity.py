@@ -99,10 +99,13 @@ def test_layer(pair):
             torch.from_numpy(x), attention_mask=mask, position_embeddings=angles
         )
     expected = expected[0] if isinstance(expected, tuple) else expected
-    x = jnp.asarray(x)
-    stream, increment, _, _ = Layer(config).apply(
-        {"params": params["layers_1"]}, x, None, _angles(config, x), causal_attention
-    )
+
+    @jax.jit
+    def apply(params, x):
+        angles = _angles(config, x)
+        return Layer(config).apply({"params": params}, x, None, angles, causal_attention)
+
+    stream, increment, _, _ = apply(params["layers_1"], x)
     np.testing.assert_allclose(stream + increment.sum(axis=0), expected.numpy(), atol=TIGHT)
 
 

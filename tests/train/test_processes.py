@@ -1,6 +1,5 @@
 """Two processes as one run: the same training, one stop for both, one export."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.children import environment
 from tests.kit import relative_error
 from tests.train.tiny import ROOT, arguments, command, records, save_tiny_target, write_documents
 from train import run
@@ -24,17 +24,17 @@ def start(given: list[str], cache: Path) -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    devices = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    environment = {**os.environ, "XLA_FLAGS": devices, "JAX_PLATFORMS": "cpu"}
-    environment["HF_DATASETS_CACHE"] = str(cache)
-    environment["JAX_COMPILATION_CACHE_DIR"] = str(cache / "compiled")
-    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    kept = {
+        "HF_DATASETS_CACHE": str(cache),
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
     join = [f"--coordinator=127.0.0.1:{port}", "--processes=2"]
     return [
         subprocess.Popen(
             [sys.executable, "-m", "train.run", *given, *join, f"--process={index}"],
             cwd=ROOT,
-            env=environment,
+            env=environment(devices=2, **kept),
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -5,14 +5,36 @@ import json
 import pytest
 
 from infer.bench import __main__ as bench
+from infer.bench import drafters as bench_drafters
 from infer.bench.drafters import MEASURED
+from longspec_jax import LongSpec, TreeConfig, demo_prompts
 from longspec_jax.embedded import DEMO
 
+on_the_demo = pytest.mark.skipif(not DEMO.is_dir(), reason="the demo model is not in this checkout")
+SMALL = {"longspec": "4,4@6", "ngram": "4,4,4@8", "streaming": "chain:2", "small_lm": "4,4"}
+"""Trees of the same forms as those measured, with fewer passes to compile."""
 
-@pytest.mark.slow
-@pytest.mark.skipif(not DEMO.is_dir(), reason="the demo model is not in this checkout")
+
+@pytest.fixture(scope="module")
+def two_documents() -> dict[str, str]:
+    return dict(sorted(demo_prompts().items(), key=lambda document: len(document[1]))[:2])
+
+
+@on_the_demo
 @pytest.mark.parametrize("drafter", MEASURED)
-def test_every_kind_of_draft_on_the_demo(drafter, tmp_path, capsys) -> None:
+def test_the_demo_takes_the_trees_that_are_measured(drafter) -> None:
+    source, tree = MEASURED[drafter]
+    assert LongSpec.demo(draft=source).check([[1, 2, 3]], tree=tree, max_new_tokens=8)
+
+
+@on_the_demo
+@pytest.mark.parametrize("drafter", MEASURED)
+def test_every_kind_of_draft_on_the_demo(
+    drafter, two_documents, tmp_path, monkeypatch, capsys
+) -> None:
+    measured = MEASURED[drafter][0], TreeConfig.parse(SMALL[drafter])
+    monkeypatch.setattr(bench_drafters, "MEASURED", {drafter: measured})
+    monkeypatch.setattr(bench_drafters, "demo_prompts", lambda: two_documents)
     file = tmp_path / "rows.json"
     options = ["--context=48", "--new_tokens=24", f"--drafters={drafter}", f"--json={file}"]
     assert bench.main(["drafters", *options, "--temperatures=1"]) == 0

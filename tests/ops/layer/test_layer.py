@@ -92,7 +92,7 @@ def test_gradients_are_those_of_plain_jax() -> None:
         return (total**2).sum() + jnp.sin(out).sum()
 
     ours, plain = (
-        jax.grad(functools.partial(loss, op), (0, 1, 2))(x, delta, scale)
+        jax.jit(jax.grad(functools.partial(loss, op), (0, 1, 2)))(x, delta, scale)
         for op in (residual_norm.residual_norm, residual_norm.composed)
     )
     jax.tree.map(np.testing.assert_array_equal, ours, plain)
@@ -105,6 +105,6 @@ def test_gradients_are_those_of_plain_jax() -> None:
         )
 
     np.testing.assert_array_equal(
-        jax.grad(functools.partial(heads_loss, split_heads.split_heads))(qkv),
-        jax.grad(functools.partial(heads_loss, split_heads.composed))(qkv),
+        jax.jit(jax.grad(functools.partial(heads_loss, split_heads.split_heads)))(qkv),
+        jax.jit(jax.grad(functools.partial(heads_loss, split_heads.composed)))(qkv),
     )
