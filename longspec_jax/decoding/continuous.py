@@ -18,6 +18,7 @@ import numpy as np
 from longspec_jax.decoding.adaptive import check_one_clock, tallest
 from longspec_jax.decoding.ahead import Report, fetch, one_round
 from longspec_jax.decoding.choosing import Choosing
+from longspec_jax.decoding.engine import room
 from longspec_jax.decoding.home import Home
 from longspec_jax.decoding.policy import Measurement, Policy
 from longspec_jax.decoding.prefill import prefill_chunks, vacant
@@ -150,12 +151,27 @@ class ContinuousBatch:
           key: names the request in what :meth:`step` returns; no other has it now.
           tokens: ``[P]`` its prompt, at least one token.
           request: what it asks for, arrays of one row on the host.
+
+        Raises:
+          RuntimeError: while another newcomer is being prefilled.
+          ValueError: if the slots have no room for the prompt and what it may emit.
         """
         if not self.wants_more:
             raise RuntimeError("a newcomer is being prefilled; step until wants_more")
+        self._check_room(len(tokens), int(request.max_new_tokens[0]))
         length = np.asarray([len(tokens)], np.int32)
         chunks = prefill_chunks(*self._models, tokens[None], length, request, **self._sizes)
         self._newcomer = _Newcomer(key, chunks)
+
+    def _check_room(self, prompt: int, new: int) -> None:
+        capacity, chunk = self._sizes["capacity"], self._sizes["chunk"]
+        whole_chunks = -(-prompt // chunk) * chunk
+        needed = max(whole_chunks, prompt + new + room(self._models[1].tree.num_levels))
+        if needed > capacity:
+            raise ValueError(
+                f"a prompt of {prompt} tokens and max_new_tokens={new} take {needed} cache slots "
+                f"and a row has capacity={capacity}; make the batch with more, or ask for less"
+            )
 
     def drop(self, key: int) -> None:
         """End a request before its time; what was launched for it may still be reported."""

@@ -20,6 +20,7 @@ from longspec_jax.decoding.prefill import prefill
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from tests.decoding.test_lossless import (
     LENGTHS,
@@ -31,7 +32,7 @@ from tests.decoding.test_lossless import (
     request,
 )
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
-from tests.lookup import LookupDrafter, LookupTarget, random_table
+from tests.lookup import ConstantDrafter, LookupDrafter, LookupTarget, random_table
 
 VOCABULARY = 13
 TREE = TreeConfig((4, 5, 3))
@@ -190,6 +191,42 @@ def test_the_clock_decides_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain > 5 * tree
     plain, _, tree = run(dict(zip(shapes, (1.0, 3.0, 1.1), strict=True)))
     assert plain == 2 and tree > plain
+
+
+def test_the_promise_holds_across_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two drafters with a common state, useless ones cost a tenth and a good one is found."""
+    target, members = LookupTarget(VOCABULARY), (LookupDrafter(PLAIN), ConstantDrafter(PLAIN))
+    trees = TREE, TreeConfig((2, 2))
+    drafters = candidates([OneOf(members, index, tree) for index, tree in enumerate(trees)])
+    real, now, new = adaptive.burst, [0.0], 240
+    req = request(new=(new,) * 3)
+
+    def run(table: Any, costs: dict[TreeConfig, float]) -> adaptive.Leg:
+        def timed(target, drafter, *args):
+            state, report = real(target, drafter, *args)
+            now[0] += costs[drafter.tree] * int(report[0])
+            return state, report
+
+        params = Params(TABLE, (table, ()))
+        with monkeypatch.context() as inside:
+            inside.setattr(adaptive, "burst", SimpleNamespace(of_shape=lambda *_: timed))
+            state = prefill(
+                *(target, adaptive.tallest(drafters), params),
+                *(jnp.asarray(prompts(VOCABULARY)), jnp.asarray(LENGTHS), req),
+                capacity=280,
+                max_emitted=new,
+                chunk=8,
+            )
+            policy = FastestWithinBudget.over(len(drafters))
+            legs = decode_bursts(*(target, drafters, params, state, policy), clock=lambda: now[0])
+            return last(legs)
+
+    dear = run(-TABLE, {PLAIN: 1.0, trees[0]: 4.0, trees[1]: 6.0})
+    assert all(total.rounds for total in dear.totals), "every drafter was looked at"
+    assert now[0] <= 1.1 * (new - 1)
+    found = run(TABLE, {PLAIN: 1.0, trees[0]: 1.2, trees[1]: 1.1})
+    assert found.totals[drafters.index(OneOf(members, 0, TREE))].tokens > 0.8 * 3 * new
+    assert_same(rows_of(found.state), rows_of(dear.state))
 
 
 def test_rehearsal_compiles_everything_and_emits_within_the_budget() -> None:

@@ -194,6 +194,18 @@ def test_only_one_newcomer_at_a_time() -> None:
         batch.admit(1, prompt(1, VOCABULARY), asked(1))
 
 
+def test_what_a_slot_has_no_room_for_is_refused() -> None:
+    batch = begin(LookupTarget(VOCABULARY), [LookupDrafter(TREE)], Params(TABLE, NEAR))
+    fits = asked(0).replace(max_new_tokens=np.asarray([48 - 40 - 3]))
+    batch.admit(0, np.zeros(40, np.int32), fits)
+    other = begin(LookupTarget(VOCABULARY), [LookupDrafter(TREE)], Params(TABLE, NEAR))
+    for length, new in ((40, 6), (49, 1)):
+        more = asked(0).replace(max_new_tokens=np.asarray([new]))
+        with pytest.raises(ValueError, match="cache slots and a row has capacity=48; make the"):
+            other.admit(0, np.zeros(length, np.int32), more)
+    assert other.wants_more
+
+
 def test_a_slot_is_written_whole() -> None:
     """Not-a-number of the last row must not reach the next one through a masked product."""
     target, drafter = LookupTarget(VOCABULARY), LookupDrafter(TREE)
