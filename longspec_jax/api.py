@@ -451,20 +451,24 @@ class LongSpec:
 
     def _plan(self, rows: int, shape: Shape, drafters: Sequence[Drafter], draft: Any) -> MemoryPlan:
         """Bytes of a call, from shapes alone."""
-        config = self.target_config
+        config, batches = self.target_config, [rows]
         if self.row_slots is not None and rows > self.row_slots:
-            rows = self.row_slots + 1  # The one being prefilled has memory of its own.
+            batches = [self.row_slots, 1]  # The one being prefilled is a batch of its own.
         params = Params(self.target_params, draft)
-        begin = partial(drafters[0].begin, batch=rows, capacity=shape.capacity)
-        state = jax.eval_shape(begin, params)
         nodes = max(drafter.tree.num_nodes for drafter in drafters)
-        home = Home.beside(self.target_params, rows)
+        cache = state = working = 0
+        for batch in batches:
+            home = Home.beside(self.target_params, batch)
+            begin = partial(drafters[0].begin, batch=batch, capacity=shape.capacity)
+            cache += cache_bytes(config, batch, shape.capacity) // home.cache_shares
+            state += tree_bytes(jax.eval_shape(begin, params)) // home.row_shares
+            working += working_bytes(config, batch, shape.chunk, nodes) // home.row_shares
         return MemoryPlan(
-            batch=rows,
+            batch=sum(batches),
             capacity=shape.capacity,
             target_bytes=device_bytes(self.target_params),
             draft_bytes=0 if draft is None else device_bytes([part.own for part in self.drafts]),
-            cache_bytes=cache_bytes(config, rows, shape.capacity) // home.cache_shares,
-            draft_state_bytes=tree_bytes(state) // home.row_shares,
-            working_bytes=working_bytes(config, rows, shape.chunk, nodes) // home.row_shares,
+            cache_bytes=cache,
+            draft_state_bytes=state,
+            working_bytes=working,
         )

@@ -13,7 +13,7 @@ import longspec_jax
 from longspec_jax import PLAIN, LongSpec, TreeConfig
 from longspec_jax.decoding import adaptive
 from longspec_jax.decoding import prefill as prefill_lib
-from longspec_jax.generation import memory
+from longspec_jax.generation import memory, runner
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
 from tests.kit import tiny_target_config
@@ -399,3 +399,45 @@ def test_contents_can_be_imported() -> None:
         assert getattr(longspec_jax, name) is not None
     with pytest.raises(AttributeError):
         _ = longspec_jax.nonsense
+
+
+def test_rows_beyond_the_slots_wait_and_say_the_same(spec) -> None:
+    """Through every way of a call; their memory is that of the slots and of one newcomer."""
+    flowing = dataclasses.replace(spec, row_slots=2)
+    prompts = [[3, 4, 5], [6] * 40, [7, 8], [9, 10, 11, 12]]
+    options = dict(max_new_tokens=[9, 3, 7, 1], temperature=[0, 1.0, 0.7, 0], seed=[1, 2, 3, 4])
+    expected = spec.generate(prompts, **options)
+    result = flowing.generate(prompts, **options)
+    assert result.sequences == expected.sequences and result.text == expected.text
+    assert result.drafted == expected.drafted
+    assert result.stats.histograms == expected.stats.histograms
+    assert result.stats.memory.batch == 3
+    assert 3 * expected.stats.memory.cache_bytes == 4 * result.stats.memory.cache_bytes
+    streamed = [""] * 4
+    for added in flowing.stream(prompts, **options):
+        streamed = [text + new for text, new in zip(streamed, added.text, strict=True)]
+    assert tuple(streamed) == expected.text
+    compared = flowing.compare(prompts, **options)
+    assert compared.identical and compared.speculative.sequences == expected.sequences
+
+
+def test_slots_that_are_not_needed_change_nothing(spec) -> None:
+    """Each number of rows is a shape of its own, compiled before it is timed."""
+    roomy = dataclasses.replace(spec, row_slots=8, _warm=runner.WarmShapes())
+    compiled = [
+        roomy.generate([[3, 4]] * rows, max_new_tokens=5).stats.compile_seconds for rows in (1, 2)
+    ]
+    assert min(compiled) > 0
+    assert roomy.generate([[3, 4]] * 2, max_new_tokens=5).stats.compile_seconds == 0
+
+
+def test_the_plan_of_slots_on_a_mesh() -> None:
+    """Half of the slots' rows on each device, and all of the newcomer's."""
+    target = toy_spec(num_heads=4, model_width=32, mlp_width=54, vocab_size=18)
+    mesh = make_mesh(data=2)
+    params = jax.device_put(target.target_params, param_shardings(mesh, target.target_params))
+    spread = dataclasses.replace(target, target_params=params, draft=None, mesh=mesh, tree=None)
+    one = spread.memory_plan(1, 20, 5)
+    flowing = dataclasses.replace(spread, row_slots=4).memory_plan(64, 20, 5)
+    assert flowing.cache_bytes == (4 // 2 + 1) * one.cache_bytes
+    assert spread.memory_plan(4, 20, 5).cache_bytes == 2 * one.cache_bytes

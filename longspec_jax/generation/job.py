@@ -84,7 +84,8 @@ class Job:
         """What a compilation depends on."""
         sampling = self.request.sampling
         return (
-            *(self.target, self.drafters, self.shape, self.flows, self.slots or len(self.prompts)),
+            *(self.target, self.drafters, self.shape),
+            *(self.flows, self.slots if self.flows else len(self.prompts)),
             *(self.request.stop_tokens.shape, sampling.stochastic, sampling.filtered),
             tuple(leaf.shape for leaf in jax.tree.leaves(self.params.draft)),
             jax.tree.leaves(self.params.target)[0].sharding,
