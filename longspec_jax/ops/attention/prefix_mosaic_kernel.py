@@ -55,7 +55,9 @@ class Work:
 
 def memory(tile: MosaicTile, width: int, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of a program: the fields of :class:`_Memory`."""
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    # By the types of newer jax these are abstract; they are not.
+    tiling = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
+    swizzled = (tiling, plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
     def shared(*shape: int) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=swizzled)

@@ -51,7 +51,9 @@ def _launch(x: Array, weights: Array, bias: Array | None, tile: ProductTile) -> 
     dtype = jnp.float32 if tile.splits > 1 else x.dtype
     out_shape = (tile.splits, rows, columns) if tile.splits > 1 else (rows, columns)
     parts = (2,) if gated else ()
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    # By the types of newer jax these are abstract; they are not.
+    tiling = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
+    swizzled = (tiling, plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
     kernel = plgpu.kernel(
         functools.partial(_kernel, tile=tile, has_bias=bias is not None),
         out_type=jax.ShapeDtypeStruct(out_shape, dtype),
