@@ -393,8 +393,8 @@ class LongSpec:
         )
         plan = self._plan(len(prompts), shape, drafters, draft)
         check_fits(plan, free_bytes(self.mesh))
-        devices = 1 if self.mesh is None else self.mesh.size
-        target = CachedTarget(config, self.attention, devices)
+        mesh = None if self.mesh is None else self.mesh.abstract_mesh
+        target = CachedTarget(config, self.attention, mesh)
         params = Params(self.target_params, draft)
         request = rows.request()
         return Job(target, drafters, params, prompts, request, shape, plan, self.row_slots)

@@ -16,6 +16,8 @@ ATTENTION = ("pallas", "mosaic", "triton", "xla", "reference", "interpret")
 """Names of the implementations in :mod:`longspec_jax.ops.attention.dispatch`, which imports jax."""
 MESH_AXES = ("data", "fsdp", "tp")
 """Axes of the mesh that :mod:`longspec_jax.sharding` makes, which imports jax."""
+BATCH_AXES = ("data", "fsdp")
+"""Those over both of which batch rows are spread."""
 MAX_LAYERS = 1024
 """Most layers of a target: every layer is a part of its own of the compiled program."""
 SMALLEST_EPS = 1e-30

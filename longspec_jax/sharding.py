@@ -13,10 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspec_jax.config import MESH_AXES
+from longspec_jax.config import BATCH_AXES, MESH_AXES
 
-BATCH_AXES = ("data", "fsdp")
-"""Batch rows are spread over both."""
 BATCH = P(BATCH_AXES)
 
 RULES: tuple[tuple[str, P], ...] = (

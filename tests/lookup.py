@@ -34,7 +34,7 @@ class LookupTarget:
     """``logits = table[hash(visible tokens, positions) % rows]``; the parameters are the table."""
 
     vocab_size: int
-    devices: int = 1
+    mesh: None = None
 
     def allocate(self, batch, capacity):
         # Unwritten memory may hold anything.

@@ -29,7 +29,7 @@ from longspec_jax.decoding.view import CacheView
 from longspec_jax.decoding.walk import Walk, walk
 from longspec_jax.drafters.base import Committed, Drafter, Params
 from longspec_jax.drafters.tree import Tree, along, node_depths
-from longspec_jax.ops.partitioned import spread_over
+from longspec_jax.ops.partitioned import use_mesh
 
 Walker: TypeAlias = Callable[[Tree, Array, int], Walk]
 """``(tree, draws[B, T], levels) -> walk``: what :func:`longspec_jax.decoding.walk.walk` is."""
@@ -59,7 +59,7 @@ def spec_step(
     Returns:
       The rows after the round, and what it emitted.
     """
-    with spread_over(target.devices):
+    with use_mesh(target.mesh):
         beliefs = round_beliefs(target, drafter, rows)
         tree = propose_tree(target, drafter, params, rows, beliefs)
         verified, draws = verify_tree(target, drafter, params, rows, tree, beliefs)

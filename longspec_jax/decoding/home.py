@@ -7,7 +7,7 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from longspec_jax.sharding import BATCH_AXES
+from longspec_jax.config import BATCH_AXES
 
 
 class Home(NamedTuple):

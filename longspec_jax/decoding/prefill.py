@@ -21,7 +21,7 @@ from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import NO_TOKEN, draw, noise
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
-from longspec_jax.ops.partitioned import spread_over
+from longspec_jax.ops.partitioned import use_mesh
 
 
 def prefill(
@@ -193,7 +193,7 @@ def _prefill_chunk(
     fresh = jax.lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
     last = length - 1 - offset
     at = jnp.clip(last, 0, chunk - 1)
-    with spread_over(target.devices):
+    with use_mesh(target.mesh):
         start = jnp.full_like(length, offset)
         new, cache, features = target.prefill_chunk(params, cache, fresh, start, at, needs)
     here = (last >= 0) & (last < chunk)
@@ -220,7 +220,7 @@ def _extend(
     fresh = jax.lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
     start = jnp.full_like(length, offset)
     committed = Committed(fresh, start, jnp.clip(length - offset, 0, chunk), features)
-    with spread_over(target.devices):
+    with use_mesh(target.mesh):
         draft = drafter.extend(params, draft, committed)
     return jax.lax.with_sharding_constraint(draft, home.rows)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Lengths, TreeMask
@@ -63,8 +64,8 @@ class TargetModel(Protocol):
         ...
 
     @property
-    def devices(self) -> int | None:
-        """How many the parameters are spread over; None if it is not said."""
+    def mesh(self) -> AbstractMesh | None:
+        """The mesh over which the parameters are spread; None on one device."""
         ...
 
     def allocate(self, batch: int, capacity: int) -> KVCache:
@@ -119,8 +120,8 @@ class CachedTarget:
     config: TargetConfig
     attention: str | None = None
     """Attention implementation; chosen automatically if absent."""
-    devices: int | None = None
-    """How many the parameters are spread over; if absent all that are visible, which serves one."""
+    mesh: AbstractMesh | None = None
+    """The mesh over which the parameters are spread; None on one device."""
 
     @property
     def vocab_size(self) -> int:

@@ -27,7 +27,7 @@ from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.progress import Run, Timing
 from longspec_jax.generation.result import GenerateResult, StreamRound
 from longspec_jax.generation.runner import Begin, Ready, WarmShapes
-from longspec_jax.ops.partitioned import spread_over
+from longspec_jax.ops.partitioned import use_mesh
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _scores(
     length = length.astype(jnp.int32)
     mask = jnp.ones((tokens.shape[0], 1, 1), bool)
     token = tokens[:, None].astype(jnp.int32)
-    with spread_over(target.devices):
+    with use_mesh(target.mesh):
         verified = target.verify(params.target, cache, token, length[:, None], mask, length)
     gumbel = noise(request.sampling, length[:, None] + 1, target.vocab_size)
     return perturb(verified.logits, gumbel, request.sampling)[:, 0]

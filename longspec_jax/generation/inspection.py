@@ -20,7 +20,7 @@ from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.walk import walk
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.runner import Begin, Ready, run_steps
-from longspec_jax.ops.partitioned import spread_over
+from longspec_jax.ops.partitioned import use_mesh
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _examine(
     target: CachedTarget, drafter: Drafter, params: Params, rows: Rows
 ) -> dict[str, Array]:
     """A round without its commit: the same tree, draws and walk as the step that follows."""
-    with spread_over(target.devices):
+    with use_mesh(target.mesh):
         beliefs = engine.round_beliefs(target, drafter, rows)
         tree = engine.propose_tree(target, drafter, params, rows, beliefs)
         verified, draws = engine.verify_tree(target, drafter, params, rows, tree, beliefs)

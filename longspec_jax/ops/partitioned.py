@@ -1,12 +1,12 @@
-"""Kernels that a mesh of devices may share out: the partitioner's view of a call it cannot read.
+"""Kernels on a mesh of devices: each computes its share of a call that the compiler cannot read.
 
-To the partitioner a kernel is opaque: without a rule it gathers every operand on every device,
-whole caches in every layer of every step. :func:`partitioned` says which axes of which operand are
-the same axis. Some of them (batch rows, key/value heads) may then be cut: every device runs the op
-on its share, with the tiles of the share's shape. The others are whole on every device, query heads
-with the key/value head they read. An axis that does not divide over its devices is whole as well.
+To the compiler a kernel is opaque: left to itself it gathers every operand on every device, whole
+caches in every layer of every step. :func:`partitioned` names the axes of the operands. Batch rows
+and key/value heads are cut where the rest of the model cuts them, query heads with the key/value
+head they read, and every device runs the op on its share, with the tiles of the share's shape. All
+other axes, and one that does not divide over its devices, are whole on each.
 
-A program of one device holds the op itself and nothing else.
+Without a mesh in use (:func:`use_mesh`), or on one of a single device, a call is the op itself.
 """
 
 import contextlib
@@ -15,29 +15,32 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+
+from longspec_jax.config import BATCH_AXES
 
 Op = TypeVar("Op", bound=Callable[..., Any])
 Term = tuple[tuple[str, ...], ...]
 """The axes of one array; the query heads are two of them, ``("k", "g")``."""
 
+CUT = {"b": BATCH_AXES, "k": ("tp",)}
+"""The axes of operands that are cut, and the axes of the mesh over which."""
 
-def partitioned(rule: str, cut: tuple[str, ...] = ("b", "k")) -> Callable[[Op], Op]:
-    """Let the partitioner cut some axes of an op.
+
+def partitioned(rule: str) -> Callable[[Op], Op]:
+    """Let every device of the mesh in use compute its share of an op.
 
     Args:
       rule: a term for each positional argument, for each field of one that is a dataclass, and,
         after ``->``, for each result, or one for all of them: ``"b t (k g) h, b k s h -> b t (k g)
         h"``. The term of a sequence of arrays holds for each of them; an argument or a field may
-        be None.
-      cut: the axes that may be cut; each is somewhere an array's whole axis.
+        be None. Batch rows are ``b``, key/value heads ``k``; both are somewhere an array's whole
+        axis.
     """
     operands, results = (
         [_parse(term) for term in side.split(",")] for side in rule.split("->", maxsplit=1)
@@ -49,76 +52,55 @@ def partitioned(rule: str, cut: tuple[str, ...] = ("b", "k")) -> Callable[[Op], 
         @functools.wraps(op)
         def call(*args: Any, **options: Any) -> Any:
             bound = signature.bind(*args, **options)
-            # What outlives this call, for the partitioner, must not hold its arrays.
-            given, static = bound.args, bound.kwargs
-
-            def share(*arrays: Any) -> Any:
-                return op(*arrays, **static)
-
             if one_device():
-                return share(*given)
-            parts = [part for argument in given for part in _parts(argument)]
+                return op(*bound.args, **bound.kwargs)
+            parts = [part for argument in bound.args for part in _parts(argument)]
             terms = [
                 term
-                for term, argument in zip(operands, parts, strict=False)
-                for _ in jax.tree.leaves(argument)
+                for term, part in zip(operands, parts, strict=False)
+                for _ in jax.tree.leaves(part)
             ]
+            arrays, structure = jax.tree.flatten(bound.args)
+            axes = _mesh_axes(terms, [array.shape for array in arrays])
+            out_specs = tuple(_spec(term, axes) for term in results)
+            results_structure = None
 
-            def sharding_rule(mesh: Mesh, values: Sequence[Any], outs: Sequence[Any]) -> Any:
-                every = [*terms, *_for_each(results, len(outs))]
-                return _shardy(every, [value.shape for value in (*values, *outs)], len(terms), cut)
+            def share(*arrays: Any) -> Any:
+                nonlocal results_structure
+                shares = op(*structure.unflatten(arrays), **bound.kwargs)
+                leaves, results_structure = jax.tree.flatten(shares)
+                return tuple(leaves)
 
-            def partition(mesh: Mesh, arrays: Any, outs: Any) -> Any:
-                leaves, structure = jax.tree.flatten(arrays)
-                out_leaves, out_structure = jax.tree.flatten(outs)
-                axes = _mesh_axes(mesh, terms, leaves, cut)
-                shardings, out_shardings = (
-                    [NamedSharding(mesh, _spec(term, axes)) for term in some]
-                    for some in (terms, _for_each(results, len(out_leaves)))
-                )
-                return (
-                    mesh,
-                    share,
-                    out_structure.unflatten(out_shardings),
-                    structure.unflatten(shardings),
-                )
-
-            cuttable = custom_partitioning(share)
-            cuttable.def_partition(partition, sharding_rule=sharding_rule)
-            return cuttable(*given)
+            leaves = jax.shard_map(
+                share,
+                in_specs=tuple(_spec(term, axes) for term in terms),
+                out_specs=out_specs if len(results) > 1 else out_specs[0],
+                check_vma=False,  # A kernel does not say along which axes its results vary.
+            )(*arrays)
+            return jax.tree.unflatten(results_structure, leaves)
 
         return cast(Op, call)
 
     return decorate
 
 
-_DEVICES: ContextVar[int | None] = ContextVar("devices", default=None)
+def use_mesh(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Say, while a program is traced, over which mesh its arrays are spread.
 
-
-@contextlib.contextmanager
-def spread_over(devices: int | None) -> Iterator[None]:
-    """Say, while a program is traced, over how many devices its arrays are spread.
-
-    Tracing cannot see it. What traces must itself depend on the number (as a static argument),
+    Tracing cannot see it. What traces must itself depend on the mesh (as a static argument),
     because programs are kept by their arguments.
 
     Args:
-      devices: their number; None for the mesh in use or, without one, all that are visible.
+      mesh: an abstract one of the axes :data:`longspec_jax.config.MESH_AXES`; None leaves the one
+        in use, if any.
     """
-    token = _DEVICES.set(devices)
-    try:
-        yield
-    finally:
-        _DEVICES.reset(token)
+    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
 def one_device() -> bool:
-    """Whether there is nothing to cut for; a mesh without devices could not ask the partitioner."""
-    devices = _DEVICES.get()
-    if devices is None:
-        mesh = jax.sharding.get_abstract_mesh()
-        devices = jax.device_count() if mesh.empty else mesh.size
-    return devices == 1
+    """Whether there is nothing to cut for: no mesh, one of one device, or a share of one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual
 
 
 def _parts(argument: Any) -> Sequence[Any]:
@@ -134,67 +116,24 @@ def _parse(term: str) -> Term:
     return tuple(tuple((group or axis).split()) for group, axis in dims)
 
 
-def _for_each(terms: Sequence[Term], count: int) -> Sequence[Term]:
-    """A term for each result; a single one holds for all."""
-    return list(terms) * count if len(terms) == 1 else terms
-
-
-def _sizes(terms: Sequence[Term], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Sizes of the factors that are somewhere a whole axis."""
-    return {
+def _mesh_axes(
+    terms: Sequence[Term], shapes: Sequence[Sequence[int]]
+) -> dict[str, tuple[str, ...]]:
+    """The axes of the mesh in use over which each axis of the operands is cut."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {
         dim[0]: size
         for term, shape in zip(terms, shapes, strict=True)
         for dim, size in zip(term, shape, strict=True)
         if len(dim) == 1
     }
-
-
-def _shardy(
-    terms: Sequence[Term], shapes: Sequence[Sequence[int]], operands: int, cut: tuple[str, ...]
-) -> tuple[str, dict[str, Any]]:
-    """The rule in Shardy's notation, and the properties of its factors."""
-    sizes = _sizes(terms, shapes)
-    places = [
-        (dim, size)
-        for term, shape in zip(terms, shapes, strict=True)
-        for dim, size in zip(term, shape, strict=True)
-    ]
-    sizes |= {dim[1]: size // sizes[dim[0]] for dim, size in places if len(dim) == 2}
-    # Shardy takes no factor of size 1 beside another.
-    terms = [
-        tuple(tuple(f for f in dim if sizes[f] > 1) or dim[:1] for dim in term) for term in terms
-    ]
-    dims = [dim for term in terms for dim in term]
-    inner = {dim[1]: sizes[dim[1]] for dim in dims if len(dim) == 2}
-    # In the order of their first appearance, which Shardy asks for.
-    uncut = tuple(f for f in dict.fromkeys(f for dim in dims for f in dim) if f not in cut)
-    written = [
-        " ".join(dim[0] if len(dim) == 1 else f"({' '.join(dim)})" for dim in term)
-        for term in terms
-    ]
-    rule = f"{', '.join(written[:operands])} -> {', '.join(written[operands:])}"
-    return rule, {"need_replication_factors": uncut, **inner}
-
-
-def _mesh_axes(
-    mesh: Mesh, terms: Sequence[Term], arrays: Sequence[Any], cut: tuple[str, ...]
-) -> dict[str, tuple[str, ...]]:
-    """The mesh axes that cut each factor: those of its largest array, which then stays in place."""
-    sizes = _sizes(terms, [array.shape for array in arrays])
-    found: dict[str, tuple[str, ...]] = {}
-    places = zip(terms, arrays, strict=True)
-    for term, array in sorted(places, key=lambda place: -math.prod(place[1].shape)):
-        for (factor, *_), axes in zip(term, array.sharding.spec, strict=False):
-            if not axes or factor not in cut or factor in found:
-                continue
-            axes = (axes,) if isinstance(axes, str) else tuple(axes)
-            taken = {axis for others in found.values() for axis in others}
-            divides = sizes[factor] % math.prod(mesh.shape[axis] for axis in axes) == 0
-            if divides and taken.isdisjoint(axes):
-                found[factor] = axes
-    return found
+    return {
+        axis: over
+        for axis, over in CUT.items()
+        if sizes.get(axis, 1) % math.prod(mesh.shape[name] for name in over) == 0
+    }
 
 
 def _spec(term: Term, axes: dict[str, tuple[str, ...]]) -> P:
-    """How an array lies when the factors are cut over these mesh axes."""
+    """How an array lies when these of its axes are cut."""
     return P(*(axes.get(dim[0]) for dim in term))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
@@ -76,11 +76,18 @@ def partial_passes(attention: str | None) -> Drafter:
     return Hierarchy(inner, SinksAndRecent(2, 3), rounds=2)
 
 
+def target_beside(params: Any, attention: str | None = None) -> CachedTarget:
+    """The target's static part, which knows the mesh of its parameters."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    mesh = sharding.mesh.abstract_mesh if isinstance(sharding, NamedSharding) else None
+    return CachedTarget(CONFIG, attention, mesh)
+
+
 def start(
     drafter: Callable[[str | None], Drafter], target: Any, draft: Any, attention: str | None = None
 ) -> tuple[Any, ...]:
     """The arguments of the decode loop after prefill."""
-    models = CachedTarget(CONFIG, attention), drafter(attention)
+    models = target_beside(target, attention), drafter(attention)
     params = Params(target, draft_params(draft, target))
     greedy = Sampling.greedy(2)
     request = Request(greedy, jnp.full((2, 1), -1), jnp.full(2, 9))
@@ -186,7 +193,7 @@ def test_rows_come_and_go_on_a_mesh(axes: dict[str, int], tables: tuple[Any, Any
         one = Request(
             jax.device_get(Sampling.greedy(1)), np.full((1, 1), -1, np.int32), np.asarray([5])
         )
-        models = CachedTarget(CONFIG), [longspec(None)], params, one
+        models = target_beside(target), [longspec(None)], params, one
         batch = ContinuousBatch(*models, slots=2, capacity=CAPACITY, chunk=8, policy=Always())
         tokens: list[list[int]] = [[] for _ in range(4)]
         waiting = deque(range(4))

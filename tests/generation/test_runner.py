@@ -13,7 +13,7 @@ from longspec_jax import LongSpec
 from longspec_jax.generation import collect, runner
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
 from longspec_jax.generation.job import Job, Shape
-from longspec_jax.ops.partitioned import one_device, spread_over
+from longspec_jax.ops.partitioned import one_device, use_mesh
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights import hf
 from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
@@ -184,13 +184,12 @@ def test_a_draft_that_is_never_right_is_told_once(monkeypatch) -> None:
 
 def test_one_device_of_several_keeps_its_kernels() -> None:
     assert jax.device_count() > 1
-    assert not one_device()
-    with spread_over(1):
-        assert one_device()
-    with spread_over(2):
-        assert not one_device()
+    assert one_device()
     job = toy_spec()._prepare(PROMPT, None, None, None, {})
-    assert job.target.devices == 1
+    with use_mesh(job.target.mesh):
+        assert one_device()
+    with use_mesh(make_mesh(tp=2).abstract_mesh):
+        assert not one_device()
 
 
 def test_comparisons_run_both_in_the_same_way(monkeypatch) -> None:

@@ -92,7 +92,7 @@ def test_layer_ops_lower_for_cuda() -> None:
 
     def call(x, scale, qkv, cos, sin, rows, caches, path, length):
         return (
-            residual_norm_pallas.residual_norm(x, x[None], scale, 1e-5),
+            residual_norm_pallas.residual_norm(x, x[None], scale, eps=1e-5),
             split_heads_pallas.split_heads(qkv, cos, sin),
             append_rows_pallas.append_rows(caches, rows, path, length),
         )

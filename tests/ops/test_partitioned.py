@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from longspec_jax.ops.attention import kernels, tree_pallas
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.layer import append_rows_pallas, residual_norm_pallas, split_heads_pallas
+from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import BATCH, make_mesh
 
 DATA = BATCH[0]
@@ -79,7 +80,9 @@ def every_op(**x: jax.Array) -> Any:
         prefix(x["q"], Prefix(slots, slots, length, x["start"])),
         tree_pallas.tree_attention(x["q"], Fresh(rows, rows, x["mask"]), interpret=True),
         split_heads_pallas.split_heads(x["qkv"], x["cos"], x["cos"], interpret=True),
-        residual_norm_pallas.residual_norm(x["x"], x["x"][None], x["scale"], 1e-5, interpret=True),
+        residual_norm_pallas.residual_norm(
+            x["x"], x["x"][None], x["scale"], eps=1e-5, interpret=True
+        ),
         append_rows_pallas.append_rows(
             [slots, 2 * slots, slots], [rows, rows, 2 * rows], x["path"], length, interpret=True
         ),
@@ -110,19 +113,20 @@ def expected(op: Callable[..., Any], kv_heads: int, groups: int = 2) -> Any:
     ("axes", "groups"), [(dict(tp=2), 2), (dict(data=2, tp=2), 1)], ids=["tp", "data-tp"]
 )
 def test_shares_are_computed_where_they_lie(axes: dict[str, int], groups: int) -> None:
-    arrays = put(make_mesh(**axes), operands(2, groups))
-    compiled = jax.jit(every_op).lower(**arrays).compile()
+    mesh = make_mesh(**axes)
+    arrays = put(mesh, operands(2, groups))
+    with use_mesh(mesh.abstract_mesh):
+        compiled = jax.jit(every_op).lower(**arrays).compile()
     assert collectives(compiled.as_text()) == set()
     actual = compiled(**arrays)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
     jax.tree.map(close, actual, expected(every_op, 2, groups))
     q, prefix, _, _, (_, k, _), (total, _), (cache, *_) = actual
-    rows = "data" if "data" in axes else None
-    assert q.sharding.is_equivalent_to(NamedSharding(q.sharding.mesh, P(rows, None, "tp")), 4)
-    for array in (prefix.out, prefix.lse, k):
-        assert array.sharding.spec[2] == "tp"
-    assert cache.sharding.spec[1] == "tp"
-    assert total.sharding.shard_shape(total.shape)[0] == 2 // axes.get("data", 1)
+    for array in (q, prefix.out, prefix.lse, k):
+        where = NamedSharding(mesh, P(DATA, None, "tp"))
+        assert array.sharding.is_equivalent_to(where, array.ndim)
+    assert cache.sharding.is_equivalent_to(NamedSharding(mesh, P(DATA, "tp")), 4)
+    assert total.sharding.is_equivalent_to(NamedSharding(mesh, P(DATA)), 3)
 
 
 def test_without_the_rule_operands_are_gathered() -> None:
@@ -146,13 +150,15 @@ def test_without_the_rule_operands_are_gathered() -> None:
     ],
 )
 def test_what_does_not_fit_is_gathered_and_right(kv_heads: int, specs: dict[str, P]) -> None:
-    arrays = put(make_mesh(tp=2), operands(kv_heads), **specs)
-    actual = jax.jit(attention)(**arrays)
+    mesh = make_mesh(tp=2)
+    arrays = put(mesh, operands(kv_heads), **specs)
+    with use_mesh(mesh.abstract_mesh):
+        actual = jax.jit(attention)(**arrays)
     np.testing.assert_allclose(actual, expected(attention, kv_heads), rtol=1e-5, atol=2e-6)
 
 
 def test_one_device_runs_the_op_itself() -> None:
-    """Not a trace of the partitioner, although this process has eight devices."""
+    """Nothing of a share is in the program, although this process has eight devices."""
 
     def lowered(op: Callable[..., Any]) -> str:
         return op.lower(*arguments, interpret=True).as_text()
@@ -171,5 +177,9 @@ def test_equal_layers_are_lowered_once() -> None:
             q = attention(**{**x, "q": q + x["q"]})
         return q
 
-    arrays = put(make_mesh(tp=2), operands())
-    assert jax.jit(layers).lower(**arrays).as_text().count("@CustomSPMDPartitioning") == 1
+    mesh = make_mesh(tp=2)
+    arrays = put(mesh, operands())
+    with use_mesh(mesh.abstract_mesh):
+        text = jax.jit(layers).lower(**arrays).as_text()
+    assert text.count("call @speculative_attention") == 3
+    assert text.count("sdy.manual_computation") == 1

@@ -39,7 +39,7 @@ def residual_norm(
     if decodes_on_ampere(rows, x.dtype) and x.shape[-1] <= MAX_WIDTH:
         from longspec_jax.ops.layer import residual_norm_pallas  # Its backend may be absent.
 
-        return residual_norm_pallas.residual_norm(x, summands, scale, eps)
+        return residual_norm_pallas.residual_norm(x, summands, scale, eps=eps)
     return composed(x, summands, scale, eps)
 
 

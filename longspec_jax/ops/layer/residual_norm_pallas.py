@@ -13,22 +13,13 @@ from longspec_jax.ops.triton_compiler import compiler_params
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@partitioned("b t d, s b t d, d -> b t d")
 def residual_norm(
-    x: Array, summands: Array, scale: Array, eps: float, interpret: bool = False
+    x: Array, summands: Array, scale: Array, *, eps: float, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """See :func:`longspec_jax.ops.layer.residual_norm.residual_norm`."""
-    width = x.shape[-1]
-    flat = summands.reshape(summands.shape[0], -1, width)
-    total, out = _rows(x.reshape(-1, width), flat, scale, eps=eps, interpret=interpret)
-    return total.reshape(x.shape), out.reshape(x.shape)
-
-
-@partitioned("r d, s r d, d -> r d, r d", cut=("r",))
-def _rows(
-    x: Array, summands: Array, scale: Array, *, eps: float, interpret: bool
-) -> tuple[Array, Array]:
-    """One launch: a program for each row."""
-    width = x.shape[1]
+    """See :func:`longspec_jax.ops.layer.residual_norm.residual_norm`; ``x`` is ``[B, T, D]``."""
+    batch, tokens, width = x.shape
+    rows = batch * tokens
     padded = pl.next_power_of_2(width)
 
     def kernel(x_ref, summands_ref, scale_ref, total_ref, out_ref) -> None:
@@ -46,12 +37,13 @@ def _rows(
         out = (wide * factor).astype(out_ref.dtype)
         pltriton.store(out_ref.at[row, column], out, mask=mask)
 
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return pl.pallas_call(
+    shape = jax.ShapeDtypeStruct((rows, width), x.dtype)
+    total, out = pl.pallas_call(
         kernel,
-        grid=(x.shape[0],),
+        grid=(rows,),
         out_shape=(shape, shape),
         compiler_params=compiler_params(warps=8, stages=1),
         interpret=interpret,
         name="residual_norm",
-    )(x, summands, scale)
+    )(x.reshape(rows, width), summands.reshape(-1, rows, width), scale)
+    return total.reshape(x.shape), out.reshape(x.shape)

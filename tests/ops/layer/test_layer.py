@@ -38,7 +38,9 @@ def test_residual_norm_kernel(interpret: bool, dtype: str, width: int, splits: i
     x, scale = normal(0, 2, 3, width, dtype=dtype), normal(2, width, dtype=dtype)
     # A product whose contraction was split leaves float32 summands.
     summands = normal(1, splits, 2, 3, width, dtype=dtype if splits == 1 else "float32")
-    total, out = residual_norm_pallas.residual_norm(x, summands, scale, 1e-5, interpret=interpret)
+    total, out = residual_norm_pallas.residual_norm(
+        x, summands, scale, eps=1e-5, interpret=interpret
+    )
     assert total.dtype == out.dtype == jnp.dtype(dtype)
     np.testing.assert_array_equal(total, residual_norm.add(x, summands))
     exact = np.float64(x) + np.float64(summands).sum(axis=0)
