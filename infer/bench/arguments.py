@@ -18,6 +18,8 @@ from longspec_jax.drafters.kinds import LONGSPEC, NAMED, SMALL_LM, Kind
 
 from ..boundary import Parser
 from ..drafter_option import drafter_option
+from ..mesh_argument import GRAMMAR as MESH_GRAMMAR
+from ..mesh_argument import mesh_argument
 from ..number_argument import number_argument
 from ..tree_argument import GRAMMAR, drafting_tree
 from .files import chart_file, profile_folder, result_file
@@ -201,6 +203,24 @@ def requests(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser, chart=False)
 
 
+def meshes(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench meshes``."""
+    shapes = ByMachine("llama3-8b", "demo")
+    _add(parser, "--shape", one_of([*SHAPES]), shapes, f"one of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--mesh",
+        type=mesh_argument,
+        action="append",
+        metavar="AXIS=N,...",
+        help=f"beside one device, as often as wanted: {MESH_GRAMMAR}; if absent, all of two devices",
+    )
+    _add(parser, "--context", COUNT, ByMachine(16000, 256), "tokens of the longest prompt")
+    _add(parser, "--batch", COUNT, ByMachine(4, 2), "rows")
+    _add(parser, "--new_tokens", SEVERAL, ByMachine(48, 16))
+    _add_tree(parser)
+    _add_outputs(parser, chart=False)
+
+
 def products(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench products``."""
     _add_shape(parser)
@@ -236,6 +256,7 @@ DECLARATIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "decode": decode,
     "drafters": drafters,
     "match": match,
+    "meshes": meshes,
     "products": products,
     "requests": requests,
     "transformers": transformers,
