@@ -212,7 +212,8 @@ def meshes(parser: argparse.ArgumentParser) -> None:
         type=mesh_argument,
         action="append",
         metavar="AXIS=N,...",
-        help=f"beside one device, as often as wanted: {MESH_GRAMMAR}; if absent, all of two devices",
+        help=f"beside one device, as often as wanted: {MESH_GRAMMAR}. If absent, all of two "
+        "devices",
     )
     _add(parser, "--context", COUNT, ByMachine(16000, 256), "tokens of the longest prompt")
     _add(parser, "--batch", COUNT, ByMachine(4, 2), "rows")
