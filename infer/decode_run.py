@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # Slow to import, and imported where the screen says so.
     from .session import Session
 
 
-class Run:
+class DecodeRun:
     """A request, and how far it has got."""
 
     def __init__(
@@ -94,7 +94,7 @@ def decode(
       output: where the numbers go, if anywhere.
       end: ends the process after Ctrl-C.
     """
-    run = Run(arguments, prompts, output)
+    run = DecodeRun(arguments, prompts, output)
     try:
         interruption.run_interruptibly(run.work)
         return 0 if run.write() else 1
@@ -114,7 +114,7 @@ def decode(
         run.screen.close()
 
 
-def _leave(run: Run, end: Callable[[int], object] | None) -> int:
+def _leave(run: DecodeRun, end: Callable[[int], object] | None) -> int:
     """Keep what there is, and end within moments whatever the work is inside of."""
     if end is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The impatient would lose what is kept here.

@@ -11,9 +11,9 @@ from longspec_jax.generation.activity import (
     Activity,
     Compiling,
     DecodingPlainly,
-    Fitted,
-    Fitting,
     Prefilling,
+    Tuned,
+    Tuning,
 )
 
 from .status_line import StatusLine
@@ -117,10 +117,10 @@ def described(activity: Activity) -> tuple[str, str] | None:
     match activity:
         case Compiling():
             return "compiling, once for prompts of about this length", ""
-        case Fitting(drafter, tree):
+        case Tuning(drafter, tree):
             name = f"{drafter} {tree}" if tree.widths else "plain decoding"
             return "timing trees, once for this model and machine", name
-        case Fitted():
+        case Tuned():
             return None
         case Prefilling(done, total):
             return "reading the prompt", f"{bar(done, total)} {done} of {total} tokens"

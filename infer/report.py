@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.generation.activity import Fitted
+from longspec_jax.generation.activity import Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.paces import TreePace
@@ -173,16 +173,16 @@ def tree_line(tree: TreeConfig) -> str:
     return f"tree {tree} ({nodes} per target pass)"
 
 
-def fitted_line(fitted: Fitted, pays: str) -> str:
+def tuned_line(tuned: Tuned, pays: str) -> str:
     """Which tree a call runs that names none, and why.
 
     Args:
-      fitted: what was settled.
+      tuned: what was settled.
       pays: how to see speculation pay where it does not for this model.
     """
-    tree, paces = fitted.tree, fitted.paces
+    tree, paces = tuned.tree, tuned.paces
     several = len({pace.drafter for pace in paces if pace.tree.widths}) > 1
-    of = f"{fitted.drafter}, " if several and tree.widths else ""
+    of = f"{tuned.drafter}, " if several and tree.widths else ""
     chosen = of + tree_line(tree) if tree.widths else "plain decoding"
     if not paces:
         return f"{chosen}, usual on this kind of machine: nothing was timed (--tree names another)"

@@ -13,7 +13,7 @@ import jax
 from longspec_jax import PLAIN, LongSpec, MemoryPlan, TreeConfig, demo_prompts
 from longspec_jax.commands import command_name
 from longspec_jax.drafters.base import NoDraft
-from longspec_jax.generation.activity import Activity, Fitted
+from longspec_jax.generation.activity import Activity, Tuned
 from longspec_jax.generation.result import StreamRound
 
 from . import prompts as prompts_lib
@@ -26,10 +26,10 @@ from .report import (
     Outcome,
     as_json,
     counted,
-    fitted_line,
     header_lines,
     lines,
     memory_plan_line,
+    tuned_line,
 )
 from .wording import command_words
 
@@ -222,10 +222,10 @@ class Session:
 
     def _on_activity(self, activity: Activity) -> None:
         self._journal.check_open()
-        if isinstance(activity, Fitted):
+        if isinstance(activity, Tuned):
             self._tree, self._drafter = activity.tree, activity.drafter
             self._setting.update(drafter=self._drafter, **_tree_setting(self._tree))
-            self._out.entry(fitted_line(activity, PAYS), indent=2)
+            self._out.entry(tuned_line(activity, PAYS), indent=2)
         self._out.activity(activity)
 
     @property

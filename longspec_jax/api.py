@@ -35,9 +35,16 @@ from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import Draft, Target, drafters_of
 from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.generation import comparison, inspection, runner
-from longspec_jax.generation.activity import Activity, Fitted, OnActivity
-from longspec_jax.generation.collect import RoundCollector, Streamer, collect, ended, feed, follow
-from longspec_jax.generation.fit import may_time, ready_fitted, trees_to_fit
+from longspec_jax.generation.activity import Activity, OnActivity, Tuned
+from longspec_jax.generation.autotune import may_time, ready_tuned, trees_to_time
+from longspec_jax.generation.collect import (
+    RoundCollector,
+    Streamer,
+    collect,
+    ended,
+    follow,
+    stream_into,
+)
 from longspec_jax.generation.inputs import Inputs, check_positions, to_prompts
 from longspec_jax.generation.job import Job, Shape
 from longspec_jax.generation.memory import (
@@ -237,7 +244,7 @@ class LongSpec:
           tree: shape of the (first) draft's trees, ``PLAIN`` for plain decoding; the object's own
             if absent, and without one the fastest on this machine, of all drafts: a few are timed
             the first time that this model decodes here, and the figures kept
-            (:mod:`longspec_jax.generation.fit`).
+            (:mod:`longspec_jax.generation.autotune`).
           adaptive: choose among this tree, a smaller one and plain decoding as the run goes, by the
             tokens per second that each turns out to emit. A draft that does not help then costs
             next to nothing. Off unless asked for: it compiles several programs instead of one, and
@@ -253,7 +260,7 @@ class LongSpec:
         with ended(streamer):
             job = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
             if streamer is not None:
-                on_round = feed(streamer, job.prompts, on_round)
+                on_round = stream_into(streamer, job.prompts, on_round)
             begin = self._beginning(job, tree, adaptive, on_activity)
             start = begin(on_round is not None)
             result = collect(start.job, follow(start, self.tokenizer, on_round), self.tokenizer)
@@ -409,12 +416,12 @@ class LongSpec:
             )
 
         def tell(activity: Activity) -> None:
-            if isinstance(activity, Fitted):
+            if isinstance(activity, Tuned):
                 self._notices.look_at_paces(activity.paces)
             if on_activity:
                 on_activity(activity)
 
-        return lambda streams: ready_fitted(
+        return lambda streams: ready_tuned(
             job, self._warm, self._paces, streams=streams, on_activity=tell
         )
 
@@ -441,7 +448,7 @@ class LongSpec:
         alone = chosen is not None or not (adaptive or may_time(self.mesh))
         drafts = self.drafts[:1] if alone else self.drafts
         trees = [
-            trees_to_fit(draft.usual, self.target_params, self.mesh, len(drafts) > 1)
+            trees_to_time(draft.usual, self.target_params, self.mesh, len(drafts) > 1)
             if chosen is None
             else (chosen,)
             for draft in drafts

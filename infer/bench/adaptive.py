@@ -62,18 +62,18 @@ def decode(bench: Bench) -> AdaptiveTime:
     drafters = adaptive.candidates([bench.drafter])
     state = jax.block_until_ready(bench.state(adaptive.tallest(drafters)))
     begin = time.perf_counter()
-    legs = adaptive.decode_bursts(
+    results = adaptive.decode_bursts(
         bench.model.target,
         drafters,
         bench.model.params,
         state,
         FastestWithinBudget.over(len(drafters)),
     )
-    leg = deque(legs, maxlen=1).pop()
-    jax.block_until_ready(leg.state)
+    result = deque(results, maxlen=1).pop()
+    jax.block_until_ready(result.state)
     seconds = time.perf_counter() - begin
-    bench.cache = leg.state.rows.cache
-    return AdaptiveTime(seconds, leg.totals)
+    bench.cache = result.state.rows.cache
+    return AdaptiveTime(seconds, result.totals)
 
 
 def name(tree: TreeConfig) -> str:

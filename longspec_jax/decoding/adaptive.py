@@ -30,8 +30,8 @@ from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.draft import with_tree
 
 
-class Leg(NamedTuple):
-    """An adaptive run at one point of its way."""
+class BurstResult(NamedTuple):
+    """An adaptive run between two bursts."""
 
     state: SpecState
     """The live state; donated when the run goes on."""
@@ -144,12 +144,12 @@ def decode_bursts(
     *,
     stride: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[Leg]:
+) -> Iterator[BurstResult]:
     """Rounds until every row is done; yields after each burst: take what you need, then resume.
 
     With one drafter and the policy :class:`~longspec_jax.decoding.policy.Always` it is the whole
     run in one executable. Compile beforehand with :func:`rehearse`, or the first timing of every
-    candidate holds its compilation. The time in which the consumer holds a leg is not counted.
+    candidate holds its compilation. The time in which the consumer holds a result is not counted.
 
     Args:
       target: the target's static part.
@@ -157,7 +157,7 @@ def decode_bursts(
       params: parameters of both models.
       state: the prefilled state, shaped by the :func:`tallest` of the candidates; donated.
       policy: chooses the candidate and the rounds of every burst.
-      stride: most rounds between two legs, 1 to see every round; whole bursts if absent.
+      stride: most rounds of a burst, 1 to see every round; whole bursts if absent.
       clock: seconds, for the policy and the totals.
 
     Raises:
@@ -180,5 +180,5 @@ def decode_bursts(
             ran, row_rounds, tokens, rows = np.asarray(report).tolist()
             this = Measurement(ran, row_rounds, tokens, clock() - start)
             live, seen, totals[index] = rows > 0, seen + this, totals[index] + this
-            yield Leg(state, tuple(totals))
+            yield BurstResult(state, tuple(totals))
         policy = policy.observe(index, seen)

@@ -120,6 +120,8 @@ class ContinuousBatch:
         self._newcomer: _Newcomer | _Prefilled | None = None
         self._flights: deque[_Flight] = deque()
         self._clock, self._last_landing = clock, 0.0
+        self.prefilled = 0
+        """Tokens that have been run of the prompt that a newcomer brought last."""
         self.prefill_seconds = 0.0
         """Seconds of the device's time that newcomers' prompts have taken."""
 
@@ -161,7 +163,7 @@ class ContinuousBatch:
         self._check_room(len(tokens), int(request.max_new_tokens[0]))
         length = np.asarray([len(tokens)], np.int32)
         chunks = prefill_chunks(*self._models, tokens[None], length, request, **self._sizes)
-        self._newcomer = _Newcomer(key, chunks)
+        self._newcomer, self.prefilled = _Newcomer(key, chunks), 0
 
     def _check_room(self, prompt: int, new: int) -> None:
         capacity, chunk = self._sizes["capacity"], self._sizes["chunk"]
@@ -201,11 +203,11 @@ class ContinuousBatch:
             return
         key, chunks = self._newcomer
         try:
-            _, after = next(chunks)
+            launched, after = next(chunks)
         except StopIteration as end:
             self._newcomer = _Prefilled(key, end.value)
         else:
-            self._fly(after, self._note_prefill)
+            self._fly(after, partial(self._note_prefill, launched))
 
     def _settle(self) -> None:
         """Move a prefilled row into a free slot, if there is one."""
@@ -262,7 +264,8 @@ class ContinuousBatch:
         seconds, self._last_landing = now - max(launched, self._last_landing), now
         return land(seconds)
 
-    def _note_prefill(self, seconds: float) -> list[Gained]:
+    def _note_prefill(self, tokens: int, seconds: float) -> list[Gained]:
+        self.prefilled = tokens
         self.prefill_seconds += seconds
         return []
 

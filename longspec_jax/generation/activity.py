@@ -18,7 +18,7 @@ class Compiling:
 
 
 @dataclass(frozen=True)
-class Fitting:
+class Tuning:
     """Trees are timed, once for calls of this kind on this machine, to choose what they run."""
 
     drafter: str
@@ -48,7 +48,7 @@ class DecodingPlainly:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Tuned:
     """It is settled what the call runs."""
 
     drafter: str
@@ -59,5 +59,5 @@ class Fitted:
     """What was timed now or before; empty if nothing could be, and the tree is the usual one."""
 
 
-Activity: TypeAlias = Compiling | Fitting | Fitted | Prefilling | DecodingPlainly
+Activity: TypeAlias = Compiling | Tuning | Tuned | Prefilling | DecodingPlainly
 OnActivity: TypeAlias = Callable[[Activity], None]

@@ -76,7 +76,7 @@ def ended(streamer: Streamer | None) -> Iterator[None]:
             streamer.end()
 
 
-def feed(
+def stream_into(
     streamer: Streamer, prompts: Prompts, on_round: Callable[[StreamRound], None] | None
 ) -> Callable[[StreamRound], None]:
     """Hand the prompt to a streamer, and return what hands it the rounds."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import adaptive, ahead, engine
-from longspec_jax.decoding.adaptive import Leg
+from longspec_jax.decoding.adaptive import BurstResult
 from longspec_jax.decoding.cache import bucket_capacity
 from longspec_jax.decoding.continuous import ContinuousBatch
 from longspec_jax.decoding.policy import Always, FastestWithinBudget, Measurement, Policy
@@ -143,11 +143,11 @@ class Job:
         request = jax.tree.map(lambda leaf: leaf[first], self.request)
         return replace(self, prompts=self.prompts[first], request=request)
 
-    def unmoved(self, state: SpecState) -> Leg:
+    def unmoved(self, state: SpecState) -> BurstResult:
         """The run before its first round."""
-        return Leg(state, (Measurement(),) * len(self.drafters))
+        return BurstResult(state, (Measurement(),) * len(self.drafters))
 
-    def legs(self, state: SpecState, stride: int | None = None) -> Iterator[Leg]:
+    def bursts(self, state: SpecState, stride: int | None = None) -> Iterator[BurstResult]:
         """Decode to the end in bursts of at most ``stride`` rounds, or in one burst."""
         models = self.target, self.drafters, self.params
         return adaptive.decode_bursts(*models, state, self._policy, stride=stride)
@@ -166,7 +166,7 @@ class Job:
         return ahead.Rounds(launch, rows, self._policy, len(self.drafters))
 
     def rehearse(self, state: SpecState, streams: bool) -> SpecState:
-        """Run one round of everything that :meth:`legs` may, or :meth:`rounds`."""
+        """Run one round of everything that :meth:`bursts` may, or :meth:`rounds`."""
         if not streams:
             return adaptive.rehearse(self.target, self.drafters, self.params, state)
         for drafter in self.drafters:

@@ -19,7 +19,11 @@ from longspec_jax.generation.result import Stats, TreeUse
 
 
 class Progress(NamedTuple):
-    """The small arrays of a state, on the host."""
+    """The small arrays of a state, on the host.
+
+    Those of the runs after it share ``output``, ``drafted`` and ``histogram`` with it, and write
+    behind what it has seen: read a progress before the run goes on.
+    """
 
     output: np.ndarray
     drafted: np.ndarray
@@ -33,18 +37,7 @@ class Progress(NamedTuple):
         """Fetch them in one transfer."""
         record = state.record
         counts = record.emitted, state.rows.done, record.rounds, record.histogram
-        return cls(*jax.device_get((record.output, record.drafted, *counts)))
-
-    def after(self, report: ahead.Report) -> "Progress":
-        """The progress one round later, as the device's own state counts it."""
-        output, drafted, histogram = self.output.copy(), self.drafted.copy(), self.histogram.copy()
-        for row, (begin, count) in enumerate(zip(self.emitted, report.count, strict=True)):
-            output[row, begin : begin + count] = report.tokens[row, :count]
-            drafted[row, begin : begin + count] = report.drafted[row, :count]
-            if count:
-                histogram[row, np.count_nonzero(report.drafted[row, :count])] += 1
-        emitted, rounds = self.emitted + report.count, self.rounds + (report.count > 0)
-        return Progress(output, drafted, emitted, report.done, rounds, histogram)
+        return cls(*map(np.array, jax.device_get((record.output, record.drafted, *counts))))
 
     @classmethod
     def none(cls, rows: int, max_emitted: int, height: int) -> "Progress":
@@ -65,11 +58,18 @@ class Progress(NamedTuple):
             histogram=np.zeros((rows, height), np.int32),
         )
 
-    def with_gained(self, gained: Gained) -> "Progress":
-        """The progress after a row, the one of the key's number, has gained tokens.
+    def after(self, report: ahead.Report) -> "Progress":
+        """The progress one round later, as the device's own state counts it."""
+        progress = self
+        for row, count in enumerate(report.count):
+            if count:
+                tokens, drafted = report.tokens[row, :count], report.drafted[row, :count]
+                ended = bool(report.done[row])
+                progress = progress.with_gained(Gained(row, tokens, drafted, False, ended))
+        return progress
 
-        Output and histogram are written in place: nobody reads beyond what is emitted.
-        """
+    def with_gained(self, gained: Gained) -> "Progress":
+        """The progress after a row, the one of the key's number, has gained tokens."""
         row, count = gained.key, len(gained.tokens)
         emitted, done, rounds = self.emitted.copy(), self.done.copy(), self.rounds.copy()
         fresh = slice(emitted[row], emitted[row] + count)

@@ -41,7 +41,7 @@ class WarmShapes:
 
         Args:
           job: the prepared call.
-          streams: whether :meth:`Job.rounds` will run it, not :meth:`Job.legs`.
+          streams: whether :meth:`Job.rounds` will run it, not :meth:`Job.bursts`.
           rounds: whether it will be decoded at all, and not prefilled alone.
         """
         if self.knows(job, streams, rounds):
@@ -87,6 +87,7 @@ class Waiting(NamedTuple):
 
     job: Job
     timing: Timing
+    on_activity: OnActivity | None = None
 
 
 Begin: TypeAlias = Callable[[bool], Ready | Waiting]
@@ -114,7 +115,7 @@ def ready(
         on_activity(Compiling())
     compiled = warm.prepare(job, streams, rounds)
     if job.flows:
-        return Waiting(job, Timing(compiled))
+        return Waiting(job, Timing(compiled), on_activity)
     start = time.perf_counter()
     state = jax.block_until_ready(job.prefill(_prefill_reporter(job, on_activity)))
     return Ready(job, state, Timing(compiled, time.perf_counter() - start))
@@ -155,12 +156,13 @@ def run(start: Ready | Waiting) -> Run:
         return last
     job, state, timing = start
     begin = time.perf_counter()
-    leg = job.unmoved(state)
-    for leg in job.legs(state):  # noqa: B007 - only the last one counts.
+    result = job.unmoved(state)
+    for result in job.bursts(state):  # noqa: B007 - only the last one counts.
         pass
-    jax.block_until_ready(leg.state)
+    jax.block_until_ready(result.state)
     timing = replace(timing, decode=time.perf_counter() - begin)
-    return Run(Progress.of(leg.state).check_finite(job), timing, leg.state.rows, leg.totals)
+    progress = Progress.of(result.state).check_finite(job)
+    return Run(progress, timing, result.state.rows, result.totals)
 
 
 def run_rounds(start: Ready | Waiting) -> Generator[Run, None, None]:
@@ -195,16 +197,19 @@ def run_steps(start: Ready) -> Iterator[Run]:
     totals = job.unmoved(state).totals
     yield Run(Progress.of(state).check_finite(job), timing, state.rows, totals)
     begin = time.perf_counter()
-    for leg in job.legs(state, stride=1):
-        progress = Progress.of(leg.state).check_finite(job)
+    for result in job.bursts(state, stride=1):
+        progress = Progress.of(result.state).check_finite(job)
         timing = replace(timing, decode=timing.decode + time.perf_counter() - begin)
-        yield Run(progress, timing, leg.state.rows, leg.totals)
+        yield Run(progress, timing, result.state.rows, result.totals)
         begin = time.perf_counter()
 
 
 def _flow(start: Waiting) -> Generator[Run, None, None]:
-    """Decode in row slots, the prompts admitted in order; yield whenever rows gain tokens."""
-    job, timing = start
+    """Decode in row slots, the prompts admitted in order; yield whenever rows gain tokens.
+
+    Until the first row does, the prefill of its prompt is reported.
+    """
+    job, timing, on_activity = start
     batch = job.continuous()
     height = room(job.drafter.tree.num_levels)
     progress = Progress.none(len(job.prompts), job.shape.max_emitted, height)
@@ -215,6 +220,8 @@ def _flow(start: Waiting) -> Generator[Run, None, None]:
             batch.admit(row, prompt, request)
         gained = batch.step()
         if not gained:
+            if on_activity and not progress.emitted.any():
+                on_activity(Prefilling(batch.prefilled, len(job.prompts[0])))
             continue
         for part in gained:
             progress = progress.with_gained(part)

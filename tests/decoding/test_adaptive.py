@@ -67,8 +67,8 @@ def start(target: Any, drafters: Any, params: Params, req: Any, vocabulary: int)
     )
 
 
-def last(legs: Iterator[adaptive.Leg]) -> adaptive.Leg:
-    return deque(legs, maxlen=1).pop()
+def last(results: Iterator[adaptive.BurstResult]) -> adaptive.BurstResult:
+    return deque(results, maxlen=1).pop()
 
 
 def rows_of(state: SpecState) -> list[np.ndarray]:
@@ -92,17 +92,17 @@ def test_forced_switching_changes_no_token(temperature: float, seed: int) -> Non
     plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
     for cycle in CYCLES:
         state = start(target, drafters, params, req, VOCABULARY)
-        leg = last(decode_bursts(target, drafters, params, state, Forced(cycle)))
-        assert_same(rows_of(leg.state), plain)
-        total = sum(leg.totals, Measurement())
+        result = last(decode_bursts(target, drafters, params, state, Forced(cycle)))
+        assert_same(rows_of(result.state), plain)
+        total = sum(result.totals, Measurement())
         assert total.tokens == sum(NEW) - 3 and total.row_rounds == int(
-            leg.state.record.rounds.sum()
+            result.state.record.rounds.sum()
         )
-        histogram = np.asarray(leg.state.record.histogram).sum(axis=0)
+        histogram = np.asarray(result.state.record.histogram).sum(axis=0)
         assert len(histogram) == 4 and histogram.sum() == total.row_rounds
         # A row's last round may have emitted no bonus.
         assert 0 <= histogram @ np.arange(1, 5) - total.tokens <= 3
-        used = [measured.rounds > 0 for measured in leg.totals]
+        used = [measured.rounds > 0 for measured in result.totals]
         assert used == [index in {choice.candidate for choice in cycle} for index in range(3)]
 
 
@@ -127,9 +127,9 @@ def test_transformers_switch_losslessly_and_the_draft_misses_nothing(
     rings = []
     for cycle in ((Choice(2, 100),), EVERY_ROUND, (Choice(0, 100),)):
         state = start(target, drafters, models, req, CONFIG.vocab_size)
-        leg = last(decode_bursts(target, drafters, models, state, Forced(cycle)))
-        assert_same(rows_of(leg.state), plain)
-        rings.append(jax.device_get(leg.state.rows.draft))
+        result = last(decode_bursts(target, drafters, models, state, Forced(cycle)))
+        assert_same(rows_of(result.state), plain)
+        rings.append(jax.device_get(result.state.rows.draft))
     for ring in rings[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ring, rings[0])
 
@@ -152,14 +152,14 @@ def test_legs_are_bursts_or_strides_and_time_is_the_clocks(stride: int | None) -
     now = iter(range(10_000))
     state = start(target, drafters, params, req, VOCABULARY)
     policy = Forced((Choice(2, 4), Choice(0, 5)))
-    legs = decode_bursts(
+    results = decode_bursts(
         *(target, drafters, params, state, policy),
         stride=stride,
         clock=lambda: float(next(now)),
     )
     rounds, seconds = [], []
-    for leg in legs:
-        total = sum(leg.totals, Measurement())
+    for result in results:
+        total = sum(result.totals, Measurement())
         rounds.append(total.rounds)
         seconds.append(total.seconds)
         [next(now) for _ in range(50)]  # The consumer takes its time.
@@ -183,8 +183,8 @@ def test_the_clock_decides_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(adaptive, "burst", SimpleNamespace(of_shape=lambda *_: timed))
         state = start(target, drafters, params, req, VOCABULARY)
         policy = replace(FastestWithinBudget.over(3), burst_rounds=4)
-        legs = decode_bursts(*(target, drafters, params, state, policy), clock=lambda: now[0])
-        return [measured.rounds for measured in last(legs).totals]
+        results = decode_bursts(*(target, drafters, params, state, policy), clock=lambda: now[0])
+        return [measured.rounds for measured in last(results).totals]
 
     shapes = [drafter.tree for drafter in drafters]
     plain, _, tree = run(dict(zip(shapes, (1.0, 7.0, 9.0), strict=True)))
@@ -201,7 +201,7 @@ def test_the_promise_holds_across_drafters(monkeypatch: pytest.MonkeyPatch) -> N
     real, now, new = adaptive.burst, [0.0], 240
     req = request(new=(new,) * 3)
 
-    def run(table: Any, costs: dict[TreeConfig, float]) -> adaptive.Leg:
+    def run(table: Any, costs: dict[TreeConfig, float]) -> adaptive.BurstResult:
         def timed(target, drafter, *args):
             state, report = real(target, drafter, *args)
             now[0] += costs[drafter.tree] * int(report[0])
@@ -218,8 +218,10 @@ def test_the_promise_holds_across_drafters(monkeypatch: pytest.MonkeyPatch) -> N
                 chunk=8,
             )
             policy = FastestWithinBudget.over(len(drafters))
-            legs = decode_bursts(*(target, drafters, params, state, policy), clock=lambda: now[0])
-            return last(legs)
+            results = decode_bursts(
+                *(target, drafters, params, state, policy), clock=lambda: now[0]
+            )
+            return last(results)
 
     dear = run(-TABLE, {PLAIN: 1.0, trees[0]: 4.0, trees[1]: 6.0})
     assert all(total.rounds for total in dear.totals), "every drafter was looked at"

@@ -120,6 +120,18 @@ def test_activities_are_told_in_order() -> None:
     assert all(a.total == 75 for a in told if isinstance(a, Prefilling))
 
 
+def test_the_first_prompt_that_flows_is_reported_until_its_row_says_something() -> None:
+    spec, told = dataclasses.replace(toy_spec(), prefill_chunk=16, row_slots=1), []
+    options = dict(max_new_tokens=5, eos_token_id=[], on_activity=told.append)
+    said = spec.stream([PROMPT, PROMPT], **options)
+    next(said)
+    before = [(a.done, a.total) for a in told if isinstance(a, Prefilling)]
+    assert before[-1][0] >= 48 and {total for _, total in before} == {75}
+    assert sorted(before) == before
+    list(said)
+    assert len([a for a in told if isinstance(a, Prefilling)]) == len(before)
+
+
 def test_a_stream_can_be_closed() -> None:
     stream = toy_spec().stream(PROMPT, max_new_tokens=60, eos_token_id=[])
     next(stream), next(stream)

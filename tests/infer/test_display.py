@@ -9,7 +9,7 @@ from infer import status_line
 from infer.display import GREEN, RESET, Screen, described
 from infer.status_line import ERASE, StatusLine
 from longspec_jax import TreeConfig
-from longspec_jax.generation.activity import Compiling, DecodingPlainly, Fitted, Fitting, Prefilling
+from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling, Tuned, Tuning
 
 
 class Terminal(io.StringIO):
@@ -26,9 +26,9 @@ def terminal(monkeypatch) -> Terminal:
 
 def test_every_activity_is_described() -> None:
     assert described(Compiling()) == ("compiling, once for prompts of about this length", "")
-    assert described(Fitting("longspec", TreeConfig((4, 5))))[1] == "longspec 4,5"
-    assert described(Fitting("plain", TreeConfig(())))[1] == "plain decoding"
-    assert described(Fitted("longspec", TreeConfig((4, 5)), ())) is None
+    assert described(Tuning("longspec", TreeConfig((4, 5))))[1] == "longspec 4,5"
+    assert described(Tuning("plain", TreeConfig(())))[1] == "plain decoding"
+    assert described(Tuned("longspec", TreeConfig((4, 5)), ())) is None
     assert described(Prefilling(2048, 8123)) == (
         "reading the prompt",
         "[##........] 2048 of 8123 tokens",

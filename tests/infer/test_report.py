@@ -10,13 +10,13 @@ from infer.report import (
     Outcome,
     as_json,
     counted,
-    fitted_line,
     gathered,
     header_lines,
     lines,
+    tuned_line,
 )
 from longspec_jax import GenerateResult, MemoryPlan, Stats, StreamRound, TreeConfig, TreeUse
-from longspec_jax.generation.activity import Fitted
+from longspec_jax.generation.activity import Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.paces import TreePace
 from longspec_jax.generation.text import Piece
@@ -121,11 +121,11 @@ def test_why_a_tree() -> None:
         TreePace("plain", TreeConfig(()), 0.01, 1.0),
         TreePace("longspec", chain, 0.04, 2.0),
     )
-    assert fitted_line(Fitted("plain", TreeConfig(()), slow), "this shows it pay") == (
+    assert tuned_line(Tuned("plain", TreeConfig(()), slow), "this shows it pay") == (
         "plain decoding: no tree pays for this model here, timed once: 100 tokens/s, 50 with tree "
         "chain:3 (--tree takes it all the same); this shows it pay"
     )
-    assert fitted_line(Fitted("longspec", chain, ()), "") == (
+    assert tuned_line(Tuned("longspec", chain, ()), "") == (
         "tree chain:3 (4 nodes per target pass), usual on this kind of machine: nothing was timed "
         "(--tree names another)"
     )

@@ -10,9 +10,9 @@ import pytest
 
 from longspec_jax import PLAIN, TreeConfig, make_mesh
 from longspec_jax.config import DEFAULT_TREE
-from longspec_jax.generation import fit
+from longspec_jax.generation import autotune
 from longspec_jax.generation import paces as kept
-from longspec_jax.generation.activity import Fitted, Fitting
+from longspec_jax.generation.activity import Tuned, Tuning
 from longspec_jax.generation.paces import KnownPaces, TreePace
 from tests.infer.toys import bound_draft, toy_spec
 
@@ -37,11 +37,11 @@ def spec():
 def test_the_first_call_times_and_later_ones_know(folder, spec) -> None:
     told = []
     first = spec.generate(PROMPT, **OPTIONS, on_activity=told.append)
-    fitting = [activity.tree for activity in told if isinstance(activity, Fitting)]
-    assert fitting == [PLAIN, CHAIN, PAIR, FORK]
-    [settled] = [activity for activity in told if isinstance(activity, Fitted)]
-    assert [pace.tree for pace in settled.paces] == fitting
-    assert settled.tree == fit.best_pace(settled.paces).tree
+    timed = [activity.tree for activity in told if isinstance(activity, Tuning)]
+    assert timed == [PLAIN, CHAIN, PAIR, FORK]
+    [settled] = [activity for activity in told if isinstance(activity, Tuned)]
+    assert [pace.tree for pace in settled.paces] == timed
+    assert settled.tree == autotune.best_pace(settled.paces).tree
     assert all(pace.seconds > 0 and 1 <= pace.tokens <= 4 for pace in settled.paces)
     assert settled.paces[0].tokens == 1.0
     assert [use.tree for use in first.stats.trees] == [settled.tree]
@@ -50,7 +50,7 @@ def test_the_first_call_times_and_later_ones_know(folder, spec) -> None:
     before = file.read_bytes()
     told.clear()
     again = dataclasses.replace(spec).generate(PROMPT, **OPTIONS, on_activity=told.append)
-    assert not [activity for activity in told if isinstance(activity, Fitting)]
+    assert not [activity for activity in told if isinstance(activity, Tuning)]
     assert again.sequences == first.sequences and file.read_bytes() == before
     assert [use.tree for use in again.stats.trees] == [settled.tree]
     # The first call ran what later calls run, in the same shapes: they compile nothing.
@@ -74,37 +74,41 @@ def test_what_is_kept_decides(folder, spec, best, monkeypatch) -> None:
 
 def test_a_tree_must_clearly_pay() -> None:
     plain = TreePace("plain", PLAIN, 1.0, 1.0)
-    assert fit.best_pace([plain, TreePace("longspec", CHAIN, 2.0, 2.02)]) == plain
+    assert autotune.best_pace([plain, TreePace("longspec", CHAIN, 2.0, 2.02)]) == plain
     best = TreePace("longspec", CHAIN, 2.0, 2.2)
-    assert fit.best_pace([plain, best, TreePace("ngram", WIDE, 2.0, 2.1)]) == best
+    assert autotune.best_pace([plain, best, TreePace("ngram", WIDE, 2.0, 2.1)]) == best
 
 
 def test_nothing_is_timed_where_nothing_is_kept(monkeypatch, spec) -> None:
     monkeypatch.setenv("LONGSPEC_CACHE", "off")
     told = []
     result = spec.generate(PROMPT, **OPTIONS, on_activity=told.append)
-    [settled] = [activity for activity in told if isinstance(activity, Fitted)]
-    assert settled == Fitted("longspec", CHAIN, ())
+    [settled] = [activity for activity in told if isinstance(activity, Tuned)]
+    assert settled == Tuned("longspec", CHAIN, ())
     assert [use.tree for use in result.stats.trees] == [CHAIN]
 
 
 def test_machines_have_their_usual_tree(folder, monkeypatch) -> None:
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (10**6, 10**9))
     usual = bound_draft(toy_spec()).usual
-    assert fit.trees_to_fit(usual, small, None) == fit.trees_to_fit(usual, large, None) == usual.cpu
-    assert fit.trees_to_fit(usual, small, make_mesh()) == (CHAIN,)
+    assert (
+        autotune.trees_to_time(usual, small, None)
+        == autotune.trees_to_time(usual, large, None)
+        == usual.cpu
+    )
+    assert autotune.trees_to_time(usual, small, make_mesh()) == (CHAIN,)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    assert fit.trees_to_fit(usual, small, None) == (WIDE, DEFAULT_TREE)
-    assert fit.trees_to_fit(usual, large, None) == (DEFAULT_TREE,)
+    assert autotune.trees_to_time(usual, small, None) == (WIDE, DEFAULT_TREE)
+    assert autotune.trees_to_time(usual, large, None) == (DEFAULT_TREE,)
     monkeypatch.setenv("LONGSPEC_CACHE", "off")
-    assert fit.trees_to_fit(usual, small, None) == (WIDE,)
+    assert autotune.trees_to_time(usual, small, None) == (WIDE,)
 
 
 def test_a_short_call_is_not_worth_timing(folder, spec) -> None:
     told = []
     result = spec.generate(PROMPT, max_new_tokens=1, on_activity=told.append)
     assert result.stats.new_tokens == (1,) and not list(folder.glob("*"))
-    assert Fitted("longspec", CHAIN, ()) in told and not [a for a in told if isinstance(a, Fitting)]
+    assert Tuned("longspec", CHAIN, ()) in told and not [a for a in told if isinstance(a, Tuning)]
 
 
 def test_figures_are_read_as_they_were_written(tmp_path) -> None:

@@ -34,7 +34,7 @@ from longspec_jax.decoding.rows import Rows
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import UsualTrees
 from longspec_jax.generation import runner
-from longspec_jax.generation.activity import Compiling, Fitted, Fitting, OnActivity
+from longspec_jax.generation.activity import Compiling, OnActivity, Tuned, Tuning
 from longspec_jax.generation.job import Job
 from longspec_jax.generation.memory import free_bytes, tree_bytes
 from longspec_jax.generation.paces import KnownPaces, TreePace
@@ -59,7 +59,7 @@ GAIN = 1.03
 """How much faster than plain decoding a tree has to be: the figures are of few rounds."""
 
 
-def trees_to_fit(
+def trees_to_time(
     usual: UsualTrees, target_params: Any, mesh: Mesh | None, others: bool = False
 ) -> tuple[TreeConfig, ...]:
     """What a call without a tree may run, the usual one first: no other where none is timed.
@@ -82,7 +82,7 @@ def may_time(mesh: Mesh | None) -> bool:
     return mesh is None and jax.process_count() == 1 and cache_folder() is not None
 
 
-def ready_fitted(
+def ready_tuned(
     job: Job,
     warm: WarmShapes,
     known: KnownPaces,
@@ -93,7 +93,7 @@ def ready_fitted(
     """As :func:`~longspec_jax.generation.runner.ready`, with the fastest of a job's drafters.
 
     Args:
-      job: the prepared call, with every tree of :func:`trees_to_fit`.
+      job: the prepared call, with every tree of :func:`trees_to_time`.
       warm: the shapes compiled so far.
       known: what is known of trees so far.
       streams: whether the run will be followed round by round.
@@ -106,7 +106,7 @@ def ready_fitted(
         if not paces and _can_be_timed(job):
             return _ready_after_timing(job, warm, known, key, streams, on_activity)
     drafter, tree = _settled(job, paces)
-    on_activity(Fitted(drafter, tree, paces))
+    on_activity(Tuned(drafter, tree, paces))
     chosen = job.settled_on(drafter, tree)
     return runner.ready(chosen, warm, streams=streams, on_activity=on_activity)
 
@@ -139,11 +139,11 @@ def _ready_after_timing(
     # A row that has ended with its first token shows nothing.
     if not np.asarray(start.state.rows.done).any():
         for choice in choices:
-            on_activity(Fitting(choice.drafter.name, choice.drafter.tree))
+            on_activity(Tuning(choice.drafter.name, choice.drafter.tree))
             paces.append(_pace(start, choice, streams))
         known.keep(key, paces, _folder())
     drafter, tree = _settled(job, paces)
-    on_activity(Fitted(drafter, tree, tuple(paces)))
+    on_activity(Tuned(drafter, tree, tuple(paces)))
     chosen = job.settled_on(drafter, tree)
     seconds = compiled + start.timing.compile + time.perf_counter() - begin
     if whole.flows:
