@@ -10,6 +10,7 @@ from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.dispatch import causal_attention
+from longspec_jax.ops.partitioned import placed
 
 from .transforms import shifted_attention
 
@@ -42,7 +43,8 @@ class TrainedTarget(Target):
 
     def embed(self, tokens: Array) -> Array:
         """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
-        return _lookup(self.embedding, tokens)
+        [embedded] = placed("b t d", _lookup(self.embedding, tokens))
+        return embedded
 
 
 @jax.custom_vjp
@@ -78,6 +80,7 @@ def run_draft(
     """Hidden states ``[B, T, D]`` of the draft over whole rows, given the target's last layer."""
     with jax.named_scope("draft"):
         embedded = jax.lax.stop_gradient(jnp.take(frozen["embedding"], tokens, axis=0))
+        [embedded] = placed("b t d", embedded)
         output: Any = LongSpecLayer(config).apply(
             {"params": cast(params, config.dtype)},
             embedded,

@@ -6,6 +6,7 @@ over micro-batches, clipping, AdamW. Loss and gradient are means over all weight
 step, so neither the number of micro-batches nor the number of devices changes them.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -18,11 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longspec_jax.axes import Array
+from longspec_jax.config import BATCH_AXES
+from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import param_shardings, partition_spec, path_name
 
 from .passes import cast
 
-ROWS = P(None, ("data", "fsdp"))
+ROWS = P(None, BATCH_AXES)
 """Batches are ``[A, B, T]``: micro-batches one after another, their rows spread over both data
 axes."""
 
@@ -87,7 +90,10 @@ def make_step(
     ) -> tuple[TrainState, dict[str, Array]]:
         *rows, length = batch.tokens.shape
         draws = objective.draw(jax.random.fold_in(root, state.step), tuple(rows), length)
-        sums, gradient = _accumulate(objective, state.params, frozen, batch, draws)
+        with use_mesh(mesh.abstract_mesh):
+            sums, gradient = _accumulate(
+                objective, state.params, frozen, batch, draws, state_sharding.params
+            )
         updates, opt = optimizer.update(gradient, state.optimizer, state.params)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
         metrics = {**sums, "grad_norm": optax.global_norm(gradient)}
@@ -104,23 +110,32 @@ def make_step(
 
 
 def _accumulate(
-    objective: Objective, params: Any, frozen: Any, batch: Batch, draws: Any
+    objective: Objective, params: Any, frozen: Any, batch: Batch, draws: Any, shardings: Any
 ) -> tuple[dict[str, Array], Any]:
-    """Mean losses and mean gradient over the weighted tokens of all micro-batches."""
+    """Mean losses and mean gradient over the weighted tokens of all micro-batches.
+
+    The gradient is summed up in the shards of its parameters.
+    """
     # A row's first token is never predicted.
     tokens = jnp.maximum(jnp.sum(batch.weights[:, :, 1:]), 1.0)
 
-    def loss(params: Any, micro: Batch, micro_draws: Any) -> tuple[Array, dict[str, Array]]:
+    def loss(
+        params: Any, frozen: Any, micro: Batch, micro_draws: Any
+    ) -> tuple[Array, dict[str, Array]]:
         sums = objective.sums(params, frozen, micro, micro_draws)
         means = {name: value / tokens for name, value in sums.items()}
         return means["loss"], means
 
     def add(total: Any, micro: tuple[Batch, Any]) -> tuple[Any, None]:
-        (_, means), gradient = jax.value_and_grad(loss, has_aux=True)(params, *micro)
+        # The weights do not change from one micro-batch to the next, and the compiler would gather
+        # the shards of all layers before the loop and keep them whole; the barrier hides it.
+        here, read, micro = jax.lax.optimization_barrier((params, frozen, micro))
+        (_, means), gradient = jax.value_and_grad(loss, has_aux=True)(here, read, *micro)
+        gradient = jax.lax.with_sharding_constraint(gradient, shardings)
         return jax.tree.map(jnp.add, total, (means, gradient)), None
 
     first = jax.tree.map(lambda leaf: leaf[0], (batch, draws))
-    shapes = jax.eval_shape(lambda: jax.grad(loss, has_aux=True)(params, *first)[::-1])
+    shapes = jax.eval_shape(lambda: jax.grad(loss, has_aux=True)(params, frozen, *first)[::-1])
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     (means, gradient), _ = jax.lax.scan(add, zeros, (batch, draws))
     return {**means, "tokens": tokens}, gradient
@@ -129,22 +144,36 @@ def _accumulate(
 def state_shardings(
     mesh: Mesh, objective: Objective, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """Where every leaf of the state lives: optimiser moments beside their parameters.
+    """Where every leaf of the state lives: no two devices hold the same part of a large one.
+
+    Beyond the table's rules, masters and moments are cut over the axis ``data`` as well, along the
+    dimension that ``fsdp`` cuts and where it divides. Only what is read in a pass is whole there:
+    a mesh of ``data`` alone is the layout called ZeRO-1, one of ``fsdp`` alone ZeRO-3.
 
     Moments are matched by their path, which ends in the parameter's; XLA would otherwise put them
     on one device.
     """
     params = jax.eval_shape(objective.initialize, jax.random.key(0))
-    moments = jax.eval_shape(optimizer.init, params)
+    param_shardings(mesh, params)  # Refuses a mesh that does not divide them.
+    shares = mesh.shape["data"] * mesh.shape["fsdp"]
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, partition_spec(path_name(path)) if leaf.ndim else P())
+        if not leaf.ndim:
+            return NamedSharding(mesh, P())
+        spec = partition_spec(path_name(path))
+        return NamedSharding(
+            mesh,
+            P(
+                *(
+                    BATCH_AXES if axis == "fsdp" and size % shares == 0 else axis
+                    for size, axis in zip(leaf.shape, spec, strict=False)
+                )
+            ),
+        )
 
-    return TrainState(
-        NamedSharding(mesh, P()),
-        param_shardings(mesh, params),
-        jax.tree_util.tree_map_with_path(place, moments),
-    )
+    moments = jax.eval_shape(optimizer.init, params)
+    place_all = functools.partial(jax.tree_util.tree_map_with_path, place)
+    return TrainState(NamedSharding(mesh, P()), place_all(params), place_all(moments))
 
 
 def initial_state(

@@ -26,8 +26,11 @@ from longspec_jax.models.layers import (
 )
 from longspec_jax.ops.layer.residual_norm import add
 from longspec_jax.ops.layer.split_heads import part, rotate, split_heads
+from longspec_jax.ops.partitioned import placed
 from longspec_jax.ops.products.skinny import matmul_precision
 
+HEADS = "b t (k g) h, b t k h, b t k h"
+"""The axes of fresh queries, keys and values."""
 Attend: TypeAlias = Callable[[int, Array, Array, Array], Array]
 """``(layer, q[B,T,N,H], k[B,T,K,H], v[B,T,K,H]) -> out[B,T,N,H]``."""
 
@@ -73,6 +76,7 @@ class Attention(nn.Module):
             q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
         else:
             q, k, v = split_heads(self.qkv(x), *angles)
+        q, k, v = placed(HEADS, q, k, v)
         return self.out.summands(attend(q, k, v)), k, v
 
 
@@ -101,9 +105,9 @@ class Layer(nn.Module):
         The stream between layers is ``x`` and the summands of its increment, ``[S, B, T, D]``: the
         next norm adds and normalises in one op.
         """
-        x, normalised = self.attention_norm.add(x, delta)
+        x, normalised = placed("b t d, b t d", *self.attention_norm.add(x, delta))
         attended, k, v = self.attention(normalised, angles, attend)
-        x, normalised = self.mlp_norm.add(x, attended)
+        x, normalised = placed("b t d, b t d", *self.mlp_norm.add(x, attended))
         return x, self.mlp(normalised), k, v
 
 
@@ -127,7 +131,8 @@ class Target(nn.Module):
 
     def embed(self, tokens: Array) -> Array:
         """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
-        return jnp.take(self.embedding, tokens, axis=0)
+        [embedded] = placed("b t d", jnp.take(self.embedding, tokens, axis=0))
+        return embedded
 
     def __call__(
         self, tokens: Array, positions: Array, attend: Attend, keep: Sequence[int] = ()
@@ -155,7 +160,8 @@ class Target(nn.Module):
             values.append(v)
             if index in keep:
                 kept[index] = add(x, delta)
-        return TargetOutput(self.final_norm.add(x, delta)[1], tuple(keys), tuple(values), kept)
+        [hidden] = placed("b t d", self.final_norm.add(x, delta)[1])
+        return TargetOutput(hidden, tuple(keys), tuple(values), kept)
 
     def unembed(self, hidden: Array) -> Array:
         """Logits ``[..., V]`` of hidden states ``[..., D]``, float32."""

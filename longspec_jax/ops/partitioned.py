@@ -22,6 +22,7 @@ import jax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from longspec_jax.axes import Array
 from longspec_jax.config import BATCH_AXES
 
 Op = TypeVar("Op", bound=Callable[..., Any])
@@ -82,6 +83,26 @@ def partitioned(rule: str) -> Callable[[Op], Op]:
         return cast(Op, call)
 
     return decorate
+
+
+def placed(terms: str, *arrays: Array) -> tuple[Array, ...]:
+    """Say how activations lie on the mesh in use: batch rows and key/value heads cut.
+
+    The compiler would otherwise infer it from the weights, and where these are cut along the
+    model's width compute every device's rows on every device.
+
+    Args:
+      terms: of each array, as in :func:`partitioned`.
+      *arrays: the activations, which belong together: one axis, one size.
+    """
+    if one_device():
+        return arrays
+    parsed = [_parse(term) for term in terms.split(",")]
+    axes = _mesh_axes(parsed, [array.shape for array in arrays])
+    return tuple(
+        jax.lax.with_sharding_constraint(array, _spec(term, axes))
+        for term, array in zip(parsed, arrays, strict=True)
+    )
 
 
 def use_mesh(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:

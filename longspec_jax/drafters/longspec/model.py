@@ -25,9 +25,10 @@ from longspec_jax.models.layers import (
     SwiGLU,
     rotary_angles,
 )
-from longspec_jax.models.target import head_logits, head_of
+from longspec_jax.models.target import HEADS, head_logits, head_of
 from longspec_jax.ops.layer.residual_norm import add
 from longspec_jax.ops.layer.split_heads import rotate, split_heads
+from longspec_jax.ops.partitioned import placed
 from longspec_jax.ops.products.int8 import int8_product, round_rows
 
 
@@ -88,11 +89,14 @@ class LongSpecLayer(nn.Module):
         """
         c = self.config
         angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
-        q, k, v = split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
-        x, normalised = self.cross_norm.add(embedded, self.self_out.summands(attend_self(q, k, v)))
-        cross_q = rotate(self.cross_q(normalised), angles)
-        x, normalised = self.mlp_norm.add(x, self.cross_out.summands(attend_cross(cross_q)))
-        return DraftOutput(add(x, self.mlp(normalised)), k, v)
+        q, k, v = placed(HEADS, *split_heads(self.self_qkv(self.self_norm(embedded)), *angles))
+        attended = self.self_out.summands(attend_self(q, k, v))
+        x, normalised = placed("b t d, b t d", *self.cross_norm.add(embedded, attended))
+        cross_q, *_ = placed(HEADS, rotate(self.cross_q(normalised), angles), k, v)
+        attended = self.cross_out.summands(attend_cross(cross_q))
+        x, normalised = placed("b t d, b t d", *self.mlp_norm.add(x, attended))
+        [hidden] = placed("b t d", add(x, self.mlp(normalised)))
+        return DraftOutput(hidden, k, v)
 
     def keys_values(self, embedded: Array, positions: Array) -> tuple[Array, Array]:
         """Self-attention keys and values of tokens, which depend on (token, position) alone."""
