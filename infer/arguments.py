@@ -12,11 +12,11 @@ from longspec_jax.config import ATTENTION, TreeConfig
 from longspec_jax.drafters.kinds import NAMED
 from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, DEMO_NAME, DRAFTS
 from longspec_jax.generation.ranges import SAMPLING
+from longspec_jax.mesh_argument import GRAMMAR as MESH_GRAMMAR
+from longspec_jax.mesh_argument import mesh_argument
 
 from .boundary import Parser
 from .drafter_option import drafter_option
-from .mesh_argument import GRAMMAR as MESH_GRAMMAR
-from .mesh_argument import mesh_argument
 from .number_argument import number_argument
 from .prompt_files import Prompt, check_text, read_batch, read_messages, read_prompt_file
 from .tree_argument import GRAMMAR, tree_argument

@@ -15,13 +15,13 @@ from longspec_jax.commands import command_name
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.activity import Activity, Tuned
 from longspec_jax.generation.result import StreamRound
+from longspec_jax.provenance import provenance
 
 from . import prompts as prompts_lib
 from .arguments import drafters, row_options, sampling_options
 from .display import Screen
 from .journal import Journal
 from .prompt_files import Prompt
-from .provenance import provenance
 from .report import (
     Outcome,
     as_json,

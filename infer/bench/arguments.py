@@ -15,11 +15,11 @@ from longspec_jax.checks import LARGEST_FLOAT32, Real, Whole
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION, DEFAULT_TREE, TreeConfig
 from longspec_jax.drafters.kinds import LONGSPEC, NAMED, SMALL_LM, Kind
+from longspec_jax.mesh_argument import GRAMMAR as MESH_GRAMMAR
+from longspec_jax.mesh_argument import mesh_argument
 
 from ..boundary import Parser
 from ..drafter_option import drafter_option
-from ..mesh_argument import GRAMMAR as MESH_GRAMMAR
-from ..mesh_argument import mesh_argument
 from ..number_argument import number_argument
 from ..tree_argument import GRAMMAR, drafting_tree
 from .files import chart_file, profile_folder, result_file

@@ -17,8 +17,8 @@ from typing import Any
 
 from longspec_jax import files
 from longspec_jax.extras import missing_extra
+from longspec_jax.provenance import provenance
 
-from ..provenance import provenance
 from . import charts
 from .files import read as read_results
 

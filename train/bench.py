@@ -1,0 +1,228 @@
+"""How fast a draft is trained: ``python -m train.bench --shape vicuna7b --mesh fsdp=2``.
+
+Whole optimiser steps of the draft objective on random weights and tokens of real shapes, no data
+loading, no checkpoints. One device always runs; every mesh is compared with it, at the same rows
+per device. ``flops_utilization`` is needed operations (:mod:`train.flops`) over what the device's
+own large bfloat16 product reaches in the same run; ``step_bytes`` is what the compiled step takes
+on each device beyond its arguments, the rest is weights, masters and moments.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from longspec_jax import files
+from longspec_jax.config import TARGETS, DraftConfig, TargetConfig
+from longspec_jax.mesh_argument import GRAMMAR, mesh_argument
+from longspec_jax.models.target import Target
+from longspec_jax.provenance import provenance
+from longspec_jax.sharding import make_mesh, param_shardings
+
+from .config import DraftSettings, OptimizerConfig
+from .flops import flops_per_token
+from .objectives import DraftObjective
+from .optim import make_optimizer
+from .step import ROWS, Batch, initial_state, make_step, state_shardings
+
+SETTINGS = DraftSettings(
+    window=512, init="", anchor_offset=True, max_sinks=4, max_shift=4, per_row=True
+)
+OPTIMIZER = OptimizerConfig(
+    b1=0.9, b2=0.95, eps=1e-6, clip=1.0, weight_decay=0.1, decay_all=False, warmup=0.1, floor=1e-4
+)
+TINY = TargetConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=512,
+    model_width=64,
+    mlp_width=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_width=16,
+    max_positions=4096,
+    dtype="float32",
+)
+SHAPES = {"tiny": TINY, **{name: known.config for name, known in TARGETS.items()}}
+LOSS_CHUNK = 8192
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every shape, length and mesh, print, and write what was asked for."""
+    arguments = _parser().parse_args(argv)
+    rate = matmul_rate()
+    kind = jax.devices()[0].device_kind
+    header = {
+        **provenance(f"{jax.device_count()} x {kind}"),
+        "matmul_tflop_per_s": round(rate / 1e12, 1),
+        "method": " ".join((__doc__ or "").split()),
+    }
+    print(f"{header['device']}; a large product reaches {rate / 1e12:.0f} TFLOP/s", flush=True)
+    rows: list[dict[str, Any]] = []
+    for shape in arguments.shape:
+        for length in arguments.length:
+            alone = None
+            for axes in ({}, *(arguments.mesh or ())):
+                row = measure(shape, length, axes, arguments)
+                row["flops_utilization"] = _rounded(row.pop("flops_per_s") / rate)
+                alone = alone or row["tokens_per_second"]
+                row["efficiency"] = _rounded(row["tokens_per_second"] / row["gpus"] / alone)
+                rows.append(row)
+                print(line(row), flush=True)
+                if arguments.json:
+                    report = json.dumps({"header": header, "rows": rows}, indent=1)
+                    files.replace(arguments.json, (report + "\n").encode())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="train.bench", description="Time whole training steps.")
+    names, sizes = _several(str, SHAPES), _several(int)
+    parser.add_argument("--shape", type=names, default=["vicuna7b"], help=", ".join(SHAPES))
+    parser.add_argument("--length", type=sizes, default=[1024], help="tokens of a row")
+    parser.add_argument(
+        "--mesh", type=mesh_argument, action="append", metavar="AXIS=N,...", help=GRAMMAR
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=16384, help="of a micro-batch, per device that holds rows"
+    )
+    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of a step")
+    parser.add_argument("--steps", type=int, default=4, help="that are timed, after one")
+    parser.add_argument("--json", type=Path, help="write header and rows to this file")
+    return parser
+
+
+def _several(kind: Any, choices: Mapping[str, Any] | None = None) -> Any:
+    def read(text: str) -> list[Any]:
+        values = [kind(part) for part in text.split(",")]
+        for value in values:
+            if choices is not None and value not in choices:
+                raise argparse.ArgumentTypeError(f"unknown {value}; choose from {list(choices)}")
+        return values
+
+    return read
+
+
+def measure(
+    shape: str, length: int, axes: Mapping[str, int], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Time the steps of one setting."""
+    mesh = make_mesh(**axes)
+    config = dataclasses.replace(
+        SHAPES[shape], max_positions=max(SHAPES[shape].max_positions, length)
+    )
+    draft = DraftConfig.for_target(config, window=SETTINGS.window)
+    offset = max(0, min(15_000, config.max_positions - length)) if length <= 1024 else 0
+    objective = DraftObjective(config, draft, SETTINGS, offset, LOSS_CHUNK)
+    optimizer = make_optimizer(OPTIMIZER)
+    shardings = state_shardings(mesh, objective, optimizer)
+    state = initial_state(objective, optimizer, shardings, seed=0)
+    frozen = random_target(config, mesh)
+    holders = mesh.shape["data"] * mesh.shape["fsdp"]
+    rows = holders * max(1, arguments.tokens // length)
+    batch = _random_batch(mesh, config, (arguments.accumulation, rows, length))
+    step = make_step(objective, optimizer, 0, mesh, shardings)
+    rate = np.float32(1e-4)
+    compiled = step.lower(state, frozen, batch, rate).compile()
+    state, values = compiled(state, frozen, batch, rate)
+    jax.block_until_ready(values)
+    begin = time.perf_counter()
+    for _ in range(arguments.steps):
+        state, values = compiled(state, frozen, batch, rate)
+    jax.block_until_ready(values)
+    seconds = (time.perf_counter() - begin) / arguments.steps
+    tokens = math.prod(batch.tokens.shape)
+    memory = compiled.memory_analysis()
+    return {
+        "config": shape,
+        "stage": "short" if length <= 1024 else "long",
+        "sequence": length,
+        "gpus": mesh.size,
+        "layout": ",".join(f"{axis}={size}" for axis, size in axes.items()) or "one",
+        "rows": rows,
+        "accumulation": arguments.accumulation,
+        "tokens_per_second": _rounded(tokens / seconds),
+        "step_ms": _rounded(1e3 * seconds),
+        "flops_per_s": flops_per_token(objective, length) * tokens / seconds / mesh.size,
+        "peak_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
+        "step_bytes": memory.temp_size_in_bytes,
+        "loss": _rounded(float(values["loss"])),
+    }
+
+
+def random_target(config: TargetConfig, mesh: Mesh) -> Any:
+    """Random weights, every device drawing its own shards, one array after the other."""
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    shapes = jax.eval_shape(
+        lambda key: Target(config).init(key, tokens, method="initialize")["params"],
+        jax.random.key(0),
+    )
+    leaves, tree = jax.tree.flatten(shapes)
+    places = jax.tree.leaves(param_shardings(mesh, shapes))
+    drawn = [
+        _drawer(leaf.shape, leaf.dtype.name, place)(jax.random.key(number, impl="rbg"))
+        for number, (leaf, place) in enumerate(zip(leaves, places, strict=True))
+    ]
+    return jax.tree.unflatten(tree, drawn)
+
+
+@functools.cache
+def _drawer(shape: tuple[int, ...], dtype: str, place: NamedSharding) -> Any:
+    """A compiled generator of one array; layers of equal shape share it."""
+
+    def draw(key: jax.Array) -> jax.Array:
+        values = 0.02 * jax.random.normal(key, shape, jnp.dtype(dtype))
+        return values if len(shape) > 1 else jnp.ones(shape, jnp.dtype(dtype))
+
+    return jax.jit(draw, out_shardings=place)
+
+
+def _random_batch(mesh: Mesh, config: TargetConfig, shape: tuple[int, int, int]) -> Batch:
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape, np.int32)
+    return jax.device_put(Batch(tokens, np.ones(shape, np.float32)), NamedSharding(mesh, ROWS))
+
+
+def matmul_rate() -> float:
+    """Operations per second of a large product on the first device, bfloat16 on a GPU."""
+    side = 8192 if jax.default_backend() == "gpu" else 256
+    a, b = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
+    product = jax.jit(jnp.matmul)
+    jax.block_until_ready(product(a, b))
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        results = [product(a, b) for _ in range(10)]
+        jax.block_until_ready(results)
+        seconds.append((time.perf_counter() - begin) / 10)
+    return 2 * side**3 / sorted(seconds)[2]
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row for reading."""
+    return (
+        f"{row['config']} {row['sequence']} {row['layout']}: {row['tokens_per_second']} tokens/s, "
+        f"step {row['step_ms']} ms, {row['flops_utilization']:.1%} of the matmul rate, "
+        f"{row['efficiency']:.2f} of one device's speed per device; "
+        f"{row['peak_bytes'] / 1e9:.1f} GB per device, {row['step_bytes'] / 1e9:.1f} GB of it "
+        "while the step runs"
+    )
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits: more would not repeat."""
+    return float(f"{value:.4g}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
