@@ -57,7 +57,7 @@ def base_config() -> "ConfigDict":
             dtype="bfloat16",
             export="",
             title="LongSpec draft",
-            loss_chunk=8192,
+            loss_chunk=0,
             log_every=1,
             save_every=200,
             accept_every=100,

@@ -183,7 +183,7 @@ class RunConfig:
     title: str
     """A sentence for the model card."""
     loss_chunk: int
-    """Most tokens whose logits exist at once."""
+    """Most tokens of a device whose logits exist at once; 0: as many as take a gigabyte."""
     log_every: int
     save_every: int
     """Steps between checkpoints; 0 saves at the end of a stage and on a signal only."""

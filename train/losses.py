@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
+from longspec_jax.ops.partitioned import row_shares
 from longspec_jax.ops.products.skinny import matmul_precision
 
 
@@ -40,13 +41,17 @@ def cross_entropy_sum(
       head: the LM head.
       labels: token to predict at every position.
       weights: 0 where a position is not to be learned.
-      chunk: most tokens whose logits exist at once.
+      chunk: most tokens whose logits exist at once on a device.
       head_gradient: give the head a gradient; a frozen one saves the product.
     """
     rows, length = labels.shape
-    return _cross_entropy_sum(
-        hidden, head, labels, weights, chunk_length(rows, length, chunk), head_gradient
-    )
+    size = chunk_length(rows // row_shares(rows), length, chunk)
+    return _cross_entropy_sum(hidden, head, labels, weights, size, head_gradient)
+
+
+def tokens_at_once(vocab_size: int) -> int:
+    """Tokens whose float32 logits take about a gigabyte: a larger product is no faster."""
+    return max(256, 2**28 // vocab_size)
 
 
 def chunk_length(rows: int, length: int, chunk: int) -> int:

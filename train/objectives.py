@@ -14,6 +14,7 @@ from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import Target, head_of
+from longspec_jax.ops.partitioned import placed
 
 from .acceptance import Pair, simulated_acceptance
 from .config import DraftSettings
@@ -45,7 +46,7 @@ class TargetObjective:
         positions = plain_positions((1, batch.tokens.shape[0]), batch.tokens.shape[1])[0]
         hidden = run_target(self.config, params, batch.tokens, positions).hidden
         labels, weights = next_token_labels(*batch)
-        head = head_of(params)
+        [head] = placed("v d", head_of(params))
         loss = cross_entropy_sum(
             hidden, head, labels, weights, chunk=self.loss_chunk, head_gradient=True
         )
@@ -100,11 +101,10 @@ class DraftObjective:
         view = jax.lax.stop_gradient(view)
         hidden = run_draft(self.draft, params, frozen, batch.tokens, draws, view)
         labels, weights = next_token_labels(*batch)
+        [head] = placed("v d", head_of(frozen))
 
         def loss(states: Array) -> Array:
-            return cross_entropy_sum(
-                states, head_of(frozen), labels, weights, chunk=self.loss_chunk
-            )
+            return cross_entropy_sum(states, head, labels, weights, chunk=self.loss_chunk)
 
         return {"loss": loss(hidden), "target_loss": loss(view.hidden)}
 

@@ -27,6 +27,7 @@ from .data.corpus import build_corpus, read_texts
 from .data.rows import Source
 from .data.tokenizer import encode_documents, load_tokenizer, train_tokenizer
 from .loop import Stage, run_stage
+from .losses import tokens_at_once
 from .metrics import Metrics
 from .objectives import DraftObjective, TargetObjective
 from .optim import make_optimizer
@@ -121,7 +122,7 @@ def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
             f"the tokenizer has {len(tokenizer)} entries, the target's "
             f"vocab_size={shape.vocab_size}; make the target's at least as large"
         )
-    objective = TargetObjective(shape, run.config.loss_chunk)
+    objective = TargetObjective(shape, run.config.loss_chunk or tokens_at_once(shape.vocab_size))
     params = None
     for stage in config.stages:
         params = _train_stage(run, stage, objective, (), params, shape.vocab_size)
@@ -146,8 +147,9 @@ def train_draft(run: TrainingRun) -> None:
     if config.draft.init:
         draft, params = load_draft(config.draft.init, target, dtype="float32", mesh=run.mesh)
         draft = dataclasses.replace(draft, dtype=config.dtype, window=config.draft.window)
+    chunk = config.loss_chunk or tokens_at_once(target.vocab_size)
     for stage in config.stages:
-        objective = DraftObjective(target, draft, config.draft, stage.max_offset, config.loss_chunk)
+        objective = DraftObjective(target, draft, config.draft, stage.max_offset, chunk)
         params = _train_stage(run, stage, objective, frozen, params, target.vocab_size)
     whole = gathered(cast(params, draft.dtype))
     by_first("draft", lambda: save_draft(run.draft_folder, draft, whole, target=target))

@@ -29,7 +29,7 @@ Op = TypeVar("Op", bound=Callable[..., Any])
 Term = tuple[tuple[str, ...], ...]
 """The axes of one array; the query heads are two of them, ``("k", "g")``."""
 
-CUT = {"b": BATCH_AXES, "k": ("tp",)}
+CUT = {"b": BATCH_AXES, "k": ("tp",), "v": ("tp",)}
 """The axes of operands that are cut, and the axes of the mesh over which."""
 
 
@@ -86,14 +86,15 @@ def partitioned(rule: str) -> Callable[[Op], Op]:
 
 
 def placed(terms: str, *arrays: Array) -> tuple[Array, ...]:
-    """Say how activations lie on the mesh in use: batch rows and key/value heads cut.
+    """Say how arrays lie on the mesh in use: batch rows, key/value heads and vocabulary cut.
 
-    The compiler would otherwise infer it from the weights, and where these are cut along the
-    model's width compute every device's rows on every device.
+    Of activations the compiler would otherwise infer it from the weights, and where these are cut
+    along the model's width compute every device's rows on every device. Weights that are read more
+    than once are gathered here, and not every time.
 
     Args:
-      terms: of each array, as in :func:`partitioned`.
-      *arrays: the activations, which belong together: one axis, one size.
+      terms: of each array, as in :func:`partitioned`; the vocabulary is ``v``.
+      *arrays: what belongs together: one axis, one size.
     """
     if one_device():
         return arrays
@@ -116,6 +117,15 @@ def use_mesh(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any
         in use, if any.
     """
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
+
+
+def row_shares(rows: int) -> int:
+    """Groups of devices of the mesh in use among which this many batch rows are shared out."""
+    if one_device():
+        return 1
+    mesh = jax.sharding.get_abstract_mesh()
+    shares = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return shares if rows % shares == 0 else 1
 
 
 def one_device() -> bool:

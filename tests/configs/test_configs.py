@@ -145,7 +145,7 @@ def test_a_micro_batch_fits_the_shapes(name: str, variant: str) -> None:
     # All layers are alike: two of them show what the others would.
     target = dataclasses.replace(preset(config), num_layers=2)
     draft = DraftConfig.for_target(target, window=config.draft.window)
-    objective = DraftObjective(target, draft, config.draft, stage.max_offset, config.loss_chunk)
+    objective = DraftObjective(target, draft, config.draft, stage.max_offset, 8192)
     params = jax.eval_shape(objective.initialize, jax.random.key(0))
     rows = (1, stage.batch // stage.accumulation)
     draws = jax.eval_shape(lambda key: objective.draw(key, rows, stage.seq_len), jax.random.key(0))
