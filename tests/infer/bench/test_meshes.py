@@ -2,46 +2,41 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from infer.bench import __main__ as bench
 from infer.bench import meshes
 
-OPTIONS = ["meshes", "--shape=tiny", "--context=40", "--new_tokens=6", "--tree=2,1"]
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())["rows"]
+OPTIONS = ["meshes", "--shape=tiny", "--context=40", "--new_tokens=6", "--tree=2"]
 
 
 def test_a_mesh_says_the_same_and_shares_the_bytes(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "meshes.json"
-    assert bench.main([*OPTIONS, "--mesh=tp=2", "--mesh=data=2", f"--json={file}"]) == 0
-    one, tp, data = rows(file)
-    assert (one["mesh"], tp["mesh"], data["mesh"]) == ({}, {"tp": 2}, {"data": 2})
+    assert bench.main([*OPTIONS, "--mesh=data=2,tp=2", f"--json={file}"]) == 0
+    one, four = json.loads(file.read_text())["rows"]
+    assert (one["mesh"], four["mesh"]) == ({}, {"data": 2, "tp": 2})
     assert one["prompt_tokens"] == [40, 20]
-    for row in (one, tp, data):
+    for row in (one, four):
         assert row["identical_fraction"] == row["plain_identical_fraction"] == 1.0
     [cache], [weights] = one["cache_bytes_by_device"], one["weight_bytes_by_device"]
-    assert tp["cache_bytes_by_device"] == data["cache_bytes_by_device"] == [cache // 2] * 2
-    assert data["weight_bytes_by_device"] == [weights] * 2
-    assert all(weights / 2 <= share < 0.51 * weights for share in tp["weight_bytes_by_device"])
+    assert four["cache_bytes_by_device"] == [cache // 4] * 4
+    assert all(weights / 2 <= share < 0.51 * weights for share in four["weight_bytes_by_device"])
     assert "per device" in capsys.readouterr().out
 
 
-def test_a_difference_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: one of two rows differs."""
-    file, identical = tmp_path / "meshes.json", meshes._identical
-
-    def wrong(tokens: np.ndarray, expected: np.ndarray) -> float:
-        return identical(tokens ^ np.asarray([[0], [1]]), expected)
-
-    monkeypatch.setattr(meshes, "_identical", wrong)
-    assert bench.main([*OPTIONS, "--mesh=tp=1", f"--json={file}"]) == 0
-    assert [row["identical_fraction"] for row in rows(file)] == [0.5, 0.5]
+def test_a_difference_is_counted() -> None:
+    """Negative control: one token of one row differs."""
+    expected = np.arange(12).reshape(2, 6)
+    tokens = expected.copy()
+    tokens[1, 5] += 1
+    model: Any = SimpleNamespace(params=SimpleNamespace(target={}))
+    batch: Any = SimpleNamespace(length=np.asarray([40, 20]), new_tokens=6)
+    passes = (meshes.Pass(found, 1.0, 1.0, 2, [1]) for found in (tokens, expected))
+    row = meshes.describe(model, batch, *passes, expected)
+    assert (row["identical_fraction"], row["plain_identical_fraction"]) == (0.5, 1.0)
 
 
 def test_a_mesh_that_is_too_large(capsys: Any) -> None:
