@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..config import DataConfig
+from .fingerprint import files_digest
 from .formats import Fields, Turn, to_turns
 
 LINE = "json_line"
@@ -71,6 +72,20 @@ def load_documents(data: DataConfig) -> Documents:
     return Documents(tuple((name, _load(load, name, data)) for name in names))
 
 
+def data_digest(data: DataConfig) -> str:
+    """A digest of the content of files or hub data, which are not read to their end.
+
+    Raises:
+      ValueError: if nothing is there.
+    """
+    if data.files:
+        return files_digest(map(Path, _expand(data.files)))
+    if (path := _hub_file(data.hub)) is not None:
+        return files_digest([Path(path)])
+    # Of the hub's revision and the split.
+    return _load(_load_hub, data.hub, data)._fingerprint
+
+
 def _load(load: Any, name: str, data: DataConfig) -> Any:
     """Rows of a file or data set; every failure becomes one sentence."""
     from datasets.exceptions import DatasetsError
@@ -92,12 +107,19 @@ def _load(load: Any, name: str, data: DataConfig) -> Any:
 def _load_hub(name: str, data: DataConfig) -> Any:
     """A hub data set, or one file of it."""
     from datasets import load_dataset
+
+    path = _hub_file(name)
+    return load_dataset(name, split=data.split) if path is None else _load_file(path, data)
+
+
+def _hub_file(name: str) -> str | None:
+    """The local copy of ``owner/name/file``; None for a whole data set."""
     from huggingface_hub import hf_hub_download
 
     owner, *rest = name.split("/", 2)
     if len(rest) < 2:
-        return load_dataset(name, split=data.split)
-    return _load_file(hf_hub_download(f"{owner}/{rest[0]}", rest[1], repo_type="dataset"), data)
+        return None
+    return hf_hub_download(f"{owner}/{rest[0]}", rest[1], repo_type="dataset")
 
 
 def _load_file(path: str, data: DataConfig) -> Any:

@@ -4,6 +4,7 @@ A corpus brings its own held-out documents. Of other data a few rows, evenly spr
 of training, so that simulated acceptance is never measured on rows that were learned.
 """
 
+import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+
+from longspec_jax.weights.hub import local_folder
 
 from ..config import DataConfig, RunConfig, StageConfig
 from ..processes import by_first
@@ -26,7 +29,8 @@ from .batches import (
     write_tokens,
 )
 from .documents import DocumentRows
-from .loading import load_documents
+from .fingerprint import files_digest, fingerprint, tokenizer_digest
+from .loading import data_digest, load_documents
 from .tokenizer import encode_documents, load_tokenizer
 
 
@@ -59,6 +63,26 @@ class Source:
         chosen = _spread(rows, count)
         rest = np.setdiff1d(np.arange(len(rows)), chosen)
         return Selection(rows, rest), _batch(self._rows(length), chosen, mesh)
+
+    def fingerprint(self) -> str:
+        """A digest of what the rows are made of: data, tokenizer, options; 16 hexadecimal digits.
+
+        It does not change when files move and does when their content, their order, the tokenizer's
+        files or an option of the data changes. Of files above 256 MiB evenly spaced blocks count
+        (:func:`.fingerprint.content_digest`). Lengths, batches and seeds are the run's, and not in
+        it. The target needs to exist only where its tokenizer makes the tokens.
+        """
+        data = self.config.data
+        options = dataclasses.asdict(data)
+        for place in ("files", "hub", "corpus"):
+            del options[place]
+        if data.synthetic_rows:
+            return fingerprint({"options": options, "vocab_size": self.vocab_size})
+        if data.corpus is not None:
+            files = [self.workdir / "corpus" / f"{name}.npy" for name in ("train", "heldout")]
+            return fingerprint({"options": options, "data": files_digest(files)})
+        tokenizer = tokenizer_digest(local_folder(self.target, self.config.revision or None))
+        return fingerprint({"options": options, "data": data_digest(data), "tokenizer": tokenizer})
 
     def _rows(self, seq_len: int) -> Rows:
         """All rows of files, hub or chance, cut to a length."""
