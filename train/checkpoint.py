@@ -125,7 +125,9 @@ class Checkpoints:
 
     def _unused_name(self, step: int) -> str:
         """A name nobody has: what is there of the same step stays until this save is whole."""
-        repeated = next(n for n in itertools.count() if not (self._folder / _name(step, n)).exists())
+        repeated = next(
+            n for n in itertools.count() if not (self._folder / _name(step, n)).exists()
+        )
         return _name(*_agreed((step, repeated)))
 
     def _finish(self, partial: Path, final: Path, meta: dict[str, Any]) -> None:

@@ -6,59 +6,51 @@ run may be resumed on other ones. Data and models count by their content.
 """
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from longspec_jax.config import TargetConfig
 from longspec_jax.weights.hub import local_folder
 
 from .config import RunConfig, StageConfig
+from .data.fingerprint import files_digest
 
 Fingerprint = dict[str, Any]
 """A value that JSON can hold for every name; two runs are the same if all are equal."""
 
 _NOT_COUNTED = (
     "target", "revision", "export", "title", "loss_chunk", "log_every", "save_every",
-    "accept_every", "accept_rows", "accept_seq_len", "max_to_keep", "mesh", "data", "stages",
-    "pretraining",
+    "accept_every", "accept_rows", "accept_seq_len", "max_to_keep", "mesh", "stages", "pretraining",
 )  # fmt: skip
-"""Fields of a run that have no say, or have it through the stage, the data and the models."""
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+"""Fields of a run that have no say, or have it through the stage, the rows and the models."""
+_PLACES = {"data": ("files", "hub", "split", "corpus"), "draft": ("init",)}
+"""Fields of its sections that say where something lies, whose content counts."""
+_MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.pth")
 
 
-def settings_of(config: RunConfig, stage: StageConfig) -> Fingerprint:
-    """What a configuration decides of a stage, by dotted names as they are typed."""
-    values = dataclasses.asdict(config)
-    kept = {name: value for name, value in values.items() if name not in _NOT_COUNTED}
-    fields = dataclasses.asdict(stage)
-    if config.draft.per_row:  # All draws are of single rows then, however many go together.
-        del fields["accumulation"]
-    name = fields.pop("name")
-    kept["draft"] = {key: value for key, value in kept["draft"].items() if key != "init"}
-    return {
-        f"--config.{key}": value for key, value in _flat({**kept, "stages": {name: fields}}).items()
-    }
+def draft_settings(config: RunConfig, stage: StageConfig) -> Fingerprint:
+    """What a configuration decides of a draft's stage, by dotted names as they are typed."""
+    kept = _settings(config, stage)
+    if config.draft.per_row:  # Every row has draws of its own, however many go together.
+        del kept["stages"][stage.name]["accumulation"]
+    return _typed(kept)
+
+
+def target_settings(config: RunConfig, shape: TargetConfig, stage: StageConfig) -> Fingerprint:
+    """What a configuration decides of a stage that trains a target of this shape."""
+    kept = _settings(config, stage)
+    del kept["draft"], kept["stages"][stage.name]["accumulation"]
+    stages = kept.pop("stages")
+    return _typed({**kept, "pretraining": {"shape": dataclasses.asdict(shape), "stages": stages}})
 
 
 def model_digest(source: str | Path, revision: str | None = None) -> str:
-    """What a model's files hold, by their names, sizes and samples of a few parts.
-
-    Samples are spread over every file, because gigabytes of weights would take a minute to read.
-    """
+    """What a model's files hold; of large ones, evenly spaced parts."""
     folder = local_folder(source, revision)
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*")):
-        if path.suffix not in (".json", ".safetensors", ".model", ".bin", ".pth"):
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for start in _sampled(size):
-                file.seek(start)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+    found = {path for pattern in _MODEL_FILES for path in folder.glob(pattern)}
+    return files_digest(sorted(found))
 
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
@@ -90,9 +82,18 @@ def shown(value: Any) -> str:
     return "absent" if value is None else str(value)
 
 
-def _sampled(size: int) -> range:
-    """Offsets of the samples of a file; those of a small one cover it."""
-    return range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES))
+def _settings(config: RunConfig, stage: StageConfig) -> dict[str, Any]:
+    """All fields that count, the stage's own under its name."""
+    values = dataclasses.asdict(config)
+    kept = {name: value for name, value in values.items() if name not in _NOT_COUNTED}
+    for section, places in _PLACES.items():
+        kept[section] = {key: kept[section][key] for key in kept[section] if key not in places}
+    fields = dataclasses.asdict(stage)
+    return {**kept, "stages": {fields.pop("name"): fields}}
+
+
+def _typed(kept: Mapping[str, Any]) -> Fingerprint:
+    return {f"--config.{name}": value for name, value in _flat(kept).items()}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Fingerprint:

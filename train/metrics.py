@@ -22,7 +22,7 @@ class Metrics:
         self._file = None
         if jax.process_index() == 0:
             if cut := mend(path):
-                print(f"{path}: {cut} lines were cut off and are left out", file=sys.stderr)
+                print(f"{path}: a line that was cut off is left out ({cut})", file=sys.stderr)
             self._open()
 
     def _open(self) -> None:

@@ -26,6 +26,8 @@ from .data.batches import Batches, write_tokens
 from .data.corpus import build_corpus, read_texts
 from .data.rows import Source
 from .data.tokenizer import encode_documents, load_tokenizer, train_tokenizer
+from .fingerprint import Fingerprint, draft_settings, model_digest, target_settings
+from .flops import peak_tokens_per_second
 from .loop import Stage, run_stage
 from .metrics import Metrics
 from .objectives import DraftObjective, TargetObjective
@@ -124,7 +126,8 @@ def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
     objective = TargetObjective(shape, run.config.loss_chunk)
     params = None
     for stage in config.stages:
-        params = _train_stage(run, stage, objective, (), params, shape.vocab_size)
+        settings = target_settings(run.config, shape, stage)
+        params = _train_stage(run, stage, objective, (), params, shape.vocab_size, settings)
     whole, end = gathered(cast(params, shape.dtype)), (tokenizer.eos_token_id,)
 
     def save() -> None:
@@ -146,9 +149,11 @@ def train_draft(run: TrainingRun) -> None:
     if config.draft.init:
         draft, params = load_draft(config.draft.init, target, dtype="float32", mesh=run.mesh)
         draft = dataclasses.replace(draft, dtype=config.dtype, window=config.draft.window)
+    models = _models(run)
     for stage in config.stages:
         objective = DraftObjective(target, draft, config.draft, stage.max_offset, config.loss_chunk)
-        params = _train_stage(run, stage, objective, frozen, params, target.vocab_size)
+        settings = {**draft_settings(config, stage), **models}
+        params = _train_stage(run, stage, objective, frozen, params, target.vocab_size, settings)
     whole = gathered(cast(params, draft.dtype))
     by_first("draft", lambda: save_draft(run.draft_folder, draft, whole, target=target))
 
@@ -172,8 +177,9 @@ def _train_stage(
     frozen: Any,
     params: Any,
     vocab_size: int,
+    settings: Fingerprint,
 ) -> Any:
-    """Masters after a stage that starts from the given ones."""
+    """Masters after a stage that starts from the given ones; ``settings`` are all that say how."""
     config = run.config
     _check_shares(run.mesh, stage)
     kind = "draft" if frozen else "target"
@@ -191,12 +197,23 @@ def _train_stage(
         frozen,
         Batches(rows, stage.batch, stage.accumulation, seed),
         held_out,
+        {**settings, "data and tokenizer": source.fingerprint(), "rows to train on": len(rows)},
+        peak_tokens_per_second(objective, stage.seq_len, config.dtype, [*run.mesh.devices.flat]),
     )
     checkpoints = Checkpoints(run.workdir / "checkpoints" / plan.config.name, config.max_to_keep)
     try:
         return run_stage(plan, state, config, run.mesh, checkpoints, run.metrics).params
     finally:
         checkpoints.close()
+
+
+def _models(run: TrainingRun) -> Fingerprint:
+    """What tells the frozen target, and the draft that training starts from."""
+    config = run.config
+    models = {"the target": model_digest(run.target_source, config.revision or None)}
+    if config.draft.init:
+        models["the draft it starts from"] = model_digest(config.draft.init)
+    return models
 
 
 def _check_shares(mesh: Mesh, stage: StageConfig) -> None:

@@ -18,8 +18,8 @@ from longspec_jax.extras import missing_packages
 if TYPE_CHECKING:
     from .arguments import Arguments
 
-BAD_INPUT, INTERRUPTED = 2, 75
-"""Exit statuses; the second is EX_TEMPFAIL of sysexits.h."""
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 75
+"""Exit statuses; the last is EX_TEMPFAIL of sysexits.h."""
 COMMAND = command_name(__package__, "run")
 
 
@@ -46,6 +46,8 @@ def _train(arguments: "Arguments", given: Sequence[str]) -> int:
     from absl import flags, logging
     from jax.errors import JaxRuntimeError
 
+    from longspec_jax.compilation import keep_programs
+
     from . import processes
     from .card import portable_command
     from .config import from_config
@@ -57,6 +59,7 @@ def _train(arguments: "Arguments", given: Sequence[str]) -> int:
     config = from_config(arguments.config)
     if arguments.distributed or arguments.coordinator:
         processes.join(arguments.coordinator, arguments.processes, arguments.process)
+    keep_programs()
     arguments.workdir.mkdir(parents=True, exist_ok=True)
     if processes.is_first():
         partial = arguments.workdir / "config.json.partial"
@@ -71,6 +74,8 @@ def _train(arguments: "Arguments", given: Sequence[str]) -> int:
             "the devices' memory is full; raise a stage's accumulation, lower --config.loss_chunk "
             f"or accept_rows, or shard over more devices. {str(error).splitlines()[0]}"
         )
+    except FloatingPointError as error:  # A training that has diverged.
+        return _fail(str(error), FAILED)
     except Interrupted as stopped:
         print(f"{stopped}; the same command resumes it", file=sys.stderr)
         return INTERRUPTED
@@ -78,9 +83,9 @@ def _train(arguments: "Arguments", given: Sequence[str]) -> int:
     return 0
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, status: int = BAD_INPUT) -> int:
     print(f"{COMMAND.removeprefix('python -m ')}: {message}", file=sys.stderr)
-    return BAD_INPUT
+    return status
 
 
 if __name__ == "__main__":
