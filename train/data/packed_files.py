@@ -19,13 +19,13 @@ def unpacked(path: Path) -> Path:
     Raises:
       OSError, ValueError: if it is damaged.
     """
-    import datasets
     import pyarrow
+    from datasets import config
 
     codec = CODECS.get(path.suffix)
     if codec is None:
         return path
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "unpacked"
+    folder = Path(config.HF_DATASETS_CACHE) / "unpacked"
     kept = folder / f"{content_digest(path)[:32]}{path.with_suffix('').suffix}"
     if not kept.is_file():
         folder.mkdir(parents=True, exist_ok=True)
