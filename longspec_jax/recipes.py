@@ -73,6 +73,7 @@ def base_config() -> "ConfigDict":
                 mask_prompts=False,
                 answer_room=1024,
                 turn=LLAMA_TURN,
+                max_bad_rows=0,
                 synthetic_rows=0,
             ),
             draft=dict(

@@ -74,6 +74,9 @@ class DataConfig:
     """Tokens left for the answer when a masked prompt is shortened."""
     turn: str
     """How a conversation's turn is written, with ``{role}`` and ``{content}``."""
+    max_bad_rows: int
+    """Rows of files or hub that may be skipped because they hold no document; 0 refuses the first
+    one."""
     synthetic_rows: int
     """Random rows of this number, for trying a set-up without data."""
     corpus: CorpusConfig | None = None
@@ -86,6 +89,11 @@ class DataConfig:
                 f"hub={self.hub!r}, synthetic_rows={self.synthetic_rows}"
                 f"{', corpus' if self.corpus else ''}; set --config.data.files=PATHS or "
                 "--config.data.hub=NAME and leave the others empty"
+            )
+        if self.max_bad_rows < 0:
+            raise ValueError(
+                f"--config.data.max_bad_rows={self.max_bad_rows} is no number of rows; give 0 or "
+                "more"
             )
 
 

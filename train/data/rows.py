@@ -7,7 +7,9 @@ of training, so that simulated acceptance is never measured on rows that were le
 import dataclasses
 import hashlib
 import json
+import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from longspec_jax.weights.hub import local_folder
 
 from ..config import DataConfig, RunConfig, StageConfig
-from ..processes import by_first
+from ..processes import by_first, is_first
 from ..step import ROWS, Batch
 from .batches import (
     PackedRows,
@@ -30,7 +32,7 @@ from .batches import (
 )
 from .documents import DocumentRows
 from .fingerprint import files_digest, fingerprint, tokenizer_digest
-from .loading import data_digest, load_documents
+from .loading import Documents, data_digest, load_documents
 from .tokenizer import encode_documents, load_tokenizer
 
 
@@ -43,6 +45,18 @@ class Source:
     target: str
     """Folder or hub id whose tokenizer makes tokens of text."""
     vocab_size: int
+
+    @cached_property
+    def documents(self) -> Documents:
+        """The documents of files or hub, all of them looked at.
+
+        Raises:
+          ValueError: if there are none, or more bad ones than may be skipped.
+        """
+        documents = load_documents(self.config.data)
+        if documents.skipped and is_first():
+            print(documents.skipped, file=sys.stderr, flush=True)
+        return documents
 
     def split(self, stage: StageConfig, mesh: Mesh) -> tuple[Rows, Batch]:
         """The rows a stage trains on, and a micro-batch it never does."""
@@ -74,8 +88,9 @@ class Source:
         """
         data = self.config.data
         options = dataclasses.asdict(data)
-        for place in ("files", "hub", "corpus"):
-            del options[place]
+        # Where data lie is not what they are; and a budget changes no row of a run that begins.
+        for name in ("files", "hub", "corpus", "max_bad_rows"):
+            del options[name]
         if data.synthetic_rows:
             return fingerprint({"options": options, "vocab_size": self.vocab_size})
         if data.corpus is not None:
@@ -97,7 +112,7 @@ class Source:
             )
         if data.pack:
             return PackedRows(self._packed_tokens(data, tokenizer), seq_len)
-        return DocumentRows(load_documents(data), tokenizer, data, seq_len)
+        return DocumentRows(self.documents, tokenizer, data, seq_len)
 
     def _packed_tokens(self, data: DataConfig, tokenizer: Any) -> np.ndarray:
         """All documents as one memory-mapped run of tokens, made once."""
@@ -107,7 +122,7 @@ class Source:
 
         def write() -> None:
             if not path.is_file():
-                texts = load_documents(data).texts()
+                texts = self.documents.texts()
                 write_tokens(path, encode_documents(tokenizer, texts), len(tokenizer))
 
         by_first("tokens", write)

@@ -43,6 +43,28 @@ ROWS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         },
         [("user", "hi"), ("assistant", "!")],
     ),
+    "messages": (
+        {
+            "prompt": "hi",
+            "messages": [
+                {"role": "system", "content": "be"},
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "!"},
+            ],
+        },
+        [("system", "be"), ("user", "hi"), ("assistant", "!")],
+    ),
+    "sharegpt": (
+        {
+            "id": 3,
+            "conversations": [
+                {"from": "human", "value": "hi", "role": None},
+                {"from": "gpt", "value": "!"},
+                {"role": "user", "content": "more"},
+            ],
+        },
+        [("user", "hi"), ("assistant", "!"), ("user", "more")],
+    ),
     "reasoning": (
         {"problem": "1+1", "qwq": "2"},
         [SYSTEM, ("user", "1+1"), ("assistant", "2")],
@@ -114,6 +136,18 @@ def test_every_row_format_becomes_its_turns(kind: str) -> None:
         ({"conversation": [{"role": "human", "content": "x"}]}, "role 'human'; roles are system"),
         ({"conversation": [{"role": "user"}]}, "type NoneType where text belongs"),
         ({"article": ["a", "b"], "abstract": ["a"]}, "2 articles and 1 abstracts"),
+        ({"article": 5, "abstract": ["a"]}, "article holds a value of type int where a list"),
+        ({"problem": 5, "qwq": "x"}, "problem holds a value of type int where text belongs"),
+        ({"problem": "x", "qwq": ["x"]}, "qwq holds a value of type list where text belongs"),
+        ({"text": "x\ud800"}, "text holds half a surrogate pair"),
+        ({"messages": "x"}, "messages holds a value of type str where a list belongs"),
+        ({"messages": ["x"]}, "messages holds a str where a turn belongs, such as .*role.*from"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role 'tool'; roles are system, user"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "messages's content holds .* type list"),
+        ({"messages": []}, "messages holds no turns"),
+        ({"conversations": [{"from": "x", "value": "y"}]}, "from 'x'; froms are human, gpt"),
+        ({"conversations": [{"from": "gpt"}]}, "conversations's value holds .* type NoneType"),
+        ({"conversations": [{}]}, "role None; roles are system, user, assistant"),
     ],
 )
 def test_rows_that_mean_nothing_are_refused(row: dict[str, Any], sentence: str) -> None:
@@ -215,9 +249,9 @@ def test_files_of_several_kinds_follow_each_other(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"text": \n', "document 2 of .*a.jsonl: the line is not JSON"),
-        ("a.jsonl", "[1]", "document 1 of .*a.jsonl: the line is a list"),
-        ("a.jsonl", '{"body": "x"}', "document 1 of .*known formats"),
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', "line 2 of .*a.jsonl: the line is not JSON"),
+        ("a.jsonl", "[1]", "line 1 of .*a.jsonl: the line is a list"),
+        ("a.jsonl", '{"body": "x"}', "line 1 of .*known formats"),
         ("a.jsonl", "", "a.jsonl holds no documents"),
         ("a.txt", " \n\n \n", "a.txt holds no documents"),
         ("a.csv", "a,b", "a.csv cannot be read .the file is of no known kind"),
