@@ -66,12 +66,12 @@ class DataConfig:
     split: str
     """The split of a whole hub dataset."""
     pack: bool
-    """Concatenate documents and cut rows of full length; otherwise one truncated document per
-    row."""
+    """Concatenate documents and cut rows of full length, masks and all; otherwise one truncated
+    document per row."""
     mask_prompts: bool
     """Learn answers only (the paper's last stage); otherwise all text but the system prompt."""
     answer_room: int
-    """Tokens left for the answer when a masked prompt is shortened."""
+    """Tokens left for the answer when a masked prompt is shortened; packed ones are not."""
     turn: str
     """How a conversation's turn is written, with ``{role}`` and ``{content}``."""
     max_bad_rows: int
@@ -222,7 +222,8 @@ class RunConfig:
                 f"dtype={self.dtype!r} is not supported; choose bfloat16, float16 or float32"
             )
         for stage in self.stages:
-            if self.data.mask_prompts and stage.seq_len <= self.data.answer_room:
+            cuts = self.data.mask_prompts and not self.data.pack
+            if cuts and stage.seq_len <= self.data.answer_room:
                 raise ValueError(
                     f"stage {stage.name}: rows of seq_len={stage.seq_len} leave nothing of a "
                     f"masked prompt before answer_room={self.data.answer_room}; lower "

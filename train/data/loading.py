@@ -55,10 +55,14 @@ class Documents:
         rows = self.parts[part]
         return to_turns(rows[index - self._ends[part] + len(rows)])
 
+    def __iter__(self) -> Iterator[list[Turn]]:
+        """The turns of every document."""
+        return map(self.__getitem__, range(len(self)))
+
     def texts(self) -> Iterator[str]:
         """Every document as one text."""
-        for index in range(len(self)):
-            yield "\n\n".join(turn.content for turn in self[index])
+        for turns in self:
+            yield "\n\n".join(turn.content for turn in turns)
 
 
 def load_documents(data: DataConfig) -> Documents:

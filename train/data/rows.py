@@ -5,8 +5,6 @@ of training, so that simulated acceptance is never measured on rows that were le
 """
 
 import dataclasses
-import hashlib
-import json
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from longspec_jax.weights.hub import local_folder
 
-from ..config import DataConfig, RunConfig, StageConfig
+from ..config import RunConfig, StageConfig
 from ..processes import by_first, is_first
 from ..step import ROWS, Batch
 from .batches import (
@@ -28,12 +26,12 @@ from .batches import (
     Selection,
     SyntheticRows,
     read_tokens,
-    write_tokens,
 )
-from .documents import DocumentRows
+from .documents import DocumentRows, Encoding, learned_spans
+from .encoded import FORM, EncodedDocuments, encode, read_encoded, write_encoded
 from .fingerprint import files_digest, fingerprint, tokenizer_digest
-from .loading import Documents, data_digest, load_documents
-from .tokenizer import encode_documents, load_tokenizer
+from .loading import data_digest, load_documents
+from .tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -45,18 +43,6 @@ class Source:
     target: str
     """Folder or hub id whose tokenizer makes tokens of text."""
     vocab_size: int
-
-    @cached_property
-    def documents(self) -> Documents:
-        """The documents of files or hub, all of them looked at.
-
-        Raises:
-          ValueError: if there are none, or more bad ones than may be skipped.
-        """
-        documents = load_documents(self.config.data)
-        if documents.skipped and is_first():
-            print(documents.skipped, file=sys.stderr, flush=True)
-        return documents
 
     def split(self, stage: StageConfig, mesh: Mesh) -> tuple[Rows, Batch]:
         """The rows a stage trains on, and a micro-batch it never does."""
@@ -96,37 +82,61 @@ class Source:
         if data.corpus is not None:
             files = [self.workdir / "corpus" / f"{name}.npy" for name in ("train", "heldout")]
             return fingerprint({"options": options, "data": files_digest(files)})
-        tokenizer = tokenizer_digest(local_folder(self.target, self.config.revision or None))
-        return fingerprint({"options": options, "data": data_digest(data), "tokenizer": tokenizer})
+        digests = {"data": data_digest(data), "tokenizer": self._tokenizer_digest}
+        return fingerprint({"options": options, **digests})
 
-    def _rows(self, seq_len: int) -> Rows:
-        """All rows of files, hub or chance, cut to a length."""
+    @property
+    def encoded_folder(self) -> Path:
+        """Where the tokens of these data are kept, or will be: its name says what they are of."""
         data = self.config.data
-        if data.synthetic_rows:
-            return SyntheticRows(data.synthetic_rows, seq_len, self.vocab_size)
+        options = (data.split, data.turn, data.pack, data.max_bad_rows, FORM)
+        digests = {"data": data_digest(data), "tokenizer": self._tokenizer_digest}
+        return self.workdir / f"tokens-{fingerprint({'options': options, **digests})}"
+
+    @property
+    def _tokenizer_digest(self) -> str:
+        return tokenizer_digest(local_folder(self.target, self.config.revision or None))
+
+    @cached_property
+    def _tokenizer(self) -> Any:
         tokenizer = load_tokenizer(self.target, self.config.revision or None)
         if len(tokenizer) > self.vocab_size:
             raise ValueError(
                 f"the tokenizer of {self.target} has {len(tokenizer)} entries, the model "
                 f"vocab_size={self.vocab_size}; use the tokenizer that was saved with the model"
             )
-        if data.pack:
-            return PackedRows(self._packed_tokens(data, tokenizer), seq_len)
-        return DocumentRows(self.documents, tokenizer, data, seq_len)
+        return tokenizer
 
-    def _packed_tokens(self, data: DataConfig, tokenizer: Any) -> np.ndarray:
-        """All documents as one memory-mapped run of tokens, made once."""
-        about = (data.files, data.hub, data.split, self.target)
-        digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
-        path = self.workdir / f"tokens-{digest}.npy"
+    @cached_property
+    def _documents(self) -> Encoding | EncodedDocuments:
+        """The documents of files or hub, all of them looked at, as tokens."""
+        data, folder = self.config.data, self.encoded_folder
 
         def write() -> None:
-            if not path.is_file():
-                texts = self.documents.texts()
-                write_tokens(path, encode_documents(tokenizer, texts), len(tokenizer))
+            if not folder.is_dir():
+                documents = load_documents(data)
+                turns = encode(documents, self._tokenizer, data)
+                write_encoded(folder, turns, len(self._tokenizer), documents.skipped)
 
-        by_first("tokens", write)
-        return read_tokens(path)
+        if data.pack:
+            by_first("tokens", write)
+        if folder.is_dir():
+            documents = read_encoded(folder)
+        else:
+            documents = Encoding(load_documents(data), self._tokenizer, data)
+        if documents.skipped and is_first():
+            print(documents.skipped, file=sys.stderr, flush=True)
+        return documents
+
+    def _rows(self, seq_len: int) -> Rows:
+        """All rows of files, hub or chance, cut to a length."""
+        data = self.config.data
+        if data.synthetic_rows:
+            return SyntheticRows(data.synthetic_rows, seq_len, self.vocab_size)
+        pad, documents = self._tokenizer.pad_token_id or 0, self._documents
+        if data.pack and isinstance(documents, EncodedDocuments):
+            return PackedRows(documents.tokens, seq_len, learned_spans(documents, data))
+        return DocumentRows(documents, data, seq_len, pad)
 
 
 def _spread(rows: Rows, count: int) -> np.ndarray:
@@ -148,5 +158,5 @@ def _batch(rows: Rows, chosen: np.ndarray, mesh: Mesh) -> Batch:
         whole = np.stack(parts)
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
-    tokens, weights = zip(*made, strict=True)
+    tokens, weights, _ = zip(*made, strict=True)
     return Batch(place(tokens), place(weights))

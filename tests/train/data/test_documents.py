@@ -10,7 +10,9 @@ import pytest
 
 from longspec_jax.recipes import CHATML_TURN, LLAMA_TURN, base_config
 from train.config import DataConfig
-from train.data.documents import DocumentRows, encode_turns
+from train.data.batches import Row
+from train.data.documents import DocumentRows, Encoding, cut_turns
+from train.data.encoded import encode
 from train.data.formats import Turn, to_turns
 from train.data.loading import load_documents
 from train.data.tokenizer import train_tokenizer
@@ -165,9 +167,13 @@ def settings(**overrides: Any) -> DataConfig:
     return DataConfig(**{**values, "files": "x.jsonl", **overrides})
 
 
+def cut(turns: list[Turn], tokenizer: Any, data: DataConfig, length: int) -> Row:
+    return cut_turns(next(encode([turns], tokenizer, data)), data, length)
+
+
 def learned(turns: list[Turn], tokenizer: Any, length: int = 500, **overrides: Any) -> str:
     """The text of the tokens that are learned."""
-    tokens, weights = encode_turns(turns, tokenizer, settings(**overrides), length)
+    tokens, weights, _ = cut(turns, tokenizer, settings(**overrides), length)
     assert tokens.dtype == np.int32 and weights.dtype == np.float32 and set(weights) <= {0.0, 1.0}
     return tokenizer.decode(tokens[weights > 0])
 
@@ -202,11 +208,11 @@ def test_turns_are_written_by_the_template(turn: str, written: str, tokenizer: A
 def test_a_masked_question_leaves_room_for_the_answer(tokenizer: Any) -> None:
     turns = [Turn("q" * 400, "user"), Turn("a" * 10, "assistant")]
     data = settings(mask_prompts=True, answer_room=60)
-    tokens, weights = encode_turns(turns, tokenizer, data, 100)
+    tokens, weights, _ = cut(turns, tokenizer, data, 100)
     assert weights.tolist().index(1.0) == 100 - 60
     assert "aaaaaaaaaa</s>" in tokenizer.decode(tokens[weights > 0])
     # Where prompts are learned, nothing is shortened but the row itself.
-    tokens, weights = encode_turns(turns, tokenizer, settings(), 100)
+    tokens, weights, _ = cut(turns, tokenizer, settings(), 100)
     assert len(tokens) == 100 and weights.all()
 
 
@@ -223,11 +229,14 @@ def test_lines_of_mixed_formats(folder: Path, tokenizer: Any) -> None:
     (folder / "a.jsonl").write_text("\n".join(lines) + "\n\n  \n")
     documents = load_documents(settings(files=str(folder / "*.jsonl")))
     assert [documents[i] for i in range(len(documents))] == [to_turns(row) for row in rows]
-    made = DocumentRows(documents, tokenizer, settings(), 40)
+    made = DocumentRows(
+        Encoding(documents, tokenizer, settings()), settings(), 40, tokenizer.pad_token_id
+    )
     for index in range(len(made)):
-        tokens, weights = made[index]
+        tokens, weights, _ = made[index]
         assert tokens.shape == weights.shape == (40,)
-    tokens, weights = made[0]
+    tokens, weights, length = made[0]
+    assert length == (tokens != tokenizer.pad_token_id).sum() < 40
     assert set(tokens[weights == 0]) == {tokenizer.pad_token_id} and weights[-1] == 0
 
 
