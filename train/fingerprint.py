@@ -25,8 +25,8 @@ _NOT_COUNTED = (
     "accept_every", "accept_rows", "accept_seq_len", "max_to_keep", "mesh", "stages", "pretraining",
 )  # fmt: skip
 """Fields of a run that have no say, or have it through the stage, the rows and the models."""
-_PLACES = {"data": ("files", "hub", "split", "corpus"), "draft": ("init",)}
-"""Fields of its sections that say where something lies, whose content counts."""
+_NOT_COUNTED_IN = {"data": ("files", "hub", "split", "corpus", "max_bad_rows"), "draft": ("init",)}
+"""Those of its sections, most of which say where something lies whose content counts."""
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.pth")
 
 
@@ -86,8 +86,8 @@ def _settings(config: RunConfig, stage: StageConfig) -> dict[str, Any]:
     """All fields that count, the stage's own under its name."""
     values = dataclasses.asdict(config)
     kept = {name: value for name, value in values.items() if name not in _NOT_COUNTED}
-    for section, places in _PLACES.items():
-        kept[section] = {key: kept[section][key] for key in kept[section] if key not in places}
+    for section, names in _NOT_COUNTED_IN.items():
+        kept[section] = {key: kept[section][key] for key in kept[section] if key not in names}
     fields = dataclasses.asdict(stage)
     return {**kept, "stages": {fields.pop("name"): fields}}
 

@@ -98,9 +98,11 @@ def run_stage(
         while not (stopped := stop(step)) and (progress := stage.progress(step, clock.elapsed)) < 1:
             rate = _rate(stage.config, run.optimizer, progress)
             batch, waited = _timed(lambda: next(batches))
-            real = getattr(batches, "real_tokens", stage.config.batch * stage.config.seq_len)
+            real = batches.real_tokens
+            padded = 1 - real / batch.tokens.size
             state, values = stage.step(state, stage.frozen, batch, np.float32(rate))
-            report.add(step, {**values, "lr": rate, "data_wait": waited}, real)
+            more = {"lr": rate, "data_wait": waited, "padding": padded}
+            report.add(step, {**values, **more}, real)
             step += 1
             if step == first + 1:  # Compilation is not training time.
                 jax.block_until_ready(values)

@@ -16,9 +16,10 @@ from configs import demo
 from longspec_jax.sharding import make_mesh
 from train.checkpoint import Checkpoints
 from train.config import RunConfig, StageConfig, from_config
-from train.data.batches import Batches, SyntheticRows
+from train.data.batches import Batches, Row, SyntheticRows
 from train.loop import Stage, run_stage
 from train.metrics import Metrics
+from train.records import read_records
 from train.step import Batch, TrainState
 
 CONFIG = StageConfig(
@@ -47,12 +48,28 @@ class Toy:
         return {"heldout_loss": float(params["w"]), **self.measured}
 
 
+@dataclass(frozen=True)
+class PaddedRows:
+    """Rows of which so many tokens are padding."""
+
+    padding: int
+    seq_len: int
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Row:
+        return SyntheticRows(30, self.seq_len, 50)[index]._replace(
+            length=self.seq_len - self.padding
+        )
+
+
 @dataclass
 class Run:
     """A run of the toy in a folder."""
 
     folder: Path
-    rows: int = 30
+    padding: int = 0
     config: StageConfig = CONFIG
     fingerprint: dict[str, Any] = field(default_factory=lambda: {"--config.seed": 1})
 
@@ -60,7 +77,7 @@ class Run:
         values = demo.get_config("tiny").to_dict()
         whole = dict(log_every=1, save_every=4, accept_every=4, max_to_keep=2)
         run: RunConfig = dataclasses.replace(from_config(values), **{**whole, **settings})
-        rows = SyntheticRows(self.rows, self.config.seq_len, 50)
+        rows: Any = PaddedRows(self.padding, self.config.seq_len)
         batches = Batches(rows, self.config.batch, self.config.accumulation, 0)
         toy_: Any = toy
         stage = Stage(self.config, toy_, toy.step, (), batches, batches(0), self.fingerprint)
@@ -188,11 +205,13 @@ def test_the_one_before_is_used_where_the_newest_is_damaged(
     assert final == straight.go(Toy())
 
 
-def test_steps_say_how_long_they_waited_for_data(run: Run) -> None:
+def test_steps_say_how_fast_they_were(run: Run) -> None:
+    run.padding = 3
     run.go(Toy())
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
-    assert all(line["data_wait"] >= 0 for line in steps)
-    # The first step compiles.
-    assert ["tokens_per_second" in line for line in steps] == [False] + 9 * [True]
+    steps = [record for record in read_records(run.folder / "metrics.jsonl") if "loss" in record]
+    assert all(step["data_wait"] >= 0 and step["padding"] == 0.75 for step in steps)
+    # The first one compiles. Three rows have one token each that is no padding.
+    assert ["tokens_per_second" in step for step in steps] == [False] + 9 * [True]
+    for step in steps[1:]:
+        assert step["tokens_per_second"] * step["step_time"] == pytest.approx(3, rel=1e-4)
     assert jax.default_backend() == "cpu" and "flops_utilization" not in steps[-1]
