@@ -69,17 +69,12 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
     names = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
     if names:
         changes = ", ".join(
-            f"{name}={shown(now.get(name))} (was {shown(saved.get(name))})" for name in names
+            f"{name}={_shown(now.get(name))} (was {_shown(saved.get(name))})" for name in names
         )
         raise ValueError(
             f"the checkpoint {folder} is of another run: {changes}; restore what changed to go on "
             "from it, or begin anew with another --workdir"
         )
-
-
-def shown(value: Any) -> str:
-    """A value as it is typed, or what stands for one that is not there."""
-    return "absent" if value is None else str(value)
 
 
 def _settings(config: RunConfig, stage: StageConfig) -> dict[str, Any]:
@@ -104,3 +99,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Fingerprint:
         else:
             flat[prefix + name] = value
     return flat
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is None else str(value)

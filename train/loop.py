@@ -97,7 +97,9 @@ def run_stage(
         first = step
         while not (stopped := stop(step)) and (progress := stage.progress(step, clock.elapsed)) < 1:
             rate = _rate(stage.config, run.optimizer, progress)
-            batch, waited = _timed(lambda: next(batches))
+            asked = time.monotonic()
+            batch = next(batches)
+            waited = time.monotonic() - asked
             real = batches.real_tokens
             padded = 1 - real / batch.tokens.size
             state, values = stage.step(state, stage.frozen, batch, np.float32(rate))
@@ -173,12 +175,6 @@ class _Place:
             "; begin anew with a lower learning_rate of the stage, a lower "
             "--config.optimizer.clip, or --config.dtype=bfloat16 where it is float16"
         )
-
-
-def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """A result, and the seconds it took."""
-    started = time.monotonic()
-    return work(), time.monotonic() - started
 
 
 def _is_turn(step: int, every: int) -> bool:

@@ -55,28 +55,23 @@ def draw(runs: Mapping[str, Sequence[Record]], png: Path) -> None:
     if not stages:
         raise ValueError(f"no run has any record of {', '.join(shown or PANELS['loss'])} to draw")
     pyplot = _pyplot()
+    size = (5 * len(stages), 3 * len(rows))
     figure, axes = pyplot.subplots(
-        len(rows),
-        len(stages),
-        figsize=(5 * len(stages), 3 * len(rows)),
-        squeeze=False,
-        sharex="col",
-        layout="constrained",
+        len(rows), len(stages), figsize=size, squeeze=False, layout="constrained"
     )
-    for row, title in enumerate(rows):
-        for column, stage in enumerate(stages):
-            axis = axes[row, column]
+    for title, panels in zip(rows, axes, strict=True):
+        for stage, axis in zip(stages, panels, strict=True):
             for number, (run, its) in enumerate(runs.items()):
                 mine = [record for record in its if record["stage"] == stage]
                 _draw_lines(axis, mine, PANELS[title], f"C{number}", run if len(runs) > 1 else "")
+            axis.set_title(stage, fontsize=10)
+            axis.set_xlabel("step")
             axis.set_ylabel(title)
             axis.grid(alpha=0.3)
             if axis.has_data():
                 axis.legend(fontsize=7)
-            if row == 0:
-                axis.set_title(stage, fontsize=10)
-            if row == len(rows) - 1:
-                axis.set_xlabel("step")
+            else:
+                axis.remove()
     figure.savefig(png, dpi=100)
     pyplot.close(figure)
 

@@ -85,7 +85,7 @@ class Report:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        values = {name: float(value) for name, value in pending.values.items()}
+        values = {name: float(value) for name, value in jax.device_get(pending.values).items()}
         seconds = self._clock.tick()
         self._metrics.advance()
         wrong = not_finite({name: values[name] for name in ("loss", "grad_norm") if name in values})

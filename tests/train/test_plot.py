@@ -49,8 +49,7 @@ def test_a_run_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert panels == [
         ("target_short", "loss", ["loss", "heldout_loss"]),
         ("draft_short", "loss", ["loss"]),
-        ("", "tokens per pass", []),
-        ("", "tokens per pass", ["tau_chain"]),
+        ("draft_short", "tokens per pass", ["tau_chain"]),
     ]
 
 
