@@ -19,7 +19,7 @@ from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.models.target import head_logits, head_of
 
-from .losses import chunk_length
+from .losses import chunk_length, whole_chunks
 from .passes import Draws, TargetView, run_draft, run_target
 from .transforms import plain_positions
 
@@ -91,7 +91,7 @@ def _count(pair: Pair, frozen: Any, hidden: Array, view: TargetView, counted: Ar
 
     def step(total: Array, start: Array) -> tuple[Array, None]:
         def cut(part: Array, axis: int = 1) -> Array:
-            return jax.lax.dynamic_slice_in_dim(part, start, size, axis)
+            return jax.lax.dynamic_slice_in_dim(whole_chunks(part, size, axis), start, size, axis)
 
         choice = jnp.argmax(head_logits(head, cut(view.hidden)), axis=-1)
         scores = head_logits(head, cut(hidden))
