@@ -8,6 +8,7 @@ SCRIPTS = {
     "infer.bench": "longspec-bench",
     "infer.decode": "longspec-decode",
     "train.plot": "longspec-plot",
+    "train.prepare": "longspec-prepare",
     "train.run": "longspec-train",
     "train.vocabulary": "longspec-vocabulary",
 }

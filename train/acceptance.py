@@ -19,7 +19,7 @@ from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.models.target import head_logits, head_of
 
-from .losses import chunk_length
+from .losses import chunk_length, whole_chunks
 from .passes import Draws, TargetView, run_draft, run_target
 from .transforms import plain_positions
 
@@ -112,7 +112,7 @@ def _count(
 
     def step(total: tuple[Array, Array], start: Array) -> tuple[tuple[Array, Array], None]:
         def cut(part: Array, axis: int = 1) -> Array:
-            return jax.lax.dynamic_slice_in_dim(part, start, size, axis)
+            return jax.lax.dynamic_slice_in_dim(whole_chunks(part, size, axis), start, size, axis)
 
         wanted, scores = (head_logits(head, cut(states)) for states in (view.hidden, hidden))
         choice = jnp.argmax(wanted, axis=-1)

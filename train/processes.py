@@ -61,7 +61,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def by_first(name: str, work: Callable[[], None]) -> None:
+def by_first(name: str, work: Callable[[], object]) -> None:
     """Let process 0 do something while the others wait for it."""
     if is_first():
         work()

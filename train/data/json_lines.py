@@ -9,6 +9,7 @@ from array import array
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,10 @@ class JsonLines:
     path: Path
     starts: np.ndarray
     """Byte at which every one of them begins, int64."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process maps the file for itself."""
+        return JsonLines, (self.path, self.starts)
 
     @cached_property
     def _bytes(self) -> mmap.mmap:

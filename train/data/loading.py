@@ -92,10 +92,7 @@ def data_digest(data: DataConfig) -> str:
     """
     if data.files:
         return files_digest(map(Path, _expand(data.files)))
-    if (path := _hub_file(data.hub)) is not None:
-        return files_digest([Path(path)])
-    # Of the hub's revision and the split.
-    return _load(_load_hub, data.hub, data)._fingerprint
+    return _load(_hub_digest, data.hub, data)
 
 
 def _load(load: Any, name: str, data: DataConfig) -> Any:
@@ -129,6 +126,16 @@ def _hub_file(name: str) -> str | None:
     if len(rest) < 2:
         return None
     return hf_hub_download(f"{owner}/{rest[0]}", rest[1], repo_type="dataset")
+
+
+def _hub_digest(name: str, data: DataConfig) -> str:
+    """A digest of the content of a file, or of the revision and split of a data set."""
+    from datasets import load_dataset
+
+    path = _hub_file(name)
+    if path is None:
+        return load_dataset(name, split=data.split)._fingerprint
+    return files_digest([Path(path)])
 
 
 def _load_file(name: str, data: DataConfig) -> Any:

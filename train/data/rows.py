@@ -32,6 +32,7 @@ from .encoded import FORM, EncodedDocuments, encode, read_encoded, write_encoded
 from .fingerprint import files_digest, fingerprint, tokenizer_digest
 from .loading import data_digest, load_documents
 from .tokenizer import load_tokenizer
+from .workers import Work, encode_by_workers
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,20 @@ class Source:
         digests = {"data": data_digest(data), "tokenizer": self._tokenizer_digest}
         return fingerprint({"options": options, **digests})
 
-    @property
+    def prepare(self, workers: int) -> EncodedDocuments:
+        """All documents as tokens on disk, made by so many processes unless they are there."""
+        data, folder = self.config.data, self.encoded_folder
+        if not folder.is_dir():
+            documents = load_documents(data)
+            if workers > 1:
+                work = Work(documents, self.target, self.config.revision or None, data)
+                turns = encode_by_workers(work, workers)
+            else:
+                turns = encode(documents, self._tokenizer, data)
+            write_encoded(folder, turns, len(self._tokenizer), documents.skipped)
+        return read_encoded(folder)
+
+    @cached_property
     def encoded_folder(self) -> Path:
         """Where the tokens of these data are kept, or will be: its name says what they are of."""
         data = self.config.data
@@ -110,18 +124,11 @@ class Source:
     @cached_property
     def _documents(self) -> Encoding | EncodedDocuments:
         """The documents of files or hub, all of them looked at, as tokens."""
-        data, folder = self.config.data, self.encoded_folder
-
-        def write() -> None:
-            if not folder.is_dir():
-                documents = load_documents(data)
-                turns = encode(documents, self._tokenizer, data)
-                write_encoded(folder, turns, len(self._tokenizer), documents.skipped)
-
+        data = self.config.data
         if data.pack:
-            by_first("tokens", write)
-        if folder.is_dir():
-            documents = read_encoded(folder)
+            by_first("tokens", lambda: self.prepare(workers=1))
+        if self.encoded_folder.is_dir():
+            documents = read_encoded(self.encoded_folder)
         else:
             documents = Encoding(load_documents(data), self._tokenizer, data)
         if documents.skipped and is_first():

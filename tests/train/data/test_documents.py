@@ -14,7 +14,7 @@ from train.data.batches import Row
 from train.data.documents import DocumentRows, Encoding, cut_turns
 from train.data.encoded import encode
 from train.data.formats import Turn, to_turns
-from train.data.loading import load_documents
+from train.data.loading import data_digest, load_documents
 from train.data.tokenizer import train_tokenizer
 
 SYSTEM = ("system", "You are a helpful assistant")
@@ -277,5 +277,6 @@ def test_absent_files_and_hub_data_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="no file matches .*absent"):
         load_documents(settings(files=str(folder / "absent*.jsonl")))
     for hub in ("owner/absent", "owner/absent/rows.jsonl"):
-        with pytest.raises(ValueError, match=f"the data of {hub} cannot be read"):
-            load_documents(settings(files="", hub=hub))
+        for use in (load_documents, data_digest):
+            with pytest.raises(ValueError, match=f"the data of {hub} cannot be read"):
+                use(settings(files="", hub=hub))
