@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from longspec_jax import files
+from longspec_jax.sharding import make_mesh
 from train import checkpoint
 from train.checkpoint import Checkpoints, damage
 from train.step import TrainState
@@ -63,6 +66,24 @@ def test_the_newest_few_are_kept(tmp_path: Path) -> None:
     save(tmp_path, 3, 7, 12, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["12", "7"]
     assert restored(tmp_path) == 12
+
+
+def test_another_mesh_restores_what_one_saved(tmp_path: Path) -> None:
+    def on(devices: int) -> TrainState:
+        mesh = make_mesh(1, devices, 1)
+        whole = jnp.arange(32.0).reshape(8, 4)
+        cut = jax.device_put(whole, NamedSharding(mesh, P("fsdp")))
+        return TrainState(jnp.int32(1), {"kernel": cut}, {})
+
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.save(1, on(4), {"step": 1})
+    checkpoints.close()
+    again, like = Checkpoints(tmp_path, 1), on(2)
+    saved = again.find()
+    assert saved is not None
+    found = again.restore(saved, like).params["kernel"]
+    assert found.sharding == like.params["kernel"].sharding
+    np.testing.assert_array_equal(found, like.params["kernel"])
 
 
 def test_no_flipped_bit_goes_unnoticed(two: Path, tmp_path: Path) -> None:
