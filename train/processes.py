@@ -97,9 +97,7 @@ def ending_together(report: Callable[[Exception], int]) -> Iterator[None]:
         watch.join()  # If another one failed before, this is where it ends.
         status = report(error)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        failure = json.dumps({"status": status, "reason": reason})
-        _exchange().key_value_set(f"{FAILED}{jax.process_index()}", failure)
-        _leave(status)
+        _leave(status, {FAILED: json.dumps({"status": status, "reason": reason})})
     finally:
         finished.set()
         watch.join()
@@ -124,27 +122,28 @@ def _end_with_others(finished: threading.Event) -> None:
             values = json.loads(failure)
             process = name.rpartition("/")[2]
             print(f"process {process} has failed: {values['reason']}", file=sys.stderr)
-            _leave(values["status"])
+            _leave(values["status"], {})
 
 
-def _leave(status: int) -> None:
-    """End this process as soon as all others know why."""
-    exchange = _exchange()
-    exchange.key_value_set(f"{HEARD}{jax.process_index()}", "")
-    until = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < until:
-        time.sleep(LOOK_SECONDS)
-        try:
-            heard = exchange.key_value_dir_get(HEARD)
-        except jax.errors.JaxRuntimeError:
-            break  # Process 0 knew that all know.
-        if len(heard) == jax.process_count():
-            # The last words go through process 0.
-            time.sleep(2 * LOOK_SECONDS if is_first() else 0)
-            break
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # An ordinary exit would wait for the others, and threads for computations.
+def _leave(status: int, words: dict[str, str]) -> None:
+    """Leave words, and end this process as soon as all others know."""
+    exchange, own = _exchange(), jax.process_index()
+    try:
+        for folder, word in {**words, HEARD: ""}.items():
+            exchange.key_value_set(f"{folder}{own}", word)
+        until = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+            if len(exchange.key_value_dir_get(HEARD)) == jax.process_count():
+                # The last words of the others go through process 0.
+                time.sleep(2 * LOOK_SECONDS if is_first() else 0)
+                break
+    except jax.errors.JaxRuntimeError:
+        pass  # Process 0 is gone: either it knew that all know, or nobody can be told.
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # An ordinary exit would wait for the others, and for computations.
 
 
 def gathered(params: Any) -> Any:

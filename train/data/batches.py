@@ -6,10 +6,12 @@ very rows the uninterrupted one would have read, and prefetching cannot disturb 
 """
 
 import functools
+import os
 import queue
 import tempfile
 import threading
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -168,11 +170,17 @@ class Batches:
         epoch, index = self.position(step)
         order = _shuffle(self.seed, epoch, len(self.rows))[index : index + self.batch]
         order = order.reshape(self.accumulation, -1)[:, share]
-        rows = [self.rows[int(row)] for row in order.ravel()]
+        rows = _readers().map(self.rows.__getitem__, order.ravel().tolist())
         tokens, weights, lengths = zip(*rows, strict=True)
         shape = (*order.shape, -1)
         batch = Batch(np.stack(tokens).reshape(shape), np.stack(weights).reshape(shape))
         return batch, sum(lengths)
+
+
+@functools.cache
+def _readers() -> ThreadPoolExecutor:
+    """Threads that read rows: a tokenizer, which most of the time goes to, lets others run."""
+    return ThreadPoolExecutor(min(32, 2 * (os.cpu_count() or 1)), thread_name_prefix="rows")
 
 
 @functools.lru_cache(maxsize=2)

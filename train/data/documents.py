@@ -1,7 +1,8 @@
 """Documents as training rows: tokens, and which of them are learned.
 
 A document becomes one row, truncated and padded. What a row of data means is
-:mod:`train.formats`'s table, where it comes from is :mod:`train.loading`'s work.
+:mod:`.formats`' table, where it comes from is :mod:`.loading`'s work, and its tokens are made by
+:mod:`.encoded`.
 """
 
 from collections.abc import Iterable

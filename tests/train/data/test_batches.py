@@ -98,6 +98,23 @@ def test_weights_of_a_run_are_those_of_its_tokens() -> None:
             assert Spans(ends, weights).between(start, stop).tolist() == whole[start:stop]
 
 
+class Together(SyntheticRows):
+    """Rows of which two must be asked for at the same time."""
+
+    pair = threading.Barrier(2)
+
+    def __getitem__(self, index: int) -> Row:
+        self.pair.wait(timeout=20)
+        return super().__getitem__(index)
+
+
+def test_rows_of_a_batch_are_read_side_by_side_and_keep_their_order() -> None:
+    rows = Together(16, 5, 7)
+    batch = Batches(rows, batch=8, accumulation=2, seed=1)(1)
+    alone = Batches(SyntheticRows(16, 5, 7), batch=8, accumulation=2, seed=1)(1)
+    np.testing.assert_array_equal(batch.tokens, alone.tokens)
+
+
 class Broken(SyntheticRows):
     """Rows that cannot be read."""
 
