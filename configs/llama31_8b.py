@@ -1,8 +1,9 @@
 """The LongSpec draft of Llama-3.1-8B-Instruct: a target of the paper without a released draft.
 
-    python -m train.run --config=configs/llama31_8b.py:short
-    python -m train.run --config=configs/llama31_8b.py:long
-    python -m train.run --config=configs/llama31_8b.py:sft
+    python -m train.run --config=configs/llama31_8b.py
+
+Its three stages are one run. ``configs/llama31_8b.py:short``, ``:long`` and ``:sft`` are a run
+each, to be started in this order.
 
 Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
 eight H200, not measured: short 11 hours, long 5 hours; sft is its file's padded tokens at the rate
@@ -17,8 +18,8 @@ from longspec_jax.config import TARGETS
 from longspec_jax.recipes import paper_config
 
 
-def get_config(variant: str = "short") -> ConfigDict:
-    """The stage ``short``, ``long`` or ``sft``."""
+def get_config(variant: str = "all") -> ConfigDict:
+    """All three stages, or one: ``short``, ``long``, ``sft``."""
     return paper_config(
         "llama31_8b",
         variant,

@@ -1,8 +1,9 @@
 """The LongSpec draft of Llama-3-8B-Instruct-262k: the Llama target with a released draft.
 
-    python -m train.run --config=configs/llama3_8b_262k.py:short
-    python -m train.run --config=configs/llama3_8b_262k.py:long
-    python -m train.run --config=configs/llama3_8b_262k.py:sft
+    python -m train.run --config=configs/llama3_8b_262k.py
+
+Its three stages are one run. ``configs/llama3_8b_262k.py:short``, ``:long`` and ``:sft`` are a run
+each, to be started in this order.
 
 Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
 eight H200, not measured: short 11 hours, long 5 hours; sft is its file's padded tokens at the rate
@@ -22,8 +23,8 @@ from longspec_jax.config import TARGETS
 from longspec_jax.recipes import paper_config
 
 
-def get_config(variant: str = "short") -> ConfigDict:
-    """The stage ``short``, ``long`` or ``sft``."""
+def get_config(variant: str = "all") -> ConfigDict:
+    """All three stages, or one: ``short``, ``long``, ``sft``."""
     return paper_config(
         "llama3_8b_262k",
         variant,

@@ -1,8 +1,9 @@
 """The LongSpec draft of QwQ-32B-Preview: the reasoning target with a released draft.
 
-    python -m train.run --config=configs/qwq32b_preview.py:short
-    python -m train.run --config=configs/qwq32b_preview.py:long
-    python -m train.run --config=configs/qwq32b_preview.py:sft
+    python -m train.run --config=configs/qwq32b_preview.py
+
+Its three stages are one run. ``configs/qwq32b_preview.py:short``, ``:long`` and ``:sft`` are a run
+each, to be started in this order.
 
 Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
 eight H200, not measured: short 36 hours, long 16 hours; sft is its file's padded tokens at the rate
@@ -15,8 +16,8 @@ from longspec_jax.config import TARGETS
 from longspec_jax.recipes import CHATML_TURN, COT_DATA, paper_config
 
 
-def get_config(variant: str = "short") -> ConfigDict:
-    """The stage ``short``, ``long`` or ``sft``."""
+def get_config(variant: str = "all") -> ConfigDict:
+    """All three stages, or one: ``short``, ``long``, ``sft``."""
     return paper_config(
         "qwq32b_preview",
         variant,

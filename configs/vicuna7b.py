@@ -1,8 +1,9 @@
 """The LongSpec draft of Vicuna-7B-v1.5-16k.
 
-    python -m train.run --config=configs/vicuna7b.py:short
-    python -m train.run --config=configs/vicuna7b.py:long
-    python -m train.run --config=configs/vicuna7b.py:sft
+    python -m train.run --config=configs/vicuna7b.py
+
+Its three stages are one run. ``configs/vicuna7b.py:short``, ``:long`` and ``:sft`` are a run
+each, to be started in this order.
 
 Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
 eight H200, not measured: short 8 hours, long 2 hours; sft is its file's padded tokens at the rate
@@ -16,8 +17,8 @@ from longspec_jax.config import TARGETS
 from longspec_jax.recipes import paper_config
 
 
-def get_config(variant: str = "short") -> ConfigDict:
-    """The stage ``short``, ``long`` or ``sft``."""
+def get_config(variant: str = "all") -> ConfigDict:
+    """All three stages, or one: ``short``, ``long``, ``sft``."""
     return paper_config(
         "vicuna7b",
         variant,

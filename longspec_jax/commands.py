@@ -7,6 +7,8 @@ files lie under the library's name, and a script stands for each.
 SCRIPTS = {
     "infer.bench": "longspec-bench",
     "infer.decode": "longspec-decode",
+    "train.plot": "longspec-plot",
+    "train.prepare": "longspec-prepare",
     "train.run": "longspec-train",
     "train.vocabulary": "longspec-vocabulary",
 }

@@ -6,17 +6,18 @@ target of your own::
 
     from longspec_jax.recipes import paper_config
 
-    def get_config(variant="short"):
+    def get_config(variant="all"):
         return paper_config(
             "mine", variant, target="owner/model", long_length=32768, max_offset=15_000
         )
 
 The paper trains in three stages (LongSpec, section 3.2 and appendix). ``short`` teaches a fresh
 draft on 1,024-token documents at anchor-offset positions, ``long`` goes on with long documents at
-plain positions, and ``sft`` with long questions whose answers alone are learned. Each variant is
-one stage with its own data and starts from the draft of the one before, which
-``--config.draft.init`` names if it is elsewhere. ``--config.data.files=PATHS`` replaces the hub
-data by local files.
+plain positions, and ``sft`` with long questions whose answers alone are learned. The variant
+``all`` is one resumable run of the three, each with data of its own, which
+``--config.stages.short.data.files=PATHS`` replaces by local files. The variants ``short``, ``long``
+and ``sft`` are one stage each, of ``--config.data``; the last two start from the draft of the one
+before, which ``--config.draft.init`` names if it is elsewhere.
 
 Hours in the configurations' docstrings are estimates, not measurements: floating-point operations
 of target forward, draft forward and backward over all padded tokens, at half of an H200's bfloat16
@@ -42,7 +43,7 @@ SFT_DATA = "sail/longspec-data/long_sft_data.jsonl"
 COT_DATA = "sail/longspec-data/long_cot_data.jsonl"
 """Reasoning traces, for the QwQ models."""
 
-VARIANTS = ("short", "long", "sft")
+STAGES = ("short", "long", "sft")
 
 
 def base_config() -> "ConfigDict":
@@ -73,6 +74,7 @@ def base_config() -> "ConfigDict":
                 mask_prompts=False,
                 answer_room=1024,
                 turn=LLAMA_TURN,
+                max_bad_rows=0,
                 synthetic_rows=0,
             ),
             draft=dict(
@@ -123,34 +125,46 @@ def paper_config(
     sft_data: str = SFT_DATA,
     **overrides: Any,
 ) -> "ConfigDict":
-    """A stage of the paper for a target.
+    """The stages of the paper for a target.
 
     Args:
-      name: of the configuration file; earlier stages are looked for in ``runs/NAME-STAGE/draft``.
-      variant: ``short``, ``long`` or ``sft``.
+      name: of the configuration file; the variant of a stage looks for the draft of the one before
+        in ``runs/NAME-STAGE/draft``.
+      variant: ``all``, or one of ``short``, ``long`` and ``sft``.
       target: hub id of the frozen target.
       long_length: tokens of a row in the last two stages.
       max_offset: largest anchor offset of the first stage.
       sft_data: hub data of the last stage.
       **overrides: further fields of the configuration.
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"{name} has no variant {variant!r}; choose one of {', '.join(VARIANTS)}")
+    if variant not in ("all", *STAGES):
+        known = ", ".join(("all", *STAGES))
+        raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
     config = base_config()
-    config.update(target=target, title=f"LongSpec draft for {target}, stage {variant}", **overrides)
-    if variant == "short":
-        # 16 micro-batches of 128 rows: 16k tokens per device on eight devices.
-        first = stage(SHORT_LENGTH, 2048, 5e-4, accumulation=16, max_offset=max_offset)
-        config.update(data=dict(hub=SHORT_DATA), stages=dict(short=first))
-        return config
-    earlier = VARIANTS[VARIANTS.index(variant) - 1]
-    hub = LONG_DATA if variant == "long" else sft_data
-    config.update(
-        draft=dict(init=f"runs/{name}-{earlier}/draft"),
-        data=dict(hub=hub, mask_prompts=variant == "sft"),
-        save_every=20,
-        accept_every=20,
-        # Micro-batches of eight rows: one long row per device on eight devices.
-        stages={variant: stage(long_length, 256, 5e-6, accumulation=32)},
+    words = "its three stages" if variant == "all" else f"stage {variant}"
+    config.update(target=target, title=f"LongSpec draft for {target}, {words}", **overrides)
+    stages = dict(
+        short=stage(SHORT_LENGTH, 2048, 5e-4, max_offset=max_offset),
+        long=stage(long_length, 256, 5e-6),
+        sft=stage(long_length, 256, 5e-6),
     )
+    data = dict(
+        short=dict(hub=SHORT_DATA),
+        long=dict(hub=LONG_DATA),
+        sft=dict(hub=sft_data, mask_prompts=True),
+    )
+    for each in stages.values():
+        each.update(accumulation=0)
+    # A step of a long stage takes minutes.
+    if variant != "short":
+        config.update(save_every=20, accept_every=20)
+    if variant == "all":
+        for each, own in data.items():
+            stages[each].update(data={**config.data.to_dict(), **own})
+        config.update(stages=stages)
+        return config
+    config.update(data=data[variant], stages={variant: stages[variant]})
+    if variant != "short":
+        earlier = STAGES[STAGES.index(variant) - 1]
+        config.update(draft=dict(init=f"runs/{name}-{earlier}/draft"))
     return config

@@ -97,7 +97,9 @@ def test_no_file_is_left_out(site: Path) -> None:
         assert (installed / path.relative_to(ROOT / library)).is_file()
 
 
-@pytest.mark.parametrize("name", ["longspec-bench", "longspec-decode", "longspec-vocabulary"])
+@pytest.mark.parametrize(
+    "name", ["longspec-bench", "longspec-decode", "longspec-plot", "longspec-vocabulary"]
+)
 def test_scripts_answer_from_anywhere(name: str, site: Path, hostile: Path) -> None:
     asked = run([*script(site, name), "--help"], hostile, site)
     assert asked.returncode == 0 and asked.stdout.startswith("usage: "), asked.stderr

@@ -19,7 +19,7 @@ from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.models.target import head_logits, head_of
 
-from .losses import chunk_length
+from .losses import chunk_length, whole_chunks
 from .passes import Draws, TargetView, run_draft, run_target
 from .transforms import plain_positions
 
@@ -44,18 +44,33 @@ def simulated_acceptance(
     """Agreement by shift and the implied chain length, over rows ``[B, T]`` at plain positions.
 
     ``_far`` repeats the top-1 figures for the last quarter of the rows, where long context shows.
+    What no token counts for is left out.
+
+    Raises:
+      FloatingPointError: if scores of target or draft are not finite; every comparison with them is
+        false, which would look like agreement.
     """
-    hits, counts = _hits(pair, params, frozen, tokens, weights)
-    hits, counts = np.asarray(hits, np.float64), np.maximum(np.asarray(counts, np.float64), 1)
-    rates = hits / counts  # [shift, (top-1, top-k), (all, far)]
+    hits, not_finite, counts = jax.device_get(_hits(pair, params, frozen, tokens, weights))
+    for who, lost in zip(("target", "draft"), np.max(not_finite, axis=0), strict=True):
+        if lost:
+            raise FloatingPointError(
+                f"the {who}'s scores are not finite for {lost:.0f} held-out tokens, so that no "
+                "acceptance can be measured"
+            )
     report = {}
-    for index, rate in enumerate(rates):
-        report[f"agree_top1_shift{index + 1}"] = float(rate[0, 0])
-        report[f"agree_top{TOP}_shift{index + 1}"] = float(rate[1, 0])
-    report["tau_chain"] = implied_length(rates[:, 0, 0])
-    report["tau_chain_far"] = implied_length(rates[:, 0, 1])
-    report[f"tau_top{TOP}"] = implied_length(rates[:, 1, 0])
-    return {name: round(value, 4) for name, value in report.items()}
+    everywhere, far = (
+        hits[..., part] / count if count else None for part, count in enumerate(counts)
+    )
+    if everywhere is not None:  # [shift, (top-1, top-k)]
+        for index, (top1, top) in enumerate(everywhere):
+            report[f"agree_top1_shift{index + 1}"] = top1
+            report[f"agree_top{TOP}_shift{index + 1}"] = top
+        report["tau_chain"] = implied_length(everywhere[:, 0])
+    if far is not None:
+        report["tau_chain_far"] = implied_length(far[:, 0])
+    if everywhere is not None:
+        report[f"tau_top{TOP}"] = implied_length(everywhere[:, 1])
+    return {name: round(float(value), 4) for name, value in report.items()}
 
 
 def implied_length(agreements: np.ndarray) -> float:
@@ -66,39 +81,49 @@ def implied_length(agreements: np.ndarray) -> float:
 @partial(jax.jit, static_argnums=0)
 def _hits(
     pair: Pair, params: Any, frozen: Any, tokens: Array, weights: Array
-) -> tuple[Array, Array]:
-    """Weighted hits ``[shift, 2, 2]`` and weights ``[2]``: (top-1, top-k) x (all, last quarter)."""
+) -> tuple[Array, Array, Array]:
+    """Weighted hits, tokens without finite scores, and weights.
+
+    ``[shift, 2, 2]``: (top-1, top-k) x (all, last quarter), ``[shift, 2]``: (target, draft), and
+    ``[2]``: (all, last quarter).
+    """
     rows, length = tokens.shape
     positions = plain_positions((1, rows), length)[0]
     view = run_target(pair.target, frozen, tokens, positions)
     far = (jnp.arange(length) >= 3 * length // 4).astype(jnp.float32)
     counted = jnp.stack([weights, weights * far])  # [2, B, T]
 
-    def at_shift(shift: Array) -> Array:
+    def at_shift(shift: Array) -> tuple[Array, Array]:
         draws = Draws(positions, jnp.full((rows,), shift))
         hidden = run_draft(pair.draft, params, frozen, tokens, draws, view)
         return _count(pair, frozen, hidden, view, counted)
 
     shifts = jnp.arange(1, pair.max_shift + 1)
-    return jax.lax.map(at_shift, shifts), jnp.sum(counted, (1, 2))
+    return *jax.lax.map(at_shift, shifts), jnp.sum(counted, (1, 2))
 
 
-def _count(pair: Pair, frozen: Any, hidden: Array, view: TargetView, counted: Array) -> Array:
-    """Hits ``[2, 2]`` of one shift, in chunks of tokens so that logits are never whole."""
+def _count(
+    pair: Pair, frozen: Any, hidden: Array, view: TargetView, counted: Array
+) -> tuple[Array, Array]:
+    """Hits and what is lost of one shift, in chunks of tokens so that logits are never whole."""
     rows, length = hidden.shape[:2]
     size = chunk_length(rows, length, pair.chunk)
     head = head_of(frozen)
 
-    def step(total: Array, start: Array) -> tuple[Array, None]:
+    def step(total: tuple[Array, Array], start: Array) -> tuple[tuple[Array, Array], None]:
         def cut(part: Array, axis: int = 1) -> Array:
-            return jax.lax.dynamic_slice_in_dim(part, start, size, axis)
+            return jax.lax.dynamic_slice_in_dim(whole_chunks(part, size, axis), start, size, axis)
 
-        choice = jnp.argmax(head_logits(head, cut(view.hidden)), axis=-1)
-        scores = head_logits(head, cut(hidden))
+        wanted, scores = (head_logits(head, cut(states)) for states in (view.hidden, hidden))
+        choice = jnp.argmax(wanted, axis=-1)
         chosen = jnp.take_along_axis(scores, choice[..., None], axis=-1)
         rank = jnp.sum(scores > chosen, axis=-1)
         hit = jnp.stack([rank < 1, rank < TOP]).astype(jnp.float32)
-        return total + jnp.einsum("kBT,cBT->kc", hit, cut(counted, 2)), None
+        weights = cut(counted, 2)
+        finite = jnp.stack([jnp.isfinite(each).all(axis=-1) for each in (wanted, scores)])
+        lost = jnp.sum(~finite & (weights[0] > 0), axis=(1, 2), dtype=jnp.float32)
+        found = jnp.einsum("kBT,cBT->kc", hit, weights)
+        return jax.tree.map(jnp.add, total, (found, lost)), None
 
     starts = jnp.arange(0, length, size)
-    return jax.lax.scan(step, jnp.zeros((2, 2)), starts)[0]
+    return jax.lax.scan(step, (jnp.zeros((2, 2)), jnp.zeros(2)), starts)[0]

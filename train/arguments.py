@@ -15,8 +15,8 @@ HELP = """\
 usage: {command} --config=NAME[:VARIANT] [--workdir=FOLDER] [--config.FIELD=VALUE ...]
 
 Train a draft. Overrides are dotted: --config.target=FOLDER --config.data.files='data/*.jsonl'
---config.mesh.tp=2. The exit status is 0, 2 for bad input, and 75 (try again) for a run that a
-signal stopped.
+--config.mesh.tp=2. The exit status is 0, 1 for a training that has diverged, 2 for bad input, and
+75 (try again) for a run that a signal stopped.
 
 configurations of the project: {names}
 

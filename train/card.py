@@ -10,6 +10,7 @@ import jax
 
 from .config import RunConfig
 from .config_file import is_bundled
+from .records import read_records
 
 _HEAD = """---
 license: mit
@@ -118,8 +119,8 @@ def _portable_config(value: str) -> str:
 def _last_records(path: Path) -> dict[str, dict[str, float]]:
     """The last figures of every kind, by stage."""
     last: dict[str, dict[str, float]] = {}
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
+    for record in read_records(path):
+        # What could not be measured last is not what was measured before.
         last.setdefault(record.pop("stage"), {}).update(record)
     return last
 
@@ -136,7 +137,8 @@ def _measures(last: dict[str, dict[str, float]]) -> str:
         "tau_top4",
     )
     lines = [
-        f"- {stage}: " + ", ".join(f"{name} {values[name]}" for name in shown if name in values)
+        f"- {stage}: "
+        + ", ".join(f"{name} {values[name]}" for name in shown if values.get(name) is not None)
         for stage, values in last.items()
     ]
     return "\n".join(lines)

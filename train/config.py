@@ -66,26 +66,42 @@ class DataConfig:
     split: str
     """The split of a whole hub dataset."""
     pack: bool
-    """Concatenate documents and cut rows of full length; otherwise one truncated document per
-    row."""
+    """Concatenate documents and cut rows of full length, masks and all; otherwise one truncated
+    document per row."""
     mask_prompts: bool
     """Learn answers only (the paper's last stage); otherwise all text but the system prompt."""
     answer_room: int
-    """Tokens left for the answer when a masked prompt is shortened."""
+    """Tokens left for the answer when a masked prompt is shortened; packed ones are not."""
     turn: str
     """How a conversation's turn is written, with ``{role}`` and ``{content}``."""
+    max_bad_rows: int
+    """Rows of files or hub that may be skipped because they hold no document; 0 refuses the first
+    one."""
     synthetic_rows: int
     """Random rows of this number, for trying a set-up without data."""
     corpus: CorpusConfig | None = None
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The fields that say where rows come from, of those that are set; should be one."""
+        given = {
+            "files": self.files,
+            "hub": "" if self.files else self.hub,
+            "synthetic_rows": self.synthetic_rows,
+            "corpus": self.corpus,
+        }
+        return tuple(name for name, value in given.items() if value)
+
+    @property
+    def reads_documents(self) -> bool:
+        """Whether rows are documents of files or of the hub, not made by the run."""
+        return self.sources == ("files",) or self.sources == ("hub",)
+
     def __post_init__(self) -> None:
-        given = [self.files or self.hub, self.synthetic_rows, self.corpus is not None]
-        if sum(map(bool, given)) != 1:
+        if self.max_bad_rows < 0:
             raise ValueError(
-                f"training needs exactly one source of data, got files={self.files!r}, "
-                f"hub={self.hub!r}, synthetic_rows={self.synthetic_rows}"
-                f"{', corpus' if self.corpus else ''}; set --config.data.files=PATHS or "
-                "--config.data.hub=NAME and leave the others empty"
+                f"--config.data.max_bad_rows={self.max_bad_rows} is no number of rows; give 0 or "
+                "more"
             )
 
 
@@ -135,7 +151,8 @@ class StageConfig:
     batch: int
     """Rows of one optimiser step, over all devices."""
     accumulation: int
-    """Micro-batches a step is made of."""
+    """Micro-batches a step is made of; 0: the fewest of at most 16k tokens per device, or one row
+    where that is longer."""
     learning_rate: float
     steps: int
     """Optimiser steps; 0: as many as the epochs give, or unlimited."""
@@ -146,12 +163,15 @@ class StageConfig:
     faster."""
     max_offset: int
     """Largest anchor offset, as far as the target's positions reach; 0 keeps positions plain."""
+    data: DataConfig | None = None
+    """Where the stage's rows come from; the run's data if absent."""
 
     def __post_init__(self) -> None:
-        if self.batch % self.accumulation:
+        if self.accumulation and self.batch % self.accumulation:
             raise ValueError(
                 f"stage {self.name}: batch={self.batch} rows do not split into "
-                f"accumulation={self.accumulation} micro-batches; choose a divisor"
+                f"accumulation={self.accumulation} micro-batches; choose a divisor, or 0 for as "
+                "many as fit the devices"
             )
         if not (self.steps or self.epochs or self.max_seconds):
             raise ValueError(
@@ -213,13 +233,50 @@ class RunConfig:
             raise ValueError(
                 f"dtype={self.dtype!r} is not supported; choose bfloat16, float16 or float32"
             )
+        self._check_sources()
         for stage in self.stages:
-            if self.data.mask_prompts and stage.seq_len <= self.data.answer_room:
+            data = stage.data or self.data
+            cuts = data.mask_prompts and not data.pack
+            if cuts and stage.seq_len <= data.answer_room:
+                where = f"stages.{stage.name}.data" if stage.data else "data"
                 raise ValueError(
                     f"stage {stage.name}: rows of seq_len={stage.seq_len} leave nothing of a "
-                    f"masked prompt before answer_room={self.data.answer_room}; lower "
-                    "--config.data.answer_room or choose longer rows"
+                    f"masked prompt before answer_room={data.answer_room}; lower "
+                    f"--config.{where}.answer_room or choose longer rows"
                 )
+
+    def _check_sources(self) -> None:
+        """Refuse a stage without a source of rows, one with several, and a source nobody reads."""
+        own = [stage for stage in self.stages if stage.data is not None]
+        if self.data.sources and self.stages and len(own) == len(self.stages):
+            first = own[0].name
+            raise ValueError(
+                f"--config.data.{self.data.sources[0]} is read by no stage: each of "
+                f"{', '.join(stage.name for stage in own)} has data of its own; set "
+                f"--config.stages.{first}.data.files=PATHS, or choose the variant of one stage, "
+                f"such as --config=NAME:{first}"
+            )
+        read = {f"stages.{stage.name}.data": stage.data for stage in own}
+        if len(own) < len(self.stages) or self.pretraining is not None:
+            read["data"] = self.data
+        for where, data in read.items():
+            if data is not None and len(data.sources) != 1:
+                raise ValueError(
+                    f"training needs exactly one source of data, {where} names "
+                    f"{' and '.join(data.sources) or 'none'}; set --config.{where}.files=PATHS or "
+                    f"--config.{where}.hub=NAME and leave the others empty"
+                )
+
+    def runs_of_stages(self) -> "tuple[RunConfig, ...]":
+        """For every stage the run of it alone, with its data in place of the run's."""
+        return tuple(
+            dataclasses.replace(
+                self,
+                data=stage.data or self.data,
+                stages=(dataclasses.replace(stage, data=None),),
+            )
+            for stage in self.stages
+        )
 
 
 def from_config(values: Mapping[str, Any]) -> RunConfig:

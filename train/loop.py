@@ -1,51 +1,38 @@
 """One stage of training: steps until its end, checkpoints, metrics, signals.
 
 The loop knows no model: it drives a step over batches. It stays one step ahead of the device,
-fetching the metrics of a step only after the next one is on its way.
+fetching the metrics of a step only after the next one is on its way. Before a save or a measurement
+it waits for the step's own, so that nothing is saved of a training that has come to no number.
 """
 
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from longspec_jax.ops.partitioned import use_mesh
+
 from .checkpoint import Checkpoints
 from .config import OptimizerConfig, RunConfig, StageConfig
 from .data.batches import Batches, prefetch
+from .fingerprint import Fingerprint, check_same_run
 from .metrics import Metrics
 from .optim import learning_rate
+from .report import Clock, Report, not_finite
 from .step import ROWS, Batch, Objective, Step, TrainState
 
 
 class Interrupted(Exception):
     """A signal asked the run to stop; the state is saved."""
-
-
-@dataclass
-class Clock:
-    """Seconds of training in this stage; compilation, measurements and saves do not count."""
-
-    elapsed: float = 0.0
-    _since: float = field(default_factory=time.monotonic)
-
-    def tick(self) -> float:
-        """Count the time since the last tick, and return it."""
-        now = time.monotonic()
-        passed, self._since = now - self._since, now
-        self.elapsed += passed
-        return passed
-
-    def skip(self) -> None:
-        """Do not count the time since the last tick."""
-        self._since = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -59,6 +46,10 @@ class Stage:
     batches: Batches
     held_out: Batch
     """One micro-batch that is never trained on; the objective is measured on it."""
+    fingerprint: Fingerprint = field(default_factory=dict)
+    """What a checkpoint must agree in for the stage to go on from it."""
+    peak_tokens_per_second: float | None = None
+    """Tokens a second at which the devices would be fully used; None if it is not known."""
 
     @property
     def steps(self) -> int:
@@ -81,88 +72,123 @@ def run_stage(
     checkpoints: Checkpoints,
     metrics: Metrics,
 ) -> TrainState:
-    """Train from the stage's newest checkpoint, or the given state, to its end.
+    """Train from the stage's newest intact checkpoint, or the given state, to its end.
 
     Raises:
       Interrupted: after a SIGTERM or SIGINT, with the state saved.
+      FloatingPointError: if loss, gradient, parameters or a measurement are no finite numbers.
+      ValueError: if the checkpoint is of another run, or none is intact.
     """
     _check_clock(stage.config)
-    clock, step, done = Clock(), 0, False
-    if restored := checkpoints.restore(state):
-        state, meta = restored
-        step, done = _check_meta(stage, meta)
-        clock.elapsed = meta["elapsed"]
-    if done:
-        return state
-    report = _Report(stage, run.log_every, metrics, clock)
-    metrics.start(stage.config.name, step, stage.steps)
-    with stop_signals() as stop:
-        batches = prefetch(stage.batches, step, NamedSharding(mesh, ROWS))
+    clock, step, name = Clock(), 0, stage.config.name
+    saved = checkpoints.find()
+    if saved is not None:
+        check_same_run(saved.meta["run"], stage.fingerprint, saved.folder)
+        state = checkpoints.restore(saved, state)
+        if saved.meta["done"]:
+            return state
+        step, clock.elapsed = saved.meta["step"], saved.meta["elapsed"]
+    metrics.rewind(name, saved.meta["records"] if saved else 0)
+    place = _Place(stage, mesh, checkpoints, metrics, clock)
+    peak = stage.peak_tokens_per_second
+    report = Report(name, run.log_every, metrics, clock, place.diverged, peak)
+    metrics.start(name, step, stage.steps)
+    ahead = prefetch(stage.batches, step, NamedSharding(mesh, ROWS))
+    with stop_signals() as stop, closing(ahead) as batches:
         clock.skip()
         first = step
         while not (stopped := stop(step)) and (progress := stage.progress(step, clock.elapsed)) < 1:
             rate = _rate(stage.config, run.optimizer, progress)
-            state, values = stage.step(state, stage.frozen, next(batches), np.float32(rate))
-            report.add(step, rate, values)
+            asked = time.monotonic()
+            batch = next(batches)
+            waited = time.monotonic() - asked
+            real = batches.real_tokens
+            padded = 1 - real / batch.tokens.size
+            state, values = stage.step(state, stage.frozen, batch, np.float32(rate))
+            more = {"lr": rate, "data_wait": waited, "padding": padded}
+            report.add(step, {**values, **more}, real)
             step += 1
             if step == first + 1:  # Compilation is not training time.
                 jax.block_until_ready(values)
                 report.skip()
-            if run.save_every and step % run.save_every == 0:
-                checkpoints.save(step, state, _meta(stage, step, clock, done=False))
-                report.skip()
-            if run.accept_every and step % run.accept_every == 0:
-                _measure(stage, state, step, clock, metrics)
+            measures, saves = _is_turn(step, run.accept_every), _is_turn(step, run.save_every)
+            if measures or saves:
+                report.flush()
+                if stage.progress(step, clock.elapsed) < 1:  # Its end does both, below.
+                    if measures:
+                        place.measure(step, state)
+                    if saves:
+                        place.save(step, state, done=False)
                 report.skip()
         report.flush()
-        batches.close()
         if stopped:
-            checkpoints.save(step, state, _meta(stage, step, clock, done=False))
-            checkpoints.close()
-            raise Interrupted(f"stopped at step {step} of stage {stage.config.name}")
-    _measure(stage, state, step, clock, metrics)
+            place.save(step, state, done=False)
+            raise Interrupted(f"stopped at step {step} of stage {name}")
+    place.measure(step, state)
     metrics.finish()
-    checkpoints.save(step, state, _meta(stage, step, clock, done=True))
+    place.save(step, state, done=True)
     return state
 
 
-class _Report:
-    """Metrics fetched one step late, so that the device never waits for the host."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a stage is measured and saved, and what is said if it comes to no number."""
 
-    def __init__(self, stage: Stage, every: int, metrics: Metrics, clock: Clock):
-        self._stage, self._every, self._metrics, self._clock = stage, every, metrics, clock
-        self._pending: tuple[int, float, dict[str, Any]] | None = None
-        self._timed = True
+    stage: Stage
+    mesh: Mesh
+    checkpoints: Checkpoints
+    metrics: Metrics
+    clock: Clock
 
-    def add(self, step: int, rate: float, values: dict[str, Any]) -> None:
-        """Take a step's metrics, and write those of the step before."""
-        self.flush()
-        self._pending = (step, rate, values)
+    def measure(self, step: int, state: TrainState) -> None:
+        """Record what the objective says of the held-out rows."""
+        stage = self.stage
+        try:
+            with use_mesh(self.mesh.abstract_mesh):
+                values = stage.objective.measure(state.params, stage.frozen, stage.held_out)
+        except FloatingPointError as error:
+            raise self.diverged(step, str(error)) from error
+        if bad := not_finite(values):
+            raise self.diverged(step, bad)
+        self.metrics.write(stage.config.name, step, {**values, "elapsed": self.clock.elapsed})
 
-    def skip(self) -> None:
-        """Do not count the time since the last tick; the pending step, part of it, has no speed."""
-        self._clock.skip()
-        self._timed = False
+    def save(self, step: int, state: TrainState, *, done: bool) -> None:
+        """Save a state whose steps have been checked; itself, it is checked here."""
+        if not _all_finite(state):
+            raise self.diverged(step, "parameters or optimiser state that are not finite")
+        epoch, index = self.stage.batches.position(step)
+        meta = {
+            "step": step,
+            "epoch": epoch,
+            "index": index,
+            "elapsed": self.clock.elapsed,
+            "done": done,
+            "records": self.metrics.count(self.stage.config.name),
+            "run": self.stage.fingerprint,
+        }
+        self.checkpoints.save(step, state, meta)
 
-    def flush(self) -> None:
-        """Wait for the pending step and write its metrics if it is its turn."""
-        if self._pending is None:
-            return
-        step, rate, values = self._pending
-        self._pending = None
-        timed, self._timed = self._timed, True
-        jax.block_until_ready(values)
-        seconds = self._clock.tick()
-        self._metrics.advance()
-        if step % self._every == 0:
-            tokens = self._stage.config.batch * self._stage.config.seq_len
-            speed = {"step_time": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
-            speed = speed if timed else {}
-            elapsed = {"elapsed": self._clock.elapsed}
-            scalars = {name: float(value) for name, value in values.items()}
-            self._metrics.write(
-                self._stage.config.name, step, {**scalars, "lr": rate, **speed, **elapsed}
-            )
+    def diverged(self, step: int, what: str) -> FloatingPointError:
+        """The error that ends a run whose numbers have become none."""
+        epoch, index = self.stage.batches.position(step)
+        kept = self.checkpoints.newest
+        return FloatingPointError(
+            f"stage {self.stage.config.name} has diverged: {what} at step {step} (epoch {epoch}, "
+            f"from row {index} of its order on); "
+            f"{f'the last finite checkpoint is {kept}' if kept else 'no checkpoint was saved yet'}"
+            "; begin anew with a lower learning_rate of the stage, a lower "
+            "--config.optimizer.clip, or --config.dtype=bfloat16 where it is float16"
+        )
+
+
+def _is_turn(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
+
+
+@jax.jit
+def _all_finite(state: TrainState) -> jax.Array:
+    leaves = jax.tree.leaves(state)
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
 
 
 @contextmanager
@@ -192,28 +218,6 @@ def _rate(stage: StageConfig, optimizer: OptimizerConfig, progress: float) -> fl
     return learning_rate(
         progress, stage.learning_rate, warmup=optimizer.warmup, floor=optimizer.floor
     )
-
-
-def _measure(stage: Stage, state: TrainState, step: int, clock: Clock, metrics: Metrics) -> None:
-    values = stage.objective.measure(state.params, stage.frozen, stage.held_out)
-    metrics.write(stage.config.name, step, {**values, "elapsed": clock.elapsed})
-
-
-def _meta(stage: Stage, step: int, clock: Clock, *, done: bool) -> dict[str, Any]:
-    epoch, index = stage.batches.position(step)
-    return {"step": step, "epoch": epoch, "index": index, "elapsed": clock.elapsed, "done": done}
-
-
-def _check_meta(stage: Stage, meta: dict[str, Any]) -> tuple[int, bool]:
-    """Step and completion of a checkpoint, if it belongs to this stage and data."""
-    position = stage.batches.position(meta["step"])
-    if position != (meta["epoch"], meta["index"]):
-        raise ValueError(
-            f"the checkpoint of stage {stage.config.name} stands at epoch {meta['epoch']}, row "
-            f"{meta['index']}, but step {meta['step']} of these data is epoch {position[0]}, row "
-            f"{position[1]}: data or batch changed since; restore them or use a new workdir"
-        )
-    return meta["step"], meta["done"]
 
 
 def _check_clock(stage: StageConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.partitioned import row_shares
@@ -46,6 +46,8 @@ def cross_entropy_sum(
     """
     rows, length = labels.shape
     size = chunk_length(rows // row_shares(rows), length, chunk)
+    # Padding has weight 0, and its gradients fall away with it.
+    hidden, labels, weights = (whole_chunks(part, size) for part in (hidden, labels, weights))
     return _cross_entropy_sum(hidden, head, labels, weights, size, head_gradient)
 
 
@@ -57,10 +59,19 @@ def tokens_at_once(vocab_size: int) -> int:
 def chunk_length(rows: int, length: int, chunk: int) -> int:
     """Tokens of each row in one chunk: the largest divisor of the length that fits.
 
-    Chunks cut every row and never the batch, because the batch is what devices share.
+    Where that is less than half of what fits, as for prime lengths, chunks are as even as can be
+    and the last one is padded by :func:`whole_chunks`. Chunks cut every row and never the batch,
+    because the batch is what devices share.
     """
-    fits = max(1, chunk // rows)
-    return max(size for size in range(1, length + 1) if length % size == 0 and size <= fits)
+    fits = min(length, max(1, chunk // rows))
+    divisor = max(size for size in range(1, fits + 1) if length % size == 0)
+    return divisor if 2 * divisor >= fits else -(-length // -(-length // fits))
+
+
+def whole_chunks(part: Shaped[Array, "..."], size: int, axis: int = 1) -> Shaped[Array, "..."]:
+    """An array with zeros behind it, as far as the last chunk needs some."""
+    padding = [(0, -part.shape[axis] % size if each == axis else 0) for each in range(part.ndim)]
+    return jnp.pad(part, padding)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -3,18 +3,42 @@
 import json
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from .records import mend, read_records, rewind
 
 
 class Metrics:
     """Appends one JSON object per line to ``metrics.jsonl``; only process 0 writes."""
 
     def __init__(self, path: Path):
-        self._file = path.open("a") if jax.process_index() == 0 else None
+        self._path = path
         self._bar: Any = None
+        self._counts: Counter[str] = Counter()
+        self._file = None
+        if jax.process_index() == 0:
+            if cut := mend(path):
+                print(f"{path}: a line that was cut off is left out ({cut})", file=sys.stderr)
+            self._open()
+
+    def _open(self) -> None:
+        self._file = self._path.open("a")
+        self._counts = Counter(record["stage"] for record in read_records(self._path))
+
+    def count(self, stage: str) -> int:
+        """Records there are of a stage: where its log stands when it is saved."""
+        return self._counts[stage]
+
+    def rewind(self, stage: str, count: int) -> None:
+        """Forget what was recorded of a stage behind its checkpoint: it is about to be repeated."""
+        if self._file is not None and count < self.count(stage):
+            self._file.close()
+            rewind(self._path, stage, count)
+            self._open()
 
     def start(self, stage: str, step: int, steps: int) -> None:
         """Begin the display of a stage."""
@@ -36,6 +60,7 @@ class Metrics:
         rounded = {name: _round(value) for name, value in values.items()}
         self._file.write(json.dumps({"stage": stage, "step": step, **rounded}) + "\n")
         self._file.flush()
+        self._counts[stage] += 1
         if self._bar is not None:
             self._bar.set_postfix(rounded)
         else:

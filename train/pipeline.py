@@ -26,6 +26,8 @@ from .data.batches import Batches, write_tokens
 from .data.corpus import build_corpus, read_texts
 from .data.rows import Source
 from .data.tokenizer import encode_documents, load_tokenizer, train_tokenizer
+from .fingerprint import Fingerprint, draft_settings, model_digest, target_settings
+from .flops import peak_tokens_per_second
 from .loop import Stage, run_stage
 from .losses import tokens_at_once
 from .metrics import Metrics
@@ -34,6 +36,10 @@ from .optim import make_optimizer
 from .passes import cast
 from .processes import by_first, gathered
 from .step import Objective, initial_state, make_step, state_shardings
+
+
+TOKENS_PER_DEVICE = 16384
+"""Of a micro-batch: enough for the matrix units, and little beside the weights of a 7B target."""
 
 
 @dataclass
@@ -125,7 +131,8 @@ def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
     objective = TargetObjective(shape, run.config.loss_chunk or tokens_at_once(shape.vocab_size))
     params = None
     for stage in config.stages:
-        params = _train_stage(run, stage, objective, (), params, shape.vocab_size)
+        settings = target_settings(run.config, shape, stage)
+        params = _train_stage(run, stage, objective, (), params, shape.vocab_size, settings)
     whole, end = gathered(cast(params, shape.dtype)), (tokenizer.eos_token_id,)
 
     def save() -> None:
@@ -147,10 +154,14 @@ def train_draft(run: TrainingRun) -> None:
     if config.draft.init:
         draft, params = load_draft(config.draft.init, target, dtype="float32", mesh=run.mesh)
         draft = dataclasses.replace(draft, dtype=config.dtype, window=config.draft.window)
+    models = _models(run)
     chunk = config.loss_chunk or tokens_at_once(target.vocab_size)
-    for stage in config.stages:
+    for alone in config.runs_of_stages():
+        [stage] = alone.stages
         objective = DraftObjective(target, draft, config.draft, stage.max_offset, chunk)
-        params = _train_stage(run, stage, objective, frozen, params, target.vocab_size)
+        settings = {**draft_settings(alone, stage), **models}
+        part = dataclasses.replace(run, config=alone)
+        params = _train_stage(part, stage, objective, frozen, params, target.vocab_size, settings)
     whole = gathered(cast(params, draft.dtype))
     by_first("draft", lambda: save_draft(run.draft_folder, draft, whole, target=target))
 
@@ -174,10 +185,10 @@ def _train_stage(
     frozen: Any,
     params: Any,
     vocab_size: int,
+    settings: Fingerprint,
 ) -> Any:
-    """Masters after a stage that starts from the given ones."""
-    config = run.config
-    _check_shares(run.mesh, stage)
+    """Masters after a stage that starts from the given ones; ``settings`` are all that say how."""
+    config, stage = run.config, with_micro_batches(stage, run.mesh)
     kind = "draft" if frozen else "target"
     optimizer = make_optimizer(config.optimizer)
     shardings = state_shardings(run.mesh, objective, optimizer)
@@ -193,6 +204,8 @@ def _train_stage(
         frozen,
         Batches(rows, stage.batch, stage.accumulation, seed),
         held_out,
+        {**settings, "data and tokenizer": source.fingerprint(), "rows to train on": len(rows)},
+        peak_tokens_per_second(objective, stage.seq_len, config.dtype, [*run.mesh.devices.flat]),
     )
     checkpoints = Checkpoints(run.workdir / "checkpoints" / plan.config.name, config.max_to_keep)
     try:
@@ -201,15 +214,38 @@ def _train_stage(
         checkpoints.close()
 
 
-def _check_shares(mesh: Mesh, stage: StageConfig) -> None:
-    """Refuse micro-batches that do not spread over the devices."""
-    rows, columns = stage.batch // stage.accumulation, mesh.shape["data"] * mesh.shape["fsdp"]
-    if rows % columns:
+def _models(run: TrainingRun) -> Fingerprint:
+    """What tells the frozen target, and the draft that training starts from."""
+    config = run.config
+    models = {"the target": model_digest(run.target_source, config.revision or None)}
+    if config.draft.init:
+        models["the draft it starts from"] = model_digest(config.draft.init)
+    return models
+
+
+def with_micro_batches(stage: StageConfig, mesh: Mesh) -> StageConfig:
+    """The stage with micro-batches that spread over the devices, chosen if it leaves them open.
+
+    Raises:
+      ValueError: if its rows do not spread over the devices.
+    """
+    shares = mesh.shape["data"] * mesh.shape["fsdp"]
+    accumulation = stage.accumulation
+    if not accumulation and stage.batch % shares == 0:
+        most = max(1, TOKENS_PER_DEVICE // stage.seq_len)
+        per_device = stage.batch // shares
+        rows = max(
+            size for size in range(1, per_device + 1) if per_device % size == 0 and size <= most
+        )
+        accumulation = per_device // rows
+    rows = stage.batch // (accumulation or 1)
+    if rows % shares:
         raise ValueError(
             f"stage {stage.name}: a micro-batch of {rows} rows (batch={stage.batch} / accumulation="
-            f"{stage.accumulation}) does not spread over mesh data x fsdp = {columns}; change "
+            f"{accumulation or 1}) does not spread over mesh data x fsdp = {shares}; change "
             f"--config.stages.{stage.name}.batch, its accumulation, or --config.mesh"
         )
+    return dataclasses.replace(stage, accumulation=accumulation)
 
 
 def _sample(path: Path, size: int) -> Any:

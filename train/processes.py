@@ -1,14 +1,27 @@
 """Several processes as one run: joining them, and what only one of them does.
 
 Devices of all processes form one mesh and every process runs the same program. Files in the working
-folder, which all processes share, are written by process 0 while the others wait.
+folder, which all processes share, are written by process 0 while the others wait. What ends one of
+them ends all: those left would wait for its part of the next computation for ever.
 """
 
-from collections.abc import Callable
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+
+HEARTBEAT_SECONDS = 20
+"""A process that is silent for so long is taken for dead, and the others end."""
+FAILED, HEARD = "longspec/failed/", "longspec/heard/"
+"""Where the process that failed says so, and where the others say that they know."""
+LOOK_SECONDS, GRACE_SECONDS = 0.5, 10.0
 
 
 def join(coordinator: str, processes: int, process: int) -> None:
@@ -30,9 +43,11 @@ def join(coordinator: str, processes: int, process: int) -> None:
         )
     try:
         if coordinator:
-            jax.distributed.initialize(coordinator, processes, process)
+            jax.distributed.initialize(
+                coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+            )
         else:
-            jax.distributed.initialize()
+            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -46,7 +61,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def by_first(name: str, work: Callable[[], None]) -> None:
+def by_first(name: str, work: Callable[[], object]) -> None:
     """Let process 0 do something while the others wait for it."""
     if is_first():
         work()
@@ -57,6 +72,78 @@ def wait(name: str) -> None:
     """Go on when all processes are here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+@contextlib.contextmanager
+def ending_together(report: Callable[[Exception], int]) -> Iterator[None]:
+    """End all processes when one of them meets an error, the one that met it after a report.
+
+    The others may stand in a computation that never ends, from which nothing but the end of the
+    process leads out. In a run of one process errors go their way.
+
+    Args:
+      report: tells people of an error and gives the exit status.
+    """
+    if jax.process_count() == 1:
+        yield
+        return
+    finished = threading.Event()
+    watch = threading.Thread(target=_end_with_others, args=(finished,), daemon=True)
+    watch.start()
+    try:
+        yield
+    except Exception as error:
+        finished.set()
+        watch.join()  # If another one failed before, this is where it ends.
+        status = report(error)
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        _leave(status, {FAILED: json.dumps({"status": status, "reason": reason})})
+    finally:
+        finished.set()
+        watch.join()
+
+
+def _exchange() -> Any:
+    """Where the processes leave words for each other; jax has it, but under no public name."""
+    from jax._src.distributed import global_state
+
+    return global_state.client
+
+
+def _end_with_others(finished: threading.Event) -> None:
+    """End this process as soon as another one has failed."""
+    while not finished.wait(LOOK_SECONDS):
+        try:
+            failures = _exchange().key_value_dir_get(FAILED)
+        except jax.errors.JaxRuntimeError:
+            return  # Process 0 is gone, and jax ends those that it leaves behind.
+        if failures:
+            name, failure = failures[0]
+            values = json.loads(failure)
+            process = name.rpartition("/")[2]
+            print(f"process {process} has failed: {values['reason']}", file=sys.stderr)
+            _leave(values["status"], {})
+
+
+def _leave(status: int, words: dict[str, str]) -> None:
+    """Leave words, and end this process as soon as all others know."""
+    exchange, own = _exchange(), jax.process_index()
+    try:
+        for folder, word in {**words, HEARD: ""}.items():
+            exchange.key_value_set(f"{folder}{own}", word)
+        until = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+            if len(exchange.key_value_dir_get(HEARD)) == jax.process_count():
+                # The last words of the others go through process 0.
+                time.sleep(2 * LOOK_SECONDS if is_first() else 0)
+                break
+    except jax.errors.JaxRuntimeError:
+        pass  # Process 0 is gone: either it knew that all know, or nobody can be told.
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # An ordinary exit would wait for the others, and for computations.
 
 
 def gathered(params: Any) -> Any:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,14 @@ from longspec_jax.extras import missing_packages
 
 if TYPE_CHECKING:
     from .arguments import Arguments
+    from .config import RunConfig
 
-BAD_INPUT, INTERRUPTED = 2, 75
-"""Exit statuses; the second is EX_TEMPFAIL of sysexits.h."""
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 75
+"""Exit statuses; the last is EX_TEMPFAIL of sysexits.h."""
+USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
+"""What a person can mend; it is said in one sentence."""
+SAID = (*USER_ERRORS, FloatingPointError)
+"""What is said in one sentence; the last is a training that has diverged."""
 COMMAND = command_name(__package__, "run")
 
 
@@ -35,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _train(arguments.parse(given), given)
-    except (ValueError, OSError, NotImplementedError) as error:
-        return _fail(str(error))
+    except SAID as error:
+        return _report(error)
 
 
 def _train(arguments: "Arguments", given: Sequence[str]) -> int:
@@ -44,19 +50,31 @@ def _train(arguments: "Arguments", given: Sequence[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # It misses PyTorch; we do not.
     from absl import flags, logging
-    from jax.errors import JaxRuntimeError
+
+    from longspec_jax.compilation import keep_programs
 
     from . import processes
-    from .card import portable_command
     from .config import from_config
-    from .loop import Interrupted
-    from .pipeline import train
 
     flags.FLAGS.mark_as_parsed()  # Orbax declares flags of its own, which this command has not.
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save.
     config = from_config(arguments.config)
     if arguments.distributed or arguments.coordinator:
         processes.join(arguments.coordinator, arguments.processes, arguments.process)
+    keep_programs()
+    with processes.ending_together(_report):
+        return _run(config, arguments, given)
+
+
+def _run(config: "RunConfig", arguments: "Arguments", given: Sequence[str]) -> int:
+    """Train, as one process of perhaps several."""
+    from jax.errors import JaxRuntimeError
+
+    from . import processes
+    from .card import portable_command
+    from .loop import Interrupted
+    from .pipeline import train
+
     arguments.workdir.mkdir(parents=True, exist_ok=True)
     if processes.is_first():
         partial = arguments.workdir / "config.json.partial"
@@ -67,10 +85,10 @@ def _train(arguments: "Arguments", given: Sequence[str]) -> int:
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return _fail(
+        raise MemoryError(
             "the devices' memory is full; raise a stage's accumulation, lower --config.loss_chunk "
             f"or accept_rows, or shard over more devices. {str(error).splitlines()[0]}"
-        )
+        ) from error
     except Interrupted as stopped:
         print(f"{stopped}; the same command resumes it", file=sys.stderr)
         return INTERRUPTED
@@ -78,9 +96,17 @@ def _train(arguments: "Arguments", given: Sequence[str]) -> int:
     return 0
 
 
-def _fail(message: str) -> int:
+def _report(error: Exception) -> int:
+    """Tell of an error that ends all processes; the status."""
+    if isinstance(error, SAID):
+        return _fail(str(error), BAD_INPUT if isinstance(error, USER_ERRORS) else FAILED)
+    traceback.print_exception(error)
+    return FAILED
+
+
+def _fail(message: str, status: int = BAD_INPUT) -> int:
     print(f"{COMMAND.removeprefix('python -m ')}: {message}", file=sys.stderr)
-    return BAD_INPUT
+    return status
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ def _data(arguments: argparse.Namespace) -> DataConfig:
         mask_prompts=False,
         answer_room=0,
         turn="",
+        max_bad_rows=0,
         synthetic_rows=0,
     )
 

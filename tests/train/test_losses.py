@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.kit import relative_error
-from train.losses import chunk_length, cross_entropy_sum, next_token_labels
+from longspec_jax.config import DraftConfig
+from tests.kit import relative_error, tiny_target_config
+from train.acceptance import Pair, _count
+from train.losses import chunk_length, cross_entropy_sum, next_token_labels, whole_chunks
+from train.passes import TargetView
 
 
 def dense(hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
@@ -82,6 +85,52 @@ def test_chunks_divide_the_length() -> None:
     assert chunk_length(1, 97, 1000) == 97
 
 
+@pytest.mark.parametrize("length", [97, 127, 2 * 113, 16381])
+def test_no_length_falls_into_chunks_of_single_tokens(length: int) -> None:
+    for rows, chunk in [(1, 40), (3, 200), (2, 8192)]:
+        size = chunk_length(rows, length, chunk)
+        fits = chunk // rows
+        assert size <= fits and 2 * size >= min(fits, length)
+        # As many chunks as there must be, or twice that; less than one of them is padding.
+        padded = whole_chunks(jnp.zeros((rows, length)), size).shape[1]
+        assert padded % size == 0 and padded - length < size and padded < 1.3 * length
+
+
+@pytest.mark.parametrize("length", [11, 13])
+def test_a_padded_last_chunk_changes_no_value_and_no_gradient(length: int) -> None:
+    keys = jax.random.split(jax.random.key(3), 4)
+    hidden = jax.random.normal(keys[0], (2, length, 8))
+    head = jax.random.normal(keys[1], (19, 8))
+    labels = jax.random.randint(keys[2], (2, length), 0, 19)
+    weights = jax.random.uniform(keys[3], (2, length))
+    assert length % chunk_length(2, length, 10)
+
+    def chunked(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return cross_entropy_sum(hidden, head, labels, weights, chunk=10, head_gradient=True)
+
+    value, gradients = jax.value_and_grad(chunked, (0, 1))(hidden, head)
+    expected, wanted = jax.value_and_grad(dense, (0, 1))(hidden, head, labels, weights)
+    assert relative_error(value, expected) < 1e-5
+    for gradient, dense_gradient in zip(gradients, wanted, strict=True):
+        assert gradient.shape == dense_gradient.shape
+        assert relative_error(gradient, dense_gradient) < 1e-5
+
+
 def test_labels_are_the_next_tokens() -> None:
     labels, weights = next_token_labels(jnp.asarray([[5, 6, 7]]), jnp.asarray([[1.0, 0.0, 1.0]]))
     assert labels[0, :2].tolist() == [6, 7] and weights.tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_agreement_is_counted_once_however_long_the_rows_are() -> None:
+    keys = jax.random.split(jax.random.key(5), 3)
+    wanted, hidden = (jax.random.normal(key, (2, 13, 8)) for key in keys[:2])
+    frozen = {"head": jax.random.normal(keys[2], (19, 8))}
+    view = TargetView(wanted, wanted, wanted)
+    config = tiny_target_config()
+
+    def count(chunk: int) -> jax.Array:
+        pair = Pair(config, DraftConfig.for_target(config), 1, chunk)
+        return jax.tree.leaves(_count(pair, frozen, hidden, view, jnp.ones((2, 2, 13))))[0]
+
+    assert chunk_length(2, 13, 10) == 5
+    assert jnp.array_equal(count(10), count(1000)) and count(10).any()

@@ -19,17 +19,20 @@ from train import run
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 
-def start(given: list[str], cache: Path) -> list[subprocess.Popen]:
-    """Both processes of a run, with two devices each."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def start(given: list[str], cache: Path) -> list[subprocess.Popen]:
+    """Both processes of a run, with two devices each."""
     kept = {
         "HF_DATASETS_CACHE": str(cache),
         "JAX_COMPILATION_CACHE_DIR": str(cache / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
-    join = [f"--coordinator=127.0.0.1:{port}", "--processes=2"]
+    join = [f"--coordinator=127.0.0.1:{free_port()}", "--processes=2"]
     return [
         subprocess.Popen(
             [sys.executable, "-m", "train.run", *given, *join, f"--process={index}"],
@@ -94,3 +97,56 @@ def test_two_processes_train_like_one_and_stop_together(
         assert relative_error(weights[1][name], expected) < 1e-3, name
     measures = [records(folder)[-1]["agree_top4_shift1"] for folder in (alone, shared)]
     assert measures[1] == pytest.approx(measures[0], abs=0.05)
+
+
+FAILING = """
+import os, signal, sys, time
+from train import processes
+
+coordinator, process, failing, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+processes.HEARTBEAT_SECONDS = 5
+
+def report(error):
+    print("reported:", error, file=sys.stderr)
+    return 2
+
+processes.join(coordinator, 2, process)
+with processes.ending_together(report):
+    processes.wait("start")
+    print("failing at", time.time(), flush=True)
+    if process == failing:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("line 7 is broken")
+    processes.wait("never")
+"""
+
+
+@pytest.mark.parametrize(("failing", "how"), [(0, "error"), (1, "error"), (1, "killed")])
+def test_what_ends_one_process_ends_the_other(failing: int, how: str) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILING, address, str(process), str(failing), how],
+            cwd=ROOT,
+            env=environment(devices=1),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        output = [process.communicate(timeout=120) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    began = min(float(printed.split()[-1]) for printed, _ in output)
+    assert time.time() - began < 30
+    other = 1 - failing
+    if how == "killed":
+        assert both[other].returncode not in (0, 2)
+        return
+    assert [process.returncode for process in both] == [2, 2], output
+    assert "reported: line 7 is broken" in output[failing][1]
+    assert f"process {failing} has failed: line 7 is broken" in output[other][1]

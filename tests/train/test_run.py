@@ -67,8 +67,17 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     assert not (halved / "draft").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     more = write_documents(tmp_path / "more.jsonl", 60)
-    assert command(*arguments(target, more, halved), epochs) == run.BAD_INPUT
-    assert "data or batch changed" in capsys.readouterr().err
+    changed = ["--config.seed=43", "--config.optimizer.b1=0.8"]
+    assert command(*arguments(target, more, halved), epochs, *changed) == run.BAD_INPUT
+    error = capsys.readouterr().err
+    for words in (
+        "--config.seed=43 (was 42)",
+        "--config.optimizer.b1=0.8 (was 0.9)",
+        "data and tokenizer=",
+        "rows to train on=58 (was 36)",
+        "restore what changed",
+    ):
+        assert words in error
     assert command(*arguments(target, files, halved), epochs) == 0
 
     weights = [folder / "draft" / "model.safetensors" for folder in (straight, halved)]
@@ -97,6 +106,25 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     )
     # The first step has learning rate zero.
     jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_a_training_that_diverges_ends_with_a_sentence_and_what_was_finite(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = write_documents(tmp_path / "documents.jsonl", 38)
+    work = tmp_path / "work"
+    given = arguments(target, files, work)
+    wild = ["--config.stages.short.learning_rate=1e30", "--config.save_every=1"]
+    assert command(*given, *wild) == run.FAILED
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("train.run: stage draft_short has diverged: loss=nan")
+    assert "at step 2 (epoch 0, from row 16 of its order on)" in last and "learning_rate" in last
+    assert not (work / "draft").exists() and not (work / "README.md").exists()
+    folders = work / "checkpoints" / "draft_short"
+    # The update of step 1 is the first that moves anything: far, but to finite numbers.
+    assert f"the last finite checkpoint is {folders / '2'};" in last
+    assert sorted(path.name for path in folders.iterdir()) == ["1", "2"]
+    assert not any("tau_chain" in record for record in records(work))
 
 
 MISTAKES = {

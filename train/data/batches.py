@@ -6,13 +6,15 @@ very rows the uninterrupted one would have read, and prefetching cannot disturb 
 """
 
 import functools
+import os
 import queue
 import tempfile
 import threading
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -22,8 +24,16 @@ from longspec_jax import files
 
 from ..step import Batch
 
-Row = tuple[np.ndarray, np.ndarray]
-"""``tokens[T]`` int32 and ``weights[T]`` float32."""
+
+class Row(NamedTuple):
+    """A row of a batch."""
+
+    tokens: np.ndarray
+    """``[T]`` int32."""
+    weights: np.ndarray
+    """``[T]`` float32; 0 where a token is not learned."""
+    length: int
+    """Tokens in front of the padding."""
 
 
 class Rows(Protocol):
@@ -37,9 +47,25 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> Row: ...  # noqa: D105
 
 
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Weights of a long run of tokens, where neighbours mostly have the same."""
+
+    ends: np.ndarray
+    """Tokens up to the end of every span."""
+    weights: np.ndarray
+    """Of every span's tokens, float32."""
+
+    def between(self, start: int, stop: int) -> np.ndarray:
+        """The weights of the tokens from one place to another."""
+        first, last = np.searchsorted(self.ends, (start, stop - 1), "right")
+        ends = np.clip(self.ends[first : last + 1], start, stop)
+        return np.repeat(self.weights[first : last + 1], np.diff(ends, prepend=start))
+
+
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows cut from one long run of tokens, documents one after another; every token is learned.
+    """Rows cut from one long run of tokens, documents one after another.
 
     Neighbouring documents of the run share a row, so their order decides what a long row contains.
     """
@@ -47,6 +73,8 @@ class PackedRows:
     tokens: np.ndarray
     """All tokens, usually memory-mapped."""
     seq_len: int
+    spans: Spans | None = None
+    """Their weights; all are learned if absent."""
 
     def __len__(self) -> int:
         """Whole rows."""
@@ -55,8 +83,11 @@ class PackedRows:
     def __getitem__(self, index: int) -> Row:
         """The row at an index."""
         start = index * self.seq_len
-        row = np.asarray(self.tokens[start : start + self.seq_len], np.int32)
-        return row, np.ones(self.seq_len, np.float32)
+        stop = start + self.seq_len
+        row = np.asarray(self.tokens[start:stop], np.int32)
+        if self.spans is None:
+            return full_row(row)
+        return Row(row, self.spans.between(start, stop), self.seq_len)
 
 
 @dataclass(frozen=True)
@@ -74,7 +105,12 @@ class SyntheticRows:
     def __getitem__(self, index: int) -> Row:
         """The row at an index."""
         tokens = np.random.default_rng(index).integers(0, self.vocab_size, self.seq_len)
-        return tokens.astype(np.int32), np.ones(self.seq_len, np.float32)
+        return full_row(tokens.astype(np.int32))
+
+
+def full_row(tokens: np.ndarray) -> Row:
+    """A row that is learned whole."""
+    return Row(tokens, np.ones(len(tokens), np.float32), len(tokens))
 
 
 @dataclass(frozen=True)
@@ -127,14 +163,24 @@ class Batches:
 
     def __call__(self, step: int, share: slice = slice(None)) -> Batch:
         """The batch of a step; ``share`` picks one process's columns of every micro-batch."""
+        return self.counted(step, share)[0]
+
+    def counted(self, step: int, share: slice = slice(None)) -> tuple[Batch, int]:
+        """The batch of a step, and how many of its tokens are no padding."""
         epoch, index = self.position(step)
         order = _shuffle(self.seed, epoch, len(self.rows))[index : index + self.batch]
         order = order.reshape(self.accumulation, -1)[:, share]
-        rows = [self.rows[int(row)] for row in order.ravel()]
-        tokens, weights = (
-            np.stack(part).reshape(*order.shape, -1) for part in zip(*rows, strict=True)
-        )
-        return Batch(tokens, weights)
+        rows = _readers().map(self.rows.__getitem__, order.ravel().tolist())
+        tokens, weights, lengths = zip(*rows, strict=True)
+        shape = (*order.shape, -1)
+        batch = Batch(np.stack(tokens).reshape(shape), np.stack(weights).reshape(shape))
+        return batch, sum(lengths)
+
+
+@functools.cache
+def _readers() -> ThreadPoolExecutor:
+    """Threads that read rows: a tokenizer, which most of the time goes to, lets others run."""
+    return ThreadPoolExecutor(min(32, 2 * (os.cpu_count() or 1)), thread_name_prefix="rows")
 
 
 @functools.lru_cache(maxsize=2)
@@ -142,14 +188,39 @@ def _shuffle(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
-def prefetch(
-    batches: Batches, first: int, sharding: NamedSharding, depth: int = 2
-) -> Generator[Batch, None, None]:
+class Prefetched(Iterator[Batch]):
+    """Batches that a thread makes ahead, and what is known of the one taken last."""
+
+    real_tokens = 0
+    """Tokens of the batch taken last that are no padding, masked ones among them. Of several
+    processes each knows its own rows, and takes the others to be like them."""
+
+    def __init__(self, ahead: Generator[tuple[Batch, int], None, None]):
+        self._ahead = ahead
+
+    def __next__(self) -> Batch:
+        """The batch of the next step."""
+        batch, self.real_tokens = next(self._ahead)
+        return batch
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ahead.close()
+
+
+def prefetch(batches: Batches, first: int, sharding: NamedSharding, depth: int = 2) -> Prefetched:
     """Batches from a step on, as sharded device arrays, made ahead by a thread."""
-    ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=depth)
+    return Prefetched(_ahead(batches, first, sharding, depth))
+
+
+def _ahead(
+    batches: Batches, first: int, sharding: NamedSharding, depth: int
+) -> Generator[tuple[Batch, int], None, None]:
+    """What a thread makes ahead."""
+    ready: queue.Queue[tuple[Batch, int] | BaseException] = queue.Queue(maxsize=depth)
     stopped = threading.Event()
 
-    def put(item: Batch | BaseException) -> None:
+    def put(item: tuple[Batch, int] | BaseException) -> None:
         while not stopped.is_set():
             try:
                 return ready.put(item, timeout=0.1)
@@ -178,13 +249,16 @@ def prefetch(
         thread.join()
 
 
-def to_devices(batches: Batches, step: int, sharding: NamedSharding) -> Batch:
-    """A step's batch, of which every process makes the columns of its own devices only."""
+def to_devices(batches: Batches, step: int, sharding: NamedSharding) -> tuple[Batch, int]:
+    """A step's batch, and its tokens that are no padding.
+
+    Every process makes the columns of its own devices only, and counts as if all were like them.
+    """
     shape = (batches.accumulation, batches.batch // batches.accumulation, batches.rows.seq_len)
     indices = sharding.addressable_devices_indices_map(shape).values()
     spans = [index[1].indices(shape[1]) for index in indices if index is not None]
     first, last = min(span[0] for span in spans), max(span[1] for span in spans)
-    own = batches(step, slice(first, last))
+    own, real = batches.counted(step, slice(first, last))
 
     def place(part: np.ndarray) -> jax.Array:
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -194,7 +268,7 @@ def to_devices(batches: Batches, step: int, sharding: NamedSharding) -> Batch:
 
         return jax.make_array_from_callback(shape, sharding, shard)
 
-    return Batch(place(own.tokens), place(own.weights))
+    return Batch(place(own.tokens), place(own.weights)), real * shape[1] // (last - first)
 
 
 def read_tokens(path: Path) -> np.ndarray:

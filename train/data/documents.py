@@ -1,28 +1,61 @@
 """Documents as training rows: tokens, and which of them are learned.
 
 A document becomes one row, truncated and padded. What a row of data means is
-:mod:`train.formats`'s table, where it comes from is :mod:`train.loading`'s work.
+:mod:`.formats`' table, where it comes from is :mod:`.loading`'s work, and its tokens are made by
+:mod:`.encoded`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..config import DataConfig
-from .batches import Row
-from .formats import Turn
+from .batches import Row, Spans
+from .encoded import SPEAKERS, EncodedDocuments, EncodedTurn, encode
 from .loading import Documents
+
+
+class Encoded(Protocol):
+    """Documents as the tokens of their turns."""
+
+    def __len__(self) -> int: ...  # noqa: D105
+
+    def __getitem__(self, index: int) -> list[EncodedTurn]: ...  # noqa: D105
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Documents that become tokens when they are asked for."""
+
+    documents: Documents
+    tokenizer: Any
+    data: DataConfig
+
+    @property
+    def skipped(self) -> str:
+        """What was left out, in one sentence; empty if nothing was."""
+        return self.documents.skipped
+
+    def __len__(self) -> int:
+        """Documents there are."""
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> list[EncodedTurn]:
+        """The turns of a document."""
+        return next(encode([self.documents[index]], self.tokenizer, self.data))
 
 
 @dataclass(frozen=True)
 class DocumentRows:
     """One document per row, truncated and padded to a length."""
 
-    documents: Documents
-    tokenizer: Any
+    documents: Encoded
     data: DataConfig
     seq_len: int
+    pad: int
+    """The token that fills a row up."""
 
     def __len__(self) -> int:
         """Documents there are."""
@@ -30,40 +63,35 @@ class DocumentRows:
 
     def __getitem__(self, index: int) -> Row:
         """The row of a document."""
-        tokens, weights = encode_turns(
-            self.documents[index], self.tokenizer, self.data, self.seq_len
+        tokens, weights, length = cut_turns(self.documents[index], self.data, self.seq_len)
+        fill = self.seq_len - length
+        return Row(
+            np.pad(tokens, (0, fill), constant_values=self.pad), np.pad(weights, (0, fill)), length
         )
-        fill = self.seq_len - len(tokens)
-        pad = self.tokenizer.pad_token_id or 0
-        return np.pad(tokens, (0, fill), constant_values=pad), np.pad(weights, (0, fill))
 
 
-def encode_turns(turns: list[Turn], tokenizer: Any, data: DataConfig, seq_len: int) -> Row:
+def cut_turns(turns: Iterable[EncodedTurn], data: DataConfig, seq_len: int) -> Row:
     """Tokens and weights of a document, at most ``seq_len`` of them.
 
-    Turns are tokenised one by one with the tokenizer's own special tokens, as the published trainer
-    does. System prompts are not learned, questions only where prompts are not masked. A masked
-    question is shortened so that an answer of ``answer_room`` tokens fits behind it.
+    System prompts are not learned, questions only where prompts are not masked. A masked question
+    is shortened so that an answer of ``answer_room`` tokens fits behind it.
     """
-    tokens: list[int] = []
-    weights: list[float] = []
-    for turn in turns:
-        ids = _tokens(turn, tokenizer, data)
-        asked = turn.role == "user" and data.mask_prompts
-        if asked:
-            ids = ids[: max(0, seq_len - data.answer_room - len(tokens))]
-        learned = turn.role != "system" and not asked
-        tokens += ids
-        weights += [float(learned)] * len(ids)
-    return np.asarray(tokens[:seq_len], np.int32), np.asarray(weights[:seq_len], np.float32)
+    tokens, weights, length = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)], 0
+    for ids, role in turns:
+        if role == "user" and data.mask_prompts:
+            ids = ids[: max(0, seq_len - data.answer_room - length)]
+        tokens.append(np.asarray(ids[: seq_len - length], np.int32))
+        weights.append(np.full(len(tokens[-1]), is_learned(role, data), np.float32))
+        length += len(tokens[-1])
+    return Row(np.concatenate(tokens), np.concatenate(weights), length)
 
 
-def _tokens(turn: Turn, tokenizer: Any, data: DataConfig) -> list[int]:
-    """Tokens of one turn; plain text ends with the end-of-text token, a turn by its template."""
-    if turn.role:
-        # Replaced, not formatted: a template may have braces of its own.
-        text = data.turn.replace("{role}", turn.role).replace("{content}", turn.content)
-        return tokenizer(text)["input_ids"]
-    ids = tokenizer(turn.content)["input_ids"]
-    end = tokenizer.eos_token_id
-    return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
+def is_learned(role: str, data: DataConfig) -> bool:
+    """Whether the turns of a speaker are learned."""
+    return role != "system" and not (role == "user" and data.mask_prompts)
+
+
+def learned_spans(documents: EncodedDocuments, data: DataConfig) -> Spans:
+    """Which tokens of all documents, one after another, are learned."""
+    learned = np.asarray([is_learned(role, data) for role in SPEAKERS], np.float32)
+    return Spans(documents.turn_ends, learned[documents.speakers])

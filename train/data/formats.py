@@ -19,48 +19,98 @@ class Turn:
 
 
 Fields = Mapping[str, Any]
-ROLES = ("system", "user", "assistant")
+PLAIN = ("target", "text")
+"""Fields that are a whole document."""
 SYSTEM = Turn("You are a helpful assistant", "system")
+_ROLES = {role: role for role in ("system", "user", "assistant")}
+SPEAKERS = {"role": _ROLES, "from": {"human": "user", "gpt": "assistant", **_ROLES}}
+"""How turns name their speakers: OpenAI's way with ``content``, ShareGPT's with ``value``."""
 
 
 def _task(question: str, answer: str) -> Callable[[Fields], list[Turn]]:
     """A format that asks a question about some fields and answers with others."""
-    return lambda row: [
-        SYSTEM,
-        Turn(question.format_map(row), "user"),
-        Turn(answer.format_map(row), "assistant"),
-    ]
+
+    def turns(row: Fields) -> list[Turn]:
+        texts = _Texts(row)
+        return [
+            SYSTEM,
+            Turn(question.format_map(texts), "user"),
+            Turn(answer.format_map(texts), "assistant"),
+        ]
+
+    return turns
+
+
+class _Texts(dict[str, Any]):
+    """Fields of a row that are taken as text, which they have to be."""
+
+    def __getitem__(self, name: str) -> str:
+        return _text(super().__getitem__(name), name)
+
+
+def _text(value: Any, name: str) -> str:
+    """A value, if it is text that a tokenizer takes."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} holds a value of type {type(value).__name__} where text belongs")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds half a surrogate pair, which is no text") from error
+    return value
 
 
 def _article(row: Fields) -> list[Turn]:
     """Articles and abstracts come as strings or as parallel lists of strings."""
     articles, abstracts = (
-        [row[name]] if isinstance(row[name], str) else row[name] for name in ("article", "abstract")
+        [row[name]] if isinstance(row[name], str) else _list(row[name], name)
+        for name in ("article", "abstract")
     )
     if len(articles) != len(abstracts):
         raise ValueError(f"{len(articles)} articles and {len(abstracts)} abstracts do not pair up")
     turns = [SYSTEM]
     for article, abstract in zip(articles, abstracts, strict=True):
-        turns.append(Turn(f"Please summarize the following article: {article}", "user"))
-        turns.append(Turn(abstract, "assistant"))
+        asked = f"Please summarize the following article: {_text(article, 'article')}"
+        turns += [Turn(asked, "user"), Turn(_text(abstract, "abstract"), "assistant")]
     return turns
 
 
-def _conversation(row: Fields) -> list[Turn]:
-    """Turns as they are."""
-    turns = []
-    for turn in row["conversation"]:
-        if turn.get("role") not in ROLES:
-            raise ValueError(
-                f"a turn of the conversation has role {turn.get('role')!r}; roles are "
-                f"{', '.join(ROLES)}"
-            )
-        turns.append(Turn(turn.get("content"), turn["role"]))
-    return turns
+def _conversation(field: str) -> Callable[[Fields], list[Turn]]:
+    """A format whose field holds turns as they are."""
+    return lambda row: [_turn(turn, field) for turn in _list(row[field], field)]
+
+
+def _turn(turn: Any, field: str) -> Turn:
+    """A turn of a conversation, written in either way."""
+    if not isinstance(turn, Mapping):
+        raise ValueError(
+            f"{field} holds a {type(turn).__name__} where a turn belongs, such as "
+            '{"role": "user", "content": "..."} or {"from": "human", "value": "..."}'
+        )
+    key, said = ("from", "value") if turn.get("from") is not None else ("role", "content")
+    speaker = turn.get(key)
+    if not isinstance(speaker, str) or speaker not in SPEAKERS[key]:
+        raise ValueError(
+            f"a turn of {field} has {key} {speaker!r}; {key}s are {', '.join(SPEAKERS[key])}"
+        )
+    return Turn(_text(turn.get(said), f"{field}'s {said}"), SPEAKERS[key][speaker])
+
+
+def _list(value: Any, field: str) -> list[Any]:
+    """A value, if it is a list."""
+    if not isinstance(value, list):
+        raise ValueError(
+            f"{field} holds a value of type {type(value).__name__} where a list belongs"
+        )
+    return value
+
+
+def _plain(field: str) -> Callable[[Fields], list[Turn]]:
+    """A format whose field is the text."""
+    return lambda row: [Turn(_text(row[field], field))]
 
 
 FORMATS: dict[frozenset[str], Callable[[Fields], list[Turn]]] = {
-    frozenset({"conversation"}): _conversation,
+    frozenset({"conversation"}): _conversation("conversation"),
     frozenset({"article", "abstract"}): _article,
     frozenset({"problem", "qwq"}): _task("{problem}", "{qwq}"),
     frozenset({"report", "summary"}): _task(
@@ -80,29 +130,26 @@ FORMATS: dict[frozenset[str], Callable[[Fields], list[Turn]]] = {
     frozenset({"prefix", "suffix"}): _task(
         "Please complete the code given below.\n{prefix}\nNow, complete the code given.", "{suffix}"
     ),
-    frozenset({"target"}): lambda row: [Turn(row["target"])],
-    frozenset({"text"}): lambda row: [Turn(row["text"])],
+    frozenset({"messages"}): _conversation("messages"),
+    frozenset({"conversations"}): _conversation("conversations"),
+    **{frozenset({field}): _plain(field) for field in PLAIN},
 }
 """Row formats by the fields that identify them, the more telling first."""
+FIELDS = frozenset[str]().union(*FORMATS)
+"""All fields that any format knows."""
 
 
 def to_turns(row: Fields) -> list[Turn]:
-    """The turns of a row, by the first format all of whose fields it fills."""
+    """The turns of a row, by the first format all of whose fields it fills.
+
+    Raises:
+      ValueError: if there is none, or a field holds something else than it says.
+    """
     present = {name for name, value in row.items() if value is not None}
-    for fields, turns in FORMATS.items():
+    for fields, read in FORMATS.items():
         if fields <= present:
-            return _checked(turns(row), fields)
+            if turns := read(row):
+                return turns
+            raise ValueError(f"{' + '.join(sorted(fields))} holds no turns; drop the row")
     known = "; ".join(" + ".join(sorted(fields)) for fields in FORMATS)
     raise ValueError(f"a data row has the fields {sorted(row)}; known formats: {known}")
-
-
-def _checked(turns: list[Turn], fields: frozenset[str]) -> list[Turn]:
-    """The turns, if there is text in all of them."""
-    names = " + ".join(sorted(fields))
-    if not turns:
-        raise ValueError(f"{names} holds no turns; drop the row")
-    for turn in turns:
-        if not isinstance(turn.content, str):
-            kind = type(turn.content).__name__
-            raise ValueError(f"{names} holds a value of type {kind} where text belongs")
-    return turns

@@ -1,39 +1,49 @@
-"""Documents from files or the Hugging Face hub, memory-mapped by the ``datasets`` library.
+"""Documents from files or the Hugging Face hub, at hand one by one and never held whole.
 
-Files of several kinds and rows of several formats may be mixed. What cannot be read is refused with
-the file, the row and what to do.
+Files of several kinds and rows of several formats may be mixed. All rows are looked at once, when
+they are loaded: what cannot be used is refused, or skipped within a budget, with the file, the line
+and what was expected. JSON lines are read in place, everything else by the ``datasets`` library.
 """
 
 import bisect
 import glob
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..config import DataConfig
-from .formats import Fields, Turn, to_turns
+from .bad_rows import BadRows
+from .fingerprint import files_digest
+from .formats import FIELDS, PLAIN, Fields, Turn, to_turns
+from .json_lines import read_json_lines
+from .packed_files import unpacked
 
-LINE = "json_line"
-"""The column of a JSON-lines file: rows of different shapes do not fit one Arrow schema, lines
-do."""
+
+class Fieldsets(Protocol):
+    """Rows as their fields, at hand by number."""
+
+    def __len__(self) -> int: ...  # noqa: D105
+
+    def __getitem__(self, index: int) -> Fields: ...  # noqa: D105
 
 
 @dataclass(frozen=True)
 class Documents:
     """All documents of a run, one after another, each a list of turns."""
 
-    parts: tuple[tuple[str, Any], ...]
-    """Name and rows of every file or data set."""
+    parts: tuple[Fieldsets, ...]
+    """Sound rows of every file or data set."""
+    skipped: str = ""
+    """What was left out, in one sentence; empty if nothing was."""
 
     @cached_property
     def _ends(self) -> list[int]:
-        return list(itertools.accumulate(len(rows) for _, rows in self.parts))
+        return list(itertools.accumulate(map(len, self.parts)))
 
     def __len__(self) -> int:
         """Documents there are."""
@@ -42,33 +52,47 @@ class Documents:
     def __getitem__(self, index: int) -> list[Turn]:
         """The turns of a document."""
         part = bisect.bisect_right(self._ends, index)
-        name, rows = self.parts[part]
-        within = index - self._ends[part] + len(rows)
-        try:
-            return to_turns(_fields(rows[within]))
-        except ValueError as error:
-            raise ValueError(f"document {within + 1} of {name}: {error}") from error
+        rows = self.parts[part]
+        return to_turns(rows[index - self._ends[part] + len(rows)])
+
+    def __iter__(self) -> Iterator[list[Turn]]:
+        """The turns of every document."""
+        return map(self.__getitem__, range(len(self)))
 
     def texts(self) -> Iterator[str]:
         """Every document as one text."""
-        for index in range(len(self)):
-            yield "\n\n".join(turn.content for turn in self[index])
+        for turns in self:
+            yield "\n\n".join(turn.content for turn in turns)
 
 
 def load_documents(data: DataConfig) -> Documents:
-    """The documents of files or a hub data set.
+    """The documents of files or a hub data set, every one of them looked at.
 
     Raises:
-      ValueError: if nothing is there, or it cannot be read.
+      ValueError: if nothing is there, it cannot be read, or more rows than may be skipped are bad.
     """
     import datasets
 
     datasets.disable_progress_bars()
-    names = _expand(data.files) if data.files else [data.hub]
-    if not names:
-        raise ValueError(f"--config.data.files={data.files!r} names no file")
-    load = _load_file if data.files else _load_hub
-    return Documents(tuple((name, _load(load, name, data)) for name in names))
+    bad = BadRows(data.max_bad_rows)
+    if data.files:
+        parts = [_sound(_load(_load_file, name, data), name, bad) for name in _expand(data.files)]
+        if not parts:
+            raise ValueError(f"--config.data.files={data.files!r} names no file")
+    else:
+        parts = [_sound(_load(_load_hub, data.hub, data), data.hub, bad)]
+    return Documents(tuple(parts), bad.summary())
+
+
+def data_digest(data: DataConfig) -> str:
+    """A digest of the content of files or hub data, which are not read to their end.
+
+    Raises:
+      ValueError: if nothing is there.
+    """
+    if data.files:
+        return files_digest(map(Path, _expand(data.files)))
+    return _load(_hub_digest, data.hub, data)
 
 
 def _load(load: Any, name: str, data: DataConfig) -> Any:
@@ -76,75 +100,114 @@ def _load(load: Any, name: str, data: DataConfig) -> Any:
     from datasets.exceptions import DatasetsError
 
     try:
-        rows = load(name, data)
+        return load(name, data)
     except (OSError, ValueError, DatasetsError) as error:
         reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"the data of {name} cannot be read ({reason}); files are .jsonl, .json, .parquet or "
-            ".txt, hub data sets owner/name or owner/name/file, which need a network or a filled "
-            "cache"
+            ".txt, packed by gzip or zstd or not, hub data sets owner/name or owner/name/file, "
+            "which need a network or a filled cache"
         ) from error
-    if not len(rows):
-        raise ValueError(f"{name} holds no documents; give a file with at least one")
-    return rows
 
 
 def _load_hub(name: str, data: DataConfig) -> Any:
     """A hub data set, or one file of it."""
     from datasets import load_dataset
+
+    path = _hub_file(name)
+    return load_dataset(name, split=data.split) if path is None else _load_file(path, data)
+
+
+def _hub_file(name: str) -> str | None:
+    """The local copy of ``owner/name/file``; None for a whole data set."""
     from huggingface_hub import hf_hub_download
 
     owner, *rest = name.split("/", 2)
     if len(rest) < 2:
-        return load_dataset(name, split=data.split)
-    return _load_file(hf_hub_download(f"{owner}/{rest[0]}", rest[1], repo_type="dataset"), data)
+        return None
+    return hf_hub_download(f"{owner}/{rest[0]}", rest[1], repo_type="dataset")
 
 
-def _load_file(path: str, data: DataConfig) -> Any:
-    """One file as a dataset."""
+def _hub_digest(name: str, data: DataConfig) -> str:
+    """A digest of the content of a file, or of the revision and split of a data set."""
     from datasets import load_dataset
 
-    def load(builder: str, **options: Any) -> Any:
-        return load_dataset(builder, data_files=path, split="train", **options)
+    path = _hub_file(name)
+    if path is None:
+        return load_dataset(name, split=data.split)._fingerprint
+    return files_digest([Path(path)])
 
-    if not Path(path).stat().st_size:
+
+def _load_file(name: str, data: DataConfig) -> Any:
+    """One file as a table, or as the path of its lines."""
+    from datasets import load_dataset
+
+    path = unpacked(Path(name))
+
+    def load(builder: str, **options: Any) -> Any:
+        return load_dataset(builder, data_files=str(path), split="train", **options)
+
+    if not path.stat().st_size:
         return []
-    match Path(path).suffix:
+    match path.suffix:
         case ".jsonl":
-            return _without_blanks(load("text").rename_column("text", LINE), LINE)
+            return path
         case ".json":
             return load("json")
         case ".parquet":
             return load("parquet")
         case ".txt" | ".md" | ".text":
             # Packed, a file is one document; else blank lines separate documents.
-            by = "document" if data.pack else "paragraph"
-            return _without_blanks(load("text", sample_by=by), "text")
+            return _without_blanks(load("text", sample_by="document" if data.pack else "paragraph"))
     raise ValueError("the file is of no known kind")
 
 
-def _without_blanks(rows: Any, column: str) -> Any:
+def _without_blanks(rows: Any) -> Any:
     """The rows whose text is more than white space; reads the memory-mapped column once."""
     import pyarrow.compute as compute
 
     # pyarrow makes these functions when it is imported, where a type checker does not see them.
     trim: Any = getattr(compute, "utf8_trim_whitespace")  # noqa: B009
     differ: Any = getattr(compute, "not_equal")  # noqa: B009
-    filled = differ(trim(rows.data.column(column)), "").to_numpy()
+    filled = differ(trim(rows.data.column("text")), "").to_numpy()
     return rows if filled.all() else rows.select(np.flatnonzero(filled))
 
 
-def _fields(row: Fields) -> Fields:
-    """The fields of a row as it was loaded, its JSON line parsed where it is one."""
-    if LINE not in row:
-        return row
-    try:
-        fields = json.loads(row[LINE])
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the line is not JSON ({error}); write one object a line") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"the line is a {type(fields).__name__}; write one object a line")
-    return fields
+def _sound(loaded: Any, name: str, bad: BadRows) -> Fieldsets:
+    """The rows that are documents, all of which are looked at."""
+    before = bad.count
+    rows = (
+        read_json_lines(loaded, name, bad)
+        if isinstance(loaded, Path)
+        else _sound_rows(loaded, name, bad)
+    )
+    if not len(rows):
+        skipped = f" but {bad.count - before} that were skipped" * (bad.count > before)
+        raise ValueError(f"{name} holds no documents{skipped}; give a file with at least one")
+    return rows
+
+
+def _sound_rows(rows: Any, name: str, bad: BadRows) -> Fieldsets:
+    """The rows of a table that are documents."""
+    if _is_text(rows):
+        return rows
+    sound = np.ones(len(rows), bool)
+    for index, row in enumerate(rows):
+        try:
+            to_turns(row)
+        except ValueError as error:
+            bad.add(f"row {index + 1} of {name}", error)
+            sound[index] = False
+    return rows if sound.all() else rows.select(np.flatnonzero(sound))
+
+
+def _is_text(rows: Any) -> bool:
+    """Whether a table's columns alone say that every row is plain text."""
+    known = FIELDS.intersection(rows.column_names) if len(rows) else frozenset()
+    if known not in {frozenset({field}) for field in PLAIN}:
+        return False
+    column = rows.data.column(*known)
+    return str(column.type) in ("string", "large_string") and not column.null_count
 
 
 def _expand(files: str) -> Sequence[str]:

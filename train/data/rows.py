@@ -4,9 +4,10 @@ A corpus brings its own held-out documents. Of other data a few rows, evenly spr
 of training, so that simulated acceptance is never measured on rows that were learned.
 """
 
-import hashlib
-import json
+import dataclasses
+import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from ..config import DataConfig, RunConfig, StageConfig
-from ..processes import by_first
+from longspec_jax.weights.hub import local_folder
+
+from ..config import RunConfig, StageConfig
+from ..processes import by_first, is_first
 from ..step import ROWS, Batch
 from .batches import (
     PackedRows,
@@ -23,11 +26,13 @@ from .batches import (
     Selection,
     SyntheticRows,
     read_tokens,
-    write_tokens,
 )
-from .documents import DocumentRows
-from .loading import load_documents
-from .tokenizer import encode_documents, load_tokenizer
+from .documents import DocumentRows, Encoding, learned_spans
+from .encoded import FORM, EncodedDocuments, encode, read_encoded, write_encoded
+from .fingerprint import files_digest, fingerprint, tokenizer_digest
+from .loading import data_digest, load_documents
+from .tokenizer import load_tokenizer
+from .workers import Work, encode_by_workers
 
 
 @dataclass(frozen=True)
@@ -60,34 +65,85 @@ class Source:
         rest = np.setdiff1d(np.arange(len(rows)), chosen)
         return Selection(rows, rest), _batch(self._rows(length), chosen, mesh)
 
-    def _rows(self, seq_len: int) -> Rows:
-        """All rows of files, hub or chance, cut to a length."""
+    def fingerprint(self) -> str:
+        """A digest of what the rows are made of: data, tokenizer, options; 16 hexadecimal digits.
+
+        It does not change when files move and does when their content, their order, the tokenizer's
+        files or an option of the data changes. Of files above 256 MiB evenly spaced blocks count
+        (:func:`.fingerprint.content_digest`). Lengths, batches and seeds are the run's, and not in
+        it. The target needs to exist only where its tokenizer makes the tokens.
+        """
         data = self.config.data
+        options = dataclasses.asdict(data)
+        # Where data lie is not what they are; and a budget changes no row of a run that begins.
+        for name in ("files", "hub", "corpus", "max_bad_rows"):
+            del options[name]
         if data.synthetic_rows:
-            return SyntheticRows(data.synthetic_rows, seq_len, self.vocab_size)
+            return fingerprint({"options": options, "vocab_size": self.vocab_size})
+        if data.corpus is not None:
+            files = [self.workdir / "corpus" / f"{name}.npy" for name in ("train", "heldout")]
+            return fingerprint({"options": options, "data": files_digest(files)})
+        digests = {"data": data_digest(data), "tokenizer": self._tokenizer_digest}
+        return fingerprint({"options": options, **digests})
+
+    def prepare(self, workers: int) -> EncodedDocuments:
+        """All documents as tokens on disk, made by so many processes unless they are there."""
+        data, folder = self.config.data, self.encoded_folder
+        if not folder.is_dir():
+            documents = load_documents(data)
+            if workers > 1:
+                work = Work(documents, self.target, self.config.revision or None, data)
+                turns = encode_by_workers(work, workers)
+            else:
+                turns = encode(documents, self._tokenizer, data)
+            write_encoded(folder, turns, len(self._tokenizer), documents.skipped)
+        return read_encoded(folder)
+
+    @cached_property
+    def encoded_folder(self) -> Path:
+        """Where the tokens of these data are kept, or will be: its name says what they are of."""
+        data = self.config.data
+        options = (data.split, data.turn, data.pack, data.max_bad_rows, FORM)
+        digests = {"data": data_digest(data), "tokenizer": self._tokenizer_digest}
+        return self.workdir / f"tokens-{fingerprint({'options': options, **digests})}"
+
+    @property
+    def _tokenizer_digest(self) -> str:
+        return tokenizer_digest(local_folder(self.target, self.config.revision or None))
+
+    @cached_property
+    def _tokenizer(self) -> Any:
         tokenizer = load_tokenizer(self.target, self.config.revision or None)
         if len(tokenizer) > self.vocab_size:
             raise ValueError(
                 f"the tokenizer of {self.target} has {len(tokenizer)} entries, the model "
                 f"vocab_size={self.vocab_size}; use the tokenizer that was saved with the model"
             )
+        return tokenizer
+
+    @cached_property
+    def _documents(self) -> Encoding | EncodedDocuments:
+        """The documents of files or hub, all of them looked at, as tokens."""
+        data = self.config.data
         if data.pack:
-            return PackedRows(self._packed_tokens(data, tokenizer), seq_len)
-        return DocumentRows(load_documents(data), tokenizer, data, seq_len)
+            by_first("tokens", lambda: self.prepare(workers=1))
+        if self.encoded_folder.is_dir():
+            documents = read_encoded(self.encoded_folder)
+        else:
+            documents = Encoding(load_documents(data), self._tokenizer, data)
+        if documents.skipped and is_first():
+            print(documents.skipped, file=sys.stderr, flush=True)
+        return documents
 
-    def _packed_tokens(self, data: DataConfig, tokenizer: Any) -> np.ndarray:
-        """All documents as one memory-mapped run of tokens, made once."""
-        about = (data.files, data.hub, data.split, self.target)
-        digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
-        path = self.workdir / f"tokens-{digest}.npy"
-
-        def write() -> None:
-            if not path.is_file():
-                texts = load_documents(data).texts()
-                write_tokens(path, encode_documents(tokenizer, texts), len(tokenizer))
-
-        by_first("tokens", write)
-        return read_tokens(path)
+    def _rows(self, seq_len: int) -> Rows:
+        """All rows of files, hub or chance, cut to a length."""
+        data = self.config.data
+        if data.synthetic_rows:
+            return SyntheticRows(data.synthetic_rows, seq_len, self.vocab_size)
+        pad, documents = self._tokenizer.pad_token_id or 0, self._documents
+        if data.pack and isinstance(documents, EncodedDocuments):
+            return PackedRows(documents.tokens, seq_len, learned_spans(documents, data))
+        return DocumentRows(documents, data, seq_len, pad)
 
 
 def _spread(rows: Rows, count: int) -> np.ndarray:
@@ -109,5 +165,5 @@ def _batch(rows: Rows, chosen: np.ndarray, mesh: Mesh) -> Batch:
         whole = np.stack(parts)
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
-    tokens, weights = zip(*made, strict=True)
+    tokens, weights, _ = zip(*made, strict=True)
     return Batch(place(tokens), place(weights))

@@ -59,12 +59,12 @@ def encode_documents(
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     texts = iter(texts)
     while chunk := list(islice(texts, batch)):
-        for ids in _encode(tokenizer, chunk):
+        for ids in encode_texts(tokenizer, chunk):
             ids = ids[:-1] if end and ids and ids[-1] == end[0] else ids
             yield np.asarray(ids + end, np.uint32)
 
 
-def _encode(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
+def encode_texts(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
     """Ids of every text; a fast tokenizer's backend does it in parallel and without offsets."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -17,6 +17,7 @@ from train.data.batches import (
     PackedRows,
     Row,
     Selection,
+    Spans,
     SyntheticRows,
     prefetch,
     read_tokens,
@@ -68,6 +69,52 @@ def test_prefetched_batches_are_the_batches_of_their_steps() -> None:
     assert "prefetch" not in {thread.name for thread in threading.enumerate()}
 
 
+class Short(SyntheticRows):
+    """Rows of which a few tokens are padding."""
+
+    def __getitem__(self, index: int) -> Row:
+        tokens, weights, length = super().__getitem__(index)
+        return Row(tokens, weights, length - index % 3)
+
+
+def test_real_tokens_of_the_batch_taken_last_are_known() -> None:
+    rows = Short(40, 5, 7)
+    batches = Batches(rows, batch=8, accumulation=2, seed=1)
+    ahead = prefetch(batches, 3, NamedSharding(make_mesh(2, 2, 2), ROWS))
+    for step in (3, 4, 5):
+        batch = next(ahead)
+        known = {rows[index][0].tobytes(): rows[index].length for index in range(40)}
+        taken = np.asarray(batch.tokens).reshape(-1, 5)
+        assert ahead.real_tokens == sum(known[row.tobytes()] for row in taken) < taken.size
+        assert batches.counted(step)[1] == ahead.real_tokens
+    ahead.close()
+
+
+def test_weights_of_a_run_are_those_of_its_tokens() -> None:
+    ends, weights = np.asarray([3, 3, 4, 9]), np.asarray([1, 2, 0, 3], np.float32)
+    whole = [1, 1, 1, 0, 3, 3, 3, 3, 3]
+    for start in range(9):
+        for stop in range(start + 1, 10):
+            assert Spans(ends, weights).between(start, stop).tolist() == whole[start:stop]
+
+
+class Together(SyntheticRows):
+    """Rows of which two must be asked for at the same time."""
+
+    pair = threading.Barrier(2)
+
+    def __getitem__(self, index: int) -> Row:
+        self.pair.wait(timeout=20)
+        return super().__getitem__(index)
+
+
+def test_rows_of_a_batch_are_read_side_by_side_and_keep_their_order() -> None:
+    rows = Together(16, 5, 7)
+    batch = Batches(rows, batch=8, accumulation=2, seed=1)(1)
+    alone = Batches(SyntheticRows(16, 5, 7), batch=8, accumulation=2, seed=1)(1)
+    np.testing.assert_array_equal(batch.tokens, alone.tokens)
+
+
 class Broken(SyntheticRows):
     """Rows that cannot be read."""
 
@@ -99,7 +146,7 @@ def test_token_files_are_narrow_and_whole(vocab: int, kind: type, tmp_path: Path
 
 
 def test_a_packed_row_is_cut_from_the_run() -> None:
-    tokens, weights = PackedRows(np.arange(11, dtype=np.uint16), 4)[1]
+    tokens, weights, _ = PackedRows(np.arange(11, dtype=np.uint16), 4)[1]
     assert tokens.tolist() == [4, 5, 6, 7] and tokens.dtype == np.int32 and weights.all()
     chosen = Selection(numbered(5), np.asarray([4, 0]))
     assert len(chosen) == 2 and chosen.seq_len == 3 and chosen[0][0][0] == 12

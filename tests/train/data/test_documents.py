@@ -10,9 +10,11 @@ import pytest
 
 from longspec_jax.recipes import CHATML_TURN, LLAMA_TURN, base_config
 from train.config import DataConfig
-from train.data.documents import DocumentRows, encode_turns
+from train.data.batches import Row
+from train.data.documents import DocumentRows, Encoding, cut_turns
+from train.data.encoded import encode
 from train.data.formats import Turn, to_turns
-from train.data.loading import load_documents
+from train.data.loading import data_digest, load_documents
 from train.data.tokenizer import train_tokenizer
 
 SYSTEM = ("system", "You are a helpful assistant")
@@ -42,6 +44,28 @@ ROWS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
             ]
         },
         [("user", "hi"), ("assistant", "!")],
+    ),
+    "messages": (
+        {
+            "prompt": "hi",
+            "messages": [
+                {"role": "system", "content": "be"},
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "!"},
+            ],
+        },
+        [("system", "be"), ("user", "hi"), ("assistant", "!")],
+    ),
+    "sharegpt": (
+        {
+            "id": 3,
+            "conversations": [
+                {"from": "human", "value": "hi", "role": None},
+                {"from": "gpt", "value": "!"},
+                {"role": "user", "content": "more"},
+            ],
+        },
+        [("user", "hi"), ("assistant", "!"), ("user", "more")],
     ),
     "reasoning": (
         {"problem": "1+1", "qwq": "2"},
@@ -114,6 +138,18 @@ def test_every_row_format_becomes_its_turns(kind: str) -> None:
         ({"conversation": [{"role": "human", "content": "x"}]}, "role 'human'; roles are system"),
         ({"conversation": [{"role": "user"}]}, "type NoneType where text belongs"),
         ({"article": ["a", "b"], "abstract": ["a"]}, "2 articles and 1 abstracts"),
+        ({"article": 5, "abstract": ["a"]}, "article holds a value of type int where a list"),
+        ({"problem": 5, "qwq": "x"}, "problem holds a value of type int where text belongs"),
+        ({"problem": "x", "qwq": ["x"]}, "qwq holds a value of type list where text belongs"),
+        ({"text": "x\ud800"}, "text holds half a surrogate pair"),
+        ({"messages": "x"}, "messages holds a value of type str where a list belongs"),
+        ({"messages": ["x"]}, "messages holds a str where a turn belongs, such as .*role.*from"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role 'tool'; roles are system, user"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "messages's content holds .* type list"),
+        ({"messages": []}, "messages holds no turns"),
+        ({"conversations": [{"from": "x", "value": "y"}]}, "from 'x'; froms are human, gpt"),
+        ({"conversations": [{"from": "gpt"}]}, "conversations's value holds .* type NoneType"),
+        ({"conversations": [{}]}, "role None; roles are system, user, assistant"),
     ],
 )
 def test_rows_that_mean_nothing_are_refused(row: dict[str, Any], sentence: str) -> None:
@@ -131,9 +167,13 @@ def settings(**overrides: Any) -> DataConfig:
     return DataConfig(**{**values, "files": "x.jsonl", **overrides})
 
 
+def cut(turns: list[Turn], tokenizer: Any, data: DataConfig, length: int) -> Row:
+    return cut_turns(next(encode([turns], tokenizer, data)), data, length)
+
+
 def learned(turns: list[Turn], tokenizer: Any, length: int = 500, **overrides: Any) -> str:
     """The text of the tokens that are learned."""
-    tokens, weights = encode_turns(turns, tokenizer, settings(**overrides), length)
+    tokens, weights, _ = cut(turns, tokenizer, settings(**overrides), length)
     assert tokens.dtype == np.int32 and weights.dtype == np.float32 and set(weights) <= {0.0, 1.0}
     return tokenizer.decode(tokens[weights > 0])
 
@@ -168,11 +208,11 @@ def test_turns_are_written_by_the_template(turn: str, written: str, tokenizer: A
 def test_a_masked_question_leaves_room_for_the_answer(tokenizer: Any) -> None:
     turns = [Turn("q" * 400, "user"), Turn("a" * 10, "assistant")]
     data = settings(mask_prompts=True, answer_room=60)
-    tokens, weights = encode_turns(turns, tokenizer, data, 100)
+    tokens, weights, _ = cut(turns, tokenizer, data, 100)
     assert weights.tolist().index(1.0) == 100 - 60
     assert "aaaaaaaaaa</s>" in tokenizer.decode(tokens[weights > 0])
     # Where prompts are learned, nothing is shortened but the row itself.
-    tokens, weights = encode_turns(turns, tokenizer, settings(), 100)
+    tokens, weights, _ = cut(turns, tokenizer, settings(), 100)
     assert len(tokens) == 100 and weights.all()
 
 
@@ -189,11 +229,14 @@ def test_lines_of_mixed_formats(folder: Path, tokenizer: Any) -> None:
     (folder / "a.jsonl").write_text("\n".join(lines) + "\n\n  \n")
     documents = load_documents(settings(files=str(folder / "*.jsonl")))
     assert [documents[i] for i in range(len(documents))] == [to_turns(row) for row in rows]
-    made = DocumentRows(documents, tokenizer, settings(), 40)
+    made = DocumentRows(
+        Encoding(documents, tokenizer, settings()), settings(), 40, tokenizer.pad_token_id
+    )
     for index in range(len(made)):
-        tokens, weights = made[index]
+        tokens, weights, _ = made[index]
         assert tokens.shape == weights.shape == (40,)
-    tokens, weights = made[0]
+    tokens, weights, length = made[0]
+    assert length == (tokens != tokenizer.pad_token_id).sum() < 40
     assert set(tokens[weights == 0]) == {tokenizer.pad_token_id} and weights[-1] == 0
 
 
@@ -215,9 +258,9 @@ def test_files_of_several_kinds_follow_each_other(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"text": \n', "document 2 of .*a.jsonl: the line is not JSON"),
-        ("a.jsonl", "[1]", "document 1 of .*a.jsonl: the line is a list"),
-        ("a.jsonl", '{"body": "x"}', "document 1 of .*known formats"),
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', "line 2 of .*a.jsonl: the line is not JSON"),
+        ("a.jsonl", "[1]", "line 1 of .*a.jsonl: the line is a list"),
+        ("a.jsonl", '{"body": "x"}', "line 1 of .*known formats"),
         ("a.jsonl", "", "a.jsonl holds no documents"),
         ("a.txt", " \n\n \n", "a.txt holds no documents"),
         ("a.csv", "a,b", "a.csv cannot be read .the file is of no known kind"),
@@ -234,5 +277,6 @@ def test_absent_files_and_hub_data_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="no file matches .*absent"):
         load_documents(settings(files=str(folder / "absent*.jsonl")))
     for hub in ("owner/absent", "owner/absent/rows.jsonl"):
-        with pytest.raises(ValueError, match=f"the data of {hub} cannot be read"):
-            load_documents(settings(files="", hub=hub))
+        for use in (load_documents, data_digest):
+            with pytest.raises(ValueError, match=f"the data of {hub} cannot be read"):
+                use(settings(files="", hub=hub))

@@ -1,0 +1,74 @@
+"""Needed operations of known models, and the share of a device's peak."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from longspec_jax.config import TARGETS, DraftConfig, TargetConfig
+from tests.kit import tiny_target_config
+from train.config import DraftSettings
+from train.flops import flops_per_token, peak_tokens_per_second
+from train.objectives import DraftObjective, TargetObjective
+
+SETTINGS = DraftSettings(512, "", True, 4, 4, True)
+
+
+def draft_of(target: TargetConfig, window: int = 512) -> DraftObjective:
+    draft = DraftConfig.for_target(target, window=window)
+    return DraftObjective(target, draft, SETTINGS, 0, 8192)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "gigaflops"),
+    [
+        ("vicuna7b", 1024, 15.1),
+        ("vicuna7b", 16384, 19.6),
+        ("llama3-8b", 1024, 17.9),
+        ("llama3-8b", 32768, 27.1),
+        ("qwq32b-preview", 32768, 91.4),
+    ],
+)
+def test_models_of_the_paper_need_what_was_counted_elsewhere(
+    name: str, length: int, gigaflops: float
+) -> None:
+    objective = draft_of(TARGETS[name].config)
+    assert flops_per_token(objective, length) / 1e9 == pytest.approx(gigaflops, rel=0.01)
+
+
+def test_every_product_of_a_tiny_draft_is_counted() -> None:
+    target = tiny_target_config(
+        vocab_size=11, model_width=6, mlp_width=5, num_layers=2, num_heads=3, num_kv_heads=1,
+        head_width=2,
+    )  # fmt: skip
+    # Queries and output 6x6, keys and values 6x2 each, MLP three of 6x5; a row sees 2 keys of 3.
+    layer = 2 * (2 * 36 + 2 * 12 + 90) + 4 * 6 * 2
+    head = 2 * 6 * 11
+    # Its cross-attention has 6x6 for queries and output; its window of 1 shows 5 keys in 3 rows.
+    draft = 2 * (4 * 36 + 2 * 12 + 90) + 4 * 6 * (5 / 3 + 2)
+    assert flops_per_token(draft_of(target, window=1), 3) == pytest.approx(
+        2 * layer + 3 * draft + 2 * head
+    )
+    trained = TargetObjective(target, 16)
+    assert flops_per_token(trained, 3) == 3 * (2 * layer + head)
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 990e12),
+        ("NVIDIA H200", 990e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA L4", None),
+        ("cpu", None),
+    ],
+)
+def test_use_is_told_where_the_peak_is_known(kind: str, peak: float | None) -> None:
+    objective = draft_of(tiny_target_config())
+    devices = 4 * [SimpleNamespace(device_kind=kind)]
+    expected = peak and pytest.approx(4 * peak / flops_per_token(objective, 64))
+    assert peak_tokens_per_second(objective, 64, "bfloat16", devices) == expected
+    assert peak_tokens_per_second(objective, 64, "float32", devices) is None
+    assert peak_tokens_per_second(object(), 64, "bfloat16", devices) is None

@@ -1,0 +1,107 @@
+"""Tokens made beforehand by several processes are those that training makes by itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from longspec_jax.sharding import make_mesh
+from tests.train.tiny import ROOT, arguments, save_tiny_target, write_documents
+from train import prepare
+from train.arguments import parse
+from train.config import from_config
+from train.data import workers
+from train.data.documents import Encoding
+from train.data.encoded import EncodedDocuments
+from train.data.rows import Source
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    [made] = folder.glob("tokens-*")
+    return {f"{made.name}/{path.name}": path.read_bytes() for path in made.iterdir()}
+
+
+@pytest.mark.multiproc
+def test_several_processes_make_the_tokens_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(workers, "SHARE", 7)
+    target = save_tiny_target(tmp_path / "target")
+    files = write_documents(tmp_path / "documents.jsonl", 60)
+    files.write_text(files.read_text() + "\n5\n")
+    chat = {"messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": ""}]}
+    datasets.Dataset.from_list([chat] * 3).to_parquet(str(tmp_path / "chat.parquet"))
+    both = Path(f"{files},{tmp_path / 'chat.parquet'}")
+    for count in (1, 2):
+        given = [*arguments(target, both, tmp_path / f"by{count}"), f"--workers={count}"]
+        assert prepare.main([*given, "--config.data.max_bad_rows=1"]) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said[0].startswith("skipped 1 row that cannot be used, the first is line 62 of")
+        assert said[1].startswith("63 documents, ")
+    assert contents(tmp_path / "by1") == contents(tmp_path / "by2")
+
+
+def rows_of(given: list[str]) -> tuple[Any, list[tuple[Any, ...]]]:
+    """What the tokens come from, and the rows."""
+    parsed = parse(given)
+    config = from_config(parsed.config)
+    parsed.workdir.mkdir(exist_ok=True)
+    source = Source(config, parsed.workdir, config.target, 304)
+    rows = source.split(config.stages[0], make_mesh(1, 1, 1))[0]
+    made = [rows[index] for index in range(len(rows))]
+    return source._documents, [(t.tolist(), w.tolist(), length) for t, w, length in made]
+
+
+def test_prepared_rows_are_the_rows_of_training(tmp_path: Path) -> None:
+    target = save_tiny_target(tmp_path / "target")
+    files = write_documents(tmp_path / "documents.jsonl", 20)
+    given = arguments(target, files, tmp_path / "work", "sft")
+    lazy, expected = rows_of(given)
+    assert isinstance(lazy, Encoding) and {length for *_, length in expected} > {40}
+    assert prepare.main([*given, "--workers=1"]) == 0
+    prepared, rows = rows_of(given)
+    assert isinstance(prepared, EncodedDocuments) and rows == expected
+    # Whatever is learned of them, and however they are cut.
+    assert isinstance(rows_of([*given, "--config.data.mask_prompts=False"])[0], EncodedDocuments)
+    files.write_text(files.read_text() + json.dumps({"text": "more"}))
+    assert isinstance(rows_of(given)[0], Encoding)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ([f"--config={ROOT}/configs/demo.py"], "makes its own data, there is nothing to prepare"),
+        ([f"--config={ROOT}/configs/vicuna7b.py", "--workers=0"], "--workers=0 is no number of"),
+        ([], "--config=FILE is missing"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    given: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare.main([*given, f"--workdir={tmp_path / 'work'}"]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.startswith("train.prepare: ") and error.count("\n") == 1
+
+
+def test_a_killed_worker_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed:
+        """A pool one of whose processes was killed."""
+
+        def submit(self, *_: Any) -> Any:
+            raise workers.BrokenProcessPool("x")
+
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda *_: None  # noqa: E731
+
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", lambda *_: Killed())
+    work = workers.Work(np.zeros(3), "", None, None)  # type: ignore[arg-type]
+    with pytest.raises(ChildProcessError, match="try fewer --workers"):
+        list(workers.encode_by_workers(work, 2))

@@ -1,0 +1,38 @@
+"""Rows that mean nothing: refused, or skipped and counted as far as a budget goes."""
+
+
+class BadRows:
+    """Counts the rows that cannot be used, and refuses the first one beyond its budget."""
+
+    def __init__(self, budget: int):
+        self.count, self.first = 0, ""
+        self._budget = budget
+
+    def add(self, place: str, error: ValueError) -> None:
+        """Take note of a row.
+
+        Args:
+          place: ``line 7 of data.jsonl``.
+          error: what is wrong with it.
+
+        Raises:
+          ValueError: if there are more of them than may be skipped.
+        """
+        self.count += 1
+        self.first = self.first or f"{place}: {error}"
+        if self.count <= self._budget:
+            return
+        if self._budget:
+            raise ValueError(
+                f"more rows than --config.data.max_bad_rows={self._budget} cannot be used, the "
+                f"first is {self.first}; repair or remove them, or raise the number"
+            )
+        raise ValueError(
+            f"{self.first}; repair or remove the row, or skip so many of them with "
+            "--config.data.max_bad_rows=NUMBER"
+        )
+
+    def summary(self) -> str:
+        """How many were skipped and which was the first; empty if there was none."""
+        rows = "row that cannot" if self.count == 1 else "rows that cannot"
+        return f"skipped {self.count} {rows} be used, the first is {self.first}" * bool(self.count)

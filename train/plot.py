@@ -1,0 +1,133 @@
+"""Draw loss and acceptance over the steps of one or more runs.
+
+    python -m train.plot runs/vicuna7b-short --png curves.png
+    python -m train.plot runs/a/metrics.jsonl runs/b/metrics.jsonl --png a_and_b.png
+
+A column is a stage, a colour is a run. Acceptance is simulated, in tokens per target pass
+(train/acceptance.py says how). A run that is under way can be drawn. The exit status is 0, or 2 for
+bad input.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longspec_jax.commands import command_name
+from longspec_jax.extras import missing_extra
+
+from .records import Record, read_records
+
+PANELS = {
+    "loss": {"loss": "-", "heldout_loss": "o--"},
+    "tokens per pass": {"tau_chain": "o-", "tau_chain_far": "s--", "tau_top4": "^:"},
+}
+"""What is drawn in each row of the figure: names of figures, and their lines."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    arguments = _parser().parse_args(argv)
+    try:
+        runs = {_name(path): _read(path) for path in map(Path.expanduser, arguments.logs)}
+        draw(runs, arguments.png)
+    except ModuleNotFoundError as error:
+        print(f"error: {missing_extra(error) or error}", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def draw(runs: Mapping[str, Sequence[Record]], png: Path) -> None:
+    """Draw the records of runs, by the names that tell them apart.
+
+    Raises:
+      ModuleNotFoundError: without matplotlib.
+      ValueError: if no record has anything to draw.
+    """
+    records = [record for run in runs.values() for record in run]
+    rows = [title for title, lines in PANELS.items() if any(_has(r, lines) for r in records)]
+    shown = {name: line for title in rows for name, line in PANELS[title].items()}
+    stages = list(dict.fromkeys(r["stage"] for r in records if _has(r, shown)))
+    if not stages:
+        raise ValueError(f"no run has any record of {', '.join(shown or PANELS['loss'])} to draw")
+    pyplot = _pyplot()
+    size = (5 * len(stages), 3 * len(rows))
+    figure, axes = pyplot.subplots(
+        len(rows), len(stages), figsize=size, squeeze=False, layout="constrained"
+    )
+    for title, panels in zip(rows, axes, strict=True):
+        for stage, axis in zip(stages, panels, strict=True):
+            for number, (run, its) in enumerate(runs.items()):
+                mine = [record for record in its if record["stage"] == stage]
+                _draw_lines(axis, mine, PANELS[title], f"C{number}", run if len(runs) > 1 else "")
+            axis.set_title(stage, fontsize=10)
+            axis.set_xlabel("step")
+            axis.set_ylabel(title)
+            axis.grid(alpha=0.3)
+            if axis.has_data():
+                axis.legend(fontsize=7)
+            else:
+                axis.remove()
+    figure.savefig(png, dpi=100)
+    pyplot.close(figure)
+
+
+def _draw_lines(
+    axis: Any, records: Sequence[Record], lines: Mapping[str, str], color: str, run: str
+) -> None:
+    for name, line in lines.items():
+        points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+        if points:
+            label = f"{run}: {name}" if run else name
+            axis.plot(*zip(*points, strict=True), line, color=color, label=label, lw=1, ms=3)
+
+
+def _has(record: Record, names: Mapping[str, str]) -> bool:
+    return any(record.get(name) is not None for name in names)
+
+
+def _read(path: Path) -> list[Record]:
+    return read_records(path / "metrics.jsonl" if path.is_dir() else path)
+
+
+def _name(path: Path) -> str:
+    """The folder of a run; the file where several lie in one."""
+    return str(path.parent if path.name == "metrics.jsonl" else path)
+
+
+def _png(text: str) -> Path:
+    if not text.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be the name of a .png file")
+    return Path(text).expanduser()
+
+
+def _pyplot() -> Any:
+    """Matplotlib, drawing into files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=command_name(__package__, "plot"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "logs", nargs="+", type=Path, metavar="LOG", help="working folder of a run, or its log"
+    )
+    parser.add_argument("--png", required=True, type=_png, metavar="FILE", help="what is drawn")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""What a step has to say of itself: its losses, its speed, and whether they are numbers at all."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from .metrics import Metrics
+
+
+@dataclass
+class Clock:
+    """Seconds of training in this stage; compilation, measurements and saves do not count."""
+
+    elapsed: float = 0.0
+    _since: float = field(default_factory=time.monotonic)
+
+    def tick(self) -> float:
+        """Count the time since the last tick, and return it."""
+        now = time.monotonic()
+        passed, self._since = now - self._since, now
+        self.elapsed += passed
+        return passed
+
+    def skip(self) -> None:
+        """Do not count the time since the last tick."""
+        self._since = time.monotonic()
+
+
+@dataclass
+class _Pending:
+    """A step that is on its way."""
+
+    step: int
+    values: dict[str, Any]
+    real_tokens: int
+    timed: bool = True
+
+
+class Report:
+    """Metrics fetched one step late, so that the device never waits for the host.
+
+    Args:
+      stage: its name.
+      every: steps from one record to the next; every step is checked and timed.
+      metrics: where records go.
+      clock: the stage's.
+      diverged: makes the error that ends the run, of a step and what is wrong with it.
+      peak: tokens a second at which the devices would be fully used, if it is known.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        every: int,
+        metrics: Metrics,
+        clock: Clock,
+        diverged: Callable[[int, str], Exception],
+        peak: float | None = None,
+    ):
+        self._stage, self._every, self._metrics, self._clock = stage, every, metrics, clock
+        self._diverged, self._peak = diverged, peak
+        self._pending: _Pending | None = None
+
+    def add(self, step: int, values: Mapping[str, Any], real_tokens: int) -> None:
+        """Take a step's metrics, and write those of the step before."""
+        self.flush()
+        self._pending = _Pending(step, dict(values), real_tokens)
+
+    def skip(self) -> None:
+        """Do not count the time since the last tick; a pending step, part of it, has no speed."""
+        self._clock.skip()
+        if self._pending is not None:
+            self._pending.timed = False
+
+    def flush(self) -> None:
+        """Wait for the pending step, check it, and write its metrics if it is its turn.
+
+        Raises:
+          FloatingPointError: if loss or gradient are not finite; the record says so, too.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        values = {name: float(value) for name, value in jax.device_get(pending.values).items()}
+        seconds = self._clock.tick()
+        self._metrics.advance()
+        wrong = not_finite({name: values[name] for name in ("loss", "grad_norm") if name in values})
+        if wrong or pending.step % self._every == 0:
+            speed = self._speed(pending.real_tokens, seconds) if pending.timed else {}
+            more = {**speed, **_memory(), "elapsed": self._clock.elapsed}
+            self._metrics.write(self._stage, pending.step, {**values, **more})
+        if wrong:
+            raise self._diverged(pending.step, wrong)
+
+    def _speed(self, tokens: int, seconds: float) -> dict[str, float]:
+        rate = tokens / max(seconds, 1e-9)
+        used = {} if self._peak is None else {"flops_utilization": rate / self._peak}
+        return {"step_time": seconds, "tokens_per_second": rate, **used}
+
+
+def not_finite(values: Mapping[str, float]) -> str:
+    """Names and values of what is not a finite number; empty if all are."""
+    wrong = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
+    return " and ".join(wrong)
+
+
+def _memory() -> dict[str, float]:
+    """Most bytes that were in use on any of this process's devices, where they tell."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+    return {"peak_bytes": max(peaks)} if peaks else {}
