@@ -127,6 +127,6 @@ def test_a_run_refuses_a_bad_row_before_its_first_step(
     files.write_text("\n\n" + files.read_text() + '{"text": \n')
     given = arguments(target, files, tmp_path / "work")
     assert command(*given) == run.BAD_INPUT
-    error = capsys.readouterr().err
+    error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith(f"train.run: line 41 of {files}: the line is not JSON")
     assert not (tmp_path / "work" / "metrics.jsonl").read_text()
