@@ -160,7 +160,7 @@ def paper_config(
         config.update(save_every=20, accept_every=20)
     if variant == "all":
         for each, own in data.items():
-            stages[each].update(data={**config.data.to_dict(), **own})
+            stages[each].update(data={**config.to_dict()["data"], **own})
         config.update(stages=stages)
         return config
     config.update(data=data[variant], stages={variant: stages[variant]})

@@ -37,7 +37,6 @@ from .passes import cast
 from .processes import by_first, gathered
 from .step import Objective, initial_state, make_step, state_shardings
 
-
 TOKENS_PER_DEVICE = 16384
 """Of a micro-batch: enough for the matrix units, and little beside the weights of a 7B target."""
 

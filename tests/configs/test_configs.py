@@ -18,6 +18,7 @@ from longspec_jax.weights.tables import draft_table, target_table
 from train.config import RunConfig, from_config
 from train.objectives import DraftObjective
 from train.optim import make_optimizer
+from train.pipeline import with_micro_batches
 from train.step import Batch, state_shardings
 
 SHARED = {"__init__", "common", "paper"}
@@ -103,10 +104,41 @@ def test_the_papers_stages(name: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAPER)
+def test_all_stages_are_those_that_have_runs_of_their_own(name: str) -> None:
+    """In the order of the paper, each with its data; only the draft between them is handed on."""
+    assert load(name) == load(name, "all")
+    parts = load(name).runs_of_stages()
+    assert [part.stages[0].name for part in parts] == ["short", "long", "sft"]
+    for part in parts:
+        alone = load(name, part.stages[0].name)
+        same = {"draft": part.draft, "title": part.title}
+        steps = {"save_every": part.save_every, "accept_every": part.accept_every}
+        assert part == dataclasses.replace(alone, **same, **steps)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("name", ["vicuna7b", "qwq32b"])
+def test_micro_batches_follow_the_devices(name: str, devices: int) -> None:
+    mesh = make_mesh(*load(name).mesh.resolve(devices))
+    for stage in load(name).stages:
+        settled = with_micro_batches(stage, mesh)
+        tokens = stage.batch // settled.accumulation // devices * stage.seq_len
+        assert tokens == max(16384, stage.seq_len)
+
+
+def test_data_that_no_stage_would_read_are_refused() -> None:
+    config = importlib.import_module("configs.vicuna7b").get_config().to_dict()
+    config["data"]["files"] = "mine.jsonl"
+    with pytest.raises(ValueError, match="--config.data.files is read by no stage.*NAME:short"):
+        from_config(config)
+
+
+@pytest.mark.parametrize("name", PAPER)
 def test_the_docstring_says_how_and_what_to_expect(name: str) -> None:
     text = importlib.import_module(f"configs.{name}").__doc__ or ""
-    for variant in ("short", "long", "sft"):
-        assert f"python -m train.run --config=configs/{name}.py:{variant}" in text
+    assert f"python -m train.run --config=configs/{name}.py\n" in text
+    for variant in (f"configs/{name}.py:short", ":long", ":sft"):
+        assert f"``{variant}``" in text
     assert "An estimate" in text and "Hardware" in text
 
 
@@ -147,7 +179,8 @@ def test_a_micro_batch_fits_the_shapes(name: str, variant: str) -> None:
     draft = DraftConfig.for_target(target, window=config.draft.window)
     objective = DraftObjective(target, draft, config.draft, stage.max_offset, 8192)
     params = jax.eval_shape(objective.initialize, jax.random.key(0))
-    rows = (1, stage.batch // stage.accumulation)
+    mesh = make_mesh(*config.mesh.resolve(8))
+    rows = (1, stage.batch // with_micro_batches(stage, mesh).accumulation)
     draws = jax.eval_shape(lambda key: objective.draw(key, rows, stage.seq_len), jax.random.key(0))
     micro = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), draws)
     shape = (rows[1], stage.seq_len)
@@ -158,7 +191,6 @@ def test_a_micro_batch_fits_the_shapes(name: str, variant: str) -> None:
     assert all(leaf.dtype == jnp.float32 for leaf in sums.values())
 
     # Masters, optimiser and rows spread over eight devices, as the configuration says.
-    mesh = make_mesh(*config.mesh.resolve(8))
     state = state_shardings(mesh, objective, make_optimizer(config.optimizer))
     assert mesh.shape["fsdp"] == 8 and rows[1] % 8 == 0 and config.accept_rows % 8 == 0
     assert jax.tree.structure(state.params) == jax.tree.structure(params)

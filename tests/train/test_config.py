@@ -67,7 +67,7 @@ def test_a_missing_field_is_named() -> None:
 
 
 def test_local_files_replace_hub_data() -> None:
-    config = vicuna7b.get_config()
+    config = vicuna7b.get_config("short")
     assert config.data.hub
     config.data.files = "x.jsonl"
     assert from_config(config.to_dict()).data.files == "x.jsonl"

@@ -39,6 +39,45 @@ def losses(workdir: Path) -> list[float]:
     return [record["loss"] for record in records(workdir) if "loss" in record]
 
 
+def test_all_stages_are_one_resumable_run(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with its own data and length; the command of a stopped run goes on in its stage."""
+    short = write_documents(tmp_path / "short.jsonl", 10)
+    long = write_documents(tmp_path / "long.jsonl", 26)
+    turns = [{"role": "user", "content": "a tree"}, {"role": "assistant", "content": "a pass"}]
+    sft = tmp_path / "sft.jsonl"
+    sft.write_text(10 * (json.dumps({"messages": turns}) + "\n"))
+    workdir = tmp_path / "run"
+    given = [
+        f"--config={ROOT}/configs/vicuna7b.py",
+        f"--config.target={target}",
+        *(f"--config.stages.{name}.batch=8" for name in ("short", "long", "sft")),
+        *(f"--config.stages.{name}.accumulation=0" for name in ("short", "long", "sft")),
+        f"--config.stages.short.data.files={short}",
+        f"--config.stages.long.data.files={long}",
+        f"--config.stages.sft.data.files={sft}",
+        "--config.stages.short.seq_len=24",
+        "--config.stages.long.seq_len=40",
+        "--config.stages.sft.seq_len=40",
+        "--config.stages.sft.data.answer_room=16",
+        "--config.accept_rows=2",
+        "--config.draft.window=7",
+        "--config.dtype=float32",
+        "--config.mesh.fsdp=2",
+        f"--workdir={workdir}",
+    ]
+    with monkeypatch.context() as patch:
+        interrupt_at(1, patch)  # Of them only the long stage has more than one step.
+        assert command(*given) == run.INTERRUPTED
+    assert not (workdir / "draft").exists()
+    assert command(*given) == 0
+    steps = [(record["stage"], record["step"]) for record in records(workdir) if "loss" in record]
+    long_steps = [("draft_long", step) for step in range(3)]
+    assert steps == [("draft_short", 0), *long_steps, ("draft_sft", 0)]
+    assert load_draft(workdir / "draft", load_target(target)[0])
+
+
 def test_a_run_resumes_exactly_and_exports_what_it_learned(
     target: Path,
     tmp_path: Path,
