@@ -10,19 +10,25 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.sharding import make_mesh
-from longspec_jax.weights.hf import load_draft, load_target, save_draft, save_target
+from longspec_jax.weights.hf import (
+    load_draft,
+    load_target,
+    load_target_config,
+    save_draft,
+    save_target,
+)
 
 from .card import write_card
 from .checkpoint import Checkpoints
 from .config import CorpusConfig, PretrainingConfig, RunConfig, StageConfig
-from .data.batches import Batches, write_tokens
+from .data.batches import Batches, Rows, write_tokens
 from .data.corpus import build_corpus, read_texts
 from .data.rows import Source
 from .data.tokenizer import encode_documents, load_tokenizer, train_tokenizer
@@ -35,7 +41,7 @@ from .objectives import DraftObjective, TargetObjective
 from .optim import make_optimizer
 from .passes import cast
 from .processes import by_first, gathered
-from .step import Objective, initial_state, make_step, state_shardings
+from .step import Batch, Objective, initial_state, make_step, state_shardings
 
 TOKENS_PER_DEVICE = 16384
 """Of a micro-batch: enough for the matrix units, and little beside the weights of a 7B target."""
@@ -131,7 +137,8 @@ def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
     params = None
     for stage in config.stages:
         settings = target_settings(run.config, shape, stage)
-        params = _train_stage(run, stage, objective, (), params, shape.vocab_size, settings)
+        data = StageData.of(run, stage, shape.vocab_size)
+        params = _train_stage(run, stage, objective, (), params, data, settings)
     whole, end = gathered(cast(params, shape.dtype)), (tokenizer.eos_token_id,)
 
     def save() -> None:
@@ -144,23 +151,24 @@ def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
 def train_draft(run: TrainingRun) -> None:
     """Train the draft through its stages and export it."""
     config = run.config
-    revision = config.revision or None
-    target, frozen = load_target(
-        run.target_source, dtype=config.dtype, mesh=run.mesh, revision=revision
-    )
+    source = {"dtype": config.dtype, "revision": config.revision or None}
+    target = load_target_config(run.target_source, **source)
     _check_fits(config, target)
+    # The rows of all stages are looked at before the first one takes its hours.
+    parts = [dataclasses.replace(run, config=alone) for alone in config.runs_of_stages()]
+    data = [StageData.of(part, part.config.stages[0], target.vocab_size) for part in parts]
+    target, frozen = load_target(run.target_source, mesh=run.mesh, **source)
     draft, params = DraftConfig.for_target(target, window=config.draft.window), None
     if config.draft.init:
         draft, params = load_draft(config.draft.init, target, dtype="float32", mesh=run.mesh)
         draft = dataclasses.replace(draft, dtype=config.dtype, window=config.draft.window)
     models = _models(run)
     chunk = config.loss_chunk or tokens_at_once(target.vocab_size)
-    for alone in config.runs_of_stages():
-        [stage] = alone.stages
+    for part, rows in zip(parts, data, strict=True):
+        [stage] = part.config.stages
         objective = DraftObjective(target, draft, config.draft, stage.max_offset, chunk)
-        settings = {**draft_settings(alone, stage), **models}
-        part = dataclasses.replace(run, config=alone)
-        params = _train_stage(part, stage, objective, frozen, params, target.vocab_size, settings)
+        settings = {**draft_settings(part.config, stage), **models}
+        params = _train_stage(part, stage, objective, frozen, params, rows, settings)
     whole = gathered(cast(params, draft.dtype))
     by_first("draft", lambda: save_draft(run.draft_folder, draft, whole, target=target))
 
@@ -177,13 +185,28 @@ def _check_fits(config: RunConfig, target: TargetConfig) -> None:
             )
 
 
+class StageData(NamedTuple):
+    """What a stage reads."""
+
+    rows: Rows
+    held_out: Batch
+    """One micro-batch that is never trained on."""
+    fingerprint: str
+
+    @classmethod
+    def of(cls, run: TrainingRun, stage: StageConfig, vocab_size: int) -> "StageData":
+        """The data of a run's stage, looked at from end to end."""
+        source = Source(run.config, run.workdir, run.target_source, vocab_size)
+        return cls(*source.split(stage, run.mesh), source.fingerprint())
+
+
 def _train_stage(
     run: TrainingRun,
     stage: StageConfig,
     objective: Objective,
     frozen: Any,
     params: Any,
-    vocab_size: int,
+    data: StageData,
     settings: Fingerprint,
 ) -> Any:
     """Masters after a stage that starts from the given ones; ``settings`` are all that say how."""
@@ -194,16 +217,14 @@ def _train_stage(
     # Every stage has its own randomness; its name is what tells it from the others.
     seed = int.from_bytes(hashlib.sha256(f"{config.seed}/{stage.name}".encode()).digest()[:4])
     state = initial_state(objective, optimizer, shardings, seed, params)
-    source = Source(config, run.workdir, run.target_source, vocab_size)
-    rows, held_out = source.split(stage, run.mesh)
     plan = Stage(
         dataclasses.replace(stage, name=f"{kind}_{stage.name}"),
         objective,
         make_step(objective, optimizer, seed, run.mesh, shardings),
         frozen,
-        Batches(rows, stage.batch, stage.accumulation, seed),
-        held_out,
-        {**settings, "data and tokenizer": source.fingerprint(), "rows to train on": len(rows)},
+        Batches(data.rows, stage.batch, stage.accumulation, seed),
+        data.held_out,
+        {**settings, "data and tokenizer": data.fingerprint, "rows to train on": len(data.rows)},
         peak_tokens_per_second(objective, stage.seq_len, config.dtype, [*run.mesh.devices.flat]),
     )
     checkpoints = Checkpoints(run.workdir / "checkpoints" / plan.config.name, config.max_to_keep)

@@ -45,13 +45,21 @@ def load_target(
       ValueError: if the model is not supported, or its files are damaged or do not fit together.
     """
     folder = local_folder(source, revision)
-    config = hf_config.target_config(read_json(folder / "config.json"), dtype)
+    config = load_target_config(source, dtype=dtype, revision=revision)
     with ExitStack() as stack:
         tensors = open_tensors(folder, stack)
         check_layers(config, tensors, folder / "config.json")
         table = target_table(config)
         check_tensors(table, tensors, str(source), dtype=None if dtype else config.dtype)
         return config, load_params(table, tensors, config.dtype, mesh)
+
+
+def load_target_config(
+    source: str | Path, *, dtype: str | None = None, revision: str | None = None
+) -> TargetConfig:
+    """A target's configuration alone; arguments and errors as of :func:`load_target`."""
+    folder = local_folder(source, revision)
+    return hf_config.target_config(read_json(folder / "config.json"), dtype)
 
 
 def load_draft(

@@ -40,7 +40,10 @@ def losses(workdir: Path) -> list[float]:
 
 
 def test_all_stages_are_one_resumable_run(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each with its own data and length; the command of a stopped run goes on in its stage."""
     short = write_documents(tmp_path / "short.jsonl", 10)
@@ -67,6 +70,13 @@ def test_all_stages_are_one_resumable_run(
         "--config.mesh.fsdp=2",
         f"--workdir={workdir}",
     ]
+    good = sft.read_text()
+    sft.write_text(good + "{}\n")
+    assert command(*given) == run.BAD_INPUT
+    said = capsys.readouterr().err
+    assert "line 11 of" in said and "sft.jsonl" in said
+    assert not (workdir / "checkpoints").exists()  # It would have come hours later.
+    sft.write_text(good)
     with monkeypatch.context() as patch:
         interrupt_at(1, patch)  # Of them only the long stage has more than one step.
         assert command(*given) == run.INTERRUPTED
