@@ -197,7 +197,14 @@ class StageData(NamedTuple):
     def of(cls, run: TrainingRun, stage: StageConfig, vocab_size: int) -> "StageData":
         """The data of a run's stage, looked at from end to end."""
         source = Source(run.config, run.workdir, run.target_source, vocab_size)
-        return cls(*source.split(stage, run.mesh), source.fingerprint())
+        rows, held_out = source.split(stage, run.mesh)
+        if len(rows) < stage.batch:
+            stages = "stages" if stage in run.config.stages else "pretraining.stages"
+            raise ValueError(
+                f"the data gives {len(rows)} rows, a step needs {stage.batch}; set "
+                f"--config.{stages}.{stage.name}.batch to at most {len(rows)}, or give more data"
+            )
+        return cls(rows, held_out, source.fingerprint())
 
 
 def _train_stage(
