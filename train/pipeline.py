@@ -136,6 +136,7 @@ def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
     objective = TargetObjective(shape, run.config.loss_chunk or tokens_at_once(shape.vocab_size))
     params = None
     for stage in config.stages:
+        stage = with_micro_batches(stage, run.mesh)
         settings = target_settings(run.config, shape, stage)
         data = StageData.of(run, stage, shape.vocab_size)
         params = _train_stage(run, stage, objective, (), params, data, settings)
@@ -154,15 +155,14 @@ def train_draft(run: TrainingRun) -> None:
     source = {"dtype": config.dtype, "revision": config.revision or None}
     target = load_target_config(run.target_source, **source)
     _check_fits(config, target)
+    models, parts = _models(run), _stage_by_stage(run)
     # The rows of all stages are looked at before the first one takes its hours.
-    parts = [dataclasses.replace(run, config=alone) for alone in config.runs_of_stages()]
     data = [StageData.of(part, part.config.stages[0], target.vocab_size) for part in parts]
     target, frozen = load_target(run.target_source, mesh=run.mesh, **source)
     draft, params = DraftConfig.for_target(target, window=config.draft.window), None
     if config.draft.init:
         draft, params = load_draft(config.draft.init, target, dtype="float32", mesh=run.mesh)
         draft = dataclasses.replace(draft, dtype=config.dtype, window=config.draft.window)
-    models = _models(run)
     chunk = config.loss_chunk or tokens_at_once(target.vocab_size)
     for part, rows in zip(parts, data, strict=True):
         [stage] = part.config.stages
@@ -171,6 +171,16 @@ def train_draft(run: TrainingRun) -> None:
         params = _train_stage(part, stage, objective, frozen, params, rows, settings)
     whole = gathered(cast(params, draft.dtype))
     by_first("draft", lambda: save_draft(run.draft_folder, draft, whole, target=target))
+
+
+def _stage_by_stage(run: TrainingRun) -> list[TrainingRun]:
+    """For every stage the run of it alone, its micro-batches spread over the devices."""
+    parts = []
+    for alone in run.config.runs_of_stages():
+        [stage] = alone.stages
+        settled = dataclasses.replace(alone, stages=(with_micro_batches(stage, run.mesh),))
+        parts.append(dataclasses.replace(run, config=settled))
+    return parts
 
 
 def _check_fits(config: RunConfig, target: TargetConfig) -> None:
@@ -217,7 +227,7 @@ def _train_stage(
     settings: Fingerprint,
 ) -> Any:
     """Masters after a stage that starts from the given ones; ``settings`` are all that say how."""
-    config, stage = run.config, with_micro_batches(stage, run.mesh)
+    config = run.config
     kind = "draft" if frozen else "target"
     optimizer = make_optimizer(config.optimizer)
     shardings = state_shardings(run.mesh, objective, optimizer)

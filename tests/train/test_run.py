@@ -179,7 +179,10 @@ def test_a_training_that_diverges_ends_with_a_sentence_and_what_was_finite(
 MISTAKES = {
     "no configuration": ([], "--config=FILE is missing"),
     "no such file": (["--config=configs/absent.py"], "no configuration file 'configs/absent.py'"),
-    "variant": (["--config=configs/vicuna7b.py:huge"], "no variant 'huge'; choose one of short"),
+    "variant": (
+        ["--config=configs/vicuna7b.py:huge"],
+        "no variant 'huge'; choose one of all, short",
+    ),
     "typo": (
         ["--config=configs/demo.py", "--config.sed=1"],
         "the configuration has no field 'sed'; did you mean 'seed'?",
@@ -192,7 +195,7 @@ MISTAKES = {
     "type": (["--config=configs/demo.py", "--config.seed=x"], "--config.seed=x: invalid literal"),
     "flag": (["--config=configs/demo.py", "--wrkdir=x"], "'wrkdir'. Did you mean: workdir"),
     "argument": (["--config=configs/demo.py", "x"], "unexpected argument 'x'"),
-    "no data": (["--config=configs/vicuna7b.py", "--config.data.hub="], "one source of data"),
+    "no data": (["--config=configs/vicuna7b.py:short", "--config.data.hub="], "one source of data"),
     "two sources": (["--config=configs/demo.py", "--config.data.files=x"], "one source of data"),
     "no target": (["--config=configs/vicuna7b.py", "--config.target="], "a run needs a target"),
     "dtype": (["--config=configs/demo.py", "--config.dtype=int8"], "dtype='int8'"),
