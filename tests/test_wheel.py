@@ -125,7 +125,7 @@ def test_the_demo_decodes_beside_hostile_files(
 def test_training_finds_configurations_and_the_users_own(site: Path, hostile: Path) -> None:
     (hostile / "configs" / "mine.py").write_text(OWN)
     for given, sentence in {
-        "--config=vicuna7b:huge": "vicuna7b has no variant 'huge'; choose one of short",
+        "--config=vicuna7b:huge": "vicuna7b has no variant 'huge'; choose one of all, short",
         "--config=configs/vicuna7b.py:huge": "vicuna7b has no variant 'huge'",
         "--config=configs/mine.py:huge": "mine has no variant 'huge'",
         "--config=absent": "no configuration file 'absent'; the project's own are demo, ",

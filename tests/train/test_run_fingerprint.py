@@ -15,7 +15,7 @@ from train.fingerprint import check_same_run, draft_settings, model_digest, targ
 
 
 def run_with(**changes: Any) -> RunConfig:
-    config = vicuna7b.get_config()
+    config = vicuna7b.get_config("short")
     for path, value in changes.items():
         node = config
         *parents, last = path.split("__")

@@ -155,7 +155,7 @@ def test_a_packed_row_is_cut_from_the_run() -> None:
 def run_on(folder: Path, pack: bool) -> RunConfig:
     from configs.vicuna7b import get_config
 
-    config = get_config()
+    config = get_config("short")
     config.data.update(files=str(folder / "documents.jsonl"), pack=pack)
     config.accept_rows = 3
     config.stages.short.update(seq_len=24, batch=4, accumulation=1)

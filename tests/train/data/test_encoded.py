@@ -29,7 +29,7 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(files: Path, **options: Any) -> RunConfig:
-    config = get_config()
+    config = get_config("short")
     config.data.update(files=str(files), answer_room=8, **options)
     config.accept_rows = 1
     config.stages.short.update(seq_len=24, batch=4, accumulation=1)

@@ -20,7 +20,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of(target: Path, files: str, workdir: Path = Path("absent"), **options: Any) -> str:
-    config = get_config()
+    config = get_config("short")
     config.data.update(files=files, **options)
     return Source(from_config(config.to_dict()), workdir, str(target), 304).fingerprint()
 
