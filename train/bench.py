@@ -59,8 +59,20 @@ SHAPES = {"tiny": TINY, **{name: known.config for name, known in TARGETS.items()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every shape, length and mesh, print, and write what was asked for."""
+    """Run the command; the exit status is 0, or 2 for bad input."""
     arguments = _parser().parse_args(argv)
+    try:
+        for axes in arguments.mesh or ():  # Refused before anything is measured.
+            make_mesh(**axes)
+        run(arguments)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure every shape, length and mesh, print, and write what was asked for."""
     rate = matmul_rate()
     kind = jax.devices()[0].device_kind
     header = {
@@ -83,24 +95,29 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if arguments.json:
                     report = json.dumps({"header": header, "rows": rows}, indent=1)
                     files.replace(arguments.json, (report + "\n").encode())
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="train.bench", description="Time whole training steps.")
-    names, sizes = _several(str, SHAPES), _several(int)
+    names, sizes = _several(str, SHAPES), _several(_count)
     parser.add_argument("--shape", type=names, default=["vicuna7b"], help=", ".join(SHAPES))
     parser.add_argument("--length", type=sizes, default=[1024], help="tokens of a row")
     parser.add_argument(
         "--mesh", type=mesh_argument, action="append", metavar="AXIS=N,...", help=GRAMMAR
     )
     parser.add_argument(
-        "--tokens", type=int, default=16384, help="of a micro-batch, per device that holds rows"
+        "--tokens", type=_count, default=16384, help="of a micro-batch, per device that holds rows"
     )
-    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of a step")
-    parser.add_argument("--steps", type=int, default=4, help="that are timed, after one")
+    parser.add_argument("--accumulation", type=_count, default=4, help="micro-batches of a step")
+    parser.add_argument("--steps", type=_count, default=4, help="that are timed, after one")
     parser.add_argument("--json", type=Path, help="write header and rows to this file")
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
+    return int(text)
 
 
 def _several(kind: Any, choices: Mapping[str, Any] | None = None) -> Any:
