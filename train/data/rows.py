@@ -46,9 +46,8 @@ class Source:
     vocab_size: int
 
     def split(self, stage: StageConfig, mesh: Mesh) -> tuple[Rows, Batch]:
-        """The rows a stage trains on, and a micro-batch it never does."""
-        columns = mesh.shape["data"] * mesh.shape["fsdp"]
-        count = -(-self.config.accept_rows // columns) * columns
+        """The rows a stage trains on, and a micro-batch it never does; the same on every mesh."""
+        count = self.config.accept_rows
         length = self.config.accept_seq_len or stage.seq_len
         if self.config.data.corpus is not None:
             train = PackedRows(read_tokens(self.workdir / "corpus" / "train.npy"), stage.seq_len)
@@ -157,13 +156,13 @@ def _spread(rows: Rows, count: int) -> np.ndarray:
 
 
 def _batch(rows: Rows, chosen: np.ndarray, mesh: Mesh) -> Batch:
-    """Some rows as one micro-batch on the devices."""
+    """Some rows as a micro-batch on the devices, filled up with rows of no weight to spread."""
     sharding = NamedSharding(mesh, jax.sharding.PartitionSpec(*ROWS[1:]))
-    made = [rows[int(index)] for index in chosen]
+    tokens, weights, _ = zip(*(rows[int(index)] for index in chosen), strict=True)
+    missing = -len(chosen) % (mesh.shape["data"] * mesh.shape["fsdp"])
 
     def place(parts: tuple[np.ndarray, ...]) -> jax.Array:
-        whole = np.stack(parts)
+        whole = np.stack([*parts, *missing * [np.zeros_like(parts[0])]])
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
-    tokens, weights, _ = zip(*made, strict=True)
     return Batch(place(tokens), place(weights))
