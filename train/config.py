@@ -229,10 +229,13 @@ class RunConfig:
                 f"a config that trains one; got target={self.target!r} and "
                 f"{'a' if self.pretraining else 'no'} pretraining section"
             )
-        if self.dtype not in ("bfloat16", "float16", "float32"):
+        if self.dtype == "float16":
             raise ValueError(
-                f"dtype={self.dtype!r} is not supported; choose bfloat16, float16 or float32"
+                "dtype='float16' is for decoding: its gradients vanish without a scaled loss; train "
+                "in bfloat16, or in float32 where the device has no bfloat16"
             )
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"dtype={self.dtype!r} is not supported; choose bfloat16 or float32")
         self._check_sources()
         for stage in self.stages:
             data = stage.data or self.data

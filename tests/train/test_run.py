@@ -199,6 +199,7 @@ MISTAKES = {
     "two sources": (["--config=configs/demo.py", "--config.data.files=x"], "one source of data"),
     "no target": (["--config=configs/vicuna7b.py", "--config.target="], "a run needs a target"),
     "dtype": (["--config=configs/demo.py", "--config.dtype=int8"], "dtype='int8'"),
+    "unscaled": (["--config=configs/demo.py", "--config.dtype=float16"], "gradients vanish"),
     "endless": (
         ["--config=configs/vicuna7b.py", "--config.stages.short.epochs=0"],
         "stage short would never end",
