@@ -231,8 +231,8 @@ class RunConfig:
             )
         if self.dtype == "float16":
             raise ValueError(
-                "dtype='float16' is for decoding: its gradients vanish without a scaled loss; train "
-                "in bfloat16, or in float32 where the device has no bfloat16"
+                "dtype='float16' is for decoding: its gradients vanish without a scaled loss; "
+                "train in bfloat16, or in float32 where the device has no bfloat16"
             )
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype={self.dtype!r} is not supported; choose bfloat16 or float32")

@@ -176,7 +176,8 @@ class _Place:
             f"stage {self.stage.config.name} has diverged: {what} at step {step} (epoch {epoch}, "
             f"from row {index} of its order on); "
             f"{f'the last finite checkpoint is {kept}' if kept else 'no checkpoint was saved yet'}"
-            "; begin anew with a lower learning_rate of the stage or a lower --config.optimizer.clip"
+            "; begin anew with a lower learning_rate of the stage, or a lower "
+            "--config.optimizer.clip"
         )
 
 
