@@ -84,6 +84,7 @@ def base_config() -> "ConfigDict":
                 max_sinks=4,
                 max_shift=4,
                 per_row=True,
+                distillation=0.0,
             ),
             optimizer=dict(
                 b1=0.9,

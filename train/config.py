@@ -140,6 +140,16 @@ class DraftSettings:
     per_row: bool
     """One draw of offset and shift per row; otherwise one per micro-batch, as in the published
     code."""
+    distillation: float = 0.0
+    """Share of the divergence from the target's own distribution in what is learned, 0 to 1; the
+    rest is the cross-entropy of the text, which is all the paper learns."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.distillation <= 1.0:
+            raise ValueError(
+                f"--config.draft.distillation={self.distillation} is no share of the loss; give 0 "
+                "to 1"
+            )
 
 
 @dataclass(frozen=True)

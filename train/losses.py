@@ -1,4 +1,4 @@
-"""Cross-entropy of next tokens without ever holding all logits.
+"""Losses over a vocabulary without ever holding all logits.
 
 The logits of ``B x T`` tokens over ``V`` entries are the largest array of a training step: 20 GB in
 float32 for 32k tokens of QwQ. Here they exist for one chunk of tokens at a time, in the forward
@@ -122,6 +122,65 @@ def _backward(size: int, head_gradient: bool, saved: Any, cotangent: Array) -> t
 
 
 _cross_entropy_sum.defvjp(_forward, _backward)
+
+
+def divergence_sum(
+    hidden: Float[Array, "B T D"],
+    teacher: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    weights: Float[Array, "B T"],
+    *,
+    chunk: int = 8192,
+) -> Float[Array, ""]:
+    """``sum(weights * KL(softmax(head @ teacher) || softmax(head @ hidden)))``, float32.
+
+    Args:
+      hidden: final hidden states of the model that learns; teacher and head get no gradient.
+      teacher: those of the model that is imitated, at the same positions.
+      head: the LM head, which both share.
+      weights: 0 where a position is not to be learned.
+      chunk: most tokens of a device of which logits exist at once, twice.
+    """
+    rows, length = weights.shape
+    size = chunk_length(rows // row_shares(rows), length, chunk)
+    hidden, teacher, weights = (whole_chunks(part, size) for part in (hidden, teacher, weights))
+    return _divergence_sum(hidden, teacher, head, weights, size)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _divergence_sum(hidden: Array, teacher: Array, head: Array, weights: Array, size: int) -> Array:
+    def step(total: Array, start: Array) -> tuple[Array, None]:
+        x, y, w = (_cut(part, start, size) for part in (hidden, teacher, weights))
+        learned, wanted = (jax.nn.log_softmax(_logits(each, head)) for each in (x, y))
+        divergence = jnp.sum(jnp.exp(wanted) * (wanted - learned), axis=-1)
+        return total + jnp.sum(w * divergence), None
+
+    return jax.lax.scan(step, jnp.float32(0), jnp.arange(0, weights.shape[1], size))[0]
+
+
+def _divergence_forward(
+    hidden: Array, teacher: Array, head: Array, weights: Array, size: int
+) -> tuple[Array, Any]:
+    saved = hidden, teacher, head, weights
+    return _divergence_sum(*saved, size), saved
+
+
+def _divergence_backward(size: int, saved: Any, cotangent: Array) -> tuple[Any, ...]:
+    hidden, teacher, head, weights = saved
+
+    def step(gradient: Array, start: Array) -> tuple[Array, None]:
+        x, y, w = (_cut(part, start, size) for part in (hidden, teacher, weights))
+        learned, wanted = (jax.nn.softmax(_logits(each, head)) for each in (x, y))
+        error = ((learned - wanted) * (w * cotangent)[..., None]).astype(head.dtype)
+        precision = matmul_precision(head.dtype)
+        dx = jnp.einsum("BTV,VD->BTD", error, head, precision=precision).astype(hidden.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(gradient, dx, start, axis=1), None
+
+    starts = jnp.arange(0, weights.shape[1], size)
+    return jax.lax.scan(step, jnp.zeros_like(hidden), starts)[0], None, None, None
+
+
+_divergence_sum.defvjp(_divergence_forward, _divergence_backward)
 
 
 def _cut(part: Array, start: Array, size: int) -> Array:

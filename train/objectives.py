@@ -18,7 +18,7 @@ from longspec_jax.ops.partitioned import placed
 
 from .acceptance import Pair, simulated_acceptance
 from .config import DraftSettings
-from .losses import cross_entropy_sum, next_token_labels
+from .losses import cross_entropy_sum, divergence_sum, next_token_labels
 from .passes import Draws, cast, run_draft, run_target
 from .step import Batch
 from .transforms import anchored_positions, noisy_shifts, plain_positions
@@ -96,7 +96,10 @@ class DraftObjective:
         )
 
     def sums(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> dict[str, Array]:
-        """The draft's cross-entropy and, as a check on the positions, the target's own."""
+        """What the draft learns and, as a check on the positions, the target's cross-entropy.
+
+        With a share of distillation ``loss`` is the mixture, and its parts are named beside it.
+        """
         view = run_target(self.target, frozen, batch.tokens, draws.positions)
         view = jax.lax.stop_gradient(view)
         hidden = run_draft(self.draft, params, frozen, batch.tokens, draws, view)
@@ -106,7 +109,16 @@ class DraftObjective:
         def loss(states: Array) -> Array:
             return cross_entropy_sum(states, head, labels, weights, chunk=self.loss_chunk)
 
-        return {"loss": loss(hidden), "target_loss": loss(view.hidden)}
+        found, share = loss(hidden), self.settings.distillation
+        if not share:
+            return {"loss": found, "target_loss": loss(view.hidden)}
+        divergence = divergence_sum(hidden, view.hidden, head, weights, chunk=self.loss_chunk)
+        return {
+            "loss": (1 - share) * found + share * divergence,
+            "cross_entropy": found,
+            "divergence": divergence,
+            "target_loss": loss(view.hidden),
+        }
 
     def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
         """Simulated acceptance."""

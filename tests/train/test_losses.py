@@ -9,7 +9,13 @@ import pytest
 from longspec_jax.config import DraftConfig
 from tests.kit import relative_error, tiny_target_config
 from train.acceptance import Pair, _count
-from train.losses import chunk_length, cross_entropy_sum, next_token_labels, whole_chunks
+from train.losses import (
+    chunk_length,
+    cross_entropy_sum,
+    divergence_sum,
+    next_token_labels,
+    whole_chunks,
+)
 from train.passes import TargetView
 
 
@@ -51,6 +57,31 @@ def test_value_and_gradients_equal_the_dense_ones(
     for actual, wanted in zip(gradients, dense_gradients, strict=True):
         assert actual.dtype == dtype
         assert relative_error(actual.astype(jnp.float32), wanted) < bound
+
+
+@pytest.mark.parametrize("chunk", [1, 9, 1000])
+@pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+def test_the_divergence_equals_the_dense_one(chunk: int, dtype: jnp.dtype, bound: float) -> None:
+    hidden, head, _, weights = inputs(dtype)
+    teacher = hidden + jax.random.normal(jax.random.key(1), hidden.shape).astype(dtype)
+
+    def chunked(hidden: jax.Array, teacher: jax.Array, head: jax.Array) -> jax.Array:
+        return divergence_sum(hidden, teacher, head, weights, chunk=chunk)
+
+    def wide(hidden: jax.Array) -> jax.Array:
+        learned, wanted = (
+            jax.nn.log_softmax(jnp.einsum("BTD,VD->BTV", x, head.astype(jnp.float32)))
+            for x in (hidden, teacher.astype(jnp.float32))
+        )
+        return jnp.sum(weights * jnp.sum(jnp.exp(wanted) * (wanted - learned), -1))
+
+    value, gradients = jax.jit(jax.value_and_grad(chunked, (0, 1, 2)))(hidden, teacher, head)
+    expected, gradient = jax.jit(jax.value_and_grad(wide))(hidden.astype(jnp.float32))
+    assert value.dtype == jnp.float32 and relative_error(value, expected) < 1e-5
+    assert gradients[0].dtype == dtype
+    assert relative_error(gradients[0].astype(jnp.float32), gradient) < bound
+    assert not jnp.any(gradients[1]) and not jnp.any(gradients[2])
+    assert chunked(hidden, hidden, head) == 0.0
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:

@@ -136,6 +136,23 @@ def test_the_target_gets_no_gradient_and_its_loss_is_reported() -> None:
     assert relative_error(sums["target_loss"], alone) < 1e-5
 
 
+def test_a_mixed_loss_is_the_mixture_of_its_parts() -> None:
+    micro = Batch(*(part[0] for part in batch()))
+    params = jax.jit(DRAFT.initialize)(jax.random.key(0))
+    draws = jax.tree.map(lambda leaf: leaf[0], DRAFT.draw(jax.random.key(1), (1, 8), 13))
+
+    def sums(share: float) -> Any:
+        mixed = replace(DRAFT, settings=replace(SETTINGS, distillation=share))
+        return jax.jit(mixed.sums)(params, frozen_params(), micro, draws)
+
+    plain, mixed, imitated = sums(0.0), sums(0.25), sums(1.0)
+    assert set(plain) == {"loss", "target_loss"}
+    assert mixed["cross_entropy"] == plain["loss"] and mixed["divergence"] > 0
+    expected = 0.75 * mixed["cross_entropy"] + 0.25 * mixed["divergence"]
+    assert relative_error(mixed["loss"], expected) < 1e-6
+    assert imitated["loss"] == imitated["divergence"] == mixed["divergence"]
+
+
 def test_the_embedding_gradient_is_the_plain_one() -> None:
     table = jax.random.normal(jax.random.key(0), (7, 3))
     tokens = jnp.asarray([[1, 1, 6], [0, 1, 6]])
