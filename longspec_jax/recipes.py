@@ -85,6 +85,8 @@ def base_config() -> "ConfigDict":
                 max_shift=4,
                 per_row=True,
                 distillation=0.0,
+                rollout=0,
+                rollout_decay=0.8,
             ),
             optimizer=dict(
                 b1=0.9,

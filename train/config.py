@@ -144,7 +144,23 @@ class DraftSettings:
     """Share of the divergence from the target's own distribution in what is learned, 0 to 1; the
     rest is the cross-entropy of the text, which is all the paper learns."""
 
+    rollout: int = 0
+    """Levels of the draft's own chain that are learned together, each where the levels before it
+    were right; 0: one shift per row, drawn, as in the paper."""
+    rollout_decay: float = 0.8
+    """Weight of a level over that of the one before."""
+
     def __post_init__(self) -> None:
+        if self.rollout < 0 or not 0.0 < self.rollout_decay <= 1.0:
+            raise ValueError(
+                f"--config.draft.rollout={self.rollout} levels with rollout_decay="
+                f"{self.rollout_decay}: give 0 or more levels, and a decay above 0 and at most 1"
+            )
+        if self.rollout and self.distillation:
+            raise ValueError(
+                "--config.draft.rollout and distillation are two ways to learn; set one of them "
+                "to 0"
+            )
         if not 0.0 <= self.distillation <= 1.0:
             raise ValueError(
                 f"--config.draft.distillation={self.distillation} is no share of the loss; give 0 "

@@ -28,7 +28,9 @@ def flops_per_token(objective: Any, length: int) -> float:
         case DraftObjective():
             target, draft = objective.target, objective.draft
             head = 2 * _product(target.model_width, target.vocab_size)
-            return _target(target, length) + _FORWARD_AND_BACKWARD * _draft(draft, length) + head
+            levels = max(1, objective.settings.rollout)
+            learned = _FORWARD_AND_BACKWARD * _draft(draft, length) + head
+            return _target(target, length) + levels * learned
         case TargetObjective():
             target = objective.config
             head = _product(target.model_width, target.vocab_size)

@@ -124,6 +124,20 @@ def _backward(size: int, head_gradient: bool, saved: Any, cotangent: Array) -> t
 _cross_entropy_sum.defvjp(_forward, _backward)
 
 
+def greedy_tokens(
+    hidden: Float[Array, "B T D"], head: Float[Array, "V D"], *, chunk: int = 8192
+) -> Int[Array, "B T"]:
+    """The most probable token at every position; no gradient."""
+    rows, length = hidden.shape[:2]
+    size = chunk_length(rows // row_shares(rows), length, chunk)
+    hidden = whole_chunks(jax.lax.stop_gradient(hidden), size)
+    starts = jnp.arange(0, hidden.shape[1], size)
+    found = jax.lax.map(
+        lambda start: jnp.argmax(_logits(_cut(hidden, start, size), head), axis=-1), starts
+    )
+    return jnp.moveaxis(found, 0, 1).reshape(rows, -1)[:, :length]
+
+
 def divergence_sum(
     hidden: Float[Array, "B T D"],
     teacher: Float[Array, "B T D"],

@@ -18,8 +18,9 @@ from longspec_jax.ops.partitioned import placed
 
 from .acceptance import Pair, simulated_acceptance
 from .config import DraftSettings
-from .losses import cross_entropy_sum, divergence_sum, next_token_labels
+from .losses import cross_entropy_sum, divergence_sum, greedy_tokens, next_token_labels
 from .passes import Draws, cast, run_draft, run_target
+from .rollout import roll_out
 from .step import Batch
 from .transforms import anchored_positions, noisy_shifts, plain_positions
 
@@ -102,13 +103,25 @@ class DraftObjective:
         """
         view = run_target(self.target, frozen, batch.tokens, draws.positions)
         view = jax.lax.stop_gradient(view)
-        hidden = run_draft(self.draft, params, frozen, batch.tokens, draws, view)
         labels, weights = next_token_labels(*batch)
         [head] = placed("v d", head_of(frozen))
+        run = partial(run_draft, self.draft, params, frozen, batch.tokens)
 
-        def loss(states: Array) -> Array:
+        def loss(states: Array, weights: Array = weights) -> Array:
             return cross_entropy_sum(states, head, labels, weights, chunk=self.loss_chunk)
 
+        if self.settings.rollout:
+            chain = roll_out(
+                self.settings.rollout,
+                self.settings.rollout_decay,
+                lambda shift: run(Draws(draws.positions, jnp.full_like(draws.shift, shift)), view),
+                loss,
+                lambda states: greedy_tokens(states, head, chunk=self.loss_chunk),
+                labels,
+                weights,
+            )
+            return {**chain._asdict(), "target_loss": loss(view.hidden)}
+        hidden = run(draws, view)
         found, share = loss(hidden), self.settings.distillation
         if not share:
             return {"loss": found, "target_loss": loss(view.hidden)}

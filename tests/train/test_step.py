@@ -50,7 +50,7 @@ class Trainer:
         self.shardings = state_shardings(self.mesh, self.objective, self.optimizer)
         self.step = make_step(self.objective, self.optimizer, 3, self.mesh, self.shardings)
         self.frozen: Any = ()
-        if kind == "draft":
+        if kind != "target":
             params = frozen_params()
             self.frozen = jax.device_put(params, param_shardings(self.mesh, params))
 
