@@ -158,18 +158,12 @@ def state_shardings(
     shares = mesh.shape["data"] * mesh.shape["fsdp"]
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        if not leaf.ndim:
-            return NamedSharding(mesh, P())
-        spec = partition_spec(path_name(path))
-        return NamedSharding(
-            mesh,
-            P(
-                *(
-                    BATCH_AXES if axis == "fsdp" and size % shares == 0 else axis
-                    for size, axis in zip(leaf.shape, spec, strict=False)
-                )
-            ),
+        spec = partition_spec(path_name(path)) if leaf.ndim else ()
+        axes = (
+            BATCH_AXES if axis == "fsdp" and size % shares == 0 else axis
+            for size, axis in zip(leaf.shape, spec, strict=False)
         )
+        return NamedSharding(mesh, P(*axes))
 
     moments = jax.eval_shape(optimizer.init, params)
     place_all = functools.partial(jax.tree_util.tree_map_with_path, place)
