@@ -370,3 +370,16 @@ PRESETS: dict[str, TargetConfig] = {
     known.repository.split("/")[1].lower(): known.config for known in TARGETS.values()
 }
 """Their shapes by the names of their repositories, for planning and benchmarks without weights."""
+TINY = TargetConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=512,
+    model_width=64,
+    mlp_width=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_width=16,
+    max_positions=4096,
+    dtype="float32",
+)
+"""A target of two layers, which shows that something runs."""

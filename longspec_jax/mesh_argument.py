@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Mapping
 
 from longspec_jax.config import MESH_AXES
 
@@ -18,3 +19,8 @@ def mesh_argument(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f"{text!r:.60} must be {GRAMMAR}, each axis once")
         axes[match[1]] = int(match[2])
     return axes
+
+
+def written(axes: Mapping[str, int]) -> str:
+    """The argument that names these axes; empty for none."""
+    return ",".join(f"{axis}={size}" for axis, size in axes.items())

@@ -24,8 +24,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from longspec_jax import files
-from longspec_jax.config import TARGETS, DraftConfig, TargetConfig
-from longspec_jax.mesh_argument import GRAMMAR, mesh_argument
+from longspec_jax.config import TARGETS, TINY, DraftConfig, TargetConfig
+from longspec_jax.mesh_argument import GRAMMAR, mesh_argument, written
 from longspec_jax.models.target import Target
 from longspec_jax.provenance import provenance
 from longspec_jax.sharding import make_mesh, param_shardings
@@ -42,18 +42,6 @@ SETTINGS = DraftSettings(
 )
 OPTIMIZER = OptimizerConfig(
     b1=0.9, b2=0.95, eps=1e-6, clip=1.0, weight_decay=0.1, decay_all=False, warmup=0.1, floor=1e-4
-)
-TINY = TargetConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=512,
-    model_width=64,
-    mlp_width=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_width=16,
-    max_positions=4096,
-    dtype="float32",
 )
 SHAPES = {"tiny": TINY, **{name: known.config for name, known in TARGETS.items()}}
 
@@ -167,7 +155,7 @@ def measure(
         "stage": "short" if length <= 1024 else "long",
         "sequence": length,
         "gpus": mesh.size,
-        "layout": ",".join(f"{axis}={size}" for axis, size in axes.items()) or "one",
+        "layout": written(axes) or "one",
         "rows": rows,
         "accumulation": arguments.accumulation,
         "tokens_per_second": _rounded(tokens / seconds),

@@ -28,6 +28,7 @@ from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.embedded import DRAFTS
 from longspec_jax.generation.job import Shape
+from longspec_jax.mesh_argument import written
 from longspec_jax.sharding import make_mesh, param_shardings
 
 from .arguments import settled
@@ -85,7 +86,7 @@ def main(arguments: argparse.Namespace) -> None:
     expected = None
     with Report(header, arguments.json) as report:
         for axes, mesh in zip([{}, *wanted], [None, *meshes], strict=True):
-            name = ",".join(f"{axis}={size}" for axis, size in axes.items()) or "one device"
+            name = written(axes) or "one device"
             spread = model if mesh is None else spread_over(model, mesh)
             step(f"{name}: rounds")
             rounds = measure(spread, spread.drafter(arguments.tree), batch)
