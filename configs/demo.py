@@ -9,6 +9,10 @@ Hardware: one H200, about 15 minutes in all (an estimate; every stage is limited
 Variants: ``demo.py:smoke`` runs the same shapes for seconds each, ``demo.py:tiny`` suits a CPU.
 Without anchor-offset, at the same budget: ``--config.draft.anchor_offset=False``.
 
+``demo.py:draft`` trains a draft alone, for the target that comes with the package:
+
+    python -m train.run --config=configs/demo.py:draft --workdir=runs/demo_draft
+
 ``demo.py:small_lm`` trains another drafter for the demo's target, a small model of its tokenizer:
 
     python -m train.run --config=configs/demo.py:small_lm --workdir=runs/small_lm
@@ -26,8 +30,14 @@ CONTEXT = 16384
 
 
 def get_config(variant: str = "full") -> ConfigDict:
-    """The configuration of a variant: ``full``, ``smoke``, ``tiny`` or ``small_lm``."""
-    changes = {"full": _full, "smoke": _smoke, "tiny": _tiny, "small_lm": _small_lm}
+    """The configuration of a variant: ``full``, ``draft``, ``smoke``, ``tiny`` or ``small_lm``."""
+    changes = {
+        "full": _full,
+        "draft": _draft,
+        "smoke": _smoke,
+        "tiny": _tiny,
+        "small_lm": _small_lm,
+    }
     if variant not in changes:
         raise ValueError(f"demo has no variant {variant!r}; choose one of {', '.join(changes)}")
     config = base_config()
@@ -48,6 +58,7 @@ def get_config(variant: str = "full") -> ConfigDict:
         max_distribution_bytes=25_000_000,
         tokenizer_bytes=40_000_000,
         tokenizer="",
+        folder="",
     )
     config.pretraining = dict(
         shape=dict(
@@ -82,6 +93,17 @@ def get_config(variant: str = "full") -> ConfigDict:
 
 def _full(config: ConfigDict) -> None:
     """The demo as shipped."""
+
+
+def _draft(config: ConfigDict) -> None:
+    """Another draft for the target that is there, in fixed steps."""
+    config.title = "LongSpec demo: a draft for the small code model"
+    config.target = "longspec_jax/demo/target"
+    config.data.corpus.tokenizer = config.target
+    config.data.begin_rows = True
+    del config.pretraining
+    config.stages.short.update(steps=1500, max_seconds=0.0)
+    config.stages.long.update(steps=1500, max_seconds=0.0)
 
 
 def _smoke(config: ConfigDict) -> None:

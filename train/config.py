@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from longspec_jax.config import TargetConfig
@@ -52,6 +53,12 @@ class CorpusConfig:
     """Bytes of text the tokenizer is trained on."""
     tokenizer: str = ""
     """Folder or hub id of a model whose tokenizer is used; one is trained if empty."""
+    folder: str = ""
+    """Where texts and tokens are kept, for several runs to share; ``workdir/corpus`` if empty."""
+
+    def place(self, workdir: Path) -> Path:
+        """The folder, of a run that works in ``workdir``."""
+        return Path(self.folder).expanduser() if self.folder else workdir / "corpus"
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,10 @@ class DataConfig:
     one."""
     synthetic_rows: int
     """Random rows of this number, for trying a set-up without data."""
+    begin_rows: bool = False
+    """Begin every packed row with the tokenizer's first token, as prompts begin. Otherwise a row
+    begins wherever the one before it was cut, and the model seldom sees that token at position
+    0."""
     corpus: CorpusConfig | None = None
 
     @property
@@ -102,6 +113,11 @@ class DataConfig:
             raise ValueError(
                 f"--config.data.max_bad_rows={self.max_bad_rows} is no number of rows; give 0 or "
                 "more"
+            )
+        if self.begin_rows and self.reads_documents and not self.pack:
+            raise ValueError(
+                "--config.data.begin_rows is of packed rows, and each of these is one document, "
+                "which begins with that token anyway; set it to False, or --config.data.pack"
             )
 
 

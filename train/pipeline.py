@@ -97,7 +97,7 @@ def train(config: RunConfig, workdir: Path, command: str = "") -> None:
 
 def prepare_corpus(run: TrainingRun, config: CorpusConfig) -> None:
     """Corpus, tokenizer and token files; whatever exists is kept."""
-    folder = run.workdir / "corpus"
+    folder = config.place(run.workdir)
     if config.tokenizer and not (run.workdir / "tokenizer").is_dir():
         # Before the corpus, which takes minutes: one that is missing is said at once.
         load_tokenizer(config.tokenizer).save_pretrained(run.workdir / "tokenizer")

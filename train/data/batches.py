@@ -75,19 +75,29 @@ class PackedRows:
     seq_len: int
     spans: Spans | None = None
     """Their weights; all are learned if absent."""
+    begin: int | None = None
+    """A token in front of every row, of which the run then gives one less. It is never
+    predicted."""
 
     def __len__(self) -> int:
         """Whole rows."""
-        return len(self.tokens) // self.seq_len
+        return len(self.tokens) // self._cut
 
     def __getitem__(self, index: int) -> Row:
         """The row at an index."""
-        start = index * self.seq_len
-        stop = start + self.seq_len
-        row = np.asarray(self.tokens[start:stop], np.int32)
+        start = index * self._cut
+        stop = start + self._cut
+        front = [] if self.begin is None else [self.begin]
+        row = np.concatenate([front, self.tokens[start:stop]]).astype(np.int32)
         if self.spans is None:
             return full_row(row)
-        return Row(row, self.spans.between(start, stop), self.seq_len)
+        weights = self.spans.between(start, stop)
+        return Row(row, np.pad(weights, (len(front), 0)), self.seq_len)
+
+    @property
+    def _cut(self) -> int:
+        """Tokens of a row that the run gives."""
+        return self.seq_len - (self.begin is not None)
 
 
 @dataclass(frozen=True)

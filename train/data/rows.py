@@ -50,8 +50,10 @@ class Source:
         count = self.config.accept_rows
         length = self.config.accept_seq_len or stage.seq_len
         if self.config.data.corpus is not None:
-            train = PackedRows(read_tokens(self.workdir / "corpus" / "train.npy"), stage.seq_len)
-            held = PackedRows(read_tokens(self.workdir / "corpus" / "heldout.npy"), length)
+            train, held = (
+                PackedRows(read_tokens(path), each, begin=self._begin)
+                for path, each in zip(self._corpus_files, (stage.seq_len, length), strict=True)
+            )
             return train, _batch(held, _spread(held, count), mesh)
         if self.config.data.pack and length != stage.seq_len:
             raise ValueError(
@@ -80,8 +82,8 @@ class Source:
         if data.synthetic_rows:
             return fingerprint({"options": options, "vocab_size": self.vocab_size})
         if data.corpus is not None:
-            files = [self.workdir / "corpus" / f"{name}.npy" for name in ("train", "heldout")]
-            return fingerprint({"options": options, "data": files_digest(files)})
+            digest = files_digest(self._corpus_files)
+            return fingerprint({"options": options, "data": digest})
         digests = {"data": data_digest(data), "tokenizer": self._tokenizer_digest}
         return fingerprint({"options": options, **digests})
 
@@ -105,6 +107,27 @@ class Source:
         options = (data.split, data.turn, data.pack, data.max_bad_rows, FORM)
         digests = {"data": data_digest(data), "tokenizer": self._tokenizer_digest}
         return self.workdir / f"tokens-{fingerprint({'options': options, **digests})}"
+
+    @property
+    def _corpus_files(self) -> list[Path]:
+        """The tokens to train on, and those held out."""
+        corpus = self.config.data.corpus
+        assert corpus is not None, "a run without a corpus has no files of one"
+        return [corpus.place(self.workdir) / f"{name}.npy" for name in ("train", "heldout")]
+
+    @property
+    def _begin(self) -> int | None:
+        """What packed rows begin with, if they are to begin with anything."""
+        if not self.config.data.begin_rows:
+            return None
+        made = self.workdir / "tokenizer"  # A corpus run's, before there is a target.
+        tokenizer = load_tokenizer(made) if made.is_dir() else self._tokenizer
+        if tokenizer.bos_token_id is None:
+            raise ValueError(
+                f"--config.data.begin_rows asks for rows that begin with the first token of "
+                f"{self.target}'s tokenizer, which has none; set it to False"
+            )
+        return tokenizer.bos_token_id
 
     @property
     def _tokenizer_digest(self) -> str:
@@ -141,7 +164,8 @@ class Source:
             return SyntheticRows(data.synthetic_rows, seq_len, self.vocab_size)
         pad, documents = self._tokenizer.pad_token_id or 0, self._documents
         if data.pack and isinstance(documents, EncodedDocuments):
-            return PackedRows(documents.tokens, seq_len, learned_spans(documents, data))
+            spans = learned_spans(documents, data)
+            return PackedRows(documents.tokens, seq_len, spans, self._begin)
         return DocumentRows(documents, data, seq_len, pad)
 
 

@@ -1,0 +1,151 @@
+"""The paper's claims at small scale: a 107 M parameter target and drafts that differ in one thing.
+
+    python -m train.run --config=small_scale:target --workdir=runs/small/target
+    python -m train.run --config=small_scale:offset --config.seed=1 --workdir=runs/small/offset-1
+    python -m train.reproduce runs/small --json runs/small/reproduction.json
+
+The first command gathers the corpus (source code and documentation of the Python distributions
+installed beside this project) and trains the target; the second, for each variant and seed, a
+draft; the third compares them. docs/reproduction.md says what came out.
+
+Variants: ``target``; ``plain``, ``offset`` and ``offset0``, drafts without anchor-offset positions,
+with them, and with them but without positions that stay in place; ``long_only``, without the stage
+of short rows, at as many floating-point operations; ``shift1``, which never runs ahead of the
+target's keys by more than one token; ``rollout`` and ``distilled``, two ways to learn that the
+paper does not have. ``tiny`` in front of a variant (``tiny_plain``) is the same in miniature, for a
+CPU.
+Hardware: two H200s for the target, about 8 minutes; one for a draft, 1 to 3 minutes.
+"""
+
+from ml_collections import ConfigDict
+
+from longspec_jax.recipes import base_config, stage
+
+CONTEXT = 16384
+SHORT_STEPS, LONG_STEPS = 120, 50
+LONG_ONLY_STEPS = 150
+"""Of the long stage alone: as many floating-point operations as both stages (train/flops.py)."""
+TARGET = "runs/small/target/target"
+CORPUS = "runs/small/corpus"
+
+
+def get_config(variant: str = "target") -> ConfigDict:
+    """The configuration of a variant."""
+    name = variant.removeprefix("tiny_")
+    changes = {
+        "target": _target,
+        "plain": _plain,
+        "offset": lambda config: None,
+        "offset0": lambda config: config.draft.update(max_sinks=0),
+        "long_only": _long_only,
+        "shift1": lambda config: config.draft.update(max_shift=1),
+        "rollout": lambda config: config.draft.update(rollout=4),
+        "distilled": lambda config: config.draft.update(distillation=1.0),
+    }
+    if name not in changes:
+        known = ", ".join(changes)
+        raise ValueError(f"small_scale has no variant {variant!r}; choose one of {known}")
+    config = _common()
+    changes[name](config)
+    if variant != name:
+        _miniature(config)
+    return config
+
+
+def _common() -> ConfigDict:
+    """What all drafts share."""
+    config = base_config()
+    config.title = "LongSpec's claims at small scale"
+    config.target = TARGET
+    config.mesh = dict(data=1, fsdp=1, tp=1)
+    config.save_every = 0
+    config.accept_every = 0
+    config.accept_rows = 8
+    config.accept_seq_len = CONTEXT
+    config.optimizer.warmup = 0.1
+    config.optimizer.floor = 0.02
+    config.data.begin_rows = True
+    config.data.corpus = dict(
+        held_out=("attrs", "jinja2", "networkx"),
+        vocab_size=16384,
+        max_bytes=0,
+        max_distribution_bytes=25_000_000,
+        tokenizer_bytes=40_000_000,
+        tokenizer="",
+        folder=CORPUS,
+    )
+    config.stages = dict(
+        short=stage(1024, 256, 2e-3, steps=SHORT_STEPS, max_offset=CONTEXT - 1024, accumulation=0),
+        long=stage(CONTEXT, 16, 5e-4, steps=LONG_STEPS, accumulation=0),
+    )
+    return config
+
+
+def _target(config: ConfigDict) -> None:
+    """The target alone."""
+    config.title = "A code model of 107 M parameters for contexts of 16k tokens"
+    config.target = ""
+    config.mesh = dict(data=-1, fsdp=1, tp=1)
+    config.log_every = 20
+    config.stages = dict()
+    config.pretraining = dict(
+        shape=dict(
+            architecture="LlamaForCausalLM",
+            vocab_size=16384,
+            model_width=1024,
+            mlp_width=2816,
+            num_layers=8,
+            num_heads=16,
+            num_kv_heads=4,
+            head_width=64,
+            max_positions=CONTEXT,
+            rope_theta=500000.0,
+            tied_embeddings=True,
+        ),
+        stages=dict(
+            short=stage(2048, 128, 1.5e-3, max_seconds=270.0, accumulation=0),
+            long=stage(CONTEXT, 16, 6e-4, max_seconds=100.0, accumulation=0),
+        ),
+    )
+
+
+def _plain(config: ConfigDict) -> None:
+    config.draft.anchor_offset = False
+
+
+def _long_only(config: ConfigDict) -> None:
+    del config.stages.short
+    config.stages.long.update(steps=LONG_ONLY_STEPS, learning_rate=2e-3)
+
+
+def _miniature(config: ConfigDict) -> None:
+    """The same path in seconds on a CPU."""
+    config.dtype = "float32"
+    config.accept_rows, config.accept_seq_len = 2, 64
+    config.data.corpus.update(
+        held_out=("attrs", "jinja2"),
+        vocab_size=512,
+        max_bytes=400_000,
+        max_distribution_bytes=100_000,
+        tokenizer_bytes=400_000,
+    )
+    config.draft.window = 16
+    sections = [config.stages]
+    if config.get("pretraining"):
+        config.pretraining.shape.update(
+            vocab_size=512,
+            model_width=32,
+            mlp_width=48,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            head_width=16,
+            max_positions=256,
+        )
+        sections.append(config.pretraining.stages)
+    for stages in sections:
+        for name, (seq_len, batch) in {"short": (32, 4), "long": (64, 2)}.items():
+            if name in stages:
+                stages[name].update(seq_len=seq_len, batch=batch, steps=3, max_seconds=0.0)
+    if "short" in config.stages:
+        config.stages["short"].max_offset = 128
