@@ -157,6 +157,24 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
+def test_heads_that_are_wider_than_the_model(tmp_path: Path) -> None:
+    """As Qwen3-4B's are; its head is its embedding, and queries and keys are normalised."""
+    shape = dict(architecture="Qwen3ForCausalLM", qk_norm=True, tied_embeddings=True, head_width=14)
+    target = save_tiny_target(tmp_path / "target", **shape)
+    files = write_documents(tmp_path / "documents.jsonl", 10)
+    given = arguments(target, files, tmp_path / "run")
+    given[0] = f"--config={ROOT}/configs/qwen3_4b.py:short"
+    assert command(*given, "--config.stages.short.epochs=9") == 0
+    assert len(losses(tmp_path / "run")) == 9
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+    config, params = load_target(target)
+    assert config.num_heads * config.head_width == 56 > config.model_width == 32
+    assert "lm_head" not in params
+    draft, learned = load_draft(tmp_path / "run" / "draft", config)
+    assert draft.head_width == 14
+    assert {leaf.shape for leaf in jax.tree.leaves(learned)} >= {(32, 4, 14), (4, 14, 32)}
+
+
 def test_a_training_that_diverges_ends_with_a_sentence_and_what_was_finite(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
