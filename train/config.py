@@ -169,6 +169,28 @@ class DraftSettings:
 
 
 @dataclass(frozen=True)
+class LogConfig:
+    """Where metrics go besides ``metrics.jsonl``; each needs the extra of its name."""
+
+    tensorboard: bool = False
+    """Event files in ``workdir/tensorboard``."""
+    wandb: str = ""
+    """Project of Weights & Biases; none if empty."""
+
+    def __post_init__(self) -> None:
+        if wrong := sorted(set(self.wandb) & set("/\\#?%:")):
+            raise ValueError(
+                f"--config.log.wandb={self.wandb} is no project of Weights & Biases, whose names "
+                f"are without {' '.join(wrong)}; the owner goes into the variable WANDB_ENTITY"
+            )
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The extras that must be installed."""
+        return ("tensorboard",) * self.tensorboard + ("wandb",) * bool(self.wandb)
+
+
+@dataclass(frozen=True)
 class StageConfig:
     """Training at one sequence length, until steps, epochs or time are up, what comes first."""
 
@@ -203,6 +225,15 @@ class StageConfig:
             raise ValueError(
                 f"stage {self.name} would never end: set one of steps, epochs and max_seconds"
             )
+
+    def limit(self, per_epoch: int) -> int:
+        """Steps after which it ends whatever the clock says; 0 if time alone ends it.
+
+        Args:
+          per_epoch: steps that a pass over the data takes.
+        """
+        limits = (self.steps, self.epochs * per_epoch)
+        return min((limit for limit in limits if limit), default=0)
 
 
 @dataclass(frozen=True)
@@ -247,6 +278,12 @@ class RunConfig:
     stages: tuple[StageConfig, ...]
     """Run from short to long sequences."""
     pretraining: PretrainingConfig | None = None
+    log: LogConfig = LogConfig()
+    profile_at: int = 0
+    """Step of every stage at which a trace of the profiler begins; 0: no trace, for step 0
+    compiles."""
+    profile_steps: int = 0
+    """Steps that are traced."""
 
     def __post_init__(self) -> None:
         if bool(self.target) == (self.pretraining is not None):
@@ -262,6 +299,13 @@ class RunConfig:
             )
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype={self.dtype!r} is not supported; choose bfloat16 or float32")
+        if (self.profile_at, self.profile_steps) != (0, 0):
+            if self.profile_at < 1 or self.profile_steps < 1:
+                raise ValueError(
+                    f"--config.profile_at={self.profile_at} with --config.profile_steps="
+                    f"{self.profile_steps} traces nothing: give each at least 1 (step 0 of a stage "
+                    "compiles), or leave both at 0"
+                )
         self._check_sources()
         for stage in self.stages:
             data = stage.data or self.data

@@ -41,7 +41,9 @@ from .objectives import DraftObjective, TargetObjective
 from .optim import make_optimizer
 from .passes import cast
 from .processes import by_first, gathered
+from .profiling import check_window
 from .step import Batch, Objective, initial_state, make_step, state_shardings
+from .writers import open_writers
 
 TOKENS_PER_DEVICE = 16384
 """Of a micro-batch: enough for the matrix units, and little beside the weights of a 7B target."""
@@ -82,7 +84,7 @@ def train(config: RunConfig, workdir: Path, command: str = "") -> None:
     """
     mesh = make_mesh(*config.mesh.resolve(len(jax.devices())))
     workdir.mkdir(parents=True, exist_ok=True)
-    metrics = Metrics(workdir / "metrics.jsonl")
+    metrics = Metrics(workdir / "metrics.jsonl", open_writers(config, workdir))
     run = TrainingRun(config, workdir, mesh, metrics)
     if config.data.corpus is not None:
         corpus = config.data.corpus
@@ -158,6 +160,8 @@ def train_draft(run: TrainingRun) -> None:
     models, parts = _models(run), _stage_by_stage(run)
     # The rows of all stages are looked at before the first one takes its hours.
     data = [StageData.of(part, part.config.stages[0], target.vocab_size) for part in parts]
+    rows_of = zip(config.stages, data, strict=True)
+    check_window(config, [len(rows.rows) // stage.batch for stage, rows in rows_of])
     target, frozen = load_target(run.target_source, mesh=run.mesh, **source)
     draft, params = DraftConfig.for_target(target, window=config.draft.window), None
     if config.draft.init:
@@ -243,6 +247,7 @@ def _train_stage(
         data.held_out,
         {**settings, "data and tokenizer": data.fingerprint, "rows to train on": len(data.rows)},
         peak_tokens_per_second(objective, stage.seq_len, config.dtype, [*run.mesh.devices.flat]),
+        run.workdir / "profile",
     )
     checkpoints = Checkpoints(run.workdir / "checkpoints" / plan.config.name, config.max_to_keep)
     try:

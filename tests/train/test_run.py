@@ -218,6 +218,10 @@ MISTAKES = {
     "no target": (["--config=configs/vicuna7b.py", "--config.target="], "a run needs a target"),
     "dtype": (["--config=configs/demo.py", "--config.dtype=int8"], "dtype='int8'"),
     "unscaled": (["--config=configs/demo.py", "--config.dtype=float16"], "gradients vanish"),
+    "no window": (
+        ["--config=configs/demo.py", "--config.profile_at=3"],
+        "profile_at=3 with --config.profile_steps=0 traces nothing",
+    ),
     "endless": (
         ["--config=configs/vicuna7b.py", "--config.stages.short.epochs=0"],
         "stage short would never end",
@@ -267,8 +271,11 @@ def test_data_and_model_that_do_not_fit_are_refused(
         f"--config.target={tmp_path}": "config.json",
         "--config.target=a/b/c": "is not a folder",
         "--config.draft.init=runs/absent/draft": "runs/absent/draft is not a folder",
+        "--config.stages.short.batch=4 --config.profile_at=9 --config.profile_steps=1": (
+            "no stage gets to --config.profile_at=9, counted in the steps of each: short ends"
+        ),
     }.items():
-        assert command(*given, change) == run.BAD_INPUT
+        assert command(*given, *change.split()) == run.BAD_INPUT
         error = capsys.readouterr().err.strip()
         assert sentence in error and "Traceback" not in error, change
 
