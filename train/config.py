@@ -226,6 +226,11 @@ class StageConfig:
                 f"stage {self.name} would never end: set one of steps, epochs and max_seconds"
             )
 
+    @property
+    def data_section(self) -> str:
+        """The section of the configuration, as it is typed, that says where its rows come from."""
+        return f"stages.{self.name}.data" if self.data else "data"
+
     def limit(self, per_epoch: int) -> int:
         """Steps after which it ends whatever the clock says; 0 if time alone ends it.
 
@@ -311,11 +316,10 @@ class RunConfig:
             data = stage.data or self.data
             cuts = data.mask_prompts and not data.pack
             if cuts and stage.seq_len <= data.answer_room:
-                where = f"stages.{stage.name}.data" if stage.data else "data"
                 raise ValueError(
                     f"stage {stage.name}: rows of seq_len={stage.seq_len} leave nothing of a "
                     f"masked prompt before answer_room={data.answer_room}; lower "
-                    f"--config.{where}.answer_room or choose longer rows"
+                    f"--config.{stage.data_section}.answer_room or choose longer rows"
                 )
 
     def _check_sources(self) -> None:
@@ -329,7 +333,7 @@ class RunConfig:
                 f"--config.stages.{first}.data.files=PATHS, or choose the variant of one stage, "
                 f"such as --config=NAME:{first}"
             )
-        read = {f"stages.{stage.name}.data": stage.data for stage in own}
+        read = {stage.data_section: stage.data for stage in own}
         if len(own) < len(self.stages) or self.pretraining is not None:
             read["data"] = self.data
         for where, data in read.items():

@@ -29,7 +29,7 @@ from .card import write_card
 from .checkpoint import Checkpoints
 from .config import CorpusConfig, PretrainingConfig, RunConfig, StageConfig
 from .data.batches import Batches, Rows, write_tokens
-from .data.corpus import build_corpus, read_texts
+from .data.corpus import build_corpus, read_texts, tokens_file
 from .data.rows import Source
 from .data.tokenizer import encode_documents, load_tokenizer, train_tokenizer
 from .fingerprint import Fingerprint, draft_settings, model_digest, target_settings
@@ -57,6 +57,8 @@ class TrainingRun:
     workdir: Path
     mesh: Mesh
     metrics: Metrics
+    data_section: str = "data"
+    """Of the configuration, as it was typed, in which the data are described."""
 
     @property
     def target_source(self) -> str:
@@ -116,7 +118,7 @@ def prepare_corpus(run: TrainingRun, config: CorpusConfig) -> None:
             tokenizer = train_tokenizer(texts, config.vocab_size)
         tokenizer.save_pretrained(run.workdir / "tokenizer")
     for name in ("heldout", "train"):
-        path = folder / f"{name}.npy"
+        path = tokens_file(run.workdir, name)
         if not path.is_file():
             tokenizer = load_tokenizer(run.workdir / "tokenizer")
             parts = encode_documents(tokenizer, read_texts(folder / f"{name}.jsonl"))
@@ -180,10 +182,10 @@ def train_draft(run: TrainingRun) -> None:
 def _stage_by_stage(run: TrainingRun) -> list[TrainingRun]:
     """For every stage the run of it alone, its micro-batches spread over the devices."""
     parts = []
-    for alone in run.config.runs_of_stages():
+    for typed, alone in zip(run.config.stages, run.config.runs_of_stages(), strict=True):
         [stage] = alone.stages
         settled = dataclasses.replace(alone, stages=(with_micro_batches(stage, run.mesh),))
-        parts.append(dataclasses.replace(run, config=settled))
+        parts.append(dataclasses.replace(run, config=settled, data_section=typed.data_section))
     return parts
 
 
@@ -210,7 +212,8 @@ class StageData(NamedTuple):
     @classmethod
     def of(cls, run: TrainingRun, stage: StageConfig, vocab_size: int) -> "StageData":
         """The data of a run's stage, looked at from end to end."""
-        source = Source(run.config, run.workdir, run.target_source, vocab_size)
+        place = run.workdir, run.target_source
+        source = Source(run.config, *place, vocab_size, run.data_section)
         rows, held_out = source.split(stage, run.mesh)
         if len(rows) < stage.batch:
             stages = "stages" if stage in run.config.stages else "pretraining.stages"

@@ -75,6 +75,7 @@ def test_all_stages_are_one_resumable_run(
     assert command(*given) == run.BAD_INPUT
     said = capsys.readouterr().err
     assert "line 11 of" in said and "sft.jsonl" in said
+    assert "--config.stages.sft.data.max_bad_rows=NUMBER" in said
     assert not (workdir / "checkpoints").exists()  # It would have come hours later.
     sft.write_text(good)
     with monkeypatch.context() as patch:
