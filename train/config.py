@@ -100,8 +100,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.max_bad_rows < 0:
             raise ValueError(
-                f"--config.data.max_bad_rows={self.max_bad_rows} is no number of rows; give 0 or "
-                "more"
+                f"max_bad_rows={self.max_bad_rows} of the data is no number of rows; give 0 or more"
             )
 
 

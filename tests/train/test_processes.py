@@ -153,8 +153,8 @@ def test_processes_that_srun_started_find_each_other() -> None:
     finally:
         for process in both:
             process.kill()
-    last = [printed.splitlines()[-1:] for printed, _ in output]  # Behind what collectives say.
-    assert last == [["0 2 4"], ["1 2 4"]], output
+    for process, (printed, _) in enumerate(output):  # Collectives say something, too.
+        assert f"{process} 2 4" in printed.splitlines(), output
 
 
 @pytest.mark.parametrize(("failing", "how"), [(0, "error"), (1, "error"), (1, "killed")])
