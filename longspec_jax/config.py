@@ -317,6 +317,18 @@ _QWQ: dict[str, Any] = dict(
     norm_eps=1e-5,
     qkv_bias=True,
 )
+_QWEN3: dict[str, Any] = dict(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151936,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_width=128,
+    max_positions=40960,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    qk_norm=True,
+)
 
 
 @dataclass(frozen=True)
@@ -364,8 +376,15 @@ TARGETS: dict[str, KnownTarget] = {
         "Qwen/QwQ-32B-Preview", TargetConfig(max_positions=32768, **_QWQ)
     ),
     "qwq32b": KnownTarget("Qwen/QwQ-32B", TargetConfig(max_positions=131072, **_QWQ)),
+    "qwen3-8b": KnownTarget(
+        "Qwen/Qwen3-8B", TargetConfig(model_width=4096, mlp_width=12288, **_QWEN3)
+    ),
+    "qwen3-4b": KnownTarget(
+        "Qwen/Qwen3-4B",
+        TargetConfig(model_width=2560, mlp_width=9728, tied_embeddings=True, **_QWEN3),
+    ),
 }
-"""The paper's and the release's targets, by the names that the commands take."""
+"""The paper's and the release's targets, and two of Qwen3, by the names that the commands take."""
 PRESETS: dict[str, TargetConfig] = {
     known.repository.split("/")[1].lower(): known.config for known in TARGETS.values()
 }

@@ -10,6 +10,8 @@ DISTRIBUTION = "longspec_jax"
 PURPOSES = {
     "train": "training needs",
     "notebook": "charts need",
+    "tensorboard": "--config.log.tensorboard needs",
+    "wandb": "--config.log.wandb needs",
     "test": "comparing with PyTorch needs",
 }
 """What an extra is for, beginning the sentence."""
@@ -21,6 +23,8 @@ MODULES = {
     "orbax": "train",
     "tqdm": "train",
     "matplotlib": "notebook",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
     "torch": "test",
 }
 """Importable names the commands use and the extra that installs each."""

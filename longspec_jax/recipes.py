@@ -34,14 +34,14 @@ LLAMA_TURN = "<s>{role}\n{content}</s>\n"
 """The turn format of the LongSpec release for Llama, Vicuna and LongChat (not their own
 templates)."""
 CHATML_TURN = "<|im_start|>{role}\n{content}<|im_end|>\n"
-"""The turn format of Qwen and QwQ."""
+"""The turn format of Qwen and QwQ, all generations."""
 
 SHORT_LENGTH = 1024
 SHORT_DATA = "DKYoon/SlimPajama-6B"
 LONG_DATA = "sail/longspec-data/long_data.jsonl"
 SFT_DATA = "sail/longspec-data/long_sft_data.jsonl"
 COT_DATA = "sail/longspec-data/long_cot_data.jsonl"
-"""Reasoning traces, for the QwQ models."""
+"""Reasoning traces, for models that think before they answer."""
 
 STAGES = ("short", "long", "sft")
 
@@ -65,6 +65,9 @@ def base_config() -> "ConfigDict":
             accept_rows=8,
             accept_seq_len=0,
             max_to_keep=2,
+            log=dict(tensorboard=False, wandb=""),
+            profile_at=0,
+            profile_steps=0,
             mesh=dict(data=1, fsdp=-1, tp=1),
             data=dict(
                 files="",

@@ -1,15 +1,24 @@
 """What the documentation names exists: files, decisions, commands and their options."""
 
 import argparse
+import dataclasses
 import importlib.util
 import re
+import shlex
+import types
+import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from infer import arguments
 from infer.bench import arguments as bench_arguments
 from infer.bench.__main__ import BENCHMARKS
+from train import arguments as train_arguments
+from train import bench, plot, vocabulary
+from train.config import RunConfig, from_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -66,7 +75,7 @@ def test_commands_exist(page: Path) -> None:
 
 
 def options_of_commands() -> dict[str, set[str]]:
-    """The options that each command of ``infer`` has."""
+    """The options that each command has."""
     summaries = {name: summary for name, (_, summary) in BENCHMARKS.items()}
     [benchmarks] = (
         action.choices
@@ -75,15 +84,19 @@ def options_of_commands() -> dict[str, set[str]]:
     )
     parsers = {"infer.decode": arguments.parser()}
     parsers |= {f"infer.bench {name}": parser for name, parser in benchmarks.items()}
-    return {
+    for module in (bench, plot, vocabulary):
+        parsers[module.__name__] = module._parser()
+    run = {f"--{name}" for name in train_arguments._flags(None, [])}
+    return {"train.run": run, "train.prepare": {*run, "--workers"}} | {
         name: {option for action in parser._actions for option in action.option_strings}
         for name, parser in parsers.items()
     }
 
 
-COMMAND = re.compile(r"python -m (infer\.decode|infer\.bench [a-z]+)(.*)", re.DOTALL)
+COMMAND = re.compile(r"python -m (infer\.bench [a-z]+|infer\.decode|train\.\w+)(.*)", re.DOTALL)
 OPTION = re.compile(r"--\w[\w.-]*")
-OTHERS_OPTIONS = ("--config", "--xla_")
+OTHERS_OPTIONS = ("--config", "--xla_", "--gpu", "--ntasks", "--signal", "--requeue")
+"""Of a configuration's fields, which have a test of their own, of XLA and of Slurm."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -97,13 +110,79 @@ def test_options_exist(page: Path) -> None:
     words = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     for piece in (line.split("#")[0] for line in (*lines, *words)):
         if command := COMMAND.search(piece):
-            missing = set(OPTION.findall(command[2])) - known[command[1]]
+            missing = _named(command[2]) - known[command[1]]
         elif piece.startswith("--") and page.name != "CHANGELOG.md":
-            named = OPTION.findall(piece)
-            missing = {name for name in named if not name.startswith(OTHERS_OPTIONS)} - every
+            missing = _named(piece) - every
         else:
             continue
         assert not missing, f"{page.name}: {piece}"
+
+
+def _named(piece: str) -> set[str]:
+    return {name for name in OPTION.findall(piece) if not name.startswith(OTHERS_OPTIONS)}
+
+
+FIELD = re.compile(r"--config\.([a-z]\w*(?:\.\w+)*)")
+
+
+def has_field(kind: Any, path: list[str]) -> bool:
+    """Whether a dotted name is one of a configuration's fields; stages have names of their own."""
+    if typing.get_origin(kind) is types.UnionType:
+        kind = typing.get_args(kind)[0]
+    if not path or not dataclasses.is_dataclass(kind):
+        return not path
+    fields = typing.get_type_hints(kind)
+    first, *rest = path
+    if first == "stages":
+        return has_field(typing.get_args(fields[first])[0], rest[1:])
+    return first in fields and has_field(fields[first], rest)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_fields_of_configurations_exist(page: Path) -> None:
+    missing = [f for f in FIELD.findall(page.read_text()) if not has_field(RunConfig, f.split("."))]
+    assert not missing
+
+
+def test_fields_that_do_not_exist_are_seen() -> None:
+    assert has_field(RunConfig, "stages.short.data.files".split("."))
+    assert has_field(RunConfig, "data.corpus.max_bytes".split("."))
+    for absent in ("sed", "draft.windw", "stages.short.files", "seed.x"):
+        assert not has_field(RunConfig, absent.split("."))
+
+
+def training_commands() -> list[str]:
+    """Every command of the pages' blocks that trains, its lines joined."""
+    blocks = [
+        block.replace("\\\n", " ")
+        for page in PAGES
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    lines = [line.split(" #")[0] for block in blocks for line in block.splitlines()]
+    lines += [job["spec"]["template"]["spec"]["containers"][0]["args"][0] for job in manifests()]
+    trains = (line.partition("python -m train.run ")[2] for line in lines)
+    return [given for given in trains if "--config=" in given]
+
+
+def manifests() -> list[dict[str, Any]]:
+    """The jobs of the page about training."""
+    text = (ROOT / "docs" / "training.md").read_text()
+    [block] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    return [each for each in yaml.safe_load_all(block) if each["kind"] == "Job"]
+
+
+def test_training_commands_can_be_typed() -> None:
+    """They are read to the end, as ``train.run`` reads them."""
+    commands = training_commands()
+    assert len(commands) >= 5
+    for command in commands:
+        numbered = command.replace("$JOB_COMPLETION_INDEX", "1")
+        parsed = train_arguments.parse(shlex.split(numbered))
+        assert from_config(parsed.config).stages
+        if parsed.coordinator:
+            [job] = manifests()
+            assert parsed.coordinator.startswith(f"{job['metadata']['name']}-0.")
+            assert parsed.processes == job["spec"]["parallelism"] == job["spec"]["completions"]
 
 
 def test_every_benchmark_is_described() -> None:

@@ -111,8 +111,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.max_bad_rows < 0:
             raise ValueError(
-                f"--config.data.max_bad_rows={self.max_bad_rows} is no number of rows; give 0 or "
-                "more"
+                f"max_bad_rows={self.max_bad_rows} of the data is no number of rows; give 0 or more"
             )
         if self.begin_rows and self.reads_documents and not self.pack:
             raise ValueError(
@@ -185,6 +184,28 @@ class DraftSettings:
 
 
 @dataclass(frozen=True)
+class LogConfig:
+    """Where metrics go besides ``metrics.jsonl``; each needs the extra of its name."""
+
+    tensorboard: bool = False
+    """Event files in ``workdir/tensorboard``."""
+    wandb: str = ""
+    """Project of Weights & Biases; none if empty."""
+
+    def __post_init__(self) -> None:
+        if wrong := sorted(set(self.wandb) & set("/\\#?%:")):
+            raise ValueError(
+                f"--config.log.wandb={self.wandb} is no project of Weights & Biases, whose names "
+                f"are without {' '.join(wrong)}; the owner goes into the variable WANDB_ENTITY"
+            )
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The extras that must be installed."""
+        return ("tensorboard",) * self.tensorboard + ("wandb",) * bool(self.wandb)
+
+
+@dataclass(frozen=True)
 class StageConfig:
     """Training at one sequence length, until steps, epochs or time are up, what comes first."""
 
@@ -219,6 +240,20 @@ class StageConfig:
             raise ValueError(
                 f"stage {self.name} would never end: set one of steps, epochs and max_seconds"
             )
+
+    @property
+    def data_section(self) -> str:
+        """The section of the configuration, as it is typed, that says where its rows come from."""
+        return f"stages.{self.name}.data" if self.data else "data"
+
+    def limit(self, per_epoch: int) -> int:
+        """Steps after which it ends whatever the clock says; 0 if time alone ends it.
+
+        Args:
+          per_epoch: steps that a pass over the data takes.
+        """
+        limits = (self.steps, self.epochs * per_epoch)
+        return min((limit for limit in limits if limit), default=0)
 
 
 @dataclass(frozen=True)
@@ -263,6 +298,12 @@ class RunConfig:
     stages: tuple[StageConfig, ...]
     """Run from short to long sequences."""
     pretraining: PretrainingConfig | None = None
+    log: LogConfig = LogConfig()
+    profile_at: int = 0
+    """Step of every stage at which a trace of the profiler begins; 0: no trace, for step 0
+    compiles."""
+    profile_steps: int = 0
+    """Steps that are traced."""
 
     def __post_init__(self) -> None:
         if bool(self.target) == (self.pretraining is not None):
@@ -278,16 +319,22 @@ class RunConfig:
             )
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype={self.dtype!r} is not supported; choose bfloat16 or float32")
+        if (self.profile_at, self.profile_steps) != (0, 0):
+            if self.profile_at < 1 or self.profile_steps < 1:
+                raise ValueError(
+                    f"--config.profile_at={self.profile_at} with --config.profile_steps="
+                    f"{self.profile_steps} traces nothing: give each at least 1 (step 0 of a stage "
+                    "compiles), or leave both at 0"
+                )
         self._check_sources()
         for stage in self.stages:
             data = stage.data or self.data
             cuts = data.mask_prompts and not data.pack
             if cuts and stage.seq_len <= data.answer_room:
-                where = f"stages.{stage.name}.data" if stage.data else "data"
                 raise ValueError(
                     f"stage {stage.name}: rows of seq_len={stage.seq_len} leave nothing of a "
                     f"masked prompt before answer_room={data.answer_room}; lower "
-                    f"--config.{where}.answer_room or choose longer rows"
+                    f"--config.{stage.data_section}.answer_room or choose longer rows"
                 )
 
     def _check_sources(self) -> None:
@@ -301,7 +348,7 @@ class RunConfig:
                 f"--config.stages.{first}.data.files=PATHS, or choose the variant of one stage, "
                 f"such as --config=NAME:{first}"
             )
-        read = {f"stages.{stage.name}.data": stage.data for stage in own}
+        read = {stage.data_section: stage.data for stage in own}
         if len(own) < len(self.stages) or self.pretraining is not None:
             read["data"] = self.data
         for where, data in read.items():

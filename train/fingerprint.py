@@ -23,6 +23,7 @@ Fingerprint = dict[str, Any]
 _NOT_COUNTED = (
     "target", "revision", "export", "title", "loss_chunk", "log_every", "save_every",
     "accept_every", "accept_rows", "accept_seq_len", "max_to_keep", "mesh", "stages", "pretraining",
+    "log", "profile_at", "profile_steps",
 )  # fmt: skip
 """Fields of a run that have no say, or have it through the stage, the rows and the models."""
 _NOT_COUNTED_IN = {"data": ("files", "hub", "split", "corpus", "max_bad_rows"), "draft": ("init",)}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from .data.batches import Batches, prefetch
 from .fingerprint import Fingerprint, check_same_run
 from .metrics import Metrics
 from .optim import learning_rate
+from .profiling import Trace, traced_steps
 from .report import Clock, Report, not_finite
 from .step import ROWS, Batch, Objective, Step, TrainState
 
@@ -50,12 +52,13 @@ class Stage:
     """What a checkpoint must agree in for the stage to go on from it."""
     peak_tokens_per_second: float | None = None
     """Tokens a second at which the devices would be fully used; None if it is not known."""
+    traces: Path = Path("profile")
+    """Where the profiler writes, if it is asked for."""
 
     @property
     def steps(self) -> int:
         """Steps after which it ends whatever the clock says; 0 if time alone ends it."""
-        limits = (self.config.steps, self.config.epochs * self.batches.per_epoch)
-        return min((limit for limit in limits if limit), default=0)
+        return self.config.limit(self.batches.per_epoch)
 
     def progress(self, step: int, elapsed: float) -> float:
         """How much of it is done, 0 to 1."""
@@ -94,19 +97,23 @@ def run_stage(
     report = Report(name, run.log_every, metrics, clock, place.diverged, peak)
     metrics.start(name, step, stage.steps)
     ahead = prefetch(stage.batches, step, NamedSharding(mesh, ROWS))
-    with stop_signals() as stop, closing(ahead) as batches:
+    first = step
+    trace = Trace(stage.traces / name, traced_steps(run, first), report)
+    with stop_signals() as stop, closing(ahead) as batches, closing(trace):
         clock.skip()
-        first = step
         while not (stopped := stop(step)) and (progress := stage.progress(step, clock.elapsed)) < 1:
             rate = _rate(stage.config, run.optimizer, progress)
+            trace.before(step)
             asked = time.monotonic()
             batch = next(batches)
             waited = time.monotonic() - asked
             real = batches.real_tokens
             padded = 1 - real / batch.tokens.size
-            state, values = stage.step(state, stage.frozen, batch, np.float32(rate))
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, values = stage.step(state, stage.frozen, batch, np.float32(rate))
             more = {"lr": rate, "data_wait": waited, "padding": padded}
-            report.add(step, {**values, **more}, real)
+            report.add(step, {**values, **more}, real, timed=not trace.running)
+            trace.after(step)
             step += 1
             if step == first + 1:  # Compilation is not training time.
                 jax.block_until_ready(values)

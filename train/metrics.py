@@ -4,19 +4,26 @@ import json
 import math
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from .records import mend, read_records, rewind
+from .writers import Writer
 
 
 class Metrics:
-    """Appends one JSON object per line to ``metrics.jsonl``; only process 0 writes."""
+    """Appends one JSON object per line to ``metrics.jsonl``; only process 0 writes.
 
-    def __init__(self, path: Path):
-        self._path = path
+    Args:
+      path: the file.
+      writers: what gets every record as well, behind the file.
+    """
+
+    def __init__(self, path: Path, writers: Sequence[Writer] = ()):
+        self._path, self._writers = path, writers
         self._bar: Any = None
         self._counts: Counter[str] = Counter()
         self._file = None
@@ -58,9 +65,12 @@ class Metrics:
         if self._file is None:
             return
         rounded = {name: _round(value) for name, value in values.items()}
-        self._file.write(json.dumps({"stage": stage, "step": step, **rounded}) + "\n")
+        record = {"stage": stage, "step": step, **rounded}
+        self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         self._counts[stage] += 1
+        for writer in self._writers:
+            writer.write(record)
         if self._bar is not None:
             self._bar.set_postfix(rounded)
         else:
@@ -74,9 +84,11 @@ class Metrics:
             self._bar = None
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file and the other writers."""
         if self._file is not None:
             self._file.close()
+            for writer in self._writers:
+                writer.close()
 
 
 def _round(value: float) -> float | None:

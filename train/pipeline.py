@@ -29,7 +29,7 @@ from .card import write_card
 from .checkpoint import Checkpoints
 from .config import CorpusConfig, PretrainingConfig, RunConfig, StageConfig
 from .data.batches import Batches, Rows, write_tokens
-from .data.corpus import build_corpus, read_texts
+from .data.corpus import build_corpus, read_texts, tokens_file
 from .data.rows import Source
 from .data.tokenizer import encode_documents, load_tokenizer, train_tokenizer
 from .fingerprint import Fingerprint, draft_settings, model_digest, target_settings
@@ -41,7 +41,9 @@ from .objectives import DraftObjective, TargetObjective
 from .optim import make_optimizer
 from .passes import cast
 from .processes import by_first, gathered
+from .profiling import check_window
 from .step import Batch, Objective, initial_state, make_step, state_shardings
+from .writers import open_writers
 
 TOKENS_PER_DEVICE = 16384
 """Of a micro-batch: enough for the matrix units, and little beside the weights of a 7B target."""
@@ -55,6 +57,8 @@ class TrainingRun:
     workdir: Path
     mesh: Mesh
     metrics: Metrics
+    data_section: str = "data"
+    """Of the configuration, as it was typed, in which the data are described."""
 
     @property
     def target_source(self) -> str:
@@ -82,7 +86,7 @@ def train(config: RunConfig, workdir: Path, command: str = "") -> None:
     """
     mesh = make_mesh(*config.mesh.resolve(len(jax.devices())))
     workdir.mkdir(parents=True, exist_ok=True)
-    metrics = Metrics(workdir / "metrics.jsonl")
+    metrics = Metrics(workdir / "metrics.jsonl", open_writers(config, workdir))
     run = TrainingRun(config, workdir, mesh, metrics)
     if config.data.corpus is not None:
         corpus = config.data.corpus
@@ -114,7 +118,7 @@ def prepare_corpus(run: TrainingRun, config: CorpusConfig) -> None:
             tokenizer = train_tokenizer(texts, config.vocab_size)
         tokenizer.save_pretrained(run.workdir / "tokenizer")
     for name in ("heldout", "train"):
-        path = folder / f"{name}.npy"
+        path = tokens_file(folder, name, run.workdir / "tokenizer")
         if not path.is_file():
             tokenizer = load_tokenizer(run.workdir / "tokenizer")
             parts = encode_documents(tokenizer, read_texts(folder / f"{name}.jsonl"))
@@ -158,6 +162,8 @@ def train_draft(run: TrainingRun) -> None:
     models, parts = _models(run), _stage_by_stage(run)
     # The rows of all stages are looked at before the first one takes its hours.
     data = [StageData.of(part, part.config.stages[0], target.vocab_size) for part in parts]
+    rows_of = zip(config.stages, data, strict=True)
+    check_window(config, [len(rows.rows) // stage.batch for stage, rows in rows_of])
     target, frozen = load_target(run.target_source, mesh=run.mesh, **source)
     draft, params = DraftConfig.for_target(target, window=config.draft.window), None
     if config.draft.init:
@@ -176,10 +182,10 @@ def train_draft(run: TrainingRun) -> None:
 def _stage_by_stage(run: TrainingRun) -> list[TrainingRun]:
     """For every stage the run of it alone, its micro-batches spread over the devices."""
     parts = []
-    for alone in run.config.runs_of_stages():
+    for typed, alone in zip(run.config.stages, run.config.runs_of_stages(), strict=True):
         [stage] = alone.stages
         settled = dataclasses.replace(alone, stages=(with_micro_batches(stage, run.mesh),))
-        parts.append(dataclasses.replace(run, config=settled))
+        parts.append(dataclasses.replace(run, config=settled, data_section=typed.data_section))
     return parts
 
 
@@ -206,7 +212,8 @@ class StageData(NamedTuple):
     @classmethod
     def of(cls, run: TrainingRun, stage: StageConfig, vocab_size: int) -> "StageData":
         """The data of a run's stage, looked at from end to end."""
-        source = Source(run.config, run.workdir, run.target_source, vocab_size)
+        place = run.workdir, run.target_source
+        source = Source(run.config, *place, vocab_size, run.data_section)
         rows, held_out = source.split(stage, run.mesh)
         if len(rows) < stage.batch:
             stages = "stages" if stage in run.config.stages else "pretraining.stages"
@@ -243,6 +250,7 @@ def _train_stage(
         data.held_out,
         {**settings, "data and tokenizer": data.fingerprint, "rows to train on": len(data.rows)},
         peak_tokens_per_second(objective, stage.seq_len, config.dtype, [*run.mesh.devices.flat]),
+        run.workdir / "profile",
     )
     checkpoints = Checkpoints(run.workdir / "checkpoints" / plan.config.name, config.max_to_keep)
     try:

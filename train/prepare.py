@@ -46,7 +46,9 @@ def prepare(given: Sequence[str]) -> str:
     workers, rest = _workers(given)
     parsed = arguments.parse(rest)
     config = from_config(parsed.config)
-    stages = [stage for stage in config.runs_of_stages() if stage.data.reads_documents]
+    sections = [stage.data_section for stage in config.stages]
+    runs = zip(config.runs_of_stages(), sections, strict=True)
+    stages = [(run, section) for run, section in runs if run.data.reads_documents]
     if not stages:
         raise ValueError(
             "this configuration makes its own data, there is nothing to prepare; set "
@@ -54,8 +56,8 @@ def prepare(given: Sequence[str]) -> str:
         )
     parsed.workdir.mkdir(parents=True, exist_ok=True)
     said = []
-    for stage in stages:
-        source = Source(stage, parsed.workdir, config.target, vocab_size=sys.maxsize)
+    for run, section in stages:
+        source = Source(run, parsed.workdir, config.target, sys.maxsize, section)
         started = time.monotonic()
         made = source.prepare(workers)
         seconds = time.monotonic() - started

@@ -65,10 +65,12 @@ class Report:
         self._diverged, self._peak = diverged, peak
         self._pending: _Pending | None = None
 
-    def add(self, step: int, values: Mapping[str, Any], real_tokens: int) -> None:
-        """Take a step's metrics, and write those of the step before."""
+    def add(
+        self, step: int, values: Mapping[str, Any], real_tokens: int, *, timed: bool = True
+    ) -> None:
+        """Take a step's metrics, and write those of the step before; not timed, it has no speed."""
         self.flush()
-        self._pending = _Pending(step, dict(values), real_tokens)
+        self._pending = _Pending(step, dict(values), real_tokens, timed)
 
     def skip(self) -> None:
         """Do not count the time since the last tick; a pending step, part of it, has no speed."""

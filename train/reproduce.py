@@ -1,7 +1,7 @@
 """Compare drafts of one target: ``python -m train.reproduce runs/small --json study.json``.
 
-The folder holds what ``--config=small_scale`` makes: ``target/target``, ``corpus/heldout.npy`` and
-a run ``NAME-SEED`` for every draft. Of each draft are measured, and kept in its folder as
+The folder holds what ``--config=small_scale`` makes: ``target/target``, ``corpus`` and a
+run ``NAME-SEED`` for every draft. Of each draft are measured, and kept in its folder as
 ``study.json``: its training curve; loss and agreement with the target on held-out rows whose
 context is cut to several lengths, the same tokens each time; the same over tokens that are copies
 of earlier ones; and tokens per target pass in real decoding. Of the target: how much it attends to
@@ -28,6 +28,7 @@ from longspec_jax.loading import load_drafts
 from longspec_jax.provenance import provenance
 from longspec_jax.weights.hf import load_draft
 
+from .data.corpus import tokens_file
 from .study.anchors import attention_to_anchors, losses_at_offset
 from .study.measures import Setting, measured_decoding, measured_scores, training_curve
 from .study.summary import summary
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def _setting(arguments: argparse.Namespace, model: LongSpec) -> Setting:
     contexts = tuple(sorted(arguments.contexts))
     begin = model.tokenizer.bos_token_id
-    path = arguments.folder / "corpus" / "heldout.npy"
+    path = tokens_file(arguments.folder / "corpus", "heldout", arguments.folder / "target/target")
     return Setting(
         held_out_rows(path, contexts[-1], arguments.rows, begin),
         begin,

@@ -59,6 +59,9 @@ def _train(arguments: "Arguments", given: Sequence[str]) -> int:
     flags.FLAGS.mark_as_parsed()  # Orbax declares flags of its own, which this command has not.
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of every save.
     config = from_config(arguments.config)
+    for extra in config.log.extras:
+        if (missing := missing_packages(extra)) is not None:
+            return _fail(missing)
     if arguments.distributed or arguments.coordinator:
         processes.join(arguments.coordinator, arguments.processes, arguments.process)
     keep_programs()

@@ -36,8 +36,11 @@ TABLE = {
     "llama31_8b": (260.1, 251.7, 30_000, 32768),
     "qwq32b_preview": (550.5, 540.0, 30_000, 32768),
     "qwq32b": (550.5, 540.0, 30_000, 32768),
+    "qwen3_8b": (234.9, 226.5, 39_000, 32768),
+    "qwen3_4b": (127.2, 121.9, 39_000, 32768),
 }
-"""Stored and live draft parameters in millions, largest offset, long rows: facts of the release."""
+"""Stored and live draft parameters in millions, largest offset, long rows: facts of the release;
+Qwen3's are counted by hand from the widths in its ``config.json``."""
 
 
 def load(name: str, *variant: str) -> RunConfig:
@@ -52,7 +55,7 @@ def count(table: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in table.leaves)
 
 
-def test_every_target_of_the_paper_and_the_release_has_a_configuration() -> None:
+def test_every_known_target_has_a_configuration() -> None:
     assert set(PAPER) == set(TABLE)
     assert {preset(load(name)) for name in PAPER} == set(PRESETS.values())
 
@@ -97,7 +100,7 @@ def test_the_papers_stages(name: str, variant: str) -> None:
     assert config.draft.max_shift == 4 and config.draft.window == 512
     earlier = {"short": "", "long": f"runs/{name}-short/draft", "sft": f"runs/{name}-long/draft"}
     assert config.draft.init == earlier[variant]
-    qwen = preset(config).architecture == "Qwen2ForCausalLM"
+    qwen = preset(config).architecture.startswith("Qwen")
     assert ("<|im_start|>" in config.data.turn) == qwen
     if variant == "sft":
         assert ("long_cot" in config.data.hub) == qwen

@@ -45,6 +45,7 @@ def test_nested_shapes_convert() -> None:
         ("draft.anchor_offset", 1, "config.draft.anchor_offset=1 must be of type bool"),
         ("optimizer.b1", "0.9", "config.optimizer.b1='0.9' must be of type float"),
         ("data.corpus.held_out", (1,), "config.data.corpus.held_out=1 must be of type str"),
+        ("data.max_bad_rows", -1, "max_bad_rows=-1 of the data is no number of rows; give 0 or"),
         ("stages.short.batch", 4.0, "config.stages.short.batch=4.0 must be of type int"),
     ],
 )

@@ -12,10 +12,13 @@ from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.small_lm.load import load
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer
+from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_draft, load_target
 from tests.train.tiny import ROOT, records
 from train import pipeline
 from train.config import from_config
+from train.data.corpus import tokens_file
+from train.metrics import Metrics
 
 
 def test_the_demo_from_nothing(tmp_path: Path) -> None:
@@ -48,6 +51,22 @@ def test_the_demo_from_nothing(tmp_path: Path) -> None:
     assert len(records(tmp_path)) == count
     again = load_target(tmp_path / "target")[1]
     assert all(map(np.array_equal, jax.tree.leaves(params), jax.tree.leaves(again)))
+
+    # Another text in the place of the one before has tokens of its own.
+    held = tmp_path / "corpus" / "heldout.jsonl"
+    before, corpus = (
+        tokens_file(tmp_path / "corpus", "heldout", tmp_path / "tokenizer"),
+        config.data.corpus,
+    )
+    assert before.is_file() and corpus is not None
+    held.write_text(held.read_text().splitlines()[0] + "\n")
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    run = pipeline.TrainingRun(config, tmp_path, make_mesh(1, 1, 1), metrics)
+    pipeline.prepare_corpus(run, corpus)
+    metrics.close()
+    after = tokens_file(*where)
+    assert len(np.load(after)) < len(np.load(before))
+    assert len(records(tmp_path)) == count + 1
 
 
 def test_a_small_model_with_the_tokenizer_of_another(

@@ -80,7 +80,10 @@ class Run:
         rows: Any = PaddedRows(self.padding, self.config.seq_len)
         batches = Batches(rows, self.config.batch, self.config.accumulation, 0)
         toy_: Any = toy
-        stage = Stage(self.config, toy_, toy.step, (), batches, batches(0), self.fingerprint)
+        stage = Stage(
+            self.config, toy_, toy.step, (), batches, batches(0), self.fingerprint,
+            traces=self.folder / "profile",
+        )  # fmt: skip
         checkpoints = Checkpoints(self.folder / "checkpoints", run.max_to_keep)
         metrics = Metrics(self.folder / "metrics.jsonl")
         mesh = make_mesh(1, 1, 1)

@@ -75,6 +75,24 @@ def test_prepared_rows_are_the_rows_of_training(tmp_path: Path) -> None:
     assert isinstance(rows_of(given)[0], Encoding)
 
 
+def test_a_stages_own_bad_rows_are_allowed_by_its_own_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = save_tiny_target(tmp_path / "target")
+    files = write_documents(tmp_path / "documents.jsonl", 3)
+    files.write_text(files.read_text() + "5\n6\n")
+    given = [f"--config={ROOT}/configs/vicuna7b.py", f"--config.target={target}", "--workers=1"]
+    given += [f"--config.stages.{name}.data.files={files}" for name in ("short", "long", "sft")]
+    given += [f"--workdir={tmp_path / 'work'}"]
+    for budget, sentence in {
+        0: "--config.stages.short.data.max_bad_rows=NUMBER",
+        1: "more rows than --config.stages.short.data.max_bad_rows=1 cannot be used",
+    }.items():
+        option = f"--config.stages.short.data.max_bad_rows={budget}"
+        assert prepare.main([*given, option]) == 2
+        assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [

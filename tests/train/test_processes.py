@@ -122,6 +122,41 @@ with processes.ending_together(report):
 """
 
 
+JOINING = """
+import jax
+from train import processes
+
+processes.join("", 0, -1)
+processes.wait("all")
+print(jax.process_index(), jax.process_count(), jax.device_count(), flush=True)
+"""
+
+
+def test_processes_that_srun_started_find_each_other() -> None:
+    """By what Slurm tells every one of them, as docs/training.md says."""
+    step = dict(SLURM_JOB_ID="7", SLURM_STEP_NODELIST="localhost", SLURM_NTASKS="2")
+    port = str(free_port())
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOINING],
+            cwd=ROOT,
+            env=environment(devices=2, JAX_COORDINATOR_PORT=port, **step)
+            | dict(SLURM_PROCID=str(process), SLURM_LOCALID=str(process)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        output = [process.communicate(timeout=120) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    for process, (printed, _) in enumerate(output):  # Collectives say something, too.
+        assert f"{process} 2 4" in printed.splitlines(), output
+
+
 @pytest.mark.parametrize(("failing", "how"), [(0, "error"), (1, "error"), (1, "killed")])
 def test_what_ends_one_process_ends_the_other(failing: int, how: str) -> None:
     address = f"127.0.0.1:{free_port()}"

@@ -75,6 +75,7 @@ def test_all_stages_are_one_resumable_run(
     assert command(*given) == run.BAD_INPUT
     said = capsys.readouterr().err
     assert "line 11 of" in said and "sft.jsonl" in said
+    assert "--config.stages.sft.data.max_bad_rows=NUMBER" in said
     assert not (workdir / "checkpoints").exists()  # It would have come hours later.
     sft.write_text(good)
     with monkeypatch.context() as patch:
@@ -157,6 +158,24 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
+def test_heads_that_are_wider_than_the_model(tmp_path: Path) -> None:
+    """As Qwen3-4B's are; its head is its embedding, and queries and keys are normalised."""
+    shape = dict(architecture="Qwen3ForCausalLM", qk_norm=True, tied_embeddings=True, head_width=14)
+    target = save_tiny_target(tmp_path / "target", **shape)
+    files = write_documents(tmp_path / "documents.jsonl", 10)
+    given = arguments(target, files, tmp_path / "run")
+    given[0] = f"--config={ROOT}/configs/qwen3_4b.py:short"
+    assert command(*given, "--config.stages.short.epochs=9") == 0
+    assert len(losses(tmp_path / "run")) == 9
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+    config, params = load_target(target)
+    assert config.num_heads * config.head_width == 56 > config.model_width == 32
+    assert "lm_head" not in params
+    draft, learned = load_draft(tmp_path / "run" / "draft", config)
+    assert draft.head_width == 14
+    assert {leaf.shape for leaf in jax.tree.leaves(learned)} >= {(32, 4, 14), (4, 14, 32)}
+
+
 def test_a_training_that_diverges_ends_with_a_sentence_and_what_was_finite(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +219,10 @@ MISTAKES = {
     "no target": (["--config=configs/vicuna7b.py", "--config.target="], "a run needs a target"),
     "dtype": (["--config=configs/demo.py", "--config.dtype=int8"], "dtype='int8'"),
     "unscaled": (["--config=configs/demo.py", "--config.dtype=float16"], "gradients vanish"),
+    "no window": (
+        ["--config=configs/demo.py", "--config.profile_at=3"],
+        "profile_at=3 with --config.profile_steps=0 traces nothing",
+    ),
     "endless": (
         ["--config=configs/vicuna7b.py", "--config.stages.short.epochs=0"],
         "stage short would never end",
@@ -249,8 +272,11 @@ def test_data_and_model_that_do_not_fit_are_refused(
         f"--config.target={tmp_path}": "config.json",
         "--config.target=a/b/c": "is not a folder",
         "--config.draft.init=runs/absent/draft": "runs/absent/draft is not a folder",
+        "--config.stages.short.batch=4 --config.profile_at=9 --config.profile_steps=1": (
+            "no stage gets to --config.profile_at=9, counted in the steps of each: short ends"
+        ),
     }.items():
-        assert command(*given, change) == run.BAD_INPUT
+        assert command(*given, *change.split()) == run.BAD_INPUT
         error = capsys.readouterr().err.strip()
         assert sentence in error and "Traceback" not in error, change
 

@@ -60,6 +60,7 @@ def test_what_changes_training_is_named_as_it_is_typed(field: str, value: Any) -
         ("loss_chunk", 64),
         ("save_every", 1),
         ("log_every", 5),
+        ("log__wandb", "drafts"),
         ("max_to_keep", 9),
         ("export", "x"),
         ("data__files", "elsewhere.jsonl"),
@@ -70,6 +71,10 @@ def test_what_changes_training_is_named_as_it_is_typed(field: str, value: Any) -
 )
 def test_where_things_lie_and_how_work_is_cut_is_free(field: str, value: Any) -> None:
     assert settings(**{field: value}) == settings()
+
+
+def test_a_run_may_be_profiled_when_it_is_resumed() -> None:
+    assert settings(profile_at=9, profile_steps=2) == settings()
 
 
 def test_draws_of_a_micro_batch_depend_on_how_the_work_is_cut() -> None:

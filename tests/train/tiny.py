@@ -21,13 +21,14 @@ ROOT = Path(__file__).parents[2]
 WORDS = "the draft proposes a tree of tokens and the target checks it in one pass".split()
 
 
-def save_tiny_target(folder: Path) -> Path:
+def save_tiny_target(folder: Path, **shape: Any) -> Path:
     """A one-layer target in Hugging Face format, its tokenizer beside it."""
     tokenizer = train_tokenizer([" ".join(WORDS)] * 9, 300)
-    config = tiny_target_config(
+    sizes: dict[str, Any] = dict(
         vocab_size=304, model_width=32, mlp_width=40, num_layers=1, num_heads=4, head_width=8,
         max_positions=96,
     )  # fmt: skip
+    config = tiny_target_config(**{**sizes, **shape})
     params = jax.jit(TargetObjective(config, 16).initialize)(jax.random.key(0))
     save_target(folder, config, params, stop_tokens=(tokenizer.eos_token_id,))
     tokenizer.save_pretrained(folder)

@@ -53,6 +53,25 @@ _THIRTEEN_B = dict(
     hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40
 )
 _LLAMA_2 = dict(architectures=["LlamaForCausalLM"], vocab_size=32000, torch_dtype="bfloat16")
+_QWEN_3 = dict(
+    architectures=["Qwen3ForCausalLM"],
+    attention_bias=False,
+    head_dim=128,
+    max_position_embeddings=40960,
+    max_window_layers=36,
+    model_type="qwen3",
+    num_attention_heads=32,
+    num_hidden_layers=36,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    rope_theta=1000000,
+    sliding_window=None,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    use_sliding_window=False,
+    vocab_size=151936,
+)
 RELEASED = {
     "vicuna-7b-v1.5-16k": _LLAMA_2
     | _SEVEN_B
@@ -104,6 +123,9 @@ RELEASED = {
         max_window_layers=64,
         torch_dtype="bfloat16",
     ),
+    "qwen3-8b": _QWEN_3 | dict(hidden_size=4096, intermediate_size=12288),
+    # The heads together are wider than the model: 32 of 128 beside 2560.
+    "qwen3-4b": _QWEN_3 | dict(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True),
 }
 
 

@@ -20,7 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from ..config import CorpusConfig
+from .fingerprint import content_digest, fingerprint, tokenizer_digest
 from .tokenizer import BOS, EOS, PAD
+
+FORM = 1
+"""Of how texts become tokens; another one makes older files unknown."""
 
 PERMISSIVE = re.compile(
     r"^(MIT(-0|-CMU)?|0?BSD.*|Apache-2\.0|Apache.*2(\.0)?.*|ISC(L)?|PSF-2\.0|Python-2\.0(\.1)?|Zlib"
@@ -106,6 +110,20 @@ def build_corpus(config: CorpusConfig, folder: Path) -> None:
         raise ValueError("no permissively licensed source code is installed; install some packages")
     listing = [asdict(source) for source in sources]
     (folder / "sources.json").write_text(json.dumps(listing, indent=1) + "\n")
+
+
+def tokens_file(folder: Path, part: str, tokenizer: Path) -> Path:
+    """Where the tokens of ``train`` or ``heldout`` are kept, or will be, in a corpus' folder.
+
+    The name says of which texts they are and by which tokenizer: a corpus or a tokenizer that was
+    put in the place of another has tokens of its own.
+    """
+    digests = {
+        "texts": content_digest(folder / f"{part}.jsonl"),
+        "tokenizer": tokenizer_digest(tokenizer),
+        "form": FORM,
+    }
+    return folder / f"{part}-{fingerprint(digests)}.npy"
 
 
 def read_texts(path: Path) -> Iterator[str]:

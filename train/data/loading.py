@@ -65,8 +65,12 @@ class Documents:
             yield "\n\n".join(turn.content for turn in turns)
 
 
-def load_documents(data: DataConfig) -> Documents:
+def load_documents(data: DataConfig, bad: BadRows | None = None) -> Documents:
     """The documents of files or a hub data set, every one of them looked at.
+
+    Args:
+      data: where they are.
+      bad: takes note of the rows that cannot be used; by the data's own budget if absent.
 
     Raises:
       ValueError: if nothing is there, it cannot be read, or more rows than may be skipped are bad.
@@ -74,7 +78,7 @@ def load_documents(data: DataConfig) -> Documents:
     import datasets
 
     datasets.disable_progress_bars()
-    bad = BadRows(data.max_bad_rows)
+    bad = bad or BadRows(data.max_bad_rows)
     if data.files:
         parts = [_sound(_load(_load_file, name, data), name, bad) for name in _expand(data.files)]
         if not parts:

@@ -20,6 +20,7 @@ from longspec_jax.weights.hub import local_folder
 from ..config import RunConfig, StageConfig
 from ..processes import by_first, is_first
 from ..step import ROWS, Batch
+from .bad_rows import BadRows
 from .batches import (
     PackedRows,
     Rows,
@@ -27,10 +28,11 @@ from .batches import (
     SyntheticRows,
     read_tokens,
 )
+from .corpus import tokens_file
 from .documents import DocumentRows, Encoding, learned_spans
 from .encoded import FORM, EncodedDocuments, encode, read_encoded, write_encoded
 from .fingerprint import files_digest, fingerprint, tokenizer_digest
-from .loading import data_digest, load_documents
+from .loading import Documents, data_digest, load_documents
 from .tokenizer import load_tokenizer
 from .workers import Work, encode_by_workers
 
@@ -44,6 +46,8 @@ class Source:
     target: str
     """Folder or hub id whose tokenizer makes tokens of text."""
     vocab_size: int
+    section: str = "data"
+    """Of the configuration, as it is typed, in which these data are described."""
 
     def split(self, stage: StageConfig, mesh: Mesh) -> tuple[Rows, Batch]:
         """The rows a stage trains on, and a micro-batch it never does; the same on every mesh."""
@@ -91,7 +95,7 @@ class Source:
         """All documents as tokens on disk, made by so many processes unless they are there."""
         data, folder = self.config.data, self.encoded_folder
         if not folder.is_dir():
-            documents = load_documents(data)
+            documents = self._load()
             if workers > 1:
                 work = Work(documents, self.target, self.config.revision or None, data)
                 turns = encode_by_workers(work, workers)
@@ -113,7 +117,8 @@ class Source:
         """The tokens to train on, and those held out."""
         corpus = self.config.data.corpus
         assert corpus is not None, "a run without a corpus has no files of one"
-        return [corpus.place(self.workdir) / f"{name}.npy" for name in ("train", "heldout")]
+        folder, tokenizer = corpus.place(self.workdir), self.workdir / "tokenizer"
+        return [tokens_file(folder, name, tokenizer) for name in ("train", "heldout")]
 
     @property
     def _begin(self) -> int | None:
@@ -152,10 +157,15 @@ class Source:
         if self.encoded_folder.is_dir():
             documents = read_encoded(self.encoded_folder)
         else:
-            documents = Encoding(load_documents(data), self._tokenizer, data)
+            documents = Encoding(self._load(), self._tokenizer, data)
         if documents.skipped and is_first():
             print(documents.skipped, file=sys.stderr, flush=True)
         return documents
+
+    def _load(self) -> Documents:
+        data = self.config.data
+        bad = BadRows(data.max_bad_rows, f"--config.{self.section}.max_bad_rows")
+        return load_documents(data, bad=bad)
 
     def _rows(self, seq_len: int) -> Rows:
         """All rows of files, hub or chance, cut to a length."""

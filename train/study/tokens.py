@@ -14,7 +14,7 @@ def held_out_rows(path: Path, length: int, count: int, begin: int | None) -> np.
     """Rows ``[count, length]`` int32, evenly spread over a token file.
 
     Args:
-      path: of tokens one after another, as a run's ``corpus/heldout.npy``.
+      path: of tokens one after another, as a run's ``corpus/heldout-*.npy``.
       length: of a row.
       count: of rows.
       begin: a token in front of every row; none if absent.

@@ -129,4 +129,5 @@ def test_a_run_refuses_a_bad_row_before_its_first_step(
     assert command(*given) == run.BAD_INPUT
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith(f"train.run: line 41 of {files}: the line is not JSON")
+    assert error.endswith("--config.data.max_bad_rows=NUMBER")
     assert not (tmp_path / "work" / "metrics.jsonl").read_text()

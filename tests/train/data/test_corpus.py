@@ -118,3 +118,18 @@ def test_the_standard_library_is_listed_without_its_tests() -> None:
     library = corpus._standard_library()
     assert "json/decoder.py" in library.files and library.licence == "PSF-2.0"
     assert not any("test" in Path(file).parts for file in library.files)
+
+
+def test_tokens_are_kept_under_what_they_are_of(tmp_path: Path) -> None:
+    def written(folder: Path, text: str, merges: str) -> str:
+        (folder / "corpus").mkdir(parents=True)
+        (folder / "tokenizer").mkdir()
+        (folder / "corpus" / "train.jsonl").write_text(text)
+        (folder / "tokenizer" / "tokenizer.json").write_text(merges)
+        file = corpus.tokens_file(folder / "corpus", "train", folder / "tokenizer")
+        assert file.parent == folder / "corpus" and file.name.startswith("train-")
+        return file.name
+
+    first = written(tmp_path / "a", "{}", "x")
+    assert written(tmp_path / "b", "{}", "x") == first
+    assert written(tmp_path / "c", "[]", "x") != first != written(tmp_path / "d", "{}", "y")

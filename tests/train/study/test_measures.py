@@ -16,6 +16,7 @@ from tests.train.tiny import save_tiny_target
 from train import reproduce
 from train.acceptance import Pair, implied_length, simulated_acceptance
 from train.config import DraftSettings
+from train.data.corpus import tokens_file
 from train.objectives import DraftObjective
 from train.passes import run_target
 from train.study.anchors import attention_to_anchors, losses_at_offset
@@ -33,7 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny_target(folder / "target" / "target")
     (folder / "corpus").mkdir()
     tokens = np.random.default_rng(0).integers(3, 300, 400)
-    np.save(folder / "corpus" / "heldout.npy", tokens.astype(np.uint16))
+    (folder / "corpus" / "heldout.jsonl").write_text("")  # The tokens' file is named after it.
+    path = tokens_file(folder / "corpus", "heldout", folder / "target" / "target")
+    np.save(path, tokens.astype(np.uint16))
     config, _ = load_target(folder / "target" / "target", dtype="float32")
     draft = DraftConfig.for_target(config, window=7)
     objective = DraftObjective(config, draft, SETTINGS, 0, 64)
