@@ -4,9 +4,15 @@
 class BadRows:
     """Counts the rows that cannot be used, and refuses the first one beyond its budget."""
 
-    def __init__(self, budget: int):
+    def __init__(self, budget: int, option: str = "--config.data.max_bad_rows"):
+        """Begin with none.
+
+        Args:
+          budget: how many may be skipped.
+          option: what is typed to change that.
+        """
         self.count, self.first = 0, ""
-        self._budget = budget
+        self._budget, self._option = budget, option
 
     def add(self, place: str, error: ValueError) -> None:
         """Take note of a row.
@@ -24,12 +30,12 @@ class BadRows:
             return
         if self._budget:
             raise ValueError(
-                f"more rows than --config.data.max_bad_rows={self._budget} cannot be used, the "
+                f"more rows than {self._option}={self._budget} cannot be used, the "
                 f"first is {self.first}; repair or remove them, or raise the number"
             )
         raise ValueError(
             f"{self.first}; repair or remove the row, or skip so many of them with "
-            "--config.data.max_bad_rows=NUMBER"
+            f"{self._option}=NUMBER"
         )
 
     def summary(self) -> str:
