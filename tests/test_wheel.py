@@ -98,7 +98,14 @@ def test_no_file_is_left_out(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["longspec-bench", "longspec-decode", "longspec-plot", "longspec-vocabulary"]
+    "name",
+    [
+        "longspec-bench",
+        "longspec-decode",
+        "longspec-plot",
+        "longspec-regenerate",
+        "longspec-vocabulary",
+    ],
 )
 def test_scripts_answer_from_anywhere(name: str, site: Path, hostile: Path) -> None:
     asked = run([*script(site, name), "--help"], hostile, site)

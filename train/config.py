@@ -81,6 +81,21 @@ class DataConfig:
     """Random rows of this number, for trying a set-up without data."""
     corpus: CorpusConfig | None = None
 
+    @classmethod
+    def whole(cls, files: str, hub: str, split: str) -> "DataConfig":
+        """Documents as they are, for commands that make no rows of them."""
+        return cls(
+            files=files,
+            hub=hub,
+            split=split,
+            pack=True,
+            mask_prompts=False,
+            answer_room=0,
+            turn="",
+            max_bad_rows=0,
+            synthetic_rows=0,
+        )
+
     @property
     def sources(self) -> tuple[str, ...]:
         """The fields that say where rows come from, of those that are set; should be one."""
