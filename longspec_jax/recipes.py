@@ -76,6 +76,7 @@ def base_config() -> "ConfigDict":
                 turn=LLAMA_TURN,
                 max_bad_rows=0,
                 synthetic_rows=0,
+                buckets=1,
             ),
             draft=dict(
                 window=512,

@@ -54,6 +54,9 @@ class CorpusConfig:
     """Folder or hub id of a model whose tokenizer is used; one is trained if empty."""
 
 
+MOST_BUCKETS = 8
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where rows come from: files or hub, a corpus, or synthetic rows."""
@@ -80,6 +83,9 @@ class DataConfig:
     synthetic_rows: int
     """Random rows of this number, for trying a set-up without data."""
     corpus: CorpusConfig | None = None
+    buckets: int = 1
+    """Lengths that documents are padded to, if they are not packed: the stage's and its halves. A
+    step has rows of one of them, shorter ones as many more."""
 
     @classmethod
     def whole(cls, files: str, hub: str, split: str) -> "DataConfig":
@@ -117,6 +123,16 @@ class DataConfig:
             raise ValueError(
                 f"--config.data.max_bad_rows={self.max_bad_rows} is no number of rows; give 0 or "
                 "more"
+            )
+        if not 1 <= self.buckets <= MOST_BUCKETS:
+            raise ValueError(
+                f"--config.data.buckets={self.buckets} must be 1 to {MOST_BUCKETS}: each is another"
+                " program to compile"
+            )
+        if self.buckets > 1 and (self.pack or self.corpus or self.synthetic_rows):
+            raise ValueError(
+                f"--config.data.buckets={self.buckets} is for rows of one document each, and these "
+                "are full; set it to 1, or pack to False"
             )
 
 
@@ -280,6 +296,12 @@ class RunConfig:
         self._check_sources()
         for stage in self.stages:
             data = stage.data or self.data
+            if stage.seq_len % (1 << (data.buckets - 1)):
+                raise ValueError(
+                    f"stage {stage.name}: seq_len={stage.seq_len} cannot be halved "
+                    f"{data.buckets - 1} times, as data.buckets={data.buckets} asks for; choose a "
+                    "seq_len with more factors of 2, or fewer buckets"
+                )
             cuts = data.mask_prompts and not data.pack
             if cuts and stage.seq_len <= data.answer_room:
                 where = f"stages.{stage.name}.data" if stage.data else "data"

@@ -55,6 +55,10 @@ class EncodedDocuments:
         first, last = (int(self.ends[index - 1]) if index else 0), int(self.ends[index])
         return [self._turn(turn) for turn in range(first, last)]
 
+    def lengths(self) -> np.ndarray:
+        """Tokens of every document, ``[documents]``."""
+        return np.diff(self.turn_ends[self.ends - 1], prepend=0)
+
     def _turn(self, index: int) -> EncodedTurn:
         start = self.turn_ends[index - 1] if index else 0
         ids = self.tokens[start : self.turn_ends[index]]

@@ -75,7 +75,7 @@ class Source:
         data = self.config.data
         options = dataclasses.asdict(data)
         # Where data lie is not what they are; and a budget changes no row of a run that begins.
-        for name in ("files", "hub", "corpus", "max_bad_rows"):
+        for name in ("files", "hub", "corpus", "max_bad_rows", "buckets"):
             del options[name]
         if data.synthetic_rows:
             return fingerprint({"options": options, "vocab_size": self.vocab_size})
@@ -124,7 +124,7 @@ class Source:
     def _documents(self) -> Encoding | EncodedDocuments:
         """The documents of files or hub, all of them looked at, as tokens."""
         data = self.config.data
-        if data.pack:
+        if data.pack or data.buckets > 1:  # Lengths are not known before there are tokens.
             by_first("tokens", lambda: self.prepare(workers=1))
         if self.encoded_folder.is_dir():
             documents = read_encoded(self.encoded_folder)
