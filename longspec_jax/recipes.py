@@ -77,6 +77,7 @@ def base_config() -> "ConfigDict":
                 max_bad_rows=0,
                 synthetic_rows=0,
                 buckets=1,
+                stream=False,
             ),
             draft=dict(
                 window=512,

@@ -87,6 +87,10 @@ class DataConfig:
     """Lengths that documents are padded to, if they are not packed: the stage's and its halves. A
     step has rows of one of them, shorter ones as many more."""
 
+    stream: bool = False
+    """Read the hub data once, as a stream, straight into tokens on disk, instead of downloading
+    them first; of a data set too large for this machine's disk only the tokens are kept."""
+
     @classmethod
     def whole(cls, files: str, hub: str, split: str) -> "DataConfig":
         """Documents as they are, for commands that make no rows of them."""
@@ -128,6 +132,11 @@ class DataConfig:
             raise ValueError(
                 f"--config.data.buckets={self.buckets} must be 1 to {MOST_BUCKETS}: each is another"
                 " program to compile"
+            )
+        if self.stream and self.sources != ("hub",):
+            raise ValueError(
+                "--config.data.stream reads hub data: set --config.data.hub=NAME and no other "
+                "source, or stream to False"
             )
         if self.buckets > 1 and (self.pack or self.corpus or self.synthetic_rows):
             raise ValueError(

@@ -6,7 +6,7 @@ Which of them are learned is not kept: masks are laid over the same tokens as th
 
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -75,9 +75,19 @@ def read_encoded(folder: Path) -> EncodedDocuments:
 
 
 def write_encoded(
-    folder: Path, documents: Iterable[list[EncodedTurn]], vocab_size: int, skipped: str
+    folder: Path,
+    documents: Iterable[list[EncodedTurn]],
+    vocab_size: int,
+    skipped: Callable[[], str],
 ) -> None:
-    """Write documents into a new folder, which is there when all of it is."""
+    """Write documents into a new folder, which is there when all of it is.
+
+    Args:
+      folder: does not exist yet.
+      documents: their tokens.
+      vocab_size: no token is as large.
+      skipped: says, once all are written, what was left out.
+    """
     turn_ends, speakers, ends = array("q"), array("B"), array("q")
 
     def parts() -> Iterator[np.ndarray]:
@@ -97,7 +107,7 @@ def write_encoded(
     np.save(unfinished / "turn_ends.npy", np.asarray(turn_ends, np.int64))
     np.save(unfinished / "speakers.npy", np.asarray(speakers, np.uint8))
     np.save(unfinished / "ends.npy", np.asarray(ends, np.int64))
-    (unfinished / "skipped.txt").write_text(skipped)
+    (unfinished / "skipped.txt").write_text(skipped())
     unfinished.rename(folder)
 
 

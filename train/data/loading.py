@@ -6,6 +6,7 @@ and what was expected. JSON lines are read in place, everything else by the ``da
 """
 
 import bisect
+import contextlib
 import glob
 import importlib.util
 import itertools
@@ -106,9 +107,20 @@ def data_digest(data: DataConfig) -> str:
 
 
 def _load(load: Any, name: str, data: DataConfig) -> Any:
-    """Rows of a file or data set; every failure becomes one sentence."""
-    try:
+    """Rows of a file or data set."""
+    with readable(name):
         return load(name, data)
+
+
+@contextlib.contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Make one sentence of every failure to read files or a data set.
+
+    Raises:
+      ValueError: names what could not be read, and why.
+    """
+    try:
+        yield
     except _unreadable() as error:
         reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(

@@ -20,6 +20,7 @@ from longspec_jax.weights.hub import local_folder
 from ..config import RunConfig, StageConfig
 from ..processes import by_first, is_first
 from ..step import ROWS, Batch
+from .bad_rows import BadRows
 from .batches import (
     PackedRows,
     Rows,
@@ -31,6 +32,7 @@ from .documents import DocumentRows, Encoding, learned_spans
 from .encoded import FORM, EncodedDocuments, encode, read_encoded, write_encoded
 from .fingerprint import files_digest, fingerprint, tokenizer_digest
 from .loading import data_digest, load_documents
+from .streaming import Stream, stream_digest, stream_revision
 from .tokenizer import load_tokenizer
 from .workers import Work, encode_by_workers
 
@@ -75,27 +77,31 @@ class Source:
         data = self.config.data
         options = dataclasses.asdict(data)
         # Where data lie is not what they are; and a budget changes no row of a run that begins.
-        for name in ("files", "hub", "corpus", "max_bad_rows", "buckets"):
+        for name in ("files", "hub", "corpus", "max_bad_rows", "buckets", "stream"):
             del options[name]
         if data.synthetic_rows:
             return fingerprint({"options": options, "vocab_size": self.vocab_size})
         if data.corpus is not None:
             files = [self.workdir / "corpus" / f"{name}.npy" for name in ("train", "heldout")]
             return fingerprint({"options": options, "data": files_digest(files)})
-        digests = {"data": data_digest(data), "tokenizer": self._tokenizer_digest}
+        digests = {"data": self._data_digest, "tokenizer": self._tokenizer_digest}
         return fingerprint({"options": options, **digests})
 
     def prepare(self, workers: int) -> EncodedDocuments:
         """All documents as tokens on disk, made by so many processes unless they are there."""
         data, folder = self.config.data, self.encoded_folder
         if not folder.is_dir():
-            documents = load_documents(data)
+            bad = BadRows(data.max_bad_rows)
+            if data.stream:
+                documents = Stream(data, stream_revision(data, self.workdir), bad)
+            else:
+                documents = load_documents(data, bad=bad)
             if workers > 1:
                 work = Work(documents, self.target, self.config.revision or None, data)
                 turns = encode_by_workers(work, workers)
             else:
                 turns = encode(documents, self._tokenizer, data)
-            write_encoded(folder, turns, len(self._tokenizer), documents.skipped)
+            write_encoded(folder, turns, len(self._tokenizer), bad.summary)
         return read_encoded(folder)
 
     @cached_property
@@ -103,8 +109,14 @@ class Source:
         """Where the tokens of these data are kept, or will be: its name says what they are of."""
         data = self.config.data
         options = (data.split, data.turn, data.pack, data.max_bad_rows, FORM)
-        digests = {"data": data_digest(data), "tokenizer": self._tokenizer_digest}
+        digests = {"data": self._data_digest, "tokenizer": self._tokenizer_digest}
         return self.workdir / f"tokens-{fingerprint({'options': options, **digests})}"
+
+    @cached_property
+    def _data_digest(self) -> str:
+        """Of the content of files or hub data; of a stream, what it is of and its revision."""
+        data = self.config.data
+        return stream_digest(data, self.workdir) if data.stream else data_digest(data)
 
     @property
     def _tokenizer_digest(self) -> str:
@@ -124,7 +136,8 @@ class Source:
     def _documents(self) -> Encoding | EncodedDocuments:
         """The documents of files or hub, all of them looked at, as tokens."""
         data = self.config.data
-        if data.pack or data.buckets > 1:  # Lengths are not known before there are tokens.
+        # A stream has no rows by number, and nobody knows their lengths before there are tokens.
+        if data.pack or data.stream or data.buckets > 1:
             by_first("tokens", lambda: self.prepare(workers=1))
         if self.encoded_folder.is_dir():
             documents = read_encoded(self.encoded_folder)
