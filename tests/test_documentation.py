@@ -10,6 +10,7 @@ import pytest
 from infer import arguments
 from infer.bench import arguments as bench_arguments
 from infer.bench.__main__ import BENCHMARKS
+from train import regenerate
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -66,7 +67,7 @@ def test_commands_exist(page: Path) -> None:
 
 
 def options_of_commands() -> dict[str, set[str]]:
-    """The options that each command of ``infer`` has."""
+    """The options that each command of ``infer`` has, and those of ``train`` without a config."""
     summaries = {name: summary for name, (_, summary) in BENCHMARKS.items()}
     [benchmarks] = (
         action.choices
@@ -75,13 +76,16 @@ def options_of_commands() -> dict[str, set[str]]:
     )
     parsers = {"infer.decode": arguments.parser()}
     parsers |= {f"infer.bench {name}": parser for name, parser in benchmarks.items()}
+    parsers["train.regenerate"] = regenerate.parser()
     return {
         name: {option for action in parser._actions for option in action.option_strings}
         for name, parser in parsers.items()
     }
 
 
-COMMAND = re.compile(r"python -m (infer\.decode|infer\.bench [a-z]+)(.*)", re.DOTALL)
+COMMAND = re.compile(
+    r"python -m (infer\.decode|infer\.bench [a-z]+|train\.regenerate)(.*)", re.DOTALL
+)
 OPTION = re.compile(r"--\w[\w.-]*")
 OTHERS_OPTIONS = ("--config", "--xla_")
 
@@ -120,5 +124,5 @@ def test_every_raw_file_is_listed() -> None:
 def test_the_pages_are_read() -> None:
     """Guards against a moved folder turning the checks above into nothing."""
     names = {str(page.relative_to(ROOT)) for page in PAGES}
-    assert {"README.md", "CONTRIBUTING.md", "docs/design.md", "docs/results/README.md"} <= names
+    assert {"README.md", "CONTRIBUTING.md", "docs/data.md", "docs/results/README.md"} <= names
     assert len(CODE) > 100

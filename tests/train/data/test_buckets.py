@@ -1,5 +1,6 @@
 """Rows by their length: every row once an epoch, in few shapes of as many places for tokens."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from configs.vicuna7b import get_config
 from longspec_jax.sharding import make_mesh
-from tests.train.tiny import save_tiny_target, write_documents
+from tests.train.tiny import ROOT, save_tiny_target, write_documents
 from train.config import from_config
 from train.data.batches import Batches, Row, SyntheticRows, prefetch
 from train.data.buckets import Plan, bucket_lengths
@@ -105,6 +106,26 @@ def test_prefetched_batches_have_the_lengths_of_their_steps() -> None:
         np.testing.assert_array_equal(batch.tokens, made(step).tokens)
         assert ahead.real_tokens == made.counted(step)[1]
     ahead.close()
+
+
+def planned_padding(
+    rows: int, median: int, sigma: float, seq_len: int, batch: int, n: int
+) -> float:
+    drawn = np.random.default_rng(0).lognormal(np.log(median), sigma, rows)
+    lengths = np.clip(drawn.astype(int), 8, seq_len)
+    plan = Plan.of(lengths, bucket_lengths(seq_len, n), batch, seed=0)
+    taken = np.concatenate([plan(step).rows for step in range(plan.per_epoch)])
+    return 1 - lengths[taken].sum() / (plan.per_epoch * batch * seq_len)
+
+
+def test_documented_padding_is_that_of_the_plan() -> None:
+    listed = json.loads((ROOT / "docs" / "results" / "padding.json").read_text())["rows"]
+    page = (ROOT / "docs" / "data.md").read_text()
+    for row in listed:
+        told = row.pop("padding")
+        shares = [planned_padding(**row, n=count) for count in range(1, 7)]
+        assert [round(share, 3) for share in shares] == told
+        assert " | ".join(f"{share:.0%}".replace("%", " %") for share in shares) in page
 
 
 @pytest.mark.parametrize("mask", [False, True])

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,11 +64,17 @@ def chats(count: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.multiproc
 def test_a_stream_gives_the_tokens_of_the_files(
     target: Path, tmp_path: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "SHARE", 3)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    # Threads do what processes do, which take long to start.
+    monkeypatch.setattr(
+        workers,
+        "ProcessPoolExecutor",
+        lambda count, context, begin, given: ThreadPoolExecutor(count, "", begin, given),
+    )
     folder = local_set(tmp_path / "set", chats(11))
     streamed = source(target, tmp_path / "one", hub=str(folder), stream=True).prepare(workers=1)
     assert not any(private_cache.glob("**/*.arrow"))  # Nothing was kept.
