@@ -14,8 +14,8 @@ its row. A row that has no room for an answer within --max_row_tokens is left ou
 it, and is counted. The rows do not depend on --row_slots, --rows_at_once, --drafter and --tree, but
 for near-ties in 16 bits.
 
-The same command goes on where it was stopped. The exit status is 0, 2 for bad input, and 75 (try
-again) after Ctrl-C.
+The same command goes on where it was stopped. The exit status is 0, 1 for a target whose numbers
+are not finite, 2 for bad input, and 75 (try again) after Ctrl-C.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from longspec_jax.generation.ranges import SAMPLING
 from longspec_jax.mesh_argument import GRAMMAR, mesh_argument
 
 COMMAND = command_name(__package__, "regenerate")
-BAD_INPUT, INTERRUPTED = 2, 75
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 75
 """Exit statuses; the last is EX_TEMPFAIL of sysexits.h."""
 
 
@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (missing := missing_extra(error)) is None:
             raise
         return _fail(missing)
+    except FloatingPointError as error:  # A target that overflows.
+        return _fail(str(error), FAILED)
     except (ValueError, OSError, NotImplementedError, MemoryError) as error:
         return _fail(str(error))
     return 0
@@ -163,9 +165,9 @@ def _tree(text: str) -> TreeConfig:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, status: int = BAD_INPUT) -> int:
     print(f"{COMMAND.removeprefix('python -m ')}: {message}", file=sys.stderr)
-    return BAD_INPUT
+    return status
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from train.data.formats import to_turns
 from train.data.tokenizer import load_tokenizer
 from train.regeneration import work as regenerate_work
 from train.regeneration.conversation import seed_of
-from train.regeneration.output import Output
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
@@ -244,20 +243,6 @@ def test_a_conversation_needs_a_template(
     assert regenerate.main([*given_one, "--max_bad_rows=7"]) == 0
     assert [row["row"] for row in rows_of(data.parent / "out.jsonl")] == [3]
     assert "skipped 7 rows that cannot be used" in capsys.readouterr().out
-
-
-def test_one_file_has_one_writer(tmp_path: Path) -> None:
-    output = Output(tmp_path / "out.jsonl", {})
-    with pytest.raises(ValueError, match="another process is writing"):
-        Output(tmp_path / "out.jsonl", {})
-    output.append([{"row": 4}])
-    output.close()
-    again = Output(tmp_path / "out.jsonl", {})
-    assert (again.rows, again.next_row) == (1, 5)
-    again.close()
-    (tmp_path / "out.jsonl").write_text('{"row": 4}\n{"other": 1}\n')
-    with pytest.raises(ValueError, match="the last line of .* is no row that this command wrote"):
-        Output(tmp_path / "out.jsonl", {})
 
 
 def test_numbers_are_refused_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,14 +49,14 @@ def regenerate(arguments: argparse.Namespace) -> str:
         if output.next_row >= len(documents):
             return f"{out} has {output.rows} rows and is complete"
         work = Answering(
-            _load(arguments, source),
-            limits,
-            {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")},
-            arguments.seed,
-            bad,
-            arguments.rows_at_once or 16 * arguments.row_slots,
-            template,
-            arguments.tree,
+            spec=_load(arguments, source),
+            limits=limits,
+            options={name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")},
+            seed=arguments.seed,
+            bad=bad,
+            at_once=arguments.rows_at_once or 16 * arguments.row_slots,
+            template=template,
+            tree=arguments.tree,
         )
         return _run(work, documents, output)
     finally:
@@ -79,16 +79,17 @@ def _settings(
 
 def _run(work: Answering, documents: Documents, output: Output) -> str:
     """Answer the rows that are left, and tell of it as it goes on."""
-    started, first = time.monotonic(), output.next_row
-    for rows in work.run(_conversations(documents, first)):
+    started, counts, told = time.monotonic(), work.counts, 0
+    for rows in work.run(_conversations(documents, output.next_row)):
         output.append(row.record() for row in rows)
-        counts, seconds = work.counts, time.monotonic() - started
-        print(
-            f"{output.rows} rows of {len(documents)}, {counts.answers} answers of {counts.tokens} "
-            f"tokens in {seconds:.0f} s, {counts.tokens / max(seconds, 1e-9):.1f} tokens/s",
-            file=sys.stderr,
-            flush=True,
-        )
+        if counts.answers > told:
+            told, seconds = counts.answers, time.monotonic() - started
+            print(
+                f"{output.rows} rows of {len(documents)}, {told} answers of {counts.tokens} tokens "
+                f"in {seconds:.0f} s, {counts.tokens / max(seconds, 1e-9):.1f} tokens/s",
+                file=sys.stderr,
+                flush=True,
+            )
     return _summary(work, output)
 
 
