@@ -82,10 +82,6 @@ class Plan:
         bucket = plan.bucket[within]
         return StepRows(plan.rows[bucket][plan.nth[within]], self.lengths[bucket])
 
-    def length(self, step: int) -> int:
-        """Tokens that the rows of a step are padded to."""
-        return self(step).length
-
     def _rows_of(self, length: int) -> int:
         return self.batch * (self.lengths[-1] // length)
 
