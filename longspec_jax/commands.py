@@ -9,6 +9,7 @@ SCRIPTS = {
     "infer.decode": "longspec-decode",
     "train.plot": "longspec-plot",
     "train.prepare": "longspec-prepare",
+    "train.regenerate": "longspec-regenerate",
     "train.run": "longspec-train",
     "train.vocabulary": "longspec-vocabulary",
 }

@@ -80,6 +80,8 @@ def base_config() -> "ConfigDict":
                 max_bad_rows=0,
                 synthetic_rows=0,
                 begin_rows=False,
+                buckets=1,
+                stream=False,
             ),
             draft=dict(
                 window=512,

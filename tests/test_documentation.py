@@ -17,7 +17,7 @@ from infer import arguments
 from infer.bench import arguments as bench_arguments
 from infer.bench.__main__ import BENCHMARKS
 from train import arguments as train_arguments
-from train import bench, plot, vocabulary
+from train import bench, plot, regenerate, reproduce, vocabulary
 from train.config import RunConfig, from_config
 
 ROOT = Path(__file__).parents[1]
@@ -84,8 +84,9 @@ def options_of_commands() -> dict[str, set[str]]:
     )
     parsers = {"infer.decode": arguments.parser()}
     parsers |= {f"infer.bench {name}": parser for name, parser in benchmarks.items()}
-    for module in (bench, plot, vocabulary):
+    for module in (bench, plot, reproduce, vocabulary):
         parsers[module.__name__] = module._parser()
+    parsers["train.regenerate"] = regenerate.parser()
     run = {f"--{name}" for name in train_arguments._flags(None, [])}
     return {"train.run": run, "train.prepare": {*run, "--workers"}} | {
         name: {option for action in parser._actions for option in action.option_strings}
@@ -199,5 +200,5 @@ def test_every_raw_file_is_listed() -> None:
 def test_the_pages_are_read() -> None:
     """Guards against a moved folder turning the checks above into nothing."""
     names = {str(page.relative_to(ROOT)) for page in PAGES}
-    assert {"README.md", "CONTRIBUTING.md", "docs/design.md", "docs/results/README.md"} <= names
+    assert {"README.md", "CONTRIBUTING.md", "docs/data.md", "docs/results/README.md"} <= names
     assert len(CODE) > 100

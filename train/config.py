@@ -61,6 +61,9 @@ class CorpusConfig:
         return Path(self.folder).expanduser() if self.folder else workdir / "corpus"
 
 
+MOST_BUCKETS = 8
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where rows come from: files or hub, a corpus, or synthetic rows."""
@@ -91,6 +94,28 @@ class DataConfig:
     begins wherever the one before it was cut, and the model seldom sees that token at position
     0."""
     corpus: CorpusConfig | None = None
+    buckets: int = 1
+    """Lengths that documents are padded to, if they are not packed: the stage's and its halves. A
+    step has rows of one of them, shorter ones as many more."""
+
+    stream: bool = False
+    """Read the hub data once, as a stream, straight into tokens on disk, instead of downloading
+    them first; of a data set too large for this machine's disk only the tokens are kept."""
+
+    @classmethod
+    def whole(cls, files: str, hub: str, split: str) -> "DataConfig":
+        """Documents as they are, for commands that make no rows of them."""
+        return cls(
+            files=files,
+            hub=hub,
+            split=split,
+            pack=True,
+            mask_prompts=False,
+            answer_room=0,
+            turn="",
+            max_bad_rows=0,
+            synthetic_rows=0,
+        )
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -117,6 +142,21 @@ class DataConfig:
             raise ValueError(
                 "--config.data.begin_rows is of packed rows, and each of these is one document, "
                 "which begins with that token anyway; set it to False, or --config.data.pack"
+            )
+        if not 1 <= self.buckets <= MOST_BUCKETS:
+            raise ValueError(
+                f"--config.data.buckets={self.buckets} must be 1 to {MOST_BUCKETS}: each is another"
+                " program to compile"
+            )
+        if self.stream and self.sources != ("hub",):
+            raise ValueError(
+                "--config.data.stream reads hub data: set --config.data.hub=NAME and no other "
+                "source, or stream to False"
+            )
+        if self.buckets > 1 and (self.pack or self.corpus or self.synthetic_rows):
+            raise ValueError(
+                f"--config.data.buckets={self.buckets} is for rows of one document each, and these "
+                "are full; set it to 1, or pack to False"
             )
 
 
@@ -329,6 +369,12 @@ class RunConfig:
         self._check_sources()
         for stage in self.stages:
             data = stage.data or self.data
+            if stage.seq_len % (1 << (data.buckets - 1)):
+                raise ValueError(
+                    f"stage {stage.name}: seq_len={stage.seq_len} cannot be halved "
+                    f"{data.buckets - 1} times, as data.buckets={data.buckets} asks for; choose a "
+                    "seq_len with more factors of 2, or fewer buckets"
+                )
             cuts = data.mask_prompts and not data.pack
             if cuts and stage.seq_len <= data.answer_room:
                 raise ValueError(

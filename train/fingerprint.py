@@ -26,7 +26,9 @@ _NOT_COUNTED = (
     "log", "profile_at", "profile_steps",
 )  # fmt: skip
 """Fields of a run that have no say, or have it through the stage, the rows and the models."""
-_NOT_COUNTED_IN = {"data": ("files", "hub", "split", "corpus", "max_bad_rows"), "draft": ("init",)}
+_NOT_COUNTED_IN = {
+    "data": ("files", "hub", "split", "stream", "corpus", "max_bad_rows"), "draft": ("init",),
+}  # fmt: skip
 """Those of its sections, most of which say where something lies whose content counts."""
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.pth")
 

@@ -50,8 +50,9 @@ class Stage:
     """One micro-batch that is never trained on; the objective is measured on it."""
     fingerprint: Fingerprint = field(default_factory=dict)
     """What a checkpoint must agree in for the stage to go on from it."""
-    peak_tokens_per_second: float | None = None
-    """Tokens a second at which the devices would be fully used; None if it is not known."""
+    peak_tokens_per_second: Callable[[int], float | None] = lambda length: None
+    """Tokens a second at which rows of a length would fully use the devices; None if it is not
+    known."""
     traces: Path = Path("profile")
     """Where the profiler writes, if it is asked for."""
 
@@ -93,29 +94,34 @@ def run_stage(
         step, clock.elapsed = saved.meta["step"], saved.meta["elapsed"]
     metrics.rewind(name, saved.meta["records"] if saved else 0)
     place = _Place(stage, mesh, checkpoints, metrics, clock)
-    peak = stage.peak_tokens_per_second
-    report = Report(name, run.log_every, metrics, clock, place.diverged, peak)
+    report = Report(name, run.log_every, metrics, clock, place.diverged)
     metrics.start(name, step, stage.steps)
     ahead = prefetch(stage.batches, step, NamedSharding(mesh, ROWS))
     first = step
     trace = Trace(stage.traces / name, traced_steps(run, first), report)
     with stop_signals() as stop, closing(ahead) as batches, closing(trace):
         clock.skip()
+        compiled = set()
         while not (stopped := stop(step)) and (progress := stage.progress(step, clock.elapsed)) < 1:
             rate = _rate(stage.config, run.optimizer, progress)
             trace.before(step)
             asked = time.monotonic()
             batch = next(batches)
             waited = time.monotonic() - asked
-            real = batches.real_tokens
+            real, shape = batches.real_tokens, batch.tokens.shape
             padded = 1 - real / batch.tokens.size
+            compiles = shape not in compiled
+            if compiles:  # What is on its way is not to be timed with it.
+                report.flush()
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, values = stage.step(state, stage.frozen, batch, np.float32(rate))
-            more = {"lr": rate, "data_wait": waited, "padding": padded}
-            report.add(step, {**values, **more}, real, timed=not trace.running)
+            more = {"lr": rate, "data_wait": waited, "padding": padded, "row_tokens": shape[-1]}
+            peak = stage.peak_tokens_per_second(shape[-1])
+            report.add(step, {**values, **more}, real, peak, timed=not trace.running)
             trace.after(step)
             step += 1
-            if step == first + 1:  # Compilation is not training time.
+            if compiles:  # Compilation is not training time.
+                compiled.add(shape)
                 jax.block_until_ready(values)
                 report.skip()
             measures, saves = _is_turn(step, run.accept_every), _is_turn(step, run.save_every)

@@ -246,10 +246,12 @@ def _train_stage(
         objective,
         make_step(objective, optimizer, seed, run.mesh, shardings),
         frozen,
-        Batches(data.rows, stage.batch, stage.accumulation, seed),
+        Batches(data.rows, stage.batch, stage.accumulation, seed, config.data.buckets),
         data.held_out,
         {**settings, "data and tokenizer": data.fingerprint, "rows to train on": len(data.rows)},
-        peak_tokens_per_second(objective, stage.seq_len, config.dtype, [*run.mesh.devices.flat]),
+        lambda length: peak_tokens_per_second(
+            objective, length, config.dtype, [*run.mesh.devices.flat]
+        ),
         run.workdir / "profile",
     )
     checkpoints = Checkpoints(run.workdir / "checkpoints" / plan.config.name, config.max_to_keep)

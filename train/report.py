@@ -37,6 +37,7 @@ class _Pending:
     step: int
     values: dict[str, Any]
     real_tokens: int
+    peak: float | None
     timed: bool = True
 
 
@@ -49,7 +50,6 @@ class Report:
       metrics: where records go.
       clock: the stage's.
       diverged: makes the error that ends the run, of a step and what is wrong with it.
-      peak: tokens a second at which the devices would be fully used, if it is known.
     """
 
     def __init__(
@@ -59,18 +59,31 @@ class Report:
         metrics: Metrics,
         clock: Clock,
         diverged: Callable[[int, str], Exception],
-        peak: float | None = None,
     ):
         self._stage, self._every, self._metrics, self._clock = stage, every, metrics, clock
-        self._diverged, self._peak = diverged, peak
+        self._diverged = diverged
         self._pending: _Pending | None = None
 
     def add(
-        self, step: int, values: Mapping[str, Any], real_tokens: int, *, timed: bool = True
+        self,
+        step: int,
+        values: Mapping[str, Any],
+        real_tokens: int,
+        peak: float | None = None,
+        *,
+        timed: bool = True,
     ) -> None:
-        """Take a step's metrics, and write those of the step before; not timed, it has no speed."""
+        """Take a step's metrics, and write those of the step before.
+
+        Args:
+          step: its number.
+          values: its metrics.
+          real_tokens: its tokens that are no padding.
+          peak: tokens a second at which it would fully use the devices, if it is known.
+          timed: whether its time is that of training; otherwise it has no speed.
+        """
         self.flush()
-        self._pending = _Pending(step, dict(values), real_tokens, timed)
+        self._pending = _Pending(step, dict(values), real_tokens, peak, timed)
 
     def skip(self) -> None:
         """Do not count the time since the last tick; a pending step, part of it, has no speed."""
@@ -92,16 +105,17 @@ class Report:
         self._metrics.advance()
         wrong = not_finite({name: values[name] for name in ("loss", "grad_norm") if name in values})
         if wrong or pending.step % self._every == 0:
-            speed = self._speed(pending.real_tokens, seconds) if pending.timed else {}
+            speed = _speed(pending, seconds) if pending.timed else {}
             more = {**speed, **_memory(), "elapsed": self._clock.elapsed}
             self._metrics.write(self._stage, pending.step, {**values, **more})
         if wrong:
             raise self._diverged(pending.step, wrong)
 
-    def _speed(self, tokens: int, seconds: float) -> dict[str, float]:
-        rate = tokens / max(seconds, 1e-9)
-        used = {} if self._peak is None else {"flops_utilization": rate / self._peak}
-        return {"step_time": seconds, "tokens_per_second": rate, **used}
+
+def _speed(step: _Pending, seconds: float) -> dict[str, float]:
+    rate = step.real_tokens / max(seconds, 1e-9)
+    used = {} if step.peak is None else {"flops_utilization": rate / step.peak}
+    return {"step_time": seconds, "tokens_per_second": rate, **used}
 
 
 def not_finite(values: Mapping[str, float]) -> str:

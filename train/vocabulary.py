@@ -63,7 +63,9 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
     target = local_folder(arguments.target, arguments.revision)
     vocab_size = target_config(read_json(target / "config.json"), "float32").vocab_size
     tokenizer = load_tokenizer(target)
-    documents = load_documents(_data(arguments))
+    documents = load_documents(
+        DataConfig.whole(arguments.files or "", arguments.hub or "", arguments.split)
+    )
     counts = count_tokens(documents.texts(), tokenizer, vocab_size)
     always = {*tokenizer.all_special_ids, *load_stop_tokens(target)}
     table = most_frequent(counts, arguments.size, sorted(always))
@@ -95,21 +97,6 @@ def count_tokens(texts: Iterable[str], tokenizer: Any, vocab_size: int) -> Int[n
             )
         counts[: len(found)] += found
     return counts
-
-
-def _data(arguments: argparse.Namespace) -> DataConfig:
-    """The corpus as whole documents."""
-    return DataConfig(
-        files=arguments.files or "",
-        hub=arguments.hub or "",
-        split=arguments.split,
-        pack=True,
-        mask_prompts=False,
-        answer_room=0,
-        turn="",
-        max_bad_rows=0,
-        synthetic_rows=0,
-    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -54,10 +54,8 @@ def test_the_demo_from_nothing(tmp_path: Path) -> None:
 
     # Another text in the place of the one before has tokens of its own.
     held = tmp_path / "corpus" / "heldout.jsonl"
-    before, corpus = (
-        tokens_file(tmp_path / "corpus", "heldout", tmp_path / "tokenizer"),
-        config.data.corpus,
-    )
+    where = tmp_path / "corpus", "heldout", tmp_path / "tokenizer"
+    before, corpus = tokens_file(*where), config.data.corpus
     assert before.is_file() and corpus is not None
     held.write_text(held.read_text().splitlines()[0] + "\n")
     metrics = Metrics(tmp_path / "metrics.jsonl")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,12 @@ class Toy:
     losses: dict[int, float] = field(default_factory=dict)
     states: dict[int, float] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
+    slow: dict[int, float] = field(default_factory=dict)
+    """Seconds that the second step takes to compile, by the length of its rows."""
 
     def step(self, state: TrainState, frozen: Any, batch: Batch, rate: Any) -> Any:
         at = int(state.step)
+        time.sleep(self.slow.get(batch.tokens.shape[-1], 0.0) if at == 1 else 0.0)
         w = state.params["w"] + float(np.asarray(batch.tokens).sum()) * 1e-3
         w = jnp.float32(self.states.get(at, w))
         values = {"loss": jnp.float32(self.losses.get(at, w)), "grad_norm": jnp.float32(1)}
@@ -72,13 +76,15 @@ class Run:
     padding: int = 0
     config: StageConfig = CONFIG
     fingerprint: dict[str, Any] = field(default_factory=lambda: {"--config.seed": 1})
+    rows: Any = None
+    buckets: int = 1
 
     def go(self, toy: Toy, **settings: int) -> float:
         values = demo.get_config("tiny").to_dict()
         whole = dict(log_every=1, save_every=4, accept_every=4, max_to_keep=2)
         run: RunConfig = dataclasses.replace(from_config(values), **{**whole, **settings})
-        rows: Any = PaddedRows(self.padding, self.config.seq_len)
-        batches = Batches(rows, self.config.batch, self.config.accumulation, 0)
+        rows: Any = self.rows or PaddedRows(self.padding, self.config.seq_len)
+        batches = Batches(rows, self.config.batch, self.config.accumulation, 0, self.buckets)
         toy_: Any = toy
         stage = Stage(
             self.config, toy_, toy.step, (), batches, batches(0), self.fingerprint,
@@ -206,6 +212,33 @@ def test_the_one_before_is_used_where_the_newest_is_damaged(
     straight = Run(tmp_path / "straight")
     straight.folder.mkdir()
     assert final == straight.go(Toy())
+
+
+class Uneven(PaddedRows):
+    """Every third row is whole, of the others half is padding."""
+
+    def lengths(self) -> np.ndarray:
+        return np.asarray([4 if index % 3 == 0 else 2 for index in range(len(self))])
+
+    def __getitem__(self, index: int) -> Row:
+        return super().__getitem__(index)._replace(length=int(self.lengths()[index]))
+
+
+def test_a_run_of_several_lengths_resumes_exactly(run: Run, tmp_path: Path) -> None:
+    """The first step of every length compiles, and has no speed."""
+    run.rows, run.buckets = Uneven(0, 4), 2
+    with pytest.raises(FloatingPointError):
+        run.go(Toy(losses={5: math.nan}))
+    final = run.go(Toy())
+    straight = Run(tmp_path / "straight", rows=run.rows, buckets=2)
+    straight.folder.mkdir()
+    assert final == straight.go(Toy(slow={2: 0.5}))
+    steps = [r for r in read_records(straight.folder / "metrics.jsonl") if "loss" in r]
+    lengths = [step["row_tokens"] for step in steps]
+    assert set(lengths) == {2, 4} and all(step["padding"] < 0.5 for step in steps)
+    assert steps[1]["row_tokens"] == 2 and steps[0]["elapsed"] < 0.5  # As the second compiled.
+    timed = ["tokens_per_second" in step for step in steps]
+    assert timed == [length in lengths[:at] for at, length in enumerate(lengths)]
 
 
 def test_steps_say_how_fast_they_were(run: Run) -> None:

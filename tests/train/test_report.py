@@ -22,8 +22,8 @@ class Log:
         self.steps[step] = values
 
 
-def reporting(log: Any, every: int = 1, peak: float | None = None) -> Report:
-    return Report("a", every, log, Clock(), lambda step, what: FloatingPointError(what), peak)
+def reporting(log: Any, every: int = 1) -> Report:
+    return Report("a", every, log, Clock(), lambda step, what: FloatingPointError(what))
 
 
 def test_a_step_whose_time_was_skipped_has_no_speed() -> None:
@@ -51,14 +51,14 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_time_before_a_save_is_the_steps_and_the_saves_is_nobodys(seconds: list[float]) -> None:
     log = Log()
     clock = Clock()
-    steps = Report("a", 1, log, clock, lambda step, what: FloatingPointError(what), peak=2000.0)  # type: ignore[arg-type]
+    steps = Report("a", 1, log, clock, lambda step, what: FloatingPointError(what))  # type: ignore[arg-type]
     clock.skip()
     steps.add(6, {"loss": 1.0}, 500)
     seconds.append(2.0)
     steps.flush()
     seconds.append(102.0)  # The save.
     steps.skip()
-    steps.add(7, {"loss": 1.0}, 300)
+    steps.add(7, {"loss": 1.0}, 300, peak=2000.0)
     seconds.append(103.0)
     steps.flush()
     speeds = [values["tokens_per_second"] for values in log.steps.values()]

@@ -62,6 +62,7 @@ def test_all_stages_are_one_resumable_run(
         f"--config.stages.sft.data.files={sft}",
         "--config.stages.short.seq_len=24",
         "--config.stages.long.seq_len=40",
+        "--config.stages.long.data.buckets=2",
         "--config.stages.sft.seq_len=40",
         "--config.stages.sft.data.answer_room=16",
         "--config.accept_rows=2",

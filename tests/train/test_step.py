@@ -191,3 +191,21 @@ def test_the_learning_rate_warms_up_and_decays() -> None:
 
     assert rate(0.0) == 0.0 and rate(0.05) == pytest.approx(1.0) and rate(0.1) == pytest.approx(2.0)
     assert rate(0.55) == pytest.approx(1.25) and rate(1.0) == pytest.approx(0.5)
+
+
+def test_padding_changes_no_sum() -> None:
+    """Rows may be padded to any length: the losses are those of their tokens."""
+    data, draws = batch(), DRAFT.draw(jax.random.key(2), (1, 8), 13)
+    data.weights[..., 7:] = 0
+    params, frozen = DRAFT.initialize(jax.random.key(1)), frozen_params()
+
+    @jax.jit
+    def sums(micro: Batch, drawn: Any) -> dict[str, jax.Array]:
+        return DRAFT.sums(params, frozen, micro, drawn)
+
+    def cut(length: int) -> dict[str, jax.Array]:
+        drawn = draws._replace(positions=draws.positions[0, ..., :length], shift=draws.shift[0])
+        return sums(Batch(*(part[0, :, :length] for part in data)), drawn)
+
+    for name, value in cut(7).items():
+        np.testing.assert_allclose(value, cut(13)[name], rtol=1e-5, err_msg=name)

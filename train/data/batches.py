@@ -1,8 +1,9 @@
 """Rows, their order, and their way to the devices.
 
 A row source is anything with a length and ``[i]`` that gives ``(tokens[T], weights[T])``. The batch
-of a step is a pure function of (seed, step): no iterator state exists, so a resumed run reads the
-very rows the uninterrupted one would have read, and prefetching cannot disturb it.
+of a step is a pure function of (seed, step), as :mod:`.buckets` plans it: no iterator state exists,
+so a resumed run reads the very rows the uninterrupted one would have read, and prefetching cannot
+disturb it.
 """
 
 import functools
@@ -23,6 +24,7 @@ from jax.sharding import NamedSharding
 from longspec_jax import files
 
 from ..step import Batch
+from .buckets import Plan, bucket_lengths
 
 
 class Row(NamedTuple):
@@ -45,6 +47,10 @@ class Rows(Protocol):
     def __len__(self) -> int: ...  # noqa: D105
 
     def __getitem__(self, index: int) -> Row: ...  # noqa: D105
+
+    def lengths(self) -> np.ndarray:
+        """Tokens in front of the padding of every row, ``[rows]``."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +105,10 @@ class PackedRows:
         """Tokens of a row that the run gives."""
         return self.seq_len - (self.begin is not None)
 
+    def lengths(self) -> np.ndarray:
+        """Tokens of every row; none is padding."""
+        return np.full(len(self), self.seq_len)
+
 
 @dataclass(frozen=True)
 class SyntheticRows:
@@ -116,6 +126,10 @@ class SyntheticRows:
         """The row at an index."""
         tokens = np.random.default_rng(index).integers(0, self.vocab_size, self.seq_len)
         return full_row(tokens.astype(np.int32))
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of every row; none is padding."""
+        return np.full(len(self), self.seq_len)
 
 
 def full_row(tokens: np.ndarray) -> Row:
@@ -144,15 +158,22 @@ class Selection:
         """The row at an index of the selection."""
         return self.rows[int(self.chosen[index])]
 
+    def lengths(self) -> np.ndarray:
+        """Tokens in front of the padding of every row."""
+        return self.rows.lengths()[self.chosen]
+
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a stage, by step: a shuffle per epoch, rows left over at its end dropped."""
+    """The batches of a stage, by step."""
 
     rows: Rows
     batch: int
+    """Rows of a step; of shorter buckets as many more."""
     accumulation: int
     seed: int
+    buckets: int = 1
+    """Lengths that rows are padded to; with one, that of the rows."""
 
     def __post_init__(self) -> None:
         if self.per_epoch == 0:
@@ -161,15 +182,26 @@ class Batches:
                 "or a smaller batch or seq_len"
             )
 
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """Which rows a step takes."""
+        longest = self.rows.seq_len
+        lengths = self.rows.lengths() if self.buckets > 1 else np.full(len(self.rows), longest)
+        return Plan.of(lengths, bucket_lengths(longest, self.buckets), self.batch, self.seed)
+
     @property
     def per_epoch(self) -> int:
         """Steps in one pass over the data."""
-        return len(self.rows) // self.batch
+        return self.plan.per_epoch
 
     def position(self, step: int) -> tuple[int, int]:
-        """Epoch, and index of the next row in its shuffle: where a run at this step stands."""
-        epoch, within = divmod(step, self.per_epoch)
-        return epoch, within * self.batch
+        """Epoch, and index of the next row in its order: where a run at this step stands."""
+        return self.plan.position(step)
+
+    def shape(self, step: int) -> tuple[int, int, int]:
+        """Of a step's batch, ``[A, B, T]``."""
+        rows, length = self.plan(step)
+        return self.accumulation, len(rows) // self.accumulation, length
 
     def __call__(self, step: int, share: slice = slice(None)) -> Batch:
         """The batch of a step; ``share`` picks one process's columns of every micro-batch."""
@@ -177,25 +209,22 @@ class Batches:
 
     def counted(self, step: int, share: slice = slice(None)) -> tuple[Batch, int]:
         """The batch of a step, and how many of its tokens are no padding."""
-        epoch, index = self.position(step)
-        order = _shuffle(self.seed, epoch, len(self.rows))[index : index + self.batch]
-        order = order.reshape(self.accumulation, -1)[:, share]
+        chosen, length = self.plan(step)
+        order = chosen.reshape(self.accumulation, -1)[:, share]
         rows = _readers().map(self.rows.__getitem__, order.ravel().tolist())
         tokens, weights, lengths = zip(*rows, strict=True)
-        shape = (*order.shape, -1)
-        batch = Batch(np.stack(tokens).reshape(shape), np.stack(weights).reshape(shape))
-        return batch, sum(lengths)
+        shape = (*order.shape, length)
+
+        def together(parts: tuple[np.ndarray, ...]) -> np.ndarray:
+            return np.stack([part[:length] for part in parts]).reshape(shape)
+
+        return Batch(together(tokens), together(weights)), sum(lengths)
 
 
 @functools.cache
 def _readers() -> ThreadPoolExecutor:
     """Threads that read rows: a tokenizer, which most of the time goes to, lets others run."""
     return ThreadPoolExecutor(min(32, 2 * (os.cpu_count() or 1)), thread_name_prefix="rows")
-
-
-@functools.lru_cache(maxsize=2)
-def _shuffle(seed: int, epoch: int, count: int) -> np.ndarray:
-    return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 class Prefetched(Iterator[Batch]):
@@ -264,7 +293,7 @@ def to_devices(batches: Batches, step: int, sharding: NamedSharding) -> tuple[Ba
 
     Every process makes the columns of its own devices only, and counts as if all were like them.
     """
-    shape = (batches.accumulation, batches.batch // batches.accumulation, batches.rows.seq_len)
+    shape = batches.shape(step)
     indices = sharding.addressable_devices_indices_map(shape).values()
     spans = [index[1].indices(shape[1]) for index in indices if index is not None]
     first, last = min(span[0] for span in spans), max(span[1] for span in spans)

@@ -69,6 +69,16 @@ class DocumentRows:
             np.pad(tokens, (0, fill), constant_values=self.pad), np.pad(weights, (0, fill)), length
         )
 
+    def lengths(self) -> np.ndarray:
+        """Tokens in front of the padding of every row; documents on disk are not read for it."""
+        if not isinstance(self.documents, EncodedDocuments):
+            return np.asarray([self[index].length for index in range(len(self))])
+        lengths = self.documents.lengths()
+        room = self.data.answer_room if self.data.mask_prompts else 0
+        for index in np.flatnonzero(lengths > self.seq_len - room).tolist() if room else ():
+            lengths[index] = cut_turns(self.documents[index], self.data, self.seq_len).length
+        return np.minimum(lengths, self.seq_len)
+
 
 def cut_turns(turns: Iterable[EncodedTurn], data: DataConfig, seq_len: int) -> Row:
     """Tokens and weights of a document, at most ``seq_len`` of them.

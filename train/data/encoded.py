@@ -6,7 +6,7 @@ Which of them are learned is not kept: masks are laid over the same tokens as th
 
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -55,6 +55,10 @@ class EncodedDocuments:
         first, last = (int(self.ends[index - 1]) if index else 0), int(self.ends[index])
         return [self._turn(turn) for turn in range(first, last)]
 
+    def lengths(self) -> np.ndarray:
+        """Tokens of every document, ``[documents]``."""
+        return np.diff(self.turn_ends[self.ends - 1], prepend=0)
+
     def _turn(self, index: int) -> EncodedTurn:
         start = self.turn_ends[index - 1] if index else 0
         ids = self.tokens[start : self.turn_ends[index]]
@@ -71,9 +75,19 @@ def read_encoded(folder: Path) -> EncodedDocuments:
 
 
 def write_encoded(
-    folder: Path, documents: Iterable[list[EncodedTurn]], vocab_size: int, skipped: str
+    folder: Path,
+    documents: Iterable[list[EncodedTurn]],
+    vocab_size: int,
+    skipped: Callable[[], str],
 ) -> None:
-    """Write documents into a new folder, which is there when all of it is."""
+    """Write documents into a new folder, which is there when all of it is.
+
+    Args:
+      folder: does not exist yet.
+      documents: their tokens.
+      vocab_size: no token is as large.
+      skipped: says, once all are written, what was left out.
+    """
     turn_ends, speakers, ends = array("q"), array("B"), array("q")
 
     def parts() -> Iterator[np.ndarray]:
@@ -93,7 +107,7 @@ def write_encoded(
     np.save(unfinished / "turn_ends.npy", np.asarray(turn_ends, np.int64))
     np.save(unfinished / "speakers.npy", np.asarray(speakers, np.uint8))
     np.save(unfinished / "ends.npy", np.asarray(ends, np.int64))
-    (unfinished / "skipped.txt").write_text(skipped)
+    (unfinished / "skipped.txt").write_text(skipped())
     unfinished.rename(folder)
 
 

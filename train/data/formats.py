@@ -19,6 +19,8 @@ class Turn:
 
 
 Fields = Mapping[str, Any]
+Format = Callable[[Fields], list[Turn]]
+"""Reads the turns of a row."""
 PLAIN = ("target", "text")
 """Fields that are a whole document."""
 SYSTEM = Turn("You are a helpful assistant", "system")
@@ -109,7 +111,7 @@ def _plain(field: str) -> Callable[[Fields], list[Turn]]:
     return lambda row: [Turn(_text(row[field], field))]
 
 
-FORMATS: dict[frozenset[str], Callable[[Fields], list[Turn]]] = {
+FORMATS: dict[frozenset[str], Format] = {
     frozenset({"conversation"}): _conversation("conversation"),
     frozenset({"article", "abstract"}): _article,
     frozenset({"problem", "qwq"}): _task("{problem}", "{qwq}"),
@@ -139,17 +141,33 @@ FIELDS = frozenset[str]().union(*FORMATS)
 """All fields that any format knows."""
 
 
-def to_turns(row: Fields) -> list[Turn]:
+def _questions(row: Fields) -> list[Turn]:
+    """A prompt as text, or as the turns of a conversation."""
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return [Turn(_text(prompt, "prompt"), "user")]
+    return [_turn(turn, "prompt") for turn in _list(prompt, "prompt")]
+
+
+ASKING: dict[frozenset[str], Format] = {
+    **{fields: read for fields, read in FORMATS.items() if not fields <= {*PLAIN}},
+    frozenset({"prompt"}): _questions,
+    **{fields: read for fields, read in FORMATS.items() if fields <= {*PLAIN}},
+}
+"""Formats of rows whose questions are to be answered: an answer may be missing."""
+
+
+def to_turns(row: Fields, formats: Mapping[frozenset[str], Format] = FORMATS) -> list[Turn]:
     """The turns of a row, by the first format all of whose fields it fills.
 
     Raises:
       ValueError: if there is none, or a field holds something else than it says.
     """
     present = {name for name, value in row.items() if value is not None}
-    for fields, read in FORMATS.items():
+    for fields, read in formats.items():
         if fields <= present:
             if turns := read(row):
                 return turns
             raise ValueError(f"{' + '.join(sorted(fields))} holds no turns; drop the row")
-    known = "; ".join(" + ".join(sorted(fields)) for fields in FORMATS)
+    known = "; ".join(" + ".join(sorted(fields)) for fields in formats)
     raise ValueError(f"a data row has the fields {sorted(row)}; known formats: {known}")

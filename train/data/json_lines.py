@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .bad_rows import BadRows
-from .formats import Fields, to_turns
+from .formats import Fields, Format, to_turns
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +45,14 @@ class JsonLines:
         return parse(self._bytes[start : None if end < 0 else end])
 
 
-def read_json_lines(path: Path, name: str, bad: BadRows) -> JsonLines:
+def read_json_lines(path: Path, name: str, bad: BadRows, read: Format = to_turns) -> JsonLines:
     """Look at every line of a file once; blank ones are passed over.
 
     Args:
       path: the file.
       name: what it is called where a line is wrong.
       bad: takes note of lines that hold no document.
+      read: the turns of a line's fields; raises ValueError for one that holds none.
 
     Raises:
       ValueError: if there are too many of those.
@@ -61,7 +62,7 @@ def read_json_lines(path: Path, name: str, bad: BadRows) -> JsonLines:
         for number, line in enumerate(file, 1):
             if not line.isspace():
                 try:
-                    to_turns(parse(line))
+                    read(parse(line))
                     starts.append(at)
                 except ValueError as error:
                     bad.add(f"line {number} of {name}", error)

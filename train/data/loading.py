@@ -6,7 +6,9 @@ and what was expected. JSON lines are read in place, everything else by the ``da
 """
 
 import bisect
+import contextlib
 import glob
+import importlib.util
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ import numpy as np
 from ..config import DataConfig
 from .bad_rows import BadRows
 from .fingerprint import files_digest
-from .formats import FIELDS, PLAIN, Fields, Turn, to_turns
+from .formats import FIELDS, PLAIN, Fields, Format, Turn, to_turns
 from .json_lines import read_json_lines
 from .packed_files import unpacked
 
@@ -40,6 +42,8 @@ class Documents:
     """Sound rows of every file or data set."""
     skipped: str = ""
     """What was left out, in one sentence; empty if nothing was."""
+    read: Format = to_turns
+    """The turns of a row."""
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -53,7 +57,7 @@ class Documents:
         """The turns of a document."""
         part = bisect.bisect_right(self._ends, index)
         rows = self.parts[part]
-        return to_turns(rows[index - self._ends[part] + len(rows)])
+        return self.read(rows[index - self._ends[part] + len(rows)])
 
     def __iter__(self) -> Iterator[list[Turn]]:
         """The turns of every document."""
@@ -65,27 +69,30 @@ class Documents:
             yield "\n\n".join(turn.content for turn in turns)
 
 
-def load_documents(data: DataConfig, bad: BadRows | None = None) -> Documents:
+def load_documents(
+    data: DataConfig,
+    read: Format = to_turns,
+    bad: BadRows | None = None,
+) -> Documents:
     """The documents of files or a hub data set, every one of them looked at.
 
     Args:
       data: where they are.
-      bad: takes note of the rows that cannot be used; by the data's own budget if absent.
+      read: the turns of a row; raises ValueError for one that cannot be used.
+      bad: takes note of those; by the data's own budget if absent.
 
     Raises:
       ValueError: if nothing is there, it cannot be read, or more rows than may be skipped are bad.
     """
-    import datasets
-
-    datasets.disable_progress_bars()
     bad = bad or BadRows(data.max_bad_rows)
+    look = _Look(read, bad)
     if data.files:
-        parts = [_sound(_load(_load_file, name, data), name, bad) for name in _expand(data.files)]
+        parts = [look.through(_load(_load_file, name, data), name) for name in expand(data.files)]
         if not parts:
-            raise ValueError(f"--config.data.files={data.files!r} names no file")
+            raise ValueError(f"files={data.files!r} names no file")
     else:
-        parts = [_sound(_load(_load_hub, data.hub, data), data.hub, bad)]
-    return Documents(tuple(parts), bad.summary())
+        parts = [look.through(_load(_load_hub, data.hub, data), data.hub)]
+    return Documents(tuple(parts), bad.summary(), read)
 
 
 def data_digest(data: DataConfig) -> str:
@@ -95,17 +102,26 @@ def data_digest(data: DataConfig) -> str:
       ValueError: if nothing is there.
     """
     if data.files:
-        return files_digest(map(Path, _expand(data.files)))
+        return files_digest(map(Path, expand(data.files)))
     return _load(_hub_digest, data.hub, data)
 
 
 def _load(load: Any, name: str, data: DataConfig) -> Any:
-    """Rows of a file or data set; every failure becomes one sentence."""
-    from datasets.exceptions import DatasetsError
-
-    try:
+    """Rows of a file or data set."""
+    with readable(name):
         return load(name, data)
-    except (OSError, ValueError, DatasetsError) as error:
+
+
+@contextlib.contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Make one sentence of every failure to read files or a data set.
+
+    Raises:
+      ValueError: names what could not be read, and why.
+    """
+    try:
+        yield
+    except _unreadable() as error:
         reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"the data of {name} cannot be read ({reason}); files are .jsonl, .json, .parquet or "
@@ -114,11 +130,21 @@ def _load(load: Any, name: str, data: DataConfig) -> Any:
         ) from error
 
 
+def _unreadable() -> tuple[type[Exception], ...]:
+    """What data that cannot be read raise; ``datasets`` is not needed to read JSON lines."""
+    if importlib.util.find_spec("datasets") is None:
+        return OSError, ValueError
+    from datasets.exceptions import DatasetsError
+
+    return OSError, ValueError, DatasetsError
+
+
 def _load_hub(name: str, data: DataConfig) -> Any:
     """A hub data set, or one file of it."""
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
 
     path = _hub_file(name)
+    disable_progress_bars()
     return load_dataset(name, split=data.split) if path is None else _load_file(path, data)
 
 
@@ -144,11 +170,12 @@ def _hub_digest(name: str, data: DataConfig) -> str:
 
 def _load_file(name: str, data: DataConfig) -> Any:
     """One file as a table, or as the path of its lines."""
-    from datasets import load_dataset
-
     path = unpacked(Path(name))
 
     def load(builder: str, **options: Any) -> Any:
+        from datasets import disable_progress_bars, load_dataset
+
+        disable_progress_bars()
         return load_dataset(builder, data_files=str(path), split="train", **options)
 
     if not path.stat().st_size:
@@ -177,32 +204,38 @@ def _without_blanks(rows: Any) -> Any:
     return rows if filled.all() else rows.select(np.flatnonzero(filled))
 
 
-def _sound(loaded: Any, name: str, bad: BadRows) -> Fieldsets:
-    """The rows that are documents, all of which are looked at."""
-    before = bad.count
-    rows = (
-        read_json_lines(loaded, name, bad)
-        if isinstance(loaded, Path)
-        else _sound_rows(loaded, name, bad)
-    )
-    if not len(rows):
-        skipped = f" but {bad.count - before} that were skipped" * (bad.count > before)
-        raise ValueError(f"{name} holds no documents{skipped}; give a file with at least one")
-    return rows
+@dataclass(frozen=True)
+class _Look:
+    """How rows are looked at."""
 
+    read: Format
+    bad: BadRows
 
-def _sound_rows(rows: Any, name: str, bad: BadRows) -> Fieldsets:
-    """The rows of a table that are documents."""
-    if _is_text(rows):
+    def through(self, loaded: Any, name: str) -> Fieldsets:
+        """The rows that are documents, all of which are looked at."""
+        before = self.bad.count
+        if isinstance(loaded, Path):
+            rows = read_json_lines(loaded, name, self.bad, self.read)
+        else:
+            rows = self._table(loaded, name)
+        if not len(rows):
+            count = self.bad.count - before
+            skipped = f" but {count} that were skipped" * bool(count)
+            raise ValueError(f"{name} holds no documents{skipped}; give a file with at least one")
         return rows
-    sound = np.ones(len(rows), bool)
-    for index, row in enumerate(rows):
-        try:
-            to_turns(row)
-        except ValueError as error:
-            bad.add(f"row {index + 1} of {name}", error)
-            sound[index] = False
-    return rows if sound.all() else rows.select(np.flatnonzero(sound))
+
+    def _table(self, rows: Any, name: str) -> Fieldsets:
+        """The rows of a table that are documents."""
+        if self.read is to_turns and _is_text(rows):
+            return rows
+        sound = np.ones(len(rows), bool)
+        for index, row in enumerate(rows):
+            try:
+                self.read(row)
+            except ValueError as error:
+                self.bad.add(f"row {index + 1} of {name}", error)
+                sound[index] = False
+        return rows if sound.all() else rows.select(np.flatnonzero(sound))
 
 
 def _is_text(rows: Any) -> bool:
@@ -214,12 +247,12 @@ def _is_text(rows: Any) -> bool:
     return str(column.type) in ("string", "large_string") and not column.null_count
 
 
-def _expand(files: str) -> Sequence[str]:
+def expand(files: str) -> Sequence[str]:
     """Existing files of comma-separated paths and patterns, in order."""
     found = []
     for pattern in filter(None, (part.strip() for part in files.split(","))):
         matches = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
         if not matches:
-            raise ValueError(f"no file matches {pattern!r} of --config.data.files")
+            raise ValueError(f"no file matches {pattern!r}; name files that exist")
         found += matches
     return found

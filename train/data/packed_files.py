@@ -19,12 +19,12 @@ def unpacked(path: Path) -> Path:
     Raises:
       OSError, ValueError: if it is damaged.
     """
-    import pyarrow
-    from datasets import config
-
     codec = CODECS.get(path.suffix)
     if codec is None:
         return path
+    import pyarrow
+    from datasets import config
+
     folder = Path(config.HF_DATASETS_CACHE) / "unpacked"
     kept = folder / f"{content_digest(path)[:32]}{path.with_suffix('').suffix}"
     if not kept.is_file():

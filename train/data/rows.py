@@ -32,7 +32,8 @@ from .corpus import tokens_file
 from .documents import DocumentRows, Encoding, learned_spans
 from .encoded import FORM, EncodedDocuments, encode, read_encoded, write_encoded
 from .fingerprint import files_digest, fingerprint, tokenizer_digest
-from .loading import Documents, data_digest, load_documents
+from .loading import data_digest, load_documents
+from .streaming import Stream, stream_digest, stream_revision
 from .tokenizer import load_tokenizer
 from .workers import Work, encode_by_workers
 
@@ -81,27 +82,31 @@ class Source:
         data = self.config.data
         options = dataclasses.asdict(data)
         # Where data lie is not what they are; and a budget changes no row of a run that begins.
-        for name in ("files", "hub", "corpus", "max_bad_rows"):
+        for name in ("files", "hub", "corpus", "max_bad_rows", "buckets", "stream"):
             del options[name]
         if data.synthetic_rows:
             return fingerprint({"options": options, "vocab_size": self.vocab_size})
         if data.corpus is not None:
             digest = files_digest(self._corpus_files)
             return fingerprint({"options": options, "data": digest})
-        digests = {"data": data_digest(data), "tokenizer": self._tokenizer_digest}
+        digests = {"data": self._data_digest, "tokenizer": self._tokenizer_digest}
         return fingerprint({"options": options, **digests})
 
     def prepare(self, workers: int) -> EncodedDocuments:
         """All documents as tokens on disk, made by so many processes unless they are there."""
         data, folder = self.config.data, self.encoded_folder
         if not folder.is_dir():
-            documents = self._load()
+            bad = self._bad_rows()
+            if data.stream:
+                documents = Stream(data, stream_revision(data, self.workdir), bad)
+            else:
+                documents = load_documents(data, bad=bad)
             if workers > 1:
                 work = Work(documents, self.target, self.config.revision or None, data)
                 turns = encode_by_workers(work, workers)
             else:
                 turns = encode(documents, self._tokenizer, data)
-            write_encoded(folder, turns, len(self._tokenizer), documents.skipped)
+            write_encoded(folder, turns, len(self._tokenizer), bad.summary)
         return read_encoded(folder)
 
     @cached_property
@@ -109,8 +114,14 @@ class Source:
         """Where the tokens of these data are kept, or will be: its name says what they are of."""
         data = self.config.data
         options = (data.split, data.turn, data.pack, data.max_bad_rows, FORM)
-        digests = {"data": data_digest(data), "tokenizer": self._tokenizer_digest}
+        digests = {"data": self._data_digest, "tokenizer": self._tokenizer_digest}
         return self.workdir / f"tokens-{fingerprint({'options': options, **digests})}"
+
+    @cached_property
+    def _data_digest(self) -> str:
+        """Of the content of files or hub data; of a stream, what it is of and its revision."""
+        data = self.config.data
+        return stream_digest(data, self.workdir) if data.stream else data_digest(data)
 
     @property
     def _corpus_files(self) -> list[Path]:
@@ -152,20 +163,21 @@ class Source:
     def _documents(self) -> Encoding | EncodedDocuments:
         """The documents of files or hub, all of them looked at, as tokens."""
         data = self.config.data
-        if data.pack:
+        # A stream has no rows by number, and nobody knows their lengths before there are tokens.
+        if data.pack or data.stream or data.buckets > 1:
             by_first("tokens", lambda: self.prepare(workers=1))
         if self.encoded_folder.is_dir():
             documents = read_encoded(self.encoded_folder)
         else:
-            documents = Encoding(self._load(), self._tokenizer, data)
+            loaded = load_documents(data, bad=self._bad_rows())
+            documents = Encoding(loaded, self._tokenizer, data)
         if documents.skipped and is_first():
             print(documents.skipped, file=sys.stderr, flush=True)
         return documents
 
-    def _load(self) -> Documents:
-        data = self.config.data
-        bad = BadRows(data.max_bad_rows, f"--config.{self.section}.max_bad_rows")
-        return load_documents(data, bad=bad)
+    def _bad_rows(self) -> BadRows:
+        """The budget of rows that cannot be used."""
+        return BadRows(self.config.data.max_bad_rows, f"--config.{self.section}.max_bad_rows")
 
     def _rows(self, seq_len: int) -> Rows:
         """All rows of files, hub or chance, cut to a length."""

@@ -1,7 +1,7 @@
 """Documents to tokens by several processes, in the order and with the result of one.
 
 A process looks up, parses and tokenises documents by itself; only their numbers go to it and only
-tokens come back.
+tokens come back. Documents of a stream, which has no numbers, are handed to it.
 """
 
 import multiprocessing
@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ..config import DataConfig
 from .encoded import EncodedTurn, encode
+from .formats import Turn
 from .loading import Documents
+from .streaming import Stream
 from .tokenizer import load_tokenizer
 
 SHARE = 256
@@ -26,7 +29,7 @@ SHARE = 256
 class Work:
     """What a worker needs to know."""
 
-    documents: Documents
+    documents: Documents | Stream
     tokenizer: str
     """Folder or hub id."""
     revision: str | None
@@ -44,9 +47,8 @@ def encode_by_workers(work: Work, workers: int) -> Iterator[list[EncodedTurn]]:
     with ProcessPoolExecutor(workers, spawned, _begin, (work,)) as pool:
         waiting: deque[Future[list[list[EncodedTurn]]]] = deque()
         try:
-            for start in range(0, len(work.documents), SHARE):
-                stop = min(start + SHARE, len(work.documents))
-                waiting.append(pool.submit(_encode_share, start, stop))
+            for share in _shares(work.documents):
+                waiting.append(pool.submit(_encode_share, share))
                 if len(waiting) > 4 * workers:  # What is made is written before more is.
                     yield from waiting.popleft().result()
             while waiting:
@@ -68,8 +70,20 @@ def _begin(work: Work) -> None:
     _own.update(work=work, tokenizer=load_tokenizer(work.tokenizer, work.revision))
 
 
-def _encode_share(start: int, stop: int) -> list[list[EncodedTurn]]:
+def _shares(documents: Documents | Stream) -> Iterator[range | list[list[Turn]]]:
+    """What a worker is given at a time: the numbers of documents, or documents."""
+    if isinstance(documents, Stream):
+        rest = iter(documents)
+        while share := list(islice(rest, SHARE)):
+            yield share
+        return
+    for start in range(0, len(documents), SHARE):
+        yield range(start, min(start + SHARE, len(documents)))
+
+
+def _encode_share(share: range | list[list[Turn]]) -> list[list[EncodedTurn]]:
     """Tokens of some documents."""
     work: Work = _own["work"]
-    documents = (work.documents[index] for index in range(start, stop))
+    known: Any = work.documents
+    documents = (known[index] for index in share) if isinstance(share, range) else share
     return list(encode(documents, _own["tokenizer"], work.data))

@@ -1,6 +1,7 @@
 """Documents: every row format of the paper's data, templates, loss masks, files of all kinds."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,12 @@ def test_lines_of_mixed_formats(folder: Path, tokenizer: Any) -> None:
     tokens, weights, length = made[0]
     assert length == (tokens != tokenizer.pad_token_id).sum() < 40
     assert set(tokens[weights == 0]) == {tokenizer.pad_token_id} and weights[-1] == 0
+
+
+def test_json_lines_need_no_other_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "a.jsonl").write_text('{"text": "x"}\n')
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert list(load_documents(settings(files=str(folder / "a.jsonl"))).texts()) == ["x"]
 
 
 def test_files_of_several_kinds_follow_each_other(folder: Path) -> None:

@@ -90,9 +90,9 @@ def test_a_killed_writer_leaves_nothing_to_be_read(tmp_path: Path) -> None:
 
     folder = tmp_path / "tokens"
     with pytest.raises(KeyboardInterrupt):
-        write_encoded(folder, broken(), 9, "")
+        write_encoded(folder, broken(), 9, str)
     assert not folder.exists()
-    write_encoded(folder, documents, 9, "skipped 1 row")
+    write_encoded(folder, documents, 9, lambda: "skipped 1 row")
     made = read_encoded(folder)
     assert len(made) == 3 and made.skipped == "skipped 1 row" and made.tokens.dtype == np.uint16
     for index, turns in enumerate(documents):

@@ -1,0 +1,1 @@
+"""The target answers the questions of a data set in its own words; for :mod:`train.regenerate`."""
