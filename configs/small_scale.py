@@ -23,7 +23,7 @@ from longspec_jax.recipes import base_config, stage
 
 CONTEXT = 16384
 SHORT_STEPS, LONG_STEPS = 120, 50
-LONG_ONLY_STEPS = 150
+LONG_ONLY_STEPS = 110
 """Of the long stage alone: as many floating-point operations as both stages (train/flops.py)."""
 TARGET = "runs/small/target/target"
 CORPUS = "runs/small/corpus"
