@@ -18,8 +18,8 @@ import numpy as np
 from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.models.target import head_logits, head_of
+from longspec_jax.ops.chunks import chunk_length, whole_chunks
 
-from .losses import chunk_length, whole_chunks
 from .passes import Draws, TargetView, run_draft, run_target
 from .transforms import plain_positions
 

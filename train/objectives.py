@@ -18,7 +18,12 @@ from longspec_jax.ops.partitioned import placed
 
 from .acceptance import Pair, simulated_acceptance
 from .config import DraftSettings
-from .losses import cross_entropy_sum, divergence_sum, greedy_tokens, next_token_labels
+from .losses import (
+    cross_entropy_and_choice,
+    cross_entropy_sum,
+    distillation_sums,
+    next_token_labels,
+)
 from .passes import Draws, cast, run_draft, run_target
 from .rollout import roll_out
 from .step import Batch
@@ -68,6 +73,11 @@ class DraftObjective:
     settings: DraftSettings
     max_offset: int
     loss_chunk: int
+    mlp_chunk: int = 0
+    """Most tokens of a device whose MLP activations exist at once; 0: all."""
+    target_loss: bool = True
+    """Report the target's own cross-entropy, which costs its last layer and a pass of the head.
+    With a share of distillation it comes for nothing, and always."""
 
     def initialize(self, key: Array) -> Any:
         """Fresh parameters."""
@@ -99,6 +109,9 @@ class DraftObjective:
     def sums(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> dict[str, Array]:
         """What the draft learns and, as a check on the positions, the target's cross-entropy.
 
+        Without the latter nothing reads the target's last layer but its keys and values, and the
+        compiler leaves out the rest.
+
         With a share of distillation ``loss`` is the mixture, and its parts are named beside it.
         """
         view = run_target(self.target, frozen, batch.tokens, draws.positions)
@@ -107,7 +120,20 @@ class DraftObjective:
         [head] = placed("v d", head_of(frozen))
         run = partial(run_draft, self.draft, params, frozen, batch.tokens)
 
-        def loss(states: Array, weights: Array = weights) -> Array:
+        if share := self.settings.distillation:
+            found = distillation_sums(
+                run(draws, view),
+                view.hidden,
+                head,
+                labels,
+                weights,
+                share=share,
+                chunk=self.loss_chunk,
+            )
+            sums = found._asdict()
+            return {"target_loss": sums.pop("teacher_loss"), **sums}
+
+        def loss(states: Array) -> Array:
             return cross_entropy_sum(states, head, labels, weights, chunk=self.loss_chunk)
 
         if self.settings.rollout:
@@ -115,23 +141,16 @@ class DraftObjective:
                 self.settings.rollout,
                 self.settings.rollout_decay,
                 lambda shift: run(Draws(draws.positions, jnp.full_like(draws.shift, shift)), view),
-                loss,
-                lambda states: greedy_tokens(states, head, chunk=self.loss_chunk),
+                lambda states, weights: cross_entropy_and_choice(
+                    states, head, labels, weights, chunk=self.loss_chunk
+                ),
                 labels,
                 weights,
             )
-            return {**chain._asdict(), "target_loss": loss(view.hidden)}
-        hidden = run(draws, view)
-        found, share = loss(hidden), self.settings.distillation
-        if not share:
-            return {"loss": found, "target_loss": loss(view.hidden)}
-        divergence = divergence_sum(hidden, view.hidden, head, weights, chunk=self.loss_chunk)
-        return {
-            "loss": (1 - share) * found + share * divergence,
-            "cross_entropy": found,
-            "divergence": divergence,
-            "target_loss": loss(view.hidden),
-        }
+            sums = chain._asdict()
+        else:
+            sums = {"loss": loss(run(draws, view))}
+        return {**sums, "target_loss": loss(view.hidden)} if self.target_loss else sums
 
     def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
         """Simulated acceptance."""

@@ -10,6 +10,7 @@ has to be fed with another one's output, and every level is a pass over the whol
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
+
+from .head_loop import HEAD_GRADIENT
 
 
 class Rollout(NamedTuple):
@@ -32,8 +35,7 @@ def roll_out(
     levels: int,
     decay: float,
     hidden_at: Callable[[Array], Array],
-    loss_of: Callable[[Array, Array], Array],
-    greedy: Callable[[Array], Array],
+    learn: Callable[[Array, Array], tuple[Array, Array]],
     labels: Int[Array, "B T"],
     weights: Float[Array, "B T"],
 ) -> Rollout:
@@ -43,21 +45,21 @@ def roll_out(
       levels: of the chain, at least 1.
       decay: weight of a level over that of the one before.
       hidden_at: the draft's hidden states ``[B, T, D]`` at a shift, a scalar.
-      loss_of: ``(hidden, weights) -> sum`` of the loss.
-      greedy: the draft's tokens ``[B, T]`` of hidden states.
+      learn: ``(hidden, weights) -> (sum of the loss, the draft's tokens [B, T])``.
       labels: the token that follows each position.
       weights: 0 where a position is not to be learned.
     """
 
-    @jax.checkpoint
+    # A level is passed once more for its gradient, but not through the head.
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(HEAD_GRADIENT))
     def level(carry: tuple[Array, Rollout], number: Array) -> tuple[tuple[Array, Rollout], None]:
         reached, sums = carry
         hidden = hidden_at(number)
-        learned = weights * reached
+        loss, tokens = learn(hidden, weights * reached)
         weight = jnp.float32(decay) ** (number - 1)
-        right = reached * (greedy(hidden) == labels)
+        right = reached * (tokens == labels)
         sums = Rollout(
-            sums.loss + weight * loss_of(hidden, learned),
+            sums.loss + weight * loss,
             sums.accepted + jnp.sum(weights * right),
         )
         # The next level stands one token further on.

@@ -1,5 +1,6 @@
 """Chunked cross-entropy against the dense one."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,16 +8,17 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax.config import DraftConfig
+from longspec_jax.ops.chunks import chunk_length
 from tests.kit import relative_error, tiny_target_config
 from train.acceptance import Pair, _count
 from train.losses import (
-    chunk_length,
+    cross_entropy_and_choice,
     cross_entropy_sum,
-    divergence_sum,
+    distillation_sums,
     next_token_labels,
-    whole_chunks,
 )
 from train.passes import TargetView
+from train.rollout import roll_out
 
 
 def dense(hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
@@ -59,29 +61,80 @@ def test_value_and_gradients_equal_the_dense_ones(
         assert relative_error(actual.astype(jnp.float32), wanted) < bound
 
 
+@pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("chunk", [1, 9, 1000])
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
-def test_the_divergence_equals_the_dense_one(chunk: int, dtype: jnp.dtype, bound: float) -> None:
-    hidden, head, _, weights = inputs(dtype)
+def test_distillation_equals_the_dense_one(
+    chunk: int, dtype: jnp.dtype, bound: float, share: float
+) -> None:
+    hidden, head, labels, weights = inputs(dtype)
     teacher = hidden + jax.random.normal(jax.random.key(1), hidden.shape).astype(dtype)
 
-    def chunked(hidden: jax.Array, teacher: jax.Array, head: jax.Array) -> jax.Array:
-        return divergence_sum(hidden, teacher, head, weights, chunk=chunk)
+    def chunked(hidden: jax.Array, teacher: jax.Array, head: jax.Array) -> Any:
+        found = distillation_sums(hidden, teacher, head, labels, weights, share=share, chunk=chunk)
+        return found.loss, found
 
-    def wide(hidden: jax.Array) -> jax.Array:
+    def wide(hidden: jax.Array) -> tuple[jax.Array, Any]:
         learned, wanted = (
             jax.nn.log_softmax(jnp.einsum("BTD,VD->BTV", x, head.astype(jnp.float32)))
             for x in (hidden, teacher.astype(jnp.float32))
         )
-        return jnp.sum(weights * jnp.sum(jnp.exp(wanted) * (wanted - learned), -1))
+        divergence = jnp.sum(weights * jnp.sum(jnp.exp(wanted) * (wanted - learned), -1))
+        texts = [dense(x, head, labels, weights) for x in (hidden, teacher)]
+        loss = (1 - share) * texts[0] + share * divergence
+        return loss, (loss, texts[0], divergence, texts[1])
 
-    value, gradients = jax.jit(jax.value_and_grad(chunked, (0, 1, 2)))(hidden, teacher, head)
-    expected, gradient = jax.jit(jax.value_and_grad(wide))(hidden.astype(jnp.float32))
-    assert value.dtype == jnp.float32 and relative_error(value, expected) < 1e-5
+    learn = jax.jit(jax.value_and_grad(chunked, (0, 1, 2), has_aux=True))
+    (_, found), gradients = learn(hidden, teacher, head)
+    (_, expected), gradient = jax.jit(jax.value_and_grad(wide, has_aux=True))(
+        hidden.astype(jnp.float32)
+    )
+    for name, actual, wanted in zip(found._fields, found, expected, strict=True):
+        assert actual.dtype == jnp.float32 and relative_error(actual, wanted) < 1e-5, name
     assert gradients[0].dtype == dtype
     assert relative_error(gradients[0].astype(jnp.float32), gradient) < bound
     assert not jnp.any(gradients[1]) and not jnp.any(gradients[2])
-    assert chunked(hidden, hidden, head) == 0.0
+    assert chunked(hidden, hidden, head)[1].divergence == 0.0
+
+
+@pytest.mark.parametrize("chunk", [1, 9, 1000])
+def test_choices_are_those_of_all_logits_and_the_loss_is_the_same(chunk: int) -> None:
+    hidden, head, labels, weights = inputs(jnp.float32)
+
+    def both(hidden: jax.Array) -> Any:
+        return cross_entropy_and_choice(hidden, head, labels, weights, chunk=chunk)
+
+    (loss, tokens), gradient = jax.jit(jax.value_and_grad(both, has_aux=True))(hidden)
+    assert jnp.array_equal(tokens, jnp.argmax(jnp.einsum("BTD,VD->BTV", hidden, head), -1))
+    expected, wanted = jax.value_and_grad(dense)(hidden, head, labels, weights)
+    assert relative_error(loss, expected) < 1e-5 and relative_error(gradient, wanted) < 1e-5
+
+
+def products(function: Any, hidden: jax.Array) -> int:
+    """How many a compiled function has; those of a loop count once."""
+    return jax.jit(function).lower(hidden).compile().as_text().count(" dot(")
+
+
+def test_logits_are_made_once_whatever_is_learned() -> None:
+    """And the gradient is one more product: none is repeated for the backward pass."""
+    hidden, head, labels, weights = inputs(jnp.float32)
+
+    def text(hidden: jax.Array) -> jax.Array:
+        return cross_entropy_sum(hidden, head, labels, weights, chunk=9)
+
+    def mixture(hidden: jax.Array) -> jax.Array:
+        found = distillation_sums(hidden, -head[labels], head, labels, weights, share=0.5, chunk=9)
+        return found.loss
+
+    def chain(hidden: jax.Array) -> jax.Array:
+        learn = functools.partial(cross_entropy_and_choice, head=head, labels=labels, chunk=9)
+        return roll_out(
+            3, 0.5, lambda n: hidden * n, lambda h, w: learn(h, weights=w), labels, weights
+        ).loss
+
+    assert products(text, hidden) == 1
+    assert products(jax.grad(text), hidden) == products(jax.grad(chain), hidden) == 2
+    assert products(jax.grad(mixture), hidden) == 3
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
@@ -108,23 +161,6 @@ def test_logits_exist_for_one_chunk_only() -> None:
         return jax.jit(loss).lower(hidden).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(64) < whole / 2 < temporary_bytes(1024)
-
-
-def test_chunks_divide_the_length() -> None:
-    assert chunk_length(4, 96, 100) == 24
-    assert chunk_length(256, 97, 8) == 1
-    assert chunk_length(1, 97, 1000) == 97
-
-
-@pytest.mark.parametrize("length", [97, 127, 2 * 113, 16381])
-def test_no_length_falls_into_chunks_of_single_tokens(length: int) -> None:
-    for rows, chunk in [(1, 40), (3, 200), (2, 8192)]:
-        size = chunk_length(rows, length, chunk)
-        fits = chunk // rows
-        assert size <= fits and 2 * size >= min(fits, length)
-        # As many chunks as there must be, or twice that; less than one of them is padding.
-        padded = whole_chunks(jnp.zeros((rows, length)), size).shape[1]
-        assert padded % size == 0 and padded - length < size and padded < 1.3 * length
 
 
 @pytest.mark.parametrize("length", [11, 13])

@@ -11,19 +11,11 @@ import pytest
 from tests.kit import relative_error
 from tests.train.test_step import DRAFT, OBJECTIVES, SETTINGS, batch, frozen_params, trainer
 from train.config import DraftSettings
-from train.losses import cross_entropy_sum, greedy_tokens
+from train.losses import cross_entropy_and_choice
 from train.rollout import roll_out
 from train.step import Batch
 
 LEVELS, DECAY, VOCABULARY = 3, 0.5, 5
-
-
-def test_greedy_tokens_are_those_of_all_logits() -> None:
-    hidden = jax.random.normal(jax.random.key(0), (3, 13, 8))
-    head = jax.random.normal(jax.random.key(1), (37, 8))
-    expected = jnp.argmax(jnp.einsum("BTD,VD->BTV", hidden, head), -1)
-    for chunk in (1, 9, 1000):
-        np.testing.assert_array_equal(greedy_tokens(hidden, head, chunk=chunk), expected)
 
 
 def test_a_level_is_learned_where_the_ones_before_it_were_right() -> None:
@@ -39,8 +31,7 @@ def test_a_level_is_learned_where_the_ones_before_it_were_right() -> None:
             LEVELS,
             DECAY,
             lambda shift: jnp.asarray(logits)[shift],
-            lambda hidden, w: cross_entropy_sum(hidden, head, jnp.asarray(labels), w),
-            lambda hidden: greedy_tokens(hidden, head),
+            lambda hidden, w: cross_entropy_and_choice(hidden, head, jnp.asarray(labels), w),
             jnp.asarray(labels),
             jnp.asarray(weights),
         )
