@@ -15,6 +15,8 @@ import numpy as np
 from longspec_jax.axes import Array
 from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, RopeScaling
 from longspec_jax.ops.layer.residual_norm import residual_norm, rms_norm
+from longspec_jax.ops.partitioned import row_shares
+from longspec_jax.ops.products.chunked_mlp import chunked_mlp
 from longspec_jax.ops.products.int8 import int8_product
 from longspec_jax.ops.products.skinny import gate, gated_product, product, summands
 
@@ -122,6 +124,8 @@ class SwiGLU(nn.Module):
     dtype: jnp.dtype
     projection: Callable[..., Any] = Projection
     """What the products are made with."""
+    chunk: int = 0
+    """Most tokens of a device whose gates exist at once, for training on long rows; 0: all."""
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -130,6 +134,9 @@ class SwiGLU(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         """Map ``[..., D]`` to summands ``[S, ..., D]`` of the result."""
+        if self.chunk and x.shape[0] * x.shape[1] > self.chunk * row_shares(x.shape[0]):
+            kernels = self.gate_up.weights()[0], self.down.weights()[0]
+            return chunked_mlp(x, *kernels, chunk=self.chunk)[None]
         return self.down.summands(self.gate_up.gated(x))
 
 

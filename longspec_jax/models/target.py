@@ -84,6 +84,7 @@ class Layer(nn.Module):
     """One pre-norm transformer layer."""
 
     config: TargetConfig
+    mlp_chunk: int = 0
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -91,7 +92,7 @@ class Layer(nn.Module):
         self.attention_norm = RMSNorm(c.norm_eps, dtype)
         self.attention = Attention(c)
         self.mlp_norm = RMSNorm(c.norm_eps, dtype)
-        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype)
+        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, chunk=self.mlp_chunk)
 
     def __call__(
         self,
@@ -115,6 +116,8 @@ class Target(nn.Module):
     """A decoder-only language model; embedding and LM head are shared with the draft."""
 
     config: TargetConfig
+    mlp_chunk: int = 0
+    """Most tokens of a device whose MLP activations exist at once; 0: all."""
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -124,7 +127,7 @@ class Target(nn.Module):
         self.embedding = self.param("embedding", table, shape, dtype)
         # Separate modules, not a scan over stacked weights: slicing a stack costs decode a factor
         # of three in bandwidth (docs/design.md, decision 4.6).
-        self.layers = [Layer(c) for _ in range(c.num_layers)]
+        self.layers = [Layer(c, self.mlp_chunk) for _ in range(c.num_layers)]
         self.final_norm = RMSNorm(c.norm_eps, dtype)
         if not c.tied_embeddings:
             self.head = self.param("head", table, shape, dtype)

@@ -29,7 +29,7 @@ Op = TypeVar("Op", bound=Callable[..., Any])
 Term = tuple[tuple[str, ...], ...]
 """The axes of one array; the query heads are two of them, ``("k", "g")``."""
 
-CUT = {"b": BATCH_AXES, "k": ("tp",), "v": ("tp",)}
+CUT = {"b": BATCH_AXES, "k": ("tp",), "v": ("tp",), "f": ("tp",)}
 """The axes of operands that are cut, and the axes of the mesh over which."""
 
 
@@ -86,14 +86,15 @@ def partitioned(rule: str) -> Callable[[Op], Op]:
 
 
 def placed(terms: str, *arrays: Array) -> tuple[Array, ...]:
-    """Say how arrays lie on the mesh in use: batch rows, key/value heads and vocabulary cut.
+    """Say how arrays lie on the mesh in use: batch rows, heads, vocabulary and MLP width cut.
 
     Of activations the compiler would otherwise infer it from the weights, and where these are cut
     along the model's width compute every device's rows on every device. Weights that are read more
     than once are gathered here, and not every time.
 
     Args:
-      terms: of each array, as in :func:`partitioned`; the vocabulary is ``v``.
+      terms: of each array, as in :func:`partitioned`; the vocabulary is ``v``, the MLP's width
+        ``f``.
       *arrays: what belongs together: one axis, one size.
     """
     if one_device():

@@ -49,6 +49,8 @@ class LongSpecLayer(nn.Module):
     config: DraftConfig
     int8: bool = False
     """Whether the products' weights are of 8 bits."""
+    mlp_chunk: int = 0
+    """Most tokens of a device whose MLP activations exist at once; 0: all."""
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -70,7 +72,7 @@ class LongSpecLayer(nn.Module):
         self.cross_q = projection((c.model_width,), heads, dtype, bias=True)
         self.cross_out = projection(heads, (c.model_width,), dtype)
         self.mlp_norm = RMSNorm(c.norm_eps, dtype)
-        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, projection)
+        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, projection, self.mlp_chunk)
 
     def __call__(
         self,
