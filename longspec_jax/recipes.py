@@ -59,6 +59,8 @@ def base_config() -> "ConfigDict":
             export="",
             title="LongSpec draft",
             loss_chunk=0,
+            mlp_chunk=0,
+            target_loss_every=20,
             log_every=1,
             save_every=200,
             accept_every=100,

@@ -36,6 +36,8 @@ class Pair:
     max_shift: int
     chunk: int
     """Most tokens whose logits exist at once."""
+    mlp_chunk: int = 0
+    """Most tokens of a device whose MLP activations exist at once; 0: all."""
 
 
 def simulated_acceptance(
@@ -89,13 +91,13 @@ def _hits(
     """
     rows, length = tokens.shape
     positions = plain_positions((1, rows), length)[0]
-    view = run_target(pair.target, frozen, tokens, positions)
+    view = run_target(pair.target, frozen, tokens, positions, pair.mlp_chunk)
     far = (jnp.arange(length) >= 3 * length // 4).astype(jnp.float32)
     counted = jnp.stack([weights, weights * far])  # [2, B, T]
 
     def at_shift(shift: Array) -> tuple[Array, Array]:
         draws = Draws(positions, jnp.full((rows,), shift))
-        hidden = run_draft(pair.draft, params, frozen, tokens, draws, view)
+        hidden = run_draft(pair.draft, params, frozen, tokens, draws, view, pair.mlp_chunk)
         return _count(pair, frozen, hidden, view, counted)
 
     shifts = jnp.arange(1, pair.max_shift + 1)

@@ -1,9 +1,10 @@
 """How fast a draft is trained: ``python -m train.bench --shape vicuna7b --mesh fsdp=2``.
 
 Whole optimiser steps of the draft objective on random weights and tokens of real shapes, no data
-loading, no checkpoints. One device always runs; every mesh is compared with it, at the same rows
-per device. ``flops_utilization`` is needed operations (:mod:`train.flops`) over what the device's
-own large bfloat16 product reaches in the same run; ``step_bytes`` is what the compiled step takes
+loading, no checkpoints; the target's own loss, which a run tells in one of many steps, only with
+``--target-loss``. One device always runs; every mesh is compared with it, at the same rows per
+device. ``flops_utilization`` is needed operations (:mod:`train.flops`) over what the device's own
+large bfloat16 product reaches in the same run; ``step_bytes`` is what the compiled step takes
 on each device beyond its arguments, the rest is weights, masters and moments.
 """
 
@@ -35,6 +36,7 @@ from .flops import flops_per_token
 from .losses import tokens_at_once
 from .objectives import DraftObjective
 from .optim import make_optimizer
+from .passes import mlp_tokens_at_once
 from .step import ROWS, Batch, initial_state, make_step, state_shardings
 
 SETTINGS = DraftSettings(
@@ -98,6 +100,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--accumulation", type=_count, default=4, help="micro-batches of a step")
     parser.add_argument("--steps", type=_count, default=4, help="that are timed, after one")
+    parser.add_argument(
+        "--loss-chunk", type=_count, help="tokens whose logits exist at once; default: a gigabyte"
+    )
+    parser.add_argument(
+        "--mlp-chunk",
+        type=_count,
+        help="tokens whose MLP activations exist at once, in the draft half as many; default: all "
+        "of 16384, 8192 of more",
+    )
+    parser.add_argument(
+        "--target-loss", action="store_true", help="tell the target's own loss in every step"
+    )
+    parser.add_argument("--distillation", type=float, default=0.0, help="its share, 0 to 1")
+    parser.add_argument("--rollout", type=int, default=0, help="levels of it")
     parser.add_argument("--json", type=Path, help="write header and rows to this file")
     return parser
 
@@ -129,13 +145,24 @@ def measure(
     )
     draft = DraftConfig.for_target(config, window=SETTINGS.window)
     offset = max(0, min(15_000, config.max_positions - length)) if length <= 1024 else 0
-    objective = DraftObjective(config, draft, SETTINGS, offset, tokens_at_once(config.vocab_size))
+    rows = max(1, arguments.tokens // length)
+    objective = DraftObjective(
+        config,
+        draft,
+        dataclasses.replace(
+            SETTINGS, distillation=arguments.distillation, rollout=arguments.rollout
+        ),
+        offset,
+        arguments.loss_chunk or tokens_at_once(config.vocab_size),
+        arguments.mlp_chunk or mlp_tokens_at_once(rows * length),
+        arguments.target_loss,
+    )
     optimizer = make_optimizer(OPTIMIZER)
     shardings = state_shardings(mesh, objective, optimizer)
     state = initial_state(objective, optimizer, shardings, seed=0)
     frozen = random_target(config, mesh)
     holders = mesh.shape["data"] * mesh.shape["fsdp"]
-    rows = holders * max(1, arguments.tokens // length)
+    rows *= holders
     batch = _random_batch(mesh, config, (arguments.accumulation, rows, length))
     step = make_step(objective, optimizer, 0, mesh, shardings)
     rate = np.float32(1e-4)
@@ -158,6 +185,11 @@ def measure(
         "layout": written(axes) or "one",
         "rows": rows,
         "accumulation": arguments.accumulation,
+        "loss_chunk": objective.loss_chunk,
+        "mlp_chunk": objective.mlp_chunk,
+        "target_loss": objective.target_loss,
+        "distillation": arguments.distillation,
+        "rollout": arguments.rollout,
         "tokens_per_second": _rounded(tokens / seconds),
         "step_ms": _rounded(1e3 * seconds),
         "flops_per_s": flops_per_token(objective, length) * tokens / seconds / mesh.size,

@@ -321,6 +321,12 @@ class RunConfig:
     """A sentence for the model card."""
     loss_chunk: int
     """Most tokens of a device whose logits exist at once; 0: as many as take a gigabyte."""
+    mlp_chunk: int
+    """Most tokens of a device whose MLP activations exist at once; 0: all of up to 16384, 8192 of
+    more. The draft's MLP, which has a backward pass, goes in chunks of half as many."""
+    target_loss_every: int
+    """Steps between those that report the target's own loss, a check on the positions that costs 4
+    to 7 % of such a step; 0 for none. With distillation it comes for nothing, at every step."""
     log_every: int
     save_every: int
     """Steps between checkpoints; 0 saves at the end of a stage and on a signal only."""
@@ -351,6 +357,11 @@ class RunConfig:
                 "a run needs a target: set --config.target=FOLDER_OR_HUB_ID, or leave it empty in "
                 f"a config that trains one; got target={self.target!r} and "
                 f"{'a' if self.pretraining else 'no'} pretraining section"
+            )
+        if self.mlp_chunk < 0 or self.target_loss_every < 0:
+            raise ValueError(
+                f"--config.mlp_chunk={self.mlp_chunk} tokens, --config.target_loss_every="
+                f"{self.target_loss_every} steps: give 0 or more of both"
             )
         if self.dtype == "float16":
             raise ValueError(

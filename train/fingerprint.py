@@ -21,7 +21,8 @@ Fingerprint = dict[str, Any]
 """A value that JSON can hold for every name; two runs are the same if all are equal."""
 
 _NOT_COUNTED = (
-    "target", "revision", "export", "title", "loss_chunk", "log_every", "save_every",
+    "target", "revision", "export", "title", "loss_chunk", "mlp_chunk",
+    "target_loss_every", "log_every", "save_every",
     "accept_every", "accept_rows", "accept_seq_len", "max_to_keep", "mesh", "stages", "pretraining",
     "log", "profile_at", "profile_steps",
 )  # fmt: skip

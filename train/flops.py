@@ -1,9 +1,11 @@
 """Floating-point operations that a training step needs, and how many a device can do.
 
-Needed is what no implementation can leave out: the target's forward pass, the draft's forward and
-backward pass (a target's own, where the target is trained), the head once forward and once for the
-gradient of its input. What is done twice to save memory, and the target's loss, which is a
-diagnostic, do not count. A multiplication with an addition counts as two operations, attention
+Needed is what no implementation can leave out: the target's forward pass as far as the draft reads
+it, which is the keys and values of its last layer, the draft's forward and backward pass (a
+target's own, where the target is trained), the head once forward and once for the gradient of its
+input. Distillation needs the rest of the last layer and the head once more, for the target's own
+distribution. What is done twice to save memory, and the target's loss, which is a diagnostic, do
+not count. A multiplication with an addition counts as two operations, attention
 counts the keys that a causal query sees, and norms, rotations and softmax count nothing.
 """
 
@@ -27,10 +29,12 @@ def flops_per_token(objective: Any, length: int) -> float:
     match objective:
         case DraftObjective():
             target, draft = objective.target, objective.draft
-            head = 2 * _product(target.model_width, target.vocab_size)
+            head = _product(target.model_width, target.vocab_size)
             levels = max(1, objective.settings.rollout)
-            learned = _FORWARD_AND_BACKWARD * _draft(draft, length) + head
-            return _target(target, length) + levels * learned
+            learned = _FORWARD_AND_BACKWARD * _draft(draft, length) + 2 * head
+            read = _target(target, length) - _after_last_keys(target, length)
+            imitated = head + _after_last_keys(target, length)
+            return read + levels * learned + (imitated if objective.settings.distillation else 0.0)
         case TargetObjective():
             target = objective.config
             head = _product(target.model_width, target.vocab_size)
@@ -59,6 +63,12 @@ def _target(config: TargetConfig, length: int) -> float:
     """All layers, forward."""
     layer = _projections(config) + _mlp(config) + _attention(config, (length + 1) / 2)
     return config.num_layers * layer
+
+
+def _after_last_keys(config: TargetConfig, length: int) -> float:
+    """Of the last layer, all but its keys and values."""
+    keys_values = _product(config.model_width, 2 * config.num_kv_heads * config.head_width)
+    return _target(config, length) / config.num_layers - keys_values
 
 
 def _draft(config: DraftConfig, length: int) -> float:

@@ -70,10 +70,10 @@ def judge(
     """
     rows, length = hidden.shape[:2]
     size = chunk_length(rows // row_shares(rows), length, chunk)
-    hidden, parts = jax.tree.map(lambda part: whole_chunks(part, size), (hidden, parts))
-    parts = jax.lax.stop_gradient(parts)
-    loss, others = _judge(criterion, size, head_gradient, hidden, head, parts)
-    sums, tokens = jax.lax.stop_gradient(others)
+    hidden = whole_chunks(hidden, size)
+    parts = jax.lax.stop_gradient(jax.tree.map(lambda part: whole_chunks(part, size), parts))
+    found: Any = _judge(criterion, size, head_gradient, hidden, head, parts)
+    loss, (sums, tokens) = found[0], jax.lax.stop_gradient(found[1])
     return loss, sums, jax.tree.map(lambda part: part[:, :length], tokens)
 
 
@@ -117,6 +117,9 @@ def _loop(
 
     Gradients are of hidden states and, if it is not None, of the head.
     """
+    # Where hidden states change and labels do not, as in a scan over levels, JAX would take what
+    # depends on labels alone out of that scan, and keep their one-hot form for all chunks.
+    hidden, parts = jax.lax.optimization_barrier((hidden, parts))
 
     def judged(start: Array) -> tuple[Judgement, Array]:
         x, mine = jax.tree.map(lambda part: cut(part, start, size), (hidden, parts))

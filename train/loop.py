@@ -55,11 +55,20 @@ class Stage:
     known."""
     traces: Path = Path("profile")
     """Where the profiler writes, if it is asked for."""
+    telling_step: Step | None = None
+    """A step that learns the same and says more of it, taken at the turns of
+    ``target_loss_every``."""
 
     @property
     def steps(self) -> int:
         """Steps after which it ends whatever the clock says; 0 if time alone ends it."""
         return self.config.limit(self.batches.per_epoch)
+
+    def program(self, step: int, run: RunConfig) -> tuple[Step, bool]:
+        """What is run as a step, and whether it is the one that says more."""
+        if self.telling_step is not None and _is_turn(step, run.target_loss_every):
+            return self.telling_step, True
+        return self.step, False
 
     def progress(self, step: int, elapsed: float) -> float:
         """How much of it is done, 0 to 1."""
@@ -104,24 +113,25 @@ def run_stage(
         compiled = set()
         while not (stopped := stop(step)) and (progress := stage.progress(step, clock.elapsed)) < 1:
             rate = _rate(stage.config, run.optimizer, progress)
+            take, tells = stage.program(step, run)
             trace.before(step)
             asked = time.monotonic()
             batch = next(batches)
             waited = time.monotonic() - asked
             real, shape = batches.real_tokens, batch.tokens.shape
             padded = 1 - real / batch.tokens.size
-            compiles = shape not in compiled
+            compiles = (shape, tells) not in compiled
             if compiles:  # What is on its way is not to be timed with it.
                 report.flush()
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                state, values = stage.step(state, stage.frozen, batch, np.float32(rate))
+                state, values = take(state, stage.frozen, batch, np.float32(rate))
             more = {"lr": rate, "data_wait": waited, "padding": padded, "row_tokens": shape[-1]}
             peak = stage.peak_tokens_per_second(shape[-1])
-            report.add(step, {**values, **more}, real, peak, timed=not trace.running)
+            report.add(step, {**values, **more}, real, peak, timed=not trace.running, always=tells)
             trace.after(step)
             step += 1
             if compiles:  # Compilation is not training time.
-                compiled.add(shape)
+                compiled.add((shape, tells))
                 jax.block_until_ready(values)
                 report.skip()
             measures, saves = _is_turn(step, run.accept_every), _is_turn(step, run.save_every)

@@ -61,6 +61,24 @@ def cross_entropy_and_choice(
     return loss, tokens
 
 
+def cross_entropy_sums(
+    hidden: Float[Array, "B T D"],
+    other: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    labels: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    *,
+    chunk: int = 8192,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """:func:`cross_entropy_sum` of two models' hidden states; only the first has a gradient.
+
+    In one pass over chunks half as long, so that the logits of both take no more than those of one.
+    """
+    parts = labels, weights, other
+    loss, told, _ = judge(_of_text_twice, hidden, head, parts, chunk=max(1, chunk // 2))
+    return loss, told
+
+
 class Distillation(NamedTuple):
     """Sums over weighted positions, float32."""
 
@@ -93,10 +111,11 @@ def distillation_sums(
       labels: token to predict at every position.
       weights: 0 where a position is not to be learned.
       share: of the divergence, 0 to 1.
-      chunk: most tokens of a device of which logits exist at once, twice.
+      chunk: most tokens whose logits exist at once on a device; of each model half as many.
     """
     criterion = functools.partial(_of_mixture, share)
-    loss, sums, _ = judge(criterion, hidden, head, (labels, weights, teacher), chunk=chunk)
+    parts = labels, weights, teacher
+    loss, sums, _ = judge(criterion, hidden, head, parts, chunk=max(1, chunk // 2))
     return Distillation(loss, *sums)
 
 
@@ -109,6 +128,13 @@ def _of_text(logits: Array, head: Array, parts: tuple[Array, Array]) -> Judgemen
 
 def _of_text_and_choice(logits: Array, head: Array, parts: tuple[Array, Array]) -> Judgement:
     return _of_text(logits, head, parts)._replace(tokens=jnp.argmax(logits, axis=-1))
+
+
+def _of_text_twice(logits: Array, head: Array, parts: tuple[Array, Array, Array]) -> Judgement:
+    labels, weights, other = parts
+    _, surprise, _ = _surprise(head_logits(head, other), labels)
+    told = jnp.sum(weights * surprise)
+    return _of_text(logits, head, (labels, weights))._replace(sums=told)
 
 
 def _of_mixture(
@@ -129,7 +155,8 @@ def _of_mixture(
 
 def _surprise(logits: Array, labels: Array) -> tuple[Array, Array, Array]:
     """Log-sum-exp and ``-log softmax[labels]``, both ``[B, t]``, and the labels as one-hot."""
-    # One-hot by comparison fuses and stays local under a sharded vocabulary.
-    label = labels[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+    # One-hot by comparison fuses and stays local under a sharded vocabulary. No constant is as
+    # large as the logits: JAX would take it out of a scan over levels, and keep it.
+    label = labels[..., None] == jnp.arange(logits.shape[-1])
     lse = jax.nn.logsumexp(logits, axis=-1)
-    return lse, lse - jnp.sum(jnp.where(label, logits, 0.0), axis=-1), label
+    return lse, lse - jnp.sum(label * logits, axis=-1), label

@@ -21,6 +21,7 @@ from .config import DraftSettings
 from .losses import (
     cross_entropy_and_choice,
     cross_entropy_sum,
+    cross_entropy_sums,
     distillation_sums,
     next_token_labels,
 )
@@ -114,48 +115,46 @@ class DraftObjective:
 
         With a share of distillation ``loss`` is the mixture, and its parts are named beside it.
         """
-        view = run_target(self.target, frozen, batch.tokens, draws.positions)
+        view = run_target(self.target, frozen, batch.tokens, draws.positions, self.mlp_chunk)
         view = jax.lax.stop_gradient(view)
         labels, weights = next_token_labels(*batch)
         [head] = placed("v d", head_of(frozen))
-        run = partial(run_draft, self.draft, params, frozen, batch.tokens)
 
+        run = partial(run_draft, self.draft, params, frozen, batch.tokens, mlp_chunk=self.mlp_chunk)
+
+        whole: Any = {"labels": labels, "weights": weights, "chunk": self.loss_chunk}
         if share := self.settings.distillation:
-            found = distillation_sums(
-                run(draws, view),
-                view.hidden,
-                head,
-                labels,
-                weights,
-                share=share,
-                chunk=self.loss_chunk,
-            )
+            found = distillation_sums(run(draws, view), view.hidden, head, share=share, **whole)
             sums = found._asdict()
             return {"target_loss": sums.pop("teacher_loss"), **sums}
-
-        def loss(states: Array) -> Array:
-            return cross_entropy_sum(states, head, labels, weights, chunk=self.loss_chunk)
-
         if self.settings.rollout:
             chain = roll_out(
                 self.settings.rollout,
                 self.settings.rollout_decay,
                 lambda shift: run(Draws(draws.positions, jnp.full_like(draws.shift, shift)), view),
-                lambda states, weights: cross_entropy_and_choice(
-                    states, head, labels, weights, chunk=self.loss_chunk
+                lambda states, learned: cross_entropy_and_choice(
+                    states, head, labels, learned, chunk=self.loss_chunk
                 ),
                 labels,
                 weights,
             )
-            sums = chain._asdict()
-        else:
-            sums = {"loss": loss(run(draws, view))}
-        return {**sums, "target_loss": loss(view.hidden)} if self.target_loss else sums
+            told = cross_entropy_sum(view.hidden, head, **whole)
+            return chain._asdict() | ({"target_loss": told} if self.target_loss else {})
+        if self.target_loss:
+            loss, told = cross_entropy_sums(run(draws, view), view.hidden, head, **whole)
+            return {"loss": loss, "target_loss": told}
+        return {"loss": cross_entropy_sum(run(draws, view), head, **whole)}
 
     def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
         """Simulated acceptance."""
         return simulated_acceptance(
-            Pair(self.target, self.draft, self.settings.max_shift, self.loss_chunk),
+            Pair(
+                self.target,
+                self.draft,
+                self.settings.max_shift,
+                self.loss_chunk,
+                self.mlp_chunk,
+            ),
             params,
             frozen,
             batch.tokens,

@@ -39,10 +39,10 @@ from .losses import tokens_at_once
 from .metrics import Metrics
 from .objectives import DraftObjective, TargetObjective
 from .optim import make_optimizer
-from .passes import cast
+from .passes import cast, mlp_tokens_at_once
 from .processes import by_first, gathered
 from .profiling import check_window
-from .step import Batch, Objective, initial_state, make_step, state_shardings
+from .step import Batch, Objective, Step, initial_state, make_step, state_shardings
 from .writers import open_writers
 
 TOKENS_PER_DEVICE = 16384
@@ -170,11 +170,22 @@ def train_draft(run: TrainingRun) -> None:
         draft, params = load_draft(config.draft.init, target, dtype="float32", mesh=run.mesh)
         draft = dataclasses.replace(draft, dtype=config.dtype, window=config.draft.window)
     chunk = config.loss_chunk or tokens_at_once(target.vocab_size)
+    shares = run.mesh.shape["data"] * run.mesh.shape["fsdp"]
     for part, rows in zip(parts, data, strict=True):
         [stage] = part.config.stages
-        objective = DraftObjective(target, draft, config.draft, stage.max_offset, chunk)
+        tokens = stage.seq_len * stage.batch // (stage.accumulation * shares)
+        telling = DraftObjective(
+            target,
+            draft,
+            config.draft,
+            stage.max_offset,
+            chunk,
+            config.mlp_chunk or mlp_tokens_at_once(tokens),
+        )
+        objective = dataclasses.replace(telling, target_loss=False)
         settings = {**draft_settings(part.config, stage), **models}
-        params = _train_stage(part, stage, objective, frozen, params, rows, settings)
+        more = None if config.draft.distillation else telling
+        params = _train_stage(part, stage, objective, frozen, params, rows, settings, more)
     whole = gathered(cast(params, draft.dtype))
     by_first("draft", lambda: save_draft(run.draft_folder, draft, whole, target=target))
 
@@ -232,8 +243,12 @@ def _train_stage(
     params: Any,
     data: StageData,
     settings: Fingerprint,
+    telling: Objective | None = None,
 ) -> Any:
-    """Masters after a stage that starts from the given ones; ``settings`` are all that say how."""
+    """Masters after a stage that starts from the given ones; ``settings`` are all that say how.
+
+    ``telling`` is the objective where it has more to say, now and then.
+    """
     config = run.config
     kind = "draft" if frozen else "target"
     optimizer = make_optimizer(config.optimizer)
@@ -241,10 +256,14 @@ def _train_stage(
     # Every stage has its own randomness; its name is what tells it from the others.
     seed = int.from_bytes(hashlib.sha256(f"{config.seed}/{stage.name}".encode()).digest()[:4])
     state = initial_state(objective, optimizer, shardings, seed, params)
+
+    def step_of(objective: Objective) -> Step:
+        return make_step(objective, optimizer, seed, run.mesh, shardings)
+
     plan = Stage(
         dataclasses.replace(stage, name=f"{kind}_{stage.name}"),
         objective,
-        make_step(objective, optimizer, seed, run.mesh, shardings),
+        step_of(objective),
         frozen,
         Batches(data.rows, stage.batch, stage.accumulation, seed, config.data.buckets),
         data.held_out,
@@ -253,6 +272,7 @@ def _train_stage(
             objective, length, config.dtype, [*run.mesh.devices.flat]
         ),
         run.workdir / "profile",
+        None if telling is None else step_of(telling),
     )
     checkpoints = Checkpoints(run.workdir / "checkpoints" / plan.config.name, config.max_to_keep)
     try:

@@ -38,6 +38,7 @@ class _Pending:
     values: dict[str, Any]
     real_tokens: int
     peak: float | None
+    always: bool = False
     timed: bool = True
 
 
@@ -72,6 +73,7 @@ class Report:
         peak: float | None = None,
         *,
         timed: bool = True,
+        always: bool = False,
     ) -> None:
         """Take a step's metrics, and write those of the step before.
 
@@ -81,9 +83,10 @@ class Report:
           real_tokens: its tokens that are no padding.
           peak: tokens a second at which it would fully use the devices, if it is known.
           timed: whether its time is that of training; otherwise it has no speed.
+          always: whether it is written even if it is not its turn.
         """
         self.flush()
-        self._pending = _Pending(step, dict(values), real_tokens, peak, timed)
+        self._pending = _Pending(step, dict(values), real_tokens, peak, always, timed)
 
     def skip(self) -> None:
         """Do not count the time since the last tick; a pending step, part of it, has no speed."""
@@ -104,7 +107,7 @@ class Report:
         seconds = self._clock.tick()
         self._metrics.advance()
         wrong = not_finite({name: values[name] for name in ("loss", "grad_norm") if name in values})
-        if wrong or pending.step % self._every == 0:
+        if wrong or pending.always or pending.step % self._every == 0:
             speed = _speed(pending, seconds) if pending.timed else {}
             more = {**speed, **_memory(), "elapsed": self._clock.elapsed}
             self._metrics.write(self._stage, pending.step, {**values, **more})

@@ -89,8 +89,8 @@ def _run(config: "RunConfig", arguments: "Arguments", given: Sequence[str]) -> i
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise MemoryError(
-            "the devices' memory is full; raise a stage's accumulation, lower --config.loss_chunk "
-            f"or accept_rows, or shard over more devices. {str(error).splitlines()[0]}"
+            "the devices' memory is full; raise a stage's accumulation, lower --config.loss_chunk, "
+            f"mlp_chunk or accept_rows, or shard over more devices. {str(error).splitlines()[0]}"
         ) from error
     except Interrupted as stopped:
         print(f"{stopped}; the same command resumes it", file=sys.stderr)

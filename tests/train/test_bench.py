@@ -29,6 +29,16 @@ def test_steps_are_timed_on_one_device_and_on_a_mesh(tmp_path: Path, capsys: Any
     assert "tiny 64 data=2,fsdp=2" in capsys.readouterr().out
 
 
+def test_a_row_says_how_its_step_was_made(tmp_path: Path) -> None:
+    file = tmp_path / "training.json"
+    given = ["--mlp-chunk=64", "--loss-chunk=32", "--target-loss", "--rollout=2", f"--json={file}"]
+    assert bench.main([*OPTIONS, *given]) == 0
+    [row] = json.loads(file.read_text())["rows"]
+    names = ("mlp_chunk", "loss_chunk", "target_loss", "rollout", "distillation")
+    assert [row[name] for name in names] == [64, 32, True, 2, 0.0]
+    assert bench.main([*OPTIONS, "--rollout=2", "--distillation=0.5"]) == 2
+
+
 def test_the_needed_operations_are_shared_out() -> None:
     """Utilisation is of all devices together: twice as many at the same speed, half of it."""
     arguments = bench._parser().parse_args(OPTIONS)

@@ -14,6 +14,7 @@ from train.acceptance import Pair, _count
 from train.losses import (
     cross_entropy_and_choice,
     cross_entropy_sum,
+    cross_entropy_sums,
     distillation_sums,
     next_token_labels,
 )
@@ -98,6 +99,22 @@ def test_distillation_equals_the_dense_one(
 
 
 @pytest.mark.parametrize("chunk", [1, 9, 1000])
+def test_of_two_models_in_one_pass_one_learns(chunk: int) -> None:
+    hidden, head, labels, weights = inputs(jnp.float32)
+    other = hidden[::-1] + 1
+
+    def both(hidden: jax.Array, other: jax.Array) -> Any:
+        sums = cross_entropy_sums(hidden, other, head, labels, weights, chunk=chunk)
+        return sums[0] + sums[1], sums
+
+    gradients, sums = jax.jit(jax.grad(both, (0, 1), has_aux=True))(hidden, other)
+    expected, wanted = jax.value_and_grad(dense)(hidden, head, labels, weights)
+    assert relative_error(sums[0], expected) < 1e-5
+    assert relative_error(sums[1], dense(other, head, labels, weights)) < 1e-5
+    assert relative_error(gradients[0], wanted) < 1e-5 and not jnp.any(gradients[1])
+
+
+@pytest.mark.parametrize("chunk", [1, 9, 1000])
 def test_choices_are_those_of_all_logits_and_the_loss_is_the_same(chunk: int) -> None:
     hidden, head, labels, weights = inputs(jnp.float32)
 
@@ -161,6 +178,14 @@ def test_logits_exist_for_one_chunk_only() -> None:
         return jax.jit(loss).lower(hidden).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(64) < whole / 2 < temporary_bytes(1024)
+
+    def level(states: jax.Array, learned: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return cross_entropy_and_choice(states, head, labels, learned, chunk=64)
+
+    # What levels have in common, their labels, is not kept for all chunks either.
+    chain = jax.grad(lambda h: roll_out(2, 0.5, lambda n: h * n, level, labels, weights).loss)
+    memory = jax.jit(chain).lower(hidden).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < whole / 2
 
 
 @pytest.mark.parametrize("length", [11, 13])

@@ -25,7 +25,12 @@ TARGET = tiny_target_config(
     vocab_size=104, model_width=32, mlp_width=48, num_layers=1, num_heads=4, head_width=8
 )
 DRAFT = DraftObjective(TARGET, DraftConfig.for_target(TARGET, window=5), SETTINGS, 90, 16)
-OBJECTIVES: dict[str, Any] = {"draft": DRAFT, "target": TargetObjective(TARGET, 16)}
+OBJECTIVES: dict[str, Any] = {
+    "draft": DRAFT,
+    "target": TargetObjective(TARGET, 16),
+    "chunked": replace(DRAFT, mlp_chunk=24),
+    "silent": replace(DRAFT, target_loss=False),
+}
 ONE = (1, 1, 1)
 
 
@@ -107,6 +112,32 @@ def test_accumulation_does_not_change_the_step(kind: str) -> None:
     # Per-row draws follow the row, not its micro-batch.
     split = Batch(*(part.reshape(4, 2, -1) for part in batch()))
     assert_same(trainer(kind, ONE).run(split, 2), single(kind))
+
+
+@pytest.mark.parametrize("mesh", [ONE, (2, 2, 2)], ids=str)
+def test_chunks_of_the_mlp_do_not_change_the_step(mesh: tuple[int, int, int]) -> None:
+    assert_same(trainer("chunked", mesh).run(batch(), 2), single("draft"))
+
+
+def test_a_step_learns_the_same_without_the_targets_loss() -> None:
+    state, metrics = trainer("silent", ONE).run(batch(), 2)
+    told_state, told = single("draft")
+    assert told.keys() - metrics.keys() == {"target_loss"}
+    assert_same((state, metrics), (told_state, {name: told[name] for name in metrics}))
+
+
+def test_the_targets_loss_costs_nothing_where_it_is_not_told() -> None:
+    """Of its last layer, here the only one, the keys and values are made and nothing else."""
+    micro = Batch(*(part[0] for part in batch()))
+    params = jax.eval_shape(DRAFT.initialize, jax.random.key(0))
+    draws = jax.tree.map(lambda leaf: leaf[0], DRAFT.draw(jax.random.key(1), (1, 8), 13))
+
+    def products(kind: str) -> int:
+        sums = jax.jit(OBJECTIVES[kind].sums).lower(params, frozen_params(), micro, draws)
+        return sums.compile().as_text().count(" dot(")
+
+    # Scores, their values, output, gate and value, their product, and the head.
+    assert products("draft") - products("silent") == 6
 
 
 @pytest.mark.parametrize("kind", ["draft", "target"])

@@ -39,7 +39,8 @@ def chunked_mlp(
     """
     rows, length, _ = x.shape
     size = chunk_length(rows // row_shares(rows), length, chunk)
-    return _mlp(whole_chunks(x, size), gate_up, down, size)[:, :length]
+    out: Any = _mlp(whole_chunks(x, size), gate_up, down, size)
+    return out[:, :length]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
