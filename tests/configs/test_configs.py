@@ -24,7 +24,7 @@ from train.step import Batch, state_shardings
 SHARED = {"__init__", "common", "paper"}
 FOLDER = Path(configs.__path__[0])
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
-PAPER = [name for name in NAMES if name != "demo"]
+PAPER = [name for name in NAMES if name not in ("demo", "small_scale")]
 VARIANTS = [(name, variant) for name in PAPER for variant in ("short", "long", "sft")]
 
 TABLE = {
@@ -67,6 +67,12 @@ def test_a_target_has_one_name() -> None:
         assert load(name).target == TARGETS[short].repository
 
 
+def test_the_demos_draft_alone_is_for_its_target() -> None:
+    config = load("demo", "draft")
+    assert config.pretraining is None and config.target == "longspec_jax/demo/target"
+    assert all(stage.steps and not stage.max_seconds for stage in config.stages)
+
+
 @pytest.mark.parametrize("variant", ["full", "smoke", "tiny"])
 def test_the_demo_variants_convert(variant: str) -> None:
     config = load("demo", variant)
@@ -74,6 +80,28 @@ def test_the_demo_variants_convert(variant: str) -> None:
     assert [stage.name for stage in config.stages] == ["short", "long"]
     longest = max(stage.seq_len + stage.max_offset for stage in config.stages)
     assert longest <= config.pretraining.shape.max_positions
+
+
+@pytest.mark.parametrize("prefix", ["", "tiny_"])
+def test_the_drafts_of_the_study_differ_in_one_thing(prefix: str) -> None:
+    """From the plain one: a setting of the draft, or for ``long_only`` its stages."""
+    target = load("small_scale", f"{prefix}target")
+    assert target.pretraining is not None and not target.stages
+    plain = load("small_scale", f"{prefix}plain")
+    assert not plain.draft.anchor_offset and plain.data.begin_rows
+    longest = max(stage.seq_len + stage.max_offset for stage in plain.stages)
+    assert longest <= target.pretraining.shape.max_positions
+    offset = load("small_scale", f"{prefix}offset")
+    assert dataclasses.replace(offset.draft, anchor_offset=False) == plain.draft
+    changed = {"offset0": {"max_sinks": 0}, "shift1": {"max_shift": 1},
+               "rollout": {"rollout": 4}, "distilled": {"distillation": 1.0}}  # fmt: skip
+    for variant, change in changed.items():
+        other = load("small_scale", f"{prefix}{variant}")
+        assert other == dataclasses.replace(
+            offset, draft=dataclasses.replace(offset.draft, **change)
+        )
+    alone = load("small_scale", f"{prefix}long_only")
+    assert alone.draft == offset.draft and [stage.name for stage in alone.stages] == ["long"]
 
 
 def test_the_demos_small_model_is_small_and_reads_the_demos_tokens() -> None:

@@ -320,4 +320,4 @@ def test_help_names_the_command_and_the_configurations(capsys: pytest.CaptureFix
     assert run.main(["--config=demo", "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: python -m train.run --config=NAME")
-    assert "qwq32b_preview, vicuna13b" in text and "--workdir" in text and text.endswith("\n")
+    assert "small_scale, vicuna13b" in text and "--workdir" in text and text.endswith("\n")

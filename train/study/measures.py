@@ -102,7 +102,7 @@ def measured_decoding(setting: Setting, model: LongSpec) -> dict[str, Any]:
 
 
 def training_curve(log: Path, stages: Sequence[str] = ("draft_short", "draft_long")) -> Any:
-    """Losses by step of a run's stages: the draft's cross-entropy, and the target's.
+    """Losses by step of a run's stages: the draft's cross-entropy, and the target's where told.
 
     A rollout has no cross-entropy over all tokens; its own loss stands in its place.
     """
@@ -112,6 +112,6 @@ def training_curve(log: Path, stages: Sequence[str] = ("draft_short", "draft_lon
         own = [record for record in records if record["stage"] == stage]
         found[stage] = {
             "loss": [record.get("cross_entropy", record["loss"]) for record in own],
-            "target_loss": [record["target_loss"] for record in own],
+            "target_loss": [record["target_loss"] for record in own if "target_loss" in record],
         }
     return found
