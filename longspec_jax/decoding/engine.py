@@ -85,7 +85,7 @@ def propose_tree(
     target: TargetModel, drafter: Drafter, params: Params, rows: Rows, beliefs: RoundBeliefs
 ) -> Tree:
     """The drafter's tree below every row's pending token."""
-    at = rows.pending, rows.length, rows.length
+    at = rows.pending, rows.length, rows.length, rows.done
     view = CacheView(target, params.target, rows.cache, *at)
     return drafter.propose(params, rows.draft, view, beliefs)
 

@@ -15,7 +15,7 @@ from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.drafters.base import NOTHING, Beliefs, Committed, Needs, Params, View
 from longspec_jax.drafters.beam import beam_search, nodes_run
 from longspec_jax.drafters.draft import UsualTrees
-from longspec_jax.drafters.selection import SinksAndRecent
+from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.tree import Tree
 
 

@@ -22,7 +22,7 @@ from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.selection import SinksAndRecent
+from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
@@ -235,7 +235,7 @@ FILTERED = dict(temperature=(0.7, 1.0, 0.9), top_k=(0, 4, 5), top_p=(0.8, 1.0, 0
     "drafter",
     [
         StreamingDrafter(TreeConfig((3, 4, 2), budget=6), SHORT),
-        Hierarchy(LookupDrafter(TreeConfig((2, 3), budget=4)), SHORT, rounds=2),
+        Hierarchy(LookupDrafter(TreeConfig((2, 3), budget=4)), SHORT, TreeConfig((1,) * 6)),
     ],
     ids=["streaming", "hierarchy"],
 )
@@ -279,7 +279,7 @@ def test_transformers_are_drafter_invariant(models: Params, temperature: float) 
 
 PARTIAL = {
     "streaming": StreamingDrafter(TreeConfig((3, 2)), SHORT),
-    "hierarchy": Hierarchy(LongSpecDrafter(DRAFT, TreeConfig((3, 2))), SHORT, rounds=2),
+    "hierarchy": Hierarchy(LongSpecDrafter(DRAFT, TreeConfig((3, 2))), SHORT, TreeConfig((1,) * 6)),
 }
 
 
@@ -386,7 +386,10 @@ def test_a_draft_in_8_bits_changes_no_token(
 
 @pytest.mark.parametrize(
     "drafter",
-    [LongSpecDrafter(DRAFT, TREES[0]), Hierarchy(StreamingDrafter(TreeConfig((2,)), SHORT), SHORT)],
+    [
+        LongSpecDrafter(DRAFT, TREES[0]),
+        Hierarchy(StreamingDrafter(TreeConfig((2,)), SHORT), SHORT, TREES[1]),
+    ],
     ids=["longspec", "hierarchy"],
 )
 def test_output_does_not_depend_on_chunk_capacity_or_neighbours(

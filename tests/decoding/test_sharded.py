@@ -25,7 +25,7 @@ from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.selection import SinksAndRecent
+from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.layer import (
     append_rows,
@@ -73,7 +73,7 @@ def longspec(attention: str | None) -> Drafter:
 def partial_passes(attention: str | None) -> Drafter:
     """The target over spans of all layers' caches, behind a chain and a tree."""
     inner = StreamingDrafter(TreeConfig((1,)), SinksAndRecent(1, 2))
-    return Hierarchy(inner, SinksAndRecent(2, 3), rounds=2)
+    return Hierarchy(inner, SinksAndRecent(2, 3), TreeConfig((1,) * 6))
 
 
 def target_beside(params: Any, attention: str | None = None) -> CachedTarget:

@@ -1,4 +1,4 @@
-"""How much attention one query pays to every block of a cache (SpecExtend, section 3.2).
+"""How much attention one query pays to every block of a cache (SpecExtend).
 
 No attention op returns its scores: one query against the cached keys is a product as cheap as
 reading them once.
