@@ -1,7 +1,7 @@
 """A language model that is a lookup table over its whole history, and drafters for it.
 
 Logits at a token depend on a hash of every visible token and its position, so one wrong slot, mask
-bit or position changes them. The cache holds token ids as one-wide "keys" and their positions as
+bit or position changes them. The cache holds token ids as "keys" and their positions as
 "values", which sends them through the real cache code; a token's query is its id.
 """
 
@@ -38,7 +38,7 @@ class LookupTarget:
 
     def allocate(self, batch, capacity):
         # Unwritten memory may hold anything.
-        keys, values = (jnp.full((batch, 1, capacity, 1), jnp.nan) for _ in range(2))
+        keys, values = (jnp.full((batch, 1, capacity, 2), jnp.nan) for _ in range(2))
         return KVCache((keys,), (values,))
 
     def prefill_chunk(self, params, cache, tokens, start, last, needs=NOTHING):
@@ -59,7 +59,7 @@ class LookupTarget:
         prefixes = selection.prefixes(0, cache.keys[0], cache.values[0])
         past = jnp.stack(list(map(self._history, prefixes))).sum(axis=0)
         # The hash of a token and its position takes the place of keys and values.
-        hashed = token_hash(tokens, positions)[:, :, None, None].astype(jnp.float32)
+        hashed = _rows(token_hash(tokens, positions))
         rows = fresh.keys[0].at[:, at : at + tokens.shape[1]].set(hashed)
         own = jnp.where(mask, rows[:, None, :, 0, 0].astype(jnp.int32), 0).sum(axis=2)
         logits = params[(past[:, None] + own) % params.shape[0]]
@@ -76,8 +76,8 @@ class LookupTarget:
 
 
 def _rows(numbers: jax.Array) -> jax.Array:
-    """Numbers of tokens, as one-wide keys, values or queries of one head."""
-    return numbers[:, :, None, None].astype(jnp.float32)
+    """Numbers of tokens, as keys, values or queries of one head, which have an even width."""
+    return numbers[:, :, None, None].astype(jnp.float32).repeat(2, axis=3)
 
 
 def _features(rows: jax.Array, needs: Needs) -> Features:

@@ -205,7 +205,8 @@ class _Chain(NamedTuple):
         count = self.count + joined
         sure = jnp.where(inside, found.lead, jnp.inf).min(axis=1) >= lead
         return _Chain(
-            tokens=write(self.tokens, found.tokens),
+            # What a closed row is found to go on with depends on how long its neighbours do.
+            tokens=jnp.where(self.open[:, None], write(self.tokens, found.tokens), self.tokens),
             rows=jax.tree.map(write, self.rows, found.rows),
             count=count,
             pending=jnp.where(joined > 0, final, self.pending),

@@ -132,8 +132,7 @@ def test_retrieval_copies_what_it_chooses_alone(drafter: Drafter, batch: int) ->
     assert cache_sized(large.as_text(), batch, 4096) == []
     grown = large.memory_analysis().temp_size_in_bytes - small.memory_analysis().temp_size_in_bytes
     summaries = 2 * batch * CONFIG.num_kv_heads * (2048 // 8) * CONFIG.head_width * 4
-    print(grown, summaries)
-    assert grown < summaries / 2
+    assert grown < summaries / 10
 
 
 @pytest.mark.parametrize("batch", [1, 3])
