@@ -82,7 +82,7 @@ def after_prompts(drafter: Drafter, params: Params, tokens: Any, lengths: Any) -
 def view_of(pending: jax.Array, length: jax.Array, keys: jax.Array, values: jax.Array) -> CacheView:
     """What a drafter sees of a cache of one layer; there is nothing to run the target with."""
     cache, target = KVCache((keys,), (values,)), CachedTarget(tiny_target_config())
-    return CacheView(target, None, cache, pending, length, length)
+    return CacheView(target, None, cache, pending, length, length, jnp.zeros(len(pending), bool))
 
 
 def greedy_beliefs(rows: int, levels: int) -> RoundBeliefs:

@@ -1,8 +1,8 @@
 """A language model that is a lookup table over its whole history, and drafters for it.
 
 Logits at a token depend on a hash of every visible token and its position, so one wrong slot, mask
-bit or position changes them. The cache holds token ids as one-wide "keys", which sends them through
-the real cache code.
+bit or position changes them. The cache holds token ids as "keys" and their positions as
+"values", which sends them through the real cache code; a token's query is its id.
 """
 
 from dataclasses import dataclass
@@ -38,37 +38,51 @@ class LookupTarget:
 
     def allocate(self, batch, capacity):
         # Unwritten memory may hold anything.
-        keys, values = (jnp.full((batch, 1, capacity, 1), jnp.nan) for _ in range(2))
+        keys, values = (jnp.full((batch, 1, capacity, 2), jnp.nan) for _ in range(2))
         return KVCache((keys,), (values,))
 
     def prefill_chunk(self, params, cache, tokens, start, last, needs=NOTHING):
-        rows = tokens[:, :, None, None].astype(jnp.float32)
-        cache = cache.append((rows,), (rows,), start)
-        seen = jnp.arange(cache.capacity) <= (start + last)[:, None]
-        return Prefilled(params[self._history(cache, seen) % params.shape[0]], cache)
+        rows, places = _rows(tokens), _rows(start[:, None] + jnp.arange(tokens.shape[1]))
+        cache = cache.append((rows,), (places,), start)
+        history = self._history(cache.layer(0, start + last + 1))
+        return Prefilled(params[history % params.shape[0]], cache, _features(rows, needs))
 
     def verify(self, params, cache, tokens, positions, mask, length, needs=NOTHING):
-        past = self._history(cache, jnp.arange(cache.capacity) < length[:, None])
+        past, rows = self._history(cache.layer(0, length)), _rows(tokens)
         own = jnp.where(mask, token_hash(tokens, positions)[:, None, :], 0).sum(axis=2)
-        rows = tokens[:, :, None, None].astype(jnp.float32)
-        return Verification(params[(past[:, None] + own) % params.shape[0]], (rows,), (rows,))
+        logits = params[(past[:, None] + own) % params.shape[0]]
+        places = jnp.broadcast_to(_rows(positions), rows.shape)
+        return Verification(logits, (rows,), (places,), _features(rows, needs))
 
     def glance(self, params, cache, tokens, positions, selection, fresh, mask, at, needs=NOTHING):
-        slot = jnp.arange(cache.capacity)[None, None]
-        inside = (slot >= selection.start[:, :, None]) & (slot < selection.stop[:, :, None])
-        # Span by span, as attention goes: what lies in two of them would count twice.
-        spans = range(selection.spans)
-        past = jnp.stack([self._history(cache, inside[:, span]) for span in spans]).sum(axis=0)
+        # Part by part, as attention goes: what lies in two of them would count twice.
+        prefixes = selection.prefixes(0, cache.keys[0], cache.values[0])
+        past = jnp.stack(list(map(self._history, prefixes))).sum(axis=0)
         # The hash of a token and its position takes the place of keys and values.
-        hashed = token_hash(tokens, positions)[:, :, None, None].astype(jnp.float32)
+        hashed = _rows(token_hash(tokens, positions))
         rows = fresh.keys[0].at[:, at : at + tokens.shape[1]].set(hashed)
         own = jnp.where(mask, rows[:, None, :, 0, 0].astype(jnp.int32), 0).sum(axis=2)
         logits = params[(past[:, None] + own) % params.shape[0]]
-        return Glance(logits, Uncommitted((rows,), (rows,)), Features())
+        return Glance(logits, Uncommitted((rows,), (rows,)), _features(_rows(tokens), needs))
 
-    def _history(self, cache, seen):
-        tokens = jnp.where(seen, cache.keys[0][:, 0, :, 0], 0).astype(jnp.int32)
-        return jnp.where(seen, token_hash(tokens, jnp.arange(cache.capacity)), 0).sum(axis=1)
+    def _history(self, prefix):
+        tokens, places = prefix.keys[:, 0, :, 0], prefix.values[:, 0, :, 0]
+        slot = jnp.arange(tokens.shape[1])
+        seen = slot < prefix.length[:, None]
+        if prefix.start is not None:
+            seen &= slot >= prefix.start[:, None]
+        tokens, places = (jnp.where(seen, row, 0).astype(jnp.int32) for row in (tokens, places))
+        return jnp.where(seen, token_hash(tokens, places), 0).sum(axis=1)
+
+
+def _rows(numbers: jax.Array) -> jax.Array:
+    """Numbers of tokens, as keys, values or queries of one head, which have an even width."""
+    return numbers[:, :, None, None].astype(jnp.float32).repeat(2, axis=3)
+
+
+def _features(rows: jax.Array, needs: Needs) -> Features:
+    found = {layer: rows for layer in needs.queries}
+    return Features({}, found, {layer: rows for layer in needs.keys})
 
 
 @dataclass(frozen=True)

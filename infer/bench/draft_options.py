@@ -5,7 +5,7 @@ from typing import Any
 
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.longspec.options import LongSpecOptions
-from longspec_jax.drafters.registry import options_of
+from longspec_jax.drafters.registry import options_of, separated
 from longspec_jax.drafters.small_lm.options import SmallLMOptions
 
 from .arguments import KINDS
@@ -17,13 +17,14 @@ def draft_options(drafter: str, values: Mapping[str, Any], target: TargetConfig)
 
     Args:
       drafter: the kind.
-      values: of its options, by name.
+      values: of its options, by name; what is about retrieval is checked alone.
       target: what it is to draft for.
 
     Raises:
       ValueError: for an option it does not have, or a value that it cannot have.
     """
-    options = options_of(KINDS[drafter], values, drafter)
+    own, _ = separated(values, drafter)
+    options = options_of(KINDS[drafter], own, drafter)
     if isinstance(options, LongSpecOptions) and options.vocabulary is not None:
         if not 1 <= options.vocabulary <= target.vocab_size:
             raise ValueError(

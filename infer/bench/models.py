@@ -20,11 +20,13 @@ from longspec_jax.decoding.record import Record, SpecState
 from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Committed, Drafter, Params
+from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.drafters.longspec.options import LongSpecOptions
+from longspec_jax.drafters.registry import separated
+from longspec_jax.drafters.retrieval import RetrievalDraft
 from longspec_jax.drafters.small_lm.draft import SmallLM
 from longspec_jax.drafters.small_lm.options import SmallLMOptions
 from longspec_jax.generation.memory import free_bytes, tree_bytes
@@ -74,9 +76,13 @@ def random_model(
             draft: Draft = _random_longspec(config, target, chosen, seed + 1)
         case SmallLMOptions():
             small = _small(config, chosen)
-            draft = SmallLM(small, _draw(_initializer(small), seed + 1))
+            weights = _draw(_initializer(small), seed + 1)
+            draft = SmallLM(small, weights, working=chosen.working_cache(config))
         case _:
             draft = chosen
+    _, retrieval = separated(options or {}, drafter)
+    if retrieval is not None:
+        draft = RetrievalDraft(draft, config, retrieval)
     return Model(config, CachedTarget(config, attention), Params(target, draft.params), draft)
 
 
@@ -114,7 +120,14 @@ def _random_longspec(
     )
     size = options.vocabulary
     tokens = None if size is None else np.arange(size, dtype=np.int32)
-    return LongSpecDraft.bind(draft, layer, target, vocabulary=tokens, int8=options.int8)
+    return LongSpecDraft.bind(
+        draft,
+        layer,
+        target,
+        vocabulary=tokens,
+        int8=options.int8,
+        working=options.working_cache(config),
+    )
 
 
 def target_bytes(config: TargetConfig) -> int:
@@ -184,15 +197,33 @@ def greedy_request(batch: int, new_tokens: int) -> Request:
 def draft_state(model: Model, drafter: Drafter, batch: int, capacity: int = 8) -> Any:
     """The drafter's own state after a short random prompt, with room for ``capacity`` tokens."""
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, 8))
-    return _after(drafter, capacity, model.params, jnp.asarray(prompt, jnp.int32))
+    return _after(model.config, drafter, capacity, model.params, jnp.asarray(prompt, jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnames=("drafter", "capacity"))
-def _after(drafter: Drafter, capacity: int, params: Params, tokens: jax.Array) -> Any:
+@functools.partial(jax.jit, static_argnames=("config", "drafter", "capacity"))
+def _after(
+    config: TargetConfig, drafter: Drafter, capacity: int, params: Params, tokens: jax.Array
+) -> Any:
     batch, prompt = tokens.shape
     none, all_ = (jnp.full((batch,), count, jnp.int32) for count in (0, prompt))
     state = drafter.begin(params, batch, capacity)
-    return drafter.extend(params, state, Committed(tokens, none, all_))
+    features = random_features(config, drafter.needs, batch, prompt)
+    return drafter.extend(params, state, Committed(tokens, none, all_, features))
+
+
+def random_features(config: TargetConfig, needs: Needs, batch: int, tokens: int) -> Features:
+    """What a drafter asks for of tokens that no target has seen."""
+    heads, dtype = (config.num_heads, config.num_kv_heads), jnp.dtype(config.dtype)
+
+    def drawn(layer: int, *shape: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(layer), (batch, tokens, *shape), dtype)
+
+    width = config.head_width
+    return Features(
+        {layer: drawn(layer, config.model_width) for layer in needs.hidden},
+        {layer: drawn(layer, heads[0], width) for layer in needs.queries},
+        {layer: drawn(layer, heads[1], width) for layer in needs.keys},
+    )
 
 
 def state_at(

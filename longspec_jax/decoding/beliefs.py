@@ -8,7 +8,7 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.decoding.sampling import Sampling, draw, log_probabilities, noise
+from longspec_jax.decoding.sampling import Sampling, draw, log_probabilities, noise, perturb
 
 
 @struct.dataclass
@@ -34,8 +34,21 @@ class RoundBeliefs:
 
     def draw(self, logits: Float[Array, "B T V"], depths: Int[Array, "#B T"]) -> Int[Array, "B T"]:
         """The draws from these logits at nodes of these depths."""
-        noise = jnp.take_along_axis(self.noise, depths[:, :, None], axis=1)
-        return draw(logits, noise, self.sampling)
+        return draw(logits, self._noise_at(depths), self.sampling)
+
+    def lead(
+        self, logits: Float[Array, "B T V"], depths: Int[Array, "#B T"]
+    ) -> Float[Array, "B T"]:
+        """How far what would be drawn from these logits is ahead of every other token, in nats.
+
+        At temperature 0 a lead in the logits themselves; nothing is ahead of numbers that are not
+        finite.
+        """
+        scores = perturb(logits, self._noise_at(depths), self.sampling)
+        drawn = jnp.argmax(scores, axis=-1, keepdims=True)
+        others = jnp.where(jnp.arange(scores.shape[-1]) == drawn, -jnp.inf, scores).max(axis=-1)
+        best = scores.max(axis=-1)
+        return jnp.where(jnp.isfinite(best), best - others, 0.0)
 
     def among(self, tokens: Int[Array, " v"]) -> "RoundBeliefs":
         """The same for logits of these tokens alone."""
@@ -45,5 +58,9 @@ class RoundBeliefs:
 
     def after(self, steps: Lengths, levels: int) -> "RoundBeliefs":
         """The same for nodes below ``steps[b]`` more tokens, down to so many levels."""
-        cut = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, levels + 1, axis=0))
-        return dataclasses.replace(self, noise=cut(self.noise, steps))
+        # Beyond the last depth there is nothing to draw, and what is known before must stay.
+        at = jnp.minimum(steps[:, None] + jnp.arange(levels + 1), self.noise.shape[1] - 1)
+        return dataclasses.replace(self, noise=jax.vmap(lambda row, at: row[at])(self.noise, at))
+
+    def _noise_at(self, depths: Int[Array, "#B T"]) -> Float[Array, "B T V"]:
+        return jnp.take_along_axis(self.noise, depths[:, :, None], axis=1)

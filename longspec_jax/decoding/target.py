@@ -196,9 +196,7 @@ class CachedTarget:
             keys[layer], values[layer] = write(keys[layer], k), write(values[layer], v)
             rows = Fresh(keys[layer], values[layer], mask)
             seen = tree_attention(q, rows, implementation=self.attention)
-            for span in range(selection.spans):
-                start, stop = selection.start[:, span], selection.stop[:, span]
-                prefix = cache.layer(layer, stop, start)
+            for prefix in selection.prefixes(layer, cache.keys[layer], cache.values[layer]):
                 past = prefix_attention(q, prefix, implementation=self.attention)
                 seen = merge(seen, past)
             return seen.out.astype(q.dtype)
@@ -212,17 +210,19 @@ class CachedTarget:
         self, params: Any, tokens: Array, positions: Array, attend: Attend, needs: Needs
     ) -> tuple[TargetOutput, Features]:
         """All layers, and what was asked for of them."""
-        queries = {}
+        queries, keys = {}, {}
 
         def noted(layer: int, q: Array, k: Array, v: Array) -> Array:
             if layer in needs.queries:
                 queries[layer] = q
+            if layer in needs.keys:
+                keys[layer] = k
             return attend(layer, q, k, v)
 
         output: Any = Target(self.config).apply(
             {"params": params}, tokens, positions, noted, keep=needs.hidden
         )
-        return output, Features(output.kept, queries)
+        return output, Features(output.kept, queries, keys)
 
     def _unembed(self, params: Any, hidden: Array) -> Array:
         logits: Any = Target(self.config).apply({"params": params}, hidden, method="unembed")

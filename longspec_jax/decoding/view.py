@@ -37,6 +37,7 @@ class CacheView:
     pending: Int[Array, " B"]
     position: Lengths
     length: Lengths
+    done: Bool[Array, " B"]
     between: Between | None = None
 
     @property

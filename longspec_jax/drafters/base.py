@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from flax import struct
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeMask
 from longspec_jax.config import PLAIN, TreeConfig
@@ -39,6 +39,8 @@ class Needs:
     """Layers after which it takes the hidden states; the first is 0."""
     queries: tuple[int, ...] = ()
     """Layers whose queries it takes, rotary applied."""
+    keys: tuple[int, ...] = ()
+    """Layers whose keys it takes, rotary applied."""
     recent: int | None = None
     """How many of the last committed tokens its state depends on; all of them if absent. Chunks of
     a prompt that lie before are not shown to it."""
@@ -49,6 +51,7 @@ class Needs:
         return Needs(
             tuple(sorted({*self.hidden, *other.hidden})),
             tuple(sorted({*self.queries, *other.queries})),
+            tuple(sorted({*self.keys, *other.keys})),
             None if whole else max(self.recent or 0, other.recent or 0),
         )
 
@@ -64,6 +67,8 @@ class Features(NamedTuple):
     """The residual stream after the layer."""
     queries: Mapping[int, Float[Array, "B n N H"]] = {}
     """The layer's queries, rotary applied."""
+    keys: Mapping[int, Float[Array, "B n K H"]] = {}
+    """The layer's keys, rotary applied."""
 
 
 class Committed(NamedTuple):
@@ -92,6 +97,12 @@ class Beliefs(Protocol):
 
     def draw(self, logits: Float[Array, "B T V"], depths: Int[Array, "#B T"]) -> Int[Array, "B T"]:
         """What the target would draw from these logits at nodes of these depths."""
+        ...
+
+    def lead(
+        self, logits: Float[Array, "B T V"], depths: Int[Array, "#B T"]
+    ) -> Float[Array, "B T"]:
+        """How far what would be drawn from these logits is ahead of every other token, in nats."""
         ...
 
     def among(self, tokens: Int[Array, " v"]) -> "Beliefs":
@@ -139,6 +150,11 @@ class View(Protocol):
 
         It is the position, unless a drafter has another go on from tokens that are not committed.
         """
+        ...
+
+    @property
+    def done(self) -> Bool[Array, " B"]:
+        """Rows of which nothing is emitted any more, whatever is proposed: not worth a pass."""
         ...
 
     @property
@@ -249,6 +265,20 @@ class Drafter(Protocol):
     def propose(self, params: Params, state: Any, view: View, beliefs: Beliefs) -> Tree:
         """Candidate continuations of the pending tokens: ``tree.num_nodes`` nodes with the root."""
         ...
+
+
+@runtime_checkable
+class Looking(Protocol):
+    """A drafter whose state takes something from the target's cache, too."""
+
+    def look(self, params: Params, state: Any, view: View) -> Any:
+        """The state after a look at the target's cache, before every round."""
+        ...
+
+
+def looked(drafter: Drafter, params: Params, state: Any, view: View) -> Any:
+    """The drafter's state, ready for a round; what of it remains is kept with the rows."""
+    return drafter.look(params, state, view) if isinstance(drafter, Looking) else state
 
 
 @dataclass(frozen=True)

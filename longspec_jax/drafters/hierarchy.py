@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
-from longspec_jax.config import MAX_TREE_LEVELS, TreeConfig
+from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import (
     Beliefs,
     Committed,
@@ -30,28 +30,48 @@ from longspec_jax.drafters.base import (
     Params,
     Uncommitted,
     View,
+    looked,
 )
-from longspec_jax.drafters.selection import SinksAndRecent
-from longspec_jax.drafters.tree import Tree, along, branch, node_depths
+from longspec_jax.drafters.selection import Selection
+from longspec_jax.drafters.selectors import Selector, SinksAndRecent
+from longspec_jax.drafters.tree import Tree, along, branch, node_depths, plant
+
+
+class HierarchyState(NamedTuple):
+    """What the drafter inside and the selector know of the committed tokens."""
+
+    inner: Any
+    selector: Any
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Proposes the chain that rounds of another drafter yield under partial verification."""
+    """Proposes the chain that rounds of another drafter yield under partial verification.
+
+    A row goes on for as long as a whole round's yield has room in the chain, so that nothing of it
+    is thrown away; where a batch holds several rows, all wait for the one that gets on most slowly.
+    """
 
     inner: Drafter
-    selection: SinksAndRecent = SinksAndRecent()
-    """Which committed tokens the partial verification sees, beside the chain so far."""
-    rounds: int = 2
-    """Partial verifications before a full one."""
+    selector: Selector = SinksAndRecent()
+    """Chooses which committed tokens the partial verification sees, beside the chain so far; once a
+    proposal, which is after every full verification."""
+    tree: TreeConfig = TreeConfig((1,) * 16)
+    """The chain: the most tokens that a full verification is handed."""
+    lead: float = 0.0
+    """How far ahead of every other token each one on a row's chain must be, in nats after noise and
+    temperature, for the row to go on. A token that is less so may well be another one once all of
+    the cache is seen."""
 
     def __post_init__(self) -> None:
-        if self.rounds < 1 or self.rounds * self._height > MAX_TREE_LEVELS:
+        chosen = self.tree.selective or self.tree.threshold is not None
+        if {*self.tree.widths} - {1} or chosen:
             raise ValueError(
-                f"rounds={self.rounds} of a tree of {self._height - 1} levels yield up to "
-                f"{self.rounds * self._height} tokens, and a full verification takes 1 to "
-                f"{MAX_TREE_LEVELS}; use at least one round, and fewer rounds or levels"
+                f"tree {self.tree} must be a chain such as chain:16: partial verification leaves "
+                "one path for the full one; widths are for the tree of the draft inside"
             )
+        if not self.lead >= 0:  # Not true of NaN either.
+            raise ValueError(f"lead={self.lead} must be 0 or more nats; 0 never stops a row")
 
     @property
     def name(self) -> str:
@@ -59,71 +79,86 @@ class Hierarchy:
         return f"hierarchy of {self.inner.name}"
 
     @property
-    def tree(self) -> TreeConfig:
-        """A chain of the most tokens that the rounds can yield."""
-        return TreeConfig((1,) * (self.rounds * self._height))
-
-    @property
     def needs(self) -> Needs:
-        """What the inner drafter wants."""
-        return self.inner.needs
+        """What the inner drafter and the selector want."""
+        return self.inner.needs | self.selector.needs
 
-    def begin(self, params: Params, batch: int, capacity: int) -> Any:
-        """The inner drafter's state."""
-        return self.inner.begin(params, batch, capacity)
+    def begin(self, params: Params, batch: int, capacity: int) -> HierarchyState:
+        """The inner drafter's state and the selector's."""
+        inner = self.inner.begin(params, batch, capacity)
+        return HierarchyState(inner, self.selector.begin(batch, capacity))
 
-    def extend(self, params: Params, state: Any, committed: Committed) -> Any:
-        """Let the inner drafter learn of committed tokens."""
-        return self.inner.extend(params, state, committed)
+    def extend(self, params: Params, state: HierarchyState, committed: Committed) -> HierarchyState:
+        """Let both learn of committed tokens."""
+        inner = self.inner.extend(params, state.inner, committed)
+        return HierarchyState(inner, self.selector.extend(state.selector, committed))
 
-    def propose(self, params: Params, state: Any, view: View, beliefs: Beliefs) -> Tree:
+    def look(self, params: Params, state: HierarchyState, view: View) -> HierarchyState:
+        """Let the inner drafter look at the cache: once before all of its rounds."""
+        return state._replace(inner=looked(self.inner, params, state.inner, view))
+
+    def propose(self, params: Params, state: HierarchyState, view: View, beliefs: Beliefs) -> Tree:
         """The chain of what the rounds draw; their state and their K/V are thrown away.
 
-        Rows accept different numbers of tokens, so each is written at an offset of its own. What a
-        row lacks at the end of the chain is garbage: a candidate like others.
+        What a row lacks at the end of the chain is garbage: a candidate like others.
         """
-        height, batch = self._height, view.pending.shape[0]
-        count = jnp.zeros((batch,), jnp.int32)
-        tokens = jnp.zeros((batch, self.rounds * height), jnp.int32)
-        past = view.uncommitted((self.rounds - 1) * height)
-        here = view
-        for index in range(self.rounds):
-            with jax.named_scope(f"partial_round_{index + 1}"):
-                found = self._round(params, state, here, beliefs.after(count, height - 1))
-                tokens = _written(tokens, found.tokens, count)
-                if index + 1 < self.rounds:
-                    state = self.inner.extend(params, state, found.committed)
-                    past = jax.tree.map(partial(_written, at=count), past, found.rows)
-                    count += found.committed.count
-                    here = view.ahead(found.pending, count, past)
-        return branch(view.pending, tokens)
+        levels = self.tree.num_levels
+        if levels == 0:
+            return plant(view.pending, self.tree)
+        with jax.named_scope("selection"):
+            selected = self.selector.choose(state.selector, view)
+        chain = _Chain.empty(view, levels + self._height, state.inner)
+
+        def extended(chain: _Chain) -> _Chain:
+            with jax.named_scope("partial_round"):
+                found = self._round(params, chain, selected, view, beliefs)
+                inner = self.inner.extend(params, chain.state, found.committed)
+                return chain.after(found, inner, levels - self._height, self.lead)
+
+        chain = jax.lax.while_loop(lambda chain: chain.open.any(), extended, chain)
+        return branch(view.pending, chain.tokens[:, :levels])
 
     @property
     def _height(self) -> int:
         """The most tokens that one round yields."""
         return self.inner.tree.num_levels + 1
 
-    def _round(self, params: Params, state: Any, view: View, beliefs: Beliefs) -> "_Round":
-        """Propose, glance, walk."""
-        tree = self.inner.propose(params, state, view, beliefs)
+    def _round(
+        self,
+        params: Params,
+        chain: "_Chain",
+        selected: Selection,
+        start: View,
+        beliefs: Beliefs,
+    ) -> "_Round":
+        """Propose, glance, walk, from where the chain ends."""
+        view = start.ahead(chain.pending, chain.count, chain.rows)
+        beliefs = beliefs.after(chain.count, self._height - 1)
+        tree = self.inner.propose(params, chain.state, view, beliefs)
         depths = node_depths(tree, self.inner.tree)
         glance = view.glance(
             tree.tokens,
             view.position[:, None] + depths,
-            self.selection(view.length),
+            selected,
             view.uncommitted(tree.tokens.shape[1]),
             tree.mask,
             0,
-            self.needs,
+            self.inner.needs,
         )
         walked = view.walk(tree, beliefs.draw(glance.logits, depths), self._height - 1)
         # The target draws a token that is none from logits that are not finite; it is no candidate.
         tokens = jnp.maximum(walked.tokens, 0)
-        last = jnp.take_along_axis(tokens, walked.count[:, None] - 1, axis=1)[:, 0]
         rows, features = jax.tree.map(partial(along, walked.path), (glance.fresh, glance.features))
+        lead = jnp.full(tokens.shape, jnp.inf)
+        if self.lead > 0:
+            logits, depths = jax.tree.map(
+                partial(along, walked.path),
+                (glance.logits, jnp.broadcast_to(depths, tree.tokens.shape)),
+            )
+            lead = beliefs.lead(logits, depths)
         run = jnp.concatenate([view.pending[:, None], tokens[:, :-1]], axis=1)
-        committed = Committed(run, view.position, walked.count, features)
-        return _Round(tokens, last, committed, rows)
+        count = jnp.where(chain.open, walked.count, 0)
+        return _Round(tokens, lead, Committed(run, view.position, count, features), rows)
 
 
 class _Round(NamedTuple):
@@ -131,12 +166,59 @@ class _Round(NamedTuple):
 
     tokens: Int[Array, "B h"]
     """What it drew along the accepted path; as many count as were committed."""
-    pending: Int[Array, " B"]
-    """The last of them."""
+    lead: Float[Array, "B h"]
+    """How far each was ahead of all others."""
     committed: Committed
-    """The accepted path: the tokens that these were drawn after."""
+    """The accepted path: the tokens that these were drawn after. None in a row that is closed."""
     rows: Uncommitted
     """Its keys and values."""
+
+
+class _Chain(NamedTuple):
+    """What the rounds so far have found.
+
+    Rows accept different numbers of tokens, so each is written at an offset of its own; there is
+    room for a round more than any row keeps.
+    """
+
+    tokens: Int[Array, "B n"]
+    """Those that were drawn."""
+    rows: Uncommitted
+    """Keys and values of those that were run: the pending token, and all drawn but the last."""
+    # tuple.count is not missed.
+    count: Lengths  # pyright: ignore[reportIncompatibleMethodOverride]
+    """How many were drawn, and how many run."""
+    pending: Int[Array, " B"]
+    """The last one drawn."""
+    open: Bool[Array, " B"]
+    """Rows that go on."""
+    state: Any
+    """The inner drafter's."""
+
+    @classmethod
+    def empty(cls, view: View, room: int, state: Any) -> "_Chain":
+        """Before the first round, which rows that are done do not take part in."""
+        count = jnp.zeros_like(view.pending)
+        tokens = jnp.zeros((count.shape[0], room), jnp.int32)
+        return cls(tokens, view.uncommitted(room), count, view.pending, ~view.done, state)
+
+    def after(self, found: _Round, state: Any, last: int, lead: float) -> "_Chain":
+        """After a round; rows go on whose count is not above ``last`` and whose leads suffice."""
+        write = partial(_written, at=self.count)
+        joined = found.committed.count
+        inside = jnp.arange(found.tokens.shape[1]) < joined[:, None]
+        final = jnp.take_along_axis(found.tokens, jnp.maximum(joined - 1, 0)[:, None], axis=1)[:, 0]
+        count = self.count + joined
+        sure = jnp.where(inside, found.lead, jnp.inf).min(axis=1) >= lead
+        return _Chain(
+            # What a closed row is found to go on with depends on how long its neighbours do.
+            tokens=jnp.where(self.open[:, None], write(self.tokens, found.tokens), self.tokens),
+            rows=jax.tree.map(write, self.rows, found.rows),
+            count=count,
+            pending=jnp.where(joined > 0, final, self.pending),
+            open=self.open & sure & (count <= last),
+            state=state,
+        )
 
 
 def _written(buffer: Array, rows: Array, at: Lengths) -> Array:

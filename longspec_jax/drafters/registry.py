@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from jax.sharding import Mesh
 
-from longspec_jax.checks import Truth, Whole, Word, shown
+from longspec_jax.checks import LARGEST_NUMBER, Real, Truth, Whole, Word, shown
 from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.kinds import (
     ARCHITECTURES,
@@ -18,10 +18,16 @@ from longspec_jax.drafters.kinds import (
     Kind,
     is_name,
 )
+from longspec_jax.drafters.retrieval import OPTION, RetrievalDraft, RetrievalOptions
 
 EMBEDDING = "model.embed_tokens.weight"
 """What every language model's weights hold, and no LongSpec draft's."""
-RULES = {bool: Truth(), int: Whole(0), str: Word()}
+RULES = {
+    bool: Truth(),
+    int: Whole(0),
+    float: Real(0, LARGEST_NUMBER, "0 or more"),
+    str: Word(),
+}
 """What options may be, by the type of their field; a dataclass of options may ask for more."""
 
 
@@ -35,10 +41,14 @@ def load_draft(
 ) -> Draft:
     """Load a draft of any kind.
 
+    With ``retrieve`` among the options it is one whose trees the target checks over retrieved
+    context before it checks them whole.
+
     Args:
       source: the name of a kind without weights, or a folder or hub id.
       target: what it will propose for.
-      options: of its kind, by name.
+      options: of its kind, and those of
+        :class:`longspec_jax.drafters.retrieval.RetrievalOptions`, by name.
       mesh: devices to spread it over; the first device if absent.
       revision: branch, tag or commit of a hub id.
 
@@ -46,6 +56,43 @@ def load_draft(
       FileNotFoundError: if there is no such draft, or one of its files is missing.
       ValueError: if an option is not its kind's, or the draft does not belong to the target.
     """
+    own, retrieval = separated(options, str(source))
+    draft = _load(source, target, own, mesh, revision)
+    return draft if retrieval is None else RetrievalDraft(draft, target.config, retrieval)
+
+
+def separated(
+    options: Mapping[str, Any], draft: str
+) -> tuple[Mapping[str, Any], RetrievalOptions | None]:
+    """A draft's own options, and those about retrieval if there is to be any.
+
+    Args:
+      options: by name.
+      draft: what it was named by, for the message.
+
+    Raises:
+      ValueError: for an option about retrieval that there is not, or that cannot be.
+    """
+    about = {name: value for name, value in options.items() if name.startswith(OPTION)}
+    if not about:
+        return options, None
+    if OPTION not in about:
+        raise ValueError(
+            f"draft_options: {next(iter(about))} is about retrieval, which {OPTION}=4096 asks for; "
+            f"name {OPTION} as well"
+        )
+    own = {name: value for name, value in options.items() if name not in about}
+    return own, _checked(RetrievalOptions, about, f"{draft} with {OPTION}")
+
+
+def _load(
+    source: str | Path,
+    target: Target,
+    options: Mapping[str, Any],
+    mesh: Mesh | None,
+    revision: str | None,
+) -> Draft:
+    """A draft on its own."""
     if is_name(source):
         return options_of(NAMED[str(source)], options, str(source))
     from longspec_jax.weights.hub import local_folder
@@ -78,7 +125,12 @@ def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
     Raises:
       ValueError: for an option it does not have, or a value that it cannot have.
     """
-    fields = {field.name: field for field in dataclasses.fields(kind.options_type) if field.init}
+    return _checked(kind.options_type, values, draft)
+
+
+def _checked(options_type: type[Any], values: Mapping[str, Any], draft: str) -> Any:
+    """A dataclass of options from values whose types are checked by its fields' annotations."""
+    fields = {field.name: field for field in dataclasses.fields(options_type) if field.init}
     for name, value in values.items():
         if name not in fields:
             known = ", ".join(fields) or "none"
@@ -88,7 +140,7 @@ def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
         if words := _refusal(value, fields[name].type):
             raise ValueError(f"draft_options: {name}={shown(value)} must be {words}")
     try:
-        return kind.options_type(**values)
+        return options_type(**values)
     except ValueError as error:
         raise ValueError(f"draft_options: {error}") from error
 

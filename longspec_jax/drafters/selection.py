@@ -1,20 +1,34 @@
-"""Which of a row's committed tokens a partial pass of the target sees.
+"""Which of a row's committed tokens a partial pass of the target sees, and where they lie.
 
-A selection is a few spans of cache slots, read where they lie. The attention sinks and the recent
-window of StreamingLLM are two of them.
+Some are read where they lie in the cache, as spans of its slots; others were gathered into a
+compact one. Attention takes either as prefixes: another way of reading them is another type here.
+Who chooses them is :mod:`longspec_jax.drafters.selectors`' matter.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, Leaf, Lengths
+from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
+from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.ops.selection.blocks import BlockTable
+from longspec_jax.ops.selection.gather import gather_blocks
+
+
+@runtime_checkable
+class Selection(Protocol):
+    """A part of every row's committed tokens; no token is in it twice."""
+
+    def prefixes(self, layer: int, keys: CacheSlots, values: CacheSlots) -> Sequence[Prefix]:
+        """What attention of a layer reads one after the other, of a cache with these slots."""
+        ...
 
 
 @struct.dataclass
-class Selection:
+class Spans:
     """Spans of cache slots that do not overlap; an empty one starts where it ends."""
 
     start: Leaf[Int[Array, "B n"]]
@@ -22,29 +36,49 @@ class Selection:
     stop: Leaf[Int[Array, "B n"]]
     """Slot behind its last one."""
 
-    @property
-    def spans(self) -> int:
-        """How many there are."""
-        return self.start.shape[1]
+    def prefixes(self, layer: int, keys: CacheSlots, values: CacheSlots) -> Sequence[Prefix]:
+        """The cache itself, once a span."""
+        bounds = zip(self.start.T, self.stop.T, strict=True)
+        return [Prefix(keys, values, stop, start) for start, stop in bounds]
 
 
-@dataclass(frozen=True)
-class SinksAndRecent:
-    """The first tokens of a row, which attention falls back on, and the last (StreamingLLM)."""
+@struct.dataclass
+class WorkingSet:
+    """Keys and values that were gathered; rotary positions are in the keys, so order is free."""
 
-    sinks: int = 32
-    recent: int = 1024
+    keys: tuple[Leaf[CacheSlots], ...]
+    """Of every layer."""
+    values: tuple[Leaf[CacheSlots], ...]
+    """Of every layer."""
+    length: Leaf[Lengths]
+    """How many of its slots hold tokens, in every layer alike."""
 
-    def __post_init__(self) -> None:
-        if self.sinks < 0 or self.recent < 1:
-            raise ValueError(
-                f"sinks={self.sinks} must be at least 0 and recent={self.recent} at least 1: a "
-                "draft that sees no recent token has nothing to go on"
-            )
+    def prefixes(self, layer: int, keys: CacheSlots, values: CacheSlots) -> Sequence[Prefix]:
+        """The layer's part of it, and nothing of the cache."""
+        return [Prefix(self.keys[layer], self.values[layer], self.length)]
 
-    def __call__(self, length: Lengths) -> Selection:
-        """The spans in rows of ``length[b]`` committed tokens."""
-        sinks = jnp.minimum(length, self.sinks)
-        recent = jnp.maximum(sinks, length - self.recent)
-        start = jnp.stack([jnp.zeros_like(sinks), recent], axis=1)
-        return Selection(start, jnp.stack([sinks, length], axis=1))
+
+def everything(length: Lengths) -> Spans:
+    """All committed tokens, where they lie."""
+    return Spans(jnp.zeros_like(length)[:, None], length[:, None])
+
+
+def gathered(
+    keys: Sequence[CacheSlots],
+    values: Sequence[CacheSlots],
+    tables: Sequence[BlockTable],
+    block: int,
+) -> WorkingSet:
+    """The blocks of every layer, laid end to end.
+
+    Args:
+      keys: of every layer.
+      values: of every layer.
+      tables: of every layer: the same number of tokens in all of them.
+      block: slots of a block.
+    """
+    found = [
+        tuple(gather_blocks(slots, table, block) for slots, table in zip(all_, tables, strict=True))
+        for all_ in (keys, values)
+    ]
+    return WorkingSet(found[0], found[1], tables[0].length)

@@ -16,12 +16,16 @@ from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.attended import Attended
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.selection import SinksAndRecent
+from longspec_jax.drafters.quest import Quest
+from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.drafters.working_cache import WorkingCache
+from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(num_layers=1)
@@ -37,6 +41,7 @@ def compiled_loop(
     plain: bool = False,
     drafter: Drafter | None = None,
     small: TreeConfig | None = None,
+    working: WorkingCache | None = None,
     config: TargetConfig = CONFIG,
 ) -> jax.stages.Compiled:
     """The decode loop for a cache of this capacity, a burst of it or a single round."""
@@ -47,7 +52,8 @@ def compiled_loop(
     if plain:
         drafter, params = NoDraft(), Params(table, None)
     if small is not None:
-        drafter, params = SmallLMDrafter(SMALL, small), Params(table, random_target(SMALL))
+        drafter = SmallLMDrafter(SMALL, small, working=working)
+        params = Params(table, random_target(SMALL))
     sampling = Sampling.greedy(batch)
     request = Request(sampling, jnp.full((batch, 1), -1), jnp.full(batch, 5))
     state = prefill(
@@ -99,11 +105,18 @@ def test_no_cache_sized_copy(batch: int, way: str, plain: bool) -> None:
 
 
 STREAMING = StreamingDrafter(TreeConfig((2, 1)), SinksAndRecent(3, 64))
+CHAIN = TreeConfig((1,) * 6)
+QUEST = Hierarchy(STREAMING, Quest(CONFIG, BlockBudget(128, 8, 16, 8)), CHAIN)
+ATTENDED = Hierarchy(STREAMING, Attended(CONFIG, BlockBudget(128, 8, 16, 8)), CHAIN)
 
 
 @pytest.mark.parametrize(
     ("drafter", "batch"),
-    [(STREAMING, 1), (STREAMING, 3), (Hierarchy(STREAMING, SinksAndRecent(3, 128)), 3)],
+    [
+        (STREAMING, 1),
+        (STREAMING, 3),
+        (Hierarchy(STREAMING, SinksAndRecent(3, 128), CHAIN), 3),
+    ],
     ids=["streaming-1", "streaming-3", "hierarchy-3"],
 )
 def test_partial_passes_of_the_target_copy_nothing(drafter: Drafter, batch: int) -> None:
@@ -113,6 +126,18 @@ def test_partial_passes_of_the_target_copy_nothing(drafter: Drafter, batch: int)
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.parametrize(
+    ("drafter", "batch"), [(QUEST, 1), (QUEST, 3), (ATTENDED, 1)], ids=["1", "3", "attended-1"]
+)
+def test_retrieval_copies_what_it_chooses_alone(drafter: Drafter, batch: int) -> None:
+    """Neither the cache nor the summaries of its blocks; scores take a few numbers a block."""
+    small, large = (compiled_loop(batch, size, drafter=drafter) for size in (2048, 4096))
+    assert cache_sized(large.as_text(), batch, 4096) == []
+    grown = large.memory_analysis().temp_size_in_bytes - small.memory_analysis().temp_size_in_bytes
+    summaries = 2 * batch * CONFIG.num_kv_heads * (2048 // 8) * CONFIG.head_width * 4
+    assert grown < summaries / 10
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tree", [TreeConfig((3, 2)), TreeConfig(())], ids=str)
 def test_no_copy_of_a_small_models_cache(batch: int, tree: TreeConfig) -> None:
@@ -120,6 +145,21 @@ def test_no_copy_of_a_small_models_cache(batch: int, tree: TreeConfig) -> None:
     small, large = (compiled_loop(batch, size, way="round", small=tree) for size in (2048, 4096))
     assert cache_sized(large.as_text(), batch, 4096) == []
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
+
+
+WORKING = WorkingCache(BlockBudget(64, 8, 16, 8), 4, CONFIG)
+
+
+@pytest.mark.parametrize("small", [TreeConfig((3, 2)), None], ids=["small_lm", "longspec"])
+def test_a_choice_of_what_is_read_copies_no_cache(small: TreeConfig | None) -> None:
+    """Neither the one that is read nor the target's, to which the look is conditional."""
+    drafter = LongSpecDrafter(DRAFT, TreeConfig((3, 2)), working=WORKING)
+    one, other = (
+        compiled_loop(3, size, way="round", drafter=drafter, small=small, working=WORKING)
+        for size in (2048, 4096)
+    )
+    assert cache_sized(other.as_text(), 3, 4096) == []
+    assert one.memory_analysis().temp_size_in_bytes == other.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.gpu

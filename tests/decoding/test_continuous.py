@@ -23,7 +23,7 @@ from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.selection import SinksAndRecent
+from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from tests.decoding.test_adaptive import EVERY_ROUND, Forced
@@ -116,7 +116,7 @@ KINDS = {
     "longspec": (LongSpecDrafter(DRAFT, TREE), draft_params(random_draft(DRAFT), TABLES)),
     "ngram": (NgramDrafter(TreeConfig((2, 2))), ()),
     "small_lm": (SmallLMDrafter(SMALL, TREE), random_target(SMALL, seed=3)),
-    "hierarchy": (Hierarchy(STREAMING, SinksAndRecent(2, 6)), ()),
+    "hierarchy": (Hierarchy(STREAMING, SinksAndRecent(2, 6), TreeConfig((1, 1, 1, 1))), ()),
 }
 
 

@@ -15,7 +15,8 @@ import pytest
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import NOTHING, Features, Needs
-from longspec_jax.drafters.selection import Selection, SinksAndRecent
+from longspec_jax.drafters.selection import Spans
+from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.operands import Fresh
 from longspec_jax.ops.attention.reference import tree_attention
@@ -55,7 +56,7 @@ def setting() -> Setting:
     features = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *found)
     nodes = jnp.asarray(random.integers(0, CONFIG.vocab_size, (3, 7)), jnp.int32)
     length = jnp.asarray(LENGTHS)
-    view = CacheView(TARGET, params, cache, nodes[:, 0], length, length)
+    view = CacheView(TARGET, params, cache, nodes[:, 0], length, length, length < 0)
     return Setting(params, tokens, view, features, nodes)
 
 
@@ -99,13 +100,13 @@ def expected(
     return jax.tree.map(lambda f: f[length:], found)
 
 
-def chosen(selection: Selection, row: int) -> np.ndarray:
+def chosen(selection: Spans, row: int) -> np.ndarray:
     """The slots of a row that are selected."""
     slot = np.arange(32)[:, None]
     return ((slot >= selection.start[row]) & (slot < selection.stop[row])).any(axis=1)
 
 
-def glance(setting: Setting, view: CacheView, selection: Selection, needs: Needs = NEEDS):
+def glance(setting: Setting, view: CacheView, selection: Spans, needs: Needs = NEEDS):
     """The tree of ``MASK`` below the pending tokens, in one pass."""
     return view.glance(
         setting.nodes[:, :4],
@@ -152,7 +153,7 @@ def test_a_glance_sees_what_is_selected_and_no_more(
 def test_the_spans_of_a_selection_may_be_several(setting: Setting) -> None:
     """An empty one among them."""
     start = jnp.array([[0, 4, 9], [1, 1, 5], [0, 0, 0]])
-    spans = Selection(start, jnp.array([[2, 5, 14], [1, 3, 6], [1, 0, 0]]))
+    spans = Spans(start, jnp.array([[2, 5, 14], [1, 3, 6], [1, 0, 0]]))
     found = glance(setting, setting.view, spans)
     for row in range(3):
         logits, _ = expected(setting, row, chosen(spans, row), DEPTHS, MASK)

@@ -17,14 +17,18 @@ from longspec_jax.decoding.prefill import prefill
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.attended import Attended
 from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.selection import SinksAndRecent
+from longspec_jax.drafters.quest import Quest
+from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.ops.selection.blocks import BlockBudget
+from longspec_jax.ops.selection.extremes import largest
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 from tests.lookup import ConstantDrafter, LookupDrafter, LookupTarget, random_table
 
@@ -235,7 +239,7 @@ FILTERED = dict(temperature=(0.7, 1.0, 0.9), top_k=(0, 4, 5), top_p=(0.8, 1.0, 0
     "drafter",
     [
         StreamingDrafter(TreeConfig((3, 4, 2), budget=6), SHORT),
-        Hierarchy(LookupDrafter(TreeConfig((2, 3), budget=4)), SHORT, rounds=2),
+        Hierarchy(LookupDrafter(TreeConfig((2, 3), budget=4)), SHORT, TreeConfig((1,) * 6)),
     ],
     ids=["streaming", "hierarchy"],
 )
@@ -277,9 +281,24 @@ def test_transformers_are_drafter_invariant(models: Params, temperature: float) 
         assert_same(rows, plain)
 
 
+FEW = BlockBudget(slots=6, sinks=0, recent=2, block=2)
+SOME = BlockBudget(slots=20, sinks=4, recent=8, block=4)
+RETRIEVED = {
+    "quest-longspec": Hierarchy(
+        LongSpecDrafter(DRAFT, TreeConfig((3, 2))), Quest(CONFIG, SOME), TreeConfig((1,) * 7)
+    ),
+    "quest-ngram": Hierarchy(
+        NgramDrafter(TreeConfig((2, 2))), Quest(CONFIG, FEW, largest, queries=2), TREES[1]
+    ),
+    "attended-streaming": Hierarchy(
+        StreamingDrafter(TreeConfig((2,)), SHORT), Attended(CONFIG, SOME), TreeConfig((1,) * 5), 0.1
+    ),
+}
+"""Budgets that are no power of two, chains that are no whole number of rounds."""
 PARTIAL = {
     "streaming": StreamingDrafter(TreeConfig((3, 2)), SHORT),
-    "hierarchy": Hierarchy(LongSpecDrafter(DRAFT, TreeConfig((3, 2))), SHORT, rounds=2),
+    "hierarchy": Hierarchy(LongSpecDrafter(DRAFT, TreeConfig((3, 2))), SHORT, TreeConfig((1,) * 6)),
+    **RETRIEVED,
 }
 
 
@@ -386,8 +405,12 @@ def test_a_draft_in_8_bits_changes_no_token(
 
 @pytest.mark.parametrize(
     "drafter",
-    [LongSpecDrafter(DRAFT, TREES[0]), Hierarchy(StreamingDrafter(TreeConfig((2,)), SHORT), SHORT)],
-    ids=["longspec", "hierarchy"],
+    [
+        LongSpecDrafter(DRAFT, TREES[0]),
+        Hierarchy(StreamingDrafter(TreeConfig((2,)), SHORT), SHORT, TREES[1]),
+        RETRIEVED["quest-longspec"],
+    ],
+    ids=["longspec", "hierarchy", "quest"],
 )
 def test_output_does_not_depend_on_chunk_capacity_or_neighbours(
     models: Params, drafter: Drafter

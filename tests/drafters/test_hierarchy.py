@@ -12,11 +12,13 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.beliefs import RoundBeliefs
 from longspec_jax.decoding.engine import propose_tree, round_beliefs
 from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Beliefs, Drafter, Needs, NoDraft, Params, View
 from longspec_jax.drafters.hierarchy import Hierarchy
-from longspec_jax.drafters.selection import Selection, SinksAndRecent
+from longspec_jax.drafters.selection import Spans
+from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import Target
@@ -38,6 +40,7 @@ from tests.kit import random_target
 from tests.lookup import LookupDrafter, LookupTarget
 
 ALL = SinksAndRecent(3, 1000)
+CHAIN, LONG = TreeConfig((1,) * 4), TreeConfig((1,) * 9)
 GREEDY, MIXED = requested(), requested((0.0, 0.7, 1.0))
 BOTH = pytest.mark.parametrize("request_", [GREEDY, MIXED], ids=["greedy", "mixed"])
 
@@ -55,14 +58,14 @@ def histogram(drafter: Drafter, request=GREEDY, draft: Any = TABLE) -> np.ndarra
     [
         LookupDrafter(TreeConfig((1, 1))),
         StreamingDrafter(TreeConfig((1, 1)), ALL),
-        Hierarchy(StreamingDrafter(TreeConfig(()), ALL), ALL, rounds=3),
+        Hierarchy(StreamingDrafter(TreeConfig(()), ALL), ALL, TreeConfig((1, 1, 1))),
     ],
     ids=["own", "streaming", "hierarchy"],
 )
 def test_whole_chains_are_accepted_of_a_perfect_drafter(inner: Drafter, request_) -> None:
     """The last draw of the last round too: three rounds of two levels are nine tokens."""
-    drafter = Hierarchy(inner, ALL, rounds=3)
-    assert drafter.tree.num_levels == 3 * (inner.tree.num_levels + 1)
+    levels = 3 * (inner.tree.num_levels + 1)
+    drafter = Hierarchy(inner, ALL, TreeConfig((1,) * levels))
     assert is_perfect(histogram(drafter, request_))
 
 
@@ -70,15 +73,15 @@ def test_whole_chains_are_accepted_of_a_perfect_drafter(inner: Drafter, request_
 @pytest.mark.parametrize("selection", [ALL, SinksAndRecent(2, 5)], ids=["all", "short"])
 def test_without_a_drafter_inside_it_is_streaming(selection: SinksAndRecent, request_) -> None:
     """Each round draws one token: a chain of the target's partial passes."""
-    found = histogram(Hierarchy(NoDraft(), selection, rounds=4), request_)
-    chain = StreamingDrafter(TreeConfig((1,) * 4), selection)
+    found = histogram(Hierarchy(NoDraft(), selection, CHAIN), request_)
+    chain = StreamingDrafter(CHAIN, selection)
     np.testing.assert_array_equal(found, histogram(chain, request_))
 
 
 @BOTH
 def test_every_round_advances_however_bad_the_drafter(request_) -> None:
     """A check over everything yields at least its own draw, which the full one confirms."""
-    drafter = Hierarchy(LookupDrafter(TreeConfig((2, 3))), ALL, rounds=2)
+    drafter = Hierarchy(LookupDrafter(TreeConfig((2, 3))), ALL, TreeConfig((1,) * 6))
     bad = histogram(drafter, request_, DRAFT_TABLES["adversarial"])
     near = histogram(drafter, request_, DRAFT_TABLES["near"])
     # Rows may be cut in their last rounds.
@@ -90,9 +93,9 @@ def test_every_round_advances_however_bad_the_drafter(request_) -> None:
 class Blind(SinksAndRecent):
     """Nothing of the cache is seen."""
 
-    def __call__(self, length: jax.Array) -> Selection:
+    def __call__(self, length: jax.Array) -> Spans:
         nothing = jnp.zeros((length.shape[0], 1), jnp.int32)
-        return Selection(nothing, nothing)
+        return Spans(nothing, nothing)
 
 
 class Stuck(RoundBeliefs):
@@ -116,8 +119,8 @@ def test_a_mistake_lowers_what_is_accepted(broken: str) -> None:
     """Negative control: the perfection above tells a right check from a wrong one."""
     inner, request = LookupDrafter(TreeConfig((1, 1))), requested((1.0, 0.7, 1.0))
     drafter = {
-        "selection": Hierarchy(inner, Blind(3, 1000), rounds=3),
-        "noise": Stale(inner, ALL, rounds=3),
+        "selection": Hierarchy(inner, Blind(3, 1000), LONG),
+        "noise": Stale(inner, ALL, LONG),
     }[broken]
     found = histogram(drafter, request)
     assert found[-1] < found.sum() / 2
@@ -146,16 +149,16 @@ class Diarist:
         return tuple(write(page, at, new) for page, new in zip(state, told, strict=True))
 
     def propose(self, params: Params, state: Any, view, beliefs) -> Tree:
-        self.seen.append((state, view.pending, view.position))
+        told = state, view.pending, view.position
+        jax.debug.callback(lambda *told: self.seen.append(told), *told, ordered=True)
         return StreamingDrafter(self.tree, SinksAndRecent(0, 4)).propose(params, (), view, beliefs)
 
 
-def test_the_inner_drafter_is_told_of_the_chain_and_forgets_it() -> None:
-    """Tokens, hidden states and queries of prompt and chain are those of one plain pass."""
+def proposed(request: Any) -> tuple[Any, Tree, list[Any]]:
+    """The rows after the prompts, what is proposed for them, and what the diarist is told."""
     inner = Diarist()
-    drafter, target = Hierarchy(inner, ALL, rounds=3), CachedTarget(CONFIG)
+    drafter, target = Hierarchy(inner, ALL, LONG), CachedTarget(CONFIG)
     params, tokens = Params(random_target(CONFIG), None), prompts(CONFIG.vocab_size)
-    request = requested((0.0, 0.7, 1.0))
     state = prefill(
         *(target, drafter, params, jnp.asarray(tokens), jnp.asarray(LENGTHS), request),
         capacity=128,
@@ -164,29 +167,36 @@ def test_the_inner_drafter_is_told_of_the_chain_and_forgets_it() -> None:
     )
 
     @jax.jit
-    def propose() -> tuple[Tree, list[Any]]:
-        inner.seen.clear()
-        beliefs = round_beliefs(target, drafter, state.rows)
-        return propose_tree(target, drafter, params, state.rows, beliefs), [*inner.seen]
+    def propose(rows: Rows) -> Tree:
+        beliefs = round_beliefs(target, drafter, rows)
+        return propose_tree(target, drafter, params, rows, beliefs)
 
-    tree, seen = propose()
-    last = seen[-1]
-    positions = [np.asarray(position) for _, _, position in seen]
-    assert (positions[2] > positions[1]).all() and (positions[1] > positions[0]).all()
-    assert len({*(positions[2] - LENGTHS)}) > 1  # Rows advance differently.
+    tree = jax.block_until_ready(propose(state.rows))
+    jax.effects_barrier()
+    return state.rows, tree, [jax.tree.map(np.asarray, told) for told in inner.seen]
+
+
+def test_the_inner_drafter_is_told_of_the_chain_and_forgets_it() -> None:
+    """Tokens, hidden states and queries of prompt and chain are those of one plain pass."""
+    tokens, params = prompts(CONFIG.vocab_size), random_target(CONFIG)
+    rows, tree, seen = proposed(requested((0.0, 0.7, 1.0)))
+    last, steps = seen[-1], np.diff([position for _, _, position in seen], axis=0)
+    assert (steps[:2] > 0).all() and (steps >= 0).all()
+    # Rows advance differently, and those whose chain is full wait for the others.
+    assert len({*(last[2] - LENGTHS)}) > 1 and (steps == 0).any()
     text = np.zeros((3, 32), np.int32)
-    for row, (length, end) in enumerate(zip(LENGTHS, positions[2], strict=True)):
+    for row, (length, end) in enumerate(zip(LENGTHS, last[2], strict=True)):
         chain = np.asarray(tree.tokens)[row, : end - length + 1]
         assert chain[-1] == last[1][row]
         text[row, :end] = [*tokens[row, :length], *chain[:-1]]
-    hidden, queries = plain_pass(params.target, text)
-    for row, end in enumerate(positions[2]):
+    hidden, queries = plain_pass(params, text)
+    for row, end in enumerate(last[2]):
         told = [np.asarray(page)[row, : end + 3] for page in last[0]]
         np.testing.assert_array_equal(told[0], [*text[row, :end], -1, -1, -1])
         np.testing.assert_allclose(told[1][:end], hidden[row, :end], rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(told[2][:end], queries[row, :end], rtol=1e-4, atol=1e-4)
         # The drafter's own state still ends with the prompt.
-        assert (np.asarray(state.rows.draft[0])[row, LENGTHS[row] :] == -1).all()
+        assert (np.asarray(rows.draft.inner[0])[row, LENGTHS[row] :] == -1).all()
 
 
 @jax.jit
@@ -203,18 +213,57 @@ def plain_pass(params: Any, text: jax.Array) -> tuple[jax.Array, jax.Array]:
     return output.kept[1], queries[0]
 
 
-@pytest.mark.parametrize("rounds", [0, 11])
-def test_rounds_that_yield_no_chain_or_too_long_a_one_are_refused(rounds: int) -> None:
-    with pytest.raises(ValueError, match=f"rounds={rounds} of a tree of 2 levels yield up to"):
-        Hierarchy(LookupDrafter(TreeConfig((1, 1))), ALL, rounds)
+@pytest.mark.parametrize("text", ["2,3", "chain:4@3"])
+def test_a_tree_that_is_no_chain_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"tree {text} must be a chain such as chain:16"):
+        Hierarchy(NoDraft(), ALL, TreeConfig.parse(text))
+
+
+def test_a_lead_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="lead=nan must be 0 or more"):
+        Hierarchy(NoDraft(), ALL, CHAIN, lead=float("nan"))
 
 
 def test_it_is_a_drafter_with_the_needs_and_the_state_of_the_inner_one() -> None:
     inner = Diarist()
-    drafter = Hierarchy(inner, rounds=2)
+    drafter = Hierarchy(inner)
     assert isinstance(drafter, Drafter) and drafter.needs == inner.needs
-    pages = [drafter.begin(Params(None, None), 2, 7), inner.begin(Params(None, None), 2, 7)]
-    assert jax.tree.map(jnp.shape, pages[0]) == jax.tree.map(jnp.shape, pages[1])
+    found = drafter.begin(Params(None, None), 2, 7), inner.begin(Params(None, None), 2, 7)
+    assert jax.tree.map(jnp.shape, found[0].inner) == jax.tree.map(jnp.shape, found[1])
+
+
+def test_without_levels_it_is_plain_decoding() -> None:
+    """And goes on to learn, as adaptive decoding wants it."""
+    drafter = Hierarchy(LookupDrafter(TreeConfig((1,))), ALL, TreeConfig(()))
+    assert histogram(drafter).shape == (1,)
+
+
+@BOTH
+def test_a_chain_shorter_than_a_round_is_one_round(request_) -> None:
+    """Of which it takes what it has room for."""
+    drafter = Hierarchy(LookupDrafter(TreeConfig((1, 1, 1))), ALL, TreeConfig((1, 1)))
+    assert is_perfect(histogram(drafter, request_))
+
+
+@BOTH
+def test_a_row_stops_where_it_is_not_sure(request_) -> None:
+    """A lead that no token has is one round; one that all have is no limit."""
+    inner, levels = LookupDrafter(TreeConfig((1,))), np.arange(5)
+    free, wide, never = (
+        histogram(Hierarchy(inner, ALL, CHAIN, lead), request_) for lead in (0.0, 1e-9, 1e9)
+    )
+    np.testing.assert_array_equal(free, wide)
+    # The draft is perfect: two tokens of the one round, and then a token that is garbage.
+    assert never @ levels / never.sum() < 2.5 < free @ levels / free.sum()
+
+
+def test_rows_that_are_done_keep_nobody_waiting() -> None:
+    """They do not get on, and a proposal for nobody but them takes no pass."""
+    rows, _, seen = proposed(requested(new=(1, 9, 1)))
+    assert np.asarray(rows.done).tolist() == [True, False, True] and seen
+    positions = np.array([position for _, _, position in seen])
+    assert (positions[:, [0, 2]] == LENGTHS[[0, 2]]).all() and positions[-1, 1] > LENGTHS[1]
+    assert proposed(requested(new=(1, 1, 1)))[2] == []
 
 
 def test_logits_that_are_not_finite_end_a_row_as_they_end_plain_decoding() -> None:
@@ -223,7 +272,7 @@ def test_logits_that_are_not_finite_end_a_row_as_they_end_plain_decoding() -> No
     params = Params(TABLE.at[::9].set(jnp.nan), None)
     plain, _ = generate(target, NoDraft(), params, tokens, LENGTHS, GREEDY)
     rows, state = generate(
-        target, Hierarchy(NoDraft(), ALL, rounds=4), params, tokens, LENGTHS, GREEDY
+        target, Hierarchy(NoDraft(), ALL, CHAIN), params, tokens, LENGTHS, GREEDY
     )
     assert any(row[-1] == NO_TOKEN for row in plain)
     assert_same(rows, plain)

@@ -35,7 +35,9 @@ def view_at(position: Any, length: Any = None) -> CacheView:
     """What the drafter sees: no cache of the target, which it does not read."""
     position = jnp.asarray(position)
     length = position if length is None else jnp.asarray(length)
-    return CacheView(CachedTarget(CONFIG), None, KVCache((), ()), PENDING, position, length)
+    return CacheView(
+        CachedTarget(CONFIG), None, KVCache((), ()), PENDING, position, length, length < 0
+    )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import NOTHING, Drafter, Params, View
-from longspec_jax.drafters.selection import Selection, SinksAndRecent
+from longspec_jax.drafters.selection import Spans
+from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
 from tests.decoding.test_lossless import CONFIG, LENGTHS, TABLE, VOCABULARY, generate, prompts
 from tests.decoding.test_lossless import request as requested
@@ -55,10 +56,10 @@ def test_a_transformer_that_sees_everything_is_perfect(request_) -> None:
 class Overlapping(SinksAndRecent):
     """The window is not cut where the sinks end."""
 
-    def __call__(self, length: jax.Array) -> Selection:
+    def __call__(self, length: jax.Array) -> Spans:
         zero = jnp.zeros_like(length)
         start = jnp.stack([zero, jnp.maximum(length - self.recent, 0)], axis=1)
-        return Selection(start, jnp.stack([jnp.minimum(length, self.sinks), length], axis=1))
+        return Spans(start, jnp.stack([jnp.minimum(length, self.sinks), length], axis=1))
 
 
 class Misled(StreamingDrafter):
@@ -84,7 +85,7 @@ class Orphaned(StreamingDrafter):
 
     def propose(self, params, state, view: View, beliefs):
         assert isinstance(view, CacheView)
-        rows = view.pending, view.position, view.length
+        rows = view.pending, view.position, view.length, view.done
         view = Forgetful(view.target, view.params, view.cache, *rows)
         return super().propose(params, state, view, beliefs)
 

@@ -1,12 +1,14 @@
 """The LongSpec drafter: beam search with one layer and a ring of its own K/V.
 
 Self-attention sees the last 512 tokens; cross-attention reads the target's last-layer cache in
-place, so that the draft stores nothing that grows with the context (LongSpec section 3.1).
+place, so that the draft stores nothing that grows with the context (LongSpec section 3.1); or it
+reads the chunks of it that the target attends to.
 Self-attention keys and values depend on (token, position) alone: a prompt costs its last 512 tokens
 and no more, and committed tokens can be embedded afresh.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, View
 from longspec_jax.drafters.beam import beam_search, nodes_run
 from longspec_jax.drafters.longspec.model import LongSpecLayer, LongSpecParams
 from longspec_jax.drafters.tree import Tree
+from longspec_jax.drafters.working_cache import Choice, WorkingCache
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 
@@ -34,6 +37,8 @@ class LongSpecState:
 
     keys: Leaf[Float[Array, "B W K H"]]
     values: Leaf[Float[Array, "B W K H"]]
+    choice: Choice | None = None
+    """What is read of the target's cache, if not all is; a few numbers."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class LongSpecDrafter:
     tree: TreeConfig = TreeConfig()
     attention: str | None = None
     """Attention implementation; chosen automatically if absent."""
+    working: WorkingCache | None = None
+    """What cross-attention reads of the target's cache; all of it if absent."""
     name: str = field(default="longspec", init=False)
 
     def __post_init__(self) -> None:
@@ -55,15 +62,16 @@ class LongSpecDrafter:
 
     @property
     def needs(self) -> Needs:
-        """The last ``W`` tokens; nothing of the target."""
-        return Needs(recent=self.config.window)
+        """The last ``W`` tokens, and what a working cache is chosen by."""
+        queries = self.working.queries if self.working else ()
+        return Needs(queries=queries, recent=self.config.window)
 
     def begin(self, params: Params, batch: int, capacity: int) -> LongSpecState:
         """An empty ring, whatever the capacity."""
         c = self.config
         shape = (batch, c.window, c.num_kv_heads, c.head_width)
         keys, values = (jnp.zeros(shape, jnp.dtype(c.dtype)) for _ in range(2))
-        return LongSpecState(keys, values)
+        return LongSpecState(keys, values, self.working and self.working.begin(batch))
 
     def extend(self, params: Params, state: LongSpecState, committed: Committed) -> LongSpecState:
         """Write the K/V of the last ``W`` of the tokens over the oldest ring slots."""
@@ -77,7 +85,13 @@ class LongSpecDrafter:
         # Tokens beyond the count go to a slot that does not exist, and are dropped.
         slots = jnp.where(offsets < committed.count[:, None], positions % window, window)
         write = jax.vmap(lambda ring, at, fresh: ring.at[at].set(fresh, mode="drop"))
-        return LongSpecState(write(state.keys, slots, keys), write(state.values, slots, values))
+        choice = self.working and self.working.learn(state.choice, committed)
+        ring = write(state.keys, slots, keys), write(state.values, slots, values)
+        return LongSpecState(*ring, choice)
+
+    def look(self, params: Params, state: LongSpecState, view: View) -> LongSpecState:
+        """Choose what is read of the target's cache, where it is time."""
+        return replace(state, choice=self.working and self.working.look(state.choice, view))
 
     def propose(self, params: Params, state: LongSpecState, view: View, beliefs: Beliefs) -> Tree:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
@@ -89,33 +103,37 @@ class LongSpecDrafter:
         # One buffer for ring and tree: a level's K/V are written behind the ring as it is run.
         room = nodes_run(self.tree)
         rooms = ((0, 0), (0, room), (0, 0), (0, 0))
-        keys, values = jnp.pad(state.keys, rooms), jnp.pad(state.values, rooms)
+        rows = jnp.pad(state.keys, rooms), jnp.pad(state.values, rooms)
+        past = self._past(state, view)
 
-        def score(tree: Tree, nodes: slice, depth: int) -> Array:
+        def score(
+            rows: tuple[Array, Array], tree: Tree, nodes: slice, depth: int
+        ) -> tuple[tuple[Array, Array], Array]:
             tokens = tree.tokens[:, nodes]
             positions = jnp.broadcast_to(view.position[:, None] + depth, tokens.shape)
-            seen = ring_mask(ring, positions, window)
-            mask = jnp.concatenate([seen, tree.mask[:, nodes, :room]], axis=2)
+            inside = ring_mask(ring, positions, window)
+            mask = jnp.concatenate([inside, tree.mask[:, nodes, :room]], axis=2)
 
             def attend_self(q: Array, k: Array, v: Array) -> Array:
-                nonlocal keys, values
-                at = window + nodes.start
-                keys = jax.lax.dynamic_update_slice_in_dim(keys, k, at, axis=1)
-                values = jax.lax.dynamic_update_slice_in_dim(values, v, at, axis=1)
-                fresh = Fresh(keys, values, mask)
-                partial = tree_attention(q, fresh, implementation=self.attention)
-                return partial.out.astype(q.dtype)
+                nonlocal rows
+                write = partial(
+                    jax.lax.dynamic_update_slice_in_dim, start_index=window + nodes.start, axis=1
+                )
+                rows = write(rows[0], k), write(rows[1], v)
+                fresh = Fresh(*rows, mask)
+                seen = tree_attention(q, fresh, implementation=self.attention)
+                return seen.out.astype(q.dtype)
 
             output: Any = LongSpecLayer(self.config, draft.int8).apply(
                 {"params": draft.layer},
                 jnp.take(draft.embedding, tokens, axis=0),
                 positions,
                 attend_self,
-                lambda q: self._attend_cross(q, view),
+                lambda q: self._attend_cross(q, past),
             )
-            return beliefs.log_probabilities(draft.logits(output.hidden), depth)
+            return rows, beliefs.log_probabilities(draft.logits(output.hidden), depth)
 
-        return beam_search(view.pending, self.tree, score, draft.vocabulary)
+        return beam_search(view.pending, self.tree, score, rows, draft.vocabulary)
 
     def _keys_values(
         self, params: LongSpecParams, tokens: Array, positions: Array
@@ -126,10 +144,17 @@ class LongSpecDrafter:
         )
         return keys_values
 
-    def _attend_cross(self, q: Array, view: View) -> Array:
-        prefix = Prefix(view.keys[-1], view.values[-1], view.length)
-        partial = prefix_attention(q, prefix, implementation=self.attention)
-        return partial.out.astype(q.dtype)
+    def _past(self, state: LongSpecState, view: View) -> Prefix:
+        """What cross-attention reads of the target's last layer."""
+        keys, values = view.keys[-1], view.values[-1]
+        if self.working is None:
+            return Prefix(keys, values, view.length)
+        table = self.working.table(state.choice, view.length, keys.shape[2])
+        return self.working.read(keys, values, table)
+
+    def _attend_cross(self, q: Array, past: Prefix) -> Array:
+        seen = prefix_attention(q, past, implementation=self.attention)
+        return seen.out.astype(q.dtype)
 
 
 def ring_positions(length: Lengths, window: int) -> Int[Array, "B W"]:

@@ -1,0 +1,126 @@
+"""Any draft, checked by the target over retrieved context before the target checks it whole.
+
+What is chosen here is chosen beside the draft's own options: ``retrieve=4096`` makes a
+:class:`~longspec_jax.drafters.hierarchy.Hierarchy` of it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from longspec_jax.checks import shown
+from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.drafters.attended import Attended
+from longspec_jax.drafters.draft import Draft, UsualTrees
+from longspec_jax.drafters.hierarchy import Hierarchy
+from longspec_jax.drafters.quest import Quest
+from longspec_jax.drafters.selectors import Selector
+from longspec_jax.ops.selection.blocks import BlockBudget
+
+SELECTORS = {"quest": Quest, "attention": Attended}
+"""What ``retrieve_by`` may name: bounds of every layer and head, or the last token's attention."""
+
+
+@dataclass(frozen=True)
+class RetrievalOptions:
+    """How much of the cache partial verification sees, and what it verifies."""
+
+    retrieve: int
+    """Tokens that a partial pass sees of every row, sinks and recent ones included; a multiple of
+    the block."""
+    retrieve_by: str = "quest"
+    """How blocks are chosen: ``quest`` or ``attention``."""
+    retrieve_block: int = BlockBudget.block
+    """Tokens that are chosen together."""
+    retrieve_sinks: int = BlockBudget.sinks
+    """First tokens of a row, always seen."""
+    retrieve_recent: int = BlockBudget.recent
+    """Last tokens of a row, always seen."""
+    retrieve_tree: str | None = None
+    """Tree of the draft that partial passes verify; its usual one on this machine if absent. The
+    call's tree is the chain that a full pass verifies."""
+    retrieve_lead: float = 0.0
+    """See :attr:`longspec_jax.drafters.hierarchy.Hierarchy.lead`."""
+
+    def __post_init__(self) -> None:
+        if self.retrieve_by not in SELECTORS:
+            raise ValueError(
+                f"retrieve_by={shown(self.retrieve_by)} must be one of {', '.join(SELECTORS)}"
+            )
+        try:
+            self.budget  # noqa: B018
+        except ValueError as error:
+            raise ValueError(f"retrieve={self.retrieve}: {error}") from error
+        if self.retrieve_tree is not None:
+            TreeConfig.parse(self.retrieve_tree)
+
+    @property
+    def budget(self) -> BlockBudget:
+        """The blocks."""
+        return BlockBudget(
+            self.retrieve, self.retrieve_sinks, self.retrieve_recent, self.retrieve_block
+        )
+
+
+OPTION = "retrieve"
+"""What the names of these options begin with; the one that all others are about."""
+
+
+@dataclass(frozen=True, eq=False)
+class RetrievalDraft:
+    """A draft of any kind with partial verification over retrieved context."""
+
+    inner: Draft
+    """What partial passes verify."""
+    target: TargetConfig
+    options: RetrievalOptions
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", f"hierarchy of {self.inner.name}")
+
+    @property
+    def params(self) -> Any:
+        """The inner draft's."""
+        return self.inner.params
+
+    @property
+    def own(self) -> Any:
+        """The inner draft's."""
+        return self.inner.own
+
+    @property
+    def usual(self) -> UsualTrees:
+        """Chains: two to four rounds between full passes."""
+        small, middle, long = (TreeConfig((1,) * levels) for levels in (8, 16, 24))
+        return UsualTrees((small, middle), (middle, small), (middle, long, small))
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise ValueError if the inner draft does not fit, or this was made for another target."""
+        self.inner.check_fits(target)
+        if target != self.target:
+            raise ValueError(
+                "this retrieval was made for a target of another shape; load the draft with this "
+                "target"
+            )
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> Hierarchy:
+        """The drafter that hands up this chain.
+
+        Raises:
+          ValueError: if it is no chain.
+        """
+        inner = self.inner.drafter(self._inner_tree, attention)
+        return Hierarchy(inner, self._selector, tree, self.options.retrieve_lead)
+
+    @property
+    def _selector(self) -> Selector:
+        return SELECTORS[self.options.retrieve_by](self.target, self.options.budget)
+
+    @property
+    def _inner_tree(self) -> TreeConfig:
+        if self.options.retrieve_tree is not None:
+            return TreeConfig.parse(self.options.retrieve_tree)
+        usual = self.inner.usual
+        return (usual.cpu if jax.default_backend() == "cpu" else usual.large)[0]

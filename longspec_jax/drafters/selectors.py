@@ -1,0 +1,71 @@
+"""Who chooses what a partial pass of the target sees.
+
+A selector may keep state, which learns of committed tokens as a drafter's does, and is asked once a
+proposal. The simplest keeps none: the first and the last tokens of a row.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+
+from longspec_jax.axes import Lengths
+from longspec_jax.drafters.base import NOTHING, Committed, Needs, View
+from longspec_jax.drafters.selection import Selection, Spans
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """Pure functions of a state; the object itself is static and hashable."""
+
+    @property
+    def needs(self) -> Needs:
+        """What it wants to learn of committed tokens."""
+        ...
+
+    def begin(self, batch: int, capacity: int) -> Any:
+        """The state of rows without a token, every leaf ``[B, ...]``."""
+        ...
+
+    def extend(self, state: Any, committed: Committed) -> Any:
+        """The state after more tokens were committed: a chunk of a prompt, or an accepted path."""
+        ...
+
+    def choose(self, state: Any, view: View) -> Selection:
+        """What partial passes see of the ``view.length[b]`` tokens in the cache."""
+        ...
+
+
+@dataclass(frozen=True)
+class SinksAndRecent:
+    """The first tokens of a row, which attention falls back on, and the last (StreamingLLM)."""
+
+    sinks: int = 32
+    recent: int = 1024
+    needs: Needs = field(default=NOTHING, init=False)
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.recent < 1:
+            raise ValueError(
+                f"sinks={self.sinks} must be at least 0 and recent={self.recent} at least 1: a "
+                "draft that sees no recent token has nothing to go on"
+            )
+
+    def __call__(self, length: Lengths) -> Spans:
+        """The spans in rows of ``length[b]`` committed tokens."""
+        sinks = jnp.minimum(length, self.sinks)
+        recent = jnp.maximum(sinks, length - self.recent)
+        start = jnp.stack([jnp.zeros_like(sinks), recent], axis=1)
+        return Spans(start, jnp.stack([sinks, length], axis=1))
+
+    def begin(self, batch: int, capacity: int) -> tuple[()]:
+        """No state."""
+        return ()
+
+    def extend(self, state: tuple[()], committed: Committed) -> tuple[()]:
+        """No state."""
+        return ()
+
+    def choose(self, state: tuple[()], view: View) -> Spans:
+        """The spans of the rows in view."""
+        return self(view.length)

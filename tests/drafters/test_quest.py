@@ -1,0 +1,201 @@
+"""Retrieved context: what is summarised, asked and read, and that a check over it is a check."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.view import CacheView
+from longspec_jax.drafters.attended import Attended
+from longspec_jax.drafters.base import Committed, Features, NoDraft, Params
+from longspec_jax.drafters.hierarchy import Hierarchy
+from longspec_jax.drafters.quest import Quest
+from longspec_jax.drafters.selection import Spans, WorkingSet
+from longspec_jax.drafters.selectors import Selector
+from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.ops.selection import extremes, reference
+from longspec_jax.ops.selection.blocks import BlockBudget
+from tests.decoding.test_lossless import (
+    CONFIG,
+    LENGTHS,
+    TABLE,
+    VOCABULARY,
+    assert_same,
+    generate,
+    prompts,
+)
+from tests.decoding.test_lossless import request as requested
+from tests.drafters.test_streaming import is_perfect
+from tests.kit import random_target, tiny_target_config
+from tests.lookup import LookupDrafter, LookupTarget
+
+LOOKUP = tiny_target_config(num_layers=1, num_heads=1, num_kv_heads=1, head_width=2)
+"""Of the lookup model's cache all but the width, which is 1."""
+ROOMY = BlockBudget(slots=64, sinks=4, recent=8, block=4)
+"""All that the rows ever hold, and half of their capacity."""
+TIGHT = BlockBudget(slots=16, sinks=4, recent=8, block=4)
+GREEDY, MIXED = requested(), requested((0.0, 0.7, 1.0))
+BOTH = pytest.mark.parametrize("request_", [GREEDY, MIXED], ids=["greedy", "mixed"])
+CHAIN = TreeConfig((1,) * 6)
+
+
+def over(selector: Selector) -> Hierarchy:
+    """The target's own chains, checked over what the selector chooses."""
+    return Hierarchy(LookupDrafter(TreeConfig((1, 1))), selector, CHAIN)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [Quest, Attended])
+@pytest.mark.parametrize("budget", [ROOMY, BlockBudget(512, 4, 8, 4)], ids=["gathered", "in-place"])
+def test_what_sees_every_token_once_is_perfect(kind: Any, budget: BlockBudget, request_) -> None:
+    """In rows that have fewer blocks than could be read: one token twice would be another hash."""
+    drafter, params = over(kind(LOOKUP, budget)), Params(TABLE, TABLE)
+    tokens, target = prompts(VOCABULARY), LookupTarget(VOCABULARY)
+    _, state = generate(target, drafter, params, tokens, LENGTHS, request_)
+    assert is_perfect(np.asarray(state.record.histogram).sum(axis=0))
+
+
+class Twice(Quest):
+    """The last block is read twice."""
+
+    def choose(self, state: Any, view: Any) -> WorkingSet:
+        found = super().choose(state, view)
+        assert isinstance(found, WorkingSet)
+        return replace(found, length=found.length + 1)
+
+
+class Late(Quest):
+    """Tokens are missing at the end."""
+
+    def choose(self, state: Any, view: Any) -> WorkingSet:
+        found = super().choose(state, view)
+        assert isinstance(found, WorkingSet)
+        return replace(found, length=found.length - 1)
+
+
+@pytest.mark.parametrize("kind", [Twice, Late])
+def test_a_mistake_lowers_what_is_accepted(kind: Any) -> None:
+    """Negative control: the perfection above tells a right reading from a wrong one."""
+    drafter, params = over(kind(LOOKUP, ROOMY)), Params(TABLE, TABLE)
+    tokens, target = prompts(VOCABULARY), LookupTarget(VOCABULARY)
+    _, state = generate(target, drafter, params, tokens, LENGTHS, GREEDY)
+    found = np.asarray(state.record.histogram).sum(axis=0)
+    assert found[-1] < found.sum() / 2
+
+
+@BOTH
+def test_a_transformer_that_sees_every_token_is_perfect(request_) -> None:
+    drafter = Hierarchy(StreamingDrafter(TreeConfig((1,))), Quest(CONFIG, ROOMY), CHAIN)
+    params, tokens = Params(random_target(CONFIG), None), prompts(CONFIG.vocab_size)
+    _, state = generate(CachedTarget(CONFIG), drafter, params, tokens, LENGTHS, request_)
+    assert is_perfect(np.asarray(state.record.histogram).sum(axis=0))
+
+
+@pytest.mark.parametrize("chunk", [8, 19])
+def test_summaries_after_decoding_are_those_of_the_cache(chunk: int) -> None:
+    """Of prompts in chunks and of accepted paths; the queries are the last ones' too."""
+    quest = Quest(CONFIG, TIGHT, queries=3)
+    drafter = Hierarchy(StreamingDrafter(TreeConfig((2, 2))), quest, CHAIN)
+    params, tokens = Params(random_target(CONFIG), None), prompts(CONFIG.vocab_size)
+    rows, state = generate(
+        CachedTarget(CONFIG), drafter, params, tokens, LENGTHS, MIXED, chunk=chunk
+    )
+    plain, _ = generate(CachedTarget(CONFIG), NoDraft(), params, tokens, LENGTHS, MIXED)
+    assert_same(rows, plain)
+    found, length = state.rows.draft.selector, state.rows.length
+    assert len({*np.asarray(length).tolist()}) == 3
+    for layer, keys in enumerate(state.rows.cache.keys):
+        wanted = reference.extremes_of(keys, length, TIGHT.block)
+        np.testing.assert_array_equal(found.extremes.highest[:, :, layer], wanted[0])
+        np.testing.assert_array_equal(found.extremes.lowest[:, :, layer], wanted[1])
+    assert (found.asked >= 1).all() and (found.asked <= 3).all()
+
+
+def committed(config: Any, tokens: int, count: Any, seed: int = 0) -> Committed:
+    """Random keys and queries of all layers, in rows that start at 0."""
+    rows, layers = len(count), range(config.num_layers)
+    draw = partial(jax.random.normal, jax.random.key(seed))
+    heads = dict(queries=config.num_heads, keys=config.num_kv_heads)
+    found = {
+        name: {layer: draw((rows, tokens, n, config.head_width)) for layer in layers}
+        for name, n in heads.items()
+    }
+    zeros = jnp.zeros((rows, tokens), jnp.int32)
+    return Committed(zeros, zeros[:, 0], jnp.asarray(count), Features({}, **found))
+
+
+def test_the_last_queries_ask_and_rows_that_stand_still_keep_theirs() -> None:
+    quest = Quest(CONFIG, TIGHT, queries=3)
+    first = committed(CONFIG, 9, [9, 2, 0])
+    state = quest.extend(quest.begin(3, 32), first)
+    assert np.asarray(state.asked).tolist() == [3, 2, 0]
+    for layer in range(CONFIG.num_layers):
+        asked = first.features.queries[layer]
+        np.testing.assert_array_equal(state.queries[0, :, layer], asked[0, 6:9])
+        np.testing.assert_array_equal(state.queries[1, :2, layer], asked[1, :2])
+    after = quest.extend(state, committed(CONFIG, 1, [0, 1, 0], seed=1))
+    assert np.asarray(after.asked).tolist() == [3, 1, 0]
+    np.testing.assert_array_equal(after.queries[0], state.queries[0])
+
+
+def test_every_head_of_every_layer_reads_the_block_that_its_query_wants() -> None:
+    """A key along the last query, planted in a block of its own for every layer and head."""
+    quest, slots = Quest(CONFIG, BlockBudget(16, 4, 8, 4)), 48
+    told = committed(CONFIG, slots, [slots])
+    layers, heads = range(CONFIG.num_layers), range(CONFIG.num_kv_heads)
+    keys = {layer: 0.1 * told.features.keys[layer] for layer in layers}
+    queries = {layer: jnp.zeros_like(told.features.queries[layer]) for layer in layers}
+    wanted = {(layer, head): 2 + 3 * layer + head for layer in layers for head in heads}
+    for (layer, head), block in wanted.items():
+        mine = slice(head * CONFIG.num_groups, (head + 1) * CONFIG.num_groups)
+        direction = jnp.where(jnp.arange(CONFIG.head_width) % 2, 1.0, -1.0)
+        queries[layer] = queries[layer].at[0, -1, mine].set(direction)
+        keys[layer] = keys[layer].at[0, block * 4 + 1, head].set(direction)
+    state = quest.begin(1, slots)
+    state = quest.extend(state, told._replace(features=Features({}, queries, keys)))
+    cache = tuple(keys[layer].swapaxes(1, 2) for layer in layers)
+    at = jnp.array([0]), jnp.array([slots]), jnp.array([slots]), jnp.array([False])
+    view = CacheView(CachedTarget(CONFIG), None, KVCache(cache, cache), *at)
+    for reduction in (extremes.mean, extremes.last, extremes.largest):
+        found = replace(quest, reduction=reduction).choose(state, view)
+        assert isinstance(found, WorkingSet) and int(found.length[0]) == 16
+        for layer, head in wanted:
+            block = wanted[layer, head]
+            read = np.asarray(found.keys[layer])[0, head]
+            mine = np.asarray(cache[layer])[0, head].reshape(12, 4, -1)
+            np.testing.assert_array_equal(read, mine[[0, 10, block, 11]].reshape(16, -1))
+
+
+def test_the_last_token_asks_for_all_layers() -> None:
+    """Of the last layer; a row that stands still goes on asking what it asked."""
+    attended, told = Attended(CONFIG, TIGHT), committed(CONFIG, 9, [9, 2, 0])
+    state = attended.extend(attended.begin(3, 32), told)
+    asked = told.features.queries[CONFIG.num_layers - 1]
+    np.testing.assert_array_equal(state.query[:2], jnp.stack([asked[0, 8], asked[1, 1]]))
+    after = attended.extend(state, committed(CONFIG, 1, [0, 1, 0], seed=1))
+    np.testing.assert_array_equal(after.query[0], state.query[0])
+    assert attended.needs.keys == () and attended.needs.recent == 1
+
+
+@pytest.mark.parametrize("kind", [Quest, Attended])
+def test_it_is_a_selector_and_refuses_what_cannot_be(kind: Any) -> None:
+    assert isinstance(kind(CONFIG, TIGHT), Selector)
+    with pytest.raises(ValueError, match="46 slots is no whole number of blocks of 4"):
+        kind(CONFIG, TIGHT).begin(1, 46)
+    with pytest.raises(ValueError, match="queries=0 must be at least 1"):
+        Quest(CONFIG, TIGHT, queries=0)
+
+
+def test_a_cache_within_the_budget_is_read_where_it_lies() -> None:
+    quest = Quest(CONFIG, BlockBudget(32, 4, 8, 4))
+    cache = CachedTarget(CONFIG).allocate(1, 32)
+    at = jnp.array([0]), jnp.array([9]), jnp.array([9]), jnp.array([False])
+    view = CacheView(CachedTarget(CONFIG), None, cache, *at)
+    assert isinstance(quest.choose(quest.begin(1, 32), view), Spans)

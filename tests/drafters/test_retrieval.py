@@ -1,0 +1,79 @@
+"""Retrieval as it is asked for: beside a draft's own options, in words that say what is wrong."""
+
+import re
+
+import pytest
+
+from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.drafters.attended import Attended
+from longspec_jax.drafters.draft import Draft, Target, with_tree
+from longspec_jax.drafters.hierarchy import Hierarchy
+from longspec_jax.drafters.quest import Quest
+from longspec_jax.drafters.registry import load_draft
+from longspec_jax.drafters.retrieval import RetrievalDraft
+from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.ops.selection.blocks import BlockBudget
+from tests.kit import tiny_target_config
+
+CONFIG = tiny_target_config()
+CHAIN = TreeConfig((1,) * 8)
+
+
+def loaded(**options: object) -> RetrievalDraft:
+    draft = load_draft("streaming", Target(CONFIG, None), options)
+    assert isinstance(draft, RetrievalDraft) and isinstance(draft, Draft)
+    return draft
+
+
+def test_a_draft_keeps_its_own_options() -> None:
+    draft = loaded(recent=64, retrieve=1024, retrieve_tree="2,1", retrieve_lead=0.5)
+    drafter = draft.drafter(CHAIN)
+    assert isinstance(drafter, Hierarchy) and isinstance(drafter.inner, StreamingDrafter)
+    assert drafter.inner.selection.recent == 64 and drafter.inner.tree.widths == (2, 1)
+    assert drafter.selector == Quest(CONFIG, BlockBudget(1024)) and drafter.lead == 0.5
+    assert draft.name == drafter.name == "hierarchy of streaming"
+    assert with_tree(drafter, PLAIN).tree == PLAIN
+
+
+def test_what_sees_what_can_be_chosen() -> None:
+    options = dict(retrieve_block=16, retrieve_sinks=0, retrieve_recent=32)
+    drafter = loaded(retrieve=64, retrieve_by="attention", **options).drafter(CHAIN)
+    assert drafter.selector == Attended(CONFIG, BlockBudget(64, 0, 32, 16))
+
+
+def test_its_usual_trees_are_chains() -> None:
+    usual = loaded(retrieve=1024).usual
+    for tree in (*usual.cpu, *usual.gpu, *usual.large):
+        assert loaded(retrieve=1024).drafter(tree).tree == tree
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(retrieve=512), "retrieve=512: 512 slots cannot hold sinks=32 and recent=512"),
+        (dict(retrieve=1000), "retrieve=1000: slots=1000 must be whole blocks of 32 slots"),
+        (dict(retrieve_block=16), "retrieve_block is about retrieval, which retrieve=4096 asks"),
+        (dict(retrieve=1024, retrieve_by="luck"), "retrieve_by='luck' must be one of quest, att"),
+        (dict(retrieve=1024, retrieve_tree="4x4"), "'4x4' must be the widths of a tree"),
+        (dict(retrieve=1024, retrieve_lead=-1), "retrieve_lead=-1 must be 0 or more"),
+        (dict(retrieve=1024, retrieved=1), "'retrieved' is no option of streaming with retrieve"),
+        (dict(retrieve=True), "retrieve=True must be a whole number"),
+        (dict(retrieve=1024, chunk=3), "'chunk' is no option of streaming; it has sinks, recent"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^draft_options: {re.escape(message)}"):
+        loaded(**options)
+
+
+def test_a_target_that_it_was_not_made_for_is_refused() -> None:
+    draft = loaded(retrieve=1024)
+    draft.check_fits(CONFIG)
+    with pytest.raises(ValueError, match="made for a target of another shape"):
+        draft.check_fits(tiny_target_config(num_layers=3))
+
+
+def test_a_call_with_a_tree_that_is_no_chain_is_refused() -> None:
+    with pytest.raises(ValueError, match="tree 4,4 must be a chain"):
+        loaded(retrieve=1024).drafter(TreeConfig((4, 4)))
