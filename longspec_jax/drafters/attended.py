@@ -19,6 +19,16 @@ from longspec_jax.ops.selection.attended import attended_scores
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, choose_blocks
 
 
+def last_query(
+    committed: Committed, layer: int, before: Float[Array, "B N H"]
+) -> Float[Array, "B N H"]:
+    """The query of the last token that joined; where none did, the one that was last before."""
+    queries, count = committed.features.queries[layer], committed.count
+    at = jnp.maximum(count - 1, 0)[:, None, None, None]
+    last = jnp.take_along_axis(queries, at, axis=1)[:, 0]
+    return jnp.where((count > 0)[:, None, None], last, before)
+
+
 @struct.dataclass
 class AttendedState:
     """What the last verified token asked."""
@@ -52,10 +62,7 @@ class Attended:
 
     def extend(self, state: AttendedState, committed: Committed) -> AttendedState:
         """The last token's query; a row that does not advance keeps what it has."""
-        queries, count = committed.features.queries[self.config.num_layers - 1], committed.count
-        at = jnp.maximum(count - 1, 0)[:, None, None, None]
-        last = jnp.take_along_axis(queries, at, axis=1)[:, 0]
-        return AttendedState(jnp.where((count > 0)[:, None, None], last, state.query))
+        return AttendedState(last_query(committed, self.config.num_layers - 1, state.query))
 
     def table(self, state: AttendedState, view: View) -> BlockTable:
         """The blocks that every row's query attends to most, ``[B, k]``."""

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
 from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
+from longspec_jax.drafters.attended import last_query
 from longspec_jax.drafters.base import Committed, View
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.selection.attended import attended_scores
@@ -75,10 +76,7 @@ class WorkingCache:
         """Keep the query of the last token that joined."""
         if choice is None:
             return None
-        queries, count = committed.features.queries[self._layer], committed.count
-        at = jnp.maximum(count - 1, 0)[:, None, None, None]
-        last = jnp.take_along_axis(queries, at, axis=1)[:, 0]
-        return replace(choice, query=jnp.where((count > 0)[:, None, None], last, choice.query))
+        return replace(choice, query=last_query(committed, self._layer, choice.query))
 
     def look(self, choice: Choice | None, view: View) -> Choice | None:
         """Choose anew in the rows where it is time, before a round."""
