@@ -17,6 +17,7 @@ BENCHMARKS = {
     "meshes": ("meshes", "decoding on meshes of devices, and what each of them holds"),
     "products": ("products", "the matrix products of a verification, beside XLA's"),
     "requests": ("requests", "many requests over few row slots, and in padded batches"),
+    "retrieval": ("retrieval", "partial verification over retrieved context, beside one level"),
     "transformers": ("hugging_face", "plain decoding by Hugging Face transformers"),
     "report": ("report", "merge result files and draw their chart"),
 }
