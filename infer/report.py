@@ -120,6 +120,7 @@ def _trees(stats: Sequence[Stats]) -> Iterator[dict[str, Any]]:
             "drafter": drafter,
             "tree": list(tree.widths),
             "budget": tree.budget,
+            "threshold": tree.threshold,
             "rounds": sum(u.rounds for u in own),
             "tokens": sum(u.tokens for u in own),
             "seconds": sum(u.seconds for u in own),
@@ -257,7 +258,7 @@ def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "trees               adaptive: chosen by tokens/s"
     yield f"  {'drafter':10}  {'tree':20}  rounds  tokens  ms/round"
     for use in trees:
-        tree = TreeConfig(tuple(use["tree"]), use["budget"])
+        tree = TreeConfig(tuple(use["tree"]), use["budget"], use["threshold"])
         pace = f"{1000 * use['seconds'] / use['rounds']:8.2f}" if use["rounds"] else ""
         yield f"  {use['drafter']:10}  {tree!s:20}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
 

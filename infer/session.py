@@ -310,4 +310,6 @@ def _warnings() -> Iterator[list[str]]:
 
 def _tree_setting(tree: TreeConfig | None) -> dict[str, Any]:
     """A tree in the JSON."""
-    return {"tree": None if tree is None else list(tree.widths), "budget": tree and tree.budget}
+    if tree is None:
+        return {"tree": None, "budget": None, "threshold": None}
+    return {"tree": list(tree.widths), "budget": tree.budget, "threshold": tree.threshold}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longspec_jax.checks import finite_number, is_whole, shown, whole_number
+from longspec_jax.checks import finite_number, is_number, is_whole, shown, whole_number
 
 ATTENTION = ("pallas", "mosaic", "triton", "xla", "reference", "interpret")
 """Names of the implementations in :mod:`longspec_jax.ops.attention.dispatch`, which imports jax."""
@@ -164,13 +164,18 @@ class TreeConfig:
 
     ``(4, 16, 16, 16, 16)`` is the paper's tree, ``(1, 1, 1, 1)`` a chain of four, and ``()`` the
     empty tree: plain decoding. :meth:`parse` reads what ``str`` writes, such as
-    ``4,16,16,16,16@64``.
+    ``4,16,16,16,16@64``. OPT-Tree (arXiv:2406.17276) is a budget with a threshold:
+    ``16x10@50+0.7``.
     """
 
     widths: tuple[int, ...] = (4, 16, 16, 16, 16)
     budget: int | None = None
     """Nodes that are verified, the root included: the best of those grown by the draft's cumulative
     log-probability, chosen in every row and round. All of them if absent."""
+    threshold: float | None = None
+    """Growth ends, in every row and round for itself, with the level that raises the expected
+    number of accepted tokens by no more than this; what is not grown costs no draft pass where no
+    row grows it. All levels are grown if absent."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", _tree_widths(self.widths))
@@ -189,10 +194,20 @@ class TreeConfig:
                 "a tree budget counts the root and must be whole and at least 1 node, got "
                 f"{shown(self.budget)}; leave it out to verify all {self.num_grown} nodes"
             )
+        if self.threshold is not None and not (
+            is_number(self.threshold) and SMALLEST_GAIN <= self.threshold <= 1
+        ):
+            raise ValueError(
+                "a tree threshold is the gain in expected tokens that a further level must be "
+                f"worth, from {SMALLEST_GAIN} to 1, got {shown(self.threshold)}; leave it out to "
+                f"grow all {self.num_levels} levels"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "TreeConfig":
-        """The tree of a text: ``none``, ``chain:4`` or ``4,16,16``; ``@24`` adds a budget.
+        """The tree of a text: ``none``, ``chain:4`` or ``4,16,16``, which is ``4,16x2``.
+
+        ``@24`` behind it adds a budget, and ``+0.7`` a threshold.
 
         Raises:
           ValueError: for a text that names no tree, or one that there cannot be.
@@ -201,19 +216,27 @@ class TreeConfig:
         if found is None:
             raise ValueError(
                 f"{shown(text)} must be the widths of a tree such as 4,16,16,16,16, or chain:4 for "
-                "a single branch, or none; @64 behind it verifies the best 64 nodes alone"
+                "a single branch, or none; @64 behind it verifies the best 64 nodes alone, +0.7 "
+                "ends it with the level that adds no more than 0.7 expected tokens"
             )
         widths = [1] * int(found["links"] or 0)
-        if found["widths"]:
-            widths = [int(width) for width in found["widths"].split(",")]
-        return cls(tuple(widths), int(found["budget"]) if found["budget"] else None)
+        for piece in (found["widths"] or "").split(",") if found["widths"] else ():
+            width, _, times = piece.partition("x")
+            widths += [int(width)] * int(times or 1)
+        return cls(
+            tuple(widths),
+            int(found["budget"]) if found["budget"] else None,
+            float(found["threshold"]) if found["threshold"] else None,
+        )
 
     def __str__(self) -> str:
         """The tree as :meth:`parse` reads it."""
         shape = ",".join(map(str, self.widths)) or "none"
         if set(self.widths) == {1}:
             shape = f"chain:{self.num_levels}"
-        return shape if self.budget is None else f"{shape}@{self.budget}"
+        budget = "" if self.budget is None else f"@{self.budget}"
+        threshold = "" if self.threshold is None else f"+{self.threshold:g}"
+        return shape + budget + threshold
 
     @property
     def num_levels(self) -> int:
@@ -258,10 +281,14 @@ def _tree_widths(widths: Any) -> tuple[int, ...]:
     return found
 
 
+_WIDTH = "-?[0-9]{1,9}(x[1-9][0-9]{0,2})?"
 _TREE_TEXT = re.compile(
-    r"(none|chain:(?P<links>[1-9][0-9]{0,3})|(?P<widths>-?[0-9]{1,9}(,-?[0-9]{1,9})*))"
+    r"(none|chain:(?P<links>[1-9][0-9]{0,3})|(?P<widths>{W}(,{W})*))"
     r"(@(?P<budget>[0-9]{1,9}))?"
+    r"(\+(?P<threshold>[0-9]{1,3}(\.[0-9]{1,6})?))?".replace("{W}", _WIDTH)
 )
+SMALLEST_GAIN = 0.001
+"""Least threshold of a tree; below it no level is left out."""
 MAX_TREE_NODES = 256
 """Most query tokens of one verification."""
 MAX_TREE_LEVELS = 32

@@ -65,6 +65,12 @@ def test_budgets_that_are_none(budget) -> None:
         TreeConfig(budget=budget)
 
 
+@pytest.mark.parametrize("threshold", [0, -0.5, 1.5, True, "0.7", math.nan, 1e-9])
+def test_thresholds_that_are_none(threshold) -> None:
+    with pytest.raises(ValueError, match="threshold.*from 0.001 to 1, got .*leave it out"):
+        TreeConfig(threshold=threshold)
+
+
 TEXTS = {
     "none": PLAIN,
     "4,16,16": TreeConfig((4, 16, 16)),
@@ -73,6 +79,8 @@ TEXTS = {
     "chain:1@2": TreeConfig((1,), 2),
     "2,1,1": TreeConfig((2, 1, 1)),
     "4@9": TreeConfig((4,), 9),
+    "4,4@9+0.7": TreeConfig((4, 4), 9, 0.7),
+    "chain:3+0.05": TreeConfig((1, 1, 1), threshold=0.05),
 }
 
 
@@ -84,6 +92,8 @@ def test_a_tree_is_written_and_read(text) -> None:
 
 def test_a_chain_may_be_spelt_out() -> None:
     assert TreeConfig.parse("1,1,1") == TreeConfig.parse("chain:3")
+    assert TreeConfig.parse("4,16x3,2@9") == TreeConfig((4, 16, 16, 16, 2), 9)
+    assert TreeConfig.parse("16x10@50+0.7") == TreeConfig((16,) * 10, 50, 0.7)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +111,12 @@ def test_a_chain_may_be_spelt_out() -> None:
         "4@4@4",
         "none:2",
         "4.0",
+        "4x0",
+        "4x",
+        "4,4+",
+        "4,4+x",
+        "+0.7",
+        "4,4+0.7@8",
     ],
 )
 def test_texts_that_name_no_tree(text) -> None:

@@ -205,7 +205,7 @@ def _settings(row: dict[str, Any]) -> dict[str, str]:
     tree, budget = row["tree"], row.get("budget")
     shortest, longest = row.get("lengths", (row["context"], row["context"]))
     return {
-        "tree": f"tree {TreeConfig(tuple(tree))}",
+        "tree": f"tree {TreeConfig(tuple(tree), threshold=row.get('threshold'))}",
         "budget": f"best {budget} nodes" if budget else f"all {1 + sum(tree)} nodes",
         **_drafter(row),
         "acceptance": f"acceptance about {row['acceptance_wanted']}",

@@ -190,6 +190,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "batch": setting.batch,
         "tree": list(setting.tree.widths),
         "budget": setting.tree.budget,
+        "threshold": setting.tree.threshold,
         "new_tokens": setting.new_tokens,
         "dtype": config.dtype,
         "attention": model.target.attention or "automatic",
@@ -338,7 +339,7 @@ def line(row: dict[str, Any]) -> str:
         for name in row
         if name.endswith("_ms") and name not in ("round_ms", "rest_ms", "draft_ms", "verify_ms")
     }
-    tree = TreeConfig(tuple(row["tree"]), row["budget"])
+    tree = TreeConfig(tuple(row["tree"]), row["budget"], row.get("threshold"))
     shortest, longest = row["lengths"]
     cached = longest if shortest == longest else f"{shortest}-{longest}"
     return (

@@ -79,6 +79,7 @@ def describe(
         "drafter": drafter,
         "tree": list(tree.widths),
         "budget": tree.budget,
+        "threshold": tree.threshold,
         "temperature": temperature,
         "rows": rows,
         "acceptance_length": stats.acceptance_length,
@@ -100,7 +101,7 @@ def _lengths(compared: Comparison) -> Iterator[float]:
 
 def line(row: dict[str, Any]) -> str:
     """A row for reading."""
-    tree = TreeConfig(tuple(row["tree"]), row["budget"])
+    tree = TreeConfig(tuple(row["tree"]), row["budget"], row.get("threshold"))
     return (
         f"{row['drafter']:10} tree {tree!s:18} T={row['temperature']:g}: "
         f"{row['acceptance_length']:.2f} tokens per pass, "

@@ -65,6 +65,7 @@ def main(arguments: argparse.Namespace) -> None:
         __doc__ or "",
         **{"dtype": arguments.dtype, "attention": arguments.attention or "automatic"},
         **{"tree": list(arguments.tree.widths), "budget": arguments.tree.budget},
+        threshold=arguments.tree.threshold,
         new_tokens=arguments.new_tokens,
     )
     with Report(header, arguments.json) as report:

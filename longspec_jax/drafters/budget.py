@@ -33,6 +33,23 @@ def within_budget(tree: Tree, totals: Sequence[Float[Array, "B _"]], config: Tre
     return subtree(tree, best_nodes(scores, config.num_nodes))
 
 
+def expected_acceptance(
+    totals: Sequence[Float[Array, "B _"]], config: TreeConfig
+) -> Float[Array, " B"]:
+    """How many tokens the best nodes of the levels so far are expected to have accepted.
+
+    A node is accepted with all its ancestors or not at all, so the expectation is the sum of the
+    nodes' own probabilities (OPT-Tree, arXiv:2406.17276, theorem 3.1).
+
+    Args:
+      totals: cumulative log-probabilities of the levels grown so far, first level first.
+      config: whose budget says how many nodes are verified.
+    """
+    grown = jnp.concatenate(totals, axis=1)
+    best, _ = top_by_rank(grown, min(config.num_nodes - 1, grown.shape[1]))
+    return jnp.exp(best).sum(axis=1)
+
+
 def best_nodes(scores: Float[Array, "B T"], count: int) -> Int[Array, "B n"]:
     """The root and the ``count - 1`` best other nodes, in ascending order.
 

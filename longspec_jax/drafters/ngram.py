@@ -43,6 +43,14 @@ class NgramDrafter:
     name: str = field(default="ngram", init=False)
     needs: Needs = field(default=Needs(), init=False)
 
+    def __post_init__(self) -> None:
+        if self.tree.threshold is not None:
+            raise ValueError(
+                f"tree {self.tree} ends where a further level is not expected to gain "
+                f"{self.tree.threshold:g} tokens, and ngram has no probabilities to expect it by; "
+                f"write {replace(self.tree, threshold=None)}"
+            )
+
     def begin(self, params: Params, batch: int, capacity: int) -> NgramState:
         """No tokens yet."""
         return NgramState(jnp.zeros((batch, capacity), jnp.int32))

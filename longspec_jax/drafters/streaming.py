@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.drafters.base import NOTHING, Beliefs, Committed, Needs, Params, View
+from longspec_jax.drafters.base import NOTHING, Beliefs, Committed, Needs, Params, Uncommitted, View
 from longspec_jax.drafters.beam import beam_search, nodes_run
 from longspec_jax.drafters.draft import UsualTrees
 from longspec_jax.drafters.selectors import SinksAndRecent
@@ -43,17 +43,16 @@ class StreamingDrafter:
     def propose(self, params: Params, state: tuple[()], view: View, beliefs: Beliefs) -> Tree:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
         selected, run = self.selection(view.length), nodes_run(self.tree)
-        fresh = view.uncommitted(run)
 
-        def score(tree: Tree, nodes: slice, depth: int) -> Array:
-            nonlocal fresh
+        def score(
+            fresh: Uncommitted, tree: Tree, nodes: slice, depth: int
+        ) -> tuple[Uncommitted, Array]:
             tokens, path = tree.tokens[:, nodes], tree.mask[:, nodes, :run]
             positions = jnp.broadcast_to(view.position[:, None] + depth, tokens.shape)
             glance = view.glance(tokens, positions, selected, fresh, path, nodes.start)
-            fresh = glance.fresh
-            return beliefs.log_probabilities(glance.logits, depth)
+            return glance.fresh, beliefs.log_probabilities(glance.logits, depth)
 
-        return beam_search(view.pending, self.tree, score)
+        return beam_search(view.pending, self.tree, score, view.uncommitted(run))
 
 
 @dataclass(frozen=True)

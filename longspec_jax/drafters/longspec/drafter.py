@@ -7,6 +7,7 @@ and no more, and committed tokens can be embedded afresh.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -89,22 +90,25 @@ class LongSpecDrafter:
         # One buffer for ring and tree: a level's K/V are written behind the ring as it is run.
         room = nodes_run(self.tree)
         rooms = ((0, 0), (0, room), (0, 0), (0, 0))
-        keys, values = jnp.pad(state.keys, rooms), jnp.pad(state.values, rooms)
+        rows = jnp.pad(state.keys, rooms), jnp.pad(state.values, rooms)
 
-        def score(tree: Tree, nodes: slice, depth: int) -> Array:
+        def score(
+            rows: tuple[Array, Array], tree: Tree, nodes: slice, depth: int
+        ) -> tuple[tuple[Array, Array], Array]:
             tokens = tree.tokens[:, nodes]
             positions = jnp.broadcast_to(view.position[:, None] + depth, tokens.shape)
-            seen = ring_mask(ring, positions, window)
-            mask = jnp.concatenate([seen, tree.mask[:, nodes, :room]], axis=2)
+            inside = ring_mask(ring, positions, window)
+            mask = jnp.concatenate([inside, tree.mask[:, nodes, :room]], axis=2)
 
             def attend_self(q: Array, k: Array, v: Array) -> Array:
-                nonlocal keys, values
-                at = window + nodes.start
-                keys = jax.lax.dynamic_update_slice_in_dim(keys, k, at, axis=1)
-                values = jax.lax.dynamic_update_slice_in_dim(values, v, at, axis=1)
-                fresh = Fresh(keys, values, mask)
-                partial = tree_attention(q, fresh, implementation=self.attention)
-                return partial.out.astype(q.dtype)
+                nonlocal rows
+                write = partial(
+                    jax.lax.dynamic_update_slice_in_dim, start_index=window + nodes.start, axis=1
+                )
+                rows = write(rows[0], k), write(rows[1], v)
+                fresh = Fresh(*rows, mask)
+                seen = tree_attention(q, fresh, implementation=self.attention)
+                return seen.out.astype(q.dtype)
 
             output: Any = LongSpecLayer(self.config, draft.int8).apply(
                 {"params": draft.layer},
@@ -113,9 +117,9 @@ class LongSpecDrafter:
                 attend_self,
                 lambda q: self._attend_cross(q, view),
             )
-            return beliefs.log_probabilities(draft.logits(output.hidden), depth)
+            return rows, beliefs.log_probabilities(draft.logits(output.hidden), depth)
 
-        return beam_search(view.pending, self.tree, score, draft.vocabulary)
+        return beam_search(view.pending, self.tree, score, rows, draft.vocabulary)
 
     def _keys_values(
         self, params: LongSpecParams, tokens: Array, positions: Array
@@ -128,8 +132,8 @@ class LongSpecDrafter:
 
     def _attend_cross(self, q: Array, view: View) -> Array:
         prefix = Prefix(view.keys[-1], view.values[-1], view.length)
-        partial = prefix_attention(q, prefix, implementation=self.attention)
-        return partial.out.astype(q.dtype)
+        seen = prefix_attention(q, prefix, implementation=self.attention)
+        return seen.out.astype(q.dtype)
 
 
 def ring_positions(length: Lengths, window: int) -> Int[Array, "B W"]:

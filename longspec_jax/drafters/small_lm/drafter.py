@@ -6,6 +6,7 @@ in return its cache grows with the context.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.lax import dynamic_update_slice_in_dim
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, View
+from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, Uncommitted, View
 from longspec_jax.drafters.beam import beam_search, nodes_run
 from longspec_jax.drafters.small_lm.state import SmallLMState, allocate, append
 from longspec_jax.drafters.tree import Tree
@@ -64,24 +65,28 @@ class SmallLMDrafter:
         batch, room = view.pending.shape[0], nodes_run(self.tree)
         shape = (batch, room, self.config.num_kv_heads, self.config.head_width)
         empty = jnp.zeros(shape, jnp.dtype(self.config.dtype))
-        keys, values = ([empty] * self.config.num_layers for _ in range(2))
+        rows = Uncommitted(*((empty,) * self.config.num_layers for _ in range(2)))
 
-        def score(tree: Tree, nodes: slice, depth: int) -> Array:
+        def score(
+            rows: Uncommitted, tree: Tree, nodes: slice, depth: int
+        ) -> tuple[Uncommitted, Array]:
+            keys, values = list(rows.keys), list(rows.values)
             tokens, mask = tree.tokens[:, nodes], tree.mask[:, nodes, :room]
             positions = jnp.broadcast_to(view.position[:, None] + depth, tokens.shape)
 
             def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-                keys[layer] = dynamic_update_slice_in_dim(keys[layer], k, nodes.start, axis=1)
-                values[layer] = dynamic_update_slice_in_dim(values[layer], v, nodes.start, axis=1)
+                write = partial(dynamic_update_slice_in_dim, start_index=nodes.start, axis=1)
+                keys[layer], values[layer] = write(keys[layer], k), write(values[layer], v)
                 # The cache goes as far as the pending token, the target's may not.
                 prefix = Prefix(state.keys[layer], state.values[layer], view.position)
                 fresh = Fresh(keys[layer], values[layer], mask)
                 return speculative_attention(q, prefix, fresh, implementation=self.attention)
 
             hidden = self._run(params.draft, tokens, positions, attend).hidden
-            return beliefs.log_probabilities(self._unembed(params.draft, hidden), depth)
+            belief = beliefs.log_probabilities(self._unembed(params.draft, hidden), depth)
+            return Uncommitted(tuple(keys), tuple(values)), belief
 
-        return beam_search(view.pending, self.tree, score)
+        return beam_search(view.pending, self.tree, score, rows)
 
     def _run(self, params: Any, tokens: Array, positions: Array, attend: Attend) -> TargetOutput:
         # A token that the small model has not is read as its last one.
