@@ -76,7 +76,8 @@ def random_model(
             draft: Draft = _random_longspec(config, target, chosen, seed + 1)
         case SmallLMOptions():
             small = _small(config, chosen)
-            draft = SmallLM(small, _draw(_initializer(small), seed + 1))
+            weights = _draw(_initializer(small), seed + 1)
+            draft = SmallLM(small, weights, working=chosen.working_cache(config))
         case _:
             draft = chosen
     _, retrieval = separated(options or {}, drafter)
@@ -119,7 +120,14 @@ def _random_longspec(
     )
     size = options.vocabulary
     tokens = None if size is None else np.arange(size, dtype=np.int32)
-    return LongSpecDraft.bind(draft, layer, target, vocabulary=tokens, int8=options.int8)
+    return LongSpecDraft.bind(
+        draft,
+        layer,
+        target,
+        vocabulary=tokens,
+        int8=options.int8,
+        working=options.working_cache(config),
+    )
 
 
 def target_bytes(config: TargetConfig) -> int:
@@ -199,11 +207,11 @@ def _after(
     batch, prompt = tokens.shape
     none, all_ = (jnp.full((batch,), count, jnp.int32) for count in (0, prompt))
     state = drafter.begin(params, batch, capacity)
-    features = _random_features(config, drafter.needs, batch, prompt)
+    features = random_features(config, drafter.needs, batch, prompt)
     return drafter.extend(params, state, Committed(tokens, none, all_, features))
 
 
-def _random_features(config: TargetConfig, needs: Needs, batch: int, tokens: int) -> Features:
+def random_features(config: TargetConfig, needs: Needs, batch: int, tokens: int) -> Features:
     """What a drafter asks for of tokens that no target has seen."""
     heads, dtype = (config.num_heads, config.num_kv_heads), jnp.dtype(config.dtype)
 

@@ -27,6 +27,8 @@ from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.dispatch import prefix_attention, speculative_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 
+from .models import random_features
+
 Part = Callable[[Params, Rows], Any]
 """A program over a round's inputs that repeats one part of it."""
 
@@ -70,7 +72,8 @@ def commit(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
         batch, config = rows.pending.shape[0], target.config
         shape = (batch, drafter.tree.num_nodes, config.num_kv_heads, config.head_width)
         fresh = tuple(jnp.ones(shape, jnp.dtype(config.dtype)) for _ in range(config.num_layers))
-        verified = Verification(jnp.zeros((batch, 1, 1)), fresh, fresh)
+        features = random_features(config, drafter.needs, *shape[:2])
+        verified = Verification(jnp.zeros((batch, 1, 1)), fresh, fresh, features)
         path = jnp.broadcast_to(jnp.arange(levels + 1), (batch, levels + 1))
 
         def turn(_: Array, now: Rows) -> Rows:

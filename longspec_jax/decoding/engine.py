@@ -27,7 +27,7 @@ from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.decoding.walk import Walk, walk
-from longspec_jax.drafters.base import Committed, Drafter, Params
+from longspec_jax.drafters.base import Committed, Drafter, Params, looked
 from longspec_jax.drafters.tree import Tree, along, node_depths
 from longspec_jax.ops.partitioned import use_mesh
 
@@ -61,6 +61,7 @@ def spec_step(
     """
     with use_mesh(target.mesh):
         beliefs = round_beliefs(target, drafter, rows)
+        rows = look_at_cache(target, drafter, params, rows)
         tree = propose_tree(target, drafter, params, rows, beliefs)
         verified, draws = verify_tree(target, drafter, params, rows, tree, beliefs)
         walked = walker(tree, draws, drafter.tree.num_levels)
@@ -81,13 +82,22 @@ def round_beliefs(target: TargetModel, drafter: Drafter, rows: Rows) -> RoundBel
     return RoundBeliefs.of_round(rows.sampling, rows.length, levels, target.vocab_size)
 
 
+def look_at_cache(target: TargetModel, drafter: Drafter, params: Params, rows: Rows) -> Rows:
+    """The rows after the drafter took from the target's cache what it needs for the round."""
+    view = _view(target, params, rows)
+    return replace(rows, draft=looked(drafter, params, rows.draft, view))
+
+
 def propose_tree(
     target: TargetModel, drafter: Drafter, params: Params, rows: Rows, beliefs: RoundBeliefs
 ) -> Tree:
     """The drafter's tree below every row's pending token."""
+    return drafter.propose(params, rows.draft, _view(target, params, rows), beliefs)
+
+
+def _view(target: TargetModel, params: Params, rows: Rows) -> CacheView:
     at = rows.pending, rows.length, rows.length, rows.done
-    view = CacheView(target, params.target, rows.cache, *at)
-    return drafter.propose(params, rows.draft, view, beliefs)
+    return CacheView(target, params.target, rows.cache, *at)
 
 
 def verify_tree(

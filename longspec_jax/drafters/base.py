@@ -267,6 +267,20 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class Looking(Protocol):
+    """A drafter whose state takes something from the target's cache, too."""
+
+    def look(self, params: Params, state: Any, view: View) -> Any:
+        """The state after a look at the target's cache, before every round."""
+        ...
+
+
+def looked(drafter: Drafter, params: Params, state: Any, view: View) -> Any:
+    """The drafter's state, ready for a round; what of it remains is kept with the rows."""
+    return drafter.look(params, state, view) if isinstance(drafter, Looking) else state
+
+
 @dataclass(frozen=True)
 class NoDraft:
     """Proposes the pending token alone: plain decoding, through the same step."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
-from longspec_jax.drafters.base import Beliefs, Committed, Drafter, Needs, Params, View
+from longspec_jax.drafters.base import Beliefs, Committed, Drafter, Needs, Params, View, looked
 from longspec_jax.drafters.tree import Tree
 
 
@@ -116,6 +116,12 @@ class OneOf:
             member.extend(of_member(params, index), part, committed)
             for index, (member, part) in enumerate(zip(self.members, state, strict=True))
         )
+
+    def look(self, params: Params, state: tuple[Any, ...], view: View) -> tuple[Any, ...]:
+        """The active member looks; another one will when it is its turn."""
+        own, index = of_member(params, self.active), self.active
+        seen = looked(self.members[index], own, state[index], view)
+        return (*state[:index], seen, *state[index + 1 :])
 
     def propose(self, params: Params, state: tuple[Any, ...], view: View, beliefs: Beliefs) -> Tree:
         """The active member proposes."""

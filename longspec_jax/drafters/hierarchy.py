@@ -30,6 +30,7 @@ from longspec_jax.drafters.base import (
     Params,
     Uncommitted,
     View,
+    looked,
 )
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.drafters.selectors import Selector, SinksAndRecent
@@ -63,7 +64,8 @@ class Hierarchy:
     the cache is seen."""
 
     def __post_init__(self) -> None:
-        if {*self.tree.widths} - {1} or self.tree.selective:
+        chosen = self.tree.selective or self.tree.threshold is not None
+        if {*self.tree.widths} - {1} or chosen:
             raise ValueError(
                 f"tree {self.tree} must be a chain such as chain:16: partial verification leaves "
                 "one path for the full one; widths are for the tree of the draft inside"
@@ -90,6 +92,10 @@ class Hierarchy:
         """Let both learn of committed tokens."""
         inner = self.inner.extend(params, state.inner, committed)
         return HierarchyState(inner, self.selector.extend(state.selector, committed))
+
+    def look(self, params: Params, state: HierarchyState, view: View) -> HierarchyState:
+        """Let the inner drafter look at the cache: once before all of its rounds."""
+        return state._replace(inner=looked(self.inner, params, state.inner, view))
 
     def propose(self, params: Params, state: HierarchyState, view: View, beliefs: Beliefs) -> Tree:
         """The chain of what the rounds draw; their state and their K/V are thrown away.

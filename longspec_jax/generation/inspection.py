@@ -95,6 +95,7 @@ def _examine(
     """A round without its commit: the same tree, draws and walk as the step that follows."""
     with use_mesh(target.mesh):
         beliefs = engine.round_beliefs(target, drafter, rows)
+        rows = engine.look_at_cache(target, drafter, params, rows)
         tree = engine.propose_tree(target, drafter, params, rows, beliefs)
         verified, draws = engine.verify_tree(target, drafter, params, rows, tree, beliefs)
     walked = walk(tree, draws, drafter.tree.num_levels)

@@ -24,6 +24,7 @@ from longspec_jax.drafters.quest import Quest
 from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.drafters.working_cache import WorkingCache
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 
@@ -40,6 +41,7 @@ def compiled_loop(
     plain: bool = False,
     drafter: Drafter | None = None,
     small: TreeConfig | None = None,
+    working: WorkingCache | None = None,
     config: TargetConfig = CONFIG,
 ) -> jax.stages.Compiled:
     """The decode loop for a cache of this capacity, a burst of it or a single round."""
@@ -50,7 +52,8 @@ def compiled_loop(
     if plain:
         drafter, params = NoDraft(), Params(table, None)
     if small is not None:
-        drafter, params = SmallLMDrafter(SMALL, small), Params(table, random_target(SMALL))
+        drafter = SmallLMDrafter(SMALL, small, working=working)
+        params = Params(table, random_target(SMALL))
     sampling = Sampling.greedy(batch)
     request = Request(sampling, jnp.full((batch, 1), -1), jnp.full(batch, 5))
     state = prefill(
@@ -142,6 +145,21 @@ def test_no_copy_of_a_small_models_cache(batch: int, tree: TreeConfig) -> None:
     small, large = (compiled_loop(batch, size, way="round", small=tree) for size in (2048, 4096))
     assert cache_sized(large.as_text(), batch, 4096) == []
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
+
+
+WORKING = WorkingCache(BlockBudget(64, 8, 16, 8), 4, CONFIG)
+
+
+@pytest.mark.parametrize("small", [TreeConfig((3, 2)), None], ids=["small_lm", "longspec"])
+def test_a_choice_of_what_is_read_copies_no_cache(small: TreeConfig | None) -> None:
+    """Neither the one that is read nor the target's, to which the look is conditional."""
+    drafter = LongSpecDrafter(DRAFT, TreeConfig((3, 2)), working=WORKING)
+    one, other = (
+        compiled_loop(3, size, way="round", drafter=drafter, small=small, working=WORKING)
+        for size in (2048, 4096)
+    )
+    assert cache_sized(other.as_text(), 3, 4096) == []
+    assert one.memory_analysis().temp_size_in_bytes == other.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.gpu

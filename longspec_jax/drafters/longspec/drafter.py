@@ -1,12 +1,13 @@
 """The LongSpec drafter: beam search with one layer and a ring of its own K/V.
 
 Self-attention sees the last 512 tokens; cross-attention reads the target's last-layer cache in
-place, so that the draft stores nothing that grows with the context (LongSpec section 3.1).
+place, so that the draft stores nothing that grows with the context (LongSpec section 3.1); or it
+reads the chunks of it that the target attends to.
 Self-attention keys and values depend on (token, position) alone: a prompt costs its last 512 tokens
 and no more, and committed tokens can be embedded afresh.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, View
 from longspec_jax.drafters.beam import beam_search, nodes_run
 from longspec_jax.drafters.longspec.model import LongSpecLayer, LongSpecParams
 from longspec_jax.drafters.tree import Tree
+from longspec_jax.drafters.working_cache import Choice, WorkingCache
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 
@@ -35,6 +37,8 @@ class LongSpecState:
 
     keys: Leaf[Float[Array, "B W K H"]]
     values: Leaf[Float[Array, "B W K H"]]
+    choice: Choice | None = None
+    """What is read of the target's cache, if not all is; a few numbers."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class LongSpecDrafter:
     tree: TreeConfig = TreeConfig()
     attention: str | None = None
     """Attention implementation; chosen automatically if absent."""
+    working: WorkingCache | None = None
+    """What cross-attention reads of the target's cache; all of it if absent."""
     name: str = field(default="longspec", init=False)
 
     def __post_init__(self) -> None:
@@ -56,15 +62,16 @@ class LongSpecDrafter:
 
     @property
     def needs(self) -> Needs:
-        """The last ``W`` tokens; nothing of the target."""
-        return Needs(recent=self.config.window)
+        """The last ``W`` tokens, and what a working cache is chosen by."""
+        queries = self.working.queries if self.working else ()
+        return Needs(queries=queries, recent=self.config.window)
 
     def begin(self, params: Params, batch: int, capacity: int) -> LongSpecState:
         """An empty ring, whatever the capacity."""
         c = self.config
         shape = (batch, c.window, c.num_kv_heads, c.head_width)
         keys, values = (jnp.zeros(shape, jnp.dtype(c.dtype)) for _ in range(2))
-        return LongSpecState(keys, values)
+        return LongSpecState(keys, values, self.working and self.working.begin(batch))
 
     def extend(self, params: Params, state: LongSpecState, committed: Committed) -> LongSpecState:
         """Write the K/V of the last ``W`` of the tokens over the oldest ring slots."""
@@ -78,7 +85,13 @@ class LongSpecDrafter:
         # Tokens beyond the count go to a slot that does not exist, and are dropped.
         slots = jnp.where(offsets < committed.count[:, None], positions % window, window)
         write = jax.vmap(lambda ring, at, fresh: ring.at[at].set(fresh, mode="drop"))
-        return LongSpecState(write(state.keys, slots, keys), write(state.values, slots, values))
+        choice = self.working and self.working.learn(state.choice, committed)
+        ring = write(state.keys, slots, keys), write(state.values, slots, values)
+        return LongSpecState(*ring, choice)
+
+    def look(self, params: Params, state: LongSpecState, view: View) -> LongSpecState:
+        """Choose what is read of the target's cache, where it is time."""
+        return replace(state, choice=self.working and self.working.look(state.choice, view))
 
     def propose(self, params: Params, state: LongSpecState, view: View, beliefs: Beliefs) -> Tree:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
@@ -91,6 +104,7 @@ class LongSpecDrafter:
         room = nodes_run(self.tree)
         rooms = ((0, 0), (0, room), (0, 0), (0, 0))
         rows = jnp.pad(state.keys, rooms), jnp.pad(state.values, rooms)
+        past = self._past(state, view)
 
         def score(
             rows: tuple[Array, Array], tree: Tree, nodes: slice, depth: int
@@ -115,7 +129,7 @@ class LongSpecDrafter:
                 jnp.take(draft.embedding, tokens, axis=0),
                 positions,
                 attend_self,
-                lambda q: self._attend_cross(q, view),
+                lambda q: self._attend_cross(q, past),
             )
             return rows, beliefs.log_probabilities(draft.logits(output.hidden), depth)
 
@@ -130,9 +144,16 @@ class LongSpecDrafter:
         )
         return keys_values
 
-    def _attend_cross(self, q: Array, view: View) -> Array:
-        prefix = Prefix(view.keys[-1], view.values[-1], view.length)
-        seen = prefix_attention(q, prefix, implementation=self.attention)
+    def _past(self, state: LongSpecState, view: View) -> Prefix:
+        """What cross-attention reads of the target's last layer."""
+        keys, values = view.keys[-1], view.values[-1]
+        if self.working is None:
+            return Prefix(keys, values, view.length)
+        table = self.working.table(state.choice, view.length, keys.shape[2])
+        return self.working.read(keys, values, table)
+
+    def _attend_cross(self, q: Array, past: Prefix) -> Array:
+        seen = prefix_attention(q, past, implementation=self.attention)
         return seen.out.astype(q.dtype)
 
 

@@ -14,6 +14,7 @@ from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.longspec.options import LongSpecOptions
 from longspec_jax.drafters.vocabulary import check_vocabulary
+from longspec_jax.drafters.working_cache import WorkingCache
 from longspec_jax.sharding import param_shardings
 
 
@@ -24,6 +25,8 @@ class LongSpecDraft:
     config: DraftConfig
     params: LongSpecParams
     name: str = "longspec"
+    working: WorkingCache | None = None
+    """What cross-attention reads of the target's cache; all of it if absent."""
 
     @classmethod
     def bind(
@@ -34,6 +37,7 @@ class LongSpecDraft:
         *,
         vocabulary: Any = None,
         int8: bool = False,
+        working: WorkingCache | None = None,
         mesh: Mesh | None = None,
     ) -> "LongSpecDraft":
         """A draft for a loaded target.
@@ -44,6 +48,7 @@ class LongSpecDraft:
           target_params: the target's parameters, whose embedding and LM head the draft reads.
           vocabulary: ids of the tokens that it may propose, ``[v]``; all if absent.
           int8: read the layer and a copy of the LM head in 8 bits.
+          working: what cross-attention reads of the target's cache; all of it if absent.
           mesh: what the parameters are spread over; one device if absent.
         """
         params = LongSpecParams.beside(target_params, layer)
@@ -56,7 +61,7 @@ class LongSpecDraft:
             copied = {name: getattr(params, name) for name in ("layer", "head", "head_scale")}
             shardings = param_shardings(mesh, copied)
             params = replace(params, **jax.device_put(copied, shardings))
-        return cls(config, params)
+        return cls(config, params, working=working)
 
     @property
     def own(self) -> Any:
@@ -75,7 +80,7 @@ class LongSpecDraft:
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> LongSpecDrafter:
         """The drafter that grows this tree."""
-        return LongSpecDrafter(self.config, tree, attention)
+        return LongSpecDrafter(self.config, tree, attention, self.working)
 
 
 def load(
@@ -110,5 +115,11 @@ def load(
         source, target.config, dtype=target.config.dtype, mesh=mesh, revision=revision
     )
     return LongSpecDraft.bind(
-        config, layer, target.params, vocabulary=vocabulary, int8=options.int8, mesh=mesh
+        config,
+        layer,
+        target.params,
+        vocabulary=vocabulary,
+        int8=options.int8,
+        working=options.working_cache(target.config),
+        mesh=mesh,
     )

@@ -2,10 +2,15 @@
 
 from dataclasses import dataclass
 
+from longspec_jax.drafters.working_options import WorkingCacheOptions
+
 
 @dataclass(frozen=True)
-class LongSpecOptions:
-    """Both make the draft cheaper at every level of a tree."""
+class LongSpecOptions(WorkingCacheOptions):
+    """All make the draft cheaper at every level of a tree.
+
+    With a working cache its cross-attention reads chosen chunks of the target's last layer.
+    """
 
     vocabulary: int | None = None
     """How many tokens it may propose, the first of the table saved beside it; all if absent.

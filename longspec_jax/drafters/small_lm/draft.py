@@ -6,6 +6,7 @@ from typing import Any
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import UsualTrees
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.working_cache import WorkingCache
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,6 +18,8 @@ class SmallLM:
     """Of its :class:`longspec_jax.models.target.Target`."""
     narrower: bool = False
     """Whether the target has tokens that the small model has not."""
+    working: WorkingCache | None = None
+    """What a proposal reads of its cache; all of it if absent."""
     name: str = field(default="small_lm", init=False)
 
     @property
@@ -40,4 +43,4 @@ class SmallLM:
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> SmallLMDrafter:
         """What proposes trees of this shape with it."""
-        return SmallLMDrafter(self.config, tree, attention, self.narrower)
+        return SmallLMDrafter(self.config, tree, attention, self.narrower, self.working)

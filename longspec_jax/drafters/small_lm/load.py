@@ -65,7 +65,8 @@ def load(
     config, params = within(config, params, target.config.vocab_size)
     if mesh is not None:
         params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-    return SmallLM(config, params, narrower=config.vocab_size < target.config.vocab_size)
+    narrower = config.vocab_size < target.config.vocab_size
+    return SmallLM(config, params, narrower, options.working_cache(target.config))
 
 
 def check_range(source: str | Path, config: TargetConfig, context: int) -> None:

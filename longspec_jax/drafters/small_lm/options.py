@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+from longspec_jax.drafters.working_options import WorkingCacheOptions
+
 
 @dataclass(frozen=True)
-class SmallLMOptions:
-    """How a small model is loaded."""
+class SmallLMOptions(WorkingCacheOptions):
+    """How a small model is loaded, and how much of its cache it reads."""
 
     dtype: str | None = None
     """Of its parameters, activations and cache; the target's if absent."""
@@ -14,6 +16,7 @@ class SmallLMOptions:
     if absent. A model that was made for fewer positions is refused."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.context is not None and self.context < 1:
             raise ValueError(
                 f"context={self.context} must be at least 1: it is the length in tokens of the "

@@ -5,6 +5,7 @@ memory beyond it may hold anything.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import struct
 
 from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
 from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.working_cache import Choice
 from longspec_jax.ops.layer.append_rows import append_rows
 
 SPARE = 64
@@ -27,11 +29,21 @@ class SmallLMState:
     """Of every layer, rotary applied."""
     values: tuple[Leaf[CacheSlots], ...]
     """Of every layer."""
+    choice: Choice | None = None
+    """Which of them are read, if not all are."""
 
 
-def allocate(config: TargetConfig, batch: int, capacity: int) -> SmallLMState:
-    """Zeros for rows of so many tokens; uninitialised memory could hold NaNs."""
-    shape = (batch, config.num_kv_heads, capacity + SPARE, config.head_width)
+def allocate(config: TargetConfig, batch: int, capacity: int, block: int = 1) -> SmallLMState:
+    """Zeros for rows of so many tokens; uninitialised memory could hold NaNs.
+
+    Args:
+      config: the small model's.
+      batch: rows.
+      capacity: tokens of a row.
+      block: the slots are a multiple of this.
+    """
+    slots = -(-(capacity + SPARE) // block) * block
+    shape = (batch, config.num_kv_heads, slots, config.head_width)
     dtype = jnp.dtype(config.dtype)
     keys = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
     values = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
@@ -57,7 +69,7 @@ def append(
     # The last layer's keys are the result of all that was read.
     known = jnp.isfinite(keys[-1][:, 0, 0, 0])
     written = write(caches, fresh, start, jnp.where(known, count, 0))
-    return SmallLMState(written[:layers], written[layers:])
+    return replace(state, keys=written[:layers], values=written[layers:])
 
 
 def _append_block(

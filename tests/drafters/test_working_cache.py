@@ -1,0 +1,281 @@
+"""Working caches: which slots are read, when they are chosen, and that no token depends on it."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import Committed, Drafter, Features, NoDraft, Params, looked
+from longspec_jax.drafters.draft import OneOf
+from longspec_jax.drafters.hierarchy import Hierarchy
+from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec.options import LongSpecOptions
+from longspec_jax.drafters.ngram import NgramDrafter
+from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from longspec_jax.drafters.small_lm.options import SmallLMOptions
+from longspec_jax.drafters.working_cache import Choice, WorkingCache
+from longspec_jax.ops.attention.operands import Fresh
+from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
+from tests.decoding import test_lossless as lossless
+from tests.kit import draft_params, random_draft, random_target, tiny_target_config, view_of
+
+ONE_LAYER = tiny_target_config(num_layers=1)
+SLOTS, CHUNK = 256, 8
+
+
+def working(target: Any = ONE_LAYER, **options: int) -> WorkingCache:
+    """32 of the slots, in chunks of 8, chosen every other round: one of sinks and one recent."""
+    asked = SmallLMOptions(**{"working": 32, "chunk": CHUNK, "refresh": 2, **options})
+    cache = asked.working_cache(target)
+    assert cache is not None
+    return cache
+
+
+def slots_read(cache: WorkingCache, choice: Choice | None, length: Any) -> list[list[int]]:
+    """The slots of every row's working cache, found by reading their own numbers."""
+    rows = len(length)
+    numbers = jnp.broadcast_to(jnp.arange(SLOTS, dtype=jnp.float32)[:, None], (rows, 1, SLOTS, 1))
+    table = cache.table(choice, jnp.asarray(length), SLOTS)
+    prefix = cache.read(numbers, -numbers, table)
+    np.testing.assert_array_equal(prefix.keys, -prefix.values)
+    found = np.asarray(prefix.keys[:, 0, :, 0]).astype(int)
+    return [row[:count].tolist() for row, count in zip(found, prefix.length, strict=True)]
+
+
+def attending(cache: WorkingCache, length: Any, slots: Any) -> Choice:
+    """What was chosen where the target attends to one slot of every row."""
+    return looking(cache, cache.begin(len(length)), length, slots)
+
+
+def looking(cache: WorkingCache, choice: Any, length: Any, slots: Any) -> Choice:
+    """A look at a target's cache in which the row's query attends to one slot alone."""
+    rows, config = len(length), cache.target
+    shape = (rows, config.num_kv_heads, SLOTS, config.head_width)
+    keys = np.full(shape, -1.0, np.float32)
+    keys[np.arange(rows), :, np.asarray(slots)] = 40.0
+    length, query = jnp.asarray(length, jnp.int32), jnp.ones_like(choice.query)
+    view = view_of(jnp.zeros_like(length), length, jnp.asarray(keys), jnp.asarray(keys))
+    seen = cache.look(replace(choice, query=query), view)
+    assert seen is not None
+    return seen
+
+
+def test_what_the_target_attends_to_is_read_until_the_next_choice() -> None:
+    """Sinks, the chunk that is attended to, the last one, and all that is committed behind it."""
+    cache, length = working(), np.array([203, 120, 30, 200])
+    choice = attending(cache, length, [101, 17, 9, 199])
+    for committed in (0, 3, 19):
+        read = slots_read(cache, choice, length + committed)
+        for row, (start, slot) in enumerate(zip(length, [101, 17, 9, 199], strict=True)):
+            end, last = start + committed, (start - 1) // CHUNK * CHUNK
+            assert len(read[row]) == len(set(read[row])), "no slot is read twice"
+            assert {*range(8), *range(slot // 8 * 8, slot // 8 * 8 + 8)} <= set(read[row])
+            assert set(range(last, end)) <= set(read[row]) <= set(range(end))
+            # Four chunks at the choice, of which the last need not be full.
+            assert len(read[row]) == min(24 + start - last, start) + committed
+
+
+def test_rows_choose_when_it_is_their_time() -> None:
+    """Every other round, and early where so much was committed that there is no more room."""
+    cache = working(refresh=3)
+    first = attending(cache, [150, 150], [60, 60])
+    second = looking(cache, first, [155, 155], [100, 100])
+    np.testing.assert_array_equal(second.blocks, first.blocks)
+    third = looking(cache, second, [160, 190], [100, 100])  # More than USUAL_ROUND a round.
+    np.testing.assert_array_equal(third.blocks[0], first.blocks[0])
+    assert 100 // CHUNK in np.asarray(third.blocks[1]) and int(third.length[1]) == 190
+    fourth = looking(cache, third, [165, 195], [100, 20])
+    assert 100 // CHUNK in np.asarray(fourth.blocks[0]), "the third round behind the choice"
+    np.testing.assert_array_equal(fourth.blocks[1], third.blocks[1])
+    np.testing.assert_array_equal(fourth.length, [165, 190])
+
+
+@pytest.mark.parametrize("refresh", [0, 2])
+def test_without_a_choice_sinks_and_the_last_chunks_are_read(refresh: int) -> None:
+    """StreamingLLM; and a row that has not come to choose yet, of which more is read."""
+    cache = working(refresh=refresh)
+    length = np.array([201, 32, 5, 0])
+    read = slots_read(cache, cache.begin(4), length)
+    if refresh == 0:
+        assert [sorted(row) for row in read] == [
+            [*range(8), *range(184, 201)],
+            [*range(32)],
+            [*range(5)],
+            [],
+        ]
+    else:
+        assert all(row == sorted({*row}) for row in read)
+        assert set(read[0]) >= {*range(8), *range(184, 201)} and read[1:] == [
+            [*range(end)] for end in length[1:]
+        ]
+
+
+def test_attention_to_a_working_cache_is_attention_to_its_slots() -> None:
+    cache, length = working(), np.array([203, 77])
+    choice = attending(cache, length, [101, 17])
+    draw = np.random.default_rng(0)
+    keys, values = (jnp.asarray(draw.normal(size=(2, 2, SLOTS, 6)), jnp.float32) for _ in range(2))
+    q = jnp.asarray(draw.normal(size=(2, 3, 6, 6)), jnp.float32)
+    # Behind the tokens there may be anything.
+    behind = (jnp.arange(SLOTS) >= jnp.asarray(length)[:, None])[:, None, :, None]
+    keys, values = (jnp.where(behind, jnp.nan, rows) for rows in (keys, values))
+    prefix = cache.read(keys, values, cache.table(choice, jnp.asarray(length), SLOTS))
+    found = prefix_attention(q, prefix)
+    seen = np.zeros((2, 3, SLOTS), bool)
+    for row, slots in enumerate(slots_read(cache, choice, length)):
+        seen[row, :, slots] = True
+    fresh = Fresh(keys.swapaxes(1, 2), values.swapaxes(1, 2), jnp.asarray(seen))
+    expected = tree_attention(q, fresh)
+    np.testing.assert_allclose(found.out, expected.out, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.lse, expected.lse, rtol=1e-5)
+
+
+def test_the_query_of_the_last_token_that_joined_is_kept() -> None:
+    cache = working()
+    old = cache.begin(3)
+    assert old is not None
+    queries = jax.random.normal(jax.random.key(0), (3, 4, 6, 6))
+    count = jnp.asarray([4, 0, 2])
+    committed = Committed(
+        jnp.zeros((3, 4), jnp.int32), jnp.zeros(3, jnp.int32), count, Features({}, {0: queries})
+    )
+    new = cache.learn(old, committed)
+    assert new is not None
+    np.testing.assert_array_equal(new.query[0], queries[0, 3])
+    np.testing.assert_array_equal(new.query[1], old.query[1])
+    np.testing.assert_array_equal(new.query[2], queries[2, 1])
+
+
+def test_a_choice_is_of_one_size_whatever_the_capacity() -> None:
+    """The small model's whole cache grows, to choose from; a LongSpec draft's state does not."""
+
+    def sizes(drafter: Any, capacity: int) -> list[int]:
+        state = jax.eval_shape(lambda: drafter.begin(Params(None, None), 2, capacity))
+        return [leaf.size for leaf in jax.tree.leaves(state.choice)]
+
+    small = SmallLMDrafter(ONE_LAYER, working=working())
+    own = LongSpecDrafter(lossless.DRAFT, TreeConfig((2,)), working=working(lossless.CONFIG))
+    for drafter in (small, own):
+        assert sizes(drafter, 128) == sizes(drafter, 1 << 17) != []
+    assert small.begin(Params(None, None), 1, 100).keys[0].shape[2] % CHUNK == 0
+
+
+LENGTHS = np.array([131, 70, 3], np.int32)
+TREE = TreeConfig((3, 2), budget=5)
+CHAIN = TreeConfig((1, 1, 1))
+CHOSEN, SINKS_AND_RECENT = working(lossless.CONFIG), working(lossless.CONFIG, refresh=0)
+SMALL = lossless.SMALL
+DRAFTERS: dict[str, Drafter] = {
+    "small_lm tree": SmallLMDrafter(SMALL, TREE, None, True, CHOSEN),
+    "small_lm chain": SmallLMDrafter(SMALL, CHAIN, None, True, SINKS_AND_RECENT),
+    "longspec": LongSpecDrafter(lossless.DRAFT, TREE, None, CHOSEN),
+    "triforce": Hierarchy(SmallLMDrafter(SMALL, TreeConfig((1, 1)), None, True, CHOSEN), rounds=2),
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[Any, list[np.ndarray], Any]:
+    """A target, what it says to prompts of which two are far longer than what is read, and more."""
+    params = random_target(lossless.CONFIG)
+    request = lossless.request(**lossless.MIXED)
+    rows, _ = lossless.generate(
+        CachedTarget(lossless.CONFIG),
+        NoDraft(),
+        Params(params, None),
+        *(lossless.prompts(101, LENGTHS), LENGTHS, request),
+        **{"capacity": SLOTS, "chunk": 72},
+    )
+    return params, rows, request
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
+def test_a_working_cache_changes_no_token(drafter: Drafter, plain: Any) -> None:
+    """Rows at temperatures 0, 0.7 and 1, of different lengths."""
+    target_params, expected, request = plain
+    draft = (
+        draft_params(random_draft(lossless.DRAFT), target_params)
+        if drafter.name == "longspec"
+        else random_target(SMALL, seed=5)
+    )
+    rows, state = lossless.generate(
+        CachedTarget(lossless.CONFIG),
+        drafter,
+        Params(target_params, draft),
+        *(lossless.prompts(101, LENGTHS), LENGTHS, request),
+        **{"capacity": SLOTS, "chunk": 72},
+    )
+    lossless.assert_same(rows, expected)
+    if drafter.needs.queries:
+        choice = state.rows.draft.choice
+        assert (np.asarray(choice.length) > LENGTHS).all(), "rows chose again while they went on"
+    assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
+
+
+@pytest.mark.parametrize("budget", [64, SLOTS])
+def test_a_working_cache_of_everything_is_as_good_as_the_whole(budget: int, plain: Any) -> None:
+    """The target drafts for itself: it is always right where it sees all, and not where less."""
+    target_params, expected, request = plain
+    cache = working(lossless.CONFIG, working=budget)
+    drafter = SmallLMDrafter(lossless.CONFIG, CHAIN, working=cache)
+    rows, state = lossless.generate(
+        CachedTarget(lossless.CONFIG),
+        drafter,
+        Params(target_params, target_params),
+        *(lossless.prompts(101, LENGTHS), LENGTHS, request),
+        **{"capacity": SLOTS, "chunk": 72},
+    )
+    lossless.assert_same(rows, expected)
+    best = -(-(lossless.NEW - 1) // 4)
+    rounds = np.asarray(state.record.rounds)
+    assert (rounds == best).all() if budget == SLOTS else (rounds > best)[0]
+
+
+def test_only_the_active_one_of_several_drafters_looks() -> None:
+    looks = []
+
+    class Looks(NgramDrafter):
+        def look(self, params: Params, state: Any, view: Any) -> Any:
+            looks.append(params.draft)
+            return state + 1
+
+    members = NgramDrafter(PLAIN), Looks(PLAIN), Looks(PLAIN)
+    both = OneOf(members, 2, PLAIN)
+    params, length = Params(None, ("a", "b", "c")), jnp.zeros(1, jnp.int32)
+    view = view_of(length, length, *[jnp.zeros((1, 1, 8, 2))] * 2)
+    assert looked(both, params, (0, 0, 0), view) == (0, 0, 1) and looks == ["c"]
+    assert looked(replace(both, active=0), params, (0, 0, 0), view) == (0, 0, 0)
+
+
+REFUSED = {
+    "chunk=16 is about a working cache": dict(chunk=16),
+    "refresh=0 is about a working cache": dict(refresh=0),
+    "chunk=24 must be a power of two": dict(working=1024, chunk=24),
+    "chunk=512 must be a power of two from 1 to 256": dict(working=1024, chunk=512),
+    "working=1000 must be a multiple of chunk=32, such as 992": dict(working=1000),
+    "sinks=4 must be a multiple of chunk=32, such as 32": dict(working=1024, sinks=4),
+    "recent=40 must be a multiple": dict(working=1024, recent=40),
+    "working=64 tokens must hold sinks=32, at least a chunk": dict(working=64),
+    "working=128 tokens must hold sinks=64.*recent=64": dict(working=128, sinks=64, recent=64),
+    "recent=0": dict(working=1024, recent=0),
+    "recent=512: with refresh=0 all but the sinks": dict(working=1024, refresh=0, recent=512),
+    "working=32 tokens must hold sinks=32": dict(working=32, refresh=0),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+@pytest.mark.parametrize("options", [SmallLMOptions, LongSpecOptions])
+def test_what_cannot_be_read_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        options(**REFUSED[message])
+
+
+def test_the_papers_setting_is_one_option() -> None:
+    cache = SmallLMOptions(working=1024).working_cache(ONE_LAYER)
+    assert cache is not None and (cache.budget.block, cache.budget.blocks) == (32, 32)
+    assert (cache.refresh, cache.budget.sinks, cache.budget.recent) == (4, 32, 128)
+    assert SmallLMOptions().working_cache(ONE_LAYER) is None
