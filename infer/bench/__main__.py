@@ -12,6 +12,7 @@ from .. import boundary
 BENCHMARKS = {
     "attention": ("attention", "attention of tree nodes to a long prefix, and the roofs"),
     "decode": ("decode", "whole rounds and plain steps of real shapes, and the gain"),
+    "contexts": ("contexts", "drafts that read all or a part of the demo's growing contexts"),
     "drafters": ("drafters", "what every kind of draft gives on the demo"),
     "match": ("match", "how often output in bfloat16 is that of plain decoding"),
     "meshes": ("meshes", "decoding on meshes of devices, and what each of them holds"),

@@ -45,6 +45,15 @@ ATTENTION_CANDIDATES = (
 )
 """What ``attention`` compares; ours is the automatic choice."""
 
+METHODS = (
+    "small_lm",
+    "small_lm_streaming",
+    "small_lm_retrieval",
+    "small_lm_opt_tree",
+    "longspec",
+    "longspec_retrieval",
+)
+"""What ``contexts`` compares: which part of a cache a draft reads."""
 CHAIN = TreeConfig((1, 1, 1))
 """A small tree: what a CPU, which computes node after node, is quickest with."""
 COUNT = number_argument(Whole())
@@ -191,6 +200,21 @@ def drafters(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser, chart=False)
 
 
+def contexts(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench contexts``."""
+    methods = comma_separated(one_of(METHODS))
+    parser.add_argument(
+        "--methods", type=methods, help=f"some of {', '.join(METHODS)}; all if absent"
+    )
+    lengths = ByMachine([2000, 4000, 8000, 15000], [2000])
+    _add(parser, "--contexts", COUNTS, lengths, "tokens of a prompt")
+    _add(parser, "--documents", COUNT, ByMachine(8, 1), "most rows of a batch")
+    _add(parser, "--new_tokens", SEVERAL, ByMachine(256, 32))
+    parser.add_argument("--temperatures", type=comma_separated(NOT_NEGATIVE), default=[0.0, 1.0])
+    parser.add_argument("--seed", type=number_argument(Whole(least=0)), default=0)
+    _add_outputs(parser, chart=False)
+
+
 def requests(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench requests``."""
     _add(parser, "--requests", SEVERAL, ByMachine(64, 12))
@@ -292,6 +316,7 @@ def report(parser: argparse.ArgumentParser) -> None:
 DECLARATIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "attention": attention,
     "decode": decode,
+    "contexts": contexts,
     "drafters": drafters,
     "match": match,
     "meshes": meshes,

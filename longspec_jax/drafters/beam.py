@@ -11,6 +11,7 @@ static: what is not grown is a node without a parent, to which no walk comes.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -112,4 +113,4 @@ def _with_seen_selves(tree: Tree, config: TreeConfig) -> Tree:
     """Let nodes that may not have been grown see themselves: no query sees nothing."""
     if config.threshold is None:
         return tree
-    return tree.replace(mask=tree.mask | jnp.eye(config.num_grown, dtype=bool))
+    return replace(tree, mask=tree.mask | jnp.eye(config.num_grown, dtype=bool))

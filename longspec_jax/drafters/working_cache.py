@@ -99,8 +99,8 @@ class WorkingCache:
             blocks = jnp.where(due[:, None], found, old.blocks)
             return replace(old, blocks=blocks, length=jnp.where(due, view.length, old.length))
 
-        choice = jax.lax.cond(due.any(), choose, lambda old: old, choice)
-        return replace(choice, rounds=jnp.where(due, 0, choice.rounds + 1))
+        latest: Choice = jax.lax.cond(due.any(), choose, lambda old: old, choice)
+        return replace(latest, rounds=jnp.where(due, 0, latest.rounds + 1))
 
     def table(self, choice: Choice | None, length: Lengths, slots: int) -> BlockTable:
         """What is read in rows of ``length[b]`` tokens.
