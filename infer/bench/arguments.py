@@ -15,6 +15,7 @@ from longspec_jax.checks import LARGEST_FLOAT32, Real, Whole
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION, DEFAULT_TREE, TreeConfig
 from longspec_jax.drafters.kinds import LONGSPEC, NAMED, SMALL_LM, Kind
+from longspec_jax.embedded import DEMO_NAME
 from longspec_jax.mesh_argument import GRAMMAR as MESH_GRAMMAR
 from longspec_jax.mesh_argument import mesh_argument
 
@@ -54,6 +55,8 @@ METHODS = (
     "longspec_retrieval",
 )
 """What ``contexts`` compares: which part of a cache a draft reads."""
+CACHES = ("full", "streaming", "retrieval", "target_retrieval")
+"""What ``needle`` compares."""
 CHAIN = TreeConfig((1, 1, 1))
 """A small tree: what a CPU, which computes node after node, is quickest with."""
 COUNT = number_argument(Whole())
@@ -215,6 +218,33 @@ def contexts(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser, chart=False)
 
 
+def needle(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench needle``."""
+    depths = comma_separated(number_argument(Real(0.0, 1.0, "from 0 to 1")))
+    parser.add_argument("--target", default=DEMO_NAME, help="folder or hub id; the demo if absent")
+    parser.add_argument(
+        "--drafter",
+        default="demo_small_lm",
+        help="folder or hub id of a small language model or a LongSpec draft; demo_small_lm or "
+        "demo for those of the demo",
+    )
+    parser.add_argument(
+        "--texts", type=Path, nargs="+", help="files around the needle; the demo's documents"
+    )
+    _add(parser, "--contexts", COUNTS, ByMachine([2000, 4000, 8000, 15000], [1000]), "tokens")
+    parser.add_argument("--depths", type=depths, default=[0.1, 0.3, 0.5, 0.7, 0.9])
+    _add(parser, "--needles", COUNT, ByMachine(4, 1), "documents of every depth")
+    caches = comma_separated(one_of(CACHES))
+    parser.add_argument(
+        "--caches", type=caches, default=[*CACHES], help=f"some of {', '.join(CACHES)}"
+    )
+    parser.add_argument(
+        "--working", type=COUNT, default=1024, help="tokens of the cache where not all is read"
+    )
+    parser.add_argument("--seed", type=number_argument(Whole(least=0)), default=0)
+    _add_outputs(parser, chart=False)
+
+
 def requests(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench requests``."""
     _add(parser, "--requests", SEVERAL, ByMachine(64, 12))
@@ -320,6 +350,7 @@ DECLARATIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "drafters": drafters,
     "match": match,
     "meshes": meshes,
+    "needle": needle,
     "products": products,
     "requests": requests,
     "retrieval": retrieval,

@@ -102,14 +102,21 @@ def prompts(spec: LongSpec, context: int, documents: int | None = None) -> list[
 
 
 def check_contexts(arguments: argparse.Namespace) -> None:
-    """Refuse a context that no document has, before anything is measured.
+    """Refuse a context that no document has, or that leaves no room for new tokens.
 
     Raises:
       ValueError: naming the option.
     """
     spec = LongSpec.demo(draft=None)
     longest = max(len(spec.tokenizer(text)["input_ids"]) for text in demo_prompts().values())
+    most = spec.target_config.max_positions
     for context in arguments.contexts:
+        if context + arguments.new_tokens > most:
+            raise ValueError(
+                f"--contexts={context} and --new_tokens={arguments.new_tokens} are "
+                f"{context + arguments.new_tokens} positions, and the demo was made for {most}; "
+                "lower one of them"
+            )
         if context > longest:
             raise ValueError(
                 f"--contexts={context}: the longest of the demo's documents has {longest} tokens; "

@@ -27,7 +27,7 @@ from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.decoding.walk import Walk, walk
-from longspec_jax.drafters.base import Committed, Drafter, Params, looked
+from longspec_jax.drafters.base import Beliefs, Committed, Drafter, Params, looked
 from longspec_jax.drafters.tree import Tree, along, node_depths
 from longspec_jax.ops.partitioned import use_mesh
 
@@ -89,7 +89,7 @@ def look_at_cache(target: TargetModel, drafter: Drafter, params: Params, rows: R
 
 
 def propose_tree(
-    target: TargetModel, drafter: Drafter, params: Params, rows: Rows, beliefs: RoundBeliefs
+    target: TargetModel, drafter: Drafter, params: Params, rows: Rows, beliefs: Beliefs
 ) -> Tree:
     """The drafter's tree below every row's pending token."""
     return drafter.propose(params, rows.draft, _view(target, params, rows), beliefs)
