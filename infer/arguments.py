@@ -75,10 +75,12 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="an option of the draft's kind; none changes the text. LongSpec drafts: int8 reads "
         "weights and LM head in 8 bits; vocabulary=N proposes the N most frequent tokens only, by "
-        "the table saved beside the draft (python -m train.vocabulary). Every kind: retrieve=N has "
-        "the target check rounds of the draft over N tokens of its cache first, among them the "
-        "best blocks for its last queries; --tree is then the chain that this yields, and "
-        "retrieve_tree=4,16,16 the draft's own tree (docs/retrieval.md)",
+        "the table saved beside the draft (python -m train.vocabulary). LongSpec drafts and small "
+        "language models: working=1024 reads that many tokens of a long cache, in chunks that the "
+        "target attends to (SpecExtend), with refresh=0 its first and last ones. Every kind: "
+        "retrieve=N has the target check rounds of the draft over N tokens of its cache first, "
+        "among them the best blocks for its last queries; --tree is then the chain that this "
+        "yields, and retrieve_tree=4,16,16 the draft's own tree (docs/retrieval.md)",
     )
     group.add_argument("--revision", type=_word, help="version of the target on the hub")
     group.add_argument("--drafter_revision", type=_word, help="version of the draft on the hub")

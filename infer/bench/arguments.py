@@ -46,7 +46,7 @@ ATTENTION_CANDIDATES = (
 )
 """What ``attention`` compares; ours is the automatic choice."""
 
-METHODS = (
+METHODS: tuple[str, ...] = (
     "small_lm",
     "small_lm_streaming",
     "small_lm_retrieval",

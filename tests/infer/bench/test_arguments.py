@@ -38,6 +38,12 @@ BAD = {
     "--tree: a tree budget counts the root and must be whole and at least 1": "decode --tree=2,2@0",
     "--tree: @9 is more nodes than the tree 2,2 has: 5": "match --tree=2,2@9",
     "--tree: none drafts nothing, and plain decoding is measured beside": "decode --tree=none",
+    "--tree: +0.7 says which levels below the first are grown": "decode --tree=4+0.7",
+    "--drafter_option: chunk=16 is about a working cache": (
+        "decode --shape=tiny --drafter=small_lm --drafter_option=chunk=16"
+    ),
+    "--depths: 1.5 must be from 0 to 1": "needle --depths=1.5",
+    "--caches: unknown half": "needle --caches=half",
     "unrecognized arguments: --budget=8": "decode --budget=8",
     "--new_tokens: 1 must be a whole number from 2": "decode --new_tokens=1",
     "--repetitions: -2 must": "decode --repetitions=-2",
