@@ -8,8 +8,8 @@ from longspec_jax.ops.selection.blocks import BlockBudget
 
 CHUNK, REFRESH = 32, 4
 """SpecExtend's for a draft of 68 M parameters (appendix E.1 there)."""
-LARGEST_CHUNK = 256
-"""Caches are of multiples of this."""
+SMALLEST_CHUNK, LARGEST_CHUNK = 8, 256
+"""Kernels take multiples of the one, caches are of multiples of the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,8 @@ class WorkingCacheOptions:
     recent: int | None = None
     """Last tokens that are always read; an eighth of the working ones if absent."""
     chunk: int | None = None
-    """Neighbouring tokens that are chosen together, a power of two; 32 if absent."""
+    """Neighbouring tokens that are chosen together, a power of two from 8 on; 32 if
+    absent."""
     refresh: int | None = None
     """Rounds from one choice by the target's attention to the next; 4 if absent. With 0 nothing is
     chosen: what is neither a sink nor recent is not read."""
@@ -65,10 +66,11 @@ class WorkingCacheOptions:
         """
         assert self.working is not None
         chunk = CHUNK if self.chunk is None else self.chunk
-        if not 1 <= chunk <= LARGEST_CHUNK or chunk & (chunk - 1):
+        if not SMALLEST_CHUNK <= chunk <= LARGEST_CHUNK or chunk & (chunk - 1):
             raise ValueError(
-                f"chunk={chunk} must be a power of two from 1 to {LARGEST_CHUNK}: caches are of "
-                "multiples of that"
+                f"chunk={chunk} must be a power of two from {SMALLEST_CHUNK} to {LARGEST_CHUNK}: "
+                f"kernels take multiples of {SMALLEST_CHUNK} tokens, caches are of multiples of "
+                f"{LARGEST_CHUNK}"
             )
         sinks = chunk if self.sinks is None else self.sinks
         recent = max(chunk, self.working // 8 // chunk * chunk)

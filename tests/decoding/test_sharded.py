@@ -27,6 +27,7 @@ from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.drafters.working_cache import WorkingCache
 from longspec_jax.ops.layer import (
     append_rows,
     append_rows_pallas,
@@ -35,6 +36,7 @@ from longspec_jax.ops.layer import (
     split_heads,
     split_heads_pallas,
 )
+from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 
@@ -68,6 +70,12 @@ def interpret_layer_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 def longspec(attention: str | None) -> Drafter:
     """A draft model, which reads the last layer's cache."""
     return LongSpecDrafter(DRAFT, TreeConfig((2,)), attention)
+
+
+def chosen_chunks(attention: str | None) -> Drafter:
+    """A draft model, which reads what the target attends to of the last layer's cache."""
+    working = WorkingCache(BlockBudget(32, 8, 8, 8), 2, CONFIG)
+    return LongSpecDrafter(DRAFT, TreeConfig((2,)), attention, working)
 
 
 def partial_passes(attention: str | None) -> Drafter:
@@ -134,6 +142,17 @@ def test_a_mesh_decodes_the_same_tokens(
     smallest = min(leaf.size for leaf in weights if leaf.ndim > 1)
     assert 0 < largest_gathered(compiled.as_text()) < min(smallest, cache.size // mesh.size)
     np.testing.assert_array_equal(compiled(*arguments[2:]).record.output, expected.record.output)
+
+
+def test_chunks_are_chosen_and_gathered_on_a_mesh(tables: tuple[Any, Any]) -> None:
+    """By heads and rows that lie on several devices; a few scores go between them, and no keys."""
+    expected: SpecState = decode(*start(chosen_chunks, *tables))
+    arguments = start(chosen_chunks, *spread(make_mesh(tp=2, data=2), tables))
+    compiled = decode.lower(*arguments).compile()
+    found = compiled(*arguments[2:])
+    assert 0 < largest_gathered(compiled.as_text()) < CAPACITY
+    np.testing.assert_array_equal(found.record.output, expected.record.output)
+    np.testing.assert_array_equal(found.rows.draft.choice.blocks, expected.rows.draft.choice.blocks)
 
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"fsdp": 2}, {"data": 2, "fsdp": 2}], ids=str)
