@@ -47,6 +47,9 @@ class _Listening(Beliefs):
     def draw(self, logits: Array, depths: Array) -> Array:
         return self.greedy.draw(logits, depths)
 
+    def lead(self, logits: Array, depths: Array) -> Array:
+        return self.greedy.lead(logits, depths)
+
     def among(self, tokens: Array) -> "_Listening":
         return self
 
