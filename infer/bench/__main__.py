@@ -19,6 +19,7 @@ BENCHMARKS = {
     "needle": ("needle", "whether a draft finds in a long text what its target finds"),
     "products": ("products", "the matrix products of a verification, beside XLA's"),
     "requests": ("requests", "many requests over few row slots, and in padded batches"),
+    "retrieval": ("retrieval", "partial verification over retrieved context, beside one level"),
     "transformers": ("hugging_face", "plain decoding by Hugging Face transformers"),
     "report": ("report", "merge result files and draw their chart"),
 }

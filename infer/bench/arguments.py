@@ -283,6 +283,43 @@ def products(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser, chart=False)
 
 
+def retrieval(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench retrieval``."""
+    shares = comma_separated(
+        number_argument(Real(0.0, 1.0, "above 0 and at most 1", includes_least=False))
+    )
+    shapes = ByMachine(["llama3-8b"], ["tiny"])
+    _add(parser, "--shape", SHAPE_NAMES, shapes, f"some of {', '.join(SHAPES)}")
+    _add(parser, "--context", COUNTS, ByMachine([32768, 131072], [1024]), "cached tokens")
+    parser.add_argument("--batch", type=COUNT, default=1, help="rows")
+    _add(parser, "--retrieve", COUNTS, ByMachine([4096], [256]), "tokens that partial passes see")
+    _add(parser, "--sinks", number_argument(Whole(0)), ByMachine(32, 32), "of them first ones")
+    _add(parser, "--recent", COUNT, ByMachine(512, 64), "of them last ones")
+    parser.add_argument("--block", type=COUNT, default=32, help="tokens that are chosen together")
+    _add(parser, "--chain", COUNTS, ByMachine([16], [8]), "most tokens that a full pass verifies")
+    _add(
+        *(parser, "--acceptance", NOT_NEGATIVE, ByMachine(3.5, 2.1)),
+        "mean tokens of a partial round, and of a round without retrieval",
+    )
+    _add(
+        *(parser, "--agreement", shares, ByMachine([0.9, 0.95, 0.97, 0.99], [0.9, 0.99])),
+        "how often a full pass confirms a token of the chain, given the one before",
+    )
+    _add_tree(parser)
+    parser.add_argument(
+        "--drafter_option",
+        type=drafter_option,
+        action="append",
+        metavar="NAME[=VALUE]",
+        help="an option of the LongSpec draft: int8, vocabulary=N",
+    )
+    _add(parser, "--new_tokens", SEVERAL, ByMachine(1024, 48), "tokens of one repetition")
+    _add(parser, "--repetitions", COUNT, ByMachine(3, 1))
+    _add(parser, "--turns", COUNT, ByMachine(10, 2), "repeats of a separately timed part")
+    _add_attention(parser)
+    _add_outputs(parser, chart=False)
+
+
 def transformers(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench transformers``."""
     _add_setting(parser)
@@ -316,6 +353,7 @@ DECLARATIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "needle": needle,
     "products": products,
     "requests": requests,
+    "retrieval": retrieval,
     "transformers": transformers,
     "report": report,
 }

@@ -12,7 +12,7 @@ by a full pass now and then; here the full pass decides before anything is emitt
 which drafts for the target with all of it: two levels, as here with such a drafter inside.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,7 +100,7 @@ class Hierarchy:
     def propose(self, params: Params, state: HierarchyState, view: View, beliefs: Beliefs) -> Tree:
         """The chain of what the rounds draw; their state and their K/V are thrown away.
 
-        What a row lacks at the end of the chain is garbage: a candidate like others.
+        What a row lacks at the end of the chain has no parent, so that no walk comes to it.
         """
         levels = self.tree.num_levels
         if levels == 0:
@@ -116,7 +116,9 @@ class Hierarchy:
                 return chain.after(found, inner, levels - self._height, self.lead)
 
         chain = jax.lax.while_loop(lambda chain: chain.open.any(), extended, chain)
-        return branch(view.pending, chain.tokens[:, :levels])
+        tree = branch(view.pending, chain.tokens[:, :levels])
+        drawn = jnp.arange(levels + 1) <= chain.count[:, None]
+        return replace(tree, parents=jnp.where(drawn, tree.parents, -1))
 
     @property
     def _height(self) -> int:
@@ -211,8 +213,7 @@ class _Chain(NamedTuple):
         count = self.count + joined
         sure = jnp.where(inside, found.lead, jnp.inf).min(axis=1) >= lead
         return _Chain(
-            # What a closed row is found to go on with depends on how long its neighbours do.
-            tokens=jnp.where(self.open[:, None], write(self.tokens, found.tokens), self.tokens),
+            tokens=write(self.tokens, found.tokens),
             rows=jax.tree.map(write, self.rows, found.rows),
             count=count,
             pending=jnp.where(joined > 0, final, self.pending),

@@ -94,14 +94,18 @@ class Quest:
             jnp.where(count > 0, jnp.minimum(count, self.queries), state.asked),
         )
 
-    def choose(self, state: QuestState, view: View) -> Selection:
-        """The best blocks of every layer and key/value head, laid end to end."""
-        if self.budget.slots >= view.keys[0].shape[2]:
-            return everything(view.length)
+    def table(self, state: QuestState, view: View) -> BlockTable:
+        """The best blocks of every layer and key/value head, ``[B, L, K, k]``."""
         counts = jnp.arange(self.queries) < state.asked[:, None]
         probe = self.reduction(state.queries, counts, self.config.num_kv_heads)
         scores = bound_scores(probe, state.extremes)
-        table = choose_blocks(scores, view.length, self.budget)
+        return choose_blocks(scores, view.length, self.budget)
+
+    def choose(self, state: QuestState, view: View) -> Selection:
+        """Those blocks, laid end to end."""
+        if self.budget.slots >= view.keys[0].shape[2]:
+            return everything(view.length)
+        table = self.table(state, view)
         layers = range(self.config.num_layers)
         tables = [BlockTable(table.blocks[:, layer], table.length) for layer in layers]
         return gathered(view.keys, view.values, tables, self.budget.block)

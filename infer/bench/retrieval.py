@@ -1,0 +1,324 @@
+"""What partial verification over retrieved context gives beside one-level speculation.
+
+Weights and cached keys and values are random and of the real shapes. Whole decodes run in one
+compiled loop each; how many tokens a partial round yields (``acceptance``) and how many of them the
+full verification confirms (``agreement``, of a token given the one before) are drawn instead of
+earned (``infer.bench.simulated_hierarchy``). ``longspec`` is the same draft and tree without
+retrieval, ``at_budget`` the same at a context as long as the working set: what a partial round is
+to be compared with.
+
+``partial_round_ms`` and ``full_round_ms`` come from decodes with the most and the fewest partial
+rounds between full ones: the difference is partial rounds alone, what remains is a full round with
+its selection. ``choose_ms`` (scores and the best blocks) and ``select_ms`` (the same and laying
+them end to end) are timed apart, in programs of their own. ``acceptance_length`` is emitted tokens
+over full target passes. ``break_even`` is the agreement from which retrieval is faster, between two
+of those measured.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.record import SpecState
+from longspec_jax.decoding.rows import Rows
+from longspec_jax.decoding.view import CacheView
+from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.quest import Quest
+from longspec_jax.ops.selection.blocks import BlockBudget
+
+from .arguments import settled
+from .decode import LoopTime, time_loop, time_part
+from .decode_setting import Bench, Setting, rough_seconds, setting_bytes
+from .models import Model, check_memory, random_model
+from .parts import Part
+from .progress import announce, counted, step
+from .report import Report, run_header
+from .shapes import SHAPES
+from .simulated import AcceptanceLengths
+from .simulated import simulated_decode as one_level_decode
+from .simulated_hierarchy import Odds, SimulatedHierarchy, simulated_decode
+from .timing import rounded
+
+Row = dict[str, Any]
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure, print, and write what was asked for."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    cpu = jax.default_backend() == "cpu"
+    arguments = settled(arguments, cpu)
+    budgets = [budget_of(arguments, slots) for slots in arguments.retrieve]
+    chains = [TreeConfig((1,) * levels) for levels in arguments.chain]
+    settings = [
+        setting_of(arguments, shape, context)
+        for shape in dict.fromkeys(arguments.shape)
+        for context in arguments.context
+    ]
+    for setting in settings:
+        cached = f"{setting.shape} with {setting.context} cached tokens"
+        check_memory(cached, setting_bytes(setting))
+    if cpu:
+        cases = len(settings) * (1 + len(budgets) * len(chains))
+        announce(counted(cases, "case"), sum(map(rough_seconds, settings)) * cases)
+    with Report(run_header(jax.devices()[0].device_kind, __doc__ or ""), arguments.json) as report:
+        for shape, of_shape in itertools.groupby(settings, lambda setting: setting.shape):
+            step(f"drawing the weights of {shape}")
+            options = dict(arguments.drafter_option or ())
+            model = random_model(SHAPES[shape], arguments.attention, options=options)
+            for setting in of_shape:
+                for row in measure(setting, model, budgets, chains, arguments.agreement):
+                    report.add(row, line(row))
+            del model  # Before the next one is drawn.
+        for words in verdicts(report.rows):
+            print(words)
+
+
+def budget_of(arguments: argparse.Namespace, slots: int) -> BlockBudget:
+    """A working set of so many tokens.
+
+    Raises:
+      ValueError: naming the option that asks for what cannot be.
+    """
+    try:
+        return BlockBudget(slots, arguments.sinks, arguments.recent, arguments.block)
+    except ValueError as error:
+        raise ValueError(f"--retrieve: {error}") from None
+
+
+def setting_of(arguments: argparse.Namespace, shape: str, context: int) -> Setting:
+    """What is decoded."""
+    try:
+        lengths = AcceptanceLengths.geometric(arguments.acceptance, arguments.tree.num_levels)
+    except ValueError as error:
+        raise ValueError(f"--acceptance: {error}") from None
+    return Setting(
+        *(shape, context, context, arguments.batch, arguments.tree, arguments.new_tokens),
+        *(lengths, arguments.repetitions, arguments.turns),
+    )
+
+
+def measure(
+    setting: Setting,
+    model: Model,
+    budgets: Sequence[BlockBudget],
+    chains: Sequence[TreeConfig],
+    agreements: Sequence[float],
+) -> Iterator[Row]:
+    """The rows of one setting: one level first, then every budget and chain."""
+    base = one_level(setting, model)
+    yield base
+    for budget in budgets:
+        if budget.slots < setting.context:
+            at_budget = dataclasses.replace(setting, context=budget.slots, shortest=budget.slots)
+            compared = one_level(at_budget, model)
+            yield {**compared, "method": "at_budget"}
+            for chain in chains:
+                yield from two_levels(setting, model, budget, chain, agreements, base, compared)
+
+
+def one_level(setting: Setting, model: Model) -> Row:
+    """Speculation without retrieval."""
+    step(f"{setting.shape}, {setting.context} cached tokens: one level")
+    bench = Bench.prepare(setting, model)
+    drafter = bench.drafter
+    static = model.target, drafter, setting.lengths, 0
+    program = bench.compile(one_level_decode, *static, state=bench.state(drafter))
+    return {
+        **described(setting),
+        "method": "longspec",
+        **figures(time_loop(bench, program, drafter)),
+    }
+
+
+def two_levels(
+    setting: Setting,
+    model: Model,
+    budget: BlockBudget,
+    chain: TreeConfig,
+    agreements: Sequence[float],
+    base: Row,
+    at_budget: Row,
+) -> Iterator[Row]:
+    """The rows of one budget and chain: one for every agreement."""
+    step(f"{setting.shape}, {setting.context} cached tokens: {budget.slots} retrieved, {chain}")
+    # A round commits up to the chain and a bonus: the cache needs room for that.
+    bench = Bench.prepare(dataclasses.replace(setting, tree=chain), model)
+    inner = model.drafter(setting.tree)
+    drafter = SimulatedHierarchy(inner, Quest(model.config, budget), chain)
+    state = bench.state(drafter)
+    program = bench.compile(simulated_decode, model.target, drafter, state=state)
+    choosing = {
+        name: bench.compile(jax.jit(part(model, drafter, setting.turns)), state=state.rows)
+        for name, part in {"choose_ms": choose, "select_ms": select}.items()
+    }
+    parts = {
+        name: rounded(1e3 * time_part(bench, compiled, bench.state(drafter).rows))
+        for name, compiled in choosing.items()
+    }
+
+    def decoded(lengths: AcceptanceLengths, agreement: float) -> LoopTime:
+        odds = Odds.of(lengths, agreement, setting.batch)
+        return time_loop(bench, lambda params, state: program(params, given(state, odds)), drafter)
+
+    height = setting.tree.num_levels + 1
+    slowest, fastest = (
+        decoded(AcceptanceLengths(tuple(float(i == each) for i in range(height))), 0.0)
+        for each in (0, height - 1)
+    )
+    parts |= round_parts(
+        slowest, fastest, rounds_of(chain, height, 1), rounds_of(chain, height, height)
+    )
+    for agreement in agreements:
+        found = figures(decoded(setting.lengths, agreement))
+        yield {
+            **described(setting),
+            "method": "retrieval",
+            "budget": budget.slots,
+            "block": budget.block,
+            "chain": chain.num_levels,
+            "agreement": agreement,
+            **found,
+            **parts,
+            "select_share": rounded(parts["select_ms"] / found["round_ms"]),
+            "partial_over_round_at_budget": rounded(
+                parts["partial_round_ms"] / at_budget["round_ms"]
+            ),
+            "speedup_over_longspec": rounded(
+                found["tokens_per_second"] / base["tokens_per_second"]
+            ),
+        }
+
+
+def given(state: SpecState, odds: Odds) -> SpecState:
+    """The state with other odds, which it takes along: they are donated with it."""
+    draft = state.rows.draft.replace(odds=jax.tree.map(jnp.copy, odds))
+    return dataclasses.replace(state, rows=dataclasses.replace(state.rows, draft=draft))
+
+
+def rounds_of(chain: TreeConfig, height: int, each: int) -> int:
+    """Partial rounds of a proposal if each of them yields so many tokens, of at most ``height``."""
+    return max(0, chain.num_levels - height) // each + 1
+
+
+def round_parts(many: LoopTime, few: LoopTime, most: int, fewest: int) -> dict[str, float]:
+    """Milliseconds of a partial and of a full round.
+
+    Args:
+      many: a decode with ``most`` partial rounds before every full one.
+      few: a decode with the ``fewest``.
+      most: more than those.
+      fewest: at least one.
+    """
+    cycle, short = (1e3 * loop.seconds / loop.rounds for loop in (many, few))
+    partial_round = (cycle - short) / (most - fewest) if most > fewest else float("nan")
+    return {
+        "partial_round_ms": rounded(partial_round),
+        "full_round_ms": rounded(short - fewest * partial_round),
+    }
+
+
+def choose(model: Model, drafter: SimulatedHierarchy, turns: int) -> Part:
+    """Scores and the best blocks, nothing read."""
+    selector = drafter.selector
+    assert isinstance(selector, Quest)
+    return _repeated(model, turns, lambda state, view: selector.table(state, view).blocks)
+
+
+def select(model: Model, drafter: SimulatedHierarchy, turns: int) -> Part:
+    """The same, and laying the blocks of all layers end to end."""
+    return _repeated(model, turns, drafter.selector.choose)
+
+
+def _repeated(model: Model, turns: int, ask: Any) -> Part:
+    """A part whose every turn asks for one token less, as far as the compiler can tell."""
+
+    def program(params: Params, rows: Rows) -> Any:
+        state = rows.draft.real.selector
+
+        def asked(length: jax.Array) -> Any:
+            at = rows.pending, length, length, rows.done
+            return ask(state, CacheView(model.target, params.target, rows.cache, *at))
+
+        def turn(_: jax.Array, found: Any) -> Any:
+            used = sum(leaf.ravel()[0].astype(jnp.float32) for leaf in jax.tree.leaves(found))
+            return asked(rows.length + jnp.minimum(jnp.int32(used), 0))
+
+        return jax.lax.fori_loop(0, turns, turn, asked(rows.length))
+
+    return program
+
+
+def described(setting: Setting) -> Row:
+    """What is measured."""
+    return {
+        "shape": setting.shape,
+        "context": setting.context,
+        "batch": setting.batch,
+        "tree": list(setting.tree.widths),
+        "tree_budget": setting.tree.budget,
+        "new_tokens": setting.new_tokens,
+        "draft_acceptance_length": rounded(setting.lengths.mean),
+    }
+
+
+def figures(loop: LoopTime) -> Row:
+    """Of one decode."""
+    return {
+        "acceptance_length": rounded(loop.emitted / loop.row_rounds),
+        "round_ms": rounded(1e3 * loop.seconds / loop.rounds),
+        "tokens_per_second": rounded(loop.emitted / loop.seconds),
+    }
+
+
+def line(row: Row) -> str:
+    """A row for reading."""
+    what = {
+        "longspec": "one level",
+        "at_budget": "one level, context of the budget",
+    }.get(row["method"])
+    if what is None:
+        what = f"retrieve {row['budget']}, chain {row['chain']}, agreement {row['agreement']:g}"
+    text = (
+        f"{row['shape']} {row['context']:>7}  {what:52} {row['acceptance_length']:6.2f} tokens in "
+        f"{row['round_ms']:6.2f} ms: {row['tokens_per_second']:6.1f} tokens/s"
+    )
+    if row["method"] != "retrieval":
+        return text
+    return (
+        f"{text} ({row['speedup_over_longspec']:.2f}x; partial {row['partial_round_ms']:.2f} ms, "
+        f"full {row['full_round_ms']:.2f}, selection {row['choose_ms']:.2f} and with reading "
+        f"{row['select_ms']:.2f})"
+    )
+
+
+def verdicts(rows: Sequence[Row]) -> Iterator[str]:
+    """The agreement from which each budget and chain pays."""
+    retrieved = [row for row in rows if row["method"] == "retrieval"]
+
+    def case(row: Row) -> tuple[Any, ...]:
+        return row["shape"], row["context"], row["budget"], row["chain"]
+
+    for (shape, context, budget, chain), of_case in itertools.groupby(retrieved, case):
+        points = [(row["agreement"], row["speedup_over_longspec"]) for row in of_case]
+        yield (
+            f"{shape} at {context}, retrieve {budget}, chain {chain}: faster than one level "
+            f"{break_even(points)}"
+        )
+
+
+def break_even(points: Sequence[tuple[float, float]]) -> str:
+    """From which agreement on the speedup is above 1, in words; points of both."""
+    points = sorted(points)
+    if points[0][1] > 1:
+        return f"at every agreement from {points[0][0]:g} on"
+    for (low, slow), (high, fast) in itertools.pairwise(points):
+        if slow <= 1 < fast:
+            return f"from an agreement of {low + (high - low) * (1 - slow) / (fast - slow):.3f} on"
+    return f"at no agreement up to {points[-1][0]:g}"
