@@ -1,11 +1,20 @@
 """``python -m infer.bench retrieval`` on the tiny shape, and what it simulates."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from infer.bench import __main__ as bench
+from infer.bench.decode import LoopTime
+from infer.bench.retrieval import break_even, round_parts, rounds_of
+from infer.bench.simulated import AcceptanceLengths
+from infer.bench.simulated_hierarchy import Odds, agreeing_walk
+from longspec_jax.config import TreeConfig
+from longspec_jax.drafters.tree import branch
 
 
 def test_rows_have_what_is_promised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,3 +29,51 @@ def test_rows_have_what_is_promised(tmp_path: Path, capsys: pytest.CaptureFixtur
     for row in rows[2:]:
         assert all(row[name] > 0 for name in ("choose_ms", "select_ms", "speedup_over_longspec"))
     assert "tiny at 700, retrieve 256, chain 8: faster than one level" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        ([(0.9, 0.8), (0.95, 0.9), (0.99, 1.1)], "from an agreement of 0.970 on"),
+        ([(0.99, 1.4), (0.9, 1.2)], "at every agreement from 0.9 on"),
+        ([(0.9, 0.5)], "at no agreement up to 0.9"),
+    ],
+)
+def test_where_it_begins_to_pay(points: list[tuple[float, float]], words: str) -> None:
+    assert break_even(points) == words
+
+
+def test_the_parts_of_a_cycle_come_apart() -> None:
+    """A full round of 10 ms and partial ones of 3: four before it, and two."""
+    chain = TreeConfig((1,) * 9)
+    most, fewest = rounds_of(chain, 6, 1), rounds_of(chain, 6, 6)
+    assert (most, fewest) == (4, 1)
+    loops = (LoopTime(0.022 * 5, 5, 50, 5), LoopTime(0.013 * 5, 5, 50, 5))
+    parts = round_parts(*loops, most, fewest)
+    assert parts == {"partial_round_ms": 3.0, "full_round_ms": 10.0}
+
+
+@pytest.mark.parametrize("agreement", [0.6, 0.9])
+def test_chains_are_confirmed_as_far_as_they_agree(agreement: float) -> None:
+    """On average over rounds, and never what a row did not draw."""
+    rows, levels, offered = 500, 12, 7
+    tree = branch(jnp.zeros(rows, jnp.int32), jnp.ones((rows, levels), jnp.int32))
+    drawn = jnp.arange(levels + 1) <= offered
+    tree = replace(tree, parents=jnp.where(drawn, tree.parents, -1))
+    draws = jnp.full((rows, levels + 1), 3)
+    odds = jnp.full(rows, agreement)
+    walked = agreeing_walk(tree, draws, levels, agreement=odds, rounds=jnp.arange(rows))
+    count = np.asarray(walked.count)
+    wanted = sum(agreement**length for length in range(offered + 1))
+    assert abs(count.mean() - wanted) < 0.2 and count.max() == offered + 1
+    for row in (0, 1, 2):
+        tokens = np.asarray(walked.tokens)[row, : count[row]]
+        assert tokens.tolist() == [1] * (count[row] - 1) + [3]
+
+
+def test_odds_are_those_of_the_lengths() -> None:
+    lengths = AcceptanceLengths.geometric(3.0, 5)
+    edges = np.asarray(Odds.of(lengths, 0.5, 2).edges)
+    draws = np.random.default_rng(0).integers(0, 2**32, 20000)[:, None]
+    assert edges.shape == (2, 5)
+    assert abs((1 + (draws >= edges[0]).sum(axis=1)).mean() - 3.0) < 0.05
