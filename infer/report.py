@@ -106,6 +106,7 @@ def _totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "plain_tokens_per_second": _speed(plain) if plain else None,
         "plain_decode_seconds": sum(item.decode_seconds for item in plain) if plain else None,
         "identical_to_plain": all(item.identical for item in compared) if compared else None,
+        "lossless": all(item.lossless for item in stats),
         "draft_state_bytes": max((item.draft_state_bytes for item in stats), default=None),
         "trees": list(_trees(stats)),
     }
@@ -212,6 +213,8 @@ def lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
       dtype: of the target: whether a difference to plain decoding may be rounding.
     """
     totals = _totals(outcomes)
+    if not totals["lossless"]:
+        yield "not lossless        tokens were emitted that a part of the context alone verified"
     yield from _acceptance_lines(totals)
     yield from _speed_lines(totals)
     yield from _tree_lines(totals["trees"])
@@ -296,8 +299,11 @@ def _identity_lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
         yield f"identical to plain  yes, {'all ' * (tokens > 1)}{counted(tokens, 'token')}"
         return
     rows = sum(len(outcome.result.sequences) for outcome in compared)
+    lossless = all(outcome.stats.lossless for outcome in compared)
     meaning = (
-        "float32 must not differ: please report this"
+        "not lossless, as was asked for by retrieve_verify=partial"
+        if not lossless
+        else "float32 must not differ: please report this"
         if dtype == "float32"
         else f"{dtype} rounds near-ties either way; --dtype float32 is identical"
     )

@@ -14,6 +14,7 @@ from longspec_jax.checks import is_whole, shown
 from longspec_jax.config import ATTENTION, MESH_AXES, TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.kinds import NAMED, is_name
+from longspec_jax.drafters.retrieval import RetrievalDraft
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LARGEST_CHUNK = 2048
@@ -131,6 +132,12 @@ def check_drafts(drafts: Sequence[Any]) -> None:
                 f"draft={shown(draft)} must be a loaded draft, such as LongSpecDraft.bind(...) or "
                 "NgramDraft(); LongSpec.from_pretrained loads them from folders"
             )
+    lossy = [draft for draft in drafts if isinstance(draft, RetrievalDraft) and draft.lossy]
+    if lossy and len(drafts) > 1:
+        raise ValueError(
+            "draft: retrieve_verify=partial changes the text, which must not depend on what turns "
+            "out fastest; name that draft alone"
+        )
     names = [draft.name for draft in drafts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:

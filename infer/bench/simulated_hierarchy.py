@@ -76,6 +76,10 @@ class SimulatedHierarchy(Hierarchy):
         """The real state."""
         return state.replace(real=super().extend(params, state.real, committed))
 
+    def look(self, params: Params, state: Any, view: View) -> Any:
+        """The real state."""
+        return state.replace(real=super().look(params, state.real, view))
+
     def propose(self, params: Params, state: Any, view: View, beliefs: Beliefs) -> Tree:
         """The real proposal, with walks of the simulated lengths."""
         assert isinstance(view, CacheView)

@@ -9,10 +9,8 @@ Rows are independent: each has its own length, seed, sampling parameters, stop t
 and a row that is done neither advances nor affects the others.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +24,10 @@ from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.view import CacheView
-from longspec_jax.decoding.walk import Walk, walk
+from longspec_jax.decoding.walk import Walk, Walker, walker_of
 from longspec_jax.drafters.base import Beliefs, Committed, Drafter, Params, looked
 from longspec_jax.drafters.tree import Tree, along, node_depths
 from longspec_jax.ops.partitioned import use_mesh
-
-Walker: TypeAlias = Callable[[Tree, Array, int], Walk]
-"""``(tree, draws[B, T], levels) -> walk``: what :func:`longspec_jax.decoding.walk.walk` is."""
 
 
 def room(levels: int) -> int:
@@ -45,7 +40,7 @@ def spec_step(
     drafter: Drafter,
     params: Params,
     rows: Rows,
-    walker: Walker = walk,
+    walker: Walker | None = None,
 ) -> tuple[Rows, Emitted]:
     """One round for every row: propose a tree, verify it, walk it, commit the accepted path.
 
@@ -54,7 +49,8 @@ def spec_step(
       drafter: the drafter's static part.
       params: parameters of both.
       rows: the rows before the round.
-      walker: how the tree is walked. Only the default is lossless; another one serves to measure.
+      walker: how the tree is walked; by the target's draws if absent, unless the drafter is a lossy
+        one. Another one serves to measure.
 
     Returns:
       The rows after the round, and what it emitted.
@@ -64,7 +60,7 @@ def spec_step(
         rows = look_at_cache(target, drafter, params, rows)
         tree = propose_tree(target, drafter, params, rows, beliefs)
         verified, draws = verify_tree(target, drafter, params, rows, tree, beliefs)
-        walked = walker(tree, draws, drafter.tree.num_levels)
+        walked = (walker or walker_of(drafter))(tree, draws, drafter.tree.num_levels)
         return commit_walk(drafter, params, rows, verified, walked)
 
 

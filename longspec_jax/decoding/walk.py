@@ -6,12 +6,14 @@ There is no accept ratio and no residual distribution: every emitted token is th
 at its position, so the output is that of plain decoding whatever the draft proposed.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import Int
 
 from longspec_jax.axes import Array
+from longspec_jax.drafters.base import Drafter, Lossy
 from longspec_jax.drafters.tree import Tree
 
 
@@ -25,6 +27,15 @@ class Walk(NamedTuple):
     # tuple.count is not missed.
     count: Int[Array, " B"]  # pyright: ignore[reportIncompatibleMethodOverride]
     """Tokens emitted, bonus included: 1 to levels + 1."""
+
+
+Walker: TypeAlias = Callable[[Tree, Array, int], Walk]
+"""``(tree, draws[B, T], levels) -> walk``: what :func:`walk` is."""
+
+
+def walker_of(drafter: Drafter) -> Walker:
+    """How the drafter's trees are walked: by the target's draws, unless it is a lossy one."""
+    return trusting_walk if isinstance(drafter, Lossy) else walk
 
 
 def walk(tree: Tree, draws: Int[Array, "B T"], levels: int) -> Walk:
@@ -49,3 +60,17 @@ def walk(tree: Tree, draws: Int[Array, "B T"], levels: int) -> Walk:
         path.append(node)
     nodes = jnp.stack(path, axis=1)
     return Walk(nodes, jnp.take_along_axis(draws, nodes, axis=1), count)
+
+
+def trusting_walk(tree: Tree, draws: Int[Array, "B T"], levels: int) -> Walk:
+    """All of a chain, whatever the target drew, and its draw at the end: *not* lossless.
+
+    SpecPV's (arXiv:2512.02337, section 3.3): what was verified in part is emitted, and the full
+    pass repairs its keys and values alone. Arguments as of :func:`walk`; the tree is a chain.
+    """
+    offered = (tree.parents[:, 1:] >= 0).sum(axis=1, dtype=jnp.int32)[:, None]
+    nodes = jnp.minimum(jnp.arange(levels + 1, dtype=jnp.int32), offered)
+    bonus = jnp.take_along_axis(draws, offered, axis=1)
+    following = jnp.concatenate([tree.tokens[:, 1:], bonus], axis=1)
+    tokens = jnp.where(jnp.arange(levels + 1) < offered, following, bonus)
+    return Walk(nodes, tokens, offered[:, 0] + 1)

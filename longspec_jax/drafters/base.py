@@ -281,6 +281,19 @@ def looked(drafter: Drafter, params: Params, state: Any, view: View) -> Any:
     return drafter.look(params, state, view) if isinstance(drafter, Looking) else state
 
 
+@runtime_checkable
+class Lossy(Protocol):
+    """A drafter whose proposals are taken for the target's draws: the output is *not* its own.
+
+    Nothing else in the library changes a token; whoever reports a result says that this does.
+    """
+
+    @property
+    def changes_the_output(self) -> str:
+        """By what, in words."""
+        ...
+
+
 @dataclass(frozen=True)
 class NoDraft:
     """Proposes the pending token alone: plain decoding, through the same step."""

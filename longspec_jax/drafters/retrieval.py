@@ -10,16 +10,21 @@ from typing import Any
 import jax
 
 from longspec_jax.checks import shown
-from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.attended import Attended
+from longspec_jax.drafters.base import Lossy
 from longspec_jax.drafters.draft import Draft, UsualTrees
 from longspec_jax.drafters.hierarchy import Hierarchy
+from longspec_jax.drafters.lossy import LossyHierarchy
 from longspec_jax.drafters.quest import Quest
 from longspec_jax.drafters.selectors import Selector
 from longspec_jax.ops.selection.blocks import BlockBudget
 
 SELECTORS = {"quest": Quest, "attention": Attended}
 """What ``retrieve_by`` may name: bounds of every layer and head, or the last token's attention."""
+
+HIERARCHIES = {"full": Hierarchy, "partial": LossyHierarchy}
+"""What ``retrieve_verify`` may name: what a token must have passed to be emitted."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class RetrievalOptions:
     retrieve_tree: str | None = None
     """Tree of the draft that partial passes verify; its usual one on this machine if absent. The
     call's tree is the chain that a full pass verifies."""
+    retrieve_verify: str = "full"
+    """``full``, or ``partial`` as SpecPV was published, which changes the text: *not lossless*."""
     retrieve_lead: float = 0.0
     """See :attr:`longspec_jax.drafters.hierarchy.Hierarchy.lead`."""
 
@@ -47,6 +54,11 @@ class RetrievalOptions:
         if self.retrieve_by not in SELECTORS:
             raise ValueError(
                 f"retrieve_by={shown(self.retrieve_by)} must be one of {', '.join(SELECTORS)}"
+            )
+        if self.retrieve_verify not in HIERARCHIES:
+            raise ValueError(
+                f"retrieve_verify={shown(self.retrieve_verify)} must be one of "
+                f"{', '.join(HIERARCHIES)}; with partial the text is not the target's own"
             )
         try:
             self.budget  # noqa: B018
@@ -78,7 +90,12 @@ class RetrievalDraft:
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", f"hierarchy of {self.inner.name}")
+        object.__setattr__(self, "name", self.drafter(PLAIN).name)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the text is not the target's own."""
+        return isinstance(self.drafter(PLAIN), Lossy)
 
     @property
     def params(self) -> Any:
@@ -112,7 +129,8 @@ class RetrievalDraft:
           ValueError: if it is no chain.
         """
         inner = self.inner.drafter(self._inner_tree, attention)
-        return Hierarchy(inner, self._selector, tree, self.options.retrieve_lead)
+        kind = HIERARCHIES[self.options.retrieve_verify]
+        return kind(inner, self._selector, tree, self.options.retrieve_lead)
 
     @property
     def _selector(self) -> Selector:

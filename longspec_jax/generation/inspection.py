@@ -17,7 +17,7 @@ from longspec_jax.decoding import engine
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.decoding.walk import walk
+from longspec_jax.decoding.walk import walker_of
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.runner import Begin, Ready, run_steps
 from longspec_jax.ops.partitioned import use_mesh
@@ -98,7 +98,7 @@ def _examine(
         rows = engine.look_at_cache(target, drafter, params, rows)
         tree = engine.propose_tree(target, drafter, params, rows, beliefs)
         verified, draws = engine.verify_tree(target, drafter, params, rows, tree, beliefs)
-    walked = walk(tree, draws, drafter.tree.num_levels)
+    walked = walker_of(drafter)(tree, draws, drafter.tree.num_levels)
     probabilities = jax.nn.softmax(verified.logits, axis=-1)
     # At node i: the probability of what was drawn there; at node j: that of j under its parent.
     drawn = jnp.take_along_axis(probabilities, draws[..., None], axis=-1)[..., 0]

@@ -53,6 +53,9 @@ class Stats:
     draft_state_bytes: int
     """Measured from the arrays of the draft's state."""
     memory: MemoryPlan
+    lossless: bool = True
+    """Whether the output is the target's own; only what is asked for by ``retrieve_verify=partial``
+    may change it."""
 
     @property
     def decode_tokens(self) -> int:
@@ -99,7 +102,8 @@ class GenerateResult:
             f"{stats.acceptance_length:.2f} tokens per target pass",
             f"{stats.tokens_per_second:.1f} tokens/s",
         ]
-        return f"GenerateResult({', '.join(numbers[: 3 if stats.decode_tokens else 1])})"
+        numbers = numbers[: 3 if stats.decode_tokens else 1]
+        return f"GenerateResult({', '.join([*numbers, *['not lossless'] * (not stats.lossless)])})"
 
 
 @dataclass(frozen=True)

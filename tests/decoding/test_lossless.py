@@ -22,6 +22,7 @@ from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.lossy import LossyHierarchy
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.quest import Quest
 from longspec_jax.drafters.selectors import SinksAndRecent
@@ -312,6 +313,36 @@ def test_partial_passes_of_a_transformer_change_no_token(
     rows, state = generate(target, drafter, models, tokens, LENGTHS, req)
     assert_same(rows, plain)
     assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
+
+
+def lossy(budget: BlockBudget) -> LossyHierarchy:
+    """Published partial verification, of the target's own chains."""
+    inner = StreamingDrafter(TreeConfig((1,)), SHORT)
+    return LossyHierarchy(inner, Quest(CONFIG, budget), TreeConfig((1,) * 6))
+
+
+@pytest.mark.parametrize("sampled", [{}, MIXED], ids=["greedy", "mixed"])
+def test_the_lossy_option_fails_where_all_others_pass(
+    models: Params, sampled: dict[str, Any]
+) -> None:
+    """Negative control; and where it sees all of the context it is no other than they."""
+    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), request(**sampled)
+    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    whole, _ = generate(target, lossy(BlockBudget(64, 4, 8, 4)), models, tokens, LENGTHS, req)
+    assert_same(whole, plain)
+    rows, state = generate(target, lossy(FEW), models, tokens, LENGTHS, req)
+    assert any(not np.array_equal(a, b) for a, b in zip(rows, plain, strict=True))
+    assert int(state.record.histogram[:, 5:].sum()) > 0
+    # What it emitted is in the cache as if all of the context had been seen.
+    for b, row in enumerate(rows):
+        text = np.concatenate([tokens[b, : LENGTHS[b]], row])[None]
+        alone = request(seeds=(1,), stop=((-1,),), new=(1,))
+        _, exact = generate(target, NoDraft(), models, text, np.array([text.shape[1]]), alone)
+        length = int(state.rows.length[b])
+        for ours, theirs in zip(state.rows.cache.keys, exact.rows.cache.keys, strict=True):
+            np.testing.assert_allclose(
+                ours[b, :, :length], theirs[0, :, :length], rtol=1e-4, atol=1e-4
+            )
 
 
 SMALL = tiny_target_config(

@@ -4,10 +4,13 @@ import re
 
 import pytest
 
+from longspec_jax.arguments import check_drafts
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.drafters.attended import Attended
+from longspec_jax.drafters.base import Lossy
 from longspec_jax.drafters.draft import Draft, Target, with_tree
 from longspec_jax.drafters.hierarchy import Hierarchy
+from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.quest import Quest
 from longspec_jax.drafters.registry import load_draft
 from longspec_jax.drafters.retrieval import RetrievalDraft
@@ -41,6 +44,16 @@ def test_what_sees_what_can_be_chosen() -> None:
     assert drafter.selector == Attended(CONFIG, BlockBudget(64, 0, 32, 16))
 
 
+def test_the_lossy_option_says_what_it_is() -> None:
+    draft = loaded(retrieve=1024, retrieve_verify="partial")
+    drafter = draft.drafter(CHAIN)
+    assert isinstance(drafter, Lossy) and draft.lossy and not loaded(retrieve=1024).lossy
+    assert draft.name == drafter.name == "hierarchy of streaming, not lossless"
+    assert isinstance(with_tree(drafter, PLAIN), Lossy)
+    with pytest.raises(ValueError, match="retrieve_verify=partial changes the text, which must"):
+        check_drafts([draft, NgramDraft()])
+
+
 def test_its_usual_trees_are_chains() -> None:
     usual = loaded(retrieve=1024).usual
     for tree in (*usual.cpu, *usual.gpu, *usual.large):
@@ -54,6 +67,7 @@ def test_its_usual_trees_are_chains() -> None:
         (dict(retrieve=1000), "retrieve=1000: slots=1000 must be whole blocks of 32 slots"),
         (dict(retrieve_block=16), "retrieve_block is about retrieval, which retrieve=4096 asks"),
         (dict(retrieve=1024, retrieve_by="luck"), "retrieve_by='luck' must be one of quest, att"),
+        (dict(retrieve=1024, retrieve_verify="no"), "retrieve_verify='no' must be one of full, pa"),
         (dict(retrieve=1024, retrieve_tree="4*4"), "'4*4' must be the widths of a tree"),
         (dict(retrieve=1024, retrieve_lead=-1), "retrieve_lead=-1 must be 0 or more"),
         (dict(retrieve=1024, retrieved=1), "'retrieved' is no option of streaming with retrieve"),

@@ -52,6 +52,16 @@ def test_identical() -> None:
     assert any("target cache 3.00 GB for 1 x 256 slots" in line for line in printed)
 
 
+def test_what_is_not_lossless_is_called_so() -> None:
+    found, difference = dataclasses.replace(stats(), lossless=False), Divergence(0, 1, 2, 3, None)
+    printed = [*lines([outcome(difference, found=found)], "float32")]
+    assert printed[0].startswith("not lossless ")
+    assert any("not lossless, as was asked for by retrieve_verify=partial" in x for x in printed)
+    told = as_json([outcome(difference, found=found)], {})
+    assert told["lossless"] is False and as_json([outcome()], {})["lossless"] is True
+    assert repr(outcome(found=found).result).endswith("not lossless)")
+
+
 @pytest.mark.parametrize(
     ("dtype", "meaning"),
     [
