@@ -68,7 +68,7 @@ def test_its_usual_trees_are_chains() -> None:
         (dict(retrieve_block=16), "retrieve_block is about retrieval, which retrieve=4096 asks"),
         (dict(retrieve=1024, retrieve_by="luck"), "retrieve_by='luck' must be one of quest, att"),
         (dict(retrieve=1024, retrieve_verify="no"), "retrieve_verify='no' must be one of full, pa"),
-        (dict(retrieve=1024, retrieve_tree="4x4"), "'4x4' must be the widths of a tree"),
+        (dict(retrieve=1024, retrieve_tree="4y4"), "'4y4' must be the widths of a tree"),
         (dict(retrieve=1024, retrieve_lead=-1), "retrieve_lead=-1 must be 0 or more"),
         (dict(retrieve=1024, retrieved=1), "'retrieved' is no option of streaming with retrieve"),
         (dict(retrieve=True), "retrieve=True must be a whole number"),
