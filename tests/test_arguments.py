@@ -65,7 +65,7 @@ def test_arguments_that_are_none(name, value) -> None:
 
 
 @pytest.mark.parametrize(
-    "tree", ["4x16", "", 5, True, 4.0, {4}, {"4": 1}, [2.5], ["4"], [True], [None]]
+    "tree", ["4*16", "", 5, True, 4.0, {4}, {"4": 1}, [2.5], ["4"], [True], [None]]
 )
 def test_trees_that_are_none(tree) -> None:
     with pytest.raises(ValueError, match="tree"):
@@ -127,7 +127,9 @@ def test_parts_that_are_fine() -> None:
 
 
 OPTIONS = {
-    "'int4' is no option of no/draft; it has vocabulary, int8": {"int4": True},
+    "'int4' is no option of no/draft; it has working, sinks, recent, chunk, refresh, vocabulary, int8": {
+        "int4": True
+    },
     "int8=1 must be True or False": {"int8": 1},
     "int8='yes' must be True or False": {"int8": "yes"},
     "vocabulary=True must be a whole number": {"vocabulary": True},
