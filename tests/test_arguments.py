@@ -127,9 +127,7 @@ def test_parts_that_are_fine() -> None:
 
 
 OPTIONS = {
-    "'int4' is no option of no/draft; it has working, sinks, recent, chunk, refresh, vocabulary, int8": {
-        "int4": True
-    },
+    "'int4' is no option of no/draft; it has working, sinks, recent, chunk": {"int4": True},
     "int8=1 must be True or False": {"int8": 1},
     "int8='yes' must be True or False": {"int8": "yes"},
     "vocabulary=True must be a whole number": {"vocabulary": True},
