@@ -65,10 +65,10 @@ def test_two_processes_train_like_one_and_stop_together(
     files = write_documents(tmp_path / "documents.jsonl", 38)
     steps = ["--config.stages.short.steps=12", "--config.stages.short.epochs=0"]
     alone, shared = tmp_path / "alone", tmp_path / "shared"
-    mesh = ["--config.mesh.fsdp=4", "--config.accept_rows=4"]
-    assert command(*arguments(target, files, alone), *mesh, *steps) == 0
+    steps += ["--config.mesh.fsdp=4", "--config.accept_rows=4", "--config.target_loss_every=1"]
+    assert command(*arguments(target, files, alone), *steps) == 0
 
-    given = [*arguments(target, files, shared), *mesh, *steps]
+    given = [*arguments(target, files, shared), *steps]
     both = start(given, tmp_path / "cache")
     metrics = shared / "metrics.jsonl"
     while all(process.poll() is None for process in both):
