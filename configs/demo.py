@@ -24,7 +24,7 @@ estimate. Run it from the folder that holds ``longspec_jax``, or name the target
 
 from ml_collections import ConfigDict
 
-from longspec_jax.recipes import base_config, stage
+from longspec_jax.recipes import base_config, code_corpus, miniature, small_llama, stage
 
 CONTEXT = 16384
 
@@ -51,29 +51,9 @@ def get_config(variant: str = "full") -> ConfigDict:
     config.mesh = dict(data=1, fsdp=1, tp=1)
     config.optimizer.warmup = 0.05
     config.optimizer.floor = 0.02
-    config.data.corpus = dict(
-        held_out=("attrs", "jinja2", "networkx"),
-        vocab_size=4096,
-        max_bytes=0,
-        max_distribution_bytes=25_000_000,
-        tokenizer_bytes=40_000_000,
-        tokenizer="",
-        folder="",
-    )
+    config.data.corpus = code_corpus(4096)
     config.pretraining = dict(
-        shape=dict(
-            architecture="LlamaForCausalLM",
-            vocab_size=4096,
-            model_width=256,
-            mlp_width=704,
-            num_layers=8,
-            num_heads=4,
-            num_kv_heads=2,
-            head_width=64,
-            max_positions=CONTEXT,
-            rope_theta=500000.0,
-            tied_embeddings=True,
-        ),
+        shape=small_llama(4096, 256, 704, 4, kv_heads=2, positions=CONTEXT),
         stages=dict(
             short=stage(2048, 128, 3e-3, max_seconds=250.0),
             long=stage(CONTEXT, 16, 1e-3, max_seconds=90.0),
@@ -115,30 +95,8 @@ def _smoke(config: ConfigDict) -> None:
 
 def _tiny(config: ConfigDict) -> None:
     """Minutes to seconds on a CPU: the whole path at miniature scale."""
-    config.dtype = "float32"
-    config.log_every, config.accept_rows, config.accept_seq_len = 1, 2, 64
-    config.data.corpus.update(
-        held_out=("attrs", "jinja2"),
-        vocab_size=512,
-        max_bytes=400_000,
-        max_distribution_bytes=100_000,
-        tokenizer_bytes=400_000,
-    )
-    config.pretraining.shape.update(
-        vocab_size=512,
-        model_width=32,
-        mlp_width=48,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_width=16,
-        max_positions=256,
-    )
-    config.draft.window = 16
-    for stages in (config.pretraining.stages, config.stages):
-        stages.short.update(seq_len=32, batch=4, steps=3, max_seconds=0.0)
-        stages.long.update(seq_len=64, batch=2, steps=3, max_seconds=0.0)
-    config.stages.short.max_offset = 128
+    config.log_every = 1
+    miniature(config)
 
 
 def _small_lm(config: ConfigDict) -> None:

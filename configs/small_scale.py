@@ -19,7 +19,7 @@ Hardware: two H200s for the target, about 8 minutes; one for a draft, 1 to 3 min
 
 from ml_collections import ConfigDict
 
-from longspec_jax.recipes import base_config, stage
+from longspec_jax.recipes import base_config, code_corpus, miniature, small_llama, stage
 
 CONTEXT = 16384
 SHORT_STEPS, LONG_STEPS = 120, 50
@@ -48,7 +48,7 @@ def get_config(variant: str = "target") -> ConfigDict:
     config = _common()
     changes[name](config)
     if variant != name:
-        _miniature(config)
+        miniature(config)
     return config
 
 
@@ -66,15 +66,7 @@ def _common() -> ConfigDict:
     config.optimizer.warmup = 0.1
     config.optimizer.floor = 0.02
     config.data.begin_rows = True
-    config.data.corpus = dict(
-        held_out=("attrs", "jinja2", "networkx"),
-        vocab_size=16384,
-        max_bytes=0,
-        max_distribution_bytes=25_000_000,
-        tokenizer_bytes=40_000_000,
-        tokenizer="",
-        folder=CORPUS,
-    )
+    config.data.corpus = code_corpus(16384, CORPUS)
     config.stages = dict(
         short=stage(1024, 256, 2e-3, steps=SHORT_STEPS, max_offset=CONTEXT - 1024, accumulation=0),
         long=stage(CONTEXT, 16, 5e-4, steps=LONG_STEPS, accumulation=0),
@@ -90,19 +82,7 @@ def _target(config: ConfigDict) -> None:
     config.log_every = 20
     config.stages = dict()
     config.pretraining = dict(
-        shape=dict(
-            architecture="LlamaForCausalLM",
-            vocab_size=16384,
-            model_width=1024,
-            mlp_width=2816,
-            num_layers=8,
-            num_heads=16,
-            num_kv_heads=4,
-            head_width=64,
-            max_positions=CONTEXT,
-            rope_theta=500000.0,
-            tied_embeddings=True,
-        ),
+        shape=small_llama(16384, 1024, 2816, 16, kv_heads=4, positions=CONTEXT),
         stages=dict(
             short=stage(2048, 128, 1.5e-3, max_seconds=270.0, accumulation=0),
             long=stage(CONTEXT, 16, 6e-4, max_seconds=100.0, accumulation=0),
@@ -117,36 +97,3 @@ def _plain(config: ConfigDict) -> None:
 def _long_only(config: ConfigDict) -> None:
     del config.stages.short
     config.stages.long.update(steps=LONG_ONLY_STEPS, learning_rate=2e-3)
-
-
-def _miniature(config: ConfigDict) -> None:
-    """The same path in seconds on a CPU."""
-    config.dtype = "float32"
-    config.accept_rows, config.accept_seq_len = 2, 64
-    config.data.corpus.update(
-        held_out=("attrs", "jinja2"),
-        vocab_size=512,
-        max_bytes=400_000,
-        max_distribution_bytes=100_000,
-        tokenizer_bytes=400_000,
-    )
-    config.draft.window = 16
-    sections = [config.stages]
-    if config.get("pretraining"):
-        config.pretraining.shape.update(
-            vocab_size=512,
-            model_width=32,
-            mlp_width=48,
-            num_layers=2,
-            num_heads=2,
-            num_kv_heads=1,
-            head_width=16,
-            max_positions=256,
-        )
-        sections.append(config.pretraining.stages)
-    for stages in sections:
-        for name, (seq_len, batch) in {"short": (32, 4), "long": (64, 2)}.items():
-            if name in stages:
-                stages[name].update(seq_len=seq_len, batch=batch, steps=3, max_seconds=0.0)
-    if "short" in config.stages:
-        config.stages["short"].max_offset = 128

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # Slow to import; whoever has something to write down has imported it.
     from longspec_jax.generation.result import StreamRound
 
-    from .report import Outcome
+    from .decode_report import Outcome
 
 
 class Closed(Exception):
@@ -67,7 +67,7 @@ class Journal:
         """The call under way, as far as it has got; None before its first token."""
         if not self._rounds:
             return None
-        from .report import Outcome, gathered
+        from .decode_report import Outcome, gathered
 
         return Outcome(self._name, self._row_names, gathered(self._rounds, self._has_text))
 

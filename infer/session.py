@@ -19,10 +19,7 @@ from longspec_jax.provenance import provenance
 
 from . import prompts as prompts_lib
 from .arguments import drafters, row_options, sampling_options
-from .display import Screen
-from .journal import Journal
-from .prompt_files import Prompt
-from .report import (
+from .decode_report import (
     Outcome,
     as_json,
     counted,
@@ -31,6 +28,9 @@ from .report import (
     memory_plan_line,
     tuned_line,
 )
+from .display import Screen
+from .journal import Journal
+from .prompt_files import Prompt
 from .wording import command_words
 
 DEFAULT_PROMPT = "networkx_classes_digraph"

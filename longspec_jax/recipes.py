@@ -126,6 +126,76 @@ def stage(seq_len: int, batch: int, learning_rate: float, **overrides: Any) -> d
     return {**fields, **overrides}
 
 
+def code_corpus(vocab_size: int, folder: str = "") -> dict[str, Any]:
+    """Source code and documentation of the Python distributions installed beside this project.
+
+    Args:
+      vocab_size: of the tokenizer that is trained on a part of it.
+      folder: where it is kept for several runs; that of the run if empty.
+    """
+    return dict(
+        held_out=("attrs", "jinja2", "networkx"),
+        vocab_size=vocab_size,
+        max_bytes=0,
+        max_distribution_bytes=25_000_000,
+        tokenizer_bytes=40_000_000,
+        tokenizer="",
+        folder=folder,
+    )
+
+
+def small_llama(
+    vocab_size: int, width: int, mlp_width: int, heads: int, *, kv_heads: int, positions: int
+) -> dict[str, Any]:
+    """The shape of a target to train from scratch: eight layers of Llama, tied embeddings."""
+    return dict(
+        architecture="LlamaForCausalLM",
+        vocab_size=vocab_size,
+        model_width=width,
+        mlp_width=mlp_width,
+        num_layers=8,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_width=64,
+        max_positions=positions,
+        rope_theta=500000.0,
+        tied_embeddings=True,
+    )
+
+
+def miniature(config: Any) -> None:
+    """Turns a configuration with a corpus into the same path in seconds on a CPU."""
+    config.dtype = "float32"
+    config.accept_rows, config.accept_seq_len = 2, 64
+    config.data.corpus.update(
+        held_out=("attrs", "jinja2"),
+        vocab_size=512,
+        max_bytes=400_000,
+        max_distribution_bytes=100_000,
+        tokenizer_bytes=400_000,
+    )
+    config.draft.window = 16
+    sections = [config.stages]
+    if config.get("pretraining"):
+        config.pretraining.shape.update(
+            vocab_size=512,
+            model_width=32,
+            mlp_width=48,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            head_width=16,
+            max_positions=256,
+        )
+        sections.append(config.pretraining.stages)
+    for stages in sections:
+        for name, (seq_len, batch) in {"short": (32, 4), "long": (64, 2)}.items():
+            if name in stages:
+                stages[name].update(seq_len=seq_len, batch=batch, steps=3, max_seconds=0.0)
+    if "short" in sections[0]:
+        sections[0].short.max_offset = 128
+
+
 def paper_config(
     name: str,
     variant: str,

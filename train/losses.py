@@ -79,6 +79,26 @@ def cross_entropy_sums(
     return loss, told
 
 
+class TokenScores(NamedTuple):
+    """How well each position predicts the next token; no gradient."""
+
+    loss: Float[Array, "B T"]
+    choice: Int[Array, "B T"]
+    """The most probable token."""
+
+
+def token_scores(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    labels: Int[Array, "B T"],
+    *,
+    chunk: int = 8192,
+) -> TokenScores:
+    """The cross-entropy of every token by itself, and the most probable token everywhere."""
+    parts = labels, jnp.ones(labels.shape, jnp.float32)
+    return judge(_of_each_token, hidden, head, parts, chunk=chunk)[2]
+
+
 class Distillation(NamedTuple):
     """Sums over weighted positions, float32."""
 
@@ -128,6 +148,12 @@ def _of_text(logits: Array, head: Array, parts: tuple[Array, Array]) -> Judgemen
 
 def _of_text_and_choice(logits: Array, head: Array, parts: tuple[Array, Array]) -> Judgement:
     return _of_text(logits, head, parts)._replace(tokens=jnp.argmax(logits, axis=-1))
+
+
+def _of_each_token(logits: Array, head: Array, parts: tuple[Array, Array]) -> Judgement:
+    _, surprise, _ = _surprise(logits, parts[0])
+    tokens = TokenScores(surprise, jnp.argmax(logits, axis=-1))
+    return _of_text(logits, head, parts)._replace(tokens=tokens)
 
 
 def _of_text_twice(logits: Array, head: Array, parts: tuple[Array, Array, Array]) -> Judgement:

@@ -24,9 +24,9 @@ import jax
 from longspec_jax import LongSpec, files
 from longspec_jax.compilation import keep_programs
 from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.loading import load_drafts
 from longspec_jax.provenance import provenance
-from longspec_jax.weights.hf import load_draft
 
 from .data.corpus import tokens_file
 from .study.anchors import attention_to_anchors, losses_at_offset
@@ -106,14 +106,14 @@ def _of_target(arguments: argparse.Namespace, setting: Setting, model: LongSpec)
 
 
 def _of_draft(setting: Setting, model: LongSpec, path: Path) -> dict[str, Any]:
-    config, params = model.target_config, model.target_params
-    draft, weights = load_draft(str(path / "draft"), config, dtype=config.dtype)
-    [scores] = measured_scores(setting, (config, params), draft, {"": weights}).values()
-    [loaded] = load_drafts([path / "draft"], Target(config, params, model.tokenizer), {})
+    target = Target(model.target_config, model.target_params, model.tokenizer)
+    [draft] = load_drafts([path / "draft"], target, {})
+    if not isinstance(draft, LongSpecDraft):
+        raise ValueError(f"{path / 'draft'} is no LongSpec draft; measure what train.run has made")
     return {
         "curve": training_curve(path / "metrics.jsonl"),
-        "scores": scores,
-        "decoding": measured_decoding(setting, replace(model, draft=loaded)),
+        "scores": measured_scores(setting, target, draft),
+        "decoding": measured_decoding(setting, replace(model, draft=draft)),
     }
 
 

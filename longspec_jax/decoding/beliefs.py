@@ -2,13 +2,13 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.decoding.sampling import Sampling, draw, log_probabilities, noise, perturb
+from longspec_jax.drafters.tree import along
 
 
 @struct.dataclass
@@ -60,7 +60,7 @@ class RoundBeliefs:
         """The same for nodes below ``steps[b]`` more tokens, down to so many levels."""
         # Beyond the last depth there is nothing to draw, and what is known before must stay.
         at = jnp.minimum(steps[:, None] + jnp.arange(levels + 1), self.noise.shape[1] - 1)
-        return dataclasses.replace(self, noise=jax.vmap(lambda row, at: row[at])(self.noise, at))
+        return dataclasses.replace(self, noise=along(at, self.noise))
 
     def _noise_at(self, depths: Int[Array, "#B T"]) -> Float[Array, "B T V"]:
         return jnp.take_along_axis(self.noise, depths[:, :, None], axis=1)

@@ -26,7 +26,7 @@ from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.decoding.walk import Walk, Walker, walker_of
 from longspec_jax.drafters.base import Beliefs, Committed, Drafter, Params, looked
-from longspec_jax.drafters.tree import Tree, along, node_depths
+from longspec_jax.drafters.tree import Tree, along, last_along, node_depths
 from longspec_jax.ops.partitioned import use_mesh
 
 
@@ -132,7 +132,7 @@ def commit_walk(
     # fresh slot, the compiler would append before it has read, and copy whole caches to be able to.
     end = jnp.maximum(length, -2 - walked.tokens[:, 0])
     features = jax.tree.map(partial(along, walked.path), verified.features)
-    last = jnp.take_along_axis(walked.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    last = last_along(walked.tokens, count)
     after = replace(
         rows,
         cache=rows.cache.commit(verified.keys, verified.values, walked.path, end),

@@ -15,6 +15,7 @@ from longspec_jax.axes import Array, Leaf
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Committed, Needs, View
 from longspec_jax.drafters.selection import Selection, everything, gathered
+from longspec_jax.drafters.tree import last_along
 from longspec_jax.ops.selection.attended import attended_scores
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, choose_blocks
 
@@ -23,10 +24,8 @@ def last_query(
     committed: Committed, layer: int, before: Float[Array, "B N H"]
 ) -> Float[Array, "B N H"]:
     """The query of the last token that joined; where none did, the one that was last before."""
-    queries, count = committed.features.queries[layer], committed.count
-    at = jnp.maximum(count - 1, 0)[:, None, None, None]
-    last = jnp.take_along_axis(queries, at, axis=1)[:, 0]
-    return jnp.where((count > 0)[:, None, None], last, before)
+    last = last_along(committed.features.queries[layer], committed.count)
+    return jnp.where((committed.count > 0)[:, None, None], last, before)
 
 
 @struct.dataclass

@@ -34,7 +34,7 @@ from longspec_jax.drafters.base import (
 )
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.drafters.selectors import Selector, SinksAndRecent
-from longspec_jax.drafters.tree import Tree, along, branch, node_depths, plant
+from longspec_jax.drafters.tree import Tree, along, branch, last_along, node_depths, plant
 
 
 class HierarchyState(NamedTuple):
@@ -209,7 +209,7 @@ class _Chain(NamedTuple):
         write = partial(_written, at=self.count)
         joined = found.committed.count
         inside = jnp.arange(found.tokens.shape[1]) < joined[:, None]
-        final = jnp.take_along_axis(found.tokens, jnp.maximum(joined - 1, 0)[:, None], axis=1)[:, 0]
+        final = last_along(found.tokens, joined)
         count = self.count + joined
         sure = jnp.where(inside, found.lead, jnp.inf).min(axis=1) >= lead
         return _Chain(

@@ -8,7 +8,6 @@ and the last ones. Summaries grow with the committed tokens; nothing is summaris
 from dataclasses import dataclass
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Float
@@ -17,6 +16,7 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Committed, Needs, View
 from longspec_jax.drafters.selection import Selection, everything, gathered
+from longspec_jax.drafters.tree import along
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, choose_blocks
 from longspec_jax.ops.selection.extremes import (
     Extremes,
@@ -115,4 +115,4 @@ def _latest(rows: Float[Array, "B n N H"], count: Lengths, most: int) -> Float[A
     """The last rows that count; garbage behind them."""
     at = jnp.maximum(count - most, 0)[:, None] + jnp.arange(most)
     at = jnp.minimum(at, rows.shape[1] - 1)
-    return jax.vmap(lambda row, at: row[at])(rows, at)
+    return along(at, rows)

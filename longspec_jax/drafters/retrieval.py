@@ -61,7 +61,7 @@ class RetrievalOptions:
                 f"{', '.join(HIERARCHIES)}; with partial the text is not the target's own"
             )
         try:
-            self.budget  # noqa: B018
+            _ = self.budget
         except ValueError as error:
             raise ValueError(f"retrieve={self.retrieve}: {error}") from error
         if self.retrieve_tree is not None:

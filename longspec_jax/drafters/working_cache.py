@@ -1,9 +1,9 @@
 """A working cache: what a drafter reads of a long cache, chosen by what the target attends to.
 
 A small draft is slow over a long cache, and misled by most of it. What it needs is what the target
-looks at: SpecExtend (section 3.2 there: "cross-model retrieval") scores the blocks of a text by the
-attention that the last accepted token's query pays them in the target's last layer, and lets the
-draft see the best ones. Neither model is trained for it.
+looks at: SpecExtend (arXiv:2505.20776, section 2.2, "cross-model retrieval") scores the blocks of a
+text by the attention that the last accepted token's query pays them in the target's last layer, and
+lets the draft see the best ones. Neither model is trained for it.
 
 Positions stay what they are. Keys are stored with their rotary angles applied at the token's true
 position, so that blocks laid end to end are exactly the text with gaps; nothing is computed anew.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -34,22 +35,36 @@ def start(given: list[str], cache: Path) -> list[subprocess.Popen]:
     }
     join = [f"--coordinator=127.0.0.1:{free_port()}", "--processes=2"]
     return [
-        subprocess.Popen(
-            [sys.executable, "-m", "train.run", *given, *join, f"--process={index}"],
-            cwd=ROOT,
-            env=environment(devices=2, **kept),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        opened(["-m", "train.run", *given, *join, f"--process={index}"], devices=2, **kept)
         for index in range(2)
     ]
 
 
-def finish(both: list[subprocess.Popen]) -> list[tuple[int, str]]:
-    """Exit statuses and what was printed."""
+def opened(given: list[str], *, devices: int, **variables: str) -> subprocess.Popen:
+    """Another Python, with so many devices."""
+    return subprocess.Popen(
+        [sys.executable, *given],
+        cwd=ROOT,
+        env=environment(devices=devices, **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class Ended(NamedTuple):
+    """What is left of a process."""
+
+    status: int
+    printed: str
+    errors: str
+
+
+def finish(both: list[subprocess.Popen]) -> list[Ended]:
+    """Waits for the end of all, and leaves none behind."""
     try:
-        errors = [process.communicate(timeout=300)[1] for process in both]
-        return [(process.returncode, e) for process, e in zip(both, errors, strict=True)]
+        texts = [process.communicate(timeout=300) for process in both]
+        return [Ended(each.returncode, *text) for each, text in zip(both, texts, strict=True)]
     finally:
         for process in both:
             process.kill()
@@ -76,11 +91,11 @@ def test_two_processes_train_like_one_and_stop_together(
             both[1].send_signal(signal.SIGTERM)
             break
         time.sleep(0.02)
-    for status, error in finish(both):
+    for status, _, error in finish(both):
         assert status == run.INTERRUPTED and "the same command resumes it" in error, error
     assert not (shared / "draft").exists()
 
-    for status, error in finish(start(given, tmp_path / "cache")):
+    for status, _, error in finish(start(given, tmp_path / "cache")):
         assert status == 0, error
     one, two = (
         [record for record in records(folder) if "loss" in record] for folder in (alone, shared)
@@ -137,51 +152,34 @@ def test_processes_that_srun_started_find_each_other() -> None:
     step = dict(SLURM_JOB_ID="7", SLURM_STEP_NODELIST="localhost", SLURM_NTASKS="2")
     port = str(free_port())
     both = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOINING],
-            cwd=ROOT,
-            env=environment(devices=2, JAX_COORDINATOR_PORT=port, **step)
-            | dict(SLURM_PROCID=str(process), SLURM_LOCALID=str(process)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        opened(
+            ["-c", JOINING],
+            devices=2,
+            JAX_COORDINATOR_PORT=port,
+            **step,
+            SLURM_PROCID=str(process),
+            SLURM_LOCALID=str(process),
         )
         for process in range(2)
     ]
-    try:
-        output = [process.communicate(timeout=120) for process in both]
-    finally:
-        for process in both:
-            process.kill()
-    for process, (printed, _) in enumerate(output):  # Collectives say something, too.
-        assert f"{process} 2 4" in printed.splitlines(), output
+    for process, ended in enumerate(finish(both)):  # Collectives say something, too.
+        assert f"{process} 2 4" in ended.printed.splitlines(), ended
 
 
 @pytest.mark.parametrize(("failing", "how"), [(0, "error"), (1, "error"), (1, "killed")])
 def test_what_ends_one_process_ends_the_other(failing: int, how: str) -> None:
     address = f"127.0.0.1:{free_port()}"
     both = [
-        subprocess.Popen(
-            [sys.executable, "-c", FAILING, address, str(process), str(failing), how],
-            cwd=ROOT,
-            env=environment(devices=1),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        opened(["-c", FAILING, address, str(process), str(failing), how], devices=1)
         for process in range(2)
     ]
-    try:
-        output = [process.communicate(timeout=120) for process in both]
-    finally:
-        for process in both:
-            process.kill()
-    began = min(float(printed.split()[-1]) for printed, _ in output)
+    ended = finish(both)
+    began = min(float(each.printed.split()[-1]) for each in ended)
     assert time.time() - began < 30
     other = 1 - failing
     if how == "killed":
-        assert both[other].returncode not in (0, 2)
+        assert ended[other].status not in (0, 2)
         return
-    assert [process.returncode for process in both] == [2, 2], output
-    assert "reported: line 7 is broken" in output[failing][1]
-    assert f"process {failing} has failed: line 7 is broken" in output[other][1]
+    assert [each.status for each in ended] == [2, 2], ended
+    assert "reported: line 7 is broken" in ended[failing].errors
+    assert f"process {failing} has failed: line 7 is broken" in ended[other].errors

@@ -93,12 +93,12 @@ class PackedRows:
         """The row at an index."""
         start = index * self._cut
         stop = start + self._cut
-        front = [] if self.begin is None else [self.begin]
-        row = np.concatenate([front, self.tokens[start:stop]]).astype(np.int32)
-        if self.spans is None:
-            return full_row(row)
-        weights = self.spans.between(start, stop)
-        return Row(row, np.pad(weights, (len(front), 0)), self.seq_len)
+        row = np.asarray(self.tokens[start:stop], np.int32)
+        weights = None if self.spans is None else self.spans.between(start, stop)
+        if self.begin is not None:
+            row = np.insert(row, 0, self.begin)
+            weights = None if weights is None else np.insert(weights, 0, 0.0)
+        return full_row(row) if weights is None else Row(row, weights, self.seq_len)
 
     @property
     def _cut(self) -> int:

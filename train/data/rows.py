@@ -123,7 +123,7 @@ class Source:
         data = self.config.data
         return stream_digest(data, self.workdir) if data.stream else data_digest(data)
 
-    @property
+    @cached_property
     def _corpus_files(self) -> list[Path]:
         """The tokens to train on, and those held out."""
         corpus = self.config.data.corpus
@@ -131,7 +131,7 @@ class Source:
         folder, tokenizer = corpus.place(self.workdir), self.workdir / "tokenizer"
         return [tokens_file(folder, name, tokenizer) for name in ("train", "heldout")]
 
-    @property
+    @cached_property
     def _begin(self) -> int | None:
         """What packed rows begin with, if they are to begin with anything."""
         if not self.config.data.begin_rows:

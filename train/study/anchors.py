@@ -19,9 +19,8 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.attention.dispatch import causal_attention
 
-from ..losses import next_token_labels
+from ..losses import next_token_labels, token_scores
 from ..passes import TrainedTarget, run_target
-from .scores import token_scores
 
 ANCHORS = 4
 """Positions that the paper's anchor-offset leaves in place (LongSpec, section 3.2)."""

@@ -1,6 +1,6 @@
 """Everything that is measured of one draft, as JSON values with one number for every row."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from longspec_jax import LongSpec
-from longspec_jax.config import DraftConfig, TargetConfig
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.longspec.load import LongSpecDraft
 
 from ..records import read_records
 from .decoding import decoded_acceptance
-from .scores import DraftScores, score_drafts
+from .scores import DraftScores, score_draft
 from .tokens import copy_distance, cut
 
 TEMPERATURES = (0.0, 1.0)
@@ -38,29 +39,22 @@ class Setting:
     new_tokens: int
 
 
-def measured_scores(
-    setting: Setting,
-    target: tuple[TargetConfig, Any],
-    draft: DraftConfig,
-    drafts: Mapping[str, Any],
-) -> dict[str, dict[str, Any]]:
-    """Loss and agreement by context and shift, and over new and copied tokens, of each draft."""
-    config, params = target
-    found: dict[str, dict[str, Any]] = {name: {"contexts": {}} for name in drafts}
+def measured_scores(setting: Setting, target: Target, draft: LongSpecDraft) -> dict[str, Any]:
+    """Loss and agreement by context and shift, and over new and copied tokens."""
+    found: dict[str, Any] = {"contexts": {}}
     for context in setting.contexts:
         rows = cut(setting.rows, context, setting.begin)
         longest = context == setting.contexts[-1]
         last = min(16 * setting.last, context // 2) if longest else setting.last
-        scores = score_drafts(config, params, draft, drafts, rows, last=last, shifts=setting.shifts)
-        for name, each in scores.items():
-            end = slice(-setting.last, None)
-            found[name]["contexts"][str(context)] = {
-                "loss": each.loss[..., end].mean(axis=-1).tolist(),
-                "agreement": each.agrees[..., end].mean(axis=-1).tolist(),
-                "target_loss": each.target_loss[..., end].mean(axis=-1).tolist(),
-            }
-            if longest:
-                found[name]["copies"] = _by_copy(each, rows, setting.near)
+        each = score_draft(target, draft, rows, last=last, shifts=setting.shifts)
+        end = slice(-setting.last, None)
+        found["contexts"][str(context)] = {
+            "loss": each.loss[..., end].mean(axis=-1).tolist(),
+            "agreement": each.agrees[..., end].mean(axis=-1).tolist(),
+            "target_loss": each.target_loss[..., end].mean(axis=-1).tolist(),
+        }
+        if longest:
+            found["copies"] = _by_copy(each, rows, setting.near)
     return found
 
 

@@ -1,6 +1,5 @@
-"""Loss and agreement of drafts, token by token, at every distance from the target's last key."""
+"""Loss and agreement of a draft, token by token, at every distance from the target's last key."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,20 +10,12 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array
 from longspec_jax.config import DraftConfig, TargetConfig
-from longspec_jax.models.target import head_logits, head_of
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.longspec.load import LongSpecDraft
+from longspec_jax.models.target import head_of
 
+from ..losses import TokenScores, token_scores
 from ..passes import Draws, TargetView, run_draft, run_target
-
-CHUNK = 1024
-"""Tokens whose logits exist at once."""
-
-
-class TokenScores(NamedTuple):
-    """How well each position predicts the next token."""
-
-    loss: Float[Array, "B T"]
-    choice: Int[Array, "B T"]
-    """The most probable token."""
 
 
 class DraftScores(NamedTuple):
@@ -37,60 +28,31 @@ class DraftScores(NamedTuple):
     target_loss: Float[np.ndarray, "B T"]
 
 
-def token_scores(
-    hidden: Float[Array, "B T D"], head: Float[Array, "V D"], labels: Int[Array, "B T"]
-) -> TokenScores:
-    """Scores of every position, logits never whole."""
-    rows, length = labels.shape
-    size = max(each for each in range(1, min(CHUNK, length) + 1) if length % each == 0)
-
-    def score(part: tuple[Array, Array]) -> TokenScores:
-        states, wanted = part
-        logits = head_logits(head, states)
-        chosen = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
-        return TokenScores(jax.nn.logsumexp(logits, axis=-1) - chosen, jnp.argmax(logits, axis=-1))
-
-    def parts(whole: Array) -> Array:
-        return jnp.moveaxis(whole.reshape(rows, -1, size, *whole.shape[2:]), 1, 0)
-
-    found = jax.lax.map(score, (parts(hidden), parts(labels)))
-    loss, choice = (jnp.moveaxis(each, 0, 1).reshape(rows, length) for each in found)
-    return TokenScores(loss, choice)
-
-
-def score_drafts(
-    target: TargetConfig,
-    frozen: Any,
-    draft: DraftConfig,
-    drafts: Mapping[str, Any],
+def score_draft(
+    target: Target,
+    draft: LongSpecDraft,
     rows: Int[np.ndarray, "R T"],
     *,
     last: int,
     shifts: int,
-) -> dict[str, DraftScores]:
-    """Scores of drafts on the last tokens of rows, one row at a time.
+) -> DraftScores:
+    """Scores of a draft on the last tokens of rows, one row at a time.
 
     Args:
-      target: the target's configuration.
-      frozen: its parameters.
-      draft: the configuration that all drafts share.
-      drafts: their parameters, by name.
+      target: what it drafts for.
+      draft: the draft.
       rows: of one length, positions plain.
       last: tokens at the end of a row that are scored; each is predicted by the one before it.
       shifts: how many distances are scored, from 1 on.
     """
-    found: dict[str, list[Any]] = {name: [] for name in drafts}
+    frozen, layer = target.params, draft.params.layer
+    found = []
     for row in rows:
         tokens = jnp.asarray(row[None])
-        view, own = _target_scores(target, last, frozen, tokens)
-        for name, params in drafts.items():
-            scores = _draft_scores(draft, last, shifts, params, frozen, tokens, view)
-            agrees = scores.choice == own.choice
-            found[name].append(jax.device_get((scores.loss, agrees, own.loss)))
-    return {
-        name: DraftScores(*(np.concatenate(each, axis=-2) for each in zip(*rows, strict=True)))
-        for name, rows in found.items()
-    }
+        view, own = _target_scores(target.config, last, frozen, tokens)
+        scores = _draft_scores(draft.config, last, shifts, layer, frozen, tokens, view)
+        found.append(jax.device_get((scores.loss, scores.choice == own.choice, own.loss)))
+    return DraftScores(*(np.concatenate(each, axis=-2) for each in zip(*found, strict=True)))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -107,7 +69,7 @@ def _draft_scores(
     config: DraftConfig,
     last: int,
     shifts: int,
-    params: Any,
+    layer: Any,
     frozen: Any,
     tokens: Array,
     view: TargetView,
@@ -117,7 +79,7 @@ def _draft_scores(
 
     def at(shift: Array) -> TokenScores:
         draws = Draws(positions, jnp.full(tokens.shape[:1], shift))
-        hidden = run_draft(config, params, frozen, tokens, draws, view)
+        hidden = run_draft(config, layer, frozen, tokens, draws, view)
         return _last_scores(hidden, frozen, tokens, last)
 
     return jax.lax.map(at, jnp.arange(1, shifts + 1))

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import DraftConfig
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.models.target import head_logits, head_of
 from longspec_jax.weights.hf import load_target, save_draft
 from tests.train.tiny import save_tiny_target
@@ -20,7 +22,7 @@ from train.data.corpus import tokens_file
 from train.objectives import DraftObjective
 from train.passes import run_target
 from train.study.anchors import attention_to_anchors, losses_at_offset
-from train.study.scores import score_drafts
+from train.study.scores import score_draft
 
 SETTINGS = DraftSettings(
     window=7, init="", anchor_offset=False, max_sinks=4, max_shift=3, per_row=True
@@ -58,7 +60,8 @@ def test_scores_are_those_of_simulated_acceptance(folder: Path) -> None:
     draft = DraftConfig.for_target(config, window=7)
     params = DraftObjective(config, draft, SETTINGS, 0, 64).initialize(jax.random.key(5))
     rows = np.random.default_rng(1).integers(3, 300, (3, 24)).astype(np.int32)
-    [found] = score_drafts(config, frozen, draft, {"d": params}, rows, last=10, shifts=3).values()
+    bound = LongSpecDraft.bind(draft, params, frozen)
+    found = score_draft(Target(config, frozen), bound, rows, last=10, shifts=3)
     # There the weight of a position is that of the predictions made at it.
     weights = np.zeros((3, 24), np.float32)
     weights[:, 13:23] = 1.0

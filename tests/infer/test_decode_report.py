@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from infer.report import (
+from infer.decode_report import (
     Outcome,
     as_json,
     counted,
