@@ -48,6 +48,9 @@ from .timing import rounded
 
 Row = dict[str, Any]
 
+PART_ROUNDS = 24
+"""Full rounds of the decodes that tell a partial round's time; each of them emits one token."""
+
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure, print, and write what was asked for."""
@@ -163,20 +166,22 @@ def two_levels(
         for name, compiled in choosing.items()
     }
 
-    def decoded(lengths: AcceptanceLengths, agreement: float) -> LoopTime:
+    def decoded(lengths: AcceptanceLengths, agreement: float, tokens: int) -> LoopTime:
         odds = Odds.of(lengths, agreement, setting.batch)
-        return time_loop(bench, lambda params, state: program(params, given(state, odds)), drafter)
+        return time_loop(
+            bench, lambda params, state: program(params, given(state, odds, tokens)), drafter
+        )
 
     height = setting.tree.num_levels + 1
     slowest, fastest = (
-        decoded(AcceptanceLengths(tuple(float(i == each) for i in range(height))), 0.0)
+        decoded(AcceptanceLengths(tuple(float(i == each) for i in range(height))), 0.0, PART_ROUNDS)
         for each in (0, height - 1)
     )
     parts |= round_parts(
         slowest, fastest, rounds_of(chain, height, 1), rounds_of(chain, height, height)
     )
     for agreement in agreements:
-        found = figures(decoded(setting.lengths, agreement))
+        found = figures(decoded(setting.lengths, agreement, setting.new_tokens))
         yield {
             **described(setting),
             "method": "retrieval",
@@ -196,10 +201,18 @@ def two_levels(
         }
 
 
-def given(state: SpecState, odds: Odds) -> SpecState:
-    """The state with other odds, which it takes along: they are donated with it."""
+def given(state: SpecState, odds: Odds, tokens: int) -> SpecState:
+    """The state with other odds, which it takes along: they are donated with it.
+
+    Args:
+      state: at the beginning of a decode.
+      odds: those of the decode.
+      tokens: the most that it emits, if not fewer are wanted.
+    """
     draft = state.rows.draft.replace(odds=jax.tree.map(jnp.copy, odds))
-    return dataclasses.replace(state, rows=dataclasses.replace(state.rows, draft=draft))
+    remaining = jnp.minimum(state.rows.remaining, tokens)
+    rows = dataclasses.replace(state.rows, draft=draft, remaining=remaining)
+    return dataclasses.replace(state, rows=rows)
 
 
 def rounds_of(chain: TreeConfig, height: int, each: int) -> int:
