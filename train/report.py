@@ -42,8 +42,39 @@ class _Pending:
     timed: bool = True
 
 
+@dataclass
+class _Pace:
+    """What the timed steps since the last record did."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    needed: float | None = 0.0
+    """Seconds that fully used devices would have taken, if that is known of every step."""
+
+    def add(self, step: _Pending, seconds: float) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.seconds += seconds
+        self.tokens += step.real_tokens
+        if self.needed is not None:
+            self.needed = self.needed + step.real_tokens / step.peak if step.peak else None
+
+    def metrics(self) -> dict[str, float]:
+        """Their mean speed; nothing if there was none."""
+        if not self.steps:
+            return {}
+        seconds = max(self.seconds, 1e-9)
+        used = {} if self.needed is None else {"flops_utilization": self.needed / seconds}
+        speed = {"step_time": self.seconds / self.steps, "tokens_per_second": self.tokens / seconds}
+        return speed | used
+
+
 class Report:
     """Metrics fetched one step late, so that the device never waits for the host.
+
+    Speeds are means over the timed steps since the last record: of steps that differ, such as those
+    that tell the target's loss, a record would otherwise only ever see one kind.
 
     Args:
       stage: its name.
@@ -64,6 +95,7 @@ class Report:
         self._stage, self._every, self._metrics, self._clock = stage, every, metrics, clock
         self._diverged = diverged
         self._pending: _Pending | None = None
+        self._pace = _Pace()
 
     def add(
         self,
@@ -107,18 +139,14 @@ class Report:
         seconds = self._clock.tick()
         self._metrics.advance()
         wrong = not_finite({name: values[name] for name in ("loss", "grad_norm") if name in values})
+        if pending.timed:
+            self._pace.add(pending, seconds)
         if wrong or pending.always or pending.step % self._every == 0:
-            speed = _speed(pending, seconds) if pending.timed else {}
-            more = {**speed, **_memory(), "elapsed": self._clock.elapsed}
+            more = {**self._pace.metrics(), **_memory(), "elapsed": self._clock.elapsed}
+            self._pace = _Pace()
             self._metrics.write(self._stage, pending.step, {**values, **more})
         if wrong:
             raise self._diverged(pending.step, wrong)
-
-
-def _speed(step: _Pending, seconds: float) -> dict[str, float]:
-    rate = step.real_tokens / max(seconds, 1e-9)
-    used = {} if step.peak is None else {"flops_utilization": rate / step.peak}
-    return {"step_time": seconds, "tokens_per_second": rate, **used}
 
 
 def not_finite(values: Mapping[str, float]) -> str:

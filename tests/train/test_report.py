@@ -66,6 +66,22 @@ def test_time_before_a_save_is_the_steps_and_the_saves_is_nobodys(seconds: list[
     assert log.steps[7]["step_time"] == 1.0 and log.steps[7]["flops_utilization"] == 0.15
 
 
+def test_speeds_are_means_since_the_last_record(seconds: list[float]) -> None:
+    """Every second step is slower here, and only those are written."""
+    log = Log()
+    clock = Clock()
+    steps = Report("a", 2, log, clock, lambda step, what: FloatingPointError(what))  # type: ignore[arg-type]
+    clock.skip()
+    for step in range(1, 5):
+        steps.add(step, {"loss": 1.0}, 100, peak=200.0)
+        seconds.append(seconds[-1] + (3.0 if step % 2 == 0 else 1.0))
+    steps.flush()
+    assert list(log.steps) == [2, 4]
+    for values in log.steps.values():
+        assert values["step_time"] == 2.0 and values["tokens_per_second"] == 50.0
+        assert values["flops_utilization"] == 0.25
+
+
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_is_recorded_and_ends_the_run(name: str, value: float) -> None:
