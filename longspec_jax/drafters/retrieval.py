@@ -4,13 +4,13 @@ What is chosen here is chosen beside the draft's own options: ``retrieve=4096`` 
 :class:`~longspec_jax.drafters.hierarchy.Hierarchy` of it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from longspec_jax.checks import shown
-from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
+from longspec_jax.config import DEFAULT_TREE, PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.attended import Attended
 from longspec_jax.drafters.base import Lossy
 from longspec_jax.drafters.draft import Draft, UsualTrees
@@ -75,6 +75,13 @@ class RetrievalOptions:
         )
 
 
+def behind_chain(levels: int, tree: TreeConfig) -> TreeConfig:
+    """A tree at the end of a chain, both in no more nodes than the usual tree of a large target."""
+    whole = TreeConfig((1,) * levels + tree.widths, threshold=tree.threshold, chain=levels)
+    nodes = min(levels + tree.num_nodes, DEFAULT_TREE.num_nodes)
+    return replace(whole, budget=nodes) if nodes < whole.num_nodes else whole
+
+
 OPTION = "retrieve"
 """What the names of these options begin with; the one that all others are about."""
 
@@ -109,9 +116,13 @@ class RetrievalDraft:
 
     @property
     def usual(self) -> UsualTrees:
-        """Chains: two to four rounds between full passes."""
-        small, middle, long = (TreeConfig((1,) * levels) for levels in (8, 16, 24))
-        return UsualTrees((small, middle), (middle, small), (middle, long, small))
+        """Chains of two to four rounds between full passes, with the inner draft's tree behind."""
+        own = self.inner.usual
+        return UsualTrees(
+            tuple(behind_chain(levels, own.cpu[0]) for levels in (8, 16)),
+            tuple(behind_chain(levels, own.gpu[0]) for levels in (16, 8)),
+            tuple(behind_chain(levels, own.large[0]) for levels in (16, 24, 8)),
+        )
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError if the inner draft does not fit, or this was made for another target."""
@@ -123,10 +134,10 @@ class RetrievalDraft:
             )
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> Hierarchy:
-        """The drafter that hands up this chain.
+        """The drafter that hands up this chain, and what is at its end.
 
         Raises:
-          ValueError: if it is no chain.
+          ValueError: if it does not begin with a chain.
         """
         inner = self.inner.drafter(self._inner_tree, attention)
         kind = HIERARCHIES[self.options.retrieve_verify]
