@@ -184,7 +184,7 @@ class TreeConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", _tree_widths(self.widths))
         if self.chain is not None:
-            self._check_chain()
+            self._check_chain(self.chain)
             if self.chain == self.num_levels:
                 object.__setattr__(self, "chain", None)  # A chain with nothing at its end.
         if self.num_grown > MAX_TREE_NODES:
@@ -211,9 +211,8 @@ class TreeConfig:
                 f"grow all {self.num_levels} levels"
             )
 
-    def _check_chain(self) -> None:
+    def _check_chain(self, chain: Any) -> None:
         """Refuse a chain that the widths or the budget do not hold."""
-        chain = self.chain
         if not is_whole(chain) or not 0 <= chain <= self.num_levels or {*self.widths[:chain]} - {1}:
             raise ValueError(
                 f"chain={shown(chain)} must be a number of first levels of width 1 in the tree "

@@ -109,8 +109,11 @@ class Hierarchy:
         return HierarchyState(inner, self.selector.extend(state.selector, committed))
 
     def look(self, params: Params, state: HierarchyState, view: View) -> HierarchyState:
-        """Let the inner drafter look at the cache: once before all of its rounds."""
-        return state._replace(inner=looked(self.inner, params, state.inner, view))
+        """Let both look at the cache: once before all of the rounds."""
+        inner = looked(self.inner, params, state.inner, view)
+        if self.levels == 0:
+            return state._replace(inner=inner)  # Nothing is verified in part.
+        return HierarchyState(inner, self.selector.look(state.selector, view))
 
     def propose(self, params: Params, state: HierarchyState, view: View, beliefs: Beliefs) -> Tree:
         """The chain of what the rounds draw; their state and their K/V are thrown away.

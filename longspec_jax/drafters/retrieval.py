@@ -17,6 +17,7 @@ from longspec_jax.drafters.draft import Draft, UsualTrees
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.lossy import LossyHierarchy
 from longspec_jax.drafters.quest import Quest
+from longspec_jax.drafters.refreshed import Refreshed
 from longspec_jax.drafters.selectors import Selector
 from longspec_jax.ops.selection.blocks import BlockBudget
 
@@ -42,6 +43,8 @@ class RetrievalOptions:
     """First tokens of a row, always seen."""
     retrieve_recent: int = BlockBudget.recent
     """Last tokens of a row, always seen."""
+    retrieve_refresh: int = 1
+    """Full passes from one choice of blocks to the next; what is committed between is seen."""
     retrieve_tree: str | None = None
     """Tree of the draft that partial passes verify; its usual one on this machine if absent. The
     call's tree is the chain that a full pass verifies."""
@@ -59,6 +62,11 @@ class RetrievalOptions:
             raise ValueError(
                 f"retrieve_verify={shown(self.retrieve_verify)} must be one of "
                 f"{', '.join(HIERARCHIES)}; with partial the text is not the target's own"
+            )
+        if self.retrieve_refresh < 1:
+            raise ValueError(
+                f"retrieve_refresh={self.retrieve_refresh} must be at least 1: blocks are chosen "
+                "every so many full passes"
             )
         try:
             _ = self.budget
@@ -145,7 +153,9 @@ class RetrievalDraft:
 
     @property
     def _selector(self) -> Selector:
-        return SELECTORS[self.options.retrieve_by](self.target, self.options.budget)
+        chosen = SELECTORS[self.options.retrieve_by](self.target, self.options.budget)
+        every = self.options.retrieve_refresh
+        return chosen if every == 1 else Refreshed(chosen, every)
 
     @property
     def _inner_tree(self) -> TreeConfig:

@@ -25,6 +25,7 @@ from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.lossy import LossyHierarchy
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.quest import Quest
+from longspec_jax.drafters.refreshed import Refreshed
 from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
@@ -296,7 +297,7 @@ RETRIEVED = {
     ),
     "quest-end": Hierarchy(
         LongSpecDrafter(DRAFT, TreeConfig((3, 2))),
-        Quest(CONFIG, FEW),
+        Refreshed(Quest(CONFIG, FEW), 2),
         TreeConfig.parse("chain:4/3,4,2@10"),
     ),
 }
