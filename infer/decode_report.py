@@ -25,6 +25,8 @@ from longspec_jax.generation.result import (
 )
 from longspec_jax.sizes import shown_bytes
 
+from .tree_json import tree_fields, tree_of
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -119,9 +121,7 @@ def _trees(stats: Sequence[Stats]) -> Iterator[dict[str, Any]]:
         own = [use for use in uses if (use.drafter, use.tree) == (drafter, tree)]
         yield {
             "drafter": drafter,
-            "tree": list(tree.widths),
-            "budget": tree.budget,
-            "threshold": tree.threshold,
+            **tree_fields(tree),
             "rounds": sum(u.rounds for u in own),
             "tokens": sum(u.tokens for u in own),
             "seconds": sum(u.seconds for u in own),
@@ -261,9 +261,9 @@ def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "trees               adaptive: chosen by tokens/s"
     yield f"  {'drafter':10}  {'tree':20}  rounds  tokens  ms/round"
     for use in trees:
-        tree = TreeConfig(tuple(use["tree"]), use["budget"], use["threshold"])
         pace = f"{1000 * use['seconds'] / use['rounds']:8.2f}" if use["rounds"] else ""
-        yield f"  {use['drafter']:10}  {tree!s:20}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
+        shape = str(tree_of(use))
+        yield f"  {use['drafter']:10}  {shape:20}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
 
 
 def memory_plan_line(plan: MemoryPlan) -> str:

@@ -31,6 +31,7 @@ from .decode_report import (
 from .display import Screen
 from .journal import Journal
 from .prompt_files import Prompt
+from .tree_json import tree_fields
 from .wording import command_words
 
 DEFAULT_PROMPT = "networkx_classes_digraph"
@@ -113,7 +114,7 @@ class Session:
             "drafters": drafters(arguments),
             "drafter_options": dict(arguments.drafter_option or ()),
             "drafter": self._drafter,
-            **_tree_setting(self._tree),
+            **tree_fields(self._tree),
             "adaptive": arguments.adaptive,
             "dtype": config.dtype,
             "device": jax.devices()[0].device_kind,
@@ -224,7 +225,7 @@ class Session:
         self._journal.check_open()
         if isinstance(activity, Tuned):
             self._tree, self._drafter = activity.tree, activity.drafter
-            self._setting.update(drafter=self._drafter, **_tree_setting(self._tree))
+            self._setting.update(drafter=self._drafter, **tree_fields(self._tree))
             self._out.entry(tuned_line(activity, PAYS), indent=2)
         self._out.activity(activity)
 
@@ -306,10 +307,3 @@ def _warnings() -> Iterator[list[str]]:
 
         warnings.showwarning = note
         yield notes
-
-
-def _tree_setting(tree: TreeConfig | None) -> dict[str, Any]:
-    """A tree in the JSON."""
-    if tree is None:
-        return {"tree": None, "budget": None, "threshold": None}
-    return {"tree": list(tree.widths), "budget": tree.budget, "threshold": tree.threshold}

@@ -9,7 +9,8 @@ GRAMMAR = (
     "chain:4 for a single branch of four tokens, or the widths of the tree's levels such as "
     "4,16,16,16,16, which is 4,16x4; @64 behind it verifies only the best 64 nodes by the draft's "
     "own score, the root included; +0.7 behind that ends a tree with the level that adds no more "
-    "than 0.7 to the tokens that the draft expects to be accepted (OPT-Tree: 16x10@50+0.7)"
+    "than 0.7 to the tokens that the draft expects to be accepted (OPT-Tree: 16x10@50+0.7); "
+    "chain:16/4,8 is a tree at the end of a chain, as a draft with retrieve=N can hand up"
 )
 """How a tree is written, for ``--help``."""
 

@@ -176,9 +176,17 @@ class TreeConfig:
     """Growth ends, in every row and round for itself, with the level that raises the expected
     number of accepted tokens by no more than this; what is not grown costs no draft pass where no
     row grows it. All levels are grown if absent."""
+    chain: int | None = None
+    """How many of the levels are a chain with the tree of the others at its end, as partial
+    verification hands up (``chain:16/4,8``, :mod:`longspec_jax.drafters.hierarchy`): where a row's
+    chain is shorter, its tree begins higher. None for a tree that is grown as one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", _tree_widths(self.widths))
+        if self.chain is not None:
+            self._check_chain(self.chain)
+            if self.chain == self.num_levels:
+                object.__setattr__(self, "chain", None)  # A chain with nothing at its end.
         if self.num_grown > MAX_TREE_NODES:
             raise ValueError(
                 f"tree {shown(self.widths)} has {self.num_grown} nodes with its root; the "
@@ -203,11 +211,25 @@ class TreeConfig:
                 f"grow all {self.num_levels} levels"
             )
 
+    def _check_chain(self, chain: Any) -> None:
+        """Refuse a chain that the widths or the budget do not hold."""
+        if not is_whole(chain) or not 0 <= chain <= self.num_levels or {*self.widths[:chain]} - {1}:
+            raise ValueError(
+                f"chain={shown(chain)} must be a number of first levels of width 1 in the tree "
+                f"{shown(self.widths)}; chain:4/2,3 has four of them before its 2,3"
+            )
+        if self.budget is not None and is_whole(self.budget) and self.budget <= chain:
+            raise ValueError(
+                f"a tree budget of {self.budget} leaves no node for what is at the end of a chain "
+                f"of {chain}, all of which is verified; allow at least {chain + 2}"
+            )
+
     @classmethod
     def parse(cls, text: str) -> "TreeConfig":
         """The tree of a text: ``none``, ``chain:4`` or ``4,16,16``, which is ``4,16x2``.
 
-        ``@24`` behind it adds a budget, and ``+0.7`` a threshold.
+        ``@24`` behind it adds a budget, and ``+0.7`` a threshold; ``chain:16/`` before it puts it
+        at the end of a chain.
 
         Raises:
           ValueError: for a text that names no tree, or one that there cannot be.
@@ -217,9 +239,11 @@ class TreeConfig:
             raise ValueError(
                 f"{shown(text)} must be the widths of a tree such as 4,16,16,16,16, or chain:4 for "
                 "a single branch, or none; @64 behind it verifies the best 64 nodes alone, +0.7 "
-                "ends it with the level that adds no more than 0.7 expected tokens"
+                "ends it with the level that adds no more than 0.7 expected tokens, and chain:16/ "
+                "before it puts it at the end of a chain"
             )
-        widths = [1] * int(found["links"] or 0)
+        chain = int(found["chain"]) if found["chain"] else None
+        widths = [1] * ((chain or 0) + int(found["links"] or 0))
         for piece in (found["widths"] or "").split(",") if found["widths"] else ():
             width, _, times = piece.partition("x")
             widths += [int(width)] * int(times or 1)
@@ -227,13 +251,17 @@ class TreeConfig:
             tuple(widths),
             int(found["budget"]) if found["budget"] else None,
             float(found["threshold"]) if found["threshold"] else None,
+            chain,
         )
 
     def __str__(self) -> str:
         """The tree as :meth:`parse` reads it."""
-        shape = ",".join(map(str, self.widths)) or "none"
-        if set(self.widths) == {1}:
-            shape = f"chain:{self.num_levels}"
+        widths = self.widths[self.chain or 0 :]
+        shape = ",".join(map(str, widths)) or "none"
+        if set(widths) == {1}:
+            shape = f"chain:{len(widths)}"
+        if self.chain is not None:
+            shape = f"chain:{self.chain}/{shape}"
         budget = "" if self.budget is None else f"@{self.budget}"
         threshold = "" if self.threshold is None else f"+{self.threshold:g}"
         return shape + budget + threshold
@@ -255,12 +283,24 @@ class TreeConfig:
 
     @property
     def selective(self) -> bool:
-        """Whether the budget leaves out nodes, so that depths differ from row to row."""
+        """Whether the budget leaves out nodes."""
         return self.num_nodes < self.num_grown
 
     @property
+    def varies(self) -> bool:
+        """Whether depths differ from row to row: nodes are left out, or a chain is shorter."""
+        return self.selective or bool(self.chain)
+
+    @property
+    def end(self) -> "TreeConfig":
+        """The tree at the end of the chain, whose last token is its root."""
+        chain = self.chain or 0
+        budget = None if self.budget is None else self.budget - chain
+        return TreeConfig(self.widths[chain:], budget, self.threshold)
+
+    @property
     def depths(self) -> tuple[int, ...]:
-        """Depth of every grown node; the root has depth 0."""
+        """Depth of every grown node, where it does not vary; the root has depth 0."""
         return (0, *(level + 1 for level, width in enumerate(self.widths) for _ in range(width)))
 
 
@@ -283,6 +323,7 @@ def _tree_widths(widths: Any) -> tuple[int, ...]:
 
 _WIDTH = "-?[0-9]{1,9}(x[1-9][0-9]{0,2})?"
 _TREE_TEXT = re.compile(
+    r"(chain:(?P<chain>0|[1-9][0-9]{0,3})/)?"
     r"(none|chain:(?P<links>[1-9][0-9]{0,3})|(?P<widths>{W}(,{W})*))"
     r"(@(?P<budget>[0-9]{1,9}))?"
     r"(\+(?P<threshold>[0-9]{1,3}(\.[0-9]{1,6})?))?".replace("{W}", _WIDTH)

@@ -81,6 +81,9 @@ TEXTS = {
     "4@9": TreeConfig((4,), 9),
     "4,4@9+0.7": TreeConfig((4, 4), 9, 0.7),
     "chain:3+0.05": TreeConfig((1, 1, 1), threshold=0.05),
+    "chain:3/4,2@8+0.7": TreeConfig((1, 1, 1, 4, 2), 8, 0.7, chain=3),
+    "chain:2/chain:3": TreeConfig((1,) * 5, chain=2),
+    "chain:0/2,3": TreeConfig((2, 3), chain=0),
 }
 
 
@@ -94,6 +97,30 @@ def test_a_chain_may_be_spelt_out() -> None:
     assert TreeConfig.parse("1,1,1") == TreeConfig.parse("chain:3")
     assert TreeConfig.parse("4,16x3,2@9") == TreeConfig((4, 16, 16, 16, 2), 9)
     assert TreeConfig.parse("16x10@50+0.7") == TreeConfig((16,) * 10, 50, 0.7)
+    assert TreeConfig.parse("chain:3/none") == TreeConfig((1, 1, 1), chain=3)
+
+
+def test_a_chain_with_a_tree_at_its_end() -> None:
+    """All of the chain is verified, and what the budget leaves of the tree with its root."""
+    tree = TreeConfig.parse("chain:16/4,8@24+0.7")
+    assert (tree.num_levels, tree.num_grown, tree.num_nodes) == (18, 29, 24)
+    assert tree.end == TreeConfig((4, 8), 8, 0.7) and tree.end.num_nodes + 16 == tree.num_nodes
+    assert TreeConfig.parse("chain:16/4,8").varies and not TreeConfig.parse("chain:0/4,8").varies
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (dict(widths=(1, 2), chain=2), "chain=2 must be a number of first levels of width 1"),
+        (dict(widths=(1, 1), chain=3), "chain=3 must be a number of first levels of width 1"),
+        (dict(widths=(1, 1), chain=-1), "chain=-1 must be a number of first levels"),
+        (dict(widths=(1, 1), chain=True), "chain=True must be a number of first levels"),
+        (dict(widths=(1, 1, 2), budget=2, chain=2), "budget of 2 leaves no node.*at least 4"),
+    ],
+)
+def test_chains_that_a_tree_does_not_begin_with(tree, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        TreeConfig(**tree)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +144,9 @@ def test_a_chain_may_be_spelt_out() -> None:
         "4,4+x",
         "+0.7",
         "4,4+0.7@8",
+        "chain:4/",
+        "4/chain:4",
+        "chain:2/chain:2/4",
     ],
 )
 def test_texts_that_name_no_tree(text) -> None:

@@ -22,7 +22,7 @@ from longspec_jax.mesh_argument import mesh_argument
 from ..boundary import Parser
 from ..drafter_option import drafter_option
 from ..number_argument import number_argument
-from ..tree_argument import GRAMMAR, drafting_tree
+from ..tree_argument import GRAMMAR, drafting_tree, tree_argument
 from .files import chart_file, profile_folder, result_file
 from .shapes import SHAPES
 from .values import (
@@ -296,7 +296,15 @@ def retrieval(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--sinks", number_argument(Whole(0)), ByMachine(32, 32), "of them first ones")
     _add(parser, "--recent", COUNT, ByMachine(512, 64), "of them last ones")
     parser.add_argument("--block", type=COUNT, default=32, help="tokens that are chosen together")
-    _add(parser, "--chain", COUNTS, ByMachine([16], [8]), "most tokens that a full pass verifies")
+    _add(parser, "--chain", COUNTS, ByMachine([16], [8]), "most tokens verified in part")
+    parser.add_argument(
+        "--end",
+        type=tree_argument,
+        nargs="+",
+        metavar="TREE",
+        help="what a full pass verifies behind the chain, cut with it to 64 nodes, such as 4,8, or "
+        "none; several are measured one after the other; --tree if left out",
+    )
     _add(
         *(parser, "--acceptance", NOT_NEGATIVE, ByMachine(3.5, 2.1)),
         "mean tokens of a partial round, and of a round without retrieval",

@@ -35,7 +35,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.record import SpecState
@@ -46,6 +45,7 @@ from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.generation.memory import tree_bytes
 from longspec_jax.sizes import shown_bytes
 
+from ..tree_json import tree_fields, tree_of
 from . import parts as parts_lib
 from .adaptive import time_adaptive
 from .arguments import settled
@@ -188,9 +188,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "context": setting.context,
         "lengths": [min(setting.contexts), max(setting.contexts)],
         "batch": setting.batch,
-        "tree": list(setting.tree.widths),
-        "budget": setting.tree.budget,
-        "threshold": setting.tree.threshold,
+        **tree_fields(setting.tree),
         "new_tokens": setting.new_tokens,
         "dtype": config.dtype,
         "attention": model.target.attention or "automatic",
@@ -322,7 +320,7 @@ def results(
 
 def verdict(row: dict[str, Any], device: str) -> str:
     """What a row says about speculation, in a sentence."""
-    nodes = TreeConfig(tuple(row["tree"]), row["budget"]).num_nodes
+    nodes = tree_of(row).num_nodes
     rows = f" in {row['batch']} rows together" if row["batch"] > 1 else ""
     return (
         f"{row['shape']} at {row['context']} tokens on {device}: "
@@ -339,11 +337,10 @@ def line(row: dict[str, Any]) -> str:
         for name in row
         if name.endswith("_ms") and name not in ("round_ms", "rest_ms", "draft_ms", "verify_ms")
     }
-    tree = TreeConfig(tuple(row["tree"]), row["budget"], row.get("threshold"))
     shortest, longest = row["lengths"]
     cached = longest if shortest == longest else f"{shortest}-{longest}"
     return (
-        f"{row['shape']} B={row['batch']} S={cached} tree={tree}: "
+        f"{row['shape']} B={row['batch']} S={cached} tree={tree_of(row)}: "
         f"plain {row['plain_ms_per_token']} ms ({row['plain_percent_of_roof']} % of roof), "
         f"round {row['round_ms']} ms = draft {row['draft_ms']} + verify {row['verify_ms']} "
         f"+ rest {row['rest_ms']}, {row['round_over_plain']} plain steps; "

@@ -18,6 +18,7 @@ from longspec_jax import LongSpec, TreeConfig, demo_prompts
 from longspec_jax.embedded import DRAFTS
 from longspec_jax.generation.comparison import Comparison
 
+from ..tree_json import tree_fields, tree_of
 from .arguments import settled
 from .progress import announce, counted
 from .report import Report, run_header
@@ -77,9 +78,7 @@ def describe(
     stats, rows = compared.speculative.stats, len(compared.speculative.sequences)
     return {
         "drafter": drafter,
-        "tree": list(tree.widths),
-        "budget": tree.budget,
-        "threshold": tree.threshold,
+        **tree_fields(tree),
         "temperature": temperature,
         "rows": rows,
         "acceptance_length": stats.acceptance_length,
@@ -101,9 +100,8 @@ def _lengths(compared: Comparison) -> Iterator[float]:
 
 def line(row: dict[str, Any]) -> str:
     """A row for reading."""
-    tree = TreeConfig(tuple(row["tree"]), row["budget"], row.get("threshold"))
     return (
-        f"{row['drafter']:10} tree {tree!s:18} T={row['temperature']:g}: "
+        f"{row['drafter']:10} tree {tree_of(row)!s:18} T={row['temperature']:g}: "
         f"{row['acceptance_length']:.2f} tokens per pass, "
         f"{row['identical_to_plain_fraction']:.0%} of {row['rows']} rows identical to plain, "
         f"state {row['draft_state_bytes']:,} bytes per row; batch of {row['rows']}: "

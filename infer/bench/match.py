@@ -23,6 +23,7 @@ import numpy as np
 from longspec_jax import LongSpec, demo_prompts
 from longspec_jax.generation.comparison import Comparison
 
+from ..tree_json import tree_fields
 from .arguments import settled
 from .progress import announce, counted
 from .report import Report, run_header
@@ -64,8 +65,7 @@ def main(arguments: argparse.Namespace) -> None:
         jax.devices()[0].device_kind,
         __doc__ or "",
         **{"dtype": arguments.dtype, "attention": arguments.attention or "automatic"},
-        **{"tree": list(arguments.tree.widths), "budget": arguments.tree.budget},
-        threshold=arguments.tree.threshold,
+        **tree_fields(arguments.tree),
         new_tokens=arguments.new_tokens,
     )
     with Report(header, arguments.json) as report:

@@ -7,9 +7,11 @@ earned (``infer.bench.simulated_hierarchy``). ``longspec`` is the same draft and
 retrieval, ``at_budget`` the same at a context as long as the working set: what a partial round is
 to be compared with.
 
-``partial_round_ms`` and ``full_round_ms`` come from decodes with the most and the fewest partial
-rounds between full ones: the difference is partial rounds alone, what remains is a full round with
-its selection. ``choose_ms`` (scores and the best blocks) and ``select_ms`` (the same and laying
+``chain`` is how many tokens the full verification is handed at most, ``end`` the tree of the draft
+that it verifies behind them, ``nodes`` all of these. ``partial_round_ms`` and ``full_round_ms``
+come from decodes with the most and the fewest partial rounds between full ones: the difference is
+partial rounds alone, what remains is a full round with its selection and the draft's tree.
+``choose_ms`` (scores and the best blocks) and ``select_ms`` (the same and laying
 them end to end) are timed apart, in programs of their own. ``acceptance_length`` is emitted tokens
 over full target passes. ``break_even`` is the agreement from which retrieval is faster, between two
 of those measured.
@@ -31,6 +33,7 @@ from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.quest import Quest
+from longspec_jax.drafters.retrieval import behind_chain
 from longspec_jax.ops.selection.blocks import BlockBudget
 
 from .arguments import settled
@@ -58,7 +61,7 @@ def main(arguments: argparse.Namespace) -> None:
     cpu = jax.default_backend() == "cpu"
     arguments = settled(arguments, cpu)
     budgets = [budget_of(arguments, slots) for slots in arguments.retrieve]
-    chains = [TreeConfig((1,) * levels) for levels in arguments.chain]
+    trees = [behind_chain(levels, end) for levels in arguments.chain for end in ends_of(arguments)]
     settings = [
         setting_of(arguments, shape, context)
         for shape in dict.fromkeys(arguments.shape)
@@ -68,7 +71,7 @@ def main(arguments: argparse.Namespace) -> None:
         cached = f"{setting.shape} with {setting.context} cached tokens"
         check_memory(cached, setting_bytes(setting))
     if cpu:
-        cases = len(settings) * (1 + len(budgets) * len(chains))
+        cases = len(settings) * (1 + len(budgets) * len(trees))
         announce(counted(cases, "case"), sum(map(rough_seconds, settings)) * cases)
     with Report(run_header(jax.devices()[0].device_kind, __doc__ or ""), arguments.json) as report:
         for shape, of_shape in itertools.groupby(settings, lambda setting: setting.shape):
@@ -76,7 +79,7 @@ def main(arguments: argparse.Namespace) -> None:
             options = dict(arguments.drafter_option or ())
             model = random_model(SHAPES[shape], arguments.attention, options=options)
             for setting in of_shape:
-                for row in measure(setting, model, budgets, chains, arguments.agreement):
+                for row in measure(setting, model, budgets, trees, arguments.agreement):
                     report.add(row, line(row))
             del model  # Before the next one is drawn.
         for words in verdicts(report.rows):
@@ -95,6 +98,11 @@ def budget_of(arguments: argparse.Namespace, slots: int) -> BlockBudget:
         raise ValueError(f"--retrieve: {error}") from None
 
 
+def ends_of(arguments: argparse.Namespace) -> list[TreeConfig]:
+    """What full passes verify behind the chain: the draft's own tree unless others are named."""
+    return [arguments.tree] if arguments.end is None else arguments.end
+
+
 def setting_of(arguments: argparse.Namespace, shape: str, context: int) -> Setting:
     """What is decoded."""
     try:
@@ -111,10 +119,10 @@ def measure(
     setting: Setting,
     model: Model,
     budgets: Sequence[BlockBudget],
-    chains: Sequence[TreeConfig],
+    trees: Sequence[TreeConfig],
     agreements: Sequence[float],
 ) -> Iterator[Row]:
-    """The rows of one setting: one level first, then every budget and chain."""
+    """The rows of one setting: one level first, then every budget and chain with its end."""
     base = one_level(setting, model)
     yield base
     for budget in budgets:
@@ -122,8 +130,8 @@ def measure(
             at_budget = dataclasses.replace(setting, context=budget.slots, shortest=budget.slots)
             compared = one_level(at_budget, model)
             yield {**compared, "method": "at_budget"}
-            for chain in chains:
-                yield from two_levels(setting, model, budget, chain, agreements, base, compared)
+            for tree in trees:
+                yield from two_levels(setting, model, budget, tree, agreements, base, compared)
 
 
 def one_level(setting: Setting, model: Model) -> Row:
@@ -144,17 +152,17 @@ def two_levels(
     setting: Setting,
     model: Model,
     budget: BlockBudget,
-    chain: TreeConfig,
+    tree: TreeConfig,
     agreements: Sequence[float],
     base: Row,
     at_budget: Row,
 ) -> Iterator[Row]:
-    """The rows of one budget and chain: one for every agreement."""
-    step(f"{setting.shape}, {setting.context} cached tokens: {budget.slots} retrieved, {chain}")
-    # A round commits up to the chain and a bonus: the cache needs room for that.
-    bench = Bench.prepare(dataclasses.replace(setting, tree=chain), model)
+    """The rows of one budget, chain and end: one for every agreement."""
+    step(f"{setting.shape}, {setting.context} cached tokens: {budget.slots} retrieved, {tree}")
+    # A round commits up to the tree's levels and a bonus: the cache needs room for that.
+    bench = Bench.prepare(dataclasses.replace(setting, tree=tree), model)
     inner = model.drafter(setting.tree)
-    drafter = SimulatedHierarchy(inner, Quest(model.config, budget), chain)
+    drafter = SimulatedHierarchy(inner, Quest(model.config, budget), tree)
     state = bench.state(drafter)
     program = bench.compile(simulated_decode, model.target, drafter, state=state)
     choosing = {
@@ -178,7 +186,8 @@ def two_levels(
         for each in (0, height - 1)
     )
     parts |= round_parts(
-        slowest, fastest, rounds_of(chain, height, 1), rounds_of(chain, height, height)
+        *(slowest, fastest),
+        *(rounds_of(drafter.levels, height, each) for each in (1, height)),
     )
     for agreement in agreements:
         found = figures(decoded(setting.lengths, agreement, setting.new_tokens))
@@ -187,7 +196,9 @@ def two_levels(
             "method": "retrieval",
             "budget": budget.slots,
             "block": budget.block,
-            "chain": chain.num_levels,
+            "chain": drafter.levels,
+            "end": None if tree.chain is None else str(tree.end),
+            "nodes": tree.num_nodes,
             "agreement": agreement,
             **found,
             **parts,
@@ -215,9 +226,9 @@ def given(state: SpecState, odds: Odds, tokens: int) -> SpecState:
     return dataclasses.replace(state, rows=rows)
 
 
-def rounds_of(chain: TreeConfig, height: int, each: int) -> int:
+def rounds_of(chain: int, height: int, each: int) -> int:
     """Partial rounds of a proposal if each of them yields so many tokens, of at most ``height``."""
-    return max(0, chain.num_levels - height) // each + 1
+    return max(0, chain - height) // each + 1
 
 
 def round_parts(many: LoopTime, few: LoopTime, most: int, fewest: int) -> dict[str, float]:
@@ -297,7 +308,7 @@ def line(row: Row) -> str:
         "at_budget": "one level, context of the budget",
     }.get(row["method"])
     if what is None:
-        what = f"retrieve {row['budget']}, chain {row['chain']}, agreement {row['agreement']:g}"
+        what = f"{_case(row)}, agreement {row['agreement']:g}"
     text = (
         f"{row['shape']} {row['context']:>7}  {what:52} {row['acceptance_length']:6.2f} tokens in "
         f"{row['round_ms']:6.2f} ms: {row['tokens_per_second']:6.1f} tokens/s"
@@ -312,18 +323,21 @@ def line(row: Row) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:
-    """The agreement from which each budget and chain pays."""
+    """The agreement from which each budget, chain and end pays."""
     retrieved = [row for row in rows if row["method"] == "retrieval"]
 
     def case(row: Row) -> tuple[Any, ...]:
-        return row["shape"], row["context"], row["budget"], row["chain"]
+        return row["shape"], row["context"], _case(row)
 
-    for (shape, context, budget, chain), of_case in itertools.groupby(retrieved, case):
+    for (shape, context, words), of_case in itertools.groupby(retrieved, case):
         points = [(row["agreement"], row["speedup_over_longspec"]) for row in of_case]
-        yield (
-            f"{shape} at {context}, retrieve {budget}, chain {chain}: faster than one level "
-            f"{break_even(points)}"
-        )
+        yield f"{shape} at {context}, {words}: faster than one level {break_even(points)}"
+
+
+def _case(row: Row) -> str:
+    """Budget, chain and end of a row, in words."""
+    end = "" if row["end"] is None else f" with {row['end']} behind"
+    return f"retrieve {row['budget']}, chain {row['chain']}{end}"
 
 
 def break_even(points: Sequence[tuple[float, float]]) -> str:

@@ -3,8 +3,10 @@
 Random weights agree with themselves neither on what a draft proposed nor on what a part of the
 cache made them draw. Here a partial round accepts as many tokens as a draft of the wanted
 acceptance length would, and the full verification confirms every token of the chain with the
-wanted agreement, given the one before. The work is the real one: the same selection, passes, walks
-and commits. Both numbers are arrays, so that a sweep over them compiles nothing.
+wanted agreement, given the one before; behind a chain that is confirmed to its end it accepts as
+many tokens of the draft's tree as a partial round would, as far as that tree is so deep. The work
+is the real one: the same selection, passes, walks and commits. Both numbers are arrays, so that a
+sweep over them compiles nothing.
 
 The output is *not* the target's. Nothing in the library imports this module.
 """
@@ -102,10 +104,7 @@ class SimulatedView(CacheView):
         depths = jnp.broadcast_to(node_depths(tree, self.shape), tree.tokens.shape)
         deepest = jnp.minimum(count - 1, depths.max(axis=1))
         last = jnp.argmax(depths == deepest[:, None], axis=1)
-        on_path = jnp.take_along_axis(tree.mask, last[:, None, None], axis=1)
-        at_depth = on_path & (depths[:, None, :] == jnp.arange(levels + 1)[:, None])
-        nodes = jnp.where(at_depth.any(axis=2), jnp.argmax(at_depth, axis=2), last[:, None])
-        return _instead(tree, draws, levels, nodes, count)
+        return _instead(tree, draws, levels, _path_to(tree, depths, last, levels), count)
 
 
 def agreeing_walk(
@@ -113,19 +112,37 @@ def agreeing_walk(
     draws: Int[Array, "B T"],
     levels: int,
     *,
-    agreement: Float[Array, " B"],
+    odds: Odds,
+    chain: int,
     rounds: Lengths,
 ) -> Walk:
-    """The part of a chain that a full verification of this agreement confirms, and a bonus.
+    """What a full pass of these odds confirms of a chain and accepts behind it, and a bonus.
 
-    The first three arguments are those of :func:`longspec_jax.decoding.walk.walk`.
+    The first three arguments are those of :func:`longspec_jax.decoding.walk.walk`; the tree's first
+    levels are a chain of so many.
     """
-    offered = (tree.parents[:, 1:] >= 0).sum(axis=1, dtype=jnp.int32)
+    offered = (tree.parents[:, 1 : chain + 1] >= 0).sum(axis=1, dtype=jnp.int32)
     drawn = (_evenly(rounds).astype(jnp.float32) + 0.5) / 2.0**32
-    confirmed = jnp.log(drawn) / jnp.log(jnp.clip(agreement, 1e-6, 1 - 1e-6))
-    count = 1 + jnp.minimum(jnp.minimum(confirmed, levels).astype(jnp.int32), offered)
-    nodes = jnp.minimum(jnp.arange(levels + 1), count[:, None] - 1)
-    return _instead(tree, draws, levels, nodes, count)
+    confirmed = jnp.log(drawn) / jnp.log(jnp.clip(odds.agreement, 1e-6, 1 - 1e-6))
+    confirmed = jnp.minimum(jnp.minimum(confirmed, chain).astype(jnp.int32), offered)
+    wanted = (_scattered(rounds)[:, None] >= odds.edges).sum(axis=1, dtype=jnp.int32)
+    # Of the tree at the chain's end the first node of the drawn depth, or of the deepest there is.
+    depths = tree.mask.sum(axis=2, dtype=jnp.int32) - 1
+    behind = (jnp.arange(depths.shape[1]) > chain) & (tree.parents >= 0)
+    hangs = (behind & (tree.parents == offered[:, None])).any(axis=1)
+    reached = jnp.minimum(offered + wanted, jnp.where(behind, depths, 0).max(axis=1, initial=0))
+    further = hangs & (confirmed == offered) & (reached > offered)
+    node = jnp.argmax(behind & (depths == reached[:, None]), axis=1)
+    last = jnp.where(further, node, confirmed)
+    count = 1 + jnp.where(further, reached, confirmed)
+    return _instead(tree, draws, levels, _path_to(tree, depths, last, levels), count)
+
+
+def _path_to(tree: Tree, depths: Int[Array, "B T"], last: Lengths, levels: int) -> Array:
+    """The nodes from the root to one of every row ``[B, levels + 1]``, which is repeated."""
+    on_path = jnp.take_along_axis(tree.mask, last[:, None, None], axis=1)
+    at_depth = on_path & (depths[:, None, :] == jnp.arange(levels + 1)[:, None])
+    return jnp.where(at_depth.any(axis=2), jnp.argmax(at_depth, axis=2), last[:, None])
 
 
 def _evenly(number: Lengths) -> UInt[Array, " B"]:
@@ -164,8 +181,8 @@ def simulated_decode(
     """Rounds until every row is done, in one executable, as in ``engine.decode``."""
 
     def turn(state: SpecState) -> SpecState:
-        agreement, rounds = state.rows.draft.odds.agreement, state.record.rounds
-        walker = partial(agreeing_walk, agreement=agreement, rounds=rounds)
+        odds, rounds = state.rows.draft.odds, state.record.rounds
+        walker = partial(agreeing_walk, odds=odds, chain=drafter.levels, rounds=rounds)
         rows, emitted = spec_step(target, drafter, params, state.rows, walker)
         return SpecState(rows, state.record.add(emitted))
 

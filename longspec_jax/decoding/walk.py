@@ -7,6 +7,7 @@ at its position, so the output is that of plain decoding whatever the draft prop
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -35,7 +36,9 @@ Walker: TypeAlias = Callable[[Tree, Array, int], Walk]
 
 def walker_of(drafter: Drafter) -> Walker:
     """How the drafter's trees are walked: by the target's draws, unless it is a lossy one."""
-    return trusting_walk if isinstance(drafter, Lossy) else walk
+    if isinstance(drafter, Lossy):
+        return partial(trusting_walk, trusted=drafter.trusted)
+    return walk
 
 
 def walk(tree: Tree, draws: Int[Array, "B T"], levels: int) -> Walk:
@@ -62,15 +65,18 @@ def walk(tree: Tree, draws: Int[Array, "B T"], levels: int) -> Walk:
     return Walk(nodes, jnp.take_along_axis(draws, nodes, axis=1), count)
 
 
-def trusting_walk(tree: Tree, draws: Int[Array, "B T"], levels: int) -> Walk:
-    """All of a chain, whatever the target drew, and its draw at the end: *not* lossless.
+def trusting_walk(tree: Tree, draws: Int[Array, "B T"], levels: int, *, trusted: int) -> Walk:
+    """All of a chain, whatever the target drew, and from there on its draws: *not* lossless.
 
     SpecPV's (arXiv:2512.02337, section 3.3): what was verified in part is emitted, and the full
-    pass repairs its keys and values alone. Arguments as of :func:`walk`; the tree is a chain.
+    pass repairs its keys and values alone.
+
+    Args:
+      tree: a chain, maybe with a tree at its end.
+      draws: the target's draw at every node.
+      levels: of the tree.
+      trusted: of the chain.
     """
-    offered = (tree.parents[:, 1:] >= 0).sum(axis=1, dtype=jnp.int32)[:, None]
-    nodes = jnp.minimum(jnp.arange(levels + 1, dtype=jnp.int32), offered)
-    bonus = jnp.take_along_axis(draws, offered, axis=1)
-    following = jnp.concatenate([tree.tokens[:, 1:], bonus], axis=1)
-    tokens = jnp.where(jnp.arange(levels + 1) < offered, following, bonus)
-    return Walk(nodes, tokens, offered[:, 0] + 1)
+    offered = tree.parents[:, 1 : trusted + 1] >= 0
+    taken = jnp.where(offered, tree.tokens[:, 1 : trusted + 1], draws[:, :trusted])
+    return walk(tree, jnp.concatenate([taken, draws[:, trusted:]], axis=1), levels)

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Committed, Needs, View
-from longspec_jax.drafters.selection import Selection, everything, gathered
+from longspec_jax.drafters.selection import Selection, end_to_end, everything
 from longspec_jax.drafters.tree import last_along
 from longspec_jax.ops.selection.attended import attended_scores
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, choose_blocks
@@ -49,6 +49,11 @@ class Attended:
         """The last layer's queries; those of the last token are enough."""
         return Needs(queries=(self.config.num_layers - 1,), recent=1)
 
+    @property
+    def choosing(self) -> tuple[()]:
+        """A row chooses for all layers and heads."""
+        return ()
+
     def begin(self, batch: int, capacity: int) -> AttendedState:
         """A query that asks nothing.
 
@@ -63,6 +68,10 @@ class Attended:
         """The last token's query; a row that does not advance keeps what it has."""
         return AttendedState(last_query(committed, self.config.num_layers - 1, state.query))
 
+    def look(self, state: AttendedState, view: View) -> AttendedState:
+        """Nothing is kept of it."""
+        return state
+
     def table(self, state: AttendedState, view: View) -> BlockTable:
         """The blocks that every row's query attends to most, ``[B, k]``."""
         block = self.budget.block
@@ -73,5 +82,4 @@ class Attended:
         """Those blocks of every layer, laid end to end."""
         if self.budget.slots >= view.keys[0].shape[2]:
             return everything(view.length)
-        tables = [self.table(state, view)] * self.config.num_layers
-        return gathered(view.keys, view.values, tables, self.budget.block)
+        return end_to_end(view.keys, view.values, self.table(state, view), self.budget.block)

@@ -293,6 +293,11 @@ class Lossy(Protocol):
         """By what, in words."""
         ...
 
+    @property
+    def trusted(self) -> int:
+        """How many of the first levels of its trees are taken so: a chain."""
+        ...
+
 
 @dataclass(frozen=True)
 class NoDraft:

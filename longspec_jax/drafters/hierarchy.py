@@ -10,6 +10,9 @@ EAGLE-3 tree over part of the cache for many rounds, emits what they accept, and
 by a full pass now and then; here the full pass decides before anything is emitted. TriForce
 (arXiv:2404.11912) has a small model with a short cache draft for the target with a retrieved one,
 which drafts for the target with all of it: two levels, as here with such a drafter inside.
+
+A tree of the drafter inside may hang at the chain's end, for the full pass alone to verify: where
+it confirms the whole chain, it goes on into the tree instead of stopping at one more token.
 """
 
 from dataclasses import dataclass, replace
@@ -32,9 +35,18 @@ from longspec_jax.drafters.base import (
     View,
     looked,
 )
+from longspec_jax.drafters.draft import with_tree
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.drafters.selectors import Selector, SinksAndRecent
-from longspec_jax.drafters.tree import Tree, along, branch, last_along, node_depths, plant
+from longspec_jax.drafters.tree import (
+    Tree,
+    along,
+    at_end,
+    branch,
+    last_along,
+    node_depths,
+    plant,
+)
 
 
 class HierarchyState(NamedTuple):
@@ -57,7 +69,9 @@ class Hierarchy:
     """Chooses which committed tokens the partial verification sees, beside the chain so far; once a
     proposal, which is after every full verification."""
     tree: TreeConfig = TreeConfig((1,) * 16)
-    """The chain: the most tokens that a full verification is handed."""
+    """The chain that a full verification is handed, ``chain:16``, or one with a tree of the inner
+    drafter at its end, ``chain:16/4,8``. A chain of none, ``chain:0/4,8``, is that tree alone: one
+    level, without partial verification."""
     lead: float = 0.0
     """How far ahead of every other token each one on a row's chain must be, in nats after noise and
     temperature, for the row to go on. A token that is less so may well be another one once all of
@@ -65,10 +79,11 @@ class Hierarchy:
 
     def __post_init__(self) -> None:
         chosen = self.tree.selective or self.tree.threshold is not None
-        if {*self.tree.widths} - {1} or chosen:
+        if self.tree.chain is None and ({*self.tree.widths} - {1} or chosen):
             raise ValueError(
                 f"tree {self.tree} must be a chain such as chain:16: partial verification leaves "
-                "one path for the full one; widths are for the tree of the draft inside"
+                "one path for the full one; a tree that only the full one sees stands behind it, "
+                f"chain:16/{TreeConfig(self.tree.widths)}"
             )
         if not self.lead >= 0:  # Not true of NaN either.
             raise ValueError(f"lead={self.lead} must be 0 or more nats; 0 never stops a row")
@@ -94,17 +109,22 @@ class Hierarchy:
         return HierarchyState(inner, self.selector.extend(state.selector, committed))
 
     def look(self, params: Params, state: HierarchyState, view: View) -> HierarchyState:
-        """Let the inner drafter look at the cache: once before all of its rounds."""
-        return state._replace(inner=looked(self.inner, params, state.inner, view))
+        """Let both look at the cache: once before all of the rounds."""
+        inner = looked(self.inner, params, state.inner, view)
+        if self.levels == 0:
+            return state._replace(inner=inner)  # Nothing is verified in part.
+        return HierarchyState(inner, self.selector.look(state.selector, view))
 
     def propose(self, params: Params, state: HierarchyState, view: View, beliefs: Beliefs) -> Tree:
         """The chain of what the rounds draw; their state and their K/V are thrown away.
 
         What a row lacks at the end of the chain has no parent, so that no walk comes to it.
         """
-        levels = self.tree.num_levels
-        if levels == 0:
+        levels = self.levels
+        if self.tree.num_levels == 0:
             return plant(view.pending, self.tree)
+        if levels == 0:
+            return self._end(params, state.inner, view, beliefs)
         with jax.named_scope("selection"):
             selected = self.selector.choose(state.selector, view)
         chain = _Chain.empty(view, levels + self._height, state.inner)
@@ -118,7 +138,25 @@ class Hierarchy:
         chain = jax.lax.while_loop(lambda chain: chain.open.any(), extended, chain)
         tree = branch(view.pending, chain.tokens[:, :levels])
         drawn = jnp.arange(levels + 1) <= chain.count[:, None]
-        return replace(tree, parents=jnp.where(drawn, tree.parents, -1))
+        tree = replace(tree, parents=jnp.where(drawn, tree.parents, -1))
+        if self.tree.chain is None:
+            return tree
+        with jax.named_scope("end_of_chain"):
+            view = view.ahead(chain.pending, chain.count, chain.rows)
+            beliefs = beliefs.after(chain.count, self.tree.end.num_levels)
+            return at_end(tree, chain.count, self._end(params, chain.state, view, beliefs))
+
+    @property
+    def levels(self) -> int:
+        """Of the chain: the most tokens that are verified in part before they are in full."""
+        return self.tree.num_levels if self.tree.chain is None else self.tree.chain
+
+    def _end(self, params: Params, state: Any, view: View, beliefs: Beliefs) -> Tree:
+        """The tree that only the full verification sees, of the innermost drafter."""
+        drafter = self.inner
+        while isinstance(drafter, Hierarchy):
+            drafter, state = drafter.inner, state.inner
+        return with_tree(drafter, self.tree.end).propose(params, state, view, beliefs)
 
     @property
     def _height(self) -> int:

@@ -18,6 +18,11 @@ class LossyHierarchy(Hierarchy):
         return f"{super().name}, not lossless"
 
     @property
+    def trusted(self) -> int:
+        """The chain; a tree at its end is verified in full."""
+        return self.levels
+
+    @property
     def changes_the_output(self) -> str:
         """What is not verified."""
         return "tokens are emitted that were verified over a part of the context alone"

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Committed, Needs, View
-from longspec_jax.drafters.selection import Selection, everything, gathered
+from longspec_jax.drafters.selection import Selection, end_to_end, everything
 from longspec_jax.drafters.tree import along
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, choose_blocks
 from longspec_jax.ops.selection.extremes import (
@@ -63,6 +63,11 @@ class Quest:
         layers = tuple(range(self.config.num_layers))
         return Needs(queries=layers, keys=layers)
 
+    @property
+    def choosing(self) -> tuple[int, int]:
+        """Layers and key/value heads."""
+        return self.config.num_layers, self.config.num_kv_heads
+
     def begin(self, batch: int, capacity: int) -> QuestState:
         """Summaries of blocks without a key.
 
@@ -94,6 +99,10 @@ class Quest:
             jnp.where(count > 0, jnp.minimum(count, self.queries), state.asked),
         )
 
+    def look(self, state: QuestState, view: View) -> QuestState:
+        """Nothing is kept of it."""
+        return state
+
     def table(self, state: QuestState, view: View) -> BlockTable:
         """The best blocks of every layer and key/value head, ``[B, L, K, k]``."""
         counts = jnp.arange(self.queries) < state.asked[:, None]
@@ -105,10 +114,7 @@ class Quest:
         """Those blocks, laid end to end."""
         if self.budget.slots >= view.keys[0].shape[2]:
             return everything(view.length)
-        table = self.table(state, view)
-        layers = range(self.config.num_layers)
-        tables = [BlockTable(table.blocks[:, layer], table.length) for layer in layers]
-        return gathered(view.keys, view.values, tables, self.budget.block)
+        return end_to_end(view.keys, view.values, self.table(state, view), self.budget.block)
 
 
 def _latest(rows: Float[Array, "B n N H"], count: Lengths, most: int) -> Float[Array, "B Q N H"]:

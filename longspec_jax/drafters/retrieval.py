@@ -4,19 +4,20 @@ What is chosen here is chosen beside the draft's own options: ``retrieve=4096`` 
 :class:`~longspec_jax.drafters.hierarchy.Hierarchy` of it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from longspec_jax.checks import shown
-from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
+from longspec_jax.config import DEFAULT_TREE, PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.attended import Attended
 from longspec_jax.drafters.base import Lossy
 from longspec_jax.drafters.draft import Draft, UsualTrees
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.lossy import LossyHierarchy
 from longspec_jax.drafters.quest import Quest
+from longspec_jax.drafters.refreshed import Refreshed
 from longspec_jax.drafters.selectors import Selector
 from longspec_jax.ops.selection.blocks import BlockBudget
 
@@ -42,6 +43,8 @@ class RetrievalOptions:
     """First tokens of a row, always seen."""
     retrieve_recent: int = BlockBudget.recent
     """Last tokens of a row, always seen."""
+    retrieve_refresh: int = 1
+    """Full passes from one choice of blocks to the next; what is committed between is seen."""
     retrieve_tree: str | None = None
     """Tree of the draft that partial passes verify; its usual one on this machine if absent. The
     call's tree is the chain that a full pass verifies."""
@@ -60,6 +63,11 @@ class RetrievalOptions:
                 f"retrieve_verify={shown(self.retrieve_verify)} must be one of "
                 f"{', '.join(HIERARCHIES)}; with partial the text is not the target's own"
             )
+        if self.retrieve_refresh < 1:
+            raise ValueError(
+                f"retrieve_refresh={self.retrieve_refresh} must be at least 1: blocks are chosen "
+                "every so many full passes"
+            )
         try:
             _ = self.budget
         except ValueError as error:
@@ -73,6 +81,13 @@ class RetrievalOptions:
         return BlockBudget(
             self.retrieve, self.retrieve_sinks, self.retrieve_recent, self.retrieve_block
         )
+
+
+def behind_chain(levels: int, tree: TreeConfig) -> TreeConfig:
+    """A tree at the end of a chain, both in no more nodes than the usual tree of a large target."""
+    whole = TreeConfig((1,) * levels + tree.widths, threshold=tree.threshold, chain=levels)
+    nodes = min(levels + tree.num_nodes, DEFAULT_TREE.num_nodes)
+    return replace(whole, budget=nodes) if nodes < whole.num_nodes else whole
 
 
 OPTION = "retrieve"
@@ -109,9 +124,13 @@ class RetrievalDraft:
 
     @property
     def usual(self) -> UsualTrees:
-        """Chains: two to four rounds between full passes."""
-        small, middle, long = (TreeConfig((1,) * levels) for levels in (8, 16, 24))
-        return UsualTrees((small, middle), (middle, small), (middle, long, small))
+        """Chains of two to four rounds between full passes, with the inner draft's tree behind."""
+        own = self.inner.usual
+        return UsualTrees(
+            tuple(behind_chain(levels, own.cpu[0]) for levels in (8, 16)),
+            tuple(behind_chain(levels, own.gpu[0]) for levels in (16, 8)),
+            tuple(behind_chain(levels, own.large[0]) for levels in (16, 24, 8)),
+        )
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError if the inner draft does not fit, or this was made for another target."""
@@ -123,10 +142,10 @@ class RetrievalDraft:
             )
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> Hierarchy:
-        """The drafter that hands up this chain.
+        """The drafter that hands up this chain, and what is at its end.
 
         Raises:
-          ValueError: if it is no chain.
+          ValueError: if it does not begin with a chain.
         """
         inner = self.inner.drafter(self._inner_tree, attention)
         kind = HIERARCHIES[self.options.retrieve_verify]
@@ -134,7 +153,9 @@ class RetrievalDraft:
 
     @property
     def _selector(self) -> Selector:
-        return SELECTORS[self.options.retrieve_by](self.target, self.options.budget)
+        chosen = SELECTORS[self.options.retrieve_by](self.target, self.options.budget)
+        every = self.options.retrieve_refresh
+        return chosen if every == 1 else Refreshed(chosen, every)
 
     @property
     def _inner_tree(self) -> TreeConfig:

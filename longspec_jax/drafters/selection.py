@@ -63,22 +63,22 @@ def everything(length: Lengths) -> Spans:
     return Spans(jnp.zeros_like(length)[:, None], length[:, None])
 
 
-def gathered(
-    keys: Sequence[CacheSlots],
-    values: Sequence[CacheSlots],
-    tables: Sequence[BlockTable],
-    block: int,
+def end_to_end(
+    keys: Sequence[CacheSlots], values: Sequence[CacheSlots], table: BlockTable, block: int
 ) -> WorkingSet:
     """The blocks of every layer, laid end to end.
 
     Args:
       keys: of every layer.
       values: of every layer.
-      tables: of every layer: the same number of tokens in all of them.
+      table: of all layers alike ``[B, k]``, or of every layer and head ``[B, L, K, k]``.
       block: slots of a block.
     """
+    tables = [table] * len(keys)
+    if table.blocks.ndim > 2:
+        tables = [BlockTable(table.blocks[:, i], table.length) for i in range(len(keys))]
     found = [
-        tuple(gather_blocks(slots, table, block) for slots, table in zip(all_, tables, strict=True))
+        tuple(gather_blocks(slots, own, block) for slots, own in zip(all_, tables, strict=True))
         for all_ in (keys, values)
     ]
-    return WorkingSet(found[0], found[1], tables[0].length)
+    return WorkingSet(found[0], found[1], table.length)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from longspec_jax.axes import Lengths
 from longspec_jax.drafters.base import NOTHING, Committed, Needs, View
 from longspec_jax.drafters.selection import Selection, Spans
+from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable
 
 
 @runtime_checkable
@@ -31,8 +32,31 @@ class Selector(Protocol):
         """The state after more tokens were committed: a chunk of a prompt, or an accepted path."""
         ...
 
+    def look(self, state: Any, view: View) -> Any:
+        """The state after a look at the cache, before every full pass and what leads to it."""
+        ...
+
     def choose(self, state: Any, view: View) -> Selection:
         """What partial passes see of the ``view.length[b]`` tokens in the cache."""
+        ...
+
+
+@runtime_checkable
+class Retriever(Selector, Protocol):
+    """A selector that chooses blocks."""
+
+    @property
+    def budget(self) -> BlockBudget:
+        """How many."""
+        ...
+
+    @property
+    def choosing(self) -> tuple[int, ...]:
+        """Sizes of the axes of a row's table that choose for themselves: layers and heads."""
+        ...
+
+    def table(self, state: Any, view: View) -> BlockTable:
+        """The best blocks ``[B, *choosing, k]``."""
         ...
 
 
@@ -63,6 +87,10 @@ class SinksAndRecent:
         return ()
 
     def extend(self, state: tuple[()], committed: Committed) -> tuple[()]:
+        """No state."""
+        return ()
+
+    def look(self, state: tuple[()], view: View) -> tuple[()]:
         """No state."""
         return ()
 

@@ -4,8 +4,8 @@ Node 0 is the root, the pending token. A level's nodes follow the previous level
 node's depth is known at trace time from :class:`TreeConfig`, while its token, its parent and
 therefore the ancestor mask are device arrays that differ from row to row and round to round
 (LongSpec appendix E: nodes that fall out of the beam get no children, and nothing moves). Where a
-budget has chosen among the grown nodes (:mod:`longspec_jax.drafters.budget`), depths differ as
-well.
+budget has chosen among the grown nodes (:mod:`longspec_jax.drafters.budget`), or the tree hangs at
+the end of a chain (:func:`at_end`), depths differ as well.
 """
 
 from collections.abc import Callable
@@ -73,6 +73,28 @@ def branch(pending: Int[Array, " B"], tokens: Int[Array, "B n"]) -> Tree:
     )
 
 
+def at_end(chain: Tree, count: Int[Array, " B"], end: Tree) -> Tree:
+    """A chain with a tree at its end, whose root is the chain's node ``count[b]``.
+
+    Args:
+      chain: of :func:`branch`; in each row ``count[b]`` links of it count.
+      count: may be more than the chain has nodes for: no walk comes to such a row's tree.
+      end: its nodes but the root follow the chain's.
+    """
+    nodes = chain.tokens.shape[1]
+    below, ended = end.parents[:, 1:], count[:, None]
+    root = jnp.where(ended < nodes, ended, -1)
+    parents = jnp.where(below == 0, root, jnp.where(below > 0, below + nodes - 1, -1))
+    batch, added = below.shape
+    links = jnp.broadcast_to((jnp.arange(nodes) <= ended)[:, None], (batch, added, nodes))
+    mask = jnp.pad(chain.mask, ((0, 0), (0, 0), (0, added)))
+    return Tree(
+        tokens=jnp.concatenate([chain.tokens, end.tokens[:, 1:]], axis=1),
+        parents=jnp.concatenate([chain.parents, parents.astype(jnp.int32)], axis=1),
+        mask=jnp.concatenate([mask, jnp.concatenate([links, end.mask[:, 1:, 1:]], axis=2)], axis=1),
+    )
+
+
 def along(path: Int[Array, "B h"], feature: Array) -> Array:
     """A feature ``[B, T, ...]`` of the nodes on a path."""
     return jax.vmap(lambda nodes, row: row[nodes])(path, feature)
@@ -90,7 +112,7 @@ def node_depths(tree: Tree, config: TreeConfig) -> Int[Array, "#B T"]:
       tree: a grown tree, or the part of it within the budget.
       config: the shape it was grown in.
     """
-    if config.selective:
+    if config.varies:
         return tree.mask.sum(axis=2, dtype=jnp.int32) - 1  # A node sees itself and its ancestors.
     return jnp.asarray(config.depths, jnp.int32)[None]
 

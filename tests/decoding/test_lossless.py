@@ -25,6 +25,7 @@ from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.lossy import LossyHierarchy
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.quest import Quest
+from longspec_jax.drafters.refreshed import Refreshed
 from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
@@ -294,6 +295,11 @@ RETRIEVED = {
     "attended-streaming": Hierarchy(
         StreamingDrafter(TreeConfig((2,)), SHORT), Attended(CONFIG, SOME), TreeConfig((1,) * 5), 0.1
     ),
+    "quest-end": Hierarchy(
+        LongSpecDrafter(DRAFT, TreeConfig((3, 2))),
+        Refreshed(Quest(CONFIG, FEW), 2),
+        TreeConfig.parse("chain:4/3,4,2@10"),
+    ),
 }
 """Budgets that are no power of two, chains that are no whole number of rounds."""
 PARTIAL = {
@@ -315,22 +321,23 @@ def test_partial_passes_of_a_transformer_change_no_token(
     assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
 
 
-def lossy(budget: BlockBudget) -> LossyHierarchy:
+def lossy(budget: BlockBudget, tree: str) -> LossyHierarchy:
     """Published partial verification, of the target's own chains."""
     inner = StreamingDrafter(TreeConfig((1,)), SHORT)
-    return LossyHierarchy(inner, Quest(CONFIG, budget), TreeConfig((1,) * 6))
+    return LossyHierarchy(inner, Quest(CONFIG, budget), TreeConfig.parse(tree))
 
 
+@pytest.mark.parametrize("tree", ["chain:6", "chain:6/2,2@9"])
 @pytest.mark.parametrize("sampled", [{}, MIXED], ids=["greedy", "mixed"])
 def test_the_lossy_option_fails_where_all_others_pass(
-    models: Params, sampled: dict[str, Any]
+    models: Params, sampled: dict[str, Any], tree: str
 ) -> None:
     """Negative control; and where it sees all of the context it is no other than they."""
     target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), request(**sampled)
     plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
-    whole, _ = generate(target, lossy(BlockBudget(64, 4, 8, 4)), models, tokens, LENGTHS, req)
+    whole, _ = generate(target, lossy(BlockBudget(64, 4, 8, 4), tree), models, tokens, LENGTHS, req)
     assert_same(whole, plain)
-    rows, state = generate(target, lossy(FEW), models, tokens, LENGTHS, req)
+    rows, state = generate(target, lossy(FEW, tree), models, tokens, LENGTHS, req)
     assert any(not np.array_equal(a, b) for a, b in zip(rows, plain, strict=True))
     assert int(state.record.histogram[:, 5:].sum()) > 0
     # What it emitted is in the cache as if all of the context had been seen.

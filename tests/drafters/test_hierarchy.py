@@ -69,6 +69,46 @@ def test_whole_chains_are_accepted_of_a_perfect_drafter(inner: Drafter, request_
     assert is_perfect(histogram(drafter, request_))
 
 
+END = TreeConfig.parse("chain:6/chain:2")
+"""Two rounds of two levels, and two levels that the target verifies."""
+
+
+@BOTH
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_tree_at_the_end_is_walked_into(levels: int, request_) -> None:
+    """Where the drafter inside is perfect, to its end; also that of hierarchies inside."""
+    inner: Drafter = LookupDrafter(TreeConfig((1, 1)))
+    if levels == 2:
+        inner = Hierarchy(LookupDrafter(TreeConfig(())), ALL, TreeConfig((1, 1)))
+    assert is_perfect(histogram(Hierarchy(inner, ALL, END), request_))
+    # A chain that is no whole number of rounds ends before its last node.
+    odd = histogram(Hierarchy(inner, ALL, TreeConfig.parse("chain:7/chain:2")), request_)
+    assert is_perfect(odd[:-1]) and odd[-1] == 0
+
+
+def test_a_bad_draft_s_tree_at_the_end_gains_nothing() -> None:
+    """Negative control: the chain is confirmed, the tree behind it is not."""
+    inner, bad = LookupDrafter(TreeConfig((1, 1))), DRAFT_TABLES["adversarial"]
+    found = histogram(Hierarchy(inner, ALL, END), GREEDY, bad)
+    # Its rounds yield one token each, and after four there is no room for three more.
+    assert is_perfect(found[:5]) and found[5:].sum() == 0
+
+
+@BOTH
+def test_a_chain_of_none_is_one_level(request_) -> None:
+    """The inner drafter's trees, as it would propose them alone."""
+    inner, near = LookupDrafter(TreeConfig((2, 3))), DRAFT_TABLES["near"]
+    hierarchy = Hierarchy(inner, SinksAndRecent(2, 5), TreeConfig((2, 3), chain=0))
+    wanted = histogram(inner, request_, near)
+    np.testing.assert_array_equal(histogram(hierarchy, request_, near), wanted)
+
+
+def test_a_tree_behind_a_chain_that_is_cut_is_not_walked_to() -> None:
+    """A round yields more than the chain holds: what follows does not follow its last node."""
+    drafter = Hierarchy(LookupDrafter(TreeConfig((1, 1, 1))), ALL, TreeConfig((1, 1, 2), chain=2))
+    assert is_perfect(histogram(drafter)[:-1])
+
+
 @BOTH
 @pytest.mark.parametrize("selection", [ALL, SinksAndRecent(2, 5)], ids=["all", "short"])
 def test_without_a_drafter_inside_it_is_streaming(selection: SinksAndRecent, request_) -> None:

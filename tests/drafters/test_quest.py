@@ -17,11 +17,12 @@ from longspec_jax.drafters.attended import Attended
 from longspec_jax.drafters.base import Committed, Features, NoDraft, Params
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.quest import Quest
+from longspec_jax.drafters.refreshed import Refreshed
 from longspec_jax.drafters.selection import Spans, WorkingSet
-from longspec_jax.drafters.selectors import Selector
+from longspec_jax.drafters.selectors import Retriever, Selector
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.selection import extremes, reference
-from longspec_jax.ops.selection.blocks import BlockBudget
+from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable
 from tests.decoding.test_lossless import (
     CONFIG,
     LENGTHS,
@@ -51,8 +52,13 @@ def over(selector: Selector) -> Hierarchy:
     return Hierarchy(LookupDrafter(TreeConfig((1, 1))), selector, CHAIN)
 
 
+def every_third(config: Any, budget: BlockBudget) -> Refreshed:
+    """Blocks that serve for three full passes."""
+    return Refreshed(Quest(config, budget), 3)
+
+
 @BOTH
-@pytest.mark.parametrize("kind", [Quest, Attended])
+@pytest.mark.parametrize("kind", [Quest, Attended, every_third])
 @pytest.mark.parametrize("budget", [ROOMY, BlockBudget(512, 4, 8, 4)], ids=["gathered", "in-place"])
 def test_what_sees_every_token_once_is_perfect(kind: Any, budget: BlockBudget, request_) -> None:
     """In rows that have fewer blocks than could be read: one token twice would be another hash."""
@@ -71,6 +77,17 @@ class Twice(Quest):
         return replace(found, length=found.length + 1)
 
 
+class Holed(Refreshed):
+    """What is committed after a choice is not read."""
+
+    def table(self, state: Any, view: Any) -> BlockTable:
+        return super().table(state, replace(view, length=state.length))
+
+
+def holed(config: Any, budget: BlockBudget) -> Holed:
+    return Holed(Quest(config, budget), 3)
+
+
 class Late(Quest):
     """Tokens are missing at the end."""
 
@@ -80,7 +97,7 @@ class Late(Quest):
         return replace(found, length=found.length - 1)
 
 
-@pytest.mark.parametrize("kind", [Twice, Late])
+@pytest.mark.parametrize("kind", [Twice, Late, holed])
 def test_a_mistake_lowers_what_is_accepted(kind: Any) -> None:
     """Negative control: the perfection above tells a right reading from a wrong one."""
     drafter, params = over(kind(LOOKUP, ROOMY)), Params(TABLE, TABLE)
@@ -173,6 +190,38 @@ def test_every_head_of_every_layer_reads_the_block_that_its_query_wants() -> Non
             np.testing.assert_array_equal(read, mine[[0, 10, block, 11]].reshape(16, -1))
 
 
+@pytest.mark.parametrize("kind", [Quest, Attended])
+def test_a_choice_serves_until_the_next_one(kind: Any) -> None:
+    """Two full passes; done rows choose nothing, and early who got on too far."""
+    refreshed, slots = Refreshed(kind(CONFIG, TIGHT), 2), 128
+    cache = CachedTarget(CONFIG).allocate(3, slots)
+    keys = tuple(jax.random.normal(jax.random.key(i), k.shape) for i, k in enumerate(cache.keys))
+
+    def seen(length: list[int]) -> CacheView:
+        at = jnp.zeros(3, jnp.int32), jnp.array(length), jnp.array(length)
+        done = jnp.array([False, False, True])
+        return CacheView(CachedTarget(CONFIG), None, KVCache(keys, keys), *at, done)
+
+    state = refreshed.begin(3, slots)
+    state = replace(
+        state, asked=kind(CONFIG, TIGHT).extend(state.asked, committed(CONFIG, 9, [9] * 3))
+    )
+    first = refreshed.look(state, seen([41, 50, 60]))
+    assert np.asarray(first.length).tolist() == [41, 50, 0]
+    wanted = refreshed.retriever.table(state.asked, seen([41, 50, 60])).blocks
+    np.testing.assert_array_equal(first.blocks[:2], wanted[:2])
+    later = replace(first, asked=refreshed.extend(first, committed(CONFIG, 9, [9] * 3, 1)).asked)
+    second = refreshed.look(later, seen([49, 50 + 3 * 33, 60]))
+    assert np.asarray(second.length).tolist() == [41, 50 + 3 * 33, 0]
+    np.testing.assert_array_equal(second.blocks[0], first.blocks[0])
+    # Behind the four blocks, of which the last was its eleventh, stand the next ones.
+    table = refreshed.table(second, seen([49, 50 + 3 * 33, 60]))
+    assert (np.asarray(table.blocks[0])[..., 3:6] == [10, 11, 12]).all()
+    assert int(table.length[0]) == 49 - 7 * 4
+    third = refreshed.look(second, seen([55, 50 + 3 * 34, 60]))
+    assert np.asarray(third.length).tolist() == [55, 50 + 3 * 33, 0]
+
+
 def test_the_last_token_asks_for_all_layers() -> None:
     """Of the last layer; a row that stands still goes on asking what it asked."""
     attended, told = Attended(CONFIG, TIGHT), committed(CONFIG, 9, [9, 2, 0])
@@ -186,7 +235,10 @@ def test_the_last_token_asks_for_all_layers() -> None:
 
 @pytest.mark.parametrize("kind", [Quest, Attended])
 def test_it_is_a_selector_and_refuses_what_cannot_be(kind: Any) -> None:
-    assert isinstance(kind(CONFIG, TIGHT), Selector)
+    assert isinstance(kind(CONFIG, TIGHT), Retriever)
+    assert isinstance(Refreshed(kind(CONFIG, TIGHT), 2), Selector)
+    with pytest.raises(ValueError, match="refresh=1 must be at least 2"):
+        Refreshed(kind(CONFIG, TIGHT), 1)
     with pytest.raises(ValueError, match="46 slots is no whole number of blocks of 4"):
         kind(CONFIG, TIGHT).begin(1, 46)
     with pytest.raises(ValueError, match="queries=0 must be at least 1"):

@@ -5,16 +5,17 @@ import re
 import pytest
 
 from longspec_jax.arguments import check_drafts
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.drafters.attended import Attended
 from longspec_jax.drafters.base import Lossy
 from longspec_jax.drafters.draft import Draft, Target, with_tree
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.quest import Quest
+from longspec_jax.drafters.refreshed import Refreshed
 from longspec_jax.drafters.registry import load_draft
-from longspec_jax.drafters.retrieval import RetrievalDraft
-from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.drafters.retrieval import RetrievalDraft, behind_chain
+from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.kit import tiny_target_config
 
@@ -42,6 +43,8 @@ def test_what_sees_what_can_be_chosen() -> None:
     options = dict(retrieve_block=16, retrieve_sinks=0, retrieve_recent=32)
     drafter = loaded(retrieve=64, retrieve_by="attention", **options).drafter(CHAIN)
     assert drafter.selector == Attended(CONFIG, BlockBudget(64, 0, 32, 16))
+    every_fourth = loaded(retrieve=1024, retrieve_refresh=4).drafter(CHAIN)
+    assert every_fourth.selector == Refreshed(Quest(CONFIG, BlockBudget(1024)), 4)
 
 
 def test_the_lossy_option_says_what_it_is() -> None:
@@ -54,10 +57,17 @@ def test_the_lossy_option_says_what_it_is() -> None:
         check_drafts([draft, NgramDraft()])
 
 
-def test_its_usual_trees_are_chains() -> None:
+def test_its_usual_trees_are_chains_with_the_draft_s_tree_behind() -> None:
     usual = loaded(retrieve=1024).usual
     for tree in (*usual.cpu, *usual.gpu, *usual.large):
         assert loaded(retrieve=1024).drafter(tree).tree == tree
+        assert tree.chain in (8, 16, 24) and tree.end == StreamingDraft().usual.cpu[0]
+
+
+def test_a_chain_and_its_tree_share_the_usual_nodes() -> None:
+    assert str(behind_chain(16, DEFAULT_TREE)) == "chain:16/4,16,16,16,16@64"
+    assert str(behind_chain(8, TreeConfig((8,) * 8, 16))) == "chain:8/8,8,8,8,8,8,8,8@24"
+    assert str(behind_chain(8, TreeConfig((1, 1), threshold=0.5))) == "chain:8/chain:2+0.5"
 
 
 @pytest.mark.parametrize(
@@ -69,6 +79,7 @@ def test_its_usual_trees_are_chains() -> None:
         (dict(retrieve=1024, retrieve_by="luck"), "retrieve_by='luck' must be one of quest, att"),
         (dict(retrieve=1024, retrieve_verify="no"), "retrieve_verify='no' must be one of full, pa"),
         (dict(retrieve=1024, retrieve_tree="4*4"), "'4*4' must be the widths of a tree"),
+        (dict(retrieve=1024, retrieve_refresh=0), "retrieve_refresh=0 must be at least 1"),
         (dict(retrieve=1024, retrieve_lead=-1), "retrieve_lead=-1 must be 0 or more"),
         (dict(retrieve=1024, retrieved=1), "'retrieved' is no option of streaming with retrieve"),
         (dict(retrieve=True), "retrieve=True must be a whole number"),

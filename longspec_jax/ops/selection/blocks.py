@@ -77,6 +77,34 @@ class BlockTable:
     """Committed tokens in the blocks, laid end to end: they come before all other slots."""
 
 
+def followed(
+    chosen: BlockTable, length: Lengths, behind: int, block: int, count: int
+) -> BlockTable:
+    """Blocks that were chosen earlier, and behind them those that came since.
+
+    The last block of the choice may not have been full then: what came first has filled it.
+
+    Args:
+      chosen: ``blocks`` as they were chosen, and in ``length`` the row's committed tokens then, of
+        all its blocks.
+      length: committed tokens now, at least as many.
+      behind: blocks that there is room for behind the choice.
+      block: slots of a block.
+      count: blocks of the cache.
+    """
+    kept = chosen.blocks.shape[-1]
+    lead = (slice(None), *[None] * (chosen.blocks.ndim - 1))
+    then = -(-chosen.length // block)
+    taken = jnp.minimum(then, kept)
+    index, left_out = jnp.arange(kept + behind), then - taken
+    room = jnp.pad(chosen.blocks, [*[(0, 0)] * (chosen.blocks.ndim - 1), (0, behind)])
+    blocks = jnp.where(index < taken[lead], room, index + left_out[lead])
+    # Blocks that the cache does not have lie behind all tokens: any will do.
+    blocks = jnp.minimum(blocks, count - 1).astype(jnp.int32)
+    slots = (kept + behind) * block
+    return BlockTable(blocks, jnp.clip(length - left_out * block, 0, slots))
+
+
 def choose_blocks(
     scores: Float[Array, "B *heads n"], length: Lengths, budget: BlockBudget
 ) -> BlockTable:

@@ -13,13 +13,13 @@ from infer.bench.decode import LoopTime
 from infer.bench.retrieval import break_even, round_parts, rounds_of
 from infer.bench.simulated import AcceptanceLengths
 from infer.bench.simulated_hierarchy import Odds, agreeing_walk
-from longspec_jax.config import TreeConfig
-from longspec_jax.drafters.tree import branch
+from longspec_jax.drafters.tree import at_end, branch
 
 
 def test_rows_have_what_is_promised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "retrieval.json"
     command = "retrieval --shape=tiny --context=700 --new_tokens=32 --agreement=0.5,0.999"
+    command += " --end 2,2"
     assert bench.main([*command.split(), f"--json={file}"]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["method"] for row in rows] == ["longspec", "at_budget", "retrieval", "retrieval"]
@@ -27,8 +27,12 @@ def test_rows_have_what_is_promised(tmp_path: Path, capsys: pytest.CaptureFixtur
     low, high = rows[2:]
     assert high["acceptance_length"] > low["acceptance_length"] > 1
     for row in rows[2:]:
+        assert (row["chain"], row["end"], row["nodes"]) == (8, "2,2", 13)
         assert all(row[name] > 0 for name in ("choose_ms", "select_ms", "speedup_over_longspec"))
-    assert "tiny at 700, retrieve 256, chain 8: faster than one level" in capsys.readouterr().out
+    assert (
+        "tiny at 700, retrieve 256, chain 8 with 2,2 behind: faster than one level"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,8 +49,7 @@ def test_where_it_begins_to_pay(points: list[tuple[float, float]], words: str) -
 
 def test_the_parts_of_a_cycle_come_apart() -> None:
     """A full round of 10 ms and partial ones of 3: four before it, and two."""
-    chain = TreeConfig((1,) * 9)
-    most, fewest = rounds_of(chain, 6, 1), rounds_of(chain, 6, 6)
+    most, fewest = rounds_of(9, 6, 1), rounds_of(9, 6, 6)
     assert (most, fewest) == (4, 1)
     loops = (LoopTime(0.022 * 5, 5, 50, 5), LoopTime(0.013 * 5, 5, 50, 5))
     parts = round_parts(*loops, most, fewest)
@@ -61,14 +64,38 @@ def test_chains_are_confirmed_as_far_as_they_agree(agreement: float) -> None:
     drawn = jnp.arange(levels + 1) <= offered
     tree = replace(tree, parents=jnp.where(drawn, tree.parents, -1))
     draws = jnp.full((rows, levels + 1), 3)
-    odds = jnp.full(rows, agreement)
-    walked = agreeing_walk(tree, draws, levels, agreement=odds, rounds=jnp.arange(rows))
+    odds = Odds.of(AcceptanceLengths.geometric(3.0, 5), agreement, rows)
+    rounds = jnp.arange(rows)
+    walked = agreeing_walk(tree, draws, levels, odds=odds, chain=levels, rounds=rounds)
     count = np.asarray(walked.count)
     wanted = sum(agreement**length for length in range(offered + 1))
     assert abs(count.mean() - wanted) < 0.2 and count.max() == offered + 1
     for row in (0, 1, 2):
         tokens = np.asarray(walked.tokens)[row, : count[row]]
         assert tokens.tolist() == [1] * (count[row] - 1) + [3]
+
+
+def test_behind_a_chain_that_is_confirmed_goes_on_what_the_draft_earns() -> None:
+    """As far as its tree goes: two levels, behind the third of four links."""
+    rows, mean = 4000, 2.0
+    zeros = jnp.zeros(rows, jnp.int32)
+    chain = branch(zeros, jnp.ones((rows, 4), jnp.int32))
+    chain = replace(chain, parents=chain.parents.at[:, 4].set(-1))
+    end = branch(zeros, jnp.full((rows, 2), 2))
+    tree, draws = at_end(chain, zeros + 3, end), jnp.full((rows, 7), 5)
+    lengths = AcceptanceLengths.geometric(mean, 5)
+    for agreement, sure in ((1.0, 1.0), (1e-6, 0.0)):
+        odds = Odds.of(lengths, agreement, rows)
+        rounds = jnp.arange(rows)
+        walked = agreeing_walk(tree, draws, 6, odds=odds, chain=4, rounds=rounds)
+        count = np.asarray(walked.count)
+        share = [(count == number).mean() for number in (4, 5, 6)]
+        first, second = lengths.probabilities[:2]
+        wanted = np.array([first, second, 1 - first - second]) * sure
+        np.testing.assert_allclose(share, wanted, atol=0.03)
+        longest = int(count.argmax())
+        tokens = np.asarray(walked.tokens)[longest, : count[longest]].tolist()
+        assert tokens == ([1, 1, 1, 2, 2, 5] if sure else [5])
 
 
 def test_odds_are_those_of_the_lengths() -> None:
