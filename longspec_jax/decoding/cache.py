@@ -6,7 +6,9 @@ committed tokens is the row's ``length``, kept by the decode state; memory beyon
 anything, because every op masks by length.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,9 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Uncommitted
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.layer.append_rows import append_rows
+
+Reading: TypeAlias = Callable[[int, Array], Prefix]
+"""``(layer, its queries) -> what its attention reads``."""
 
 
 @struct.dataclass
@@ -38,6 +43,14 @@ class KVCache:
         """What one layer's attention reads: the slots from ``start[b]``, or 0, to ``length[b]``."""
         return Prefix(self.keys[index], self.values[index], length, start)
 
+    def reading(self, length: Lengths) -> Reading:
+        """What attention reads in a pass that asks for every layer once, in their order."""
+        return lambda index, queries: self.layer(index, length)
+
+    def places(self, sharding: Any) -> Any:
+        """Where the arrays lie of a cache whose device's part lies as ``sharding`` says."""
+        return sharding
+
     def append(
         self, keys: tuple[TreeRows, ...], values: tuple[TreeRows, ...], at: Lengths
     ) -> "KVCache":
@@ -45,14 +58,7 @@ class KVCache:
 
         The caller guarantees room for all of them, and masks those that are no row's own.
         """
-
-        def write(slots: Array, fresh: Array) -> Array:
-            fresh = fresh.swapaxes(1, 2)
-            if slots.shape[0] == 1:  # A plain slice update; vmap would turn it into a scatter.
-                return jax.lax.dynamic_update_slice_in_dim(slots, fresh, at[0], axis=2)
-            update = partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
-            return jax.vmap(update)(slots, fresh, at)
-
+        write = partial(append_chunk, at=at)
         return KVCache(tuple(map(write, self.keys, keys)), tuple(map(write, self.values, values)))
 
     def commit(
@@ -79,6 +85,15 @@ class KVCache:
             return jnp.zeros((batch, tokens, heads, width), slots.dtype)
 
         return Uncommitted(tuple(map(empty, self.keys)), tuple(map(empty, self.values)))
+
+
+def append_chunk(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
+    """One layer's keys or values with consecutive tokens' at the slots from ``at[b]`` on."""
+    fresh = fresh.swapaxes(1, 2)
+    if slots.shape[0] == 1:  # A plain slice update; vmap would turn it into a scatter.
+        return jax.lax.dynamic_update_slice_in_dim(slots, fresh, at[0], axis=2)
+    update = partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+    return jax.vmap(update)(slots, fresh, at)
 
 
 def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:
