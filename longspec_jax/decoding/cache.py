@@ -8,21 +8,30 @@ anything, because every op masks by length.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, TreeRows
+from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, Queries, TreeRows
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Uncommitted
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.layer.append_rows import append_rows
 
-Reading: TypeAlias = Callable[[int, Array], Prefix]
-"""``(layer, its queries) -> what its attention reads``."""
+class CacheBytes(NamedTuple):
+    """Bytes of a cache, by where they are."""
+
+    device: int
+    """Of all devices together, what a pass brings there for a time included."""
+    host: int
+
+
+Reading: TypeAlias = Callable[[int, Queries], tuple[Queries, Prefix]]
+"""``(layer, its queries) -> the queries, what they read``. Attention takes these queries, not its
+own: that is how a cache knows what has been read."""
 
 
 @struct.dataclass
@@ -45,7 +54,7 @@ class KVCache:
 
     def reading(self, length: Lengths) -> Reading:
         """What attention reads in a pass that asks for every layer once, in their order."""
-        return lambda index, queries: self.layer(index, length)
+        return lambda index, queries: (queries, self.layer(index, length))
 
     def places(self, sharding: Any) -> Any:
         """Where the arrays lie of a cache whose device's part lies as ``sharding`` says."""

@@ -17,10 +17,10 @@ from flax import struct
 from jax.sharding import Sharding
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
+from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeRows
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
-from longspec_jax.decoding.cache import KVCache, Reading, append_chunk
+from longspec_jax.decoding.cache import CacheBytes, KVCache, Reading, append_chunk
 from longspec_jax.drafters.tree import along
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.layer.append_rows import append_rows
@@ -41,18 +41,19 @@ class OffloadedCache(KVCache):
 
     def reading(self, length: Lengths) -> Reading:
         """Each layer on the device, the next one on its way to it."""
-        staged = {0: self.layer(0, length)}
+        last, staged = len(self.keys) - 1, {0: self.layer(0, length)}
 
-        def read(index: int, queries: Array) -> Prefix:
+        def read(index: int, queries: Queries) -> tuple[Queries, Prefix]:
             following = index + 1
-            if following < len(self.keys):
+            if following < last:
                 # The queries are there when the layers before have been read, and are let go.
-                # Without this all layers would set out at once, and need room at once.
-                keys, values, _ = jax.lax.optimization_barrier(
-                    (self.keys[following], self.values[following], queries)
+                # Without this all layers would set out at once, and need room at once. A barrier
+                # is about what is used of its results alone.
+                queries, *moved = jax.lax.optimization_barrier(
+                    (queries, self.keys[following], self.values[following])
                 )
-                staged[following] = Prefix(*to_device((keys, values)), length)
-            return staged.pop(index)
+                staged[following] = Prefix(*to_device(tuple(moved)), length)
+            return queries, staged.pop(index) if index < last else self.layer(last, length)
 
         return read
 
@@ -127,3 +128,10 @@ def allocate(config: TargetConfig, batch: int, capacity: int) -> OffloadedCache:
         moved.append(to_host(zeros))
     keys, values = moved[::2], moved[1::2]
     return OffloadedCache((*keys, empty.keys[-1]), (*values, empty.values[-1]))
+
+
+def cache_bytes(config: TargetConfig, batch: int, capacity: int) -> CacheBytes:
+    """Bytes of :func:`allocate`'s result, and of the layers that are on the device for a time."""
+    layer = cache_lib.cache_bytes(config, batch, capacity) // config.num_layers
+    moved = config.num_layers - 1
+    return CacheBytes((1 + min(STAGED_LAYERS, moved)) * layer, moved * layer)

@@ -18,7 +18,7 @@ from longspec_jax.axes import Array, Lengths, TreeMask
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding import offloaded
-from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.cache import CacheBytes, KVCache
 from longspec_jax.drafters.base import NOTHING, Features, Glance, Needs, Uncommitted
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.models.target import Attend, Target, TargetOutput
@@ -137,6 +137,12 @@ class CachedTarget:
             return offloaded.allocate(self.config, batch, capacity)
         return cache_lib.allocate(self.config, batch, capacity)
 
+    def cache_bytes(self, batch: int, capacity: int) -> CacheBytes:
+        """What :meth:`allocate`'s result will take, known before allocation."""
+        if self.offload:
+            return offloaded.cache_bytes(self.config, batch, capacity)
+        return CacheBytes(cache_lib.cache_bytes(self.config, batch, capacity), 0)
+
     def prefill_chunk(
         self,
         params: Any,
@@ -147,10 +153,11 @@ class CachedTarget:
         needs: Needs = NOTHING,
     ) -> Prefilled:
         """Append a chunk behind ``start[b]`` tokens; logits after its token ``last[b]``."""
-        positions, prefix = start[:, None] + jnp.arange(tokens.shape[1]), cache.reading(start)
+        positions, read = start[:, None] + jnp.arange(tokens.shape[1]), cache.reading(start)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            return chunk_attention(q, prefix(layer, q), k, v, implementation=self.attention)
+            q, prefix = read(layer, q)
+            return chunk_attention(q, prefix, k, v, implementation=self.attention)
 
         output, features = self._forward(params, tokens, positions, attend, needs)
         hidden = jnp.take_along_axis(output.hidden, last[:, None, None], axis=1)[:, 0]
@@ -168,13 +175,12 @@ class CachedTarget:
         needs: Needs = NOTHING,
     ) -> Verification:
         """Logits at every node of a tree below ``length[b]`` committed tokens."""
-        prefix = cache.reading(length)
+        read = cache.reading(length)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            q, prefix = read(layer, q)
             fresh = Fresh(k, v, mask)
-            return speculative_attention(
-                q, prefix(layer, q), fresh, implementation=self.attention
-            )
+            return speculative_attention(q, prefix, fresh, implementation=self.attention)
 
         with jax.named_scope("verify"):
             output, features = self._forward(params, tokens, positions, attend, needs)

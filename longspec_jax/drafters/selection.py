@@ -19,6 +19,7 @@ from longspec_jax.ops.selection.blocks import BlockTable
 from longspec_jax.ops.selection.gather import gather_blocks
 
 
+@runtime_checkable
 class Cached(Protocol):
     """A cache, as far as a selection reads it; see :class:`longspec_jax.decoding.cache.KVCache`."""
 
