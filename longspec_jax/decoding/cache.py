@@ -21,6 +21,7 @@ from longspec_jax.drafters.base import Uncommitted
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.layer.append_rows import append_rows
 
+
 class CacheBytes(NamedTuple):
     """Bytes of a cache, by where they are."""
 

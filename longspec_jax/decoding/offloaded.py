@@ -9,10 +9,7 @@ long as the selection does.
 The last layer is never moved: drafts read it in every step of a proposal.
 """
 
-from functools import partial
-
 import jax
-import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Sharding
 from jaxtyping import Int
@@ -96,9 +93,7 @@ class OffloadedCache(KVCache):
         )
 
 
-def _once_read(
-    at: Lengths, keys: tuple[TreeRows, ...]
-) -> tuple[Lengths, tuple[TreeRows, ...]]:
+def _once_read(at: Lengths, keys: tuple[TreeRows, ...]) -> tuple[Lengths, tuple[TreeRows, ...]]:
     """The slots to write at, known when the pass has read all layers that are not on the device.
 
     The last layer's fresh keys are made of what the other layers found. The compiler might write

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from longspec_jax.config import TargetConfig
 from longspec_jax.sizes import shown_bytes
 
-
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The variable that says how much of the host's memory jax takes for a GPU."""
 PINNED_GIB = 64
