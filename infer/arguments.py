@@ -114,6 +114,13 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         "prompt is prefilled between the rounds of the others. All rows if absent",
     )
     group.add_argument(
+        "--offload",
+        action="store_true",
+        help="keep the target's cache in the host's memory, for contexts that the device has no "
+        "room for; every pass takes as long as moving the cache does, so let it verify much "
+        "(docs/retrieval.md)",
+    )
+    group.add_argument(
         "--tree",
         type=verified_tree,
         help=f"what the draft proposes in a round: {GRAMMAR}. none: plain decoding. Without "

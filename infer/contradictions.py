@@ -27,6 +27,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def _contradictions(arguments: argparse.Namespace) -> Iterator[str]:
     yield from _models(arguments)
+    yield from _placement(arguments)
     yield from _decoding(arguments)
     yield from _files(arguments)
     if not arguments.batch:
@@ -64,6 +65,16 @@ def _models(arguments: argparse.Namespace) -> Iterator[str]:
                     f"--{revision} chooses a version on the hub, and --{model} {source} is a "
                     "folder; drop one of the two"
                 )
+
+
+def _placement(arguments: argparse.Namespace) -> Iterator[str]:
+    """A cache in the host's memory, and what cannot be had with it."""
+    for option in ("mesh", "row_slots"):
+        if arguments.offload and getattr(arguments, option):
+            yield (
+                f"--offload keeps the cache of one device and of all rows at once in the host's "
+                f"memory, and --{option} shares it out; drop one of the two"
+            )
 
 
 def _decoding(arguments: argparse.Namespace) -> Iterator[str]:

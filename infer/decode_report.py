@@ -271,9 +271,16 @@ def memory_plan_line(plan: MemoryPlan) -> str:
     return (
         f"memory plan: weights {shown_bytes(plan.target_bytes)}, draft "
         f"{shown_bytes(plan.draft_bytes)}, cache {shown_bytes(plan.cache_bytes)} for {plan.batch} "
-        f"x {plan.capacity} slots, draft state {shown_bytes(plan.draft_state_bytes)}, working "
-        f"memory about {shown_bytes(plan.working_bytes)}"
+        f"x {plan.capacity} slots{_beside(plan)}, draft state "
+        f"{shown_bytes(plan.draft_state_bytes)}, working memory about "
+        f"{shown_bytes(plan.working_bytes)}"
     )
+
+
+def _beside(plan: MemoryPlan) -> str:
+    """What of the cache is not on the device."""
+    host = plan.host_cache_bytes
+    return f" and {shown_bytes(host)} in the host's memory" if host else ""
 
 
 def counted(count: int, thing: str) -> str:
@@ -285,7 +292,7 @@ def _memory_lines(stats: Stats) -> Iterator[str]:
     plan = stats.memory
     yield (
         f"memory              draft state {shown_bytes(stats.draft_state_bytes)}, target cache "
-        f"{shown_bytes(plan.cache_bytes)} for {plan.batch} x {plan.capacity} slots"
+        f"{shown_bytes(plan.cache_bytes)} for {plan.batch} x {plan.capacity} slots{_beside(plan)}"
     )
 
 

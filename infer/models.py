@@ -63,6 +63,7 @@ def load(arguments: argparse.Namespace, target: Path, drafts: Sequence[str | Pat
         attention=arguments.attention,
         prefill_chunk=arguments.prefill_chunk,
         row_slots=arguments.row_slots,
+        offload=arguments.offload,
         mesh=make_mesh(**arguments.mesh) if arguments.mesh else None,
         draft=list(drafts) or None,
         draft_options=dict(arguments.drafter_option or ()) if drafts else None,

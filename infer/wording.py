@@ -12,6 +12,7 @@ WRITTEN = (
     "top_k",
     "prefill_chunk",
     "row_slots",
+    "offload",
     "draft_options",
     "draft_revision",
 )

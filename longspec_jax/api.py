@@ -24,11 +24,11 @@ from longspec_jax.arguments import (
     check_arguments,
     check_chunk,
     check_drafts,
+    check_offload,
 )
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.decoding.adaptive import candidates, tallest
-from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.home import Home
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
@@ -50,8 +50,10 @@ from longspec_jax.generation.job import Job, Shape
 from longspec_jax.generation.memory import (
     MemoryPlan,
     check_fits,
+    check_host_fits,
     device_bytes,
     free_bytes,
+    free_pinned_bytes,
     tree_bytes,
     working_bytes,
 )
@@ -88,6 +90,10 @@ class LongSpec:
     row_slots: int | None = None
     """Rows that are decoded at once. The prompts of a larger batch wait, and each is prefilled,
     between the rounds of the others, for the next slot to come free. All rows at once if absent."""
+    offload: bool = False
+    """Whether the target's cache lies in the host's memory, for contexts that the device has no
+    room for: two layers of it are on the device at a time, and the last one always. A pass takes as
+    long as moving the cache takes (docs/retrieval.md). One device only."""
     _warm: runner.WarmShapes = field(default_factory=runner.WarmShapes, repr=False)
     _paces: KnownPaces = field(default_factory=KnownPaces, repr=False)
     _notices: Notices = field(default_factory=Notices, init=False, repr=False)
@@ -101,7 +107,10 @@ class LongSpec:
             prefill_chunk=self.prefill_chunk,
             mesh=self.mesh,
             row_slots=self.row_slots,
+            offload=self.offload,
         )
+        if self.offload:
+            check_offload(self.mesh, self.row_slots)
         check_chunk(self.prefill_chunk, self.target_config.max_positions)
         if self.tree is not None:
             object.__setattr__(self, "tree", as_tree(self.tree))
@@ -139,6 +148,7 @@ class LongSpec:
         tokenizer: Any = None,
         prefill_chunk: int | None = None,
         row_slots: int | None = None,
+        offload: bool = False,
     ) -> "LongSpec":
         """Load Hugging Face checkpoints.
 
@@ -161,6 +171,8 @@ class LongSpec:
           prefill_chunk: tokens of one prefill step; 2048 on a GPU and 256 on a CPU if absent.
           row_slots: rows that are decoded at once; those of a larger batch wait for a slot. All
             rows if absent.
+          offload: keep the target's cache in the host's memory: for contexts larger than the
+            device's, at the pace at which the cache is moved.
         """
         if prefill_chunk is None:
             prefill_chunk = 2048 if jax.default_backend() == "gpu" else 256
@@ -176,7 +188,10 @@ class LongSpec:
             tokenizer=tokenizer,
             prefill_chunk=prefill_chunk,
             row_slots=row_slots,
+            offload=offload,
         )
+        if offload:
+            check_offload(mesh, row_slots)
         sources = as_sources(draft)
         check_about_drafts(sources, draft_options, draft_revision)
         tree = None if tree is None else as_tree(tree)
@@ -203,6 +218,7 @@ class LongSpec:
             prefill_chunk=prefill_chunk,
             mesh=mesh,
             row_slots=row_slots,
+            offload=offload,
         )
 
     @classmethod
@@ -400,11 +416,17 @@ class LongSpec:
         )
         plan = self._plan(len(prompts), shape, drafters, draft)
         check_fits(plan, free_bytes(self.mesh))
-        mesh = None if self.mesh is None else self.mesh.abstract_mesh
-        target = CachedTarget(config, self.attention, mesh)
+        check_host_fits(plan, free_pinned_bytes())
+        target = self._target
         params = Params(self.target_params, draft)
         request = rows.request()
         return Job(target, drafters, params, prompts, request, shape, plan, self.row_slots)
+
+    @property
+    def _target(self) -> CachedTarget:
+        """The static part of the target."""
+        mesh = None if self.mesh is None else self.mesh.abstract_mesh
+        return CachedTarget(self.target_config, self.attention, mesh, self.offload)
 
     def _beginning(
         self, job: Job, tree: Any, adaptive: bool, on_activity: OnActivity | None
@@ -458,16 +480,18 @@ class LongSpec:
 
     def _plan(self, rows: int, shape: Shape, drafters: Sequence[Drafter], draft: Any) -> MemoryPlan:
         """Bytes of a call, from shapes alone."""
-        config, batches = self.target_config, [rows]
+        config, target, batches = self.target_config, self._target, [rows]
         if self.row_slots is not None and rows > self.row_slots:
             batches = [self.row_slots, 1]  # The one being prefilled is a batch of its own.
         params = Params(self.target_params, draft)
         nodes = max(drafter.tree.num_nodes for drafter in drafters)
-        cache = state = working = 0
+        cache = host = state = working = 0
         for batch in batches:
             home = Home.beside(self.target_params, batch)
             begin = partial(drafters[0].begin, batch=batch, capacity=shape.capacity)
-            cache += cache_bytes(config, batch, shape.capacity) // home.cache_shares
+            held = target.cache_bytes(batch, shape.capacity)
+            cache += held.device // home.cache_shares
+            host += held.host
             state += tree_bytes(jax.eval_shape(begin, params)) // home.row_shares
             working += working_bytes(config, batch, shape.chunk, nodes) // home.row_shares
         return MemoryPlan(
@@ -478,4 +502,5 @@ class LongSpec:
             cache_bytes=cache,
             draft_state_bytes=state,
             working_bytes=working,
+            host_cache_bytes=host,
         )

@@ -71,6 +71,10 @@ _RULES = {
         lambda value: value is None or (is_whole(value) and value >= 1),
         "a number of rows, at least 1, or left out to decode all rows at once",
     ),
+    "offload": _Rule(
+        lambda value: isinstance(value, bool),
+        "True, to keep the target's cache in the host's memory, or False",
+    ),
     "prefill_chunk": _Rule(
         lambda value: is_whole(value) and value >= 1, "a number of tokens, at least 1"
     ),
@@ -151,6 +155,24 @@ def check_chunk(prefill_chunk: int, max_positions: int) -> None:
         raise ValueError(
             f"prefill_chunk={prefill_chunk} is more than any prompt of this target "
             f"(max_positions={max_positions}) has use for; pass at most {most}"
+        )
+
+
+def check_offload(mesh: Mesh | None, row_slots: int | None) -> None:
+    """Refuse what a cache in the host's memory cannot be had with.
+
+    Raises:
+      ValueError: names the argument.
+    """
+    if mesh is not None:
+        raise ValueError(
+            f"offload=True keeps the cache of one device in the host's memory, and mesh="
+            f"{dict(mesh.shape)} has several hold a share of it each; drop one of the two"
+        )
+    if row_slots is not None:
+        raise ValueError(
+            f"offload=True decodes the rows that it was given at once, and row_slots={row_slots} "
+            "would move newcomers from cache to cache; drop one of the two"
         )
 
 

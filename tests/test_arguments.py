@@ -24,6 +24,7 @@ BAD: dict[str, list[Any]] = {
     "prefill_chunk": [2.5, 0, -1, True, False, "256", 256.0, [256], float("nan")],
     "attention": ["foo", "", 3, True, ["xla"]],
     "row_slots": [0, -1, 2.5, True, "8", [8]],
+    "offload": [None, 1, "host", "yes", 0],
 }
 BAD_TO_LOAD: dict[str, list[Any]] = {
     **BAD,

@@ -6,18 +6,33 @@ committed tokens is the row's ``length``, kept by the decode state; memory beyon
 anything, because every op masks by length.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, TreeRows
+from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, Queries, TreeRows
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Uncommitted
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.layer.append_rows import append_rows
+
+
+class CacheBytes(NamedTuple):
+    """Bytes of a cache, by where they are."""
+
+    device: int
+    """Of all devices together, what a pass brings there for a time included."""
+    host: int
+
+
+Reading: TypeAlias = Callable[[int, Queries], tuple[Queries, Prefix]]
+"""``(layer, its queries) -> the queries, what they read``. Attention takes these queries, not its
+own: that is how a cache knows what has been read."""
 
 
 @struct.dataclass
@@ -38,6 +53,14 @@ class KVCache:
         """What one layer's attention reads: the slots from ``start[b]``, or 0, to ``length[b]``."""
         return Prefix(self.keys[index], self.values[index], length, start)
 
+    def reading(self, length: Lengths) -> Reading:
+        """What attention reads in a pass that asks for every layer once, in their order."""
+        return lambda index, queries: (queries, self.layer(index, length))
+
+    def places(self, sharding: Any) -> Any:
+        """Where the arrays lie of a cache whose device's part lies as ``sharding`` says."""
+        return jax.tree.map(lambda _: sharding, self)
+
     def append(
         self, keys: tuple[TreeRows, ...], values: tuple[TreeRows, ...], at: Lengths
     ) -> "KVCache":
@@ -45,14 +68,7 @@ class KVCache:
 
         The caller guarantees room for all of them, and masks those that are no row's own.
         """
-
-        def write(slots: Array, fresh: Array) -> Array:
-            fresh = fresh.swapaxes(1, 2)
-            if slots.shape[0] == 1:  # A plain slice update; vmap would turn it into a scatter.
-                return jax.lax.dynamic_update_slice_in_dim(slots, fresh, at[0], axis=2)
-            update = partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
-            return jax.vmap(update)(slots, fresh, at)
-
+        write = partial(append_chunk, at=at)
         return KVCache(tuple(map(write, self.keys, keys)), tuple(map(write, self.values, values)))
 
     def commit(
@@ -79,6 +95,15 @@ class KVCache:
             return jnp.zeros((batch, tokens, heads, width), slots.dtype)
 
         return Uncommitted(tuple(map(empty, self.keys)), tuple(map(empty, self.values)))
+
+
+def append_chunk(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
+    """One layer's keys or values with consecutive tokens' at the slots from ``at[b]`` on."""
+    fresh = fresh.swapaxes(1, 2)
+    if slots.shape[0] == 1:  # A plain slice update; vmap would turn it into a scatter.
+        return jax.lax.dynamic_update_slice_in_dim(slots, fresh, at[0], axis=2)
+    update = partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+    return jax.vmap(update)(slots, fresh, at)
 
 
 def allocate(config: TargetConfig, batch: int, capacity: int) -> KVCache:

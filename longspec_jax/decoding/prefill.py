@@ -5,6 +5,7 @@ asked for no more: whoever follows :func:`prefill_chunks` may launch other work 
 """
 
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import jax
@@ -138,7 +139,9 @@ def _allocate(
         return target.allocate(batch, capacity), logits, drafter.begin(params, batch, capacity)
 
     def make() -> tuple[Any, Any]:
-        return _allocate, jax.jit(empty, out_shardings=(home.cache, home.rows, home.rows))
+        cache = jax.eval_shape(partial(target.allocate, batch, capacity))
+        places = cache.places(home.cache), home.rows, home.rows
+        return _allocate, jax.jit(empty, out_shardings=places)
 
     return RECENT.get((_allocate, target, drafter, batch, capacity, home), make)[1]
 
@@ -198,7 +201,7 @@ def _prefill_chunk(
         new, cache, features = target.prefill_chunk(params, cache, fresh, start, at, needs)
     here = (last >= 0) & (last < chunk)
     logits, cache = jax.lax.with_sharding_constraint(
-        (jnp.where(here[:, None], new, logits), cache), (home.rows, home.cache)
+        (jnp.where(here[:, None], new, logits), cache), (home.rows, cache.places(home.cache))
     )
     return logits, cache, features
 

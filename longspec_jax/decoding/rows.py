@@ -62,7 +62,7 @@ class Rows:
     def kept_in(self, home: Home) -> "Rows":
         """The same rows, their arrays held in their places inside a program."""
         places = jax.tree.map(lambda _: home.rows, self)
-        places = replace(places, cache=jax.tree.map(lambda _: home.cache, self.cache))
+        places = replace(places, cache=self.cache.places(home.cache))
         return jax.lax.with_sharding_constraint(self, places)
 
 

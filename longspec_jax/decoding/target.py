@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, Lengths, TreeMask
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
-from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding import offloaded
+from longspec_jax.decoding.cache import CacheBytes, KVCache
 from longspec_jax.drafters.base import NOTHING, Features, Glance, Needs, Uncommitted
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.models.target import Attend, Target, TargetOutput
@@ -122,6 +123,8 @@ class CachedTarget:
     """Attention implementation; chosen automatically if absent."""
     mesh: AbstractMesh | None = None
     """The mesh over which the parameters are spread; None on one device."""
+    offload: bool = False
+    """Whether the cache lies in the host's memory, all of it but the last layer's."""
 
     @property
     def vocab_size(self) -> int:
@@ -130,7 +133,15 @@ class CachedTarget:
 
     def allocate(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for this target."""
+        if self.offload:
+            return offloaded.allocate(self.config, batch, capacity)
         return cache_lib.allocate(self.config, batch, capacity)
+
+    def cache_bytes(self, batch: int, capacity: int) -> CacheBytes:
+        """What :meth:`allocate`'s result will take, known before allocation."""
+        if self.offload:
+            return offloaded.cache_bytes(self.config, batch, capacity)
+        return CacheBytes(cache_lib.cache_bytes(self.config, batch, capacity), 0)
 
     def prefill_chunk(
         self,
@@ -142,10 +153,10 @@ class CachedTarget:
         needs: Needs = NOTHING,
     ) -> Prefilled:
         """Append a chunk behind ``start[b]`` tokens; logits after its token ``last[b]``."""
-        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        positions, read = start[:, None] + jnp.arange(tokens.shape[1]), cache.reading(start)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            prefix = cache.layer(layer, start)
+            q, prefix = read(layer, q)
             return chunk_attention(q, prefix, k, v, implementation=self.attention)
 
         output, features = self._forward(params, tokens, positions, attend, needs)
@@ -164,12 +175,12 @@ class CachedTarget:
         needs: Needs = NOTHING,
     ) -> Verification:
         """Logits at every node of a tree below ``length[b]`` committed tokens."""
+        read = cache.reading(length)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            q, prefix = read(layer, q)
             fresh = Fresh(k, v, mask)
-            return speculative_attention(
-                q, cache.layer(layer, length), fresh, implementation=self.attention
-            )
+            return speculative_attention(q, prefix, fresh, implementation=self.attention)
 
         with jax.named_scope("verify"):
             output, features = self._forward(params, tokens, positions, attend, needs)
@@ -196,7 +207,7 @@ class CachedTarget:
             keys[layer], values[layer] = write(keys[layer], k), write(values[layer], v)
             rows = Fresh(keys[layer], values[layer], mask)
             seen = tree_attention(q, rows, implementation=self.attention)
-            for prefix in selection.prefixes(layer, cache.keys[layer], cache.values[layer]):
+            for prefix in selection.prefixes(layer, cache):
                 past = prefix_attention(q, prefix, implementation=self.attention)
                 seen = merge(seen, past)
             return seen.out.astype(q.dtype)

@@ -6,6 +6,7 @@ Who chooses them is :mod:`longspec_jax.drafters.selectors`' matter.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -19,11 +20,20 @@ from longspec_jax.ops.selection.gather import gather_blocks
 
 
 @runtime_checkable
+class Cached(Protocol):
+    """A cache, as far as a selection reads it; see :class:`longspec_jax.decoding.cache.KVCache`."""
+
+    def layer(self, index: int, length: Lengths, start: Lengths | None = None) -> Prefix:
+        """The slots of one layer from ``start[b]``, or 0, to ``length[b]``."""
+        ...
+
+
+@runtime_checkable
 class Selection(Protocol):
     """A part of every row's committed tokens; no token is in it twice."""
 
-    def prefixes(self, layer: int, keys: CacheSlots, values: CacheSlots) -> Sequence[Prefix]:
-        """What attention of a layer reads one after the other, of a cache with these slots."""
+    def prefixes(self, layer: int, cache: Cached) -> Sequence[Prefix]:
+        """What attention of a layer reads one after the other."""
         ...
 
 
@@ -36,10 +46,11 @@ class Spans:
     stop: Leaf[Int[Array, "B n"]]
     """Slot behind its last one."""
 
-    def prefixes(self, layer: int, keys: CacheSlots, values: CacheSlots) -> Sequence[Prefix]:
+    def prefixes(self, layer: int, cache: Cached) -> Sequence[Prefix]:
         """The cache itself, once a span."""
+        whole = cache.layer(layer, self.stop[:, 0], self.start[:, 0])
         bounds = zip(self.start.T, self.stop.T, strict=True)
-        return [Prefix(keys, values, stop, start) for start, stop in bounds]
+        return [replace(whole, start=start, length=stop) for start, stop in bounds]
 
 
 @struct.dataclass
@@ -53,7 +64,7 @@ class WorkingSet:
     length: Leaf[Lengths]
     """How many of its slots hold tokens, in every layer alike."""
 
-    def prefixes(self, layer: int, keys: CacheSlots, values: CacheSlots) -> Sequence[Prefix]:
+    def prefixes(self, layer: int, cache: Cached) -> Sequence[Prefix]:
         """The layer's part of it, and nothing of the cache."""
         return [Prefix(self.keys[layer], self.values[layer], self.length)]
 

@@ -114,7 +114,9 @@ def run_both(
 
 
 def _room_for_two(job: Job) -> bool:
-    """Whether the device holds a second cache beside the first."""
+    """Whether the device holds a second cache beside the first; the host is not asked to."""
+    if job.target.offload:
+        return False
     free = free_bytes()
     return free is None or free > job.memory.cache_bytes + job.memory.working_bytes
 

@@ -1,6 +1,7 @@
 """What a call will need of device memory, known before anything is allocated."""
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ from jax.sharding import Mesh
 
 from longspec_jax.config import TargetConfig
 from longspec_jax.sizes import shown_bytes
+
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The variable that says how much of the host's memory jax takes for a GPU."""
+PINNED_GIB = 64
+"""What it is if unset."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +31,17 @@ class MemoryPlan:
     draft_bytes: int
     """Weights of the draft, the tables it shares with the target not counted."""
     cache_bytes: int
-    """The target's keys and values: grows with the context."""
+    """The target's keys and values, as far as they are on the device: grows with the context."""
     draft_state_bytes: int
     """The draft's own state: does not grow with the context."""
     working_bytes: int
     """Activations of a prefill chunk or logits of a tree, whichever is larger; an estimate."""
+    host_cache_bytes: int = 0
+    """The target's keys and values in the host's memory, where the cache is offloaded."""
 
     @property
     def total_bytes(self) -> int:
-        """Everything together."""
+        """Everything on the device."""
         return self.target_bytes + self.draft_bytes + self.needed_bytes
 
     @property
@@ -77,6 +85,18 @@ def free_bytes(mesh: Mesh | None = None) -> int | None:
     return None if free is None else free // len(devices)
 
 
+def free_pinned_bytes() -> int | None:
+    """Bytes of the host's memory that a cache may take; None where nothing says.
+
+    For a GPU jax takes no more than a limit of its own, which an environment variable sets.
+    """
+    free = _free_host_bytes()
+    if jax.default_backend() != "gpu":
+        return free
+    limit = int(os.environ.get(PINNED_LIMIT, PINNED_GIB)) << 30
+    return limit if free is None else min(free, limit)
+
+
 def _free_host_bytes() -> int | None:
     """Bytes of main memory to be had, by the system's estimate and the container's limit."""
     bounds = []
@@ -115,6 +135,20 @@ def check_fits(plan: MemoryPlan, free: int | None) -> None:
         f"({shown_bytes(plan.cache_bytes)} cache, {shown_bytes(plan.draft_state_bytes)} draft "
         f"state, about {shown_bytes(plan.working_bytes)} working memory) beside the weights, and "
         f"{shown_bytes(free)} are free. {_remedy(plan, largest_context(plan, free), free)}"
+    )
+
+
+def check_host_fits(plan: MemoryPlan, free: int | None) -> None:
+    """Raise before an offloaded cache that the host's memory cannot hold."""
+    if free is None or plan.host_cache_bytes <= free:
+        return
+    slots = free // -(-plan.host_cache_bytes // plan.capacity)
+    raise MemoryError(
+        f"offload: {plan.batch} row(s) of {plan.capacity} cache slots need "
+        f"{shown_bytes(plan.host_cache_bytes)} of the host's memory, and {shown_bytes(free)} can "
+        f"be had, which is some {slots} tokens per row; use fewer rows or a shorter context, or, "
+        f"where the host has more, raise {PINNED_LIMIT} (GiB, {PINNED_GIB} if unset), the most "
+        "that jax takes of it for a GPU"
     )
 
 

@@ -55,7 +55,12 @@ def require_hopper(kernel: str) -> None:
 
 def decodes_on_ampere(rows: int, dtype: Any) -> bool:
     """Whether an op over so many rows belongs to a decode step on a GPU that our kernels serve."""
-    if rows > DECODE_ROWS or dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    return rows <= DECODE_ROWS and has_kernels(dtype)
+
+
+def has_kernels(dtype: Any) -> bool:
+    """Whether this is a GPU that our Triton kernels serve, in this dtype."""
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return False
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return False

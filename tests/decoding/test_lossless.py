@@ -321,6 +321,25 @@ def test_partial_passes_of_a_transformer_change_no_token(
     assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
 
 
+OFFLOADED = {
+    "plain": NoDraft(),
+    "tree": LongSpecDrafter(DRAFT, TREES[0]),
+    "quest-longspec": RETRIEVED["quest-longspec"],
+}
+
+
+@pytest.mark.parametrize("drafter", OFFLOADED.values(), ids=OFFLOADED)
+def test_a_cache_in_the_hosts_memory_changes_no_token(models: Params, drafter: Drafter) -> None:
+    tokens, req = prompts(CONFIG.vocab_size), request(**MIXED)
+    plain, _ = generate(CachedTarget(CONFIG), NoDraft(), models, tokens, LENGTHS, req)
+    target = CachedTarget(CONFIG, offload=True)
+    rows, state = generate(target, drafter, models, tokens, LENGTHS, req)
+    assert_same(rows, plain)
+    cache = state.rows.cache
+    kinds = [leaf.sharding.memory_kind for leaf in (*cache.keys, *cache.values)]
+    assert kinds == ["pinned_host", "device"] * 2
+
+
 def lossy(budget: BlockBudget, tree: str) -> LossyHierarchy:
     """Published partial verification, of the target's own chains."""
     inner = StreamingDrafter(TreeConfig((1,)), SHORT)

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.ops.selection import attended, blocks, extremes, gather, reference
+from longspec_jax.ops.placement import on_host, to_host
+from longspec_jax.ops.selection import (
+    attended,
+    blocks,
+    extremes,
+    gather,
+    gather_pallas,
+    reference,
+)
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.kit import relative_error
 
@@ -171,3 +179,21 @@ def test_blocks_are_laid_end_to_end(heads: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(found, reference.gather_blocks(keys, table, 4))
     held = np.arange(BUDGET.slots) < np.asarray(table.length)[:, None]
     assert np.isfinite(np.asarray(found).transpose(0, 2, 1, 3)[held]).all()
+
+
+@pytest.mark.parametrize("heads", [(), (HEADS,)], ids=["shared", "of-heads"])
+def test_blocks_come_from_the_hosts_memory(heads: tuple[int, ...]) -> None:
+    """The result is on the device, and none of it was there before."""
+    keys = caches()[1]
+    scores = drawn(6, BATCH, *heads, SLOTS // 4)
+    table = blocks.choose_blocks(scores, jnp.asarray(LENGTHS), BUDGET)
+    found = jax.jit(gather.gather_blocks, static_argnums=2)(to_host(keys), table, 4)
+    assert not on_host(found)
+    np.testing.assert_array_equal(found, gather.gather_blocks(keys, table, 4))
+
+
+def test_the_kernel_that_gathers() -> None:
+    """Blocks of five by seven numbers: neither is a power of two."""
+    whole, places = drawn(0, 2, 3, 11, 5, 7), np.random.default_rng(0).integers(0, 11, (2, 3, 6))
+    found = gather_pallas.gather(whole, jnp.asarray(places), interpret=True)
+    np.testing.assert_array_equal(found, gather.composed(whole, jnp.asarray(places)))

@@ -1,0 +1,43 @@
+"""Gathering blocks as a Pallas kernel for Triton, which reads the host's memory where it lies.
+
+To the compiler a gather from the host's memory is work for the host: it would leave the blocks
+there, and move them in a second step.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int
+
+from longspec_jax.axes import Array
+from longspec_jax.ops.triton_compiler import compiler_params
+
+
+def gather(
+    whole: Float[Array, "B K n b H"], blocks: Int[Array, "B K k"], interpret: bool = False
+) -> Float[Array, "B K k b H"]:
+    """See :func:`longspec_jax.ops.selection.gather.composed`; the result is on the device."""
+    shape = (*blocks.shape, *whole.shape[3:])
+    return pl.pallas_call(
+        _kernel,
+        grid=blocks.shape,
+        out_shape=jax.ShapeDtypeStruct(shape, whole.dtype),
+        compiler_params=compiler_params(warps=4, stages=1),
+        interpret=interpret,
+        name="gather_blocks",
+    )(blocks.astype(jnp.int32), whole)
+
+
+def _kernel(blocks_ref: Any, whole_ref: Any, found_ref: Any) -> None:
+    """Copy one block of one head."""
+    row, head, place = (pl.program_id(axis) for axis in range(3))
+    block, width = whole_ref.shape[3:]
+    slot = jnp.arange(pl.next_power_of_2(block))[:, None]
+    h = jnp.arange(pl.next_power_of_2(width))[None, :]
+    mask = (slot < block) & (h < width)
+    chosen = pltriton.load(blocks_ref.at[row, head, place])
+    copied = pltriton.load(whole_ref.at[row, head, chosen, slot, h], mask=mask, other=0.0)
+    pltriton.store(found_ref.at[row, head, place, slot, h], copied, mask=mask)

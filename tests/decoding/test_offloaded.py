@@ -1,0 +1,103 @@
+"""A cache in the host's memory: what is read, what is written, and how much is moved at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.decoding import cache as cache_lib
+from longspec_jax.decoding import offloaded
+from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.offloaded import OffloadedCache
+from longspec_jax.ops.placement import on_host
+from tests.kit import tiny_target_config
+
+LAYERS, BATCH, CAPACITY = 5, 2, 11
+CONFIG = tiny_target_config(num_layers=LAYERS)
+QUERIES = jnp.ones((BATCH, 1, 1, 1))
+LENGTHS = jnp.asarray([7, 3], jnp.int32)
+
+
+def drawn(seed: int, *shape: int) -> tuple[jax.Array, ...]:
+    """One array for every layer."""
+    keys = jax.random.split(jax.random.key(seed), LAYERS)
+    return tuple(jax.random.normal(key, shape) for key in keys)
+
+
+def both_caches() -> tuple[KVCache, OffloadedCache]:
+    """The same numbers on the device and in the host's memory."""
+    rows = (BATCH, CAPACITY, CONFIG.num_kv_heads, CONFIG.head_width)
+    fresh = drawn(0, *rows), drawn(1, *rows)
+    start = jnp.zeros(BATCH, jnp.int32)
+    caches = (lib.allocate(CONFIG, BATCH, CAPACITY) for lib in (cache_lib, offloaded))
+    plain, host = (cache.append(*fresh, start) for cache in caches)
+    assert isinstance(host, OffloadedCache)
+    return plain, host
+
+
+def assert_equal(host: KVCache, plain: KVCache) -> None:
+    """The same numbers, all but the last layer's in the host's memory."""
+    for found, wanted in ((host.keys, plain.keys), (host.values, plain.values)):
+        assert [on_host(layer) for layer in found] == [True] * (LAYERS - 1) + [False]
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def read_all(cache: KVCache, queries: jax.Array) -> list[jax.Array]:
+    """A pass whose queries depend on what was read of the layer before."""
+    read, seen = cache.reading(LENGTHS), []
+    for layer in range(LAYERS):
+        queries, prefix = read(layer, queries)
+        seen.append(queries * prefix.keys.sum() + prefix.values.sum())
+        queries = seen[-1]
+    return seen
+
+
+def test_layers_are_read_in_order() -> None:
+    plain, host = both_caches()
+    assert_equal(host, plain)
+    found = jax.jit(read_all)(host, QUERIES)
+    np.testing.assert_allclose(found, read_all(plain, QUERIES), rtol=1e-6)
+    np.testing.assert_array_equal(host.layer(2, LENGTHS).values, plain.values[2])
+
+
+def test_a_layer_sets_out_when_the_one_before_the_last_has_been_read() -> None:
+    """Two are on the device at a time: all moves but the first layer's wait for queries.
+
+    They wait only if the queries behind the barrier are used, too: the compiler drops the rest.
+    """
+    equations = jax.make_jaxpr(read_all)(both_caches()[1], QUERIES).eqns
+    made = {id(out): eqn for eqn in equations for out in eqn.outvars}
+    used = {id(value) for eqn in equations for value in eqn.invars}
+    moves = [eqn for eqn in equations if eqn.primitive.name == "device_put"]
+    moved = [value for eqn in moves for value in eqn.invars]
+    assert len(moved) == 2 * (LAYERS - 1)
+    barriers = [made[id(value)] for value in moved if id(value) in made]
+    assert len(barriers) == 2 * (LAYERS - 2)
+    for barrier in barriers:
+        assert barrier.primitive.name == "optimization_barrier"
+        assert all(id(out) in used for out in barrier.outvars)
+    waited = [barrier.invars[0] for barrier in barriers[::2]]
+    assert len({id(queries) for queries in waited}) == LAYERS - 2
+
+
+def test_accepted_rows_are_written_where_they_belong() -> None:
+    plain, host = both_caches()
+    rows = (BATCH, 4, CONFIG.num_kv_heads, CONFIG.head_width)
+    fresh, path = (drawn(2, *rows), drawn(3, *rows)), jnp.asarray([[0, 3, 1], [2, 2, 0]])
+    commit = jax.jit(lambda cache: cache.commit(*fresh, path, LENGTHS))
+    assert_equal(commit(host), commit(plain))
+    append = jax.jit(lambda cache: cache.append(*fresh, LENGTHS))
+    assert_equal(append(host), append(plain))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_bytes_are_known_beforehand(layers: int) -> None:
+    config = tiny_target_config(num_layers=layers)
+    cache = offloaded.allocate(config, BATCH, CAPACITY)
+    leaves = jax.tree.leaves(cache)
+    held = offloaded.cache_bytes(config, BATCH, CAPACITY)
+    assert held.host == sum(leaf.nbytes for leaf in leaves if on_host(leaf))
+    layer = 2 * leaves[0].nbytes
+    assert held.device == (1 + min(2, layers - 1)) * layer
+    assert held.host + layer == cache_lib.cache_bytes(config, BATCH, CAPACITY)
