@@ -17,7 +17,7 @@ from longspec_jax.drafters.draft import Draft, UsualTrees
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.lossy import LossyHierarchy
 from longspec_jax.drafters.quest import Quest
-from longspec_jax.drafters.refreshed import Refreshed
+from longspec_jax.drafters.refreshed import every
 from longspec_jax.drafters.selectors import Selector
 from longspec_jax.ops.selection.blocks import BlockBudget
 
@@ -154,8 +154,7 @@ class RetrievalDraft:
     @property
     def _selector(self) -> Selector:
         chosen = SELECTORS[self.options.retrieve_by](self.target, self.options.budget)
-        every = self.options.retrieve_refresh
-        return chosen if every == 1 else Refreshed(chosen, every)
+        return every(self.options.retrieve_refresh, chosen)
 
     @property
     def _inner_tree(self) -> TreeConfig:
