@@ -14,7 +14,8 @@ partial rounds alone, what remains is a full round with its selection and the dr
 ``choose_ms`` (scores and the best blocks) and ``select_ms`` (the same and laying them end to end)
 are timed apart, in programs of their own; blocks are chosen every ``refresh`` full passes, and laid
 end to end for each. ``acceptance_length`` is emitted tokens over full target passes. ``break_even``
-is the agreement from which retrieval is faster, between two of those measured.
+is the agreement from which retrieval is faster, between two of those measured; ``modelled_...`` and
+``best_chain`` (its levels) are what :mod:`longspec_jax.drafters.chain_cost` makes of the times.
 """
 
 import argparse
@@ -27,11 +28,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config import MAX_TREE_LEVELS, TreeConfig
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.chain_cost import ChainCost
 from longspec_jax.drafters.quest import Quest
 from longspec_jax.drafters.refreshed import Kept, every
 from longspec_jax.drafters.retrieval import behind_chain
@@ -191,6 +193,7 @@ def two_levels(
         *(slowest, fastest),
         *(rounds_of(drafter.levels, height, each) for each in (1, height)),
     )
+    cost = cost_of(parts, setting, tree)
     for agreement in arguments.agreement:
         found = figures(decoded(setting.lengths, agreement, setting.new_tokens))
         yield {
@@ -212,7 +215,40 @@ def two_levels(
             "speedup_over_longspec": rounded(
                 found["tokens_per_second"] / base["tokens_per_second"]
             ),
+            **modelled(cost, drafter.levels, agreement, base, setting.batch),
         }
+
+
+def cost_of(parts: dict[str, float], setting: Setting, tree: TreeConfig) -> ChainCost | None:
+    """What rounds take and yield; None where no times were told apart."""
+    full, partial = parts["full_round_ms"] / 1e3, parts["partial_round_ms"] / 1e3
+    if not (full > 0 and partial > 0):
+        return None
+    end = 0 if tree.chain is None else tree.end.num_levels
+    behind = sum(p * min(i + 1, end + 1) for i, p in enumerate(setting.lengths.probabilities))
+    return ChainCost(partial, full, setting.lengths.mean, setting.tree.num_levels + 1, behind)
+
+
+def modelled(
+    cost: ChainCost | None, levels: int, agreement: float, base: Row, rows: int
+) -> dict[str, float | None]:
+    """What the cost model says of a chain beside what was measured of it.
+
+    Args:
+      cost: from times of partial and full rounds.
+      levels: of the chain.
+      agreement: with which it was measured.
+      base: one level.
+      rows: decoded together.
+    """
+    if cost is None:
+        return dict.fromkeys(("modelled_tokens_per_second", "modelled_break_even", "best_chain"))
+    most = MAX_TREE_LEVELS
+    return {
+        "modelled_tokens_per_second": rounded(rows * cost.speed(levels, agreement)),
+        "modelled_break_even": cost.break_even(levels, base["tokens_per_second"] / rows),
+        "best_chain": cost.best(range(1, most + 1), agreement),
+    }
 
 
 def given(state: SpecState, odds: Odds, tokens: int) -> SpecState:
@@ -333,8 +369,19 @@ def verdicts(rows: Sequence[Row]) -> Iterator[str]:
         return row["shape"], row["context"], _case(row)
 
     for (shape, context, words), of_case in itertools.groupby(retrieved, case):
-        points = [(row["agreement"], row["speedup_over_longspec"]) for row in of_case]
-        yield f"{shape} at {context}, {words}: faster than one level {break_even(points)}"
+        own = list(of_case)
+        points = [(row["agreement"], row["speedup_over_longspec"]) for row in own]
+        yield (
+            f"{shape} at {context}, {words}: faster than one level {break_even(points)}"
+            f"{modelled_words(own[0]['modelled_break_even'])}"
+        )
+
+
+def modelled_words(agreement: float | None) -> str:
+    """The same by the cost model, from the times of its rounds."""
+    if agreement is None:
+        return "; by the cost model of its rounds at none"
+    return f"; by the cost model of its rounds from {agreement:.3f} on"
 
 
 def _case(row: Row) -> str:

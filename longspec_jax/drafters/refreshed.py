@@ -107,6 +107,11 @@ class Refreshed:
             view.keys, view.values, self.table(state, view), self.retriever.budget.block
         )
 
+    def gathers(self, capacity: int) -> int:
+        """The retriever's, and room behind them."""
+        own = self.retriever.gathers(capacity)
+        return own and own + self._behind * self.retriever.budget.block
+
     def _reads_all(self, view: View) -> bool:
         return self.retriever.budget.slots >= view.keys[0].shape[2]
 
