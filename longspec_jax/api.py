@@ -31,7 +31,7 @@ from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.decoding.adaptive import candidates, tallest
 from longspec_jax.decoding.home import Home
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.base import Drafter, NoDraft, Params, gathered_slots
 from longspec_jax.drafters.draft import Draft, Target, drafters_of
 from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.generation import comparison, inspection, runner
@@ -494,6 +494,8 @@ class LongSpec:
             host += held.host
             state += tree_bytes(jax.eval_shape(begin, params)) // home.row_shares
             working += working_bytes(config, batch, shape.chunk, nodes) // home.row_shares
+            gathered = max(gathered_slots(drafter, shape.capacity) for drafter in drafters)
+            working += cache_bytes(config, batch, gathered) // home.cache_shares
         return MemoryPlan(
             batch=sum(batches),
             capacity=shape.capacity,

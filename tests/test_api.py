@@ -13,6 +13,7 @@ import longspec_jax
 from longspec_jax import PLAIN, LongSpec, TreeConfig
 from longspec_jax.decoding import adaptive
 from longspec_jax.decoding import prefill as prefill_lib
+from longspec_jax.drafters.retrieval import RetrievalDraft, RetrievalOptions
 from longspec_jax.generation import memory, runner
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
@@ -369,6 +370,19 @@ def test_parts_that_do_not_fit(spec) -> None:
         dataclasses.replace(spec, tokenizer=None).generate("a")
     without = dataclasses.replace(spec, tokenizer=None)
     assert without.generate([3, 4], max_new_tokens=3).text == (None,)
+
+
+def test_what_partial_passes_copy_is_planned(spec) -> None:
+    """The working set of 96 slots for two rows; the summaries are the draft's state."""
+    [draft], config = spec.drafts, spec.target_config
+    options = RetrievalOptions(96, retrieve_recent=64)
+    retrieving = dataclasses.replace(spec, draft=RetrievalDraft(draft, config, options))
+    plans = [each.memory_plan(2, 600, 1, "chain:2") for each in (retrieving, spec)]
+    slot = plans[1].cache_bytes // (2 * plans[1].capacity)
+    assert plans[0].working_bytes - plans[1].working_bytes == 2 * 96 * slot
+    assert plans[0].draft_state_bytes - plans[1].draft_state_bytes > plans[0].cache_bytes / 32
+    short = [each.memory_plan(2, 600, 1, "chain:0/chain:2") for each in (retrieving, spec)]
+    assert short[0].working_bytes == short[1].working_bytes, "one level reads it where it lies"
 
 
 def test_memory_is_checked_before_allocation(spec, monkeypatch) -> None:

@@ -298,6 +298,9 @@ def retrieval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block", type=COUNT, default=32, help="tokens that are chosen together")
     _add(parser, "--chain", COUNTS, ByMachine([16], [8]), "most tokens verified in part")
     parser.add_argument(
+        "--refresh", type=COUNT, default=1, help="full passes from one choice of blocks to the next"
+    )
+    parser.add_argument(
         "--end",
         type=tree_argument,
         nargs="+",

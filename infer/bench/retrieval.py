@@ -11,10 +11,11 @@ to be compared with.
 that it verifies behind them, ``nodes`` all of these. ``partial_round_ms`` and ``full_round_ms``
 come from decodes with the most and the fewest partial rounds between full ones: the difference is
 partial rounds alone, what remains is a full round with its selection and the draft's tree.
-``choose_ms`` (scores and the best blocks) and ``select_ms`` (the same and laying
-them end to end) are timed apart, in programs of their own. ``acceptance_length`` is emitted tokens
-over full target passes. ``break_even`` is the agreement from which retrieval is faster, between two
-of those measured.
+``choose_ms`` (scores and the best blocks) and ``select_ms`` (the same and laying them end to end)
+are timed apart, in programs of their own; blocks are chosen every ``refresh`` full passes, and laid
+end to end for each. ``acceptance_length`` is emitted tokens over full target passes. ``break_even``
+is the agreement from which retrieval is faster, between two of those measured; ``modelled_...`` and
+``best_chain`` (its levels) are what :mod:`longspec_jax.drafters.chain_cost` makes of the times.
 """
 
 import argparse
@@ -27,12 +28,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config import MAX_TREE_LEVELS, TreeConfig
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.chain_cost import ChainCost
 from longspec_jax.drafters.quest import Quest
+from longspec_jax.drafters.refreshed import Kept, every
 from longspec_jax.drafters.retrieval import behind_chain
 from longspec_jax.ops.selection.blocks import BlockBudget
 
@@ -79,7 +82,7 @@ def main(arguments: argparse.Namespace) -> None:
             options = dict(arguments.drafter_option or ())
             model = random_model(SHAPES[shape], arguments.attention, options=options)
             for setting in of_shape:
-                for row in measure(setting, model, budgets, trees, arguments.agreement):
+                for row in measure(setting, model, budgets, trees, arguments):
                     report.add(row, line(row))
             del model  # Before the next one is drawn.
         for words in verdicts(report.rows):
@@ -120,7 +123,7 @@ def measure(
     model: Model,
     budgets: Sequence[BlockBudget],
     trees: Sequence[TreeConfig],
-    agreements: Sequence[float],
+    arguments: argparse.Namespace,
 ) -> Iterator[Row]:
     """The rows of one setting: one level first, then every budget and chain with its end."""
     base = one_level(setting, model)
@@ -131,7 +134,7 @@ def measure(
             compared = one_level(at_budget, model)
             yield {**compared, "method": "at_budget"}
             for tree in trees:
-                yield from two_levels(setting, model, budget, tree, agreements, base, compared)
+                yield from two_levels(setting, model, budget, tree, arguments, base, compared)
 
 
 def one_level(setting: Setting, model: Model) -> Row:
@@ -153,7 +156,7 @@ def two_levels(
     model: Model,
     budget: BlockBudget,
     tree: TreeConfig,
-    agreements: Sequence[float],
+    arguments: argparse.Namespace,
     base: Row,
     at_budget: Row,
 ) -> Iterator[Row]:
@@ -162,11 +165,12 @@ def two_levels(
     # A round commits up to the tree's levels and a bonus: the cache needs room for that.
     bench = Bench.prepare(dataclasses.replace(setting, tree=tree), model)
     inner = model.drafter(setting.tree)
-    drafter = SimulatedHierarchy(inner, Quest(model.config, budget), tree)
+    quest = Quest(model.config, budget)
+    drafter = SimulatedHierarchy(inner, every(arguments.refresh, quest), tree)
     state = bench.state(drafter)
     program = bench.compile(simulated_decode, model.target, drafter, state=state)
     choosing = {
-        name: bench.compile(jax.jit(part(model, drafter, setting.turns)), state=state.rows)
+        name: bench.compile(jax.jit(part(model, quest, setting.turns)), state=state.rows)
         for name, part in {"choose_ms": choose, "select_ms": select}.items()
     }
     parts = {
@@ -189,13 +193,15 @@ def two_levels(
         *(slowest, fastest),
         *(rounds_of(drafter.levels, height, each) for each in (1, height)),
     )
-    for agreement in agreements:
+    cost = cost_of(parts, setting, tree)
+    for agreement in arguments.agreement:
         found = figures(decoded(setting.lengths, agreement, setting.new_tokens))
         yield {
             **described(setting),
             "method": "retrieval",
             "budget": budget.slots,
             "block": budget.block,
+            "refresh": arguments.refresh,
             "chain": drafter.levels,
             "end": None if tree.chain is None else str(tree.end),
             "nodes": tree.num_nodes,
@@ -209,7 +215,40 @@ def two_levels(
             "speedup_over_longspec": rounded(
                 found["tokens_per_second"] / base["tokens_per_second"]
             ),
+            **modelled(cost, drafter.levels, agreement, base, setting.batch),
         }
+
+
+def cost_of(parts: dict[str, float], setting: Setting, tree: TreeConfig) -> ChainCost | None:
+    """What rounds take and yield; None where no times were told apart."""
+    full, partial = parts["full_round_ms"] / 1e3, parts["partial_round_ms"] / 1e3
+    if not (full > 0 and partial > 0):
+        return None
+    end = 0 if tree.chain is None else tree.end.num_levels
+    behind = sum(p * min(i + 1, end + 1) for i, p in enumerate(setting.lengths.probabilities))
+    return ChainCost(partial, full, setting.lengths.mean, setting.tree.num_levels + 1, behind)
+
+
+def modelled(
+    cost: ChainCost | None, levels: int, agreement: float, base: Row, rows: int
+) -> dict[str, float | None]:
+    """What the cost model says of a chain beside what was measured of it.
+
+    Args:
+      cost: from times of partial and full rounds.
+      levels: of the chain.
+      agreement: with which it was measured.
+      base: one level.
+      rows: decoded together.
+    """
+    if cost is None:
+        return dict.fromkeys(("modelled_tokens_per_second", "modelled_break_even", "best_chain"))
+    most = MAX_TREE_LEVELS
+    return {
+        "modelled_tokens_per_second": rounded(rows * cost.speed(levels, agreement)),
+        "modelled_break_even": cost.break_even(levels, base["tokens_per_second"] / rows),
+        "best_chain": cost.best(range(1, most + 1), agreement),
+    }
 
 
 def given(state: SpecState, odds: Odds, tokens: int) -> SpecState:
@@ -248,16 +287,14 @@ def round_parts(many: LoopTime, few: LoopTime, most: int, fewest: int) -> dict[s
     }
 
 
-def choose(model: Model, drafter: SimulatedHierarchy, turns: int) -> Part:
+def choose(model: Model, quest: Quest, turns: int) -> Part:
     """Scores and the best blocks, nothing read."""
-    selector = drafter.selector
-    assert isinstance(selector, Quest)
-    return _repeated(model, turns, lambda state, view: selector.table(state, view).blocks)
+    return _repeated(model, turns, lambda state, view: quest.table(state, view).blocks)
 
 
-def select(model: Model, drafter: SimulatedHierarchy, turns: int) -> Part:
+def select(model: Model, quest: Quest, turns: int) -> Part:
     """The same, and laying the blocks of all layers end to end."""
-    return _repeated(model, turns, drafter.selector.choose)
+    return _repeated(model, turns, quest.choose)
 
 
 def _repeated(model: Model, turns: int, ask: Any) -> Part:
@@ -265,6 +302,8 @@ def _repeated(model: Model, turns: int, ask: Any) -> Part:
 
     def program(params: Params, rows: Rows) -> Any:
         state = rows.draft.real.selector
+        if isinstance(state, Kept):
+            state = state.asked
 
         def asked(length: jax.Array) -> Any:
             at = rows.pending, length, length, rows.done
@@ -330,13 +369,25 @@ def verdicts(rows: Sequence[Row]) -> Iterator[str]:
         return row["shape"], row["context"], _case(row)
 
     for (shape, context, words), of_case in itertools.groupby(retrieved, case):
-        points = [(row["agreement"], row["speedup_over_longspec"]) for row in of_case]
-        yield f"{shape} at {context}, {words}: faster than one level {break_even(points)}"
+        own = list(of_case)
+        points = [(row["agreement"], row["speedup_over_longspec"]) for row in own]
+        yield (
+            f"{shape} at {context}, {words}: faster than one level {break_even(points)}"
+            f"{modelled_words(own[0]['modelled_break_even'])}"
+        )
+
+
+def modelled_words(agreement: float | None) -> str:
+    """The same by the cost model, from the times of its rounds."""
+    if agreement is None:
+        return "; by the cost model of its rounds at none"
+    return f"; by the cost model of its rounds from {agreement:.3f} on"
 
 
 def _case(row: Row) -> str:
     """Budget, chain and end of a row, in words."""
     end = "" if row["end"] is None else f" with {row['end']} behind"
+    end += "" if row["refresh"] == 1 else f", chosen every {row['refresh']} full passes"
     return f"retrieve {row['budget']}, chain {row['chain']}{end}"
 
 

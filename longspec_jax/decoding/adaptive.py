@@ -28,6 +28,7 @@ from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.draft import with_tree
+from longspec_jax.drafters.hierarchy import Hierarchy, on_one_level
 
 
 class BurstResult(NamedTuple):
@@ -42,13 +43,21 @@ class BurstResult(NamedTuple):
 def smaller_tree(tree: TreeConfig) -> TreeConfig:
     """A chain of half a tree's levels: most of what is accepted, where every node costs.
 
-    ``(4, 16, 16, 16, 16)`` becomes ``(1, 1, 1)``.
+    ``(4, 16, 16, 16, 16)`` becomes ``(1, 1, 1)``. Of a chain with a tree at its end it is half the
+    chain with the same tree.
     """
-    return TreeConfig((1,) * -(-tree.num_levels // 2))
+    if tree.chain:
+        half, end = -(-tree.chain // 2), tree.end
+        budget = None if end.budget is None else half + end.budget
+        return TreeConfig((1,) * half + end.widths, budget, tree.threshold, half)
+    return TreeConfig((1,) * -(-tree.num_levels // 2), chain=tree.chain)
 
 
 def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
     """What a run may choose among: no tree, and the drafters; a smaller tree too of a single one.
+
+    Partial verification does not pay everywhere, so of a single hierarchy its draft's own tree is
+    one as well, verified on one level.
 
     Args:
       drafters: of which each differs from the others in its tree, or is one of several with a
@@ -59,7 +68,10 @@ def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
     """
     own = list(drafters)
     if len(own) == 1:
-        own.insert(0, with_tree(own[0], smaller_tree(own[0].tree)))
+        [alone] = own
+        own.insert(0, with_tree(alone, smaller_tree(alone.tree)))
+        if isinstance(alone, Hierarchy) and alone.levels:
+            own.append(with_tree(alone, on_one_level(alone.inner.tree)))
     own.sort(key=lambda drafter: drafter.tree.num_nodes)
     return tuple(dict.fromkeys([with_tree(own[0], PLAIN), *own]))
 

@@ -83,3 +83,7 @@ class Attended:
         if self.budget.slots >= view.keys[0].shape[2]:
             return everything(view.length)
         return end_to_end(view.keys, view.values, self.table(state, view), self.budget.block)
+
+    def gathers(self, capacity: int) -> int:
+        """The budget, unless it holds the whole cache."""
+        return self.budget.slots if self.budget.slots < capacity else 0

@@ -282,6 +282,20 @@ def looked(drafter: Drafter, params: Params, state: Any, view: View) -> Any:
 
 
 @runtime_checkable
+class Gathering(Protocol):
+    """A drafter in whose rounds a part of the target's cache is held a second time."""
+
+    def gathers(self, capacity: int) -> int:
+        """Slots of every layer that are, of a cache with so many."""
+        ...
+
+
+def gathered_slots(drafter: Drafter, capacity: int) -> int:
+    """Slots of the target's cache that a drafter holds a second time."""
+    return drafter.gathers(capacity) if isinstance(drafter, Gathering) else 0
+
+
+@runtime_checkable
 class Lossy(Protocol):
     """A drafter whose proposals are taken for the target's draws: the output is *not* its own.
 

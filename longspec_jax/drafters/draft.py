@@ -10,7 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
-from longspec_jax.drafters.base import Beliefs, Committed, Drafter, Needs, Params, View, looked
+from longspec_jax.drafters.base import (
+    Beliefs,
+    Committed,
+    Drafter,
+    Needs,
+    Params,
+    View,
+    gathered_slots,
+    looked,
+)
 from longspec_jax.drafters.tree import Tree
 
 
@@ -32,6 +41,8 @@ class UsualTrees:
     """For a target so small that a GPU spends its time on launches."""
     large: tuple[TreeConfig, ...]
     """For a target whose weights a GPU reads for most of a round: nodes are nearly free there."""
+    settled: bool = True
+    """Whether the first one of such a target pays wherever it runs, so that none is timed."""
 
 
 @runtime_checkable
@@ -122,6 +133,10 @@ class OneOf:
         own, index = of_member(params, self.active), self.active
         seen = looked(self.members[index], own, state[index], view)
         return (*state[:index], seen, *state[index + 1 :])
+
+    def gathers(self, capacity: int) -> int:
+        """What the active member does."""
+        return gathered_slots(self.alone, capacity)
 
     def propose(self, params: Params, state: tuple[Any, ...], view: View, beliefs: Beliefs) -> Tree:
         """The active member proposes."""

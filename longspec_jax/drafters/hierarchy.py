@@ -33,6 +33,7 @@ from longspec_jax.drafters.base import (
     Params,
     Uncommitted,
     View,
+    gathered_slots,
     looked,
 )
 from longspec_jax.drafters.draft import with_tree
@@ -146,6 +147,11 @@ class Hierarchy:
             beliefs = beliefs.after(chain.count, self.tree.end.num_levels)
             return at_end(tree, chain.count, self._end(params, chain.state, view, beliefs))
 
+    def gathers(self, capacity: int) -> int:
+        """What its selector copies, and that of a hierarchy inside."""
+        own = self.selector.gathers(capacity) if self.levels else 0
+        return own + gathered_slots(self.inner, capacity)
+
     @property
     def levels(self) -> int:
         """Of the chain: the most tokens that are verified in part before they are in full."""
@@ -199,6 +205,11 @@ class Hierarchy:
         run = jnp.concatenate([view.pending[:, None], tokens[:, :-1]], axis=1)
         count = jnp.where(chain.open, walked.count, 0)
         return _Round(tokens, lead, Committed(run, view.position, count, features), rows)
+
+
+def on_one_level(tree: TreeConfig) -> TreeConfig:
+    """A tree as a hierarchy takes it that verifies nothing in part."""
+    return replace(tree, chain=0)
 
 
 class _Round(NamedTuple):

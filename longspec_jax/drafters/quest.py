@@ -116,6 +116,10 @@ class Quest:
             return everything(view.length)
         return end_to_end(view.keys, view.values, self.table(state, view), self.budget.block)
 
+    def gathers(self, capacity: int) -> int:
+        """The budget, unless it holds the whole cache."""
+        return self.budget.slots if self.budget.slots < capacity else 0
+
 
 def _latest(rows: Float[Array, "B n N H"], count: Lengths, most: int) -> Float[Array, "B Q N H"]:
     """The last rows that count; garbage behind them."""

@@ -18,7 +18,7 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import MAX_TREE_LEVELS
 from longspec_jax.drafters.base import Committed, Needs, View
 from longspec_jax.drafters.selection import Selection, end_to_end, everything
-from longspec_jax.drafters.selectors import Retriever
+from longspec_jax.drafters.selectors import Retriever, Selector
 from longspec_jax.ops.selection.blocks import BlockTable, followed
 
 
@@ -34,6 +34,11 @@ class Kept:
     """Committed tokens when they were chosen; 0 for a row that has not chosen yet."""
     rounds: Leaf[Int[Array, " B"]]
     """Full passes since then."""
+
+
+def every(refresh: int, retriever: Retriever) -> Selector:
+    """A retriever that chooses every so many full passes: itself, where it is before each."""
+    return retriever if refresh == 1 else Refreshed(retriever, refresh)
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,11 @@ class Refreshed:
         return end_to_end(
             view.keys, view.values, self.table(state, view), self.retriever.budget.block
         )
+
+    def gathers(self, capacity: int) -> int:
+        """The retriever's, and room behind them."""
+        own = self.retriever.gathers(capacity)
+        return own and own + self._behind * self.retriever.budget.block
 
     def _reads_all(self, view: View) -> bool:
         return self.retriever.budget.slots >= view.keys[0].shape[2]

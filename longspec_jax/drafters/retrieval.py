@@ -14,10 +14,10 @@ from longspec_jax.config import DEFAULT_TREE, PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.attended import Attended
 from longspec_jax.drafters.base import Lossy
 from longspec_jax.drafters.draft import Draft, UsualTrees
-from longspec_jax.drafters.hierarchy import Hierarchy
+from longspec_jax.drafters.hierarchy import Hierarchy, on_one_level
 from longspec_jax.drafters.lossy import LossyHierarchy
 from longspec_jax.drafters.quest import Quest
-from longspec_jax.drafters.refreshed import Refreshed
+from longspec_jax.drafters.refreshed import every
 from longspec_jax.drafters.selectors import Selector
 from longspec_jax.ops.selection.blocks import BlockBudget
 
@@ -124,12 +124,21 @@ class RetrievalDraft:
 
     @property
     def usual(self) -> UsualTrees:
-        """Chains of two to four rounds between full passes, with the inner draft's tree behind."""
+        """Chains of two to four rounds between full passes, with the inner draft's tree behind.
+
+        And that tree alone: at contexts that are not long partial verification does not pay. As
+        that depends on the context, all are timed on large targets, too.
+        """
         own = self.inner.usual
+
+        def around(tree: TreeConfig, *chains: int) -> tuple[TreeConfig, ...]:
+            return *(behind_chain(levels, tree) for levels in chains), on_one_level(tree)
+
         return UsualTrees(
-            tuple(behind_chain(levels, own.cpu[0]) for levels in (8, 16)),
-            tuple(behind_chain(levels, own.gpu[0]) for levels in (16, 8)),
-            tuple(behind_chain(levels, own.large[0]) for levels in (16, 24, 8)),
+            around(own.cpu[0], 8, 16),
+            around(own.gpu[0], 16, 8),
+            around(own.large[0], 16, 24, 8),
+            settled=False,
         )
 
     def check_fits(self, target: TargetConfig) -> None:
@@ -154,8 +163,7 @@ class RetrievalDraft:
     @property
     def _selector(self) -> Selector:
         chosen = SELECTORS[self.options.retrieve_by](self.target, self.options.budget)
-        every = self.options.retrieve_refresh
-        return chosen if every == 1 else Refreshed(chosen, every)
+        return every(self.options.retrieve_refresh, chosen)
 
     @property
     def _inner_tree(self) -> TreeConfig:

@@ -40,6 +40,10 @@ class Selector(Protocol):
         """What partial passes see of the ``view.length[b]`` tokens in the cache."""
         ...
 
+    def gathers(self, capacity: int) -> int:
+        """Slots of a cache of so many that are copied for it; 0 where they are read in place."""
+        ...
+
 
 @runtime_checkable
 class Retriever(Selector, Protocol):
@@ -97,3 +101,7 @@ class SinksAndRecent:
     def choose(self, state: tuple[()], view: View) -> Spans:
         """The spans of the rows in view."""
         return self(view.length)
+
+    def gathers(self, capacity: int) -> int:
+        """None."""
+        return 0

@@ -73,7 +73,7 @@ def trees_to_time(
     cpu = jax.default_backend() == "cpu"
     large = not cpu and tree_bytes(target_params) >= LARGE
     trees = usual.cpu if cpu else usual.large if large else usual.gpu
-    return trees if may_time(mesh) and (others or not large) else trees[:1]
+    return trees if may_time(mesh) and (others or not (large and usual.settled)) else trees[:1]
 
 
 def may_time(mesh: Mesh | None) -> bool:

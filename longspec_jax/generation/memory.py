@@ -33,9 +33,11 @@ class MemoryPlan:
     cache_bytes: int
     """The target's keys and values, as far as they are on the device: grows with the context."""
     draft_state_bytes: int
-    """The draft's own state: does not grow with the context."""
+    """The draft's own state: of a LongSpec draft it does not grow with the context, with retrieval
+    it holds summaries of the cache's blocks."""
     working_bytes: int
-    """Activations of a prefill chunk or logits of a tree, whichever is larger; an estimate."""
+    """Activations of a prefill chunk or logits of a tree, whichever is larger, an estimate; and
+    what is gathered of the cache for partial verification."""
     host_cache_bytes: int = 0
     """The target's keys and values in the host's memory, where the cache is offloaded."""
 

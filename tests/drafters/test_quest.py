@@ -245,6 +245,18 @@ def test_it_is_a_selector_and_refuses_what_cannot_be(kind: Any) -> None:
         Quest(CONFIG, TIGHT, queries=0)
 
 
+@pytest.mark.parametrize("selector", [Quest(CONFIG, TIGHT), every_third(CONFIG, TIGHT)])
+def test_it_says_how_much_of_the_cache_it_copies(selector: Selector) -> None:
+    for capacity in (16, 64):
+        cache = CachedTarget(CONFIG).allocate(1, capacity)
+        at = jnp.array([0]), jnp.array([9]), jnp.array([9]), jnp.array([False])
+        found = selector.choose(
+            selector.begin(1, capacity), CacheView(CachedTarget(CONFIG), None, cache, *at)
+        )
+        copied = found.keys[0].shape[2] if isinstance(found, WorkingSet) else 0
+        assert selector.gathers(capacity) == copied
+
+
 def test_a_cache_within_the_budget_is_read_where_it_lies() -> None:
     quest = Quest(CONFIG, BlockBudget(32, 4, 8, 4))
     cache = CachedTarget(CONFIG).allocate(1, 32)

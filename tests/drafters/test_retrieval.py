@@ -6,6 +6,7 @@ import pytest
 
 from longspec_jax.arguments import check_drafts
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
+from longspec_jax.decoding.adaptive import candidates
 from longspec_jax.drafters.attended import Attended
 from longspec_jax.drafters.base import Lossy
 from longspec_jax.drafters.draft import Draft, Target, with_tree
@@ -61,7 +62,26 @@ def test_its_usual_trees_are_chains_with_the_draft_s_tree_behind() -> None:
     usual = loaded(retrieve=1024).usual
     for tree in (*usual.cpu, *usual.gpu, *usual.large):
         assert loaded(retrieve=1024).drafter(tree).tree == tree
-        assert tree.chain in (8, 16, 24) and tree.end == StreamingDraft().usual.cpu[0]
+        assert tree.chain in (0, 8, 16, 24) and tree.end == StreamingDraft().usual.cpu[0]
+
+
+def test_how_long_its_chain_is_and_whether_it_pays_is_measured() -> None:
+    """By what settles a call's tree, on large targets too, and by what chooses during a run."""
+    usual = loaded(retrieve=1024).usual
+    for trees in (usual.cpu, usual.gpu, usual.large):
+        assert len({tree.chain for tree in trees}) > 2 and trees[-1].chain == 0
+    assert not usual.settled and StreamingDraft().usual.settled
+    drafter = loaded(retrieve=1024, retrieve_tree="chain:2").drafter(
+        TreeConfig.parse("chain:9/4,2@12")
+    )
+    found = [str(candidate.tree) for candidate in candidates([drafter])]
+    assert found == ["none", "chain:0/chain:2", "chain:5/4,2@8", "chain:9/4,2@12"]
+    one_level = candidates([drafter])[1]
+    assert [str(d.tree) for d in candidates([one_level])] == [
+        "none",
+        "chain:0/chain:1",
+        "chain:0/chain:2",
+    ]
 
 
 def test_a_chain_and_its_tree_share_the_usual_nodes() -> None:
