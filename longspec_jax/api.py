@@ -29,6 +29,7 @@ from longspec_jax.arguments import (
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.decoding.adaptive import candidates, tallest
+from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.home import Home
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params, gathered_slots

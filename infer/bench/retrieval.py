@@ -226,7 +226,9 @@ def cost_of(parts: dict[str, float], setting: Setting, tree: TreeConfig) -> Chai
         return None
     end = 0 if tree.chain is None else tree.end.num_levels
     behind = sum(p * min(i + 1, end + 1) for i, p in enumerate(setting.lengths.probabilities))
-    return ChainCost(partial, full, setting.lengths.mean, setting.tree.num_levels + 1, behind)
+    height = setting.tree.num_levels + 1
+    # Probabilities may sum to a little less than 1.
+    return ChainCost(partial, full, setting.lengths.mean, height, max(1.0, behind))
 
 
 def modelled(
