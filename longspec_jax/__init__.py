@@ -81,7 +81,18 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-_check_versions(metadata.version("jax"), metadata.version("flax"))
+def _required(package: str) -> str:
+    """The version of a package that nothing works without."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            f"longspec_jax needs {package}, which this Python does not have: pip install -e . in "
+            "the checkout, or run the Python of the environment that has it"
+        ) from None
+
+
+_check_versions(_required("jax"), _required("flax"))
 
 
 def _version() -> str:

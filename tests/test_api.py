@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import math
+from importlib import metadata
 
 import jax
 import numpy as np
@@ -398,6 +399,15 @@ def test_memory_is_checked_before_allocation(spec, monkeypatch) -> None:
         MemoryError, match="No context fits .*smaller prefill_chunk or tree, free memory"
     ):
         spec.generate("a")
+
+
+def test_a_python_without_jax_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(longspec_jax.metadata, "version", nothing)
+    with pytest.raises(ImportError, match=r"needs jax, .*: pip install -e \."):
+        longspec_jax._required("jax")
 
 
 def test_version_check() -> None:
