@@ -25,6 +25,7 @@ from longspec_jax.generation.result import (
 )
 from longspec_jax.sizes import shown_bytes
 
+from .likeness import Likeness, in_words, likeness
 from .tree_json import tree_fields, tree_of
 
 
@@ -132,6 +133,7 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
     result, stats = outcome.result, outcome.stats
     for row, tokens in enumerate(result.sequences):
         divergence = next((item for item in outcome.divergences if item.row == row), None)
+        alike = likeness_of(outcome, row)
         yield {
             "name": outcome.row_names[row],
             "prompt_tokens": stats.prompt_tokens[row],
@@ -141,10 +143,20 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
             "acceptance_histogram": list(stats.histograms[row]),
             "identical_to_plain": divergence is None if outcome.comparison else None,
             "first_divergence": asdict(divergence) if divergence else None,
+            "likeness_to_plain": asdict(alike) if alike else None,
             "text": result.text[row],
             "tokens": list(tokens),
             "drafted": list(result.drafted[row]),
         }
+
+
+def likeness_of(outcome: Outcome, row: int) -> Likeness | None:
+    """How alike a row and its plain decoding are; None where that was not run."""
+    if outcome.comparison is None:
+        return None
+    divergence = next((item for item in outcome.divergences if item.row == row), None)
+    texts = outcome.result.text[row], outcome.comparison.plain.text[row]
+    return likeness(len(outcome.result.sequences[row]), divergence, *texts)
 
 
 def header_lines(
@@ -322,6 +334,14 @@ def _identity_lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
             f"  {outcome.row_names[item.row]}: first at token {item.index + 1} of {total}, "
             f"{item.plain_token} became {item.speculative_token}, {gap}"
         )
+    if not lossless:
+        alike = [
+            likeness_of(outcome, row)
+            for outcome in compared
+            for row in range(len(outcome.result.sequences))
+        ]
+        tokens = sum(sum(outcome.stats.new_tokens) for outcome in compared)
+        yield f"likeness to plain   {in_words([one for one in alike if one], tokens)}"
 
 
 def _column(rows: Sequence[dict[str, Any]], name: str) -> list[Any]:
