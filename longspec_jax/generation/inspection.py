@@ -55,14 +55,30 @@ class DepthView:
 
 
 @dataclass(frozen=True)
+class TreeView:
+    """All that the target verified in a round, one entry per node; node 0 is the root."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    """Index of every node's parent; -1 for the root."""
+    draws: tuple[int, ...]
+    """What the target drew behind every node."""
+    path: tuple[int, ...]
+    """The nodes that the walk took, the root first."""
+
+
+@dataclass(frozen=True)
 class RoundView:
     """One round of a single row."""
 
     number: int
+    position: int
+    """Index of the root in its row."""
     pending: int
     """The token at the root of the tree."""
     depths: tuple[DepthView, ...]
     """The path the walk took; the last entry is the bonus token."""
+    tree: TreeView
 
 
 def rounds(begin: Begin, rows: int) -> Iterator[RoundView]:
@@ -86,6 +102,10 @@ def _views(begin: Begin) -> Iterator[RoundView]:
             seen = _examine(job.target, job.drafter, job.params, run.rows)
             position = len(job.prompts[0]) + int(run.progress.emitted[0])
             yield _view(number, position, jax.device_get(seen))
+
+
+_BY_NODE = "tokens", "parents", "draws"
+"""What :class:`TreeView` has of every node."""
 
 
 @program(static_argnames=("target", "drafter"))
@@ -124,4 +144,6 @@ def _view(number: int, position: int, seen: dict[str, Any]) -> RoundView:
                 probabilities=tuple(row["proposed"][below].tolist()),
             )
         )
-    return RoundView(number, int(row["tokens"][0]), tuple(depths))
+    path = row["path"][: row["count"]]
+    tree = TreeView(*(tuple(part.tolist()) for part in (*map(row.get, _BY_NODE), path)))
+    return RoundView(number, position - 1, int(row["tokens"][0]), tuple(depths), tree)
