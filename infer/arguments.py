@@ -217,6 +217,7 @@ def _add_output(result: argparse.ArgumentParser) -> None:
 
 
 def word_argument(text: str) -> str:
+    """Text that is not empty, for ``argparse``."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the value is empty; leave the option out instead")
     return text
