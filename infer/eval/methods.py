@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.drafters.draft import Draft, UsualTrees
+from longspec_jax.drafters.retrieval import RetrievalDraft
 
 GAMMA = TreeConfig((1, 1, 1, 1))
 """The chain of the LongSpec release, for its own draft and for MagicDec."""
@@ -134,7 +135,7 @@ def settled(
     Raises:
       ValueError: for a method without its draft, naming the remedy.
     """
-    kinds = {draft.name: draft for draft in drafts}
+    kinds = {kind_of(draft): draft for draft in drafts}
     if not named:
         chosen = [Chosen(name, name) for name, method in METHODS.items() if method.usual]
         chosen = [each for each in chosen if each.method.kind in (None, *kinds)]
@@ -160,6 +161,11 @@ def settled(
             )
         found.append((each, None if kind is None else kinds[kind]))
     return found
+
+
+def kind_of(draft: Draft) -> str:
+    """A draft's kind, also of one whose trees are checked over retrieved context first."""
+    return draft.inner.name if isinstance(draft, RetrievalDraft) else draft.name
 
 
 _NEEDED = {

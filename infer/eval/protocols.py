@@ -162,9 +162,7 @@ def release_text(tokenizer: Any, question: str, answer: str) -> str:
     return f"{said}{opening}assistant\n{answer}"
 
 
-def as_given(
-    tokenizer: Any, vocab_size: int, sample: Sample, style: str | None, most: int
-) -> Ready | LeftOut:
+def as_given(tokenizer: Any, vocab_size: int, sample: Sample, style: str | None) -> Ready:
     """The tokens of a prompt that is taken as it is, without a protocol's wording or bounds.
 
     Args:
@@ -172,11 +170,8 @@ def as_given(
       vocab_size: width of the target's logits.
       sample: with a prompt.
       style: chat format, by its name; text without one stays text.
-      most: prompts of more tokens are left out.
     """
     tokens = encode(tokenizer, vocab_size, sample.prompt, None if style == RAW else style)
-    if len(tokens) > most:
-        return LeftOut(len(tokens), f"more than {most} tokens, the most that the target takes here")
     return Ready(tokens, len(tokens))
 
 

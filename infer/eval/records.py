@@ -121,8 +121,8 @@ class SampleRecord:
     target_passes: int | None
     """Forward passes of the decode phase; None where an outside method does not tell."""
     emitted_by_round: tuple[int, ...]
-    """Tokens of every target pass, the bonus included: their sum is ``new_tokens - 1``; empty where
-    an outside method does not tell."""
+    """Tokens of every target pass, the bonus included: their sum is ``new_tokens - 1``, or less
+    where an outside method drafts in its prefill; empty where one does not tell."""
     accepted_by_round: tuple[int, ...]
     """Draft tokens among them: one less, but for a last round that ended inside the draft."""
     prefill_s: float
@@ -159,8 +159,8 @@ class SampleRecord:
 
     @property
     def decode_tokens(self) -> int:
-        """Emitted by decode rounds: all but the first."""
-        return self.new_tokens - 1
+        """Emitted by decode rounds: all but the prefill's."""
+        return self.new_tokens - 1 if self.target_passes is None else sum(self.emitted_by_round)
 
     @property
     def accepted_by_depth(self) -> tuple[int, ...]:

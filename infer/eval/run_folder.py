@@ -80,7 +80,7 @@ def differences(one: Header, other: Header) -> list[str]:
     """What keeps the second run from continuing the first, in words; nothing if it may."""
     found = []
     for name in COMPARED:
-        left, right = (_plain(getattr(header, name)) for header in (one, other))
+        left, right = (plain(getattr(header, name)) for header in (one, other))
         if name == "options":
             keys = sorted({*left, *right})
             pairs = [(f"{key}", left.get(key), right.get(key)) for key in keys]
@@ -90,13 +90,13 @@ def differences(one: Header, other: Header) -> list[str]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    """A field as its file has it."""
+def plain(value: Any) -> Any:
+    """A record or one of its fields as its file has it."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(to_json(value))
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+        return plain(to_json(value))
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 class Writer:

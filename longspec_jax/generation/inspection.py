@@ -104,10 +104,6 @@ def _views(begin: Begin) -> Iterator[RoundView]:
             yield _view(number, position, jax.device_get(seen))
 
 
-_BY_NODE = "tokens", "parents", "draws"
-"""What :class:`TreeView` has of every node."""
-
-
 @program(static_argnames=("target", "drafter"))
 def _examine(
     target: CachedTarget, drafter: Drafter, params: Params, rows: Rows
@@ -145,5 +141,6 @@ def _view(number: int, position: int, seen: dict[str, Any]) -> RoundView:
             )
         )
     path = row["path"][: row["count"]]
-    tree = TreeView(*(tuple(part.tolist()) for part in (*map(row.get, _BY_NODE), path)))
+    by_node = (tuple(row[name].tolist()) for name in ("tokens", "parents", "draws"))
+    tree = TreeView(*by_node, path=tuple(path.tolist()))
     return RoundView(number, position - 1, int(row["tokens"][0]), tuple(depths), tree)
