@@ -42,7 +42,9 @@ class Loaded:
         if which not in self._models:
             import torch
             from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
 
+            logging.disable_progress_bar()  # There is one of ours.
             device = "cuda" if torch.cuda.is_available() else "cpu"
             model: Any = AutoModelForCausalLM.from_pretrained(
                 self._folders[which], dtype=getattr(torch, self._dtype), attn_implementation="sdpa"
