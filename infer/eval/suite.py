@@ -6,7 +6,6 @@ on with a file behind another one of the same project, ``demo_docs`` with a docs
 the code that a line far back gives. Every prompt has the same number of tokens, at most.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,7 +33,6 @@ DOCUMENTED = (
 """Files with long docstrings."""
 QUOTES = '"""'
 """Of a docstring, at both of its ends."""
-DEFINITION = re.compile(r"^ *(?:def|class) .*$", re.MULTILINE)
 RECALLED = 64
 """Tokens of a passage that are said again before it is to be gone on with."""
 DEPTHS = (0.1, 0.4, 0.7, 0.9)
@@ -71,12 +69,11 @@ def documentation(tokenizer: Any, context: int) -> Iterator[Sample]:
 
 
 def recall(tokenizer: Any, context: int) -> Iterator[Sample]:
-    """Copying from far back: an early definition is begun once more at the end."""
+    """Copying from far back: an early passage is begun once more at the end."""
     documents = demo_prompts()
     for name in DOCUMENTED:
         text = documents[name]
-        starts = (match.start() for match in DEFINITION.finditer(text))
-        start = next(each for each in starts if each > context // 4)  # A token is about 3 letters.
+        start = text.index("\n\n", context // 4) + 2  # A token is about three letters.
         passage = _tokens(tokenizer, text[start:])
         again = [*_tokens(tokenizer, "\n\n"), *passage[:RECALLED]]
         before = _tokens(tokenizer, text)[: context - len(again)]
