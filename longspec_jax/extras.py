@@ -10,6 +10,7 @@ DISTRIBUTION = "longspec_jax"
 PURPOSES = {
     "train": "training needs",
     "notebook": "charts need",
+    "eval": "scores of texts need",
     "tensorboard": "--config.log.tensorboard needs",
     "wandb": "--config.log.wandb needs",
     "test": "comparing with PyTorch needs",
@@ -23,6 +24,8 @@ MODULES = {
     "orbax": "train",
     "tqdm": "train",
     "matplotlib": "notebook",
+    "rapidfuzz": "eval",
+    "rouge_score": "eval",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "torch": "test",

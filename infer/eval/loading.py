@@ -19,6 +19,8 @@ ENDINGS = (".jsonl", ".parquet")
 OFFLINE = (
     "download it elsewhere and name the file with --data=FILE, or name a mirror with HF_ENDPOINT"
 )
+DATASETS = "the datasets package (pip install datasets); JSON lines need nothing: --data=FILE.jsonl"
+"""What is missing where only the core is installed, and what does without."""
 
 
 def rows(task: str, hub: Hub | None, path: Path | None, mirror: str | None) -> list[Row]:
@@ -101,8 +103,10 @@ def json_lines(data: bytes, where: str) -> Iterator[Row]:
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    from pyarrow import ArrowInvalid, parquet
-
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ModuleNotFoundError:
+        raise ValueError(f"{path}: reading Parquet needs {DATASETS}") from None
     try:
         table = parquet.read_table(path)
     except ArrowInvalid as error:
@@ -140,8 +144,10 @@ def _archive(dataset: str, name: str) -> Path | None:
 
 def _dataset(dataset: str, config: str | None, split: str) -> Any:
     """The rows of a dataset as ``datasets`` loads it."""
-    from datasets import load_dataset
-
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError:
+        raise ValueError(f"loading {dataset} from the hub needs {DATASETS}") from None
     try:
         return load_dataset(dataset, config, split=split)
     except RuntimeError as error:

@@ -1,6 +1,7 @@
 """Where rows come from, and what is said of those that are not as they should be."""
 
 import json
+import sys
 import zipfile
 from pathlib import Path
 
@@ -124,6 +125,15 @@ class TestTheHub:
         for task in ("gov_report", "pg19"):
             with pytest.raises(OSError, match="--data=FILE, or name a mirror with HF_ENDPOINT"):
                 loading.rows(task, TASKS[task].hub, None, None)
+
+
+def test_without_the_packages_that_read_them(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for name in ("pyarrow", "datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for hub, path in ((LONGBENCH, tmp_path / "a.parquet"), (Hub("a/b"), None)):
+        with pytest.raises(ValueError, match=r"needs the datasets package .* --data=FILE.jsonl"):
+            loading.rows("pg19", hub, path, None)
 
 
 @pytest.mark.parametrize(
