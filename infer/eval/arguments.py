@@ -157,6 +157,12 @@ def _add_methods(result: argparse.ArgumentParser) -> None:
         "--batch", type=number_argument(Whole()), default=1, help="prompts decoded together"
     )
     group.add_argument("--ignore_eos", action="store_true", help="do not stop at stop tokens")
+    group.add_argument(
+        "--repetitions",
+        type=number_argument(Whole()),
+        default=1,
+        help="decode every call so often and keep the run of median seconds",
+    )
 
 
 def _add_output(result: argparse.ArgumentParser) -> None:

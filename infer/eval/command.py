@@ -99,6 +99,7 @@ class Evaluation:
             arguments.top_k,
             arguments.top_p,
             arguments.batch,
+            arguments.repetitions,
             () if arguments.ignore_eos else spec.stop_tokens,
             arguments.breakdown or 0,
             arguments.rounds or 0,
@@ -172,7 +173,15 @@ class Evaluation:
         kept = (
             *("samples", "context", "min_prompt", "max_prompt", "prompt_style", "max_new_tokens"),
             *("top_p", "top_k", "ignore_eos", "revision", "drafter_revision", "hub", "mesh"),
-            *("prefill_chunk", "row_slots", "attention", "breakdown", "rounds", "cases"),
+            *(
+                "prefill_chunk",
+                "row_slots",
+                "attention",
+                "breakdown",
+                "rounds",
+                "cases",
+                "repetitions",
+            ),
         )
         options = {name: getattr(arguments, name) for name in kept}
         options["data"] = {task: str(path) for task, path in arguments.data or ()}

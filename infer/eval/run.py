@@ -24,6 +24,8 @@ class Plan:
     top_k: int
     top_p: float
     batch: int
+    repetitions: int
+    """Runs of every call, of which the one of median seconds is kept."""
     stop_tokens: Sequence[int]
     breakdown: int
     """Rounds of every call whose parts are timed; 0 for none."""
@@ -138,7 +140,10 @@ class EvalRun:
             plan.stop_tokens,
         )
         prompts = [prompt.tokens for prompt in group]
-        found = decoder.decode(prompts, request, self._on_activity)
+        runs = [
+            decoder.decode(prompts, request, self._on_activity) for _ in range(plan.repetitions)
+        ]
+        found = sorted(runs, key=lambda run: run.decode_s)[len(runs) // 2]
         breakdown = decoder.breakdown(prompts, request, plan.breakdown) if plan.breakdown else None
         call = f"{task.name}/{group[0].sample}/{decoder.name}/{temperature:g}/{seed}"
         records = []

@@ -1,5 +1,6 @@
 """A whole run on toy models: counts, identity, continuing, and what outside methods give."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from infer.eval import __main__ as command
 from infer.eval import run as run_lib
-from infer.eval.decoders import Decoded, LibraryDecoder
+from infer.eval.decoders import LibraryDecoder
 from infer.eval.records import SampleRecord, acceptance_length
 from infer.eval.run_folder import SAMPLES, Run, read
 from tests.infer.toys import save_toy, toy_spec
@@ -124,6 +125,21 @@ def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypat
     assert "holds a run with other options (batch: 1 there, 3 now)" in capsys.readouterr().err
 
 
+def test_of_several_runs_the_one_of_median_seconds_is_kept(
+    options: list[str], tmp_path, monkeypatch
+) -> None:
+    decode, seconds = LibraryDecoder.decode, iter([3.0, 1.0, 2.0] * 2)
+
+    def timed(self: LibraryDecoder, *arguments):
+        return dataclasses.replace(decode(self, *arguments), decode_s=next(seconds))
+
+    monkeypatch.setattr(LibraryDecoder, "decode", timed)
+    greedy = [option for option in options if option != "--temperature=1"]
+    more = ["--samples=1", "--repetitions=3", f"--out={tmp_path}"]
+    assert command.main([*greedy, *more]) == 0
+    assert [record.decode_s for record in read(tmp_path).samples] == [2.0, 2.0]
+
+
 def test_a_folder_with_other_files_is_refused(options: list[str], tmp_path, capsys) -> None:
     (tmp_path / "mine.txt").write_text("x")
     assert command.main([*options, f"--out={tmp_path}"]) == 2
@@ -141,8 +157,7 @@ def test_another_text_is_told_with_its_gap(options: list[str], tmp_path, monkeyp
         [row] = found.rows
         tokens = (row.tokens[0], row.tokens[1] % 5 + 6, *row.tokens[2:])
         assert tokens != row.tokens
-        other = Decoded(tokens, *list(vars(row).values())[1:])
-        return type(found)((other,), found.prefill_s, found.decode_s, found.compile_s)
+        return dataclasses.replace(found, rows=(dataclasses.replace(row, tokens=tokens),))
 
     monkeypatch.setattr(LibraryDecoder, "decode", changed)
     one = [option for option in options if option != "--temperature=0"]
