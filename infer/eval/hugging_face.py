@@ -6,7 +6,6 @@ the device is done. Where a draft proposes from the first pass on (prompt lookup
 pass may yield several tokens; it counts as the prefill all the same.
 """
 
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,11 +50,6 @@ class Loaded:
             )
             self._models[which] = model.to(device).eval()
         return self._models[which]
-
-    def release(self) -> None:
-        """Give back what the models take."""
-        self._models.clear()
-        gc.collect()
 
 
 @dataclass
@@ -182,29 +176,23 @@ class HuggingFaceDecoder:
         return tuple(self.tokenizer.decode([token]) for token in tokens)
 
 
-def decoders(
-    names: Sequence[str], loaded: Loaded, tokenizer: Any, assistant: str | None
-) -> list[HuggingFaceDecoder]:
-    """The methods of these names.
+WAYS: dict[str, dict[str, Any]] = {
+    "hf-plain": {},
+    "hf-prompt-lookup": {"lookup": LOOKUP_TOKENS},
+    "hf-assisted": {"assisted": True},
+}
+"""Fields of :class:`HuggingFaceDecoder` by method."""
+
+
+def decoder(name: str, loaded: Loaded, tokenizer: Any, assistant: str | None) -> HuggingFaceDecoder:
+    """The method of this name.
 
     Args:
-      names: of methods, such as ``hf-plain``.
+      name: such as ``hf-plain``.
       loaded: the models.
       tokenizer: a transformers tokenizer.
       assistant: how the small language model was named.
     """
-    ways: dict[str, dict[str, Any]] = {
-        "hf-plain": {},
-        "hf-prompt-lookup": {"lookup": LOOKUP_TOKENS},
-        "hf-assisted": {"assisted": True},
-    }
-    return [
-        HuggingFaceDecoder(
-            name,
-            Setting(assistant if way.get("assisted") else None, None, None, {}),
-            loaded,
-            tokenizer,
-            **way,
-        )
-        for name, way in ((name, ways[name]) for name in names)
-    ]
+    way = WAYS[name]
+    setting = Setting(assistant if way.get("assisted") else None, None, None, {})
+    return HuggingFaceDecoder(name, setting, loaded, tokenizer, **way)

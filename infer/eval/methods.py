@@ -135,7 +135,7 @@ def settled(
     Raises:
       ValueError: for a method without its draft, naming the remedy.
     """
-    kinds = {kind_of(draft): draft for draft in drafts}
+    kinds = by_kind(drafts)
     if not named:
         chosen = [Chosen(name, name) for name, method in METHODS.items() if method.usual]
         chosen = [each for each in chosen if each.method.kind in (None, *kinds)]
@@ -163,9 +163,23 @@ def settled(
     return found
 
 
-def kind_of(draft: Draft) -> str:
-    """A draft's kind, also of one whose trees are checked over retrieved context first."""
-    return draft.inner.name if isinstance(draft, RetrievalDraft) else draft.name
+def by_kind(drafts: Sequence[Draft]) -> dict[str, Draft]:
+    """The drafts by their kinds, in order.
+
+    Raises:
+      ValueError: for two of one kind, which methods could not tell apart.
+    """
+    found: dict[str, Draft] = {}
+    for draft in drafts:
+        # One whose trees are checked over retrieved context first is of its own kind still.
+        kind = draft.inner.name if isinstance(draft, RetrievalDraft) else draft.name
+        if kind in found:
+            raise ValueError(
+                f"two drafters are of the kind {kind}, and a method has one; measure each in a run "
+                "of its own: --drafter once for each kind"
+            )
+        found[kind] = draft
+    return found
 
 
 _NEEDED = {

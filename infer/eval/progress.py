@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from longspec_jax.generation.activity import Activity, Compiling, Prefilling, Tuning
 
+from ..decode_report import counted
 from ..status_line import StatusLine
 from .records import PLAIN_METHOD, SampleRecord, acceptance_length, tokens_per_second
 
@@ -56,7 +57,8 @@ class Progress:
         words = {Compiling: "compiling", Prefilling: "prefill", Tuning: "timing trees"}
         doing = words.get(type(activity), "decoding")
         if isinstance(activity, Prefilling):
-            doing = f"prefill {activity.done}/{activity.total}"
+            # Nothing is reported of decoding, which nobody is to slow down.
+            doing = f"prefill {activity.done}/{activity.total}, then decoding"
         self._status.show(self._part.title, f"{self._detail}, {doing}")
 
     def line(self, text: str = "") -> None:
@@ -86,7 +88,7 @@ def figures(records: Sequence[SampleRecord]) -> list[str]:
 
 def part_line(part: Part, records: Sequence[SampleRecord], plain: Sequence[SampleRecord]) -> str:
     """What a method gave on a task, for reading."""
-    words = [f"{len(records)} samples", *figures(records)]
+    words = [counted(len(records), "sample"), *figures(records)]
     if part.method != PLAIN_METHOD and plain and any(each.decode_tokens for each in plain):
         speedup = tokens_per_second(records) / tokens_per_second(plain)
         words.append(f"{speedup:.2f} times plain")

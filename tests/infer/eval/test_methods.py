@@ -58,6 +58,11 @@ def test_methods_of_the_drafts_that_are_there() -> None:
         names("small_lm")
 
 
+def test_drafters_of_one_kind_are_measured_apart() -> None:
+    with pytest.raises(ValueError, match="two drafters are of the kind ngram"):
+        names(drafts=[NgramDraft(), NgramDraft()])
+
+
 def test_trees_of_the_methods() -> None:
     streaming = StreamingDraft()
     assert Chosen("plain", "plain").tree(None, cpu=True) == PLAIN

@@ -115,7 +115,7 @@ def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypat
     assert command.main(greedy) == 0
     said = capsys.readouterr()
     assert "was cut short; its sample is made again" in said.err
-    assert "2 results are there already" in said.err and "\x1b" not in said.out + said.err
+    assert "2 results of an earlier run" in said.err and "\x1b" not in said.out + said.err
     run = read(tmp_path)
     assert len(run.samples) == 2 * len(PROMPTS) and len(run.header.continued) == 1
     assert all(record.identical_to_plain for record in by_method(run, "longspec-tree=4,5"))
@@ -187,7 +187,7 @@ def test_ctrl_c_keeps_what_has_ended(options: list[str], tmp_path, monkeypatch, 
     ended: list[int] = []
     greedy = [option for option in options if option != "--temperature=1"]
     assert command.main([*greedy, f"--out={tmp_path}"], ended.append) == 130 and ended == [130]
-    assert "interrupted: 2 results are in" in capsys.readouterr().err
+    assert "keeps the results so far (2)" in capsys.readouterr().err
     assert len(read(tmp_path).samples) == 2
 
 
