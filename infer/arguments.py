@@ -23,6 +23,10 @@ from .tree_argument import GRAMMAR, tree_argument
 
 LONGEST_PATH = 4096
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DRAFTER_HELP = (
+    "Given several times, what turns out fastest on this machine runs, and a --tree is the first "
+    "one's. Plain decoding if absent"
+)
 EPILOG = """\
 Without arguments the embedded demo model completes a held-out document of more than 8000 tokens.
 
@@ -46,27 +50,29 @@ def parser() -> argparse.ArgumentParser:
     )
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
-    _add_models(result)
+    _add_trees(add_models(result, DRAFTER_HELP))
     _add_prompts(result)
     _add_sampling(result)
     _add_output(result)
     return result
 
 
-def _add_models(result: argparse.ArgumentParser) -> None:
+def add_models(result: argparse.ArgumentParser, drafter_help: str) -> Any:
+    """Add what names models and says how they are loaded; returns the group of options."""
     group = result.add_argument_group("models")
     group.add_argument(
-        "--target", type=_path, help="folder or hub id of the target; demo, or none, for the demo"
+        "--target",
+        type=path_argument,
+        help="folder or hub id of the target; demo, or none, for the demo",
     )
     group.add_argument(
         "--drafter",
-        type=_path,
+        type=path_argument,
         action="append",
         metavar="DRAFT",
         help="what proposes tokens: folder or hub id of a draft made for the target, "
         f"{' or '.join(NAMED)}, which need no weights, and for the demo {' or '.join(DRAFTS)}. "
-        "Given several times, what turns out fastest on this machine runs, and a --tree is the "
-        "first one's. Plain decoding if absent",
+        f"{drafter_help}",
     )
     group.add_argument(
         "--drafter_option",
@@ -82,8 +88,10 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         "among them the best blocks for its last queries; --tree is then the chain that this "
         "yields, and retrieve_tree=4,16,16 the draft's own tree (docs/retrieval.md)",
     )
-    group.add_argument("--revision", type=_word, help="version of the target on the hub")
-    group.add_argument("--drafter_revision", type=_word, help="version of the draft on the hub")
+    group.add_argument("--revision", type=word_argument, help="version of the target on the hub")
+    group.add_argument(
+        "--drafter_revision", type=word_argument, help="version of the draft on the hub"
+    )
     group.add_argument(
         "--dtype",
         default="auto",
@@ -93,7 +101,7 @@ def _add_models(result: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--attention",
-        type=_word,
+        type=word_argument,
         choices=ATTENTION,
         help="attention implementation; automatic if absent",
     )
@@ -113,6 +121,10 @@ def _add_models(result: argparse.ArgumentParser) -> None:
         help="rows that are decoded at once: those of a larger --batch wait for a slot, and each "
         "prompt is prefilled between the rounds of the others. All rows if absent",
     )
+    return group
+
+
+def _add_trees(group: Any) -> None:
     group.add_argument(
         "--offload",
         action="store_true",
@@ -139,13 +151,16 @@ def _add_prompts(result: argparse.ArgumentParser) -> None:
     group = result.add_argument_group("prompts (one of these)").add_mutually_exclusive_group()
     group.add_argument("--prompt", help="text")
     group.add_argument(
-        "--prompt_file", type=_path, action="append", help="text file; repeat for several runs"
+        "--prompt_file",
+        type=path_argument,
+        action="append",
+        help="text file; repeat for several runs",
     )
     group.add_argument(
-        "--messages", type=_word, help="chat messages: a JSON file, or the JSON itself"
+        "--messages", type=word_argument, help="chat messages: a JSON file, or the JSON itself"
     )
     group.add_argument(
-        "--batch", type=_path, metavar="FILE.jsonl", help="prompts to decode as one batch"
+        "--batch", type=path_argument, metavar="FILE.jsonl", help="prompts to decode as one batch"
     )
     group.add_argument("--all_prompts", action="store_true", help="every sample prompt of the demo")
     group.add_argument("--list", choices=["prompts"], help="list the sample prompts and stop")
@@ -186,27 +201,31 @@ def _add_output(result: argparse.ArgumentParser) -> None:
         help="show text as it is generated, unless --no-stream; a batch is shown when it is done",
     )
     group.add_argument(
-        "--json", type=_path, metavar="FILE", help="write the numbers and the text; - for stdout"
+        "--json",
+        type=path_argument,
+        metavar="FILE",
+        help="write the numbers and the text; - for stdout",
     )
     group.add_argument("--color", default="auto", choices=["auto", "always", "never"])
     group.add_argument(
         "--compilation_cache",
-        type=_path,
+        type=path_argument,
         metavar="DIR",
         help="where to keep compiled programs and what trees turned out to cost; off for nowhere",
     )
     group.add_argument("--traceback", action="store_true", help="show Python's traceback on errors")
 
 
-def _word(text: str) -> str:
+def word_argument(text: str) -> str:
+    """Text that is not empty, for ``argparse``."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the value is empty; leave the option out instead")
     return text
 
 
-def _path(text: str) -> str:
+def path_argument(text: str) -> str:
     """A file or folder, ``~`` for the home as in a shell."""
-    return str(Path(text).expanduser()) if _word(text).startswith("~") else text
+    return str(Path(text).expanduser()) if word_argument(text).startswith("~") else text
 
 
 def verified_tree(text: str) -> TreeConfig:

@@ -26,6 +26,7 @@ from longspec_jax.arguments import (
     check_drafts,
     check_offload,
 )
+from longspec_jax.checks import whole_number
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.decoding.adaptive import candidates, tallest
@@ -35,7 +36,7 @@ from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params, gathered_slots
 from longspec_jax.drafters.draft import Draft, Target, drafters_of
 from longspec_jax.embedded import DEMO, DRAFTS
-from longspec_jax.generation import comparison, inspection, runner
+from longspec_jax.generation import breakdown, comparison, inspection, runner
 from longspec_jax.generation.activity import Activity, OnActivity, Tuned
 from longspec_jax.generation.autotune import may_time, ready_tuned, trees_to_time
 from longspec_jax.generation.collect import (
@@ -358,6 +359,51 @@ class LongSpec:
         job = self._prepare(inputs, generation_config, tree, chat_template, options)
         begin = self._beginning(job, tree, False, None)
         return inspection.rounds(begin, len(job.prompts))
+
+    def breakdown(
+        self,
+        inputs: Inputs,
+        generation_config: Any = None,
+        *,
+        tree: TreeConfig | Sequence[int] | str | None = None,
+        rounds: int = 32,
+        chat_template: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> breakdown.RoundParts:
+        """Seconds of drafting, verification and commit, in a run that waits for each of them.
+
+        Arguments as in :meth:`generate`; at most so many rounds are timed. The parts take longer
+        than the rounds of :meth:`generate`, where they overlap.
+        """
+        whole_number("rounds", rounds)
+        job = self._prepare(inputs, generation_config, tree, chat_template, options)
+        return breakdown.timed(self._beginning(job, tree, False, None), rounds)
+
+    def score_gap(
+        self,
+        tokens: Sequence[int],
+        plain: int,
+        other: int,
+        **options: Unpack[GenerateOptions],
+    ) -> float | None:
+        """How much plain decoding prefers one token behind a row's tokens to another.
+
+        Args:
+          tokens: of the row so far, prompt and text, at least two.
+          plain: the token that plain decoding draws.
+          other: one that it does not draw.
+          **options: of the call; temperature, filters and seed matter.
+
+        Returns:
+          The difference of their scores, noise and temperature included: how far from a tie the
+          draw was. None if filters left out one of the two.
+        """
+        if len(tokens) < 2:
+            raise ValueError(f"a gap is measured behind 2 tokens or more, got {len(tokens)}")
+        job = self._prepare([list(tokens[:-1])], None, PLAIN, None, options)
+        start = runner.ready(job, self._warm, streams=False, rounds=False)
+        assert isinstance(start, runner.Ready), "a single row has a slot"
+        return comparison.score_gap(start, tokens[-1], plain, other)
 
     def check(
         self,

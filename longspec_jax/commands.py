@@ -7,6 +7,7 @@ files lie under the library's name, and a script stands for each.
 SCRIPTS = {
     "infer.bench": "longspec-bench",
     "infer.decode": "longspec-decode",
+    "infer.eval": "longspec-eval",
     "train.plot": "longspec-plot",
     "train.prepare": "longspec-prepare",
     "train.regenerate": "longspec-regenerate",

@@ -28,9 +28,9 @@ from longspec_jax.drafters.small_lm.draft import SmallLM
 from longspec_jax.drafters.working_options import WorkingCacheOptions
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 
+from ..haystack import NeedleDocument, needle_document
 from .arguments import settled
 from .forced import Verdict, forced
-from .haystack import NeedleDocument, needle_document
 from .progress import announce, counted, step
 from .report import Report, run_header
 

@@ -129,6 +129,31 @@ def _plain_listener(job: Job, on_activity: OnActivity | None) -> Callable[[Strea
     return lambda added: tell(DecodingPlainly(sum(added.stats.new_tokens), total))
 
 
+def score_gap(start: Ready, last: int, plain: int, other: int) -> float | None:
+    """How much plain decoding's scores prefer one next token of a single row to another.
+
+    Args:
+      start: the row, prefilled up to its last token.
+      last: that token.
+      plain: the token that is preferred.
+      other: the one it is compared with.
+
+    Returns:
+      The difference, noise and temperature included; None if filters left out one of the two.
+    """
+    job = start.job
+    cache, length = start.state.rows.cache, jnp.asarray([len(job.prompts[0])])
+    token = jnp.asarray([last])
+    scores = _scores(job.target, job.params, job.request, cache, token, length)[0]
+    return _finite(scores[plain] - scores[other])
+
+
+def _finite(difference: Array) -> float | None:
+    """A difference of scores; None where one of them is minus infinity."""
+    value = float(difference)
+    return value if math.isfinite(value) else None
+
+
 def first_difference(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
     """Index of the first entry that differs; None if the sequences are equal."""
     for index, (one, other) in enumerate(zip(left, right, strict=False)):
@@ -155,8 +180,7 @@ def _divergence(
         scores = _scores(job.target, job.params, job.request, cache, jnp.asarray(before), length)[
             row
         ]
-        difference = float(scores[plain] - scores[other])
-        gap = difference if math.isfinite(difference) else None
+        gap = _finite(scores[plain] - scores[other])
     return Divergence(row, index, plain, other, gap)
 
 

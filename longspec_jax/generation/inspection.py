@@ -55,14 +55,30 @@ class DepthView:
 
 
 @dataclass(frozen=True)
+class TreeView:
+    """All that the target verified in a round, one entry per node; node 0 is the root."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    """Index of every node's parent; -1 for the root."""
+    draws: tuple[int, ...]
+    """What the target drew behind every node."""
+    path: tuple[int, ...]
+    """The nodes that the walk took, the root first."""
+
+
+@dataclass(frozen=True)
 class RoundView:
     """One round of a single row."""
 
     number: int
+    position: int
+    """Index of the root in its row."""
     pending: int
     """The token at the root of the tree."""
     depths: tuple[DepthView, ...]
     """The path the walk took; the last entry is the bonus token."""
+    tree: TreeView
 
 
 def rounds(begin: Begin, rows: int) -> Iterator[RoundView]:
@@ -124,4 +140,7 @@ def _view(number: int, position: int, seen: dict[str, Any]) -> RoundView:
                 probabilities=tuple(row["proposed"][below].tolist()),
             )
         )
-    return RoundView(number, int(row["tokens"][0]), tuple(depths))
+    path = row["path"][: row["count"]]
+    by_node = (tuple(row[name].tolist()) for name in ("tokens", "parents", "draws"))
+    tree = TreeView(*by_node, path=tuple(path.tolist()))
+    return RoundView(number, position - 1, int(row["tokens"][0]), tuple(depths), tree)

@@ -13,7 +13,7 @@ import pytest
 from infer.bench import __main__ as bench
 from infer.bench import needle as bench_needle
 from infer.bench.forced import Verdict, forced
-from infer.bench.haystack import DIGITS, SENTENCE, needle_document
+from infer.haystack import DIGITS, SENTENCE, needle_document
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Params

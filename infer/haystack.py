@@ -29,6 +29,8 @@ class NeedleDocument:
     """The code's tokens."""
     place: int
     """Index of the needle's first token."""
+    code: str
+    """What is hidden: digits."""
 
 
 def needle_document(
@@ -61,7 +63,7 @@ def needle_document(
     hay = _hay(tokenize, texts, room, int(draw.integers(len(texts))))
     ends = [0, *(index + 1 for index, token in enumerate(hay) if token in _line_ends(tokenize))]
     place = min(ends, key=lambda end: abs(end - depth * room))
-    return NeedleDocument([*hay[:place], *needle, *hay[place:], *said], answer, place)
+    return NeedleDocument([*hay[:place], *needle, *hay[place:], *said], answer, place, code)
 
 
 def _hay(tokenize: Tokenize, texts: Sequence[str], length: int, first: int) -> list[int]:

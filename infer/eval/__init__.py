@@ -1,0 +1,1 @@
+"""Evaluation on tasks: methods side by side, every raw count kept."""

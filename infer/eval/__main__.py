@@ -1,0 +1,47 @@
+"""Measure drafting methods side by side on long-context tasks, every raw count kept.
+
+    python -m infer.eval --task=demo --out=runs/eval_demo
+    python -m infer.eval --task=gov_report --target=FOLDER --drafter=FOLDER --out=runs/gov_report
+
+``--help`` lists the rest.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from .. import boundary
+
+# Everything else is imported where it is needed, so that Ctrl-C finds someone to answer, --help is
+# quick and a typing error is refused before the library's slow imports.
+
+
+def main(argv: Sequence[str] | None = None, end: Callable[[int], object] | None = None) -> int:
+    """Run the command.
+
+    Args:
+      argv: the arguments; those of the process if absent.
+      end: ends the process after Ctrl-C, when the work cannot be waited for; by its id if absent.
+
+    Returns:
+      The exit status: 0, 2 for bad input, 1 for a failure while running, 130 after Ctrl-C.
+    """
+    typed = sys.argv[1:] if argv is None else list(argv)
+    return boundary.run(lambda: _run(typed, end), "--traceback" in typed)
+
+
+def _run(typed: Sequence[str], end: Callable[[int], object] | None) -> int:
+    """Read and check the arguments, before anything slow, and do what they say."""
+    from . import arguments as arguments_lib
+
+    try:
+        arguments = arguments_lib.parser().parse_args(typed)
+    finally:
+        sys.stdout.flush()  # The text of --help, before the interpreter finds its reader gone.
+    arguments = arguments_lib.settled(arguments)
+    from .command import evaluate
+
+    return evaluate(arguments, typed, end)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""The run of ``python -m infer.eval`` behind its arguments, and how it is left early."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .. import interruption
+from ..boundary import INTERRUPTED
+from ..wording import command_words
+from . import run_folder
+from .progress import Progress
+from .records import Header, SampleRecord
+
+
+class Evaluation:
+    """A request, and how far it has got."""
+
+    def __init__(self, arguments: argparse.Namespace, typed: Sequence[str]):
+        """Begin with nothing loaded.
+
+        Args:
+          arguments: of the command, settled.
+          typed: as they were typed.
+        """
+        self.progress = Progress()
+        self._arguments, self._typed = arguments, typed
+        self._run: Any = None
+
+    @property
+    def records(self) -> list[SampleRecord]:
+        """All that there are, those of an earlier run too."""
+        return [] if self._run is None else self._run.records
+
+    def close(self) -> None:
+        """Nothing is written from now on."""
+        if self._run is not None:
+            self._run.close()
+
+    def work(self) -> None:
+        """Load, check and decode."""
+        arguments, progress = self._arguments, self.progress
+        progress.starting("starting")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        if arguments.compilation_cache is not None:
+            os.environ["LONGSPEC_CACHE"] = arguments.compilation_cache
+        from longspec_jax.compilation import keep_programs
+
+        from ..models import check_devices, fetch, load
+        from . import assembly
+        from .run import EvalRun
+
+        check_devices()
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        before = self._before()
+        keep_programs()
+        target, drafts = fetch(arguments)
+        progress.starting("loading the models")
+        with command_words():
+            spec = load(arguments, target, drafts)
+        if spec.tokenizer is None:
+            raise ValueError(
+                f"--target={arguments.target} comes without a tokenizer; add its files"
+            )
+        decoders = assembly.decoders(arguments, spec, target, drafts)
+        progress.starting("preparing the prompts")
+        tasks = assembly.prepared(arguments, spec)
+        settings = {decoder.name: decoder.setting for decoder in decoders}
+        header = assembly.header(arguments, self._typed, spec, settings)
+        done = self._continued(header, before)
+        writer = run_folder.Writer(arguments.out)
+        told = () if before is None else before.skipped
+        writer.add([each for task in tasks for each in task.skipped if each not in told])
+        self._announce(tasks, done)
+        plan = assembly.plan(arguments, spec)
+        self._run = EvalRun(plan, decoders, spec, done, writer, progress)
+        with command_words():
+            self._run.work(tasks)
+
+    def _before(self) -> run_folder.Run | None:
+        """What the folder holds of an earlier run."""
+        folder = self._arguments.out
+        if (folder / run_folder.HEADER).exists():
+            return run_folder.read(folder)
+        if any(folder.iterdir()):
+            raise ValueError(
+                f"--out={folder} holds files and no run; name a folder that is empty or new"
+            )
+        return None
+
+    def _continued(self, header: Header, before: run_folder.Run | None) -> Sequence[SampleRecord]:
+        """The records of an earlier run, if this one continues it; the header is written."""
+        folder = self._arguments.out
+        if before is None:
+            run_folder.write_header(folder, header)
+            return ()
+        differences = run_folder.differences(before.header, header)
+        if differences:
+            raise ValueError(
+                f"--out={folder} holds a run with other options ({'; '.join(differences)}); repeat "
+                f"its command ({before.header.command}), or name another folder"
+            )
+        again = (*before.header.continued, header.provenance)
+        run_folder.write_header(folder, replace(before.header, continued=again))
+        if before.torn:
+            self.progress.note(
+                f"the last line of {folder / run_folder.SAMPLES} was cut short; its sample is made "
+                "again"
+            )
+        return before.samples
+
+    def _announce(self, tasks: Sequence[Any], done: Sequence[SampleRecord]) -> None:
+        """Say what is run, what is left out and what is there already."""
+        from ..decode_report import counted
+
+        for task in tasks:
+            longest = max(len(prompt.tokens) for prompt in task.prompts)
+            cut = sum(len(each.tokens) < each.original_tokens for each in task.prompts)
+            words = [f"{counted(len(task.prompts), 'sample')} of up to {longest} tokens"]
+            words += [f"{cut} truncated"] if cut else []
+            words += [f"{len(task.skipped)} skipped"] if task.skipped else []
+            self.progress.note(f"{task.name}: {', '.join(words)}")
+        if done:
+            self.progress.note(f"{counted(len(done), 'result')} of an earlier run")
+
+    def summarize(self) -> None:
+        """Write the summary if one is wanted."""
+        if self._arguments.summary is None:
+            return
+        import json
+
+        from longspec_jax import files
+
+        from .summary import rows
+
+        header = run_folder.read_header(self._arguments.out)
+        values = {"header": run_folder.plain(header), "rows": rows(self.records)}
+        data = (json.dumps(values, indent=1) + "\n").encode()
+        files.replace(Path(self._arguments.summary).expanduser(), data)
+
+
+def evaluate(
+    arguments: argparse.Namespace,
+    typed: Sequence[str],
+    end: Callable[[int], object] | None,
+) -> int:
+    """Do what the arguments say; returns the exit status.
+
+    Args:
+      arguments: of the command, settled.
+      typed: as they were typed.
+      end: ends the process after Ctrl-C.
+    """
+    evaluation = Evaluation(arguments, typed)
+    try:
+        interruption.run_interruptibly(evaluation.work)
+        evaluation.summarize()
+        return 0
+    except KeyboardInterrupt:
+        if end is None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            interruption.end_soon(INTERRUPTED)
+        evaluation.close()
+        evaluation.progress.close()
+        print(
+            f"interrupted; {arguments.out} keeps the results so far ({len(evaluation.records)}), "
+            "and the same command goes on from there",
+            file=sys.stderr,
+        )
+        (end or interruption.end_now)(INTERRUPTED)
+        return INTERRUPTED
+    finally:
+        evaluation.progress.close()

@@ -1,0 +1,168 @@
+"""Rows of a task: from a file that is named, or from the hub.
+
+A file is JSON lines, Parquet, or a zip archive with a file of the task's name; a folder holds one
+of these. Nothing is ever run that comes with a data set: where the hub has but a dataset script,
+which ``datasets`` no longer loads, the archive beside it is read.
+"""
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .tasks import Hub
+
+Row = tuple[str, dict[str, Any]]
+"""Where a row was read, and its fields."""
+ENDINGS = (".jsonl", ".parquet")
+OFFLINE = (
+    "download it elsewhere and name the file with --data=FILE, or name a mirror with HF_ENDPOINT"
+)
+DATASETS = "the datasets package (pip install datasets); JSON lines need nothing: --data=FILE.jsonl"
+"""What is missing where only the core is installed, and what does without."""
+
+
+def rows(task: str, hub: Hub | None, path: Path | None, mirror: str | None) -> list[Row]:
+    """All rows of a task.
+
+    Args:
+      task: its name, which its file bears.
+      hub: where its data lie; None if they are always named.
+      path: a file or folder instead.
+      mirror: a dataset on the hub instead of the usual one.
+
+    Raises:
+      OSError: if there are none to be had.
+      ValueError: for a file that cannot be read.
+    """
+    if path is not None:
+        found = list(_local(task, path))
+    elif hub is None:
+        raise ValueError(f"--task={task} reads a file of yours; name it with --data=FILE.jsonl")
+    else:
+        found = list(_from_hub(task, hub, mirror))
+    if not found:
+        raise ValueError(f"--task={task}: {path or mirror or hub} holds no rows")
+    return found
+
+
+def _local(task: str, path: Path) -> Iterator[Row]:
+    if path.is_dir():
+        inside = [
+            folder / name
+            for folder in (path, path / "data")
+            for name in (*(f"{task}{ending}" for ending in ENDINGS), "data.zip")
+        ]
+        found = next(filter(Path.is_file, inside), None)
+        if found is None:
+            raise FileNotFoundError(
+                f"--data={path} holds no {task}.jsonl, {task}.parquet or data.zip; name the file "
+                "itself, or the folder that holds it"
+            )
+        path = found
+    if not path.is_file():
+        raise FileNotFoundError(f"--data={path}: there is no such file")
+    if path.suffix == ".zip":
+        yield from _zipped(task, path)
+    elif path.suffix == ".parquet":
+        yield from _parquet(path)
+    else:
+        yield from json_lines(path.read_bytes(), str(path))
+
+
+def _zipped(task: str, path: Path) -> Iterator[Row]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if Path(name).name == f"{task}.jsonl"]
+            if not names:
+                raise FileNotFoundError(f"{path} holds no {task}.jsonl; name another archive")
+            data = archive.read(names[0])
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path} is no whole zip archive ({error}); download it again") from None
+    yield from json_lines(data, f"{path}:{names[0]}")
+
+
+def json_lines(data: bytes, where: str) -> Iterator[Row]:
+    """The objects of JSON lines; empty lines are left out.
+
+    Raises:
+      ValueError: for a line that is none, naming it.
+    """
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        place = f"{where}, line {number}"
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except ValueError as error:
+            raise ValueError(f"{place} is no JSON ({error}); mend or remove the line") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{place} must be an object with named fields; mend the line")
+        yield place, row
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ModuleNotFoundError:
+        raise ValueError(f"{path}: reading Parquet needs {DATASETS}") from None
+    try:
+        table = parquet.read_table(path)
+    except ArrowInvalid as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {error}; download it again") from None
+    for number, row in enumerate(table.to_pylist()):
+        yield f"{path}, row {number}", row
+
+
+def _from_hub(task: str, hub: Hub, mirror: str | None) -> Iterator[Row]:
+    dataset = mirror or hub.dataset
+    if hub.archive is not None:
+        archive = _archive(dataset, hub.archive)
+        if archive is not None:
+            yield from _zipped(task, archive)
+            return
+    config = task if hub.archive is not None else hub.config
+    for number, row in enumerate(_dataset(dataset, config, hub.split)):
+        yield f"{dataset}, row {number}", dict(row)
+
+
+def _archive(dataset: str, name: str) -> Path | None:
+    """An archive of a dataset, downloaded; None if the dataset holds none of this name."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(dataset, name, repo_type="dataset"))
+    except LocalEntryNotFoundError as error:
+        raise OSError(f"{name} of {dataset} cannot be fetched from the hub; {OFFLINE}") from error
+    except EntryNotFoundError:
+        return None
+    except Exception as error:
+        raise OSError(f"{name} of {dataset}: {_first_line(error)}; {OFFLINE}") from error
+
+
+def _dataset(dataset: str, config: str | None, split: str) -> Any:
+    """The rows of a dataset as ``datasets`` loads it."""
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError:
+        raise ValueError(f"loading {dataset} from the hub needs {DATASETS}") from None
+    try:
+        return load_dataset(dataset, config, split=split)
+    except RuntimeError as error:
+        if "script" not in str(error):
+            raise
+        raise ValueError(
+            f"the dataset {dataset} is a script, which the datasets library no longer loads; name "
+            "a copy of its data with --data=FILE.jsonl (or .zip, .parquet), or a dataset of plain "
+            "files with --hub=OWNER/NAME"
+        ) from None
+    except Exception as error:  # It raises kinds of its own for what is missing or unreachable.
+        raise OSError(
+            f"the dataset {dataset} cannot be loaded: {_first_line(error)}; {OFFLINE}"
+        ) from (error)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,160 @@
+"""The folder of a run: a header, one line of results per sample, and what was left out.
+
+Lines are appended as samples end, so that a run that was killed is continued behind its last whole
+line. A line that was cut short in writing is taken away before the next one is added.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longspec_jax import files
+
+from .records import SCHEMA, Header, SampleRecord, SkippedSample, from_json, to_json
+
+HEADER, SAMPLES, SKIPPED = "header.json", "samples.jsonl", "skipped.jsonl"
+COMPARED = "target dtype protocol tasks methods temperatures seeds batch options".split()
+"""Fields of the header that a continued run must share."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a folder holds."""
+
+    header: Header
+    samples: tuple[SampleRecord, ...]
+    skipped: tuple[SkippedSample, ...]
+    torn: int
+    """Bytes of a last line that was cut short; it counts for nothing."""
+
+
+def read(folder: Path) -> Run:
+    """Everything a run has written.
+
+    Raises:
+      FileNotFoundError: if this is no folder of a run.
+      ValueError: for a line that is no record, naming the file, the line and the remedy.
+    """
+    header = read_header(folder)
+    samples, torn = _lines(folder / SAMPLES, SampleRecord)
+    skipped, _ = _lines(folder / SKIPPED, SkippedSample)
+    keys = [record.key for record in samples]
+    if len(keys) > len(set(keys)):
+        [twice, *_] = [key for index, key in enumerate(keys) if key in keys[:index]]
+        raise ValueError(
+            f"{folder / SAMPLES} holds {twice} twice, so its figures would count it twice; remove "
+            "one of the two lines"
+        )
+    return Run(header, tuple(samples), tuple(skipped), torn)
+
+
+def read_header(folder: Path) -> Header:
+    """The header of a run."""
+    path = folder / HEADER
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no {HEADER}; name the folder of an evaluation run")
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); the run has to be made anew") from None
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(
+            f"{path} is of schema {schema} and this version reads {SCHEMA}; make the run anew, or "
+            "read it with the version of its commit"
+        )
+    return from_json(Header, value, str(path))
+
+
+def write_header(folder: Path, header: Header) -> None:
+    """Write a header, whole or not at all."""
+    text = json.dumps(to_json(header), indent=1, ensure_ascii=False) + "\n"
+    files.replace(folder / HEADER, text.encode())
+
+
+def differences(one: Header, other: Header) -> list[str]:
+    """What keeps the second run from continuing the first, in words; nothing if it may."""
+    found = []
+    for name in COMPARED:
+        left, right = (plain(getattr(header, name)) for header in (one, other))
+        if name == "options":
+            keys = sorted({*left, *right})
+            pairs = [(f"{key}", left.get(key), right.get(key)) for key in keys]
+        else:
+            pairs = [(name, left, right)]
+        found += [f"{key}: {old} there, {new} now" for key, old, new in pairs if old != new]
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A record or one of its fields as its file has it."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(to_json(value))
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+class Writer:
+    """Adds lines to a run's files; whole lines only, each on the disk before the next."""
+
+    def __init__(self, folder: Path):
+        """Open the files of a folder; a line cut short at their end goes.
+
+        Args:
+          folder: that exists.
+        """
+        self._paths = {SampleRecord: folder / SAMPLES, SkippedSample: folder / SKIPPED}
+        for path in self._paths.values():
+            mend(path)
+
+    def add(self, records: Iterable[SampleRecord] | Iterable[SkippedSample]) -> None:
+        """Add the records of one call, all of them or none."""
+        lines: dict[Path, list[str]] = {}
+        for record in records:
+            text = json.dumps(to_json(record), ensure_ascii=False, allow_nan=False)
+            lines.setdefault(self._paths[type(record)], []).append(text + "\n")
+        for path, texts in lines.items():
+            data = "".join(texts).encode("utf-8", "backslashreplace")
+            before = path.stat().st_size if path.exists() else 0
+            with path.open("ab", buffering=0) as file:
+                try:
+                    file.write(data)
+                    os.fsync(file.fileno())
+                except BaseException:  # A full disk: half a call is not to stay.
+                    file.truncate(before)
+                    raise
+
+
+def mend(path: Path) -> int:
+    """Cut off what stands behind the last whole line; returns how many bytes."""
+    if not path.exists():
+        return 0
+    data = path.read_bytes()
+    torn = len(data) - (data.rfind(b"\n") + 1)
+    if torn:
+        os.truncate(path, len(data) - torn)
+    return torn
+
+
+def _lines(path: Path, kind: type[Any]) -> tuple[Sequence[Any], int]:
+    """The records of a file, and the bytes of a last line that was cut short."""
+    if not path.exists():
+        return [], 0
+    data = path.read_bytes()
+    *whole, rest = data.split(b"\n")
+    records = []
+    for number, line in enumerate(whole, start=1):
+        where = f"{path}, line {number}"
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{where} is no JSON ({error}); remove the line, and the run will make it anew"
+            ) from None
+        records.append(from_json(kind, value, where))
+    return records, len(rest)

@@ -1,0 +1,114 @@
+"""How long the parts of a round take, in a run that waits for each of them.
+
+Waiting keeps the device from beginning one part while another ends, and every part is a program of
+its own, so that the parts together take longer than the round does as one program. They say where
+the time goes, not how much there is of it.
+"""
+
+import time
+from dataclasses import dataclass
+
+import jax
+
+from longspec_jax.decoding import engine
+from longspec_jax.decoding.beliefs import RoundBeliefs
+from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.record import Emitted
+from longspec_jax.decoding.rows import Rows
+from longspec_jax.decoding.sampling import NO_TOKEN
+from longspec_jax.decoding.target import CachedTarget, Verification
+from longspec_jax.decoding.walk import walker_of
+from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.drafters.tree import Tree
+from longspec_jax.generation.runner import Begin, Ready
+from longspec_jax.ops.partitioned import use_mesh
+
+
+@dataclass(frozen=True)
+class RoundParts:
+    """Seconds of the parts of so many rounds, all rows of the call together."""
+
+    rounds: int
+    draft: float
+    """The drafter looks at the cache and grows its tree."""
+    verify: float
+    """The target's pass over the tree, its LM head and the draws."""
+    commit: float
+    """Walking the tree, appending to the cache, and what the drafter learns."""
+
+
+def timed(begin: Begin, limit: int) -> RoundParts:
+    """Time the parts of a call's first rounds but one, whose programs may have to be compiled.
+
+    Args:
+      begin: makes the call ready; it has settled on one tree, and every row has a slot.
+      limit: most rounds to time.
+
+    Raises:
+      ValueError: if rows would wait for slots.
+    """
+    start = begin(False)
+    if not isinstance(start, Ready):
+        raise ValueError("rounds are timed where every row has a slot; leave row_slots out")
+    job, rows = start.job, start.state.rows
+    parts: list[tuple[float, float, float]] = []
+    while len(parts) <= limit and not rows.done.all():
+        clock = [time.perf_counter()]
+        rows, tree, beliefs = _draft(job.target, job.drafter, job.params, rows)
+        _wait(clock, tree.tokens)
+        verified, draws = _verify(job.target, job.drafter, job.params, rows, tree, beliefs)
+        _wait(clock, (verified, draws))
+        rows, emitted = _commit(job.target, job.drafter, job.params, rows, tree, verified, draws)
+        _wait(clock, (rows, emitted))
+        if (emitted.tokens == NO_TOKEN).any():
+            break  # The target's logits are not finite; decoding itself says so.
+        parts.append((clock[1] - clock[0], clock[2] - clock[1], clock[3] - clock[2]))
+    counted = parts[1:]
+    sums = map(sum, zip(*counted, strict=True)) if counted else (0.0,) * 3
+    return RoundParts(len(counted), *sums)
+
+
+def _wait(clock: list[float], result: object) -> None:
+    jax.block_until_ready(result)
+    clock.append(time.perf_counter())
+
+
+@program(static_argnames=("target", "drafter"), donate_argnames=("rows",))
+def _draft(
+    target: CachedTarget, drafter: Drafter, params: Params, rows: Rows
+) -> tuple[Rows, Tree, RoundBeliefs]:
+    """The tree of a round, and the rows whose drafter has looked at the cache."""
+    with use_mesh(target.mesh):
+        beliefs = engine.round_beliefs(target, drafter, rows)
+        rows = engine.look_at_cache(target, drafter, params, rows)
+        return rows, engine.propose_tree(target, drafter, params, rows, beliefs), beliefs
+
+
+@program(static_argnames=("target", "drafter"))
+def _verify(
+    target: CachedTarget,
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    tree: Tree,
+    beliefs: RoundBeliefs,
+) -> tuple[Verification, jax.Array]:
+    """The target's pass and its draws."""
+    with use_mesh(target.mesh):
+        return engine.verify_tree(target, drafter, params, rows, tree, beliefs)
+
+
+@program(static_argnames=("target", "drafter"), donate_argnames=("rows",))
+def _commit(
+    target: CachedTarget,
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    tree: Tree,
+    verified: Verification,
+    draws: jax.Array,
+) -> tuple[Rows, Emitted]:
+    """The rows after the round."""
+    with use_mesh(target.mesh):
+        walked = walker_of(drafter)(tree, draws, drafter.tree.num_levels)
+        return engine.commit_walk(drafter, params, rows, verified, walked)

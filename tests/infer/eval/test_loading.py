@@ -1,0 +1,158 @@
+"""Where rows come from, and what is said of those that are not as they should be."""
+
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pyarrow
+import pyarrow.parquet
+import pytest
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+from infer.eval import loading
+from infer.eval.samples import references, text_field
+from infer.eval.tasks import LONGBENCH, TASKS, Hub
+
+ROWS = [
+    {"context": "one \u2028 line", "answers": ["a"], "_id": "x"},
+    {"context": "two", "answers": []},
+]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+def values(found: list[loading.Row]) -> list[dict]:
+    return [row for _, row in found]
+
+
+def zipped(path: Path) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data/lcc.jsonl", LINES)
+    return path
+
+
+def test_every_kind_of_file(tmp_path: Path) -> None:
+    (tmp_path / "lcc.jsonl").write_bytes(b"\xef\xbb\xbf" + LINES + b"\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[:1]), tmp_path / "a.parquet")
+    named = [tmp_path / "lcc.jsonl", tmp_path, zipped(tmp_path / "data.zip")]
+    for path in named:
+        assert values(loading.rows("lcc", LONGBENCH, path, None)) == ROWS
+    assert values(loading.rows("lcc", LONGBENCH, tmp_path / "a.parquet", None)) == ROWS[:1]
+    only = tmp_path / "only"
+    only.mkdir()
+    zipped(only / "data.zip")
+    [(where, _), _] = loading.rows("lcc", LONGBENCH, only, None)
+    assert where.endswith("data.zip:data/lcc.jsonl, line 1")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b'{"a": 1}\n{"a": \n', "line 2 is no JSON .* mend or remove the line"),
+        (b'["a"]\n', "line 1 must be an object with named fields"),
+        (b"\xff\xfe\n", "line 1 is no JSON"),
+        (b"\n", "holds no rows"),
+    ],
+)
+def test_lines_that_are_no_rows(tmp_path: Path, data: bytes, words: str) -> None:
+    path = tmp_path / "lcc.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=words):
+        loading.rows("lcc", LONGBENCH, path, None)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no qmsum.jsonl, qmsum.parquet or data.zip"):
+        loading.rows("qmsum", LONGBENCH, tmp_path, None)
+    with pytest.raises(FileNotFoundError, match="holds no qmsum.jsonl; name another archive"):
+        loading.rows("qmsum", LONGBENCH, zipped(tmp_path / "data.zip"), None)
+    (tmp_path / "torn.zip").write_bytes((tmp_path / "data.zip").read_bytes()[:40])
+    with pytest.raises(ValueError, match="no whole zip archive .* download it again"):
+        loading.rows("lcc", LONGBENCH, tmp_path / "torn.zip", None)
+    with pytest.raises(ValueError, match="name it with --data=FILE.jsonl"):
+        loading.rows("jsonl", None, None, None)
+
+
+class TestTheHub:
+    """Nothing of a dataset is run, and whoever has no network is told what to do."""
+
+    def test_an_archive_is_read_in_the_place_of_a_script(self, tmp_path, monkeypatch) -> None:
+        asked = []
+
+        def download(dataset: str, name: str, repo_type: str) -> str:
+            asked.append((dataset, name, repo_type))
+            return str(zipped(tmp_path / name))
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        assert values(loading.rows("lcc", LONGBENCH, None, None)) == ROWS
+        loading.rows("lcc", LONGBENCH, None, "a/mirror")
+        assert asked == [
+            ("THUDM/LongBench", "data.zip", "dataset"),
+            ("a/mirror", "data.zip", "dataset"),
+        ]
+
+    def test_a_mirror_without_the_archive_is_a_dataset(self, monkeypatch) -> None:
+        def absent(*names: str, repo_type: str) -> str:
+            raise EntryNotFoundError.__new__(EntryNotFoundError)  # It wants the hub's response.
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", absent)
+        found = []
+
+        def load(dataset: str, config: str | None, split: str) -> list[dict]:
+            found.append((dataset, config, split))
+            return ROWS
+
+        monkeypatch.setattr(datasets, "load_dataset", load)
+        assert values(loading.rows("lcc", LONGBENCH, None, "a/mirror")) == ROWS
+        assert found == [("a/mirror", "lcc", "test")]
+
+    def test_a_script_is_refused_with_the_remedy(self, monkeypatch) -> None:
+        def script(*names: str | None, split: str) -> None:
+            raise RuntimeError("Dataset scripts are no longer supported, but found pg19.py")
+
+        monkeypatch.setattr(datasets, "load_dataset", script)
+        with pytest.raises(ValueError, match=r"is a script, .* --data=FILE.jsonl .* --hub=OWNER"):
+            loading.rows("pg19", Hub("deepmind/pg19"), None, None)
+
+    def test_without_a_network(self, monkeypatch) -> None:
+        def offline(*names: str | None, **options: str) -> None:
+            raise LocalEntryNotFoundError("offline")
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+        monkeypatch.setattr(datasets, "load_dataset", offline)
+        for task in ("gov_report", "pg19"):
+            with pytest.raises(OSError, match="--data=FILE, or name a mirror with HF_ENDPOINT"):
+                loading.rows(task, TASKS[task].hub, None, None)
+
+
+def test_without_the_packages_that_read_them(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for name in ("pyarrow", "datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for hub, path in ((LONGBENCH, tmp_path / "a.parquet"), (Hub("a/b"), None)):
+        with pytest.raises(ValueError, match=r"needs the datasets package .* --data=FILE.jsonl"):
+            loading.rows("pg19", hub, path, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"text": "x", "id": 1}, "a, line 3 lacks the field 'context'; it has id, text"),
+        ({"context": " \n"}, "'context' is empty; remove the row"),
+        ({"context": 5}, "'context' must be text and is a int"),
+    ],
+)
+def test_fields_that_are_missing_or_empty(row: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        text_field(row, "context", "a, line 3")
+
+
+def test_answers_of_every_form() -> None:
+    assert references({}, "answers", "here") == ()
+    assert references({"answer": 42}, "answer", "here") == ("42",)
+    assert references({"answers": ["a", 1]}, "answers", "here") == ("a", "1")
+    assert references({"summary": [{"text": "s", "source": "x"}]}, "summary", "here") == ("s",)
+    with pytest.raises(ValueError, match="must hold texts and holds a list"):
+        references({"answers": [["a"]]}, "answers", "here")

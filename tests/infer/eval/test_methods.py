@@ -1,0 +1,137 @@
+"""Which methods run with which drafts, how rounds are counted, and what contradicts itself."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from infer.eval import __main__ as command
+from infer.eval.arguments import method_argument, parser, settled
+from infer.eval.decoders import by_round
+from infer.eval.methods import METHODS, Chosen
+from infer.eval.methods import settled as settled_methods
+from infer.eval.records import RoundTree
+from infer.eval.trees import round_trees
+from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.drafters.ngram import NgramDraft
+from longspec_jax.drafters.streaming import StreamingDraft
+from longspec_jax.generation.inspection import RoundView, TreeView
+
+
+@pytest.mark.parametrize(
+    ("drafted", "emitted", "accepted"),
+    [
+        ("0", (), ()),
+        ("0000", (1, 1, 1), (0, 0, 0)),
+        ("0110100", (3, 2, 1), (2, 1, 0)),
+        ("001011", (1, 2, 2), (0, 1, 2)),  # The last round was cut inside the draft.
+    ],
+)
+def test_rounds_are_told_by_the_tokens_that_no_draft_proposed(
+    drafted: str, emitted: tuple, accepted: tuple
+) -> None:
+    assert by_round([letter == "1" for letter in drafted]) == (emitted, accepted)
+
+
+DRAFTS = [NgramDraft(), StreamingDraft()]
+
+
+def names(*typed: str, drafts: Any = DRAFTS, with_torch: bool = False) -> list[str]:
+    found = settled_methods([method_argument(text) for text in typed], drafts, with_torch)
+    return [chosen.name for chosen, _ in found]
+
+
+def test_methods_of_the_drafts_that_are_there() -> None:
+    assert names() == ["plain", "magicdec", "ngram"]
+    assert names(drafts=[]) == ["plain"]
+    assert names("ngram=8,8@6", "ngram", "plain-eager") == [
+        *("plain", "plain-eager"),
+        *("ngram=8,8@6", "ngram"),
+    ]
+    assert names("all") == ["plain", "plain-eager", "magicdec", "ngram"]
+    assert names("all", "ngram=8", with_torch=True) == [
+        *("plain", "plain-eager", "magicdec", "ngram", "ngram=8", "hf-plain", "hf-prompt-lookup"),
+    ]
+    with pytest.raises(
+        ValueError, match="--method=small_lm needs a small language model: .*FOLDER"
+    ):
+        names("small_lm")
+
+
+def test_drafters_of_one_kind_are_measured_apart() -> None:
+    with pytest.raises(ValueError, match="two drafters are of the kind ngram"):
+        names(drafts=[NgramDraft(), NgramDraft()])
+
+
+def test_trees_of_the_methods() -> None:
+    streaming = StreamingDraft()
+    assert Chosen("plain", "plain").tree(None, cpu=True) == PLAIN
+    assert Chosen("magicdec", "magicdec").tree(streaming, cpu=True) == TreeConfig((1,) * 4)
+    assert Chosen("ngram", "ngram").tree(NgramDraft(), cpu=False) == TreeConfig((8,) * 8, 64)
+    assert Chosen("adaptive", "adaptive").tree(streaming, cpu=True) is None
+    assert method_argument("magicdec=chain:2").tree(streaming, cpu=True) == TreeConfig((1, 1))
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (["--task=nothing"], "--task: invalid choice: 'nothing'"),
+        (["--task=qmsum", "--method=magic"], "--method: no method 'magic'; there are plain, "),
+        (["--task=qmsum", "--method=plain=4"], "plain takes no tree; write --method=plain"),
+        (["--task=qmsum", "--method=ngram=none"], "without a tree it is --method=plain"),
+        (["--task=qmsum", "--task=qmsum"], "--task=qmsum is given twice"),
+        (["--task=demo", "--task=demo_docs"], "--task=demo_docs is given twice"),
+        (["--task=qmsum", "--method=ngram", "--method=ngram"], "--method=ngram is given twice"),
+        (["--task=qmsum", "--top_p=0.9"], "no effect at temperature 0; add --temperature=1"),
+        (["--task=qmsum", "--method=hf-plain", "--batch=2"], "hf-plain decodes one row at a time"),
+        (["--task=jsonl"], "name it with --data=FILE.jsonl"),
+        (["--task=qmsum", "--data=absent.jsonl"], "--data=absent.jsonl: there is no such file"),
+        (["--task=qmsum", f"--data=lcc={__file__}"], "is for a task that is not run; add --task="),
+        (["--task=qmsum", "--task=lcc", f"--data={__file__}"], "is one file for 2 tasks"),
+        (["--task=lcc", "--protocol=longbench", "--min_prompt=3"], "longbench skips nothing"),
+        (["--task=lcc", "--samples=0"], "--samples: 0 must be"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(typed: list[str], words: str, tmp_path, capsys) -> None:
+    """At once, with exit status 2, and without a folder."""
+    folder = tmp_path / "run"
+    assert command.main([*typed, f"--out={folder}"]) == 2
+    assert words in capsys.readouterr().err and not folder.exists()
+
+
+def test_defaults() -> None:
+    found = settled(parser().parse_args(["--task=demo", "--out=x"]))
+    assert found.task == ["demo_code", "demo_docs", "demo_copy", "demo_needle"]
+    assert found.drafter == ["demo", "demo_small_lm", "ngram", "streaming"]
+    assert (found.temperature, found.seed, found.context) == ([0.0], [0], [2048])
+    other = settled(parser().parse_args(["--task=lcc", "--out=x", "--target=y", "--seed=2"]))
+    assert other.drafter is None and other.seed == [2]
+
+
+def test_every_method_is_described(capsys) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for name, method in METHODS.items():
+        assert f"{name} {method.about}" in printed
+
+
+def test_rounds_are_kept_as_trees_that_end_with_the_text() -> None:
+    """The walk of the second round goes beyond the two tokens that were emitted."""
+    tree = TreeView(tokens=(9, 1, 2, 3), parents=(-1, 0, 0, 1), draws=(1, 3, 5, 7), path=(0, 1, 3))
+    short = TreeView(tokens=(9, 1, 2, 3), parents=(-1, 0, 0, 1), draws=(4, 3, 5, 7), path=(0,))
+    views = [RoundView(n, 10, 9, (), each) for n, each in enumerate((tree, tree, short, tree))]
+    tokenizer = SimpleNamespace(decode=lambda tokens: f"<{tokens[0]}>")
+    whole, cut, rejected = round_trees(views, tokenizer, emitted=[3, 2, 1])
+    assert whole == RoundTree(
+        position=10,
+        tokens=tree.tokens,
+        texts=("<9>", "<1>", "<2>", "<3>"),
+        parents=tree.parents,
+        drawn=tree.draws,
+        drawn_texts=("<1>", "<3>", "<5>", "<7>"),
+        path=(0, 1, 3),
+        stop="nothing below",
+    )
+    assert (cut.path, cut.stop) == ((0, 1), "ended")
+    assert (rejected.path, rejected.stop) == ((0,), "not proposed")

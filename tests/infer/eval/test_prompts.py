@@ -1,0 +1,259 @@
+"""Prompts as the protocols ask them, and what is left out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.eval.prepare import Sources, Target, prepare
+from infer.eval.protocols import LeftOut, LongBenchProtocol, LongSpecProtocol, Ready
+from infer.eval.samples import Sample
+from infer.eval.suite import DEPTHS, SUITE
+from infer.eval.tasks import TASKS
+from longspec_jax.embedded import DEMO
+from longspec_jax.loading import load_tokenizer
+
+on_the_demo = pytest.mark.skipif(not DEMO.is_dir(), reason="the demo model is not in this checkout")
+POSITIONS = 4000
+
+
+class Characters:
+    """A tokenizer with a token for every character, and one that begins a text."""
+
+    chat_template: str | None = None
+    begins = "\x01"
+
+    def __init__(self, *symbols: str):
+        self.symbols = symbols
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [*map(ord, self.begins * add_special_tokens + text)]}
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        text = "".join(map(chr, tokens))
+        return text.replace(self.begins, "") if skip_special_tokens else text
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict.fromkeys(self.symbols, 0)
+
+
+def longspec(tokenizer: Any = None, least: int | None = None, most: int | None = None):
+    return LongSpecProtocol.of(tokenizer or Characters(), POSITIONS, least, most)
+
+
+def longbench(style: str | None = "raw", most: int | None = None) -> LongBenchProtocol:
+    return LongBenchProtocol.of(Characters(), 2**20, POSITIONS, style, most)
+
+
+def text_of(found: Ready | LeftOut) -> str:
+    assert isinstance(found, Ready)
+    return "".join(map(chr, found.tokens))
+
+
+def sample(context: str = "CONTEXT", question: str = "INPUT") -> Sample:
+    return Sample("1", (), {"context": context, "input": question, "problem": context})
+
+
+def test_the_release_asks_in_one_text_of_its_own_format() -> None:
+    """As its evaluation script writes it (LongSpec, ``inference_long-bench.py``)."""
+    asked = text_of(longspec(least=0).prompt(TASKS["gov_report"], sample()))
+    assert asked == (
+        "\x01<s>system\nYou are a helpful assistant</s>\n<s>user\nYou are given a report by a "
+        "government agency. Write a one-page summary of the report.\n\nReport:\nCONTEXT\n\nNow, "
+        "write a one-page summary of the report.</s>\n<s>assistant\nSummary:"
+    )
+    query = text_of(longspec(least=0).prompt(TASKS["qmsum"], sample()))
+    assert query.endswith("\n\nQuery: INPUT</s>\n<s>assistant\nAnswer:")
+    code = text_of(longspec(least=0).prompt(TASKS["repobench-p"], sample()))
+    assert code.endswith("below. \nCONTEXTNow, complete the code given.</s>\n<s>assistant\n")
+    assert "INPUT" not in code  # The release leaves it out.
+
+
+def test_qwen_is_asked_in_chatml() -> None:
+    """Problems of AIME are short, and the lower bound is not for them."""
+    asked = text_of(longspec(Characters("<|im_start|>")).prompt(TASKS["aime24"], sample()))
+    assert asked == (
+        "\x01<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\nCONTEXT"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(("length", "kept"), [(1200, False), (1201, True), (2000, True)])
+def test_the_release_skips_prompts_out_of_its_bounds(length: int, kept: bool) -> None:
+    task = TASKS["lcc"]
+    empty = text_of(longspec(least=0).prompt(task, sample("")))
+    found = longspec().prompt(task, sample("x" * (length - len(empty))))
+    assert isinstance(found, Ready) is kept and found.original_tokens == length
+    beyond = longspec().prompt(task, sample("x" * (2001 - len(empty))))
+    assert isinstance(beyond, LeftOut) and "more than 2000 tokens" in beyond.reason
+
+
+def test_longbench_asks_in_one_text() -> None:
+    """As its configuration has it (``dataset2prompt.json``)."""
+    ask = longbench().prompt
+    assert text_of(ask(TASKS["gov_report"], sample())) == (
+        "\x01You are given a report by a government agency. Write a one-page summary of the "
+        "report.\n\nReport:\nCONTEXT\n\nNow, write a one-page summary of the report.\n\nSummary:"
+    )
+    assert text_of(ask(TASKS["qmsum"], sample())).endswith("\n\nQuery: INPUT\nAnswer:")
+    assert text_of(ask(TASKS["repobench-p"], sample())) == (
+        "\x01Please complete the code given below. \nCONTEXTINPUTNext line of code:\n"
+    )
+
+
+def test_longbench_cuts_the_middle() -> None:
+    """Of the tokens, the one that begins the text among them; the halves are joined as text."""
+    whole = text_of(longbench().prompt(TASKS["lcc"], sample("x" * 500)))
+    found = longbench(most=101).prompt(TASKS["lcc"], sample("x" * 500))
+    assert isinstance(found, Ready)
+    # The first half has 49 letters behind the token of the beginning, which is put there again.
+    assert text_of(found) == whole[:50] + whole[-50:]
+    assert found.original_tokens == len(whole) and len(found.tokens) == 100
+    short = longbench(most=101).prompt(TASKS["lcc"], sample("x"))
+    assert isinstance(short, Ready) and short.original_tokens == len(short.tokens)
+
+
+def test_longbench_puts_the_chat_format_around_all_but_code() -> None:
+    asked = text_of(longbench("longspec").prompt(TASKS["multi_news"], sample()))
+    assert "<s>user\nYou are given several news passages." in asked.replace("\x01", "")
+    code = text_of(longbench("longspec").prompt(TASKS["lcc"], sample()))
+    assert "<s>" not in code
+    with pytest.raises(
+        ValueError, match="tokenizer has none; choose --prompt_style=native, vicuna"
+    ):
+        longbench(style=None)
+    limits = [
+        LongBenchProtocol.of(Characters(), 9, positions, "raw", None).most
+        for positions in (16384, 32768, 131072)
+    ]
+    assert limits == [15500, 31500, 129804]
+
+
+def sources(path: Path | None = None, **changes: Any) -> Sources:
+    fields: dict[str, Any] = dict(
+        data={} if path is None else {"": path},
+        mirror=None,
+        contexts=[100],
+        style=None,
+        limit=None,
+    )
+    return Sources(**{**fields, **changes})
+
+
+def written(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+TARGET = Target(Characters(), 2**20, POSITIONS)
+
+
+def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    rows = [{"context": "x" * size, "_id": str(size)} for size in (10, 1500, 3000)]
+    path = written(tmp_path / "lcc.jsonl", *rows)
+    found = prepare("lcc", sources(path), longspec(), TARGET, None)
+    [prompt] = found.prompts
+    assert prompt.sample == "1500" and prompt.new_tokens == 1024
+    assert [(each.sample, each.reason.split(" tokens")[0]) for each in found.skipped] == [
+        ("10", "no more than 1200"),
+        ("3000", "more than 2000"),
+    ]
+    short = prepare("lcc", sources(path, limit=1), longspec(), TARGET, 7)
+    assert [each.sample for each in short.prompts] == ["1500"] and short.prompts[0].new_tokens == 7
+    with pytest.raises(ValueError, match="all 3 samples are left out .* --max_prompt move"):
+        prepare("lcc", sources(path), longspec(most=3), TARGET, None)
+
+
+def test_new_tokens_fit_the_targets_range(tmp_path: Path) -> None:
+    path = written(tmp_path / "lcc.jsonl", {"context": "x" * 3800})
+    found = prepare("lcc", sources(path), longspec(most=3990), TARGET, None)
+    [prompt] = found.prompts
+    assert len(prompt.tokens) + prompt.new_tokens == POSITIONS
+    longer = written(tmp_path / "longer.jsonl", {"context": "x" * 4000})
+    with pytest.raises(ValueError, match="leave no room in 4000 positions"):
+        prepare("lcc", sources(longer), longspec(most=9999), TARGET, None)
+
+
+def test_books_are_cut_to_every_context(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", {"text": "y" * 300}, {"text": "z" * 150})
+    found = prepare("pg19", sources(path, contexts=[100, 200]), longspec(), TARGET, None)
+    assert [each.sample for each in found.prompts] == ["0 to 100", "0 to 200", "1 to 100"]
+    assert [len(each.tokens) for each in found.prompts] == [101, 201, 101]
+    assert {each.new_tokens for each in found.prompts} == {256}
+
+
+def test_prompts_of_a_users_file(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "text", "answers": ["a"]},
+        {"input_ids": [5, 6], "id": "mine", "references": "r"},
+        {"messages": [{"role": "user", "content": "hello"}]},
+    ]
+    path = written(tmp_path / "a.jsonl", *rows)
+    found = prepare("jsonl", sources(path, style="longspec"), longspec(), TARGET, 5).prompts
+    assert [each.sample for each in found] == ["0", "mine", "2"]
+    assert [each.references for each in found] == [("a",), ("r",), ()]
+    assert found[1].tokens == [5, 6]
+    for prompt in (found[0], found[2]):
+        assert "<s>user" in "".join(map(chr, prompt.tokens))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (
+            [{"text": "x"}],
+            "line 1 needs exactly one of prompt, messages and input_ids; it has text",
+        ),
+        ([{"prompt": "x", "input_ids": [1]}], "needs exactly one of"),
+        ([{"prompt": ""}], "line 1: 'prompt' is empty"),
+        ([{"input_ids": []}], "'input_ids' is empty"),
+        ([{"prompt": "x", "id": 1}, {"prompt": "y", "id": 1}], "two samples have the id '1'"),
+    ],
+)
+def test_rows_that_cannot_be_asked(tmp_path: Path, rows: list[dict], words: str) -> None:
+    path = written(tmp_path / "a.jsonl", *rows)
+    with pytest.raises(ValueError, match=words):
+        prepare("jsonl", sources(path), longspec(), TARGET, 5)
+
+
+def test_problems_of_2024_are_chosen_by_their_ids(tmp_path: Path) -> None:
+    """Of the usual dataset, which has three years; another file is taken whole."""
+    rows = [{"id": number, "problem": f"p{number}", "answer": 7} for number in range(90)]
+    path = written(tmp_path / "a.jsonl", *rows)
+    found = prepare("aime24", sources(path), longspec(), TARGET, None).prompts
+    assert [each.sample for each in found] == [str(number) for number in range(60, 90)]
+    assert found[0].references == ("7",)
+    few = written(tmp_path / "few.jsonl", *rows[:3])
+    assert len(prepare("aime24", sources(few), longspec(), TARGET, None).prompts) == 3
+
+
+@on_the_demo
+def test_the_suite_asks_for_what_is_there() -> None:
+    """Every prompt is as long as was asked for or shorter; copies and codes are in the prompt."""
+    context = 512
+    tokenizer = load_tokenizer(DEMO / "target")
+    for name, make in SUITE.items():
+        found = list(make(tokenizer, context))
+        assert len(found) == len(DEPTHS) == len({each.name for each in found})
+        for each in found:
+            assert context / 2 < len(each.prompt) <= context
+            [reference] = each.references
+            prompt = tokenizer.decode(each.prompt)
+            assert reference.strip()
+            if name in ("demo_copy", "demo_needle"):
+                assert reference in prompt, (name, each.name)
+
+
+@on_the_demo
+def test_needles_lie_in_a_users_text(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a line of hay\n" * 99)
+    tokenizer = load_tokenizer(DEMO / "target")
+    target = Target(tokenizer, 4096, 16384)
+    named = sources(text, contexts=[200, 300])
+    found = prepare("needle", named, longspec(), target, None).prompts
+    assert [len(each.tokens) for each in found] == [200] * 4 + [300] * 4
+    for prompt in found:
+        assert prompt.references[0] in tokenizer.decode(prompt.tokens)
+        assert "a line of hay" in tokenizer.decode(prompt.tokens)

@@ -1,0 +1,191 @@
+"""Records: what is written is what is read, and what cannot be is refused with its line."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from infer.eval import run_folder
+from infer.eval.records import (
+    SCHEMA,
+    Breakdown,
+    Divergence,
+    Header,
+    RoundTree,
+    SampleRecord,
+    Setting,
+    SkippedSample,
+    acceptance_length,
+    decode_seconds,
+    tokens_per_second,
+)
+from infer.eval.run_folder import SAMPLES, Writer, differences, read, write_header
+from infer.eval.summary import rows
+
+SETTING = Setting("demo", "4,16@8", 8, {"int8": True})
+TREE = RoundTree(
+    position=5,
+    tokens=(3, 1, 2),
+    texts=("a", "b", "c"),
+    parents=(-1, 0, 0),
+    drawn=(2, 4, 5),
+    drawn_texts=("c", "d", "e"),
+    path=(0, 2),
+    stop="nothing below",
+)
+RECORD = SampleRecord(
+    task="qmsum",
+    sample="7",
+    method="longspec-tree",
+    temperature=1.0,
+    seed=3,
+    setting=SETTING,
+    call="first",
+    batch=2,
+    prompt_tokens=90,
+    original_tokens=120,
+    new_tokens=8,
+    target_passes=3,
+    emitted_by_round=(3, 1, 3),
+    accepted_by_round=(2, 0, 3),
+    prefill_s=0.5,
+    decode_s=2.0,
+    compile_s=0.0,
+    breakdown=Breakdown(0.1, 0.2, 0.3, 4),
+    tokens=(1, 2, 3, 4, 5, 6, 7, 0),
+    text="a \u2028 line",
+    references=("x", "y"),
+    identical_to_plain=False,
+    divergence=Divergence(2, None),
+    ended="eos",
+    pieces=("a",),
+    rounds=(TREE,),
+)
+HEADER = Header(
+    schema=SCHEMA,
+    provenance={"device": "cpu"},
+    command="python -m infer.eval",
+    target="demo",
+    dtype="float32",
+    protocol="longspec",
+    tasks=("qmsum",),
+    methods={"longspec-tree": SETTING},
+    temperatures=(0.0, 1.0),
+    seeds=(3,),
+    batch=2,
+    options={"samples": None, "context": [512]},
+    definitions={},
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_header(tmp_path, HEADER)
+    Writer(tmp_path).add([RECORD])
+    return tmp_path
+
+
+def another(**changes) -> SampleRecord:
+    return dataclasses.replace(RECORD, **changes)
+
+
+def test_what_is_written_is_read(folder: Path) -> None:
+    skipped = SkippedSample("qmsum", "8", 3, "too short")
+    Writer(folder).add([skipped])
+    found = read(folder)
+    assert found == run_folder.Run(HEADER, (RECORD,), (skipped,), 0)
+    assert not differences(found.header, HEADER)
+
+
+def test_counts_follow_one_definition() -> None:
+    plain = another(target_passes=7, emitted_by_round=(1,) * 7, call="second", decode_s=1.0)
+    outside = another(target_passes=None, emitted_by_round=(), call="third", decode_s=1.0)
+    assert RECORD.decode_tokens == outside.decode_tokens == 7
+    assert acceptance_length([RECORD, plain, outside]) == 14 / 10
+    assert RECORD.truncated and RECORD.accepted_by_depth == (2, 2, 1)
+    row = another(sample="8")  # Of the same call: its seconds are counted once.
+    assert decode_seconds([RECORD, row, plain]) == 3.0
+    assert tokens_per_second([RECORD, row]) == 14 / 2
+    assert math.isnan(acceptance_length([outside])) and math.isnan(tokens_per_second([]))
+
+
+def test_a_torn_last_line_counts_for_nothing(folder: Path) -> None:
+    path = folder / SAMPLES
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 2])
+    found = read(folder)
+    assert found.samples == (RECORD,) and found.torn == len(whole) // 2
+    Writer(folder).add([another(sample="8")])
+    assert [record.sample for record in read(folder).samples] == ["7", "8"]
+
+
+def test_a_call_is_written_whole_or_not_at_all(folder: Path, monkeypatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_folder.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        Writer(folder).add([another(sample="8"), another(sample="9")])
+    assert read(folder).samples == (RECORD,)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"new_tokens": "8"}, "line 1: new_tokens: '8' has the wrong type"),
+        ({"new_tokens": True}, "new_tokens: True has the wrong type"),
+        ({"ended": "stop"}, "ended: 'stop' is none of 'eos', 'length'"),
+        ({"tokens": [1, "2"]}, "tokens: '2' has the wrong type"),
+        ({"colour": 1}, "SampleRecord has unknown colour"),
+        ({"setting": {"drafter": None}}, "setting: Setting lacks nodes, options, tree"),
+    ],
+)
+def test_what_is_no_record_is_refused(folder: Path, change: dict, words: str) -> None:
+    path = folder / SAMPLES
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}) + "\n")
+    with pytest.raises(ValueError, match=words):
+        read(folder)
+
+
+def test_files_that_are_damaged_say_what_to_do(folder: Path) -> None:
+    path = folder / SAMPLES
+    line = path.read_text()
+    path.write_text(line + "{broken\n" + line)
+    with pytest.raises(ValueError, match="line 2 is no JSON .* remove the line"):
+        read(folder)
+    path.write_text(line * 2)
+    with pytest.raises(ValueError, match="count it twice; remove one of the two lines"):
+        read(folder)
+    (folder / run_folder.HEADER).write_text('{"schema": 99}')
+    with pytest.raises(ValueError, match="of schema 99 and this version reads"):
+        read(folder)
+    with pytest.raises(FileNotFoundError, match="name the folder of an evaluation run"):
+        read(folder / "absent")
+
+
+def test_another_run_is_told_by_its_options() -> None:
+    other = dataclasses.replace(HEADER, batch=4, options={"samples": 3, "context": [512]})
+    assert differences(HEADER, other) == ["batch: 2 there, 4 now", "samples: None there, 3 now"]
+
+
+def test_the_summary_compares_the_same_samples() -> None:
+    plain = [
+        another(
+            method="plain",
+            sample=sample,
+            call=f"plain {sample}",
+            decode_s=seconds,
+            target_passes=7,
+            emitted_by_round=(1,) * 7,
+            identical_to_plain=None,
+        )
+        for sample, seconds in (("7", 4.0), ("8", 100.0))
+    ]
+    first, second = rows([*plain, RECORD])
+    assert first["speedup_over_plain"] is None and first["samples"] == 2
+    assert first["identical_to_plain_fraction"] is None
+    assert second["speedup_over_plain"] == 2.0 and second["identical_to_plain_fraction"] == 0.0
+    assert second["acceptance_length"] == pytest.approx(7 / 3, rel=1e-3)
+    assert second["tokens_per_second"] == 3.5 and second["tree"] == "4,16@8"

@@ -1,0 +1,209 @@
+"""A whole run on toy models: counts, identity, continuing, and what outside methods give."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from infer.eval import __main__ as command
+from infer.eval import run as run_lib
+from infer.eval.decoders import LibraryDecoder
+from infer.eval.records import SampleRecord, acceptance_length
+from infer.eval.run_folder import SAMPLES, Run, read
+from tests.infer.toys import save_toy, toy_spec
+
+NEW = 24
+PROMPTS = ["ab cd gh \u00e9", "gh ab cd ab cd ab", "h"]
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("toy")
+    target, draft = save_toy(folder)
+    data = folder / "prompts.jsonl"
+    rows = ({"id": f"p{n}", "prompt": text} for n, text in enumerate(PROMPTS))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        *("--task=jsonl", f"--data={data}", f"--target={target}", f"--drafter={draft}"),
+        *("--method=longspec-tree=4,5", f"--max_new_tokens={NEW}", "--prefill_chunk=32"),
+        *("--temperature=0", "--temperature=1", "--seed=7", "--compilation_cache=off"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def made(options: list[str], tmp_path_factory) -> Path:
+    """A run with everything that can be asked for, two rows together, at temperature 1."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    drawn = [option for option in options if option != "--temperature=0"]
+    more = ["--samples=2", "--batch=2", "--rounds=2", "--breakdown=2", f"--summary={folder}.json"]
+    assert command.main([*drawn, *more, f"--out={folder}"]) == 0
+    return folder
+
+
+def by_method(run: Run, method: str) -> list[SampleRecord]:
+    return [record for record in run.samples if record.method == method]
+
+
+def test_every_count_is_kept(made: Path) -> None:
+    run = read(made)
+    assert len(run.samples) == 2 * 2 and not run.skipped
+    for record in run.samples:
+        assert len(record.tokens) == record.new_tokens <= NEW
+        assert record.target_passes == len(record.emitted_by_round)
+        assert sum(record.emitted_by_round) == record.new_tokens - 1
+        assert record.ended == ("eos" if record.tokens[-1] == 0 else "length")
+        assert (record.new_tokens == NEW) or record.ended == "eos"
+        assert record.batch == 2 and record.seed == 7
+        assert record.prefill_s > 0 and record.breakdown is not None
+        assert record.breakdown.rounds <= 2
+    for record in by_method(run, "plain"):
+        assert set(record.emitted_by_round) <= {1} and record.identical_to_plain is None
+    speculative = by_method(run, "longspec-tree=4,5")
+    assert all(record.identical_to_plain for record in speculative)
+    assert acceptance_length(speculative) > 1 == acceptance_length(by_method(run, "plain"))
+    assert run.header.methods["longspec-tree=4,5"].tree == "4,5"
+    assert run.header.provenance["versions"]["jax"] and "infer.eval" in run.header.command
+
+
+def test_rounds_are_those_that_were_decoded(made: Path) -> None:
+    """What the trees say was accepted is what the record counts and the text holds."""
+    seen = [record for record in read(made).samples if record.rounds is not None]
+    assert {(record.sample, record.method) for record in seen} == {("p0", "longspec-tree=4,5")}
+    for record in seen:
+        rounds, start = record.rounds or (), 1
+        assert len(rounds) == min(2, len(record.emitted_by_round))
+        for one, emitted in zip(rounds, record.emitted_by_round, strict=False):
+            assert one.position == record.prompt_tokens + start - 1
+            assert one.tokens[0] == record.tokens[start - 1]
+            drawn = tuple(one.drawn[node] for node in one.path)
+            assert drawn == record.tokens[start : start + emitted]
+            start += emitted
+        assert record.pieces is not None and "".join(record.pieces) == record.text
+
+
+def test_the_summary_has_a_row_per_method_and_temperature(made: Path) -> None:
+    summary = json.loads(Path(f"{made}.json").read_text())
+    rows = {(row["method"], row["temperature"]): row for row in summary["rows"]}
+    assert len(rows) == 2 and summary["header"]["target"]
+    row = rows["longspec-tree=4,5", 1.0]
+    assert row["identical_to_plain_fraction"] == 1.0 and row["samples"] == 2
+    assert row["acceptance_length"] > 1 and row["speedup_over_plain"] > 0
+
+
+def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
+    """After some calls, in the middle of a line: nothing is lost, and nothing counted twice."""
+    calls: list[str] = []
+    decode = LibraryDecoder.decode
+
+    def counted(self: LibraryDecoder, *arguments):
+        if len(calls) == 3:
+            raise RuntimeError("killed")
+        calls.append(self.name)
+        return decode(self, *arguments)
+
+    greedy = [*(option for option in options if option != "--temperature=1"), f"--out={tmp_path}"]
+    monkeypatch.setattr(LibraryDecoder, "decode", counted)
+    assert command.main(greedy) == 1
+    path = tmp_path / SAMPLES
+    data = path.read_bytes()
+    assert data.count(b"\n") == 3
+    path.write_bytes(data[:-20])
+    calls.clear()
+    monkeypatch.setattr(LibraryDecoder, "decode", decode)
+    capsys.readouterr()
+    assert command.main(greedy) == 0
+    said = capsys.readouterr()
+    assert "was cut short; its sample is made again" in said.err
+    assert "2 results of an earlier run" in said.err and "\x1b" not in said.out + said.err
+    run = read(tmp_path)
+    assert len(run.samples) == 2 * len(PROMPTS) and len(run.header.continued) == 1
+    assert all(record.identical_to_plain for record in by_method(run, "longspec-tree=4,5"))
+    assert data[:-20].rpartition(b"\n")[0] in path.read_bytes()
+    assert command.main(greedy) == 0 and read(tmp_path).samples == run.samples
+    assert command.main([*greedy, "--batch=3"]) == 2
+    assert "holds a run with other options (batch: 1 there, 3 now)" in capsys.readouterr().err
+
+
+def test_of_several_runs_the_one_of_median_seconds_is_kept(
+    options: list[str], tmp_path, monkeypatch
+) -> None:
+    decode, seconds = LibraryDecoder.decode, iter([3.0, 1.0, 2.0] * 2)
+
+    def timed(self: LibraryDecoder, *arguments):
+        return dataclasses.replace(decode(self, *arguments), decode_s=next(seconds))
+
+    monkeypatch.setattr(LibraryDecoder, "decode", timed)
+    greedy = [option for option in options if option != "--temperature=1"]
+    more = ["--samples=1", "--repetitions=3", f"--out={tmp_path}"]
+    assert command.main([*greedy, *more]) == 0
+    assert [record.decode_s for record in read(tmp_path).samples] == [2.0, 2.0]
+
+
+def test_a_folder_with_other_files_is_refused(options: list[str], tmp_path, capsys) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    assert command.main([*options, f"--out={tmp_path}"]) == 2
+    assert "holds files and no run; name a folder that is empty" in capsys.readouterr().err
+
+
+def test_another_text_is_told_with_its_gap(options: list[str], tmp_path, monkeypatch) -> None:
+    """The draft's run has another second token, and plain decoding's scores are compared there."""
+    decode = LibraryDecoder.decode
+
+    def changed(self: LibraryDecoder, *arguments):
+        found = decode(self, *arguments)
+        if self.name == "plain":
+            return found
+        [row] = found.rows
+        tokens = (row.tokens[0], row.tokens[1] % 5 + 6, *row.tokens[2:])
+        assert tokens != row.tokens
+        return dataclasses.replace(found, rows=(dataclasses.replace(row, tokens=tokens),))
+
+    monkeypatch.setattr(LibraryDecoder, "decode", changed)
+    one = [option for option in options if option != "--temperature=0"]
+    assert command.main([*one, "--samples=1", f"--out={tmp_path}"]) == 0
+    plain, other = read(tmp_path).samples
+    assert other.identical_to_plain is False and other.divergence is not None
+    assert other.divergence.index == 1 and other.divergence.gap is not None
+    assert other.divergence.gap > 0
+    prompt = toy_spec().tokenizer(PROMPTS[0])["input_ids"]
+    again = toy_spec().score_gap(
+        *([*prompt, plain.tokens[0]], plain.tokens[1], other.tokens[1]), temperature=1.0, seed=7
+    )
+    assert other.divergence.gap == pytest.approx(again, rel=1e-4)
+
+
+def test_ctrl_c_keeps_what_has_ended(options: list[str], tmp_path, monkeypatch, capsys) -> None:
+    calls: list[str] = []
+    keep = run_lib.EvalRun._keep
+
+    def interrupted(self, records) -> None:
+        keep(self, records)
+        calls.append("kept")
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_lib.EvalRun, "_keep", interrupted)
+    ended: list[int] = []
+    greedy = [option for option in options if option != "--temperature=1"]
+    assert command.main([*greedy, f"--out={tmp_path}"], ended.append) == 130 and ended == [130]
+    assert "keeps the results so far (2)" in capsys.readouterr().err
+    assert len(read(tmp_path).samples) == 2
+
+
+def test_transformers_beside_ours(options: list[str], tmp_path: Path) -> None:
+    """Greedily the same text in float32, its passes counted from outside."""
+    pytest.importorskip("torch")
+    methods = ["--method=plain", "--method=hf-plain", "--method=hf-prompt-lookup", "--samples=2"]
+    kept = [each for each in options if not each.startswith(("--method", "--temperature"))]
+    assert command.main([*kept, *methods, f"--out={tmp_path}"]) == 0
+    run = read(tmp_path)
+    for method in ("hf-plain", "hf-prompt-lookup"):
+        records = by_method(run, method)
+        assert [record.identical_to_plain for record in records] == [True, True]
+        for record in records:
+            assert record.target_passes == len(record.emitted_by_round)
+            assert 0 < record.decode_tokens < record.new_tokens <= NEW
+            assert record.prefill_s > 0 and record.decode_s > 0
+    assert acceptance_length(by_method(run, "hf-plain")) == 1
+    assert acceptance_length(by_method(run, "hf-prompt-lookup")) > 1
