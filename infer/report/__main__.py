@@ -67,8 +67,8 @@ def _run(argv: Sequence[str] | None) -> int:
     from .named_runs import named_runs
     from .sections import EDGES, report
 
-    paths = outputs.targets(arguments.out or arguments.runs[0])
     runs = named_runs([Path(name) for name in arguments.runs])
+    paths = outputs.targets(arguments.out or arguments.runs[0])
     outputs.write(report(runs, arguments.lengths or EDGES), paths)
     for path in paths:
         print(path)

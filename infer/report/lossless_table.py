@@ -1,5 +1,6 @@
 """Whether speculation changed the text: what equals plain decoding, and how close the rest was."""
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -55,13 +56,11 @@ def _cells(records: Sequence[SampleRecord]) -> tuple[Cell, ...]:
     same = sum(record.identical_to_plain is True for record in compared)
     found = [record.divergence for record in compared if record.divergence]
     gaps = [divergence.gap for divergence in found if divergence.gap is not None]
-    share = same / len(compared)
-    # Never 100 % of what is not all.
-    percent = f"{100 * share:.1f} %" if same in (0, len(compared)) else f"{100 * share:.2f} %"
+    percent = math.floor(10_000 * same / len(compared)) / 100  # Never 100 % of what is not all.
     where = statistics.median(divergence.index for divergence in found) if found else None
     return (
         said(f"{same} of {len(compared)}"),
-        said(percent),
+        said(f"{percent:.4g} %"),
         said(f"token {where:g}") if where is not None else Cell(ABSENT),
         said(f"{max(gaps):.3g}") if gaps else Cell(ABSENT),
     )
