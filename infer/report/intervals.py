@@ -9,6 +9,7 @@ as Student's t is wider than the normal distribution ("expanded percentile": Hes
 Teachers Should Know About the Bootstrap*, The American Statistician 69, 2015, section 5.3).
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -115,12 +116,20 @@ def _tail(count: int) -> float:
 
 def _drawn_sums(values: np.ndarray) -> np.ndarray:
     """Sums ``[columns, draws]`` over samples drawn with replacement."""
-    count = len(values)
+    parts = np.array_split(_draws(len(values)), max(1, DRAWS * len(values) // _CELLS))
+    return np.concatenate([part.astype(np.float64) @ values for part in parts]).T
+
+
+@functools.lru_cache(maxsize=8)
+def _draws(count: int) -> np.ndarray:
+    """How often every draw has every sample, ``[draws, samples]``: the same for all figures.
+
+    Numbers fit in eight bits: none exceeds the samples, and of many samples each is drawn seldom.
+    """
     random = np.random.default_rng(SEED)
     even = np.full(count, 1 / count)
-    sums, left = [], DRAWS
-    while left:
-        draws = min(left, max(1, _CELLS // count))
-        sums.append(random.multinomial(count, even, size=draws) @ values)
-        left -= draws
-    return np.concatenate(sums).T
+    most = max(1, _CELLS // count)
+    sizes = [min(most, DRAWS - start) for start in range(0, DRAWS, most)]
+    return np.concatenate(
+        [random.multinomial(count, even, size=size).astype(np.uint8) for size in sizes]
+    )

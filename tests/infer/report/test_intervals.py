@@ -98,4 +98,6 @@ def test_many_samples_are_drawn_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     parts = fractions(list(range(1, 31)), [1] * 30)
     whole = ratio(parts)
     monkeypatch.setattr(intervals, "_CELLS", 30 * 7)
+    intervals._draws.cache_clear()
     assert ratio(parts) == whole
+    assert intervals._draws(30).shape == (intervals.DRAWS, 30)
