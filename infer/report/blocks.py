@@ -7,16 +7,18 @@ and nothing is counted twice.
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..eval.records import PLAIN_METHOD, Header, SampleRecord, Setting
+from ..eval.records import PLAIN_METHOD, Header, SampleRecord
 from ..eval.run_folder import Run
 
 Sample = tuple[str, str]
 """A task and the name of one of its samples."""
+KEPT = ("breakdown", "rounds", "cases")
+"""Options that say what a run keeps: its figures are the same without."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,6 @@ class Block:
     """Of the runs."""
     methods: tuple[str, ...]
     """In the order they ran, plain decoding first."""
-    settings: Mapping[str, Setting]
-    """By method."""
     tasks: tuple[str, ...]
     temperatures: tuple[float, ...]
     records: tuple[SampleRecord, ...]
@@ -145,7 +145,11 @@ def _circumstances(header: Header) -> dict[str, str]:
         "protocol": header.protocol,
         "device": str(header.provenance.get("device", "unknown device")),
         "batch": f"batch {header.batch}",
-        **{f"option {name}": f"{name}={_words(value)}" for name, value in header.options.items()},
+        **{
+            f"option {name}": f"{name}={_words(value)}"
+            for name, value in header.options.items()
+            if name not in KEPT
+        },
     }
 
 
@@ -173,7 +177,7 @@ def _conditions(groups: Sequence[Sequence[NamedRun]]) -> list[str]:
 def _block(group: Sequence[NamedRun], condition: str, names_batch: bool) -> Block:
     headers = [each.run.header for each in group]
     batch = headers[0].batch
-    settings = {name: setting for header in headers for name, setting in header.methods.items()}
+    methods = dict.fromkeys(name for header in headers for name in header.methods)
     # Calls are named within their run.
     records = tuple(
         dataclasses.replace(record, call=f"{place}/{record.call}")
@@ -185,8 +189,7 @@ def _block(group: Sequence[NamedRun], condition: str, names_batch: bool) -> Bloc
         label=f"{condition}, batch {batch}" if names_batch else condition,
         batch=batch,
         names=tuple(each.name for each in group),
-        methods=tuple(sorted(settings, key=lambda method: method != PLAIN_METHOD)),
-        settings=settings,
+        methods=tuple(sorted(methods, key=lambda method: method != PLAIN_METHOD)),
         tasks=tuple(dict.fromkeys(task for header in headers for task in header.tasks)),
         temperatures=tuple(sorted({value for each in headers for value in each.temperatures})),
         records=records,

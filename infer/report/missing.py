@@ -17,11 +17,28 @@ def sentences(runs: Sequence[NamedRun], blocks: Sequence[Block]) -> list[str]:
       runs: that were read.
       blocks: they were put into.
     """
-    told = [sentence for block in blocks for sentence in _absent(block)]
+    told = [sentence for block in blocks for sentence in (*_mixed(runs, block), *_absent(block))]
     for run in runs:
         told += _of_run(run)
     told += [sentence for block in blocks for sentence in _without_figures(block)]
     return told
+
+
+def _mixed(runs: Sequence[NamedRun], block: Block) -> list[str]:
+    """Whether figures that are compared were measured with code that may differ."""
+    commits = {
+        str(provenance.get("commit", "unknown"))
+        for run in runs
+        if run.name in block.names
+        for provenance in (run.run.header.provenance, *run.run.header.continued)
+    }
+    if len(commits) < 2:
+        return []
+    words = ", ".join(commit[:12] for commit in sorted(commits))
+    return [
+        f"{block.label}: one commit for all; it was measured at {words}, whose speeds compare as "
+        "far as nothing changed that they depend on."
+    ]
 
 
 def _absent(block: Block) -> list[str]:

@@ -50,6 +50,13 @@ def test_a_method_has_one_setting() -> None:
     assert [len(block.records) for block in blocks([one, two])] == [1, 1]
 
 
+def test_what_a_run_keeps_sets_nothing_apart() -> None:
+    one = run([record("plain")], "a", options={"samples": 8, "rounds": 12, "breakdown": None})
+    two = run([record("ngram")], "b", options={"samples": 8, "rounds": None, "breakdown": 4})
+    [block] = blocks([one, two])
+    assert block.label == "demo"
+
+
 def test_batches_stand_in_order() -> None:
     runs = [run([record(batch=batch)], str(batch), batch=batch) for batch in (8, 1, 4)]
     found = blocks(runs)

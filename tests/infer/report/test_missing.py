@@ -74,3 +74,13 @@ def test_skipped_samples_are_counted() -> None:
     told = sentences(runs, blocks(runs))
     assert "a: 3 samples of needle skipped: 900 tokens are too few." in told
     assert any("the last line was cut short in writing (17 bytes)" in each for each in told)
+
+
+def test_speeds_of_several_commits_are_told() -> None:
+    mine, other = ({"device": "made up", "commit": commit * 40} for commit in "ab")
+    rows = complete()
+    one = run([row for row in rows if row.method == "plain"], "a", provenance=mine)
+    two = run([row for row in rows if row.method != "plain"], "b", provenance=other)
+    [sentence] = sentences([one, two], blocks([one, two]))
+    assert "it was measured at aaaaaaaaaaaa, bbbbbbbbbbbb, whose speeds" in sentence
+    assert sentences([run(rows, continued=(mine,), provenance=mine)], blocks([run(rows)])) == []
