@@ -12,9 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from longspec_jax.checks import Whole
 from longspec_jax.commands import command_name
 
 from .. import boundary
+from ..number_argument import number_argument
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,6 +40,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="N,N,...",
         help="ends of the ranges of context lengths, ascending (default: the paper's: 5000,10000,"
         "15000,20000,25000,32000, and then doubling)",
+    )
+    options.add_argument(
+        "--cases",
+        type=number_argument(Whole(0)),
+        metavar="N",
+        help="most texts whose trees are shown, from all over the run; all if absent",
     )
     options.add_argument("--traceback", action="store_true", help="of an error, show where it was")
     return options
@@ -69,7 +77,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
     runs = named_runs([Path(name) for name in arguments.runs])
     paths = outputs.targets(arguments.out or arguments.runs[0])
-    outputs.write(report(runs, arguments.lengths or EDGES), paths)
+    outputs.write(report(runs, arguments.lengths or EDGES, arguments.cases), paths)
     for path in paths:
         print(path)
     return 0

@@ -43,16 +43,6 @@ class Token:
         """The style sheet's name for how it came."""
         return f"depth-{min(self.depth, DEEPEST_SHADE)}" if self.depth else self.origin
 
-    @property
-    def label(self) -> str:
-        """In words."""
-        came = {
-            "prefill": "drawn from the prefill",
-            "draft": f"draft token accepted at depth {self.depth}, round {self.round}",
-            "bonus": f"bonus, round {self.round}",
-        }
-        return f"{self.text.strip() or 'white space'}: {came[self.origin]}"
-
 
 @dataclass(frozen=True)
 class CaseStudy:
@@ -85,6 +75,13 @@ def case_studies(blocks: Iterable[Block]) -> Iterator[CaseStudy]:
         for record in block.records:
             if record.rounds is not None and record.pieces is not None:
                 yield CaseStudy(block.label, record, tokens(record), record.rounds)
+
+
+def spread(cases: Sequence[CaseStudy], most: int | None) -> list[CaseStudy]:
+    """At most so many, from all over the tasks and methods; all without a limit."""
+    if most is None or most >= len(cases):
+        return list(cases)
+    return [cases[number * len(cases) // most] for number in range(most)]
 
 
 def tokens(record: SampleRecord) -> tuple[Token, ...]:

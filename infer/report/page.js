@@ -64,21 +64,53 @@ function explain(panel, number, trees) {
   panel.append(list);
 }
 
+// How a token came, in words.
+function label(token) {
+  const shown = token.textContent;
+  const read = shown === "∅" ? "no whole character" : shown.replaceAll("↵", "").trim() || "white space";
+  const round = roundOf(token);
+  if (!round) return `${read}: drawn from the prefill`;
+  const { depth } = token.dataset;
+  return depth ? `${read}: draft token accepted at depth ${depth}, round ${round}` : `${read}: bonus, round ${round}`;
+}
+
+function roundOf(token) {
+  return Number(token.parentElement.dataset.round);
+}
+
+// Makes a text of coloured tokens a list that is gone through by keys.
+function listbox(text, tokens) {
+  text.setAttribute("role", "listbox");
+  text.setAttribute("aria-orientation", "horizontal");
+  text.setAttribute("aria-describedby", "cases-help");
+  for (const group of text.children) {
+    const { round } = group.dataset;
+    group.setAttribute("role", "group");
+    group.setAttribute("aria-label", round === "0" ? "prefill" : `round ${round}`);
+  }
+  for (const token of tokens) {
+    token.setAttribute("role", "option");
+    token.setAttribute("aria-selected", "false");
+    token.setAttribute("aria-label", label(token));
+    token.tabIndex = -1;
+  }
+  // One token of the text is reached by the Tab key, the others by arrows.
+  text.removeAttribute("tabindex");
+  (tokens[1] || tokens[0]).tabIndex = 0;
+}
+
 function study(details) {
   const trees = JSON.parse(details.querySelector("script.trees").textContent);
   const text = details.querySelector(".text");
   const panel = details.querySelector(".panel");
   const tokens = [...text.querySelectorAll(".token")];
-  const roundOf = (token) => Number(token.dataset.round);
   let chosen = null;
   let shown = null;
 
   function show(round) {
     if (round === shown) return;
     shown = round;
-    for (const group of text.querySelectorAll(".round")) {
-      group.classList.toggle("shown", roundOf(group.firstElementChild) === round);
-    }
+    for (const group of text.children) group.classList.toggle("shown", Number(group.dataset.round) === round);
     explain(panel, round, trees);
   }
   function choose(token) {
@@ -95,12 +127,7 @@ function study(details) {
     return tokens.find((token) => roundOf(token) === round);
   }
 
-  // One token of the text is reached by the Tab key, the others by arrows.
-  for (const token of tokens) token.tabIndex = -1;
-  if (tokens.length) {
-    text.tabIndex = -1;
-    (tokens[1] || tokens[0]).tabIndex = 0;
-  }
+  listbox(text, tokens);
   text.addEventListener("focusin", (event) => {
     const token = event.target.closest(".token");
     if (token) choose(token);

@@ -21,7 +21,7 @@ from . import (
     times_table,
 )
 from .blocks import Block, NamedRun, blocks
-from .case_study import CaseStudy, case_studies
+from .case_study import CaseStudy, case_studies, spread
 from .chart import Chart
 from .context_bins import FURTHER, PAPER_EDGES
 from .table import Table
@@ -70,14 +70,24 @@ EDGES = (*PAPER_EDGES, *FURTHER)
 """Ranges of context lengths, unless others are asked for."""
 
 
-def report(runs: Sequence[NamedRun], edges: Sequence[int] = EDGES) -> Report:
+def report(
+    runs: Sequence[NamedRun], edges: Sequence[int] = EDGES, most_cases: int | None = None
+) -> Report:
     """Compute a report.
 
     Args:
       runs: in the order they were named.
       edges: of ranges of context lengths, ascending from 0.
+      most_cases: how many texts are studied; all whose rounds were kept if absent.
     """
     compared = blocks(runs)
+    cases = list(case_studies(compared))
+    shown = spread(cases, most_cases)
+    left_out = (
+        [f"{len(shown)} of the {len(cases)} texts whose rounds were kept are shown."]
+        if len(shown) < len(cases)
+        else []
+    )
     targets = dict.fromkeys(run.run.header.target for run in runs)
     return Report(
         title=f"Evaluation of {', '.join(targets)}",
@@ -85,8 +95,8 @@ def report(runs: Sequence[NamedRun], edges: Sequence[int] = EDGES) -> Report:
         sections=tuple(
             section for section in _sections(compared, edges) if section.charts or section.tables
         ),
-        missing=tuple(missing.sentences(runs, compared)),
-        cases=tuple(case_studies(compared)),
+        missing=(*missing.sentences(runs, compared), *left_out),
+        cases=tuple(shown),
     )
 
 

@@ -184,7 +184,9 @@ def test_keys_go_from_token_to_token(browser: Any, page: Path) -> None:
     press(browser, Keys.ARROW_LEFT)  # There is nothing to the left.
     assert run_script(browser, chosen) == "the: drawn from the prefill"
     press(browser, Keys.END)
-    assert run_script(browser, chosen) == "white space: bonus, round 3"
+    assert run_script(browser, chosen) == "no whole character: bonus, round 3"
+    press(browser, Keys.ARROW_LEFT)
+    assert run_script(browser, chosen) == "white space: draft token accepted at depth 2, round 3"
     assert run_script(browser, stops) == 1
     selected = "return document.querySelectorAll('[aria-selected=true]').length"
     assert run_script(browser, selected) == 1

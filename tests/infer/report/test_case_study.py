@@ -20,7 +20,7 @@ def test_tokens_are_told_by_how_they_came() -> None:
         (" my", "bonus", 0, 2),
     ]
     assert [token.origin for token in found[5:]] == ["draft", "draft", "bonus"]
-    assert found[1].label == "cat: draft token accepted at depth 1, round 1"
+    assert [token.shade for token in found[:4]] == ["prefill", "depth-1", "depth-2", "bonus"]
     assert found[6].shown == "↵\n" and found[7].shown == "∅"
 
 

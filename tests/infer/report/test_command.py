@@ -160,6 +160,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (["run", "--out=taken"], "--out=taken cannot be written"),
         (["run", "--lengths=5,3"], "--lengths: '5,3' must be positive and ascend"),
         (["run", "--lengths=5,x"], "--lengths: '5,x' must be whole numbers with commas"),
+        (["run", "--cases=-1"], "--cases: "),
         (["empty"], "empty holds no finished sample yet"),
         ([], "required: RUN"),
     ],
@@ -192,3 +193,15 @@ def test_a_line_cut_short_is_told(folder: Path) -> None:
 def test_ranges_of_lengths_can_be_chosen(folder: Path) -> None:
     assert main([str(folder), "--lengths=900,1100"]) == 0
     assert "900–1100" in (folder / "report.md").read_text()
+
+
+def test_cases_that_are_not_shown_are_told(tmp_path: Path) -> None:
+    rows = [studied(task=task) for task in "abcdef"]
+    folder = write(run(rows), tmp_path / "run")
+    assert main([str(folder), "--cases=2"]) == 0
+    page = (folder / "report.html").read_text()
+    headings = re.findall(r"<h3>(\w), sample study", page)
+    assert headings == ["a", "d"]
+    assert "2 of the 6 texts whose rounds were kept are shown." in page
+    assert main([str(folder), "--cases=0"]) == 0
+    assert 'class="case"' not in (folder / "report.html").read_text()
