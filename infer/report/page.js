@@ -44,24 +44,28 @@ function leaf(tree, index) {
   return item;
 }
 
+// What is said is read aloud when it changes; the tree is there to be gone into.
 function explain(panel, number, trees) {
-  panel.replaceChildren();
+  const said = panel.querySelector(".said");
+  const drawing = panel.querySelector(".tree");
+  said.replaceChildren();
+  drawing.replaceChildren();
   if (number === 0) {
-    panel.append(node("p", "", "The first token is drawn from the prefill: nothing was proposed."));
+    said.append(node("p", "", "The first token is drawn from the prefill: nothing was proposed."));
     return;
   }
   const tree = trees[number - 1];
-  panel.append(node("h4", "", `Round ${number}`));
+  said.append(node("h4", "", `Round ${number}`));
   if (!tree) {
-    panel.append(node("p", "", `The tree of this round was not kept; those of the first ${trees.length} were.`));
+    said.append(node("p", "", `The tree of this round was not kept; those of the first ${trees.length} were.`));
     return;
   }
   const proposed = tree.texts.length - 1;
   const accepted = tree.path.length - 1;
-  panel.append(node("p", "", `${proposed} tokens proposed, ${accepted} accepted. The walk stopped: ${tree.why}.`));
+  said.append(node("p", "", `${proposed} tokens proposed, ${accepted} accepted. The walk stopped: ${tree.why}.`));
   const list = node("ul");
   list.append(leaf(tree, 0));
-  panel.append(list);
+  drawing.append(list);
 }
 
 // How a token came, in words.
