@@ -123,7 +123,8 @@ def _tree_data(tree: RoundTree) -> dict[str, Any]:
 def _why(tree: RoundTree, last: int, below: int) -> str:
     """Why the walk stopped, with what the target drew there."""
     words = REASONS[tree.stop]
-    return f"{words} (among {below} candidates)" if tree.stop == "not proposed" else words
+    candidates = f"{below} candidate{'s' * (below != 1)}"
+    return f"{words} (among {candidates})" if tree.stop == "not proposed" else words
 
 
 def shades(cases: Sequence[CaseStudy]) -> list[int]:

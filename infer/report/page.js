@@ -13,6 +13,10 @@ function readable(text) {
   return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "∅";
 }
 
+function counted(number, name) {
+  return `${number} ${name}${number === 1 ? "" : "s"}`;
+}
+
 function code(text) {
   return node("code", "", readable(text));
 }
@@ -57,12 +61,12 @@ function explain(panel, number, trees) {
   const tree = trees[number - 1];
   said.append(node("h4", "", `Round ${number}`));
   if (!tree) {
-    said.append(node("p", "", `The tree of this round was not kept; those of the first ${trees.length} were.`));
+    said.append(node("p", "", `The tree of this round was not kept; trees are there up to round ${trees.length}.`));
     return;
   }
   const proposed = tree.texts.length - 1;
   const accepted = tree.path.length - 1;
-  said.append(node("p", "", `${proposed} tokens proposed, ${accepted} accepted. The walk stopped: ${tree.why}.`));
+  said.append(node("p", "", `${counted(proposed, "token")} proposed, ${accepted} accepted. The walk stopped: ${tree.why}.`));
   const list = node("ul");
   list.append(leaf(tree, 0));
   drawing.append(list);

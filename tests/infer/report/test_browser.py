@@ -178,7 +178,7 @@ def test_keys_go_from_token_to_token(browser: Any, page: Path) -> None:
     assert told.startswith("Round 2") and "0 accepted" in told
     assert "the target drew ␣my: the draft had not proposed what the target drew" in told
     press(browser, Keys.ARROW_DOWN)
-    assert "The tree of this round was not kept; those of the first 2 were." in panel(browser)
+    assert "The tree of this round was not kept; trees are there up to round 2." in panel(browser)
     press(browser, Keys.HOME)
     assert "drawn from the prefill" in panel(browser)
     press(browser, Keys.ARROW_LEFT)  # There is nothing to the left.
