@@ -7,7 +7,18 @@ from .blocks import Block, all_temperatures
 from .context_bins import Bin, occupied
 from .counting import DEFINITIONS, Part, figure
 from .intervals import Estimate, Fraction
-from .table import Body, Group, Line, Table, filled, length, percent, shown, slug, temperature_words
+from .table import (
+    Body,
+    Group,
+    Line,
+    Table,
+    length,
+    percent,
+    shown,
+    slug,
+    temperature_words,
+    with_figures,
+)
 
 
 def at_depth(depth: int) -> Part:
@@ -91,10 +102,17 @@ def depth_shares(
 
 def depth_tables(blocks: Sequence[Block]) -> list[Table]:
     """One for every temperature at which a draft token was accepted."""
-    tables = []
-    for temperature in all_temperatures(blocks):
-        depth = deepest(blocks, temperature)
-        bodies = [
+    return with_figures(_depth_table(blocks, value) for value in all_temperatures(blocks))
+
+
+def _depth_table(blocks: Sequence[Block], temperature: float) -> Table:
+    depth = deepest(blocks, temperature)
+    return Table(
+        key=slug("depth", temperature),
+        caption=f"Acceptance by depth, {temperature_words(temperature)}",
+        corner="method",
+        groups=(Group("rounds that accept a draft token at depth", _numbers(depth)),),
+        bodies=tuple(
             Body(
                 block.label,
                 tuple(
@@ -110,19 +128,7 @@ def depth_tables(blocks: Sequence[Block]) -> list[Table]:
                 ),
             )
             for block in blocks
-        ]
-        if depth:
-            tables.append(_depth_table(temperature, depth, bodies))
-    return tables
-
-
-def _depth_table(temperature: float, depth: int, bodies: Sequence[Body]) -> Table:
-    return Table(
-        key=slug("depth", temperature),
-        caption=f"Acceptance by depth, {temperature_words(temperature)}",
-        corner="method",
-        groups=(Group("rounds that accept a draft token at depth", _numbers(depth)),),
-        bodies=tuple(body for body in bodies if filled([body])),
+        ),
         notes=(
             "Share of all rounds whose accepted path reaches the depth; one plus the sum of a line "
             "is τ, but for last rounds that end inside the draft. A share by the one before is the "
@@ -151,10 +157,17 @@ def context_tables(blocks: Sequence[Block], edges: Sequence[int]) -> list[Table]
       blocks: of the report.
       edges: of the ranges, ascending from 0.
     """
-    tables = []
-    for temperature in all_temperatures(blocks):
-        ranges = context_ranges(blocks, temperature, edges)
-        bodies = [
+    return with_figures(_context_table(blocks, value, edges) for value in all_temperatures(blocks))
+
+
+def _context_table(blocks: Sequence[Block], temperature: float, edges: Sequence[int]) -> Table:
+    ranges = context_ranges(blocks, temperature, edges)
+    return Table(
+        key=slug("context", temperature),
+        caption=f"Acceptance by position in the context, {temperature_words(temperature)}",
+        corner="method",
+        groups=(Group("τ of rounds at position", tuple(each.name for each in ranges)),),
+        bodies=tuple(
             Body(
                 block.label,
                 tuple(
@@ -169,19 +182,7 @@ def context_tables(blocks: Sequence[Block], edges: Sequence[int]) -> list[Table]
                 ),
             )
             for block in blocks
-        ]
-        if filled(bodies):
-            tables.append(_context_table(temperature, ranges, bodies))
-    return tables
-
-
-def _context_table(temperature: float, ranges: Sequence[Bin], bodies: Sequence[Body]) -> Table:
-    return Table(
-        key=slug("context", temperature),
-        caption=f"Acceptance by position in the context, {temperature_words(temperature)}",
-        corner="method",
-        groups=(Group("τ of rounds at position", tuple(each.name for each in ranges)),),
-        bodies=tuple(body for body in bodies if filled([body])),
+        ),
         notes=(
             f"τ: {DEFINITIONS['τ']}; here of the rounds whose first new token stands in the range, "
             "counted from the beginning of the prompt.",

@@ -5,18 +5,27 @@ from collections.abc import Sequence
 from .blocks import Block, all_tasks, all_temperatures
 from .counting import DEFINITIONS, figure, speed
 from .intervals import Estimate
-from .table import Body, Group, Line, Table, filled, pace, shown, slug, temperature_words
+from .table import (
+    Body,
+    Group,
+    Line,
+    Table,
+    filled,
+    pace,
+    shown,
+    slug,
+    temperature_words,
+    with_figures,
+)
 
 
 def tables(blocks: Sequence[Block]) -> list[Table]:
     """One for every temperature and condition of which there are several batches."""
-    tables = []
-    for number, sizes in enumerate(families(blocks)):
-        for temperature in all_temperatures(sizes):
-            table = _table(number, sizes, temperature)
-            if filled(table.bodies):
-                tables.append(table)
-    return tables
+    return with_figures(
+        _table(number, sizes, temperature)
+        for number, sizes in enumerate(families(blocks))
+        for temperature in all_temperatures(sizes)
+    )
 
 
 def families(blocks: Sequence[Block]) -> list[list[Block]]:
@@ -66,7 +75,7 @@ def _table(number: int, sizes: Sequence[Block], temperature: float) -> Table:
         caption=f"Throughput by batch of {sizes[0].condition}, {temperature_words(temperature)}",
         corner="method",
         groups=(Group("tokens/s at batch", tuple(str(block.batch) for block in sizes)),),
-        bodies=tuple(body for body in bodies if filled([body])),
+        bodies=tuple(filter(filled, bodies)),
         notes=(
             "The figures of the LongSpec paper's Figure 7.",
             f"tokens/s: {DEFINITIONS['tokens/s']}. The last call of a run may have fewer rows.",

@@ -13,13 +13,13 @@ from .table import (
     Group,
     Line,
     Table,
-    filled,
     length,
     pace,
     said,
     slug,
     temperature_words,
     times,
+    with_figures,
 )
 
 COLUMNS = ("speed-up", "τ", "tokens/s")
@@ -57,7 +57,7 @@ def tables(blocks: Sequence[Block]) -> list[Table]:
             *(f"{name}: {DEFINITIONS[name]}." for name in COLUMNS),
         ),
     )
-    return [table] if filled(bodies) else []
+    return with_figures([table])
 
 
 def _cells(block: Block, method: str, temperature: float) -> tuple[Cell, ...]:

@@ -29,6 +29,7 @@ from .table import (
     slug,
     temperature_words,
     times,
+    with_figures,
 )
 
 SPECEXTEND_COLUMNS = ("τ", "tokens/s", "speed-up")
@@ -41,13 +42,11 @@ def by_range(blocks: Sequence[Block], edges: Sequence[int]) -> list[Table]:
       blocks: of the report.
       edges: of the ranges, ascending from 0.
     """
-    tables = []
-    for temperature in all_temperatures(blocks):
-        for task in all_tasks(blocks):
-            table = _range_table(blocks, task, temperature, edges)
-            if filled(table.bodies):
-                tables.append(table)
-    return tables
+    return with_figures(
+        _range_table(blocks, task, temperature, edges)
+        for temperature in all_temperatures(blocks)
+        for task in all_tasks(blocks)
+    )
 
 
 def _range_table(
@@ -109,37 +108,32 @@ def _figures(
 
 def by_nominal_length(blocks: Sequence[Block]) -> list[Table]:
     """SpecExtend's Table 2, one for every temperature."""
-    tables = []
-    for temperature in all_temperatures(blocks):
-        lengths = sorted(
-            {
-                nominal(record.prompt_tokens)
-                for block in blocks
-                for record in block.records
-                if record.temperature == temperature
-            }
-        )
-        bodies = [
-            Body(
-                f"{task}, {block.label}" if len(blocks) > 1 else task,
-                _nominal_lines(block, task, temperature, lengths),
-            )
-            for task in all_tasks(blocks)
+    return with_figures(_nominal_table(blocks, value) for value in all_temperatures(blocks))
+
+
+def _nominal_table(blocks: Sequence[Block], temperature: float) -> Table:
+    lengths = sorted(
+        {
+            nominal(record.prompt_tokens)
             for block in blocks
-        ]
-        bodies = [body for body in bodies if filled([body])]
-        if bodies:
-            tables.append(_nominal_table(temperature, lengths, bodies))
-    return tables
-
-
-def _nominal_table(temperature: float, lengths: Sequence[int], bodies: Sequence[Body]) -> Table:
+            for record in block.records
+            if record.temperature == temperature
+        }
+    )
+    bodies = (
+        Body(
+            f"{task}, {block.label}" if len(blocks) > 1 else task,
+            _nominal_lines(block, task, temperature, lengths),
+        )
+        for task in all_tasks(blocks)
+        for block in blocks
+    )
     return Table(
         key=slug("nominal", temperature),
         caption=f"By task and nominal length of the prompt, {temperature_words(temperature)}",
         corner="method",
         groups=tuple(Group(_power(each), SPECEXTEND_COLUMNS) for each in lengths),
-        bodies=tuple(bodies),
+        bodies=tuple(filter(filled, bodies)),
         notes=(
             "The layout of SpecExtend's Table 2; a prompt stands under the power of two that its "
             "length is nearest to.",

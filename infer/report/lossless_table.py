@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..eval.records import SampleRecord
 from .blocks import Block, all_temperatures
-from .table import ABSENT, Body, Cell, Group, Line, Table, filled, said, temperature_words
+from .table import ABSENT, Body, Cell, Group, Line, Table, said, temperature_words, with_figures
 
 COLUMNS = ("identical", "share", "first differs at", "widest gap")
 
@@ -46,7 +46,7 @@ def tables(blocks: Sequence[Block]) -> list[Table]:
             "where it is known. First differs at: the median of the texts that do.",
         ),
     )
-    return [table] if filled(bodies) else []
+    return with_figures([table])
 
 
 def _cells(records: Sequence[SampleRecord]) -> tuple[Cell, ...]:

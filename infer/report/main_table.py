@@ -9,7 +9,6 @@ from .table import (
     Group,
     Line,
     Table,
-    filled,
     length,
     mark_best,
     pace,
@@ -17,6 +16,7 @@ from .table import (
     slug,
     temperature_words,
     times,
+    with_figures,
 )
 
 COLUMNS = ("τ", "tokens/s", "speed-up")
@@ -24,12 +24,7 @@ COLUMNS = ("τ", "tokens/s", "speed-up")
 
 def tables(blocks: Sequence[Block]) -> list[Table]:
     """One for every temperature (the paper's table is of T = 0, its Figure 3 of T = 1)."""
-    temperatures = all_temperatures(blocks)
-    return [
-        table
-        for temperature in temperatures
-        if filled((table := _table(blocks, temperature)).bodies)
-    ]
+    return with_figures(_table(blocks, value) for value in all_temperatures(blocks))
 
 
 def _table(blocks: Sequence[Block], temperature: float) -> Table:

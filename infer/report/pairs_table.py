@@ -12,12 +12,12 @@ from .table import (
     Group,
     Line,
     Table,
-    filled,
     shown,
     signed,
     slug,
     temperature_words,
     times,
+    with_figures,
 )
 
 COLUMNS = ("speed ratio", "τ difference")
@@ -25,23 +25,17 @@ COLUMNS = ("speed ratio", "τ difference")
 
 def tables(blocks: Sequence[Block]) -> list[Table]:
     """One for every temperature at which a block has two methods."""
-    temperatures = all_temperatures(blocks)
-    return [
-        table
-        for temperature in temperatures
-        if filled((table := _table(blocks, temperature)).bodies)
-    ]
+    return with_figures(_table(blocks, value) for value in all_temperatures(blocks))
 
 
 def _table(blocks: Sequence[Block], temperature: float) -> Table:
     tasks = all_tasks(blocks)
-    bodies = [Body(block.label, _lines(block, tasks, temperature)) for block in blocks]
     return Table(
         key=slug("pairs", temperature),
         caption=f"Methods against each other on the same samples, {temperature_words(temperature)}",
         corner="first : second",
         groups=tuple(Group(task, COLUMNS) for task in tasks),
-        bodies=tuple(body for body in bodies if body.lines),
+        bodies=tuple(Body(block.label, _lines(block, tasks, temperature)) for block in blocks),
         notes=(
             "Speed ratio: tokens/s of the first method / that of the second; τ difference: τ of "
             "the first minus that of the second; over the samples and seeds that both decoded. "

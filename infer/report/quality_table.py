@@ -10,7 +10,7 @@ from ..eval.tasks import NEEDLE, TASKS
 from .blocks import Block, all_tasks, all_temperatures
 from .counting import DEFINITIONS, figure
 from .intervals import Fraction
-from .table import Body, Cell, Group, Line, Table, filled, shown, slug, temperature_words
+from .table import Body, Cell, Group, Line, Table, shown, slug, temperature_words, with_figures
 
 HIDDEN = (NEEDLE, "demo_needle")
 """Tasks whose answer is a code."""
@@ -39,22 +39,7 @@ MEANINGS = {
 
 def tables(blocks: Sequence[Block]) -> list[Table]:
     """One for every temperature at which a task has references and a score."""
-    tables = []
-    for temperature in all_temperatures(blocks):
-        tasks = tuple(task for task in all_tasks(blocks) if _scored(blocks, task))
-        bodies = tuple(
-            Body(
-                block.label,
-                tuple(
-                    Line(method, tuple(_cell(block, task, method, temperature) for task in tasks))
-                    for method in block.methods
-                ),
-            )
-            for block in blocks
-        )
-        if filled(bodies):
-            tables.append(_table(temperature, tasks, bodies))
-    return tables
+    return with_figures(_table(blocks, value) for value in all_temperatures(blocks))
 
 
 def unscored(block: Block) -> list[str]:
@@ -67,14 +52,24 @@ def unscored(block: Block) -> list[str]:
     ]
 
 
-def _table(temperature: float, tasks: Sequence[str], bodies: tuple[Body, ...]) -> Table:
+def _table(blocks: Sequence[Block], temperature: float) -> Table:
+    tasks = [task for task in all_tasks(blocks) if _scored(blocks, task)]
     metrics = dict.fromkeys(METRIC[task] for task in tasks)
     return Table(
         key=slug("quality", temperature),
         caption=f"Quality of the answers, {temperature_words(temperature)}",
         corner="method",
         groups=tuple(Group(task, (NAMES[METRIC[task]],)) for task in tasks),
-        bodies=bodies,
+        bodies=tuple(
+            Body(
+                block.label,
+                tuple(
+                    Line(method, tuple(_cell(block, task, method, temperature) for task in tasks))
+                    for method in block.methods
+                ),
+            )
+            for block in blocks
+        ),
         notes=(
             "100 x the mean over texts of the best score against any reference. A method that is "
             "lossless has plain decoding's; differences are of texts that are not identical.",

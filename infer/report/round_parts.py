@@ -6,7 +6,17 @@ from ..eval.records import SampleRecord
 from .blocks import Block, all_temperatures
 from .counting import DEFINITIONS, Part, figure
 from .intervals import Fraction
-from .table import Body, Group, Line, Table, filled, milliseconds, shown, slug, temperature_words
+from .table import (
+    Body,
+    Group,
+    Line,
+    Table,
+    milliseconds,
+    shown,
+    slug,
+    temperature_words,
+    with_figures,
+)
 
 PART_NAMES = {"draft_s": "draft time", "verify_s": "target time", "other_s": "verify time"}
 """Fields of a breakdown, and what the paper's Table 4 calls them."""
@@ -50,12 +60,7 @@ def untouched_round(block: Block, record: SampleRecord) -> Fraction | None:
 
 def tables(blocks: Sequence[Block]) -> list[Table]:
     """A table for every temperature at which rounds were timed in parts."""
-    temperatures = all_temperatures(blocks)
-    return [
-        table
-        for temperature in temperatures
-        if filled((table := _table(blocks, temperature)).bodies)
-    ]
+    return with_figures(_table(blocks, value) for value in all_temperatures(blocks))
 
 
 def _table(blocks: Sequence[Block], temperature: float) -> Table:

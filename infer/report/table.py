@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .intervals import Estimate
@@ -134,9 +134,18 @@ def mark_best(lines: Iterable[Line], columns: Iterable[int]) -> tuple[Line, ...]
     return tuple(Line(name, tuple(cells)) for name, cells in zip(names, marked, strict=True))
 
 
-def filled(bodies: Sequence[Body]) -> bool:
-    """Whether there is a figure at all."""
-    return any(cell.text != ABSENT for body in bodies for line in body.lines for cell in line.cells)
+def filled(body: Body) -> bool:
+    """Whether a body has a figure at all."""
+    return any(cell.text != ABSENT for line in body.lines for cell in line.cells)
+
+
+def with_figures(tables: Iterable[Table]) -> list[Table]:
+    """The tables that have a figure, without those of their bodies that have no line."""
+    return [
+        dataclasses.replace(table, bodies=tuple(body for body in table.bodies if body.lines))
+        for table in tables
+        if any(map(filled, table.bodies))
+    ]
 
 
 def slug(*words: object) -> str:

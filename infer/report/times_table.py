@@ -13,7 +13,6 @@ from .table import (
     Group,
     Line,
     Table,
-    filled,
     pace,
     percent,
     said,
@@ -21,6 +20,7 @@ from .table import (
     slug,
     temperature_words,
     times,
+    with_figures,
 )
 
 COLUMNS = (
@@ -38,29 +38,23 @@ COLUMNS = (
 
 def tables(blocks: Sequence[Block]) -> list[Table]:
     """One for every temperature; a body for every block and task."""
-    tables = []
-    for temperature in all_temperatures(blocks):
-        bodies = [
+    return with_figures(_table(blocks, value) for value in all_temperatures(blocks))
+
+
+def _table(blocks: Sequence[Block], temperature: float) -> Table:
+    return Table(
+        key=slug("times", temperature),
+        caption=f"Seconds, and speed with the prefill, {temperature_words(temperature)}",
+        corner="method",
+        groups=(Group("", COLUMNS),),
+        bodies=tuple(
             Body(
                 f"{task}, {block.label}" if len(blocks) > 1 else task,
                 _lines(block, task, temperature),
             )
             for task in all_tasks(blocks)
             for block in blocks
-        ]
-        bodies = [body for body in bodies if body.lines]
-        if filled(bodies):
-            tables.append(_table(temperature, bodies))
-    return tables
-
-
-def _table(temperature: float, bodies: Sequence[Body]) -> Table:
-    return Table(
-        key=slug("times", temperature),
-        caption=f"Seconds, and speed with the prefill, {temperature_words(temperature)}",
-        corner="method",
-        groups=(Group("", COLUMNS),),
-        bodies=tuple(bodies),
+        ),
         notes=(
             "Tokens and seconds are means of a text; of a batch, a row's share of its call. "
             "Compilation and detokenisation are in none of them.",
