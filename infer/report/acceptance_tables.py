@@ -1,5 +1,7 @@
 """How deep drafts are accepted, and how acceptance changes along the context."""
 
+import bisect
+import itertools
 from collections.abc import Sequence
 
 from ..eval.records import SampleRecord
@@ -45,23 +47,18 @@ def within(context: Bin) -> Part:
     """
 
     def part(block: Block, record: SampleRecord) -> Fraction | None:
-        rounds = [
-            emitted
-            for position, emitted in zip(positions(record), record.emitted_by_round, strict=True)
-            if position in context
-        ]
+        where = positions(record)
+        first, last = (bisect.bisect_left(where, end) for end in (context.start, context.stop))
+        rounds = record.emitted_by_round[first:last]
         return Fraction(sum(rounds), len(rounds)) if rounds else None
 
     return part
 
 
 def positions(record: SampleRecord) -> list[int]:
-    """Where the first token of every round stands, among all tokens of prompt and text."""
-    found, position = [], record.prompt_tokens + 1  # The first token comes from the prefill.
-    for emitted in record.emitted_by_round:
-        found.append(position)
-        position += emitted
-    return found
+    """Where the first token of every round stands, among all tokens of prompt and text; ascends."""
+    start = record.prompt_tokens + 1  # The first token comes from the prefill.
+    return [*itertools.accumulate(record.emitted_by_round, initial=start)][:-1]
 
 
 def deepest(blocks: Sequence[Block], temperature: float) -> int:

@@ -1,5 +1,6 @@
 """Ranges of context lengths that tables and charts put samples into."""
 
+import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,12 +35,16 @@ def occupied(lengths: Iterable[int], edges: Sequence[int] = (*PAPER_EDGES, *FURT
       lengths: in tokens.
       edges: ascending, from 0.
     """
-    lengths = list(lengths)
-    longest = max(lengths, default=0)
+    ascending = sorted(set(lengths))
+    longest = ascending[-1] if ascending else 0
     if longest >= edges[-1]:
         edges = (*edges, longest + 1)
     bins = itertools.starmap(Bin, itertools.pairwise(edges))
-    return [each for each in bins if any(length in each for length in lengths)]
+    return [
+        each
+        for each in bins
+        if bisect.bisect_left(ascending, each.start) < bisect.bisect_left(ascending, each.stop)
+    ]
 
 
 def _short(tokens: int) -> str:

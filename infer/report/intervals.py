@@ -120,16 +120,18 @@ def _drawn_sums(values: np.ndarray) -> np.ndarray:
     return np.concatenate([part.astype(np.float64) @ values for part in parts]).T
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def _draws(count: int) -> np.ndarray:
     """How often every draw has every sample, ``[draws, samples]``: the same for all figures.
 
     Numbers fit in eight bits: none exceeds the samples, and of many samples each is drawn seldom.
     """
     random = np.random.default_rng(SEED)
-    even = np.full(count, 1 / count)
     most = max(1, _CELLS // count)
-    sizes = [min(most, DRAWS - start) for start in range(0, DRAWS, most)]
-    return np.concatenate(
-        [random.multinomial(count, even, size=size).astype(np.uint8) for size in sizes]
-    )
+    parts = []
+    for start in range(0, DRAWS, most):
+        rows = np.arange(min(most, DRAWS - start))
+        drawn = random.integers(count, size=(len(rows), count)) + count * rows[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=drawn.size)
+        parts.append(counts.reshape(drawn.shape).astype(np.uint8))
+    return np.concatenate(parts)
