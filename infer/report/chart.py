@@ -11,6 +11,8 @@ class Series:
 
     name: str
     values: tuple[Estimate | None, ...]
+    colour: int = 0
+    """Which of the style sheet's; of a method the same in every chart."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,19 @@
 """The charts of a report: what its tables have, to be seen at once."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..eval.records import PLAIN_METHOD
 from . import acceptance_tables, batch_table, round_parts
 from .blocks import Block, all_tasks, all_temperatures
 from .chart import Bars, Chart, Lines, Series, Stack
 from .counting import figure, speed_up
 from .intervals import Estimate
 from .table import slug, temperature_words
+
+PLAIN_COLOUR = 7
+"""Grey, the last of the style sheet's colours."""
 
 
 def speed_ups(blocks: Sequence[Block]) -> list[Chart]:
@@ -166,10 +171,22 @@ def _title(what: str, block: Block, temperature: float) -> str:
 
 
 def _drawable(charts: Iterable[Chart]) -> list[Chart]:
-    """Charts of what there are values for, without the series that have none."""
+    """Charts of what there are values for, coloured, without the series that have none."""
     kept = []
     for chart in charts:
-        series = tuple(each for each in chart.series if any(v is not None for v in each.values))
+        coloured = _coloured(chart.series)
+        series = tuple(each for each in coloured if any(v is not None for v in each.values))
         if series and chart.places:
             kept.append(dataclasses.replace(chart, series=series))
     return kept
+
+
+def _coloured(series: Sequence[Series]) -> list[Series]:
+    """Plain decoding in the last colour, all others one after another."""
+    colours = itertools.cycle(range(PLAIN_COLOUR))
+    return [
+        dataclasses.replace(
+            each, colour=PLAIN_COLOUR if each.name == PLAIN_METHOD else next(colours)
+        )
+        for each in series
+    ]

@@ -153,7 +153,7 @@ def _bars(chart: Bars, height: Height) -> Drawn:
                 continue
             x = LEFT + place * (index + 0.5) + BAR * (number - len(chart.series) / 2)
             tip = element("title", f"{chart.places[index]}, {series.name}: {_told(value)}")
-            parts.append(_bar(x + 1, BAR - 2, height(value.value), height(0), number, tip))
+            parts.append(_bar(x + 1, BAR - 2, height(value.value), height(0), series.colour, tip))
             parts += _whisker(x + BAR / 2, value, height)
     if chart.level is not None:
         y, right = height(chart.level), LEFT + place * len(chart.places)
@@ -166,14 +166,14 @@ def _stack(chart: Stack, height: Height) -> Drawn:
     parts: list[Markup] = []
     for index, name in enumerate(chart.places):
         middle, bottom = LEFT + place * (index + 0.5), 0.0
-        for number, series in enumerate(chart.series):
+        for series in chart.series:
             value = series.values[index]
             if value is None:
                 continue
             tip = element("title", f"{name}, {series.name}: {value.value:.3g} {chart.unit}")
             top = bottom + value.value
             box = height(top), height(bottom)
-            parts.append(_bar(middle - BAR, 2 * BAR, *box, number, tip))
+            parts.append(_bar(middle - BAR, 2 * BAR, *box, series.colour, tip))
             bottom = top
         mark = chart.marks[index] if chart.marks else None
         if mark is not None:
@@ -184,9 +184,9 @@ def _stack(chart: Stack, height: Height) -> Drawn:
     return Drawn(place, parts)
 
 
-def _bar(x: float, width: float, top: float, bottom: float, series: int, tip: Markup) -> Markup:
+def _bar(x: float, width: float, top: float, bottom: float, colour: int, tip: Markup) -> Markup:
     size = {"width": width, "height": max(bottom - top, 0.0)}
-    return element("rect", tip, x=x, y=top, **size, class_=f"bar {_colour(series)}")
+    return element("rect", tip, x=x, y=top, **size, class_=f"bar s{colour}")
 
 
 def _whisker(x: float, value: Estimate, height: Height) -> list[Markup]:
@@ -211,31 +211,31 @@ def _lines(chart: Lines, height: Height) -> Drawn:
         ]
         way = "L".join(f"{x:.1f} {height(value.value):.1f}" for x, value in points)
         if points:
-            parts.append(element("path", d=f"M{way}", class_=f"line {_colour(number)}"))
+            parts.append(element("path", d=f"M{way}", class_=f"line s{series.colour}"))
         for x, value in points:
             parts += _whisker(x, value, height)
             tip = element("title", f"{series.name}: {_told(value)}")
-            parts.append(_mark(number, x, height(value.value), tip))
+            parts.append(_mark(series.colour, x, height(value.value), tip))
     return Drawn(place, parts)
 
 
-def _mark(series: int, x: float, y: float, *tip: Markup) -> Markup:
+def _mark(colour: int, x: float, y: float, *tip: Markup) -> Markup:
     """Circle, square, triangle or diamond."""
     paths = {
         1: f"M{x - 4:.1f} {y - 4:.1f}h8v8h-8z",
         2: f"M{x:.1f} {y - 5:.1f}l5 9h-10z",
         3: f"M{x:.1f} {y - 5.5:.1f}l5.5 5.5l-5.5 5.5l-5.5 -5.5z",
     }
-    shape = series % SHAPES
+    shape = colour % SHAPES
     if shape in paths:
-        return element("path", *tip, d=paths[shape], class_=f"point {_colour(series)}")
-    return element("circle", *tip, cx=x, cy=y, r=4.5, class_=f"point {_colour(series)}")
+        return element("path", *tip, d=paths[shape], class_=f"point s{colour}")
+    return element("circle", *tip, cx=x, cy=y, r=4.5, class_=f"point s{colour}")
 
 
 def _legend(chart: Chart, width: float) -> tuple[list[Markup], int]:
     """The names of the series beside their colours, and the rows they take."""
     entries: list[tuple[str, Callable[[float, float], Markup]]] = [
-        (series.name, _swatch(chart, number)) for number, series in enumerate(chart.series)
+        (series.name, _swatch(chart, series.colour)) for series in chart.series
     ]
     if isinstance(chart, Stack) and chart.mark_name:
         entries.append((chart.mark_name, _line_swatch("mark")))
@@ -249,20 +249,14 @@ def _legend(chart: Chart, width: float) -> tuple[list[Markup], int]:
     return parts, 1 + round(y / ROW)
 
 
-def _swatch(chart: Chart, series: int) -> Callable[[float, float], Markup]:
+def _swatch(chart: Chart, colour: int) -> Callable[[float, float], Markup]:
     if isinstance(chart, Lines):
-        return lambda x, y: _mark(series, x + 9, y + 7)
-    return lambda x, y: element(
-        "rect", x=x, y=y, width=16.0, height=13.0, class_=f"bar {_colour(series)}"
-    )
+        return lambda x, y: _mark(colour, x + 9, y + 7)
+    return lambda x, y: element("rect", x=x, y=y, width=16.0, height=13.0, class_=f"bar s{colour}")
 
 
 def _line_swatch(kind: str) -> Callable[[float, float], Markup]:
     return lambda x, y: element("line", x1=x, x2=x + 16, y1=y + 7, y2=y + 7, class_=kind)
-
-
-def _colour(series: int) -> str:
-    return f"s{series % 8}"
 
 
 def _told(value: Estimate) -> str:

@@ -87,7 +87,9 @@ def test_stacks_stand_on_each_other() -> None:
 
 
 def test_lines_pass_over_what_is_missing() -> None:
-    series = tuple(Series(str(number), estimates(1.0, None, 2.0)) for number in range(9))
+    series = tuple(
+        Series(str(number), estimates(1.0, None, 2.0), number % 8) for number in range(9)
+    )
     chart = drawn(Lines(**NAMES, places=("1", "2", "4"), series=series))
     assert len(of_class(chart, "line")) == 9
     marks = [each for each in of_class(chart, "point") if each.find("title") is not None]

@@ -218,6 +218,16 @@ def test_throughput_by_batch() -> None:
     assert chart.places == ("1", "2", "4")
 
 
+def test_a_method_has_one_colour_in_all_charts() -> None:
+    """Also in those that lack another method, or have plain decoding besides."""
+    rows = [record(method) for method in ("plain", "longspec-tree", "ngram")]
+    hot = [record(method, temperature=1.0) for method in ("plain", "ngram")]
+    found = blocks([run([*rows, *hot]), run(rows, "b", batch=2)])
+    charts = [*figures.speed_ups(found), *figures.throughputs(found)]
+    colours = {(series.name, series.colour) for chart in charts for series in chart.series}
+    assert colours == {("plain", 7), ("longspec-tree", 0), ("ngram", 1)}
+
+
 def different(method: str, sample: str, index: int, gap: float | None) -> SampleRecord:
     return record(method, sample, identical_to_plain=False, divergence=Divergence(index, gap))
 
