@@ -8,6 +8,7 @@ SCRIPTS = {
     "infer.bench": "longspec-bench",
     "infer.decode": "longspec-decode",
     "infer.eval": "longspec-eval",
+    "infer.report": "longspec-report",
     "train.plot": "longspec-plot",
     "train.prepare": "longspec-prepare",
     "train.regenerate": "longspec-regenerate",

@@ -17,6 +17,7 @@ from infer import arguments
 from infer.bench import arguments as bench_arguments
 from infer.bench.__main__ import BENCHMARKS
 from infer.eval import arguments as eval_arguments
+from infer.report import __main__ as report
 from train import arguments as train_arguments
 from train import bench, plot, regenerate, reproduce, vocabulary
 from train.config import RunConfig, from_config
@@ -83,7 +84,8 @@ def options_of_commands() -> dict[str, set[str]]:
         for action in bench_arguments.parser(summaries)._actions
         if isinstance(action, argparse._SubParsersAction)
     )
-    parsers = {"infer.decode": arguments.parser(), "infer.eval": eval_arguments.parser()}
+    parsers = {"infer.decode": arguments.parser(), "infer.report": report.parser()}
+    parsers["infer.eval"] = eval_arguments.parser()
     parsers |= {f"infer.bench {name}": parser for name, parser in benchmarks.items()}
     for module in (bench, plot, reproduce, vocabulary):
         parsers[module.__name__] = module._parser()
@@ -96,7 +98,7 @@ def options_of_commands() -> dict[str, set[str]]:
 
 
 COMMAND = re.compile(
-    r"python -m (infer\.bench [a-z]+|infer\.decode|infer\.eval|train\.\w+)(.*)", re.DOTALL
+    r"python -m (infer\.bench [a-z]+|infer\.(?:decode|eval|report)|train\.\w+)(.*)", re.DOTALL
 )
 OPTION = re.compile(r"--\w[\w.-]*")
 OTHERS_OPTIONS = ("--config", "--xla_", "--gpu", "--ntasks", "--signal", "--requeue")

@@ -95,6 +95,8 @@ def test_no_file_is_left_out(site: Path) -> None:
     assert (installed / "py.typed").is_file()
     for path in (ROOT / library / "demo").rglob("*.*"):
         assert (installed / path.relative_to(ROOT / library)).is_file()
+    for path in (ROOT / "infer" / "report").glob("page.*"):
+        assert (installed / path.relative_to(ROOT)).is_file()
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,7 @@ def test_no_file_is_left_out(site: Path) -> None:
         "longspec-plot",
         "longspec-prepare",
         "longspec-regenerate",
+        "longspec-report",
         "longspec-vocabulary",
     ],
 )

@@ -1,0 +1,206 @@
+"""Which samples may be compared: those of one target, on one machine, under one protocol.
+
+Runs that agree in all of that and never measured the same thing are put together, so that methods
+may be evaluated one after another. Whatever differs begins a block of its own: nothing is left out
+and nothing is counted twice.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..eval.records import PLAIN_METHOD, Header, SampleRecord
+from ..eval.run_folder import Run
+
+Sample = tuple[str, str]
+"""A task and the name of one of its samples."""
+KEPT = ("breakdown", "rounds", "cases")
+"""Options that say what a run keeps: its figures are the same without."""
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A run and the folder it was read from."""
+
+    name: str
+    run: Run
+
+
+@dataclass(frozen=True)
+class Block:
+    """Records whose figures compare."""
+
+    condition: str
+    """The target, and what sets this block apart from others of the report, the batch aside."""
+    label: str
+    """The same with the batch, if the report has several."""
+    batch: int
+    """Rows of a call."""
+    names: tuple[str, ...]
+    """Of the runs."""
+    methods: tuple[str, ...]
+    """In the order they ran, plain decoding first."""
+    tasks: tuple[str, ...]
+    temperatures: tuple[float, ...]
+    records: tuple[SampleRecord, ...]
+
+    @property
+    def speculative(self) -> tuple[str, ...]:
+        """All methods but plain decoding."""
+        return tuple(method for method in self.methods if method != PLAIN_METHOD)
+
+    @cached_property
+    def _index(self) -> dict[tuple[str, str, float], list[SampleRecord]]:
+        index: dict[tuple[str, str, float], list[SampleRecord]] = {}
+        for record in self.records:
+            index.setdefault((record.task, record.method, record.temperature), []).append(record)
+        return index
+
+    def of(self, task: str, method: str, temperature: float) -> list[SampleRecord]:
+        """The records of a task by a method."""
+        return self._index.get((task, method, temperature), [])
+
+    def all_tasks(self, method: str, temperature: float) -> list[SampleRecord]:
+        """The records of every task by a method."""
+        return [record for task in self.tasks for record in self.of(task, method, temperature)]
+
+    @cached_property
+    def rows_of_call(self) -> dict[str, int]:
+        """Records of every call, which share its seconds."""
+        counts: dict[str, int] = {}
+        for record in self.records:
+            counts[record.call] = counts.get(record.call, 0) + 1
+        return counts
+
+    @cached_property
+    def rounds_of_call(self) -> dict[str, int]:
+        """Rounds of every call: the passes of its longest row; 0 where they were not counted."""
+        rounds: dict[str, int] = {}
+        for record in self.records:
+            rounds[record.call] = max(rounds.get(record.call, 0), record.target_passes or 0)
+        return rounds
+
+    @cached_property
+    def units(self) -> dict[Sample, Sample]:
+        """What is drawn anew together, by sample: samples that ever shared a call are one."""
+        parents: dict[Sample, Sample] = {}
+
+        def root(sample: Sample) -> Sample:
+            while parents.setdefault(sample, sample) != sample:
+                parents[sample] = parents[parents[sample]]
+                sample = parents[sample]
+            return sample
+
+        first_of_call: dict[str, Sample] = {}
+        for record in self.records:
+            sample = (record.task, record.sample)
+            parents[root(sample)] = root(first_of_call.setdefault(record.call, sample))
+        return {sample: root(sample) for sample in list(parents)}
+
+
+def blocks(runs: Sequence[NamedRun]) -> tuple[Block, ...]:
+    """Put runs together as far as they compare.
+
+    Args:
+      runs: in the order they were named.
+    """
+    groups: list[list[NamedRun]] = []
+    for run in runs:
+        fitting = (group for group in groups if all(_compare(run, other) for other in group))
+        group = next(fitting, None)
+        if group is None:
+            groups.append([run])
+        else:
+            group.append(run)
+    conditions = _conditions(groups)
+    names_batch = len({run.run.header.batch for run in runs}) > 1
+    found = [
+        _block(group, condition, names_batch)
+        for group, condition in zip(groups, conditions, strict=True)
+    ]
+    order = list(dict.fromkeys(conditions))
+    return tuple(sorted(found, key=lambda block: (order.index(block.condition), block.batch)))
+
+
+def _compare(one: NamedRun, other: NamedRun) -> bool:
+    """Whether two runs belong together: one setting of everything, and nothing twice."""
+    left, right = one.run.header, other.run.header
+    if _circumstances(left) != _circumstances(right):
+        return False
+    common = left.methods.keys() & right.methods.keys()
+    if any(left.methods[method] != right.methods[method] for method in common):
+        return False
+    keys = {record.key for record in one.run.samples}
+    return not any(record.key in keys for record in other.run.samples)
+
+
+def _circumstances(header: Header) -> dict[str, str]:
+    """What figures of two runs must have in common to be compared, in words."""
+    return {
+        "target": header.target,
+        "dtype": header.dtype,
+        "protocol": header.protocol,
+        "device": str(header.provenance.get("device", "unknown device")),
+        "batch": f"batch {header.batch}",
+        **{
+            f"option {name}": f"{name}={_words(value)}"
+            for name, value in header.options.items()
+            if name not in KEPT
+        },
+    }
+
+
+def _words(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _conditions(groups: Sequence[Sequence[NamedRun]]) -> list[str]:
+    """A name for every block: the target, what differs among them, and the folder if need be."""
+    circumstances = [_circumstances(group[0].run.header) for group in groups]
+    names = list(dict.fromkeys(name for each in circumstances for name in each))
+    varied = {name for name in names if len({each.get(name) for each in circumstances}) > 1}
+    shown = [name for name in names if name == "target" or name in varied - {"batch"}]
+    conditions = [", ".join(each[name] for name in shown if name in each) for each in circumstances]
+    pairs = [
+        (condition, each["batch"])
+        for condition, each in zip(conditions, circumstances, strict=True)
+    ]
+    return [
+        condition if pairs.count(pair) == 1 else f"{condition} ({group[0].name})"
+        for condition, pair, group in zip(conditions, pairs, groups, strict=True)
+    ]
+
+
+def _block(group: Sequence[NamedRun], condition: str, names_batch: bool) -> Block:
+    headers = [each.run.header for each in group]
+    batch = headers[0].batch
+    methods = dict.fromkeys(name for header in headers for name in header.methods)
+    # Calls are named within their run.
+    records = tuple(
+        dataclasses.replace(record, call=f"{place}/{record.call}")
+        for place, each in enumerate(group)
+        for record in each.run.samples
+    )
+    return Block(
+        condition=condition,
+        label=f"{condition}, batch {batch}" if names_batch else condition,
+        batch=batch,
+        names=tuple(each.name for each in group),
+        methods=tuple(sorted(methods, key=lambda method: method != PLAIN_METHOD)),
+        tasks=tuple(dict.fromkeys(task for header in headers for task in header.tasks)),
+        temperatures=tuple(sorted({value for each in headers for value in each.temperatures})),
+        records=records,
+    )
+
+
+def all_tasks(blocks: Iterable[Block]) -> tuple[str, ...]:
+    """The tasks of all blocks, in their order."""
+    return tuple(dict.fromkeys(task for block in blocks for task in block.tasks))
+
+
+def all_temperatures(blocks: Iterable[Block]) -> tuple[float, ...]:
+    """The temperatures of all blocks, ascending."""
+    return tuple(sorted({value for block in blocks for value in block.temperatures}))

@@ -1,0 +1,133 @@
+"""Texts by how their tokens came, and the trees of their rounds.
+
+The first token of a text comes from the prefill. Every round then emits the draft tokens that the
+target's own draws walked over, at depth 1, 2, ..., and the bonus, the draw behind the last of them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..eval.records import RoundTree, SampleRecord
+from .blocks import Block
+
+Origin = Literal["prefill", "draft", "bonus"]
+DEEPEST_SHADE = 8
+"""Depths from here on share a colour."""
+REASONS = {
+    "not proposed": "the draft had not proposed what the target drew",
+    "nothing below": "the tree has nothing below the last accepted node",
+    "ended": "the text ended",
+}
+"""Why a walk stopped, by the records' words."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of a text."""
+
+    text: str
+    origin: Origin
+    depth: int
+    """Of the draft's tree; 0 for what is no draft token."""
+    round: int
+    """Number of its round, from 1; 0 for the prefill's."""
+
+    @property
+    def shown(self) -> str:
+        """With a sign for what cannot be seen."""
+        return self.text.replace("\n", "↵\n") or "∅"
+
+    @property
+    def shade(self) -> str:
+        """The style sheet's name for how it came."""
+        return f"depth-{min(self.depth, DEEPEST_SHADE)}" if self.depth else self.origin
+
+
+@dataclass(frozen=True)
+class CaseStudy:
+    """A text whose rounds were kept."""
+
+    block: str
+    """Label of the block it is from."""
+    record: SampleRecord
+    tokens: tuple[Token, ...]
+    trees: tuple[RoundTree, ...]
+    """Of the first rounds."""
+
+    @property
+    def rounds(self) -> list[tuple[Token, ...]]:
+        """Tokens by their round, the prefill's first."""
+        groups: dict[int, list[Token]] = {}
+        for token in self.tokens:
+            groups.setdefault(token.round, []).append(token)
+        return [tuple(group) for group in groups.values()]
+
+    @property
+    def data(self) -> list[dict[str, Any]]:
+        """The trees as the page's script reads them."""
+        return [_tree_data(tree) for tree in self.trees]
+
+
+def case_studies(blocks: Iterable[Block]) -> Iterator[CaseStudy]:
+    """All texts whose rounds were kept."""
+    for block in blocks:
+        for record in block.records:
+            if record.rounds is not None and record.pieces is not None:
+                yield CaseStudy(block.label, record, tokens(record), record.rounds)
+
+
+def spread(cases: Sequence[CaseStudy], most: int | None) -> list[CaseStudy]:
+    """At most so many, from all over the tasks and methods; all without a limit."""
+    if most is None or most >= len(cases):
+        return list(cases)
+    return [cases[number * len(cases) // most] for number in range(most)]
+
+
+def tokens(record: SampleRecord) -> tuple[Token, ...]:
+    """The tokens of a text by how they came.
+
+    Raises:
+      ValueError: if its counts contradict each other.
+    """
+    pieces = record.pieces or ("",)
+    if len(pieces) != 1 + sum(record.emitted_by_round):
+        raise ValueError(
+            f"{record.task}, sample {record.sample}, {record.method}: {len(pieces)} pieces of text "
+            f"for {1 + sum(record.emitted_by_round)} tokens by round; remove the line, and the run "
+            "will make it anew"
+        )
+    found = [Token(pieces[0], "prefill", 0, 0)]
+    counts = zip(record.emitted_by_round, record.accepted_by_round, strict=True)
+    for number, (emitted, accepted) in enumerate(counts, start=1):
+        for depth in range(1, emitted + 1):
+            drafted = depth <= accepted
+            origin: Origin = "draft" if drafted else "bonus"
+            found.append(Token(pieces[len(found)], origin, depth if drafted else 0, number))
+    return tuple(found)
+
+
+def _tree_data(tree: RoundTree) -> dict[str, Any]:
+    """A round in short names: it is in the page many times."""
+    last = tree.path[-1]
+    below = sum(parent == last for parent in tree.parents)
+    return {
+        "texts": tree.texts,
+        "parents": tree.parents,
+        "path": tree.path,
+        "drawn": [tree.drawn_texts[node] for node in tree.path],
+        "why": _why(tree, last, below),
+    }
+
+
+def _why(tree: RoundTree, last: int, below: int) -> str:
+    """Why the walk stopped, with what the target drew there."""
+    words = REASONS[tree.stop]
+    candidates = f"{below} candidate{'s' * (below != 1)}"
+    return f"{words} (among {candidates})" if tree.stop == "not proposed" else words
+
+
+def shades(cases: Sequence[CaseStudy]) -> list[int]:
+    """Depths that the legend explains."""
+    deepest = max((token.depth for case in cases for token in case.tokens), default=0)
+    return list(range(1, min(deepest, DEEPEST_SHADE) + 1))

@@ -1,0 +1,66 @@
+"""Whether speculation changed the text: what equals plain decoding, and how close the rest was."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from ..eval.records import SampleRecord
+from .blocks import Block, all_temperatures
+from .table import ABSENT, Body, Cell, Group, Line, Table, said, temperature_words, with_figures
+
+COLUMNS = ("identical", "share", "first differs at", "widest gap")
+
+
+def tables(blocks: Sequence[Block]) -> list[Table]:
+    """One table, if anything was compared with plain decoding."""
+    temperatures = all_temperatures(blocks)
+    bodies = tuple(
+        Body(
+            block.label,
+            tuple(
+                Line(
+                    method,
+                    tuple(
+                        cell
+                        for temperature in temperatures
+                        for cell in _cells(block.all_tasks(method, temperature))
+                    ),
+                )
+                for method in block.speculative
+            ),
+        )
+        for block in blocks
+    )
+    table = Table(
+        key="lossless",
+        caption="Is the text that of plain decoding?",
+        corner="method",
+        groups=tuple(Group(temperature_words(value), COLUMNS) for value in temperatures),
+        bodies=bodies,
+        notes=(
+            "Identical: equal, token for token, to plain decoding of the same sample, temperature "
+            "and seed; of the texts that were compared.",
+            "In exact arithmetic all are. In bfloat16 and float16 sums of another shape may flip a "
+            "near-tie. Widest gap: how much plain decoding's own scores prefer its token at the "
+            "first one that differs, noise and temperature included; the greatest of the texts "
+            "where it is known. First differs at: the median of the texts that do.",
+        ),
+    )
+    return with_figures([table])
+
+
+def _cells(records: Sequence[SampleRecord]) -> tuple[Cell, ...]:
+    compared = [record for record in records if record.identical_to_plain is not None]
+    if not compared:
+        return (Cell(ABSENT),) * len(COLUMNS)
+    same = sum(record.identical_to_plain is True for record in compared)
+    found = [record.divergence for record in compared if record.divergence]
+    gaps = [divergence.gap for divergence in found if divergence.gap is not None]
+    percent = math.floor(10_000 * same / len(compared)) / 100  # Never 100 % of what is not all.
+    where = statistics.median(divergence.index for divergence in found) if found else None
+    return (
+        said(f"{same} of {len(compared)}"),
+        said(f"{percent:.4g} %"),
+        said(f"token {where:g}") if where is not None else Cell(ABSENT),
+        said(f"{max(gaps):.3g}") if gaps else Cell(ABSENT),
+    )

@@ -1,0 +1,138 @@
+"""Runs made by hand, whose figures can be computed in the head."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from infer.eval.records import (
+    SCHEMA,
+    Breakdown,
+    Header,
+    RoundTree,
+    SampleRecord,
+    Setting,
+    SkippedSample,
+)
+from infer.eval.run_folder import Run, Writer, write_header
+from infer.report.blocks import NamedRun
+
+HOSTILE = "</script><script>document.title = 'owned'</script><b onmouseover=alert(1)>&amp;"
+"""What a model may say."""
+SETTINGS = {
+    "plain": Setting(drafter=None, tree=None, nodes=1, options={}),
+    "longspec-tree": Setting(drafter="demo", tree="2,2", nodes=5, options={}),
+    "ngram": Setting(drafter="ngram", tree="chain:4", nodes=5, options={}),
+}
+
+
+def record(
+    method: str = "plain",
+    sample: str = "0",
+    emitted: Sequence[int] = (1, 1, 1, 1),
+    seconds: float = 1.0,
+    **changed: Any,
+) -> SampleRecord:
+    """A text of one more token than its rounds emit; the last of each round is the bonus."""
+    new_tokens = 1 + sum(emitted)
+    values: dict[str, Any] = {
+        "task": "copying",
+        "sample": sample,
+        "method": method,
+        "temperature": 0.0,
+        "seed": 0,
+        "setting": SETTINGS.get(method, SETTINGS["ngram"]),
+        "batch": 1,
+        "prompt_tokens": 1000,
+        "original_tokens": 1000,
+        "new_tokens": new_tokens,
+        "target_passes": len(emitted),
+        "emitted_by_round": tuple(emitted),
+        "accepted_by_round": tuple(count - 1 for count in emitted),
+        "prefill_s": 2.0,
+        "decode_s": seconds,
+        "compile_s": 5.0,
+        "breakdown": None,
+        "tokens": tuple(range(new_tokens)),
+        "text": "word " * new_tokens,
+        "references": (),
+        "identical_to_plain": None if method == "plain" else True,
+        "divergence": None,
+        "ended": "length",
+        **changed,
+    }
+    names = ("task", "sample", "method", "temperature", "seed")
+    values.setdefault("call", " ".join(str(values[name]) for name in names))
+    return SampleRecord(**values)
+
+
+def broken_down(draft: float, verify: float, other: float, rounds: int = 10) -> Breakdown:
+    return Breakdown(draft_s=draft, verify_s=verify, other_s=other, rounds=rounds)
+
+
+ACCEPTED = RoundTree(
+    position=1000,
+    tokens=(5, 6, 7, 8, 9),
+    texts=("the", " cat", f" {HOSTILE}", " sat", "\n"),
+    parents=(-1, 0, 0, 1, 1),
+    drawn=(6, 8, 1, 2, 3),
+    drawn_texts=(" cat", " sat", "x", " <i>on</i>", "z"),
+    path=(0, 1, 3),
+    stop="nothing below",
+)
+"""Two draft tokens accepted, and a bonus; the third node is hostile."""
+REFUSED = RoundTree(
+    position=1003,
+    tokens=(2, 6, 7),
+    texts=(" <i>on</i>", " a", " the"),
+    parents=(-1, 0, 0),
+    drawn=(4, 1, 1),
+    drawn_texts=(" my", "x", "y"),
+    path=(0,),
+    stop="not proposed",
+)
+"""Nothing accepted."""
+
+
+def studied(**changed: Any) -> SampleRecord:
+    """A text whose first two rounds of three were kept; some of it is hostile."""
+    pieces = ("the", " cat", " sat", " <i>on</i>", " my", HOSTILE, "\n", "")
+    kept = {"pieces": pieces, "text": "".join(pieces), "rounds": (ACCEPTED, REFUSED)}
+    return record("longspec-tree", "study", (3, 1, 3), **{**kept, **changed})
+
+
+def run(
+    records: Sequence[SampleRecord],
+    name: str = "a",
+    skipped: Sequence[SkippedSample] = (),
+    torn: int = 0,
+    **changed: Any,
+) -> NamedRun:
+    """A run whose header says what its records hold, unless it is told otherwise."""
+    methods = dict.fromkeys(each.method for each in records)
+    values: dict[str, Any] = {
+        "schema": SCHEMA,
+        "provenance": {"device": "made up", "commit": "0" * 40, "date": "2026-11-22T12:00:00"},
+        "command": "python -m infer.eval --task=copying",
+        "target": "demo",
+        "dtype": "float32",
+        "protocol": "longspec",
+        "tasks": tuple(dict.fromkeys(each.task for each in records)),
+        "methods": {method: SETTINGS[method] for method in methods},
+        "temperatures": tuple(sorted({each.temperature for each in records})),
+        "seeds": (0,),
+        "batch": 1,
+        "options": {"samples": 8},
+        "definitions": {},
+    }
+    given: Mapping[str, Any] = {**values, **changed}
+    return NamedRun(name, Run(Header(**given), tuple(records), tuple(skipped), torn))
+
+
+def write(named: NamedRun, folder: Path) -> Path:
+    """The run as a folder of files."""
+    folder.mkdir()
+    write_header(folder, named.run.header)
+    writer = Writer(folder)
+    writer.add(named.run.samples)
+    writer.add(named.run.skipped)
+    return folder

@@ -1,0 +1,217 @@
+"""The page in a real browser: keyboard, pointer, narrow screens, light and dark, accessibility.
+
+Needs Chromium and its driver (``apt-get install chromium chromium-driver`` on Debian).
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.report.__main__ import main
+
+from .made import HOSTILE, broken_down, record, run, studied, write
+
+pytest.importorskip("selenium", reason="driving a browser needs selenium (extra test)")
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+DRIVER = shutil.which("chromedriver") or ""
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.multiproc,
+    pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver"),
+]
+PHONE, DESKTOP = (360, 740), (1280, 900)
+
+
+def written(folder: Path, tasks: Sequence[str]) -> Path:
+    """A report with every section, from runs of two batches."""
+    rows = [
+        record(
+            method,
+            str(sample),
+            (1,) * 4 if method == "plain" else (3, 1, 2),
+            task=task,
+            prompt_tokens=900 + 3000 * sample,
+            references=("word",),
+            breakdown=broken_down(0.1, 0.2, 0.3),
+        )
+        for method in ("plain", "longspec-tree", "ngram")
+        for sample in range(4)
+        for task in tasks
+    ]
+    runs = [
+        write(run([*rows, studied(task="needle")]), folder / "one"),
+        write(run(rows, batch=2), folder / "two"),
+    ]
+    assert main([*map(str, runs), f"--out={folder / 'report.html'}"]) == 0
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of names that are hostile, and too long for a phone."""
+    names = ("needle", "gov_report", "a_task_of_a_long_name_" * 3, HOSTILE)
+    return written(tmp_path_factory.mktemp("runs"), names)
+
+
+@pytest.fixture(scope="module")
+def small_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With one of everything: what looks at every element takes its time."""
+    return written(tmp_path_factory.mktemp("small"), ("needle",))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from selenium.webdriver import Chrome, ChromeOptions
+    from selenium.webdriver.chrome.service import Service
+
+    options = ChromeOptions()
+    options.binary_location = BROWSER
+    # Root, as in containers, has no sandbox; their shared memory is small.
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def show(browser: Any, page: Path, size: tuple[int, int], scheme: str = "light") -> None:
+    width, height = size
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    scheme_wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme_wanted)
+    browser.get(page.as_uri())
+
+
+def run_script(browser: Any, script: str) -> Any:
+    return browser.execute_script(script)
+
+
+def press(browser: Any, *keys: str) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    ActionChains(browser).send_keys(*keys).perform()
+
+
+def panel(browser: Any) -> str:
+    return run_script(browser, "return document.querySelector('.panel').innerText")
+
+
+def test_nothing_of_a_model_is_run(browser: Any, page: Path) -> None:
+    show(browser, page, DESKTOP)
+    assert browser.title == "Evaluation of demo"
+    assert browser.get_log("browser") == []  # Nothing was refused or failed to load, either.
+    foreign = "return document.querySelectorAll('b, i, [onmouseover]').length"
+    assert run_script(browser, foreign) == 0
+    assert run_script(browser, "return document.scripts.length") == 2
+
+
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_the_page_is_no_wider_than_the_screen(
+    browser: Any, page: Path, size: tuple[int, int]
+) -> None:
+    """Wide tables scroll within their box; at least one has to on a phone."""
+    show(browser, page, size)
+    run_script(browser, "document.querySelectorAll('details').forEach((each) => each.open = true)")
+    wide, shown = run_script(
+        browser, "const e = document.documentElement; return [e.scrollWidth, e.clientWidth]"
+    )
+    assert wide <= shown <= size[0]
+    boxes = "return [...document.querySelectorAll('.scroll')]"
+    assert run_script(browser, f"{boxes}.some((box) => box.scrollWidth > box.clientWidth)")
+    assert run_script(browser, f"{boxes}.every((box) => box.tabIndex === 0)")
+
+
+def test_light_and_dark(browser: Any, page: Path) -> None:
+    colours = "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
+    show(browser, page, DESKTOP, "light")
+    light = run_script(browser, colours)
+    show(browser, page, DESKTOP, "dark")
+    dark = run_script(browser, colours)
+    brightness = [[sum(map(int, c[4:-1].split(","))) for c in pair] for pair in (light, dark)]
+    assert brightness[0][0] > 600 > brightness[0][1] and brightness[1][0] < 150 < brightness[1][1]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_rules_of_accessibility(browser: Any, small_page: Path, scheme: str) -> None:
+    """Those that axe has: contrast, names, roles, order, headings and so on."""
+    axe = pytest.importorskip("axe_core_python.selenium", reason="needs axe-core-python").Axe()
+    show(browser, small_page, DESKTOP, scheme)
+    run_script(browser, "document.querySelectorAll('details').forEach((each) => each.open = true)")
+    run_script(browser, "document.querySelectorAll('.text .token')[1].focus()")
+    found = axe.run(browser)
+    told = [
+        f"{rule['id']}: {rule['help']}: {node['html'][:120]} {node['any'][:1]}"
+        for rule in found["violations"]
+        for node in rule["nodes"][:3]
+    ]
+    assert told == []
+    assert len(found["passes"]) > 20
+
+
+def test_keys_go_from_token_to_token(browser: Any, page: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    show(browser, page, DESKTOP)
+    assert "No round is chosen" in panel(browser)
+    tokens = "[...document.querySelectorAll('.text .token')]"
+    stops = f"return {tokens}.filter((token) => token.tabIndex === 0).length"
+    assert run_script(browser, stops) == 1  # A long text is one stop of the Tab key.
+    run_script(browser, "document.querySelector('.case summary').focus()")
+    press(browser, Keys.TAB)
+    chosen = "return document.activeElement.getAttribute('aria-label')"
+    assert run_script(browser, chosen) == "cat: draft token accepted at depth 1, round 1"
+    told = panel(browser)
+    assert told.startswith("Round 1") and "4 tokens proposed, 2 accepted" in told
+    assert "the target drew ␣<i>on</i>: the tree has nothing below" in told
+    assert f"␣{HOSTILE.replace(' ', '␣')}" in told  # Proposed, and read as text.
+    press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert run_script(browser, chosen) == "<i>on</i>: bonus, round 1"
+    press(browser, Keys.ARROW_DOWN)
+    told = panel(browser)
+    assert told.startswith("Round 2") and "0 accepted" in told
+    assert "the target drew ␣my: the draft had not proposed what the target drew" in told
+    press(browser, Keys.ARROW_DOWN)
+    assert "The tree of this round was not kept; trees are there up to round 2." in panel(browser)
+    press(browser, Keys.HOME)
+    assert "drawn from the prefill" in panel(browser)
+    press(browser, Keys.ARROW_LEFT)  # There is nothing to the left.
+    assert run_script(browser, chosen) == "the: drawn from the prefill"
+    press(browser, Keys.END)
+    assert run_script(browser, chosen) == "no whole character: bonus, round 3"
+    press(browser, Keys.ARROW_LEFT)
+    assert run_script(browser, chosen) == "white space: draft token accepted at depth 2, round 3"
+    assert run_script(browser, stops) == 1
+    selected = "return document.querySelectorAll('[aria-selected=true]').length"
+    assert run_script(browser, selected) == 1
+
+
+def test_pointing_shows_and_clicking_keeps(browser: Any, page: Path) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    show(browser, page, DESKTOP)
+    tokens = browser.find_elements("css selector", ".text .token")
+    tokens[4].click()
+    assert panel(browser).startswith("Round 2")
+    ActionChains(browser).move_to_element(tokens[1]).perform()
+    assert panel(browser).startswith("Round 1")
+    heading = browser.find_element("css selector", "#cases-title")
+    ActionChains(browser).move_to_element(heading).perform()
+    assert panel(browser).startswith("Round 2")
+
+
+def test_without_scripts_the_text_is_there(browser: Any, page: Path) -> None:
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        show(browser, page, PHONE)
+        assert "Trees are shown by a script" in browser.find_element("tag name", "noscript").text
+        shades = browser.find_elements("css selector", ".text .depth-1")
+        assert [each.text for each in shades][0].strip() == "cat"
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

@@ -1,0 +1,207 @@
+"""``python -m infer.report``: what it writes, and what it refuses."""
+
+import csv
+import html.parser
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from infer.report.__main__ import main
+
+from .made import HOSTILE, record, run, studied, write
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run with hostile names and texts, and a case to study."""
+    rows = [
+        record(method, sample, (1,) * 4 if method == "plain" else (2, 3), task=task)
+        for method in ("plain", "longspec-tree")
+        for sample in "abcd"
+        for task in ("copying", HOSTILE)
+    ]
+    named = run([*rows, studied()], provenance={"device": HOSTILE, "commit": "1", "date": "now"})
+    return write(named, tmp_path / "run")
+
+
+class Reader(html.parser.HTMLParser):
+    """What a browser would make of a page: elements with their attributes, and all text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in {"meta", "link"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def read(page: str) -> Reader:
+    reader = Reader()
+    reader.feed(page)
+    reader.close()
+    assert reader.open == []  # Every element is closed, none is closed that was not opened.
+    return reader
+
+
+def test_three_files_lie_in_the_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder)]) == 0
+    names = ["report.html", "report.md", "report.csv"]
+    assert capsys.readouterr().out.split() == [str(folder / name) for name in names]
+    assert all((folder / name).stat().st_size > 1000 for name in names)
+
+
+def test_the_page_needs_nothing_else(folder: Path) -> None:
+    assert main([str(folder), f"--out={folder / 'page.html'}"]) == 0
+    assert not (folder / "report.html").exists()
+    page = (folder / "page.html").read_text()
+    reader = read(page)
+    for _, attributes in reader.elements:
+        for name in ("src", "href", "action", "data"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:")), value
+    assert "url(" not in page and "@import" not in page
+
+
+def test_texts_of_models_are_text(folder: Path) -> None:
+    main([str(folder)])
+    reader = read((folder / "report.html").read_text())
+    kinds = [tag for tag, _ in reader.elements]
+    assert kinds.count("script") == 2  # The page's own, and the trees of one case.
+    assert not any("onmouseover" in attributes for _, attributes in reader.elements)
+    told = "".join(reader.texts)
+    assert told.count(HOSTILE) > 5  # As the name of a task and a device, and in the text.
+    [trees] = [text for text in reader.texts if text.startswith("[{")]
+    assert json.loads(trees)[0]["texts"][2] == f" {HOSTILE}"
+    names = [attributes["id"] for _, attributes in reader.elements if "id" in attributes]
+    assert len(names) == len(set(names))
+    links = {
+        (attributes.get("href") or "")[1:] for tag, attributes in reader.elements if tag == "a"
+    }
+    assert links <= set(names)
+
+
+def test_tables_can_be_read_by_screen_readers(folder: Path) -> None:
+    main([str(folder)])
+    elements = read((folder / "report.html").read_text()).elements
+    kinds = [tag for tag, _ in elements]
+    assert kinds.count("caption") == kinds.count("table") > 5
+    assert all("scope" in attributes for tag, attributes in elements if tag == "th")
+    images = [attributes for tag, attributes in elements if tag == "svg"]
+    assert images and all(image["role"] == "img" for image in images)
+    assert all("aria-labelledby" in image for image in images)
+    assert kinds.count("h1") == 1 and ("html", {"lang": "en"}) in elements
+
+
+def test_markdown_has_every_table(folder: Path) -> None:
+    main([str(folder)])
+    text = (folder / "report.md").read_text()
+    captions = read((folder / "report.html").read_text()).elements
+    assert text.count("\n| ---") == [tag for tag, _ in captions].count("table")
+    assert "<script>" not in text.replace("\\<script\\>", "")
+    widths = {
+        len(re.findall(r"(?<!\\)\|", line)) for line in text.split("\n\n")[3].splitlines() if line
+    }
+    assert len(widths) == 1
+    assert "bonus included, prefill excluded" in text
+
+
+def test_csv_has_the_figures(folder: Path) -> None:
+    main([str(folder), f"--out={folder / 'x.csv'}"])
+    rows = [*csv.DictReader(io.StringIO((folder / "x.csv").read_text()))]
+    [speed] = [
+        row
+        for row in rows
+        if (row["table"], row["row"], row["group"], row["column"])
+        == ("main-0-0", "longspec-tree", "copying", "τ")
+    ]
+    # Four texts of 5 tokens in 2 passes, one of 7 in 3.
+    assert float(speed["value"]) == pytest.approx((4 * 5 + 7) / (4 * 2 + 3))
+    assert float(speed["low"]) <= float(speed["value"]) <= float(speed["high"])
+    assert speed["samples"] == "5"
+
+
+def test_a_spreadsheet_computes_nothing(tmp_path: Path) -> None:
+    folder = write(run([record(task="=1+1")]), tmp_path / "run")
+    main([str(folder)])
+    rows = [*csv.reader(io.StringIO((folder / "report.csv").read_text()))]
+    assert any("'=1+1" in row for row in rows) and not any("=1+1" in row for row in rows)
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = []
+    for day in ("monday", "tuesday"):
+        (tmp_path / day).mkdir()
+        folders.append(str(write(run([record()]), tmp_path / day / "demo")))
+    assert main([*folders, f"--out={tmp_path / 'report.md'}"]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "monday/demo" in text and "tuesday/demo" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "nowhere holds no header.json"),
+        (["run", "run"], "run is given twice, so that its samples would count twice"),
+        (["run", "--out=x.json"], "--out=x.json ends in .json; name a folder, or a file that ends"),
+        (["run", "--out=no/such/folder"], "--out=no/such/folder: its folder does not exist"),
+        (["run", "--out=taken"], "--out=taken cannot be written"),
+        (["run", "--lengths=5,3"], "--lengths: '5,3' must be positive and ascend"),
+        (["run", "--lengths=5,x"], "--lengths: '5,x' must be whole numbers with commas"),
+        (["run", "--cases=-1"], "--cases: "),
+        (["empty"], "empty holds no finished sample yet"),
+        ([], "required: RUN"),
+    ],
+)
+def test_bad_input_is_refused(
+    tmp_path: Path,
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(run([record()]), tmp_path / "run")
+    write(run([]), tmp_path / "empty")
+    (tmp_path / "taken").write_text("a file")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_line_cut_short_is_told(folder: Path) -> None:
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write('{"task": "cop')
+    assert main([str(folder)]) == 0
+    assert "cut short in writing (13 bytes)" in (folder / "report.md").read_text()
+
+
+def test_ranges_of_lengths_can_be_chosen(folder: Path) -> None:
+    assert main([str(folder), "--lengths=900,1100"]) == 0
+    assert "900–1100" in (folder / "report.md").read_text()
+
+
+def test_cases_that_are_not_shown_are_told(tmp_path: Path) -> None:
+    rows = [studied(task=task) for task in "abcdef"]
+    folder = write(run(rows), tmp_path / "run")
+    assert main([str(folder), "--cases=2"]) == 0
+    page = (folder / "report.html").read_text()
+    headings = re.findall(r"<h3>(\w), sample study", page)
+    assert headings == ["a", "d"]
+    assert "2 of the 6 texts whose rounds were kept are shown." in page
+    assert main([str(folder), "--cases=0"]) == 0
+    assert 'class="case"' not in (folder / "report.html").read_text()
