@@ -1,5 +1,6 @@
 """What the compiled round must not do: copy a cache, or need memory that grows with one."""
 
+import math
 import re
 
 import jax
@@ -11,8 +12,9 @@ from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.adaptive import burst
 from longspec_jax.decoding.ahead import one_round
 from longspec_jax.decoding.engine import decode
-from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.prefill import prefill, vacant
 from longspec_jax.decoding.programs import RECENT
+from longspec_jax.decoding.record import Record, SpecState
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
@@ -54,19 +56,13 @@ def compiled_loop(
     if small is not None:
         drafter = SmallLMDrafter(SMALL, small, working=working)
         params = Params(table, random_target(SMALL))
-    sampling = Sampling.greedy(batch)
-    request = Request(sampling, jnp.full((batch, 1), -1), jnp.full(batch, 5))
-    state = prefill(
-        target,
-        drafter,
-        params,
-        jnp.zeros((batch, 3), jnp.int32),
-        jnp.full(batch, 3),
-        request,
-        capacity=capacity,
-        max_emitted=5,
-        chunk=4,
-    )
+    request = Request(Sampling.greedy(batch), jnp.full((batch, 1), -1), jnp.full(batch, 5))
+
+    def begun() -> SpecState:
+        rows = vacant(target, drafter, params, request, batch=batch, capacity=capacity)
+        return SpecState(rows, Record.begin(rows.pending, 5, drafter.tree.num_levels + 1))
+
+    state = jax.eval_shape(begun)
     if way == "burst":
         return burst.lower(target, drafter, params, state, jnp.int32(16)).compile()
     if way == "round":
@@ -80,7 +76,7 @@ def cache_sized(text: str, batch: int, capacity: int, config: TargetConfig = CON
     found = []
     for line in text.splitlines():
         match = re.search(r"= \w+\[([\d,]+)\]\S* (copy|copy-start|transpose|concatenate)\(", line)
-        if match and jnp.prod(jnp.array([int(n) for n in match[1].split(",")])) >= elements:
+        if match and math.prod(map(int, match[1].split(","))) >= elements:
             found.append(line.strip())
     return found
 
