@@ -1,7 +1,6 @@
 """The notebooks run top to bottom on a CPU, and are committed without outputs."""
 
 import importlib.util
-import os
 import subprocess
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 from longspec_jax.embedded import DEMO
-from tests.children import WITHOUT_TORCH
+from tests.children import environment
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -93,11 +92,9 @@ def installed(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, installed: Path, monkeypatch, tmp_path) -> None:
     """Every cell, in a kernel of its own that sees a CPU, one device and an empty cache."""
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    monkeypatch.setenv("PYTHONPATH", f"{installed}{os.pathsep}{WITHOUT_TORCH}")
+    seen = environment(installed, XDG_CACHE_HOME=str(tmp_path), MPLBACKEND="agg")
+    for name, value in seen.items():
+        monkeypatch.setenv(name, value)
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook, timeout=SECONDS, resources={"metadata": {"path": str(tmp_path)}}

@@ -134,8 +134,11 @@ def test_retrieval_copies_what_it_chooses_alone(drafter: Drafter, batch: int) ->
     assert grown < summaries / 10
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("tree", [TreeConfig((3, 2)), TreeConfig(())], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "tree"),
+    [(1, TreeConfig((3, 2))), (3, TreeConfig((3, 2))), (1, TreeConfig(()))],
+    ids=str,
+)
 def test_no_copy_of_a_small_models_cache(batch: int, tree: TreeConfig) -> None:
     """Without a tree as well: adaptive runs keep the small model up to date in plain rounds."""
     small, large = (compiled_loop(batch, size, way="round", small=tree) for size in (2048, 4096))

@@ -228,7 +228,7 @@ def test_padding_changes_no_sum() -> None:
     """Rows may be padded to any length: the losses are those of their tokens."""
     data, draws = batch(), DRAFT.draw(jax.random.key(2), (1, 8), 13)
     data.weights[..., 7:] = 0
-    params, frozen = DRAFT.initialize(jax.random.key(1)), frozen_params()
+    params, frozen = jax.jit(DRAFT.initialize)(jax.random.key(1)), frozen_params()
 
     @jax.jit
     def sums(micro: Batch, drawn: Any) -> dict[str, jax.Array]:
