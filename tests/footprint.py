@@ -17,8 +17,8 @@ import pytest
 
 MOST_MAPPINGS = 20_000
 MOST_BYTES = 2_500_000_000
-SMALL_MAPPINGS = 8_000
-SMALL_BYTES = 1_400_000_000
+SMALL_MAPPINGS = 3_000
+SMALL_BYTES = 1_200_000_000
 """Up to here programs stay for the next module: what small modules share is compiled once."""
 
 
