@@ -104,7 +104,7 @@ def test_notebook_runs(path: Path, installed: Path, monkeypatch, tmp_path) -> No
     for name, value in seen.items():
         monkeypatch.setenv(name, value)
     text = path.read_text()
-    for number, smaller in SHORTER[path.stem].items():
+    for number, smaller in SHORTER.get(path.stem, {}).items():
         assert text.count(number) == 1, f"{path.name} no longer says {number} once"
         text = text.replace(number, smaller)
     notebook = nbformat.reads(text, as_version=4)
