@@ -17,7 +17,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # A trace makes so many objects that by default a fifteenth of the time would go into walking all
 # those of jax, PyTorch and transformers again and again.
-gc.set_threshold(10_000)
+gc.set_threshold(30_000)
 
 
 def _wants_gpu() -> bool:

@@ -1,11 +1,13 @@
 """The testing kit: tiny models with prime sizes, a lookup-table language model, tolerances."""
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from longspec_jax.config import DraftConfig, TargetConfig
 from longspec_jax.decoding.beliefs import RoundBeliefs
@@ -14,8 +16,9 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Committed, Drafter, Params
-from longspec_jax.drafters.longspec.model import LongSpecLayer, LongSpecParams
-from longspec_jax.models.target import Target
+from longspec_jax.drafters.longspec.model import LongSpecParams
+from longspec_jax.models.layers import INITIAL_SCALE
+from longspec_jax.weights.tables import Table, draft_table, target_table
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 2e-3}
 """Largest relative error against float64, by dtype; never loosened quietly."""
@@ -40,30 +43,12 @@ def tiny_target_config(**overrides: Any) -> TargetConfig:
 
 def random_target(config: TargetConfig, seed: int = 0, scale: float = 4.0) -> Any:
     """Random target parameters, scaled up so that the output distribution is far from uniform."""
-    return _drawn_once(_random_target, config, seed, scale)
-
-
-@partial(jax.jit, static_argnums=0)
-def _random_target(config: TargetConfig, scale: float, key: jax.Array, spread: jax.Array) -> Any:
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    return _spread(Target(config).init(key, tokens, method="initialize")["params"], scale, spread)
+    return _given(_drawn(target_table, config, seed, scale))
 
 
 def random_draft(config: DraftConfig, seed: int = 1, scale: float = 4.0) -> Any:
     """Random draft parameters; norms and biases are random too."""
-    return _drawn_once(_random_draft, config, seed, scale)
-
-
-@partial(jax.jit, static_argnums=0)
-def _random_draft(config: DraftConfig, scale: float, key: jax.Array, spread: jax.Array) -> Any:
-    params = LongSpecLayer(config).init(
-        key,
-        jnp.zeros((1, 2, config.model_width), jnp.dtype(config.dtype)),
-        jnp.zeros((1, 2), jnp.int32),
-        lambda q, k, v: q,
-        lambda q: q,
-    )["params"]
-    return _spread(params, scale, spread)
+    return _given(_drawn(draft_table, config, seed, scale))
 
 
 def draft_params(layer: Any, target: Any) -> LongSpecParams:
@@ -90,27 +75,34 @@ def greedy_beliefs(rows: int, levels: int) -> RoundBeliefs:
     return RoundBeliefs(jnp.zeros((rows, levels + 1, 1)), Sampling.greedy(rows))
 
 
-def _drawn_once(draw: Any, config: Any, seed: int, scale: float) -> Any:
-    """A copy of what is drawn once a process: a test may change it, or give it to a program."""
-    return jax.tree.map(jnp.array, _kept(draw, config, seed, scale))
+def _given(drawn: dict[str, np.ndarray]) -> Any:
+    """A copy on the device: a test may change it, or give it to a program."""
+    return unflatten_dict({path: jnp.array(leaf) for path, leaf in drawn.items()}, sep="/")
 
 
 @cache
-def _kept(draw: Any, config: Any, seed: int, scale: float) -> Any:
-    return jax.device_get(draw(config, scale, jax.random.key(seed), jax.random.key(seed + 1000)))
+def _drawn(table: Callable[[Any], Table], config: Any, seed: int, scale: float) -> Any:
+    """Parameters by path: matrices ``scale`` as wide as at the start of training.
 
+    Drawn from the name table by numpy: a model that is traced to initialise itself takes longer to
+    compile than most tests.
+    """
+    random = np.random.default_rng(seed)
 
-def _spread(params: Any, scale: float, key: jax.Array) -> Any:
-    """Scale the matrices and make norms and biases random, so that every parameter matters."""
-    leaves, tree = jax.tree.flatten(params)
+    def draw(path: str, shape: tuple[int, ...]) -> np.ndarray:
+        normal = random.normal(size=shape).astype(np.float32)
+        match path.rsplit("/", 1)[-1]:
+            case "scale":
+                return 1 + 0.3 * normal
+            case "bias":
+                return 0.3 * normal
+            case _:
+                return scale * INITIAL_SCALE * normal
 
-    def spread(leaf: jax.Array, key: jax.Array) -> jax.Array:
-        noise = 0.3 * jax.random.normal(key, leaf.shape, jnp.float32)
-        wide = leaf.astype(jnp.float32)
-        wide = jnp.where(jnp.ptp(wide) > 0, wide * scale, wide + noise)
-        return wide.astype(leaf.dtype)
-
-    return jax.tree.unflatten(tree, map(spread, leaves, jax.random.split(key, len(leaves))))
+    return {
+        leaf.path: draw(leaf.path, leaf.shape).astype(jnp.dtype(config.dtype))
+        for leaf in table(config).leaves
+    }
 
 
 def relative_error(actual: Any, expected: Any) -> float:

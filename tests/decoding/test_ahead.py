@@ -93,10 +93,17 @@ def assert_same_rows(ahead: Rows, looped: Rows) -> None:
         )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", ["lookup", "transformers"])
+MIXED = (0.0, 0.8, 1.0)
+"""Temperatures of the rows."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature"),
+    [("lookup", 0.0), ("lookup", MIXED), ("transformers", MIXED)],
+    ids=["lookup-greedy", "lookup", "transformers"],
+)
 def test_tokens_are_those_of_the_loop_and_the_round_too_many_does_nothing(
-    kind: str, temperature: float, request: pytest.FixtureRequest
+    kind: str, temperature: Any, request: pytest.FixtureRequest
 ) -> None:
     models = LOOKUP if kind == "lookup" else request.getfixturevalue("transformers")
     req = requested(temperature)
@@ -225,11 +232,8 @@ class Cycle:
     ],
     ids=["every switch", "bursts", "by the clock"],
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_switching_changes_no_token(
-    policy: Policy, temperature: float, transformers: Models
-) -> None:
-    for models in (LOOKUP, transformers):
+def test_switching_changes_no_token(policy: Policy, transformers: Models) -> None:
+    for models, temperature in ((LOOKUP, 0.0), (LOOKUP, MIXED), (transformers, MIXED)):
         req = requested(temperature)
         with models.rounds(req, policy) as rounds:
             reports = list(rounds)

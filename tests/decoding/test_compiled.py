@@ -1,5 +1,6 @@
 """What the compiled round must not do: copy a cache, or need memory that grows with one."""
 
+import math
 import re
 
 import jax
@@ -11,8 +12,9 @@ from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.adaptive import burst
 from longspec_jax.decoding.ahead import one_round
 from longspec_jax.decoding.engine import decode
-from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.prefill import prefill, vacant
 from longspec_jax.decoding.programs import RECENT
+from longspec_jax.decoding.record import Record, SpecState
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
@@ -54,19 +56,13 @@ def compiled_loop(
     if small is not None:
         drafter = SmallLMDrafter(SMALL, small, working=working)
         params = Params(table, random_target(SMALL))
-    sampling = Sampling.greedy(batch)
-    request = Request(sampling, jnp.full((batch, 1), -1), jnp.full(batch, 5))
-    state = prefill(
-        target,
-        drafter,
-        params,
-        jnp.zeros((batch, 3), jnp.int32),
-        jnp.full(batch, 3),
-        request,
-        capacity=capacity,
-        max_emitted=5,
-        chunk=4,
-    )
+    request = Request(Sampling.greedy(batch), jnp.full((batch, 1), -1), jnp.full(batch, 5))
+
+    def begun() -> SpecState:
+        rows = vacant(target, drafter, params, request, batch=batch, capacity=capacity)
+        return SpecState(rows, Record.begin(rows.pending, 5, drafter.tree.num_levels + 1))
+
+    state = jax.eval_shape(begun)
     if way == "burst":
         return burst.lower(target, drafter, params, state, jnp.int32(16)).compile()
     if way == "round":
@@ -80,7 +76,7 @@ def cache_sized(text: str, batch: int, capacity: int, config: TargetConfig = CON
     found = []
     for line in text.splitlines():
         match = re.search(r"= \w+\[([\d,]+)\]\S* (copy|copy-start|transpose|concatenate)\(", line)
-        if match and jnp.prod(jnp.array([int(n) for n in match[1].split(",")])) >= elements:
+        if match and math.prod(map(int, match[1].split(","))) >= elements:
             found.append(line.strip())
     return found
 
@@ -89,7 +85,6 @@ def cache_sized(text: str, batch: int, capacity: int, config: TargetConfig = CON
     ("batch", "way", "plain"),
     [
         (1, "loop", False),
-        (3, "loop", False),
         (3, "burst", False),
         (3, "round", False),
         (1, "burst", True),
@@ -112,12 +107,8 @@ ATTENDED = Hierarchy(STREAMING, Attended(CONFIG, BlockBudget(128, 8, 16, 8)), CH
 
 @pytest.mark.parametrize(
     ("drafter", "batch"),
-    [
-        (STREAMING, 1),
-        (STREAMING, 3),
-        (Hierarchy(STREAMING, SinksAndRecent(3, 128), CHAIN), 3),
-    ],
-    ids=["streaming-1", "streaming-3", "hierarchy-3"],
+    [(STREAMING, 1), (Hierarchy(STREAMING, SinksAndRecent(3, 128), CHAIN), 3)],
+    ids=["streaming-1", "hierarchy-3"],
 )
 def test_partial_passes_of_the_target_copy_nothing(drafter: Drafter, batch: int) -> None:
     """What they see of the cache is read where it lies."""
@@ -138,8 +129,11 @@ def test_retrieval_copies_what_it_chooses_alone(drafter: Drafter, batch: int) ->
     assert grown < summaries / 10
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("tree", [TreeConfig((3, 2)), TreeConfig(())], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "tree"),
+    [(1, TreeConfig((3, 2))), (3, TreeConfig((3, 2))), (1, TreeConfig(()))],
+    ids=str,
+)
 def test_no_copy_of_a_small_models_cache(batch: int, tree: TreeConfig) -> None:
     """Without a tree as well: adaptive runs keep the small model up to date in plain rounds."""
     small, large = (compiled_loop(batch, size, way="round", small=tree) for size in (2048, 4096))

@@ -68,7 +68,7 @@ def dense(
     padded[:length, :length] = mask
     pad = (0, 32 - length)
     found = _dense(params, np.pad(tokens, pad)[None], np.pad(positions, pad)[None], padded[None])
-    return jax.tree.map(lambda f: f[0, :length], found)
+    return jax.tree.map(lambda f: np.asarray(f)[0, :length], found)
 
 
 @jax.jit

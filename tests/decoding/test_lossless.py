@@ -14,6 +14,7 @@ from longspec_jax.decoding.adaptive import decode_bursts
 from longspec_jax.decoding.engine import decode, room
 from longspec_jax.decoding.policy import Always
 from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
@@ -29,6 +30,8 @@ from longspec_jax.drafters.refreshed import Refreshed
 from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
+from longspec_jax.models.target import Target
+from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.ops.selection.extremes import largest
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
@@ -233,10 +236,20 @@ def test_streaming_and_the_device_loop_agree() -> None:
 SHORT = SinksAndRecent(2, 5)
 """Less than all but the shortest prompt."""
 MIXED = dict(temperature=(0.0, 0.7, 1.0))
-FILTERED = dict(temperature=(0.7, 1.0, 0.9), top_k=(0, 4, 5), top_p=(0.8, 1.0, 0.9))
+GREEDY = [request()]
+EVERY = [
+    request(np.roll((0.0, 0.7, 1.0), turn), np.roll((0, 5, 0), turn), np.roll((1, 0.9, 1), turn))
+    for turn in range(3)
+]
+"""Every row of the batch is greedy once, once filtered at 0.7, once free at 1: of one program."""
 
 
-@pytest.mark.parametrize("sampled", [{}, MIXED, FILTERED], ids=["greedy", "mixed", "filtered"])
+def emitted_in_rounds(state: SpecState) -> int:
+    """Accepted draft tokens, but for a row's last round, which its budget may cut."""
+    return int((state.record.emitted - 1 - state.record.rounds).sum())
+
+
+@pytest.mark.parametrize("requests", [GREEDY, EVERY], ids=["greedy", "every"])
 @pytest.mark.parametrize(
     "drafter",
     [
@@ -246,19 +259,16 @@ FILTERED = dict(temperature=(0.7, 1.0, 0.9), top_k=(0, 4, 5), top_p=(0.8, 1.0, 0
     ids=["streaming", "hierarchy"],
 )
 def test_partial_passes_of_a_lookup_model_change_no_token(
-    drafter: Drafter, sampled: dict[str, Any]
+    drafter: Drafter, requests: list[Request]
 ) -> None:
     """Though what they draw is mostly wrong: one token that is not seen changes every logit."""
-    target, tokens, req = LookupTarget(VOCABULARY), prompts(VOCABULARY), request(**sampled)
-    plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
+    target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
     params = Params(TABLE, DRAFT_TABLES["near"])
-    rows, state = generate(target, drafter, params, tokens, LENGTHS, req)
-    assert_same(rows, plain)
-    assert (
-        0
-        < int((state.record.emitted - 1 - state.record.rounds).sum())
-        < int(state.record.emitted.sum()) - 3
-    )
+    for req in requests:
+        plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
+        rows, state = generate(target, drafter, params, tokens, LENGTHS, req)
+        assert_same(rows, plain)
+        assert 0 < emitted_in_rounds(state) < int(state.record.emitted.sum()) - 3
 
 
 CONFIG = tiny_target_config()
@@ -309,16 +319,26 @@ PARTIAL = {
 }
 
 
-@pytest.mark.parametrize("sampled", [{}, MIXED], ids=["greedy", "mixed"])
 @pytest.mark.parametrize("drafter", PARTIAL.values(), ids=PARTIAL)
-def test_partial_passes_of_a_transformer_change_no_token(
-    models: Params, drafter: Drafter, sampled: dict[str, Any]
+def test_partial_passes_of_a_transformer_change_no_token(models: Params, drafter: Drafter) -> None:
+    tokens_are_those_of_plain_decoding(models, drafter, EVERY)
+
+
+def test_partial_passes_of_a_greedy_batch_change_no_token(models: Params) -> None:
+    """Whose program has no noise."""
+    tokens_are_those_of_plain_decoding(models, PARTIAL["quest-longspec"], GREEDY)
+
+
+def tokens_are_those_of_plain_decoding(
+    models: Params, drafter: Drafter, requests: list[Request]
 ) -> None:
-    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), request(**sampled)
-    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
-    rows, state = generate(target, drafter, models, tokens, LENGTHS, req)
-    assert_same(rows, plain)
-    assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
+    """And some of them were drafted."""
+    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
+    for req in requests:
+        plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+        rows, state = generate(target, drafter, models, tokens, LENGTHS, req)
+        assert_same(rows, plain)
+        assert emitted_in_rounds(state) > 0
 
 
 OFFLOADED = {
@@ -347,12 +367,9 @@ def lossy(budget: BlockBudget, tree: str) -> LossyHierarchy:
 
 
 @pytest.mark.parametrize("tree", ["chain:6", "chain:6/2,2@9"])
-@pytest.mark.parametrize("sampled", [{}, MIXED], ids=["greedy", "mixed"])
-def test_the_lossy_option_fails_where_all_others_pass(
-    models: Params, sampled: dict[str, Any], tree: str
-) -> None:
+def test_the_lossy_option_fails_where_all_others_pass(models: Params, tree: str) -> None:
     """Negative control; and where it sees all of the context it is no other than they."""
-    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), request(**sampled)
+    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), EVERY[0]
     plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
     whole, _ = generate(target, lossy(BlockBudget(64, 4, 8, 4), tree), models, tokens, LENGTHS, req)
     assert_same(whole, plain)
@@ -378,145 +395,120 @@ SMALL_LM = SmallLMDrafter(SMALL, TreeConfig((4, 5, 3), budget=9), narrower=True)
 """Of another family than the target, and without its last four tokens."""
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [dict(), dict(temperature=0.7, top_k=40, top_p=0.9), dict(temperature=1.0)],
-    ids=["greedy", "filtered", "sampled"],
-)
-def test_a_small_model_changes_no_token(models: Params, sampling: dict[str, Any]) -> None:
+def test_a_small_model_changes_no_token(models: Params) -> None:
     """Nor do the chunks in which it reads the prompts: shorter than they, and longer."""
-    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), request(**sampling)
-    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
     params = Params(models.target, random_target(SMALL, seed=5))
-    for chunk in (8, 72):
-        rows, state = generate(target, SMALL_LM, params, tokens, LENGTHS, req, 128, chunk)
-        assert_same(rows, plain)
-        if "temperature" in sampling:
-            assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
+    for req in EVERY:
+        plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+        for chunk in (8, 72):
+            rows, state = generate(target, SMALL_LM, params, tokens, LENGTHS, req, 128, chunk)
+            assert_same(rows, plain)
+            assert emitted_in_rounds(state) > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_target_is_its_own_perfect_drafter(models: Params, temperature: float) -> None:
+def test_a_target_is_its_own_perfect_drafter(models: Params) -> None:
     """Every round accepts the whole chain, but a row's last one, which its budget cuts."""
-    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), request(temperature)
-    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
     drafter = SmallLMDrafter(CONFIG, TreeConfig((1, 1, 1, 1)))
     itself = Params(models.target, models.target)
-    rows, state = generate(target, drafter, itself, tokens, LENGTHS, req)
-    assert_same(rows, plain)
-    np.testing.assert_array_equal(state.record.rounds, -(-(NEW - 1) // 5))
+    for req in EVERY:
+        plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+        rows, state = generate(target, drafter, itself, tokens, LENGTHS, req)
+        assert_same(rows, plain)
+        np.testing.assert_array_equal(state.record.rounds, -(-(NEW - 1) // 5))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("budget", [1, 2, 9])
-def test_a_budget_changes_no_token(budget: int, temperature: float) -> None:
+def test_a_budget_changes_no_token(budget: int) -> None:
     """Not even one that leaves the root alone, which is plain decoding."""
-    target, tokens, req = LookupTarget(VOCABULARY), prompts(VOCABULARY), request(temperature)
+    target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
     params = Params(TABLE, DRAFT_TABLES["near"])
-    plain, _ = generate(target, NoDraft(), params, tokens, LENGTHS, req)
     drafter = LookupDrafter(TreeConfig((4, 5, 3), budget))
-    rows, state = generate(target, drafter, params, tokens, LENGTHS, req)
-    assert_same(rows, plain)
-    accepted = state.record.emitted - 1 - state.record.rounds
-    assert int(accepted.sum()) == 0 if budget == 1 else int(accepted.min()) > 0
+    for req in EVERY:
+        plain, _ = generate(target, NoDraft(), params, tokens, LENGTHS, req)
+        rows, state = generate(target, drafter, params, tokens, LENGTHS, req)
+        assert_same(rows, plain)
+        accepted = state.record.emitted - 1 - state.record.rounds
+        assert int(accepted.sum()) == 0 if budget == 1 else int(accepted.min()) > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_reduced_draft_vocabulary_changes_no_token(models: Params, temperature: float) -> None:
+def test_a_reduced_draft_vocabulary_changes_no_token(models: Params) -> None:
     """And what it accepts under noise shows that each token is scored with its own noise."""
     target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
-    drafter, req = LongSpecDrafter(DRAFT, TREES[0]), request(temperature)
-    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+    drafter = LongSpecDrafter(DRAFT, TREES[0])
     part = jnp.asarray(np.random.default_rng(0).permutation(101)[:60], jnp.int32)
     reduced = Params(models.target, models.draft.restricted(part))
-    rows, state = generate(target, drafter, reduced, tokens, LENGTHS, req)
-    assert_same(rows, plain)
-    if temperature:
-        _, other = generate(
-            *(target, drafter, Params(models.target, models.draft.restricted(jnp.sort(part)))),
-            *(tokens, LENGTHS, req),
-        )
+    in_order = Params(models.target, models.draft.restricted(jnp.sort(part)))
+    for req in EVERY:
+        plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+        rows, state = generate(target, drafter, reduced, tokens, LENGTHS, req)
+        assert_same(rows, plain)
+        _, other = generate(target, drafter, in_order, tokens, LENGTHS, req)
         np.testing.assert_array_equal(state.record.histogram, other.record.histogram)
-        assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
+        assert emitted_in_rounds(state) > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("size", [None, 60])
-def test_a_draft_in_8_bits_changes_no_token(
-    models: Params, temperature: float, size: int | None
-) -> None:
+def test_a_draft_in_8_bits_changes_no_token(models: Params, size: int | None) -> None:
     """Though its beliefs move, and it goes on to accept."""
-    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
-    drafter, req = LongSpecDrafter(DRAFT, TREES[0]), request(temperature)
-    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
     draft = models.draft
     if size is not None:
         part = np.random.default_rng(0).permutation(101)[:size]
         draft = draft.restricted(jnp.asarray(part, jnp.int32))
     rounded = Params(models.target, draft.in_int8())
-    rows, state = generate(target, drafter, rounded, tokens, LENGTHS, req)
-    assert_same(rows, plain)
-    if temperature:
-        assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
+    tokens_are_those_of_plain_decoding(rounded, LongSpecDrafter(DRAFT, TREES[0]), EVERY)
 
 
 @pytest.mark.parametrize(
     "drafter",
-    [
-        LongSpecDrafter(DRAFT, TREES[0]),
-        Hierarchy(StreamingDrafter(TreeConfig((2,)), SHORT), SHORT, TREES[1]),
-        RETRIEVED["quest-longspec"],
-    ],
-    ids=["longspec", "hierarchy", "quest"],
+    [LongSpecDrafter(DRAFT, TREES[0]), RETRIEVED["quest-longspec"]],
+    ids=["longspec", "quest"],
 )
 def test_output_does_not_depend_on_chunk_capacity_or_neighbours(
     models: Params, drafter: Drafter
 ) -> None:
-    """Nor does what is accepted."""
-    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
-    rows, state = generate(target, drafter, models, tokens, LENGTHS, request(0.7))
-    for capacity, chunk in ((128, 19), (640, 5)):
-        again, other = generate(
-            target, drafter, models, tokens, LENGTHS, request(0.7), capacity, chunk
-        )
-        assert_same(again, rows)
-        np.testing.assert_array_equal(other.record.histogram, state.record.histogram)
+    """Nor does what is accepted. A row alone lies in a longer cache, and comes in more chunks."""
+    target, tokens, req = CachedTarget(CONFIG), prompts(CONFIG.vocab_size), EVERY[0]
+    rows, state = generate(target, drafter, models, tokens, LENGTHS, req)
+    again, other = generate(target, drafter, models, tokens, LENGTHS, req, 128, 19)
+    assert_same(again, rows)
+    np.testing.assert_array_equal(other.record.histogram, state.record.histogram)
     for b in range(3):
-        alone = request(0.7, seeds=(5 + b,), stop=((-1,),), new=NEW[b : b + 1])
         single, other = generate(
-            target, drafter, models, tokens[b : b + 1], LENGTHS[b : b + 1], alone
+            *(target, drafter, models, tokens[b : b + 1], LENGTHS[b : b + 1]),
+            *(jax.tree.map(lambda leaf, b=b: leaf[b : b + 1], req), 640, 5),
         )
         np.testing.assert_array_equal(single[0], rows[b])
         np.testing.assert_array_equal(other.record.histogram[0], state.record.histogram[b])
     order = np.array([2, 0, 1])
-    other, _ = generate(
-        target,
-        drafter,
-        models,
-        tokens[order],
-        LENGTHS[order],
-        request(0.7, seeds=5 + order, new=NEW[order]),
-    )
-    assert_same([other[i] for i in np.argsort(order)], rows)
+    turned = jax.tree.map(lambda leaf: leaf[order], req)
+    found, other = generate(target, drafter, models, tokens[order], LENGTHS[order], turned)
+    assert_same([found[i] for i in np.argsort(order)], rows)
+    np.testing.assert_array_equal(other.record.histogram, state.record.histogram[order])
 
 
 def test_cached_decoding_equals_running_the_whole_text_again(models: Params) -> None:
     """The oracle that uses no cache: every token from one causal pass over all before it."""
-    from longspec_jax.models.target import Target
-    from longspec_jax.ops.attention.reference import causal_attention
-
     target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
     rows, _ = generate(target, LongSpecDrafter(DRAFT, TREES[0]), models, tokens, LENGTHS, request())
-    model, variables = Target(CONFIG), {"params": models.target}
+    # Padded to one length: no token sees what is behind it.
+    text = np.zeros((3, int((LENGTHS + NEW).max())), np.int32)
     for b, row in enumerate(rows):
-        text = np.concatenate([tokens[b, : LENGTHS[b]], row])[None]
-        positions = np.arange(text.shape[1])[None]
-        output = model.apply(
-            variables, text, positions, lambda layer, q, k, v: causal_attention(q, k, v)
+        text[b, : LENGTHS[b] + NEW[b]] = [*tokens[b, : LENGTHS[b]], *row]
+
+    @jax.jit
+    def draws(params: Any, text: jax.Array) -> jax.Array:
+        model, positions = Target(CONFIG), jnp.broadcast_to(jnp.arange(text.shape[1]), text.shape)
+        output: Any = model.apply(
+            {"params": params}, text, positions, lambda layer, q, k, v: causal_attention(q, k, v)
         )
-        logits = model.apply(variables, output.hidden, method="unembed")
-        draws = np.asarray(jnp.argmax(logits[0], axis=-1))
-        np.testing.assert_array_equal(draws[LENGTHS[b] - 1 : -1], row)
+        logits: Any = model.apply({"params": params}, output.hidden, method="unembed")
+        return jnp.argmax(logits, axis=-1)
+
+    for b, drawn in enumerate(np.asarray(draws(models.target, text))):
+        start = LENGTHS[b] - 1
+        np.testing.assert_array_equal(drawn[start : start + NEW[b]], rows[b])
 
 
 def test_draft_state_bytes_do_not_depend_on_the_context(models: Params) -> None:
@@ -608,32 +600,29 @@ def repetitive(batch: int, vocabulary: int) -> np.ndarray:
     return tokens
 
 
-@pytest.mark.parametrize("sampled", [{}, MIXED], ids=["greedy", "mixed"])
-@pytest.mark.parametrize("tree", ["chain:4", "3,3,3", "8,8,8,8@12", "2,5,1"])
-def test_prompt_lookup_changes_no_token(tree: str, sampled: dict[str, Any]) -> None:
-    target, req = LookupTarget(VOCABULARY), request(**sampled)
-    tokens = repetitive(3, VOCABULARY)
-    plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
+@pytest.mark.parametrize(
+    ("tree", "chunk"), [("chain:4", 8), ("3,3,3", 72), ("8,8,8,8@12", 8), ("2,5,1", 72)]
+)
+def test_prompt_lookup_changes_no_token(tree: str, chunk: int) -> None:
+    target, tokens = LookupTarget(VOCABULARY), repetitive(3, VOCABULARY)
     drafter = NgramDrafter(TreeConfig.parse(tree))
-    for chunk in (8, 72):
+    for req in (*EVERY, *GREEDY) if tree == "3,3,3" else EVERY:
+        plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
         rows, _ = generate(target, drafter, Params(TABLE, ()), tokens, LENGTHS, req, 128, chunk)
         assert_same(rows, plain)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_prompt_lookup_for_a_transformer_changes_no_token(
-    models: Params, temperature: float
-) -> None:
-    target, req = CachedTarget(CONFIG), request(temperature)
-    tokens = repetitive(3, CONFIG.vocab_size)
-    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+def test_prompt_lookup_for_a_transformer_changes_no_token(models: Params) -> None:
+    target, tokens = CachedTarget(CONFIG), repetitive(3, CONFIG.vocab_size)
     drafter = NgramDrafter(TreeConfig((4, 4, 4), budget=9))
-    rows, state = generate(target, drafter, Params(models.target, ()), tokens, LENGTHS, req)
-    assert_same(rows, plain)
-    kept = np.asarray(state.rows.draft.tokens)
-    for b, (row, length) in enumerate(zip(rows, LENGTHS, strict=True)):
-        text = [*tokens[b, :length], *row[:-1]]
-        np.testing.assert_array_equal(kept[b, : len(text)], text)
+    for req in EVERY:
+        plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+        rows, state = generate(target, drafter, Params(models.target, ()), tokens, LENGTHS, req)
+        assert_same(rows, plain)
+        kept = np.asarray(state.rows.draft.tokens)
+        for b, (row, length) in enumerate(zip(rows, LENGTHS, strict=True)):
+            text = [*tokens[b, :length], *row[:-1]]
+            np.testing.assert_array_equal(kept[b, : len(text)], text)
 
 
 def test_one_of_several_drafters_proposes_and_all_learn(models: Params) -> None:
@@ -641,9 +630,10 @@ def test_one_of_several_drafters_proposes_and_all_learn(models: Params) -> None:
     plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
     members = LongSpecDrafter(DRAFT, PLAIN), NgramDrafter(PLAIN)
     params = Params(models.target, (models.draft, ()))
-    lone, alone = generate(target, LongSpecDrafter(DRAFT, TREES[0]), models, tokens, LENGTHS, req)
-    rows, state = generate(target, OneOf(members, 0, TREES[0]), params, tokens, LENGTHS, req)
-    other, beside = generate(target, OneOf(members, 1, TREES[0]), params, tokens, LENGTHS, req)
+    tree = TREES[2]
+    lone, alone = generate(target, LongSpecDrafter(DRAFT, tree), models, tokens, LENGTHS, req)
+    rows, state = generate(target, OneOf(members, 0, tree), params, tokens, LENGTHS, req)
+    other, beside = generate(target, OneOf(members, 1, tree), params, tokens, LENGTHS, req)
     for found in (lone, rows, other):
         assert_same(found, plain)
     np.testing.assert_array_equal(state.record.histogram, alone.record.histogram)

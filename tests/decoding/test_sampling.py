@@ -1,5 +1,7 @@
 """Draws follow the target's distribution, and their noise depends on seed and position alone."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,12 @@ def sampling(rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0) 
     )
 
 
+@partial(jax.jit, static_argnums=2)
+def drawn_at(logits: jax.Array, positions: jax.Array, vocabulary: int, s: Sampling) -> jax.Array:
+    """Draws with the noise of these positions."""
+    return draw(logits, noise(s, positions, vocabulary), s)
+
+
 def expected(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
     """The filtered distribution, token by token."""
     probs = np.exp(logits / temperature - np.max(logits / temperature))
@@ -50,7 +58,7 @@ def test_draws_follow_the_target(temperature: float, top_k: int, top_p: float) -
     s = sampling(rows, temperature, top_k, top_p)
     positions = jnp.full((rows, 1), 17)
     batch = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, 1, VOCABULARY))
-    drawn = np.asarray(draw(batch, noise(s, positions, VOCABULARY), s))[:, 0]
+    drawn = np.asarray(drawn_at(batch, positions, VOCABULARY, s))[:, 0]
     counts = np.bincount(drawn, minlength=VOCABULARY)
     law = expected(logits, temperature, top_k, top_p)
     assert counts[law == 0].sum() == 0
@@ -63,7 +71,7 @@ def test_draws_at_different_positions_are_independent() -> None:
     rows = 20_000
     s = sampling(rows, 1.0)
     positions = jnp.broadcast_to(jnp.array([[4, 5]]), (rows, 2))
-    drawn = np.asarray(draw(jnp.zeros((rows, 2, 3)), noise(s, positions, 3), s))
+    drawn = np.asarray(drawn_at(jnp.zeros((rows, 2, 3)), positions, 3, s))
     joint = np.histogram2d(drawn[:, 0], drawn[:, 1], bins=3)[0] / rows
     np.testing.assert_allclose(joint, 1 / 9, atol=0.012)
 

@@ -42,7 +42,6 @@ from tests.lookup import LookupDrafter, LookupTarget
 ALL = SinksAndRecent(3, 1000)
 CHAIN, LONG = TreeConfig((1,) * 4), TreeConfig((1,) * 9)
 GREEDY, MIXED = requested(), requested((0.0, 0.7, 1.0))
-BOTH = pytest.mark.parametrize("request_", [GREEDY, MIXED], ids=["greedy", "mixed"])
 
 
 def histogram(drafter: Drafter, request=GREEDY, draft: Any = TABLE) -> np.ndarray:
@@ -52,15 +51,15 @@ def histogram(drafter: Drafter, request=GREEDY, draft: Any = TABLE) -> np.ndarra
     return np.asarray(state.record.histogram).sum(axis=0)
 
 
-@BOTH
 @pytest.mark.parametrize(
-    "inner",
+    ("inner", "request_"),
     [
-        LookupDrafter(TreeConfig((1, 1))),
-        StreamingDrafter(TreeConfig((1, 1)), ALL),
-        Hierarchy(StreamingDrafter(TreeConfig(()), ALL), ALL, TreeConfig((1, 1, 1))),
+        (LookupDrafter(TreeConfig((1, 1))), GREEDY),
+        (LookupDrafter(TreeConfig((1, 1))), MIXED),
+        (StreamingDrafter(TreeConfig((1, 1)), ALL), MIXED),
+        (Hierarchy(StreamingDrafter(TreeConfig(()), ALL), ALL, TreeConfig((1, 1, 1))), MIXED),
     ],
-    ids=["own", "streaming", "hierarchy"],
+    ids=["own-greedy", "own", "streaming", "hierarchy"],
 )
 def test_whole_chains_are_accepted_of_a_perfect_drafter(inner: Drafter, request_) -> None:
     """The last draw of the last round too: three rounds of two levels are nine tokens."""
@@ -73,8 +72,11 @@ END = TreeConfig.parse("chain:6/chain:2")
 """Two rounds of two levels, and two levels that the target verifies."""
 
 
-@BOTH
-@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize(
+    ("levels", "request_"),
+    [(1, GREEDY), (1, MIXED), (2, MIXED)],
+    ids=["greedy", "mixed", "mixed-two"],
+)
 def test_a_tree_at_the_end_is_walked_into(levels: int, request_) -> None:
     """Where the drafter inside is perfect, to its end; also that of hierarchies inside."""
     inner: Drafter = LookupDrafter(TreeConfig((1, 1)))
@@ -94,13 +96,12 @@ def test_a_bad_draft_s_tree_at_the_end_gains_nothing() -> None:
     assert is_perfect(found[:5]) and found[5:].sum() == 0
 
 
-@BOTH
-def test_a_chain_of_none_is_one_level(request_) -> None:
+def test_a_chain_of_none_is_one_level() -> None:
     """The inner drafter's trees, as it would propose them alone."""
     inner, near = LookupDrafter(TreeConfig((2, 3))), DRAFT_TABLES["near"]
     hierarchy = Hierarchy(inner, SinksAndRecent(2, 5), TreeConfig((2, 3), chain=0))
-    wanted = histogram(inner, request_, near)
-    np.testing.assert_array_equal(histogram(hierarchy, request_, near), wanted)
+    wanted = histogram(inner, MIXED, near)
+    np.testing.assert_array_equal(histogram(hierarchy, MIXED, near), wanted)
 
 
 def test_a_tree_behind_a_chain_that_is_cut_is_not_walked_to() -> None:
@@ -109,21 +110,19 @@ def test_a_tree_behind_a_chain_that_is_cut_is_not_walked_to() -> None:
     assert is_perfect(histogram(drafter)[:-1])
 
 
-@BOTH
 @pytest.mark.parametrize("selection", [ALL, SinksAndRecent(2, 5)], ids=["all", "short"])
-def test_without_a_drafter_inside_it_is_streaming(selection: SinksAndRecent, request_) -> None:
+def test_without_a_drafter_inside_it_is_streaming(selection: SinksAndRecent) -> None:
     """Each round draws one token: a chain of the target's partial passes."""
-    found = histogram(Hierarchy(NoDraft(), selection, CHAIN), request_)
+    found = histogram(Hierarchy(NoDraft(), selection, CHAIN), MIXED)
     chain = StreamingDrafter(CHAIN, selection)
-    np.testing.assert_array_equal(found, histogram(chain, request_))
+    np.testing.assert_array_equal(found, histogram(chain, MIXED))
 
 
-@BOTH
-def test_every_round_advances_however_bad_the_drafter(request_) -> None:
+def test_every_round_advances_however_bad_the_drafter() -> None:
     """A check over everything yields at least its own draw, which the full one confirms."""
     drafter = Hierarchy(LookupDrafter(TreeConfig((2, 3))), ALL, TreeConfig((1,) * 6))
-    bad = histogram(drafter, request_, DRAFT_TABLES["adversarial"])
-    near = histogram(drafter, request_, DRAFT_TABLES["near"])
+    bad = histogram(drafter, MIXED, DRAFT_TABLES["adversarial"])
+    near = histogram(drafter, MIXED, DRAFT_TABLES["near"])
     # Rows may be cut in their last rounds.
     assert bad[:2].sum() <= 3 and near[:2].sum() <= 3
     levels = np.arange(7)
@@ -194,10 +193,21 @@ class Diarist:
         return StreamingDrafter(self.tree, SinksAndRecent(0, 4)).propose(params, (), view, beliefs)
 
 
+@jax.jit
+def propose(params: Params, rows: Rows) -> Tree:
+    """The chain that the hierarchy proposes; the diarist notes what it is told."""
+    target = CachedTarget(CONFIG)
+    beliefs = round_beliefs(target, TOLD, rows)
+    return propose_tree(target, TOLD, params, rows, beliefs)
+
+
+DIARIST = Diarist()
+TOLD = Hierarchy(DIARIST, ALL, LONG)
+
+
 def proposed(request: Any) -> tuple[Any, Tree, list[Any]]:
     """The rows after the prompts, what is proposed for them, and what the diarist is told."""
-    inner = Diarist()
-    drafter, target = Hierarchy(inner, ALL, LONG), CachedTarget(CONFIG)
+    drafter, target = TOLD, CachedTarget(CONFIG)
     params, tokens = Params(random_target(CONFIG), None), prompts(CONFIG.vocab_size)
     state = prefill(
         *(target, drafter, params, jnp.asarray(tokens), jnp.asarray(LENGTHS), request),
@@ -205,15 +215,10 @@ def proposed(request: Any) -> tuple[Any, Tree, list[Any]]:
         max_emitted=MAX_EMITTED,
         chunk=8,
     )
-
-    @jax.jit
-    def propose(rows: Rows) -> Tree:
-        beliefs = round_beliefs(target, drafter, rows)
-        return propose_tree(target, drafter, params, rows, beliefs)
-
-    tree = jax.block_until_ready(propose(state.rows))
+    DIARIST.seen.clear()
+    tree = jax.block_until_ready(propose(params, state.rows))
     jax.effects_barrier()
-    return state.rows, tree, [jax.tree.map(np.asarray, told) for told in inner.seen]
+    return state.rows, tree, [jax.tree.map(np.asarray, told) for told in DIARIST.seen]
 
 
 def test_the_inner_drafter_is_told_of_the_chain_and_forgets_it() -> None:
@@ -278,19 +283,17 @@ def test_without_levels_it_is_plain_decoding() -> None:
     assert histogram(drafter).shape == (1,)
 
 
-@BOTH
-def test_a_chain_shorter_than_a_round_is_one_round(request_) -> None:
+def test_a_chain_shorter_than_a_round_is_one_round() -> None:
     """Of which it takes what it has room for."""
     drafter = Hierarchy(LookupDrafter(TreeConfig((1, 1, 1))), ALL, TreeConfig((1, 1)))
-    assert is_perfect(histogram(drafter, request_))
+    assert is_perfect(histogram(drafter, MIXED))
 
 
-@BOTH
-def test_a_row_stops_where_it_is_not_sure(request_) -> None:
+def test_a_row_stops_where_it_is_not_sure() -> None:
     """A lead that no token has is one round; one that all have is no limit."""
     inner, levels = LookupDrafter(TreeConfig((1,))), np.arange(5)
     free, wide, never = (
-        histogram(Hierarchy(inner, ALL, CHAIN, lead), request_) for lead in (0.0, 1e-9, 1e9)
+        histogram(Hierarchy(inner, ALL, CHAIN, lead), MIXED) for lead in (0.0, 1e-9, 1e9)
     )
     np.testing.assert_array_equal(free, wide)
     # The draft is perfect: two tokens of the one round, and then a token that is garbage.
@@ -299,11 +302,11 @@ def test_a_row_stops_where_it_is_not_sure(request_) -> None:
 
 def test_rows_that_are_done_keep_nobody_waiting() -> None:
     """They do not get on, and a proposal for nobody but them takes no pass."""
-    rows, _, seen = proposed(requested(new=(1, 9, 1)))
+    rows, _, seen = proposed(requested((0.0, 0.7, 1.0), new=(1, 9, 1)))
     assert np.asarray(rows.done).tolist() == [True, False, True] and seen
     positions = np.array([position for _, _, position in seen])
     assert (positions[:, [0, 2]] == LENGTHS[[0, 2]]).all() and positions[-1, 1] > LENGTHS[1]
-    assert proposed(requested(new=(1, 1, 1)))[2] == []
+    assert proposed(requested((0.0, 0.7, 1.0), new=(1, 1, 1)))[2] == []
 
 
 def test_logits_that_are_not_finite_end_a_row_as_they_end_plain_decoding() -> None:

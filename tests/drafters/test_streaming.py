@@ -37,19 +37,22 @@ def is_perfect(histogram: np.ndarray) -> bool:
     return bool(histogram[-1] >= histogram.sum() - 3)
 
 
-@pytest.mark.parametrize("request_", [GREEDY, MIXED], ids=["greedy", "mixed"])
 @pytest.mark.parametrize(
-    "selection", [ALL, SinksAndRecent(1000, 1), SinksAndRecent(0, 1000)], ids=str
+    ("selection", "request_"),
+    [
+        (ALL, GREEDY),
+        *((all_, MIXED) for all_ in (ALL, SinksAndRecent(1000, 1), SinksAndRecent(0, 1000))),
+    ],
+    ids=["greedy", "both", "sinks", "recent"],
 )
 def test_a_chain_that_sees_everything_is_perfect(selection: SinksAndRecent, request_) -> None:
     assert is_perfect(histogram(StreamingDrafter(CHAIN, selection), request_))
 
 
-@pytest.mark.parametrize("request_", [GREEDY, MIXED], ids=["greedy", "mixed"])
-def test_a_transformer_that_sees_everything_is_perfect(request_) -> None:
+def test_a_transformer_that_sees_everything_is_perfect() -> None:
     drafter, params = StreamingDrafter(CHAIN, ALL), Params(random_target(CONFIG), None)
     tokens = prompts(CONFIG.vocab_size)
-    _, state = generate(CachedTarget(CONFIG), drafter, params, tokens, LENGTHS, request_)
+    _, state = generate(CachedTarget(CONFIG), drafter, params, tokens, LENGTHS, MIXED)
     assert is_perfect(np.asarray(state.record.histogram).sum(axis=0))
 
 

@@ -114,9 +114,9 @@ def test_accumulation_does_not_change_the_step(kind: str) -> None:
     assert_same(trainer(kind, ONE).run(split, 2), single(kind))
 
 
-@pytest.mark.parametrize("mesh", [ONE, (2, 2, 2)], ids=str)
-def test_chunks_of_the_mlp_do_not_change_the_step(mesh: tuple[int, int, int]) -> None:
-    assert_same(trainer("chunked", mesh).run(batch(), 2), single("draft"))
+def test_chunks_of_the_mlp_do_not_change_the_step() -> None:
+    """Of several devices, where a chunk is cut besides."""
+    assert_same(trainer("chunked", (2, 2, 2)).run(batch(), 2), single("draft"))
 
 
 def test_a_step_learns_the_same_without_the_targets_loss() -> None:
@@ -228,7 +228,7 @@ def test_padding_changes_no_sum() -> None:
     """Rows may be padded to any length: the losses are those of their tokens."""
     data, draws = batch(), DRAFT.draw(jax.random.key(2), (1, 8), 13)
     data.weights[..., 7:] = 0
-    params, frozen = DRAFT.initialize(jax.random.key(1)), frozen_params()
+    params, frozen = jax.jit(DRAFT.initialize)(jax.random.key(1)), frozen_params()
 
     @jax.jit
     def sums(micro: Batch, drawn: Any) -> dict[str, jax.Array]:

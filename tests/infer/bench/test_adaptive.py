@@ -65,13 +65,14 @@ def test_two_trees_of_one_budget_have_two_names() -> None:
     assert len({bench_adaptive.name(tree) for tree in trees}) == 3
 
 
-def test_the_command_reports_adaptive_decoding(tmp_path: Path, capsys) -> None:
-    file = tmp_path / "rows.json"
+def test_the_command_reports_adaptive_decoding_and_streaming(tmp_path: Path, capsys) -> None:
+    """And draws a chart."""
+    file, chart = tmp_path / "rows.json", tmp_path / "rows.png"
     bench.main(
         [
             *("decode", "--shape=tiny", "--context=64", "--tree=2,3", "--acceptance=2"),
-            *(f"--new_tokens={NEW}", "--turns=1", "--repetitions=2", "--adaptive"),
-            f"--json={file}",
+            *(f"--new_tokens={NEW}", "--turns=1", "--repetitions=2", "--adaptive", "--streaming"),
+            *(f"--json={file}", f"--chart={chart}"),
         ]
     )
     [row] = json.loads(file.read_text())["rows"]
@@ -80,4 +81,9 @@ def test_the_command_reports_adaptive_decoding(tmp_path: Path, capsys) -> None:
     np.testing.assert_allclose(rounds * row["adaptive_acceptance_length"], 2 * (NEW - 1), rtol=1e-3)
     ratio = row["adaptive_ms_per_token"] / row["plain_ms_per_token"]
     np.testing.assert_allclose(row["adaptive_over_plain"], ratio, rtol=2e-3)
-    assert f"{row['adaptive_over_plain']} plain steps" in capsys.readouterr().out
+    for name in ("streaming", "stepwise"):
+        ratio = row[f"{name}_round_ms"] / row["round_ms"]
+        np.testing.assert_allclose(row[f"{name}_overhead_percent"], 100 * (ratio - 1), atol=1)
+    printed = capsys.readouterr().out
+    assert f"{row['adaptive_over_plain']} plain steps" in printed and "% more per round" in printed
+    assert chart.read_bytes().startswith(b"\x89PNG")

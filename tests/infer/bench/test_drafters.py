@@ -47,8 +47,9 @@ def test_every_kind_of_draft_on_the_demo(
     assert f"{drafter} " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "streaming", "small_lm"])
+@pytest.mark.parametrize("drafter", ["streaming", "small_lm"])
 def test_rounds_of_other_drafters_are_timed(drafter, tmp_path) -> None:
+    """One with weights of its own, and one without."""
     file = tmp_path / "rows.json"
     options = ["--shape=tiny", "--context=64", "--turns=1", "--repetitions=1", "--new_tokens=8"]
     tree = ["--tree=2,2", f"--drafter={drafter}", f"--json={file}"]

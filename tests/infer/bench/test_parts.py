@@ -24,6 +24,8 @@ from infer.bench.models import (
 from infer.bench.shapes import SHAPES
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
+from longspec_jax.decoding.rows import Rows
+from longspec_jax.drafters.base import Params
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("budget", [1, 3, 5])
+@pytest.mark.parametrize("budget", [1, 5])
 def test_a_budget_is_measured(budget: int, tmp_path: Path) -> None:
     """Also one that leaves a level out of the verified tree."""
     file = tmp_path / "rows.json"
@@ -103,6 +105,10 @@ def test_the_verify_part_is_the_rounds_verification(model) -> None:
     )
     draws = jax.jit(bench_parts.verify(model.target, drafter, 1))(model.params, state.rows)
     tree = bench_parts.some_tree(drafter.tree, state.rows)
-    beliefs = engine.round_beliefs(model.target, drafter, state.rows)
-    _, expected = engine.verify_tree(model.target, drafter, model.params, state.rows, tree, beliefs)
-    np.testing.assert_array_equal(draws, expected)
+
+    @jax.jit
+    def expected(params: Params, rows: Rows) -> jax.Array:
+        beliefs = engine.round_beliefs(model.target, drafter, rows)
+        return engine.verify_tree(model.target, drafter, params, rows, tree, beliefs)[1]
+
+    np.testing.assert_array_equal(draws, expected(model.params, state.rows))

@@ -118,9 +118,9 @@ def test_accepted_tokens_are_drafted_and_the_bonus_is_the_targets() -> None:
     params = table_params(PARAMS.target)
     lengths = AcceptanceLengths.from_histogram([0, 0, 0, 1])
     _, state = start()
-    simulated = simulated_step(TARGET, DRAFTER, lengths, 0, params, state)[0].record
-    _, state = start()
-    real = recorded_step(TARGET, DRAFTER, params, state).record
+    step = jax.jit(partial(simulated_step, TARGET, DRAFTER, lengths, 0))
+    simulated = step(params, state)[0].record
+    real = jax.jit(partial(recorded_step, TARGET, DRAFTER))(params, state).record
     matched = np.asarray(real.emitted) == 5
     assert np.array_equal(simulated.emitted, [5, 5])
     np.testing.assert_array_equal(

@@ -41,9 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(path, tokens.astype(np.uint16))
     config, _ = load_target(folder / "target" / "target", dtype="float32")
     draft = DraftConfig.for_target(config, window=7)
-    objective = DraftObjective(config, draft, SETTINGS, 0, 64)
+    initialize = jax.jit(DraftObjective(config, draft, SETTINGS, 0, 64).initialize)
     for index, name in enumerate(("plain-1", "plain-2", "offset-1", "offset-2")):
-        params = objective.initialize(jax.random.key(index))
+        params = initialize(jax.random.key(index))
         save_draft(folder / name / "draft", draft, params, target=config)
         losses = [4.0 - 0.1 * step - 0.2 * name.startswith("offset") for step in range(12)]
         (folder / name / "metrics.jsonl").write_text(
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_scores_are_those_of_simulated_acceptance(folder: Path) -> None:
     config, frozen = load_target(folder / "target" / "target", dtype="float32")
     draft = DraftConfig.for_target(config, window=7)
-    params = DraftObjective(config, draft, SETTINGS, 0, 64).initialize(jax.random.key(5))
+    params = jax.jit(DraftObjective(config, draft, SETTINGS, 0, 64).initialize)(jax.random.key(5))
     rows = np.random.default_rng(1).integers(3, 300, (3, 24)).astype(np.int32)
     bound = LongSpecDraft.bind(draft, params, frozen)
     found = score_draft(Target(config, frozen), bound, rows, last=10, shifts=3)
