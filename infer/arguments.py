@@ -121,10 +121,6 @@ def add_models(result: argparse.ArgumentParser, drafter_help: str) -> Any:
         help="rows that are decoded at once: those of a larger --batch wait for a slot, and each "
         "prompt is prefilled between the rounds of the others. All rows if absent",
     )
-    return group
-
-
-def _add_trees(group: Any) -> None:
     group.add_argument(
         "--offload",
         action="store_true",
@@ -132,6 +128,10 @@ def _add_trees(group: Any) -> None:
         "room for; every pass takes as long as moving the cache does, so let it verify much "
         "(docs/retrieval.md)",
     )
+    return group
+
+
+def _add_trees(group: Any) -> None:
     group.add_argument(
         "--tree",
         type=verified_tree,

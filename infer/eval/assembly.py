@@ -24,7 +24,16 @@ from .run import Plan
 KEPT = (
     *("samples", "context", "min_prompt", "max_prompt", "prompt_style", "max_new_tokens"),
     *("top_p", "top_k", "ignore_eos", "revision", "drafter_revision", "hub", "mesh"),
-    *("prefill_chunk", "row_slots", "attention", "breakdown", "rounds", "cases", "repetitions"),
+    *(
+        "prefill_chunk",
+        "row_slots",
+        "offload",
+        "attention",
+        "breakdown",
+        "rounds",
+        "cases",
+        "repetitions",
+    ),
 )
 """Options that a run must repeat to be continued, beside those with a field in the header."""
 DEFINITIONS = {
