@@ -277,6 +277,8 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where}: {value!r} is none of {', '.join(map(repr, parts))}")
         return value
     if origin is tuple and isinstance(value, Sequence) and not isinstance(value, str):
+        if parts[0] is int and {*map(type, value)} <= {int}:  # Thousands in every record.
+            return tuple(value)
         return tuple(_typed(parts[0], item, where) for item in value)
     if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
         return {key: _typed(parts[1], item, where) for key, item in value.items()}
