@@ -53,6 +53,8 @@ METHODS: tuple[str, ...] = (
     "small_lm_opt_tree",
     "longspec",
     "longspec_retrieval",
+    "longspec_opt_tree",
+    "longspec_partial_passes",
 )
 """What ``contexts`` compares: which part of a cache a draft reads."""
 CACHES = ("full", "streaming", "retrieval", "target_retrieval")

@@ -6,17 +6,23 @@ and by plain decoding, from copies of one prefill. Documents that are shorter ta
 excluded. The small model reads all of its cache, its sinks and recent tokens (StreamingLLM), or the
 chunks that the target attends to (SpecExtend); the LongSpec draft all of the target's last layer,
 or those chunks of it. Layout of SpecExtend's tables 2 and 6 and its figure 3.
+
+``longspec_partial_passes`` lets the target check the LongSpec draft's trees over a part of its own
+cache before a full pass; ``agreement`` is how often that one confirmed a token, given that it
+confirmed the one before. Its ``acceptance_length`` counts full passes.
 """
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from longspec_jax import LongSpec, TreeConfig, demo_prompts
+from longspec_jax.drafters.chain_cost import measured_agreement
+from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.embedded import DRAFTS
 from longspec_jax.generation.comparison import Comparison
 
@@ -50,6 +56,8 @@ MEASURED = dict(
             Method("demo_small_lm", OPT_TREE, WORKING),
             Method("demo", LONGSPEC_TREE),
             Method("demo", LONGSPEC_TREE, WORKING),
+            Method("demo", OPT_TREE),
+            Method("demo", TreeConfig.parse("chain:16"), {"retrieve": 2048}),
         ),
         strict=True,
     )
@@ -92,6 +100,11 @@ def main(arguments: argparse.Namespace) -> None:
                         eos_token_id=[],
                     )
                     row = describe(name, context, temperature, compared)
+                    drafter = spec.drafts[0].drafter(method.tree)
+                    if isinstance(drafter, Hierarchy):
+                        passes = map(confirmed_by_pass, compared.speculative.drafted)
+                        counts = [count for of_row in passes for count in of_row]
+                        row["agreement"] = measured_agreement(counts, drafter.shortest)
                     report.add(row, line(row))
 
 
@@ -141,11 +154,30 @@ def describe(method: str, context: int, temperature: float, compared: Comparison
     }
 
 
+def confirmed_by_pass(drafted: Sequence[bool]) -> list[int]:
+    """Draft tokens that every target pass confirmed; one that the text's end cut short is left out.
+
+    Args:
+      drafted: of every emitted token, whether the draft had proposed it. The first one is the
+        prefill's; every pass ends with one that was not.
+    """
+    counts, run = [], 0
+    for proposed in drafted[1:]:
+        if proposed:
+            run += 1
+        else:
+            counts.append(run)
+            run = 0
+    return counts
+
+
 def line(row: dict[str, Any]) -> str:
     """A row for reading."""
+    agreement = f", agreement {row['agreement']:.3f}" if "agreement" in row else ""
     return (
-        f"{row['method']:19} {row['context']:6} tokens T={row['temperature']:g}: "
+        f"{row['method']:23} {row['context']:6} tokens T={row['temperature']:g}: "
         f"{row['acceptance_length']:5.2f} tokens per pass, {row['tokens_per_second']:7.0f} "
         f"tokens/s ({row['plain_tokens_per_second']:.0f} without), "
         f"{row['identical_to_plain_fraction']:.0%} of {row['rows']} rows identical to plain"
+        f"{agreement}"
     )

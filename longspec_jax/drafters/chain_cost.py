@@ -7,6 +7,7 @@ probability ``a**n``. Longer chains share one full pass among more partial round
 them away; with what was measured the best length is a comparison of a few numbers.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,6 +80,19 @@ class ChainCost:
             else:
                 low = middle
         return high
+
+
+def measured_agreement(confirmed: Sequence[int], shortest: int) -> float:
+    """The agreement that makes counts of full passes likeliest; NaN if they say nothing.
+
+    Args:
+      confirmed: draft tokens that every full pass confirmed, the tree behind a chain included.
+      shortest: tokens that every chain had at least. What ended a longer count is not known, the
+        full pass or the chain, so that it only tells of so many confirmed ones.
+    """
+    refused = sum(count < shortest for count in confirmed)
+    held = sum(min(count, shortest) for count in confirmed)
+    return held / (held + refused) if held + refused else math.nan
 
 
 def confirmed(length: float, agreement: float) -> float:

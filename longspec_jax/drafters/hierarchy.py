@@ -165,6 +165,13 @@ class Hierarchy:
         return with_tree(drafter, self.tree.end).propose(params, state, view, beliefs)
 
     @property
+    def shortest(self) -> int:
+        """Tokens that every chain has at least: a row goes on while a whole round has room."""
+        if not self.levels:
+            return 0
+        return max(1, self.levels - self._height + 1) if self.lead == 0 else 1
+
+    @property
     def _height(self) -> int:
         """The most tokens that one round yields."""
         return self.inner.tree.num_levels + 1

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.chain_cost import ChainCost, confirmed
+from longspec_jax.drafters.chain_cost import ChainCost, confirmed, measured_agreement
 
 COST = ChainCost(0.003, 0.010, partial_yield=3.0, height=6, end_yield=2.5)
 
@@ -51,3 +51,18 @@ def test_the_better_draft_and_target_agree_the_longer_the_best_chain() -> None:
 def test_what_no_round_has_is_refused(figures: tuple[float, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ChainCost(*figures)  # type: ignore[arg-type]  # As it was measured.
+
+
+@pytest.mark.parametrize("agreement", [0.5, 0.9, 0.98])
+def test_agreement_is_found_again_in_counts(agreement: float) -> None:
+    """Of chains that differ in length, with trees behind them that add to some counts."""
+    draw = np.random.default_rng(1)
+    lengths = draw.integers(9, 14, 4000)
+    held = np.cumprod(draw.random((4000, 14)) < agreement, axis=1).sum(axis=1)
+    counts = np.where(held < lengths, held, lengths + draw.integers(0, 4, 4000))
+    assert measured_agreement(counts.tolist(), 9) == pytest.approx(agreement, abs=0.01)
+
+
+def test_no_counts_are_no_agreement() -> None:
+    assert np.isnan(measured_agreement([], 5)) and np.isnan(measured_agreement([0, 0], 0))
+    assert measured_agreement([0], 5) == 0.0 and measured_agreement([7, 5], 5) == 1.0

@@ -58,3 +58,8 @@ def test_what_cannot_be_measured_is_refused(option: str, words: str, capsys) -> 
     except SystemExit as end:
         status = int(end.code or 0)
     assert status == 2 and words in capsys.readouterr().err
+
+
+def test_passes_are_told_apart_by_the_tokens_that_no_draft_proposed() -> None:
+    emitted = [False, True, True, False, False, True, False, True]
+    assert bench_contexts.confirmed_by_pass(emitted) == [2, 0, 1]
