@@ -10,7 +10,6 @@ The output depends on target, prompt, options and seed. Draft and tree change th
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -30,10 +29,8 @@ from longspec_jax.checks import whole_number
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.decoding.adaptive import candidates, tallest
-from longspec_jax.decoding.cache import cache_bytes
-from longspec_jax.decoding.home import Home
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Drafter, NoDraft, Params, gathered_slots
+from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import Draft, Target, drafters_of
 from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.generation import breakdown, comparison, inspection, runner
@@ -53,15 +50,13 @@ from longspec_jax.generation.memory import (
     MemoryPlan,
     check_fits,
     check_host_fits,
-    device_bytes,
     free_bytes,
     free_pinned_bytes,
-    tree_bytes,
-    working_bytes,
 )
 from longspec_jax.generation.notices import Notices
 from longspec_jax.generation.options import GenerateOptions, resolve
 from longspec_jax.generation.paces import KnownPaces
+from longspec_jax.generation.planning import plan_of
 from longspec_jax.generation.result import GenerateResult, StreamRound
 from longspec_jax.generation.runner import Begin
 from longspec_jax.loading import load_drafts, load_target, load_tokenizer
@@ -527,29 +522,8 @@ class LongSpec:
 
     def _plan(self, rows: int, shape: Shape, drafters: Sequence[Drafter], draft: Any) -> MemoryPlan:
         """Bytes of a call, from shapes alone."""
-        config, target, batches = self.target_config, self._target, [rows]
+        params, own = Params(self.target_params, draft), [part.own for part in self.drafts]
+        batches = [rows]
         if self.row_slots is not None and rows > self.row_slots:
             batches = [self.row_slots, 1]  # The one being prefilled is a batch of its own.
-        params = Params(self.target_params, draft)
-        nodes = max(drafter.tree.num_nodes for drafter in drafters)
-        cache = host = state = working = 0
-        for batch in batches:
-            home = Home.beside(self.target_params, batch)
-            begin = partial(drafters[0].begin, batch=batch, capacity=shape.capacity)
-            held = target.cache_bytes(batch, shape.capacity)
-            cache += held.device // home.cache_shares
-            host += held.host
-            state += tree_bytes(jax.eval_shape(begin, params)) // home.row_shares
-            working += working_bytes(config, batch, shape.chunk, nodes) // home.row_shares
-            gathered = max(gathered_slots(drafter, shape.capacity) for drafter in drafters)
-            working += cache_bytes(config, batch, gathered) // home.cache_shares
-        return MemoryPlan(
-            batch=sum(batches),
-            capacity=shape.capacity,
-            target_bytes=device_bytes(self.target_params),
-            draft_bytes=0 if draft is None else device_bytes([part.own for part in self.drafts]),
-            cache_bytes=cache,
-            draft_state_bytes=state,
-            working_bytes=working,
-            host_cache_bytes=host,
-        )
+        return plan_of(self._target, drafters, params, own, batches, shape)
