@@ -26,6 +26,7 @@ from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.embedded import DRAFTS
 from longspec_jax.generation.comparison import Comparison
 
+from ..rounds import by_round
 from .arguments import METHODS, settled
 from .progress import announce, counted, step
 from .report import Report, run_header
@@ -158,17 +159,10 @@ def confirmed_by_pass(drafted: Sequence[bool]) -> list[int]:
     """Draft tokens that every target pass confirmed; one that the text's end cut short is left out.
 
     Args:
-      drafted: of every emitted token, whether the draft had proposed it. The first one is the
-        prefill's; every pass ends with one that was not.
+      drafted: of every emitted token, the prefill's first.
     """
-    counts, run = [], 0
-    for proposed in drafted[1:]:
-        if proposed:
-            run += 1
-        else:
-            counts.append(run)
-            run = 0
-    return counts
+    passes = zip(*by_round(drafted), strict=True)
+    return [accepted for emitted, accepted in passes if accepted < emitted]
 
 
 def line(row: dict[str, Any]) -> str:

@@ -11,10 +11,12 @@ from .counting import DEFINITIONS, Part, figure
 from .intervals import Estimate, Fraction
 from .table import (
     Body,
+    Cell,
     Group,
     Line,
     Table,
     length,
+    lines,
     percent,
     shown,
     slug,
@@ -110,21 +112,7 @@ def _depth_table(blocks: Sequence[Block], temperature: float) -> Table:
         corner="method",
         groups=(Group("rounds that accept a draft token at depth", _numbers(depth)),),
         bodies=tuple(
-            Body(
-                block.label,
-                tuple(
-                    Line(
-                        method,
-                        tuple(
-                            shown(share, percent)
-                            for share in depth_shares(block, method, temperature, depth)
-                        ),
-                    )
-                    for method in block.speculative
-                    if any(r.accepted_by_round for r in block.all_tasks(method, temperature))
-                ),
-            )
-            for block in blocks
+            Body(block.label, _depth_lines(block, temperature, depth)) for block in blocks
         ),
         notes=(
             "Share of all rounds whose accepted path reaches the depth; one plus the sum of a line "
@@ -133,6 +121,18 @@ def _depth_table(blocks: Sequence[Block], temperature: float) -> Table:
             f"Small figures are intervals: {DEFINITIONS['interval']}.",
         ),
     )
+
+
+def _depth_lines(block: Block, temperature: float, depth: int) -> tuple[Line, ...]:
+    def cells(method: str, depth: int) -> list[Cell]:
+        return [shown(each, percent) for each in depth_shares(block, method, temperature, depth)]
+
+    methods = [
+        method
+        for method in block.speculative
+        if any(record.accepted_by_round for record in block.all_tasks(method, temperature))
+    ]
+    return lines(methods, [depth], cells)
 
 
 def _numbers(count: int) -> tuple[str, ...]:
@@ -165,20 +165,7 @@ def _context_table(blocks: Sequence[Block], temperature: float, edges: Sequence[
         corner="method",
         groups=(Group("τ of rounds at position", tuple(each.name for each in ranges)),),
         bodies=tuple(
-            Body(
-                block.label,
-                tuple(
-                    Line(
-                        method,
-                        tuple(
-                            shown(value, length)
-                            for value in context_lengths(block, method, temperature, ranges)
-                        ),
-                    )
-                    for method in block.speculative
-                ),
-            )
-            for block in blocks
+            Body(block.label, _context_lines(block, temperature, ranges)) for block in blocks
         ),
         notes=(
             f"τ: {DEFINITIONS['τ']}; here of the rounds whose first new token stands in the range, "
@@ -186,3 +173,10 @@ def _context_table(blocks: Sequence[Block], temperature: float, edges: Sequence[
             f"Small figures are intervals: {DEFINITIONS['interval']}.",
         ),
     )
+
+
+def _context_lines(block: Block, temperature: float, ranges: Sequence[Bin]) -> tuple[Line, ...]:
+    def cells(method: str, ranges: Sequence[Bin]) -> list[Cell]:
+        return [shown(each, length) for each in context_lengths(block, method, temperature, ranges)]
+
+    return lines(block.speculative, [ranges], cells)

@@ -1,6 +1,7 @@
 """The table a report begins with: what every method gives, from its worst task to its best."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from .blocks import Block, all_temperatures
 from .counting import DEFINITIONS, acceptance, figure, speed, speed_up
@@ -11,9 +12,9 @@ from .table import (
     Cell,
     Format,
     Group,
-    Line,
     Table,
     length,
+    lines,
     pace,
     said,
     slug,
@@ -29,20 +30,7 @@ def tables(blocks: Sequence[Block]) -> list[Table]:
     """One table of all temperatures."""
     temperatures = all_temperatures(blocks)
     bodies = tuple(
-        Body(
-            block.label,
-            tuple(
-                Line(
-                    method,
-                    tuple(
-                        cell
-                        for temperature in temperatures
-                        for cell in _cells(block, method, temperature)
-                    ),
-                )
-                for method in block.methods
-            ),
-        )
+        Body(block.label, lines(block.methods, temperatures, partial(_cells, block)))
         for block in blocks
     )
     table = Table(

@@ -3,10 +3,10 @@
 import math
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
-from ..eval.records import SampleRecord
 from .blocks import Block, all_temperatures
-from .table import ABSENT, Body, Cell, Group, Line, Table, said, temperature_words, with_figures
+from .table import ABSENT, Body, Cell, Group, Table, lines, said, temperature_words, with_figures
 
 COLUMNS = ("identical", "share", "first differs at", "widest gap")
 
@@ -15,20 +15,7 @@ def tables(blocks: Sequence[Block]) -> list[Table]:
     """One table, if anything was compared with plain decoding."""
     temperatures = all_temperatures(blocks)
     bodies = tuple(
-        Body(
-            block.label,
-            tuple(
-                Line(
-                    method,
-                    tuple(
-                        cell
-                        for temperature in temperatures
-                        for cell in _cells(block.all_tasks(method, temperature))
-                    ),
-                )
-                for method in block.speculative
-            ),
-        )
+        Body(block.label, lines(block.speculative, temperatures, partial(_cells, block)))
         for block in blocks
     )
     table = Table(
@@ -49,7 +36,8 @@ def tables(blocks: Sequence[Block]) -> list[Table]:
     return with_figures([table])
 
 
-def _cells(records: Sequence[SampleRecord]) -> tuple[Cell, ...]:
+def _cells(block: Block, method: str, temperature: float) -> tuple[Cell, ...]:
+    records = block.all_tasks(method, temperature)
     compared = [record for record in records if record.identical_to_plain is not None]
     if not compared:
         return (Cell(ABSENT),) * len(COLUMNS)

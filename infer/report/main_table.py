@@ -6,10 +6,12 @@ from .blocks import Block, all_tasks, all_temperatures
 from .counting import DEFINITIONS, acceptance, figure, speed, speed_up
 from .table import (
     Body,
+    Cell,
     Group,
     Line,
     Table,
     length,
+    lines,
     mark_best,
     pace,
     shown,
@@ -48,15 +50,12 @@ def _table(blocks: Sequence[Block], temperature: float) -> Table:
 
 
 def _lines(block: Block, tasks: Sequence[str], temperature: float) -> tuple[Line, ...]:
-    lines = []
-    for method in block.methods:
-        cells = []
-        for task in tasks:
-            records = block.of(task, method, temperature)
-            cells += [
-                shown(figure(block, records, acceptance), length),
-                shown(figure(block, records, speed), pace),
-                shown(speed_up(block, task, method, temperature), times),
-            ]
-        lines.append(Line(method, tuple(cells)))
-    return mark_best(lines, range(len(COLUMNS) * len(tasks)))
+    def cells(method: str, task: str) -> tuple[Cell, ...]:
+        records = block.of(task, method, temperature)
+        return (
+            shown(figure(block, records, acceptance), length),
+            shown(figure(block, records, speed), pace),
+            shown(speed_up(block, task, method, temperature), times),
+        )
+
+    return mark_best(lines(block.methods, tasks, cells), range(len(COLUMNS) * len(tasks)))

@@ -12,6 +12,7 @@ from .table import (
     Group,
     Line,
     Table,
+    lines,
     shown,
     signed,
     slug,
@@ -49,15 +50,11 @@ def _table(blocks: Sequence[Block], temperature: float) -> Table:
 
 def _lines(block: Block, tasks: Sequence[str], temperature: float) -> tuple[Line, ...]:
     """All pairs; what ran later comes first, since plain decoding is what others are held to."""
-    return tuple(
-        Line(
-            f"{first} : {second}",
-            tuple(
-                cell for task in tasks for cell in _cells(block, task, first, second, temperature)
-            ),
-        )
+    named = {
+        f"{first} : {second}": (first, second)
         for second, first in itertools.combinations(block.methods, 2)
-    )
+    }
+    return lines(named, tasks, lambda name, task: _cells(block, task, *named[name], temperature))
 
 
 def _cells(

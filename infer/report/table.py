@@ -4,9 +4,11 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .intervals import Estimate
 
+Each = TypeVar("Each")
 ABSENT = "–"
 """Stands where there is no figure."""
 
@@ -116,6 +118,16 @@ def signed(value: float) -> str:
 def temperature_words(temperature: float) -> str:
     """As captions have it."""
     return f"T = {temperature:g}"
+
+
+def lines(
+    names: Iterable[str], parts: Iterable[Each], cells: Callable[[str, Each], Iterable[Cell]]
+) -> tuple[Line, ...]:
+    """A line for every name: the cells of all parts, such as temperatures or tasks, in a row."""
+    parts = tuple(parts)
+    return tuple(
+        Line(name, tuple(cell for part in parts for cell in cells(name, part))) for name in names
+    )
 
 
 def mark_best(lines: Iterable[Line], columns: Iterable[int]) -> tuple[Line, ...]:
