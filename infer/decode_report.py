@@ -27,6 +27,7 @@ from longspec_jax.sizes import shown_bytes
 
 from .likeness import Likeness, in_words, likeness
 from .tree_json import tree_fields, tree_of
+from .wording import counted
 
 
 @dataclass(frozen=True)
@@ -293,11 +294,6 @@ def _beside(plan: MemoryPlan) -> str:
     """What of the cache is not on the device."""
     host = plan.host_cache_bytes
     return f" and {shown_bytes(host)} in the host's memory" if host else ""
-
-
-def counted(count: int, thing: str) -> str:
-    """So many things: ``1 node``, ``64 nodes``."""
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def _memory_lines(stats: Stats) -> Iterator[str]:

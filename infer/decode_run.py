@@ -1,8 +1,6 @@
 """The run of ``python -m infer.decode`` behind its arguments, and how it is left early."""
 
 import argparse
-import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +11,7 @@ from .display import Screen, wants_color
 from .journal import Journal
 from .output_file import STDOUT, OutputFile
 from .prompt_files import Prompt
+from .surroundings import prepare_environment
 from .wording import command_words
 
 if TYPE_CHECKING:  # Slow to import, and imported where the screen says so.
@@ -46,10 +45,7 @@ class DecodeRun:
     def work(self) -> None:
         """Load, check and decode, saying on the screen what is under way."""
         self.screen.status("starting")
-        # A Python without PyTorch is what we run in; transformers need not warn of it.
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        if self._arguments.compilation_cache is not None:
-            os.environ["LONGSPEC_CACHE"] = self._arguments.compilation_cache
+        prepare_environment(self._arguments.compilation_cache)
         from longspec_jax.compilation import keep_programs
 
         from .models import check_devices, fetch, load
@@ -117,8 +113,7 @@ def decode(
 def _leave(run: DecodeRun, end: Callable[[int], object] | None) -> int:
     """Keep what there is, and end within moments whatever the work is inside of."""
     if end is None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The impatient would lose what is kept here.
-        interruption.end_soon(INTERRUPTED)
+        interruption.prepare_to_leave(INTERRUPTED)
     run.journal.close()
     run.write(interrupted=True)  # First: a terminal that was stopped takes nothing, and its lock.
     run.screen.close()

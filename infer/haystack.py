@@ -61,7 +61,8 @@ def needle_document(
             f"question of {len(said)}; ask for longer documents"
         )
     hay = _hay(tokenize, texts, room, int(draw.integers(len(texts))))
-    ends = [0, *(index + 1 for index, token in enumerate(hay) if token in _line_ends(tokenize))]
+    line_ends = _line_ends(tokenize)
+    ends = [0, *(index + 1 for index, token in enumerate(hay) if token in line_ends)]
     place = min(ends, key=lambda end: abs(end - depth * room))
     return NeedleDocument([*hay[:place], *needle, *hay[place:], *said], answer, place, code)
 

@@ -6,6 +6,7 @@ and the main thread has nothing to do but to wait.
 """
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -44,6 +45,12 @@ def run_interruptibly(work: Callable[[], None]) -> None:
         pass
     if raised:
         raise raised[0]
+
+
+def prepare_to_leave(status: int) -> None:
+    """Keep what there is undisturbed, and end in a moment with this status if that blocks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The impatient would lose what is kept now.
+    end_soon(status)
 
 
 def end_soon(status: int) -> None:

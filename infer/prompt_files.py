@@ -145,11 +145,17 @@ def _row(row: Any, where: str) -> Prompt:
         raise ValueError(f"{where}: a row needs exactly one of {', '.join(SOURCES)}")
     source = next(source for source in SOURCES if source in row)
     options = {key: _option(key, row[key], where) for key in row if key != source}
-    return Prompt(where, _item(source, row[source], where), options)
+    return Prompt(where, item_of(source, row[source], where), options)
 
 
-def _item(source: str, value: Any, where: str) -> Any:
-    """The prompt of a row."""
+def item_of(source: str, value: Any, where: str) -> Any:
+    """The prompt of a row: text, checked messages or token ids.
+
+    Args:
+      source: one of :data:`SOURCES`.
+      value: of that field.
+      where: the file and its line, for messages.
+    """
     if source == "messages":
         return check_messages(value, where)
     if source == "prompt":

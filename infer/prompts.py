@@ -33,12 +33,8 @@ def encode_vicuna(tokenizer: Any, messages: Messages) -> list[int]:
     return _apply(require_tokenizer(tokenizer), messages, VICUNA_TEMPLATE)
 
 
-def encode_release(tokenizer: Any, messages: Messages) -> list[int]:
-    """The LongSpec release's format: ChatML for Qwen, its own ``<s>role`` turns for all others.
-
-    Every turn is tokenised by itself with special tokens on, as the release does: a Llama tokenizer
-    then begins every turn with its beginning-of-text token.
-    """
+def release_turns(tokenizer: Any, messages: Messages) -> list[str]:
+    """The turns of :func:`encode_release` as text, the opening of the answer last."""
     vocabulary = require_tokenizer(tokenizer).get_vocab()
     opening, closing = ("<s>", "</s>")
     if "<|im_start|>" in vocabulary:
@@ -46,7 +42,16 @@ def encode_release(tokenizer: Any, messages: Messages) -> list[int]:
     if messages[0]["role"] != "system":
         messages = [{"role": "system", "content": RELEASE_SYSTEM}, *messages]
     turns = [f"{opening}{turn['role']}\n{turn['content']}{closing}\n" for turn in messages]
-    turns.append(f"{opening}assistant\n")
+    return [*turns, f"{opening}assistant\n"]
+
+
+def encode_release(tokenizer: Any, messages: Messages) -> list[int]:
+    """The LongSpec release's format: ChatML for Qwen, its own ``<s>role`` turns for all others.
+
+    Every turn is tokenised by itself with special tokens on, as the release does: a Llama tokenizer
+    then begins every turn with its beginning-of-text token.
+    """
+    turns = release_turns(tokenizer, messages)
     return [token for turn in turns for token in tokenizer(turn)["input_ids"]]
 
 

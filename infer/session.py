@@ -22,7 +22,6 @@ from .arguments import drafters, row_options, sampling_options
 from .decode_report import (
     Outcome,
     as_json,
-    counted,
     header_lines,
     lines,
     memory_plan_line,
@@ -32,7 +31,7 @@ from .display import Screen
 from .journal import Journal
 from .prompt_files import Prompt
 from .tree_json import tree_fields
-from .wording import command_words
+from .wording import command_words, counted
 
 DEFAULT_PROMPT = "networkx_classes_digraph"
 """More than 8000 tokens, and greedily completed by the demo model without repeating itself, which a

@@ -68,3 +68,8 @@ def command_words(rows: Sequence[str] = (), of: str = "") -> Iterator[None]:
         kind = next(kind for kind in ERRORS if isinstance(error, kind))
         words = in_command_words(str(error), rows)
         raise kind(f"{of}: {words}" if of and not words.startswith(of) else words) from error
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {thing}{'s' * (number != 1)}"

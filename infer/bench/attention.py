@@ -22,13 +22,14 @@ from typing import Any
 
 import jax
 
+from ..wording import counted
 from . import attention_tiles, attention_torch
 from .arguments import settled
 from .attention_candidates import CANDIDATES, Refusal, compiled
 from .attention_cases import Case, Operands
 from .attention_torch import TORCH
 from .models import check_memory
-from .progress import announce, counted
+from .progress import announce
 from .report import Report, run_header
 from .timing import Roof, jax_seconds, measure_roof
 

@@ -27,8 +27,9 @@ from longspec_jax.embedded import DRAFTS
 from longspec_jax.generation.comparison import Comparison
 
 from ..rounds import by_round
+from ..wording import counted
 from .arguments import METHODS, settled
-from .progress import announce, counted, step
+from .progress import announce, step
 from .report import Report, run_header
 
 

@@ -46,6 +46,7 @@ from longspec_jax.generation.memory import tree_bytes
 from longspec_jax.sizes import shown_bytes
 
 from ..tree_json import tree_fields, tree_of
+from ..wording import counted
 from . import parts as parts_lib
 from .adaptive import time_adaptive
 from .arguments import settled
@@ -54,7 +55,7 @@ from .decode_setting import Bench, Setting, all_settings, rough_seconds, setting
 from .kernel_profile import profile
 from .models import Model, check_memory, draft_state, random_model
 from .prefill_time import time_prefill
-from .progress import announce, counted, step
+from .progress import announce, step
 from .report import Report, run_header
 from .shapes import SHAPES
 from .simulated import simulated_decode

@@ -19,8 +19,9 @@ from longspec_jax.embedded import DRAFTS
 from longspec_jax.generation.comparison import Comparison
 
 from ..tree_json import tree_fields, tree_of
+from ..wording import counted
 from .arguments import settled
-from .progress import announce, counted
+from .progress import announce
 from .report import Report, run_header
 
 MEASURED = {

@@ -20,8 +20,9 @@ from typing import Any
 from longspec_jax.config import TargetConfig
 from longspec_jax.weights.hf_config import hf_config
 
+from ..wording import counted
 from .arguments import DYNAMIC, STATIC, settled
-from .progress import announce, counted, step
+from .progress import announce, step
 from .report import Report, run_header
 from .shapes import SHAPES
 from .timing import median_seconds

@@ -24,8 +24,9 @@ from longspec_jax import LongSpec, demo_prompts
 from longspec_jax.generation.comparison import Comparison
 
 from ..tree_json import tree_fields
+from ..wording import counted
 from .arguments import settled
-from .progress import announce, counted
+from .progress import announce
 from .report import Report, run_header
 
 CPU_COMPILE_SECONDS, CPU_SECONDS_PER_TOKEN = 30, 0.02

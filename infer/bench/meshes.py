@@ -31,9 +31,10 @@ from longspec_jax.generation.job import Shape
 from longspec_jax.mesh_argument import written
 from longspec_jax.sharding import make_mesh, param_shardings
 
+from ..wording import counted
 from .arguments import settled
 from .models import Model, greedy_request, random_model
-from .progress import announce, counted, step
+from .progress import announce, step
 from .report import Report, Row, run_header
 from .shapes import SHAPES
 from .timing import rounded

@@ -29,9 +29,10 @@ from longspec_jax.drafters.working_options import WorkingCacheOptions
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 
 from ..haystack import NeedleDocument, needle_document
+from ..wording import counted
 from .arguments import settled
 from .forced import Verdict, forced
-from .progress import announce, counted, step
+from .progress import announce, step
 from .report import Report, run_header
 
 ONE_TOKEN = TreeConfig((1,))

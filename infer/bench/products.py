@@ -21,9 +21,10 @@ import jax.numpy as jnp
 from longspec_jax.config import TargetConfig
 from longspec_jax.ops.products import skinny
 
+from ..wording import counted
 from .arguments import settled
 from .models import WEIGHT_SCALE, check_memory
-from .progress import announce, counted
+from .progress import announce
 from .report import Report, run_header
 from .shapes import SHAPES
 from .timing import jax_seconds, measure_roof, rounded

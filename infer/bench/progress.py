@@ -25,11 +25,6 @@ def step(words: str) -> None:
         print(f"... {words}", file=sys.stderr, flush=True)
 
 
-def counted(number: int, word: str) -> str:
-    """``1 case``, ``2 cases``."""
-    return f"{number} {word}{'s' * (number != 1)}"
-
-
 def _duration(seconds: float) -> str:
     """In the unit that people would use."""
     if seconds < 90:

@@ -19,9 +19,10 @@ import numpy as np
 
 from longspec_jax import LongSpec, demo_prompts
 
+from ..wording import counted
 from .arguments import settled
 from .compilations import compilations
-from .progress import announce, counted, step
+from .progress import announce, step
 from .report import Report, run_header
 from .timing import rounded
 

@@ -39,12 +39,13 @@ from longspec_jax.drafters.refreshed import Kept, every
 from longspec_jax.drafters.retrieval import behind_chain
 from longspec_jax.ops.selection.blocks import BlockBudget
 
+from ..wording import counted
 from .arguments import settled
 from .decode import LoopTime, time_loop, time_part
 from .decode_setting import Bench, Setting, rough_seconds, setting_bytes
 from .models import Model, check_memory, random_model
 from .parts import Part
-from .progress import announce, counted, step
+from .progress import announce, step
 from .report import Report, run_header
 from .shapes import SHAPES
 from .simulated import AcceptanceLengths

@@ -286,6 +286,11 @@ def _check_data(arguments: argparse.Namespace, tasks: list[str]) -> None:
                 f"--data={task}={path} is for a task that is not run; add --task={task}"
             )
     named = {task for task, _ in data}
+    if len(named) < len(data):
+        for_tasks = [task for task, _ in data]
+        twice = next(task for task in for_tasks if for_tasks.count(task) > 1)
+        words = f"--data={twice}" if twice else "--data=PATH"
+        raise ValueError(f"{words} is given twice; name one file or folder, or one for each task")
     if FREE in tasks and not named & {"", FREE}:
         raise ValueError(f"--task={FREE} reads a file of yours; name it with --data=FILE.jsonl")
     of_files = [task for task in tasks if task not in SUITE]

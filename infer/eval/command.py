@@ -1,8 +1,6 @@
 """The run of ``python -m infer.eval`` behind its arguments, and how it is left early."""
 
 import argparse
-import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +9,8 @@ from typing import Any
 
 from .. import interruption
 from ..boundary import INTERRUPTED
-from ..wording import command_words
+from ..surroundings import prepare_environment
+from ..wording import command_words, counted
 from . import run_folder
 from .progress import Progress
 from .records import Header, SampleRecord
@@ -45,9 +44,7 @@ class Evaluation:
         """Load, check and decode."""
         arguments, progress = self._arguments, self.progress
         progress.starting("starting")
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        if arguments.compilation_cache is not None:
-            os.environ["LONGSPEC_CACHE"] = arguments.compilation_cache
+        prepare_environment(arguments.compilation_cache)
         from longspec_jax.compilation import keep_programs
 
         from ..models import check_devices, fetch, load
@@ -57,6 +54,7 @@ class Evaluation:
         check_devices()
         arguments.out.mkdir(parents=True, exist_ok=True)
         before = self._before()
+        progress.clear()  # What follows says of itself where it keeps and fetches things.
         keep_programs()
         target, drafts = fetch(arguments)
         progress.starting("loading the models")
@@ -115,8 +113,6 @@ class Evaluation:
 
     def _announce(self, tasks: Sequence[Any], done: Sequence[SampleRecord]) -> None:
         """Say what is run, what is left out and what is there already."""
-        from ..decode_report import counted
-
         for task in tasks:
             longest = max(len(prompt.tokens) for prompt in task.prompts)
             cut = sum(len(each.tokens) < each.original_tokens for each in task.prompts)
@@ -162,8 +158,7 @@ def evaluate(
         return 0
     except KeyboardInterrupt:
         if end is None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            interruption.end_soon(INTERRUPTED)
+            interruption.prepare_to_leave(INTERRUPTED)
         evaluation.close()
         evaluation.progress.close()
         print(

@@ -140,7 +140,7 @@ class LibraryDecoder:
             source,
             None if tree is None or not tree.widths else str(tree),
             None if tree is None else tree.num_nodes,
-            dict(options) if draft is not None and draft.own else {},
+            dict(options) if draft is not None and (draft.own or len(spec.drafts) == 1) else {},
         )
         own = replace(spec, draft=draft, attention=chosen.method.attention or spec.attention)
         return cls(chosen.name, setting, own, tree, chosen.method.adaptive)

@@ -7,6 +7,7 @@ from typing import Any
 
 from longspec_jax import demo_prompts
 
+from ..prompt_files import SOURCES, item_of, read_text
 from . import protocols, suite
 from .loading import Row, rows
 from .protocols import EvalProtocol, LeftOut, Ready
@@ -119,11 +120,15 @@ def samples(name: str, sources: Sources, target: Target) -> Iterator[Sample]:
         for context in sources.contexts:
             yield from suite.SUITE[name](tokenizer, context)
     elif name == NEEDLE:
-        texts = [path.read_text("utf-8")] if path is not None else [*demo_prompts().values()]
+        # A folder or an archive is of other tasks.
+        texts = [*demo_prompts().values()]
+        if path is not None and path.is_file() and path.suffix != ".zip":
+            texts = [read_text(path, "--data")]
         for context in sources.contexts:
             yield from suite.needles(tokenizer, texts, context)
     elif name == FREE:
-        yield from map(_free, range(10**9), rows(name, None, path, None))
+        for number, row in enumerate(rows(name, None, path, None)):
+            yield _free(number, row)
     else:
         task = TASKS[name]
         found = rows(name, task.hub, path, sources.mirror)
@@ -152,16 +157,17 @@ def _filled(
 def _free(number: int, row: Row) -> Sample:
     """A sample of a user's file: ``prompt`` or ``messages``, and what counts as an answer."""
     where, values = row
-    given = [name for name in ("prompt", "messages", "input_ids") if name in values]
+    given = [name for name in SOURCES if name in values]
     if len(given) != 1:
         found = ", ".join(sorted(map(str, values))) or "nothing"
         raise ValueError(
             f"{where} needs exactly one of prompt, messages and input_ids; it has {found}"
         )
     [kind] = given
-    prompt = text_field(values, "prompt", where) if kind == "prompt" else values[kind]
-    if not prompt:
+    if values[kind] in ("", []):
         raise ValueError(f"{where}: {kind!r} is empty; remove the row, or fill it in")
+    text = kind == "prompt"
+    prompt = text_field(values, kind, where) if text else item_of(kind, values[kind], where)
     answers = next((name for name in FREE_ANSWERS if name in values), FREE_ANSWERS[0])
     return Sample(sample_name(values, number), references(values, answers, where), prompt=prompt)
 

@@ -6,9 +6,15 @@ from dataclasses import dataclass
 
 from longspec_jax.generation.activity import Activity, Compiling, Prefilling, Tuning
 
-from ..decode_report import counted
 from ..status_line import StatusLine
-from .records import PLAIN_METHOD, SampleRecord, acceptance_length, tokens_per_second
+from ..wording import counted
+from .records import (
+    PLAIN_METHOD,
+    SampleRecord,
+    acceptance_length,
+    compared_with_plain,
+    tokens_per_second,
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,10 @@ class Progress:
     def starting(self, words: str) -> None:
         """Something begins that belongs to no part."""
         self._status.show(words)
+
+    def clear(self) -> None:
+        """What follows says of itself what it does."""
+        self._status.clear()
 
     def at(self, part: Part, records: Sequence[SampleRecord]) -> None:
         """A part has got so far."""
@@ -92,8 +102,7 @@ def part_line(part: Part, records: Sequence[SampleRecord], plain: Sequence[Sampl
     if part.method != PLAIN_METHOD and plain and any(each.decode_tokens for each in plain):
         speedup = tokens_per_second(records) / tokens_per_second(plain)
         words.append(f"{speedup:.2f} times plain")
-    compared = [record for record in records if record.identical_to_plain is not None]
+    same, compared = compared_with_plain(records)
     if compared:
-        same = sum(bool(record.identical_to_plain) for record in compared)
-        words.append(f"{same} of {len(compared)} identical to plain")
+        words.append(f"{same} of {compared} identical to plain")
     return f"{part.task:14} {part.method:18} T={part.temperature:<4g} {', '.join(words)}"

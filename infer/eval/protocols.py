@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..prompts import RELEASE_SYSTEM, STYLES, encode
-from .samples import Sample, Wording
+from ..prompts import STYLES, encode, release_turns
+from .samples import Sample
 from .tasks import Task
 
 RELEASE_LEAST, RELEASE_MARGIN = 1200, 2000
@@ -47,10 +47,6 @@ class EvalProtocol(Protocol):
         """Most new tokens of a task's samples."""
         ...
 
-    def wording(self, task: Task) -> Wording:
-        """How a task asks."""
-        ...
-
     def prompt(self, task: Task, sample: Sample) -> Ready | LeftOut:
         """A sample's tokens, or why it is left out."""
         ...
@@ -77,10 +73,6 @@ class LongSpecProtocol:
     def new_tokens(self, task: Task) -> int:
         """Most new tokens of a task's samples."""
         return task.release_tokens
-
-    def wording(self, task: Task) -> Wording:
-        """How the release asks."""
-        return task.release
 
     def prompt(self, task: Task, sample: Sample) -> Ready | LeftOut:
         """The whole prompt, if its length is within the bounds."""
@@ -131,10 +123,6 @@ class LongBenchProtocol:
         """Most new tokens of a task's samples."""
         return task.longbench_tokens
 
-    def wording(self, task: Task) -> Wording:
-        """How LongBench asks."""
-        return task.longbench
-
     def prompt(self, task: Task, sample: Sample) -> Ready | LeftOut:
         """The prompt without its middle if it is too long; none is left out."""
         text = task.longbench.whole(sample.fields)
@@ -154,12 +142,8 @@ class LongBenchProtocol:
 
 def release_text(tokenizer: Any, question: str, answer: str) -> str:
     """The release's chat format around a question, as one text: ChatML for Qwen, its own else."""
-    opening, closing = ("<s>", "</s>")
-    if "<|im_start|>" in tokenizer.get_vocab():
-        opening, closing = ("<|im_start|>", "<|im_end|>")
-    turns = (("system", RELEASE_SYSTEM), ("user", question))
-    said = "".join(f"{opening}{role}\n{content}{closing}\n" for role, content in turns)
-    return f"{said}{opening}assistant\n{answer}"
+    turns = release_turns(tokenizer, [{"role": "user", "content": question}])
+    return "".join([*turns, answer])
 
 
 def as_given(tokenizer: Any, vocab_size: int, sample: Sample, style: str | None) -> Ready:

@@ -225,6 +225,14 @@ def tokens_per_second(records: Iterable[SampleRecord]) -> float:
     return tokens / seconds if tokens and seconds else math.nan
 
 
+def compared_with_plain(records: Iterable[SampleRecord]) -> tuple[int, int]:
+    """Records that are identical to plain decoding, and those that were compared with it."""
+    verdicts = [
+        record.identical_to_plain for record in records if record.identical_to_plain is not None
+    ]
+    return sum(verdicts), len(verdicts)
+
+
 def decode_seconds(records: Iterable[SampleRecord]) -> float:
     """Seconds of the rounds of all calls, each counted once."""
     return sum({record.call: record.decode_s for record in records}.values())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspec_jax import LongSpec
+from longspec_jax.generation.comparison import first_difference
 
 from ..journal import Closed
 from .decoders import Decoded, Decoder, Request
@@ -186,8 +187,10 @@ class EvalRun:
         with self._lock:
             if self._closed:
                 raise Closed
-            self._writer.add(records)
-            self._records |= {record.key: record for record in records}
+            # A call that was on file in part has been decoded whole again.
+            fresh = [record for record in records if record.key not in self._records]
+            self._writer.add(fresh)
+            self._records |= {record.key: record for record in fresh}
 
     def _on_activity(self, activity: Any) -> None:
         if self._closed:
@@ -204,13 +207,11 @@ class EvalRun:
         alike = decoder.draws_like_plain(key.temperature)
         if plain is None or key.method == PLAIN_METHOD or not alike:
             return None, None
-        if plain.tokens == decoded.tokens:
+        index = first_difference(plain.tokens, decoded.tokens)
+        if index is None:
             return True, None
-        pairs = zip(plain.tokens, decoded.tokens, strict=False)
-        shorter = min(len(plain.tokens), len(decoded.tokens))
-        index = next((i for i, (one, other) in enumerate(pairs) if one != other), shorter)
         gap = None
-        if index < shorter:
+        if index < min(len(plain.tokens), len(decoded.tokens)):
             gap = self._spec.score_gap(
                 [*prompt.tokens, *plain.tokens[:index]],
                 *(plain.tokens[index], decoded.tokens[index]),

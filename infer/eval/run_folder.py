@@ -123,7 +123,9 @@ class Writer:
             before = path.stat().st_size if path.exists() else 0
             with path.open("ab", buffering=0) as file:
                 try:
-                    file.write(data)
+                    left = memoryview(data)
+                    while left:  # A write may take a part of it; the next one says why.
+                        left = left[file.write(left) :]
                     os.fsync(file.fileno())
                 except BaseException:  # A full disk: half a call is not to stay.
                     file.truncate(before)

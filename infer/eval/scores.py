@@ -104,15 +104,10 @@ def found(text: str, reference: str) -> float:
     return float(text.strip().startswith(reference.strip()))
 
 
-def whole_similarity(text: str, reference: str) -> float:
-    """Edit similarity of the whole answer."""
-    return edit_similarity(text, reference)
-
-
 METRICS: dict[str, Callable[[str, str], float]] = {
     "rouge_l": rouge_l,
     "edit_similarity": code_similarity,
-    "whole_similarity": whole_similarity,
+    "whole_similarity": edit_similarity,
     "exact_match": exact_match,
     "found": found,
 }

@@ -73,7 +73,8 @@ def recall(tokenizer: Any, context: int) -> Iterator[Sample]:
     documents = demo_prompts()
     for name in DOCUMENTED:
         text = documents[name]
-        start = text.index("\n\n", context // 4) + 2  # A token is about three letters.
+        # A token is about three letters; of a context longer than the document it is its middle.
+        start = text.index("\n\n", min(context // 4, len(text) // 2)) + 2
         passage = _tokens(tokenizer, text[start:])
         again = [*_tokens(tokenizer, "\n\n"), *passage[:RECALLED]]
         before = _tokens(tokenizer, text)[: context - len(again)]

@@ -8,6 +8,7 @@ from .records import (
     PLAIN_METHOD,
     SampleRecord,
     acceptance_length,
+    compared_with_plain,
     tokens_per_second,
 )
 
@@ -40,8 +41,7 @@ def _row(
         if len(there) == len(here)
         else (math.nan)
     )
-    compared = [record for record in found if record.identical_to_plain is not None]
-    same = sum(bool(record.identical_to_plain) for record in compared)
+    same, compared = compared_with_plain(found)
     return {
         "task": task,
         "method": method,
@@ -50,7 +50,7 @@ def _row(
         "acceptance_length": _number(acceptance_length(found)),
         "tokens_per_second": _number(tokens_per_second(found)),
         "speedup_over_plain": None if method == PLAIN_METHOD else _number(speedup),
-        "identical_to_plain_fraction": same / len(compared) if compared else None,
+        "identical_to_plain_fraction": same / compared if compared else None,
         "samples": len(found),
         "new_tokens": sum(record.new_tokens for record in found),
         "prefill_seconds": _number(

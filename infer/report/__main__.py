@@ -72,8 +72,9 @@ def _run(argv: Sequence[str] | None) -> int:
     arguments = parser().parse_args(argv)
 
     from . import outputs
+    from .context_bins import EDGES
     from .named_runs import named_runs
-    from .sections import EDGES, report
+    from .sections import report
 
     runs = named_runs([Path(name) for name in arguments.runs])
     paths = outputs.targets(arguments.out or arguments.runs[0])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..eval.records import RoundTree, SampleRecord
+from ..wording import counted
 from .blocks import Block
 
 Origin = Literal["prefill", "draft", "bonus"]
@@ -123,8 +124,8 @@ def _tree_data(tree: RoundTree) -> dict[str, Any]:
 def _why(tree: RoundTree, last: int, below: int) -> str:
     """Why the walk stopped, with what the target drew there."""
     words = REASONS[tree.stop]
-    candidates = f"{below} candidate{'s' * (below != 1)}"
-    return f"{words} (among {candidates})" if tree.stop == "not proposed" else words
+    among = f"{words} (among {counted(below, 'candidate')})"
+    return among if tree.stop == "not proposed" else words
 
 
 def shades(cases: Sequence[CaseStudy]) -> list[int]:

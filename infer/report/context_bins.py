@@ -9,6 +9,7 @@ PAPER_EDGES = (0, 5_000, 10_000, 15_000, 20_000, 25_000, 32_000)
 """Of the LongSpec paper's Table 4."""
 FURTHER = (64_000, 128_000, 256_000, 512_000, 1_024_000)
 """Beyond it."""
+EDGES = (*PAPER_EDGES, *FURTHER)
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Bin:
         return f"{_short(self.start)}–{_short(self.stop)}"
 
 
-def occupied(lengths: Iterable[int], edges: Sequence[int] = (*PAPER_EDGES, *FURTHER)) -> list[Bin]:
+def occupied(lengths: Iterable[int], edges: Sequence[int] = EDGES) -> list[Bin]:
     """The ranges between edges that hold a length; the last reaches as far as it must.
 
     Args:

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
+from ..eval.records import compared_with_plain
 from .blocks import Block, all_temperatures
 from .table import ABSENT, Body, Cell, Group, Table, lines, said, temperature_words, with_figures
 
@@ -38,16 +39,15 @@ def tables(blocks: Sequence[Block]) -> list[Table]:
 
 def _cells(block: Block, method: str, temperature: float) -> tuple[Cell, ...]:
     records = block.all_tasks(method, temperature)
-    compared = [record for record in records if record.identical_to_plain is not None]
+    same, compared = compared_with_plain(records)
     if not compared:
         return (Cell(ABSENT),) * len(COLUMNS)
-    same = sum(record.identical_to_plain is True for record in compared)
-    found = [record.divergence for record in compared if record.divergence]
+    found = [record.divergence for record in records if record.divergence]
     gaps = [divergence.gap for divergence in found if divergence.gap is not None]
-    percent = math.floor(10_000 * same / len(compared)) / 100  # Never 100 % of what is not all.
+    percent = math.floor(10_000 * same / compared) / 100  # Never 100 % of what is not all.
     where = statistics.median(divergence.index for divergence in found) if found else None
     return (
-        said(f"{same} of {len(compared)}"),
+        said(f"{same} of {compared}"),
         said(f"{percent:.4g} %"),
         said(f"token {where:g}") if where is not None else Cell(ABSENT),
         said(f"{max(gaps):.3g}") if gaps else Cell(ABSENT),

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..eval.records import PLAIN_METHOD
+from ..wording import counted
 from .blocks import Block, NamedRun
 from .intervals import FEWEST
 from .quality_table import unscored
@@ -76,12 +77,12 @@ def _of_run(run: NamedRun) -> list[str]:
         )
     skipped = Counter((sample.task, sample.reason) for sample in run.run.skipped)
     for (task, reason), number in skipped.items():
-        told.append(f"{run.name}: {_samples(number)} of {task} skipped: {reason}.")
+        told.append(f"{run.name}: {counted(number, 'sample')} of {task} skipped: {reason}.")
     cut = {(r.task, r.sample) for r in run.run.samples if r.truncated}
     for task, number in Counter(task for task, _ in cut).items():
         told.append(
-            f"{run.name}: the prompts of {_samples(number)} of {task} were cut, as the protocol "
-            "says, and are counted with the length that was left."
+            f"{run.name}: the prompts of {counted(number, 'sample')} of {task} were cut, as the "
+            "protocol says, and are counted with the length that was left."
         )
     return told
 
@@ -122,7 +123,3 @@ def _without_figures(block: Block) -> list[str]:
             f"{block.label}: no round was kept as a tree, so that there is no case to study."
         )
     return told
-
-
-def _samples(number: int) -> str:
-    return f"{number} sample{'s' * (number != 1)}"

@@ -23,7 +23,7 @@ from . import (
 from .blocks import Block, NamedRun, blocks
 from .case_study import CaseStudy, case_studies, spread
 from .chart import Chart
-from .context_bins import FURTHER, PAPER_EDGES
+from .context_bins import EDGES
 from .table import Table
 
 
@@ -66,8 +66,6 @@ class Report:
 
 MANY = 4
 """Tables of a section that are shown at once."""
-EDGES = (*PAPER_EDGES, *FURTHER)
-"""Ranges of context lengths, unless others are asked for."""
 
 
 def report(

@@ -9,12 +9,12 @@ import pytest
 from infer.decode_report import (
     Outcome,
     as_json,
-    counted,
     gathered,
     header_lines,
     lines,
     tuned_line,
 )
+from infer.wording import counted
 from longspec_jax import GenerateResult, MemoryPlan, Stats, StreamRound, TreeConfig, TreeUse
 from longspec_jax.generation.activity import Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence

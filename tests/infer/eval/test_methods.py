@@ -85,6 +85,11 @@ def test_trees_of_the_methods() -> None:
         (["--task=qmsum", "--top_p=0.9"], "no effect at temperature 0; add --temperature=1"),
         (["--task=qmsum", "--method=hf-plain", "--batch=2"], "hf-plain decodes one row at a time"),
         (["--task=jsonl"], "name it with --data=FILE.jsonl"),
+        (["--task=jsonl", *[f"--data={__file__}"] * 2], "--data=PATH is given twice"),
+        (
+            ["--task=lcc", f"--data=lcc={__file__}", f"--data=lcc={__file__}"],
+            "--data=lcc is given twice",
+        ),
         (["--task=qmsum", "--data=absent.jsonl"], "--data=absent.jsonl: there is no such file"),
         (["--task=qmsum", f"--data=lcc={__file__}"], "is for a task that is not run; add --task="),
         (["--task=qmsum", "--task=lcc", f"--data={__file__}"], "is one file for 2 tasks"),

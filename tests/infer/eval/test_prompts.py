@@ -208,6 +208,8 @@ def test_prompts_of_a_users_file(tmp_path: Path) -> None:
         ([{"prompt": "x", "input_ids": [1]}], "needs exactly one of"),
         ([{"prompt": ""}], "line 1: 'prompt' is empty"),
         ([{"input_ids": []}], "'input_ids' is empty"),
+        ([{"input_ids": "ab cd"}], "line 1: input_ids 'ab cd' must be a list of token ids"),
+        ([{"messages": "hello"}], "line 1"),
         ([{"prompt": "x", "id": 1}, {"prompt": "y", "id": 1}], "two samples have the id '1'"),
     ],
 )
@@ -257,3 +259,11 @@ def test_needles_lie_in_a_users_text(tmp_path: Path) -> None:
     for prompt in found:
         assert prompt.references[0] in tokenizer.decode(prompt.tokens)
         assert "a line of hay" in tokenizer.decode(prompt.tokens)
+
+
+@on_the_demo
+@pytest.mark.parametrize("context", [4_000, 131_072])
+def test_passages_are_copied_at_contexts_longer_than_the_documents(context: int) -> None:
+    found = list(SUITE["demo_copy"](load_tokenizer(DEMO / "target"), context))
+    assert len(found) == len(DEPTHS)
+    assert all(each.references[0] and len(each.prompt) <= context for each in found)

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,21 @@ def test_a_call_is_written_whole_or_not_at_all(folder: Path, monkeypatch) -> Non
     monkeypatch.setattr(run_folder.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         Writer(folder).add([another(sample="8"), another(sample="9")])
+    assert read(folder).samples == (RECORD,)
+
+
+def test_a_write_that_takes_a_part_is_gone_on_with(folder: Path) -> None:
+    """As one does on a disk that fills up; here a limit on the size of files."""
+    before = (folder / SAMPLES).stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before + 100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            Writer(folder).add([another(sample="8"), another(sample="9")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
     assert read(folder).samples == (RECORD,)
 
 

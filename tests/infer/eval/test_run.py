@@ -125,6 +125,19 @@ def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypat
     assert "holds a run with other options (batch: 1 there, 3 now)" in capsys.readouterr().err
 
 
+def test_a_call_of_several_rows_that_was_kept_in_part_is_not_counted_twice(
+    options: list[str], tmp_path: Path
+) -> None:
+    given = [*options, "--batch=2", f"--out={tmp_path}"]
+    assert command.main(given) == 0
+    path, whole = tmp_path / SAMPLES, read(tmp_path)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert command.main(given) == 0
+    again = read(tmp_path)
+    assert [record.key for record in again.samples] == [record.key for record in whole.samples]
+    assert command.main(given) == 0, "what is there can still be read"
+
+
 def test_of_several_runs_the_one_of_median_seconds_is_kept(
     options: list[str], tmp_path, monkeypatch
 ) -> None:

@@ -1,0 +1,15 @@
+"""What a command sets in its environment before the library is imported."""
+
+import os
+
+
+def prepare_environment(cache: str | None) -> None:
+    """Keep transformers quiet, and say where programs are kept.
+
+    Args:
+      cache: a folder or ``off``; what the environment says if absent.
+    """
+    # A Python without PyTorch is what we run in; transformers need not warn of it.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if cache is not None:
+        os.environ["LONGSPEC_CACHE"] = cache
