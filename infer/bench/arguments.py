@@ -326,6 +326,11 @@ def retrieval(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="an option of the LongSpec draft: int8, vocabulary=N",
     )
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="with the cache in the host's memory, and plain decoding beside",
+    )
     _add(parser, "--new_tokens", SEVERAL, ByMachine(1024, 48), "tokens of one repetition")
     _add(parser, "--repetitions", COUNT, ByMachine(3, 1))
     _add(parser, "--turns", COUNT, ByMachine(10, 2), "repeats of a separately timed part")

@@ -10,9 +10,10 @@ import numpy as np
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
-from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes
+from longspec_jax.decoding.cache import KVCache, bucket_capacity
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Request
+from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 
 from ..wording import command_words
@@ -73,8 +74,9 @@ class Bench:
 
     @classmethod
     def prepare(cls, setting: Setting, model: Model) -> "Bench":
-        """Fill a cache."""
-        return cls(setting, model, filled_cache(model.config, setting.batch, setting.capacity))
+        """Fill a cache, where the target has it."""
+        size = setting.batch, setting.capacity
+        return cls(setting, model, filled_cache(model.config, *size, model.target.offload))
 
     @functools.cached_property
     def drafter(self) -> LongSpecDrafter:
@@ -93,8 +95,10 @@ class Bench:
         return state_at(self.cache, draft, drafter.tree, setting.contexts, self.request)
 
     def compile(self, program: Any, *static: Any, state: Any) -> Callable[..., Any]:
-        """Compile ``program(*static, params, state)`` from shapes alone."""
-        dynamic = abstract((self.model.params, state))
+        """Compile ``program(*static, params, state)``, from shapes alone where they suffice."""
+        dynamic = self.model.params, state
+        if not self.model.target.offload:  # A shape does not say in which memory an array lies.
+            dynamic = abstract(dynamic)
         return program.lower(*static, *dynamic).compile()
 
 
@@ -137,10 +141,11 @@ def acceptance_lengths(arguments: argparse.Namespace, levels: int) -> Acceptance
         raise ValueError(f"{option}: {error}") from None
 
 
-def setting_bytes(setting: Setting) -> int:
-    """The target's weights and the cache: most of what a setting takes."""
+def setting_bytes(setting: Setting, offload: bool = False) -> int:
+    """The target's weights and the cache on the device: most of what a setting takes there."""
     config = SHAPES[setting.shape]
-    return target_bytes(config) + cache_bytes(config, setting.batch, setting.capacity)
+    held = CachedTarget(config, offload=offload).cache_bytes(setting.batch, setting.capacity)
+    return target_bytes(config) + held.device
 
 
 def rough_seconds(setting: Setting) -> float:

@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.offloaded import OffloadedCache
 from longspec_jax.decoding.record import Record, SpecState
 from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import Sampling
@@ -31,6 +33,7 @@ from longspec_jax.drafters.small_lm.draft import SmallLM
 from longspec_jax.drafters.small_lm.options import SmallLMOptions
 from longspec_jax.generation.memory import free_bytes, tree_bytes
 from longspec_jax.models.target import Target
+from longspec_jax.ops.placement import HOST_MEMORY
 from longspec_jax.sharding import path_name
 from longspec_jax.sizes import shown_bytes
 
@@ -179,13 +182,32 @@ def _key(seed: int, number: int) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed, impl="rbg"), number)
 
 
-def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2) -> KVCache:
-    """A cache that looks as if a prompt had been prefilled into all of it."""
+def filled_cache(
+    config: TargetConfig, batch: int, capacity: int, offload: bool = False, seed: int = 2
+) -> KVCache:
+    """A cache that looks as if a prompt had been prefilled into all of it.
+
+    Args:
+      config: the target's shape.
+      batch: rows.
+      capacity: slots of a row.
+      offload: whether it lies in the host's memory, where the target has it then.
+      seed: of the values.
+    """
     shape = (batch, config.num_kv_heads, capacity, config.head_width)
     fill = _filler(shape, config.dtype, 1.0)
-    keys = tuple(fill(_key(seed, 2 * layer)) for layer in range(config.num_layers))
-    values = tuple(fill(_key(seed, 2 * layer + 1)) for layer in range(config.num_layers))
-    return KVCache(keys, values)
+    host = SingleDeviceSharding(jax.devices()[0], memory_kind=HOST_MEMORY)
+    last = config.num_layers - 1
+
+    def filled(layer: int, part: int) -> jax.Array:
+        slots = fill(_key(seed, 2 * layer + part))
+        if offload and layer < last:
+            # One after the other: the device may have room for few of them.
+            slots = jax.block_until_ready(jax.device_put(slots, host))
+        return slots
+
+    keys, values = (tuple(filled(layer, part) for layer in range(last + 1)) for part in (0, 1))
+    return (OffloadedCache if offload else KVCache)(keys, values)
 
 
 def greedy_request(batch: int, new_tokens: int) -> Request:

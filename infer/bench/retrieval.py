@@ -16,6 +16,11 @@ are timed apart, in programs of their own; blocks are chosen every ``refresh`` f
 end to end for each. ``acceptance_length`` is emitted tokens over full target passes. ``break_even``
 is the agreement from which retrieval is faster, between two of those measured; ``modelled_...`` and
 ``best_chain`` (its levels) are what :mod:`longspec_jax.drafters.chain_cost` makes of the times.
+
+With ``offload`` the cache lies in the host's memory, but for ``at_budget``, and ``plain`` is
+decoding of one token per pass over it. ``host_bytes`` of the cache are there then;
+``device_limit_bytes`` is what jax may take of the device (``XLA_PYTHON_CLIENT_MEM_FRACTION``), and
+``device_peak_bytes`` the most that was taken so far.
 """
 
 import argparse
@@ -29,10 +34,11 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.config import MAX_TREE_LEVELS, TreeConfig
+from longspec_jax.decoding.engine import decode
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.chain_cost import ChainCost
 from longspec_jax.drafters.quest import Quest
 from longspec_jax.drafters.refreshed import Kept, every
@@ -73,7 +79,7 @@ def main(arguments: argparse.Namespace) -> None:
     ]
     for setting in settings:
         cached = f"{setting.shape} with {setting.context} cached tokens"
-        check_memory(cached, setting_bytes(setting))
+        check_memory(cached, setting_bytes(setting, arguments.offload))
     if cpu:
         cases = len(settings) * (1 + len(budgets) * len(trees))
         announce(counted(cases, "case"), sum(map(rough_seconds, settings)) * cases)
@@ -82,6 +88,8 @@ def main(arguments: argparse.Namespace) -> None:
             step(f"drawing the weights of {shape}")
             options = dict(arguments.drafter_option or ())
             model = random_model(SHAPES[shape], arguments.attention, options=options)
+            target = dataclasses.replace(model.target, offload=arguments.offload)
+            model = dataclasses.replace(model, target=target)
             for setting in of_shape:
                 for row in measure(setting, model, budgets, trees, arguments):
                     report.add(row, line(row))
@@ -127,15 +135,32 @@ def measure(
     arguments: argparse.Namespace,
 ) -> Iterator[Row]:
     """The rows of one setting: one level first, then every budget and chain with its end."""
+    if model.target.offload:
+        yield plain_decoding(setting, model)
     base = one_level(setting, model)
     yield base
+    on_device = dataclasses.replace(model.target, offload=False)
     for budget in budgets:
         if budget.slots < setting.context:
             at_budget = dataclasses.replace(setting, context=budget.slots, shortest=budget.slots)
-            compared = one_level(at_budget, model)
+            compared = one_level(at_budget, dataclasses.replace(model, target=on_device))
             yield {**compared, "method": "at_budget"}
             for tree in trees:
                 yield from two_levels(setting, model, budget, tree, arguments, base, compared)
+
+
+def plain_decoding(setting: Setting, model: Model) -> Row:
+    """One token per pass; no more than suffice for a time."""
+    step(f"{setting.shape}, {setting.context} cached tokens: plain decoding")
+    few = dataclasses.replace(setting, new_tokens=min(setting.new_tokens, PART_ROUNDS))
+    bench, drafter = Bench.prepare(few, model), NoDraft()
+    program = bench.compile(decode, model.target, drafter, state=bench.state(drafter))
+    return {
+        **described(few),
+        "method": "plain",
+        **figures(time_loop(bench, program, drafter)),
+        **memory(few, model),
+    }
 
 
 def one_level(setting: Setting, model: Model) -> Row:
@@ -149,6 +174,19 @@ def one_level(setting: Setting, model: Model) -> Row:
         **described(setting),
         "method": "longspec",
         **figures(time_loop(bench, program, drafter)),
+        **memory(setting, model),
+    }
+
+
+def memory(setting: Setting, model: Model) -> Row:
+    """What lies where, if the cache is offloaded."""
+    if not model.target.offload:
+        return {}
+    statistics = jax.devices()[0].memory_stats() or {}
+    return {
+        "host_bytes": model.target.cache_bytes(setting.batch, setting.capacity).host,
+        "device_limit_bytes": statistics.get("bytes_limit"),
+        "device_peak_bytes": statistics.get("peak_bytes_in_use"),
     }
 
 
@@ -208,6 +246,7 @@ def two_levels(
             "nodes": tree.num_nodes,
             "agreement": agreement,
             **found,
+            **memory(setting, model),
             **parts,
             "select_share": rounded(parts["select_ms"] / found["round_ms"]),
             "partial_over_round_at_budget": rounded(
@@ -346,6 +385,7 @@ def figures(loop: LoopTime) -> Row:
 def line(row: Row) -> str:
     """A row for reading."""
     what = {
+        "plain": "plain",
         "longspec": "one level",
         "at_budget": "one level, context of the budget",
     }.get(row["method"])

@@ -33,6 +33,16 @@ def test_rows_have_what_is_promised(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"{case}: faster than one level" in capsys.readouterr().out
 
 
+def test_the_cache_may_lie_in_the_hosts_memory(tmp_path: Path) -> None:
+    file = tmp_path / "offload.json"
+    command = "retrieval --offload --shape=tiny --context=700 --new_tokens=32 --agreement=0.9"
+    assert bench.main([*command.split(), f"--json={file}"]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["method"] for row in rows] == ["plain", "longspec", "at_budget", "retrieval"]
+    assert [row.get("host_bytes", 0) > 0 for row in rows] == [True, True, False, True]
+    assert rows[0]["acceptance_length"] == 1
+
+
 @pytest.mark.parametrize(
     ("points", "words"),
     [
