@@ -87,6 +87,9 @@ class LongSpec:
     row_slots: int | None = None
     """Rows that are decoded at once. The prompts of a larger batch wait, and each is prefilled,
     between the rounds of the others, for the next slot to come free. All rows at once if absent."""
+    expected_tokens: int = 0
+    """Of the longest prompt with its new tokens, where that is known beforehand: calls with fewer
+    get caches of the same size, and need no programs of their own."""
     offload: bool = False
     """Whether the target's cache lies in the host's memory, for contexts that the device has no
     room for: two layers of it are on the device at a time, and the last one always. A pass takes as
@@ -104,6 +107,7 @@ class LongSpec:
             prefill_chunk=self.prefill_chunk,
             mesh=self.mesh,
             row_slots=self.row_slots,
+            expected_tokens=self.expected_tokens,
             offload=self.offload,
         )
         if self.offload:
@@ -430,7 +434,8 @@ class LongSpec:
         drafters, params = self._drafters(tree, adaptive=False)
         drafter = tallest(drafters)
         levels = drafter.tree.num_levels
-        shape = Shape.for_call(prompt_tokens, max_new_tokens, levels, self.prefill_chunk)
+        sizes = prompt_tokens, max_new_tokens, levels, self.prefill_chunk
+        shape = Shape.for_call(*sizes, self.expected_tokens)
         return self._plan(rows, shape, drafters, params)
 
     def _prepare(
@@ -455,6 +460,7 @@ class LongSpec:
             int(rows.max_new_tokens.max()),
             drafter.tree.num_levels,
             self.prefill_chunk,
+            self.expected_tokens,
         )
         plan = self._plan(len(prompts), shape, drafters, draft)
         check_fits(plan, free_bytes(self.mesh))

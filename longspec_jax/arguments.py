@@ -71,6 +71,9 @@ _RULES = {
         lambda value: value is None or (is_whole(value) and value >= 1),
         "a number of rows, at least 1, or left out to decode all rows at once",
     ),
+    "expected_tokens": _Rule(
+        lambda value: is_whole(value) and value >= 0, "a number of tokens, 0 where it is not known"
+    ),
     "offload": _Rule(
         lambda value: isinstance(value, bool),
         "True, to keep the target's cache in the host's memory, or False",

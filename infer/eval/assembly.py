@@ -4,12 +4,14 @@ import argparse
 import importlib.util
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 
 from longspec_jax import LongSpec
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
+from longspec_jax.ops.hardware import has_kernels
 from longspec_jax.provenance import provenance
 
 from . import hugging_face
@@ -110,6 +112,19 @@ def prepared(arguments: argparse.Namespace, spec: LongSpec) -> list[PreparedTask
         prepare(name, sources, protocol, target, arguments.max_new_tokens)
         for name in arguments.task
     ]
+
+
+def expecting(tasks: Sequence[PreparedTask], spec: LongSpec) -> LongSpec:
+    """The models, with caches for the longest prompt where their size costs no time.
+
+    Prompts of all lengths then share the programs of a method, of which each takes up to half a
+    minute to compile. Where attention is the compiler's it would read the empty slots.
+    """
+    if spec.attention is not None or not has_kernels(spec.target_config.dtype):
+        return spec
+    sizes = (len(each.tokens) + each.new_tokens for task in tasks for each in task.prompts)
+    longest = max(sizes, default=0)
+    return replace(spec, expected_tokens=longest)
 
 
 def header(

@@ -64,9 +64,10 @@ class Evaluation:
             raise ValueError(
                 f"--target={arguments.target} comes without a tokenizer; add its files"
             )
-        decoders = assembly.decoders(arguments, spec, target, drafts)
         progress.starting("preparing the prompts")
         tasks = assembly.prepared(arguments, spec)
+        spec = assembly.expecting(tasks, spec)
+        decoders = assembly.decoders(arguments, spec, target, drafts)
         settings = {decoder.name: decoder.setting for decoder in decoders}
         header = assembly.header(arguments, self._typed, spec, settings)
         done = self._continued(header, before)

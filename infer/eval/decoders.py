@@ -142,7 +142,10 @@ class LibraryDecoder:
             None if tree is None else tree.num_nodes,
             dict(options) if draft is not None and (draft.own or len(spec.drafts) == 1) else {},
         )
-        own = replace(spec, draft=draft, attention=chosen.method.attention or spec.attention)
+        own = replace(spec, draft=draft)
+        if chosen.method.attention is not None:
+            # An attention that reads all slots of a cache is not handed more than it needs.
+            own = replace(own, attention=chosen.method.attention, expected_tokens=0)
         return cls(chosen.name, setting, own, tree, chosen.method.adaptive)
 
     def decode(

@@ -37,7 +37,9 @@ class Shape:
     chunk: int
 
     @classmethod
-    def for_call(cls, longest: int, new_tokens: int, levels: int, chunk: int) -> "Shape":
+    def for_call(
+        cls, longest: int, new_tokens: int, levels: int, chunk: int, expected: int = 0
+    ) -> "Shape":
         """Bucketed sizes that hold the longest prompt, its new tokens and a round's overhang.
 
         Args:
@@ -45,9 +47,10 @@ class Shape:
           new_tokens: most tokens that a row will emit.
           levels: of the tallest tree that may run.
           chunk: tokens of a prefill step; fewer where no prompt is as long.
+          expected: tokens of the longest row of all calls, prompt and new ones, where it is known.
         """
         chunk = min(chunk, max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length()))
-        slots = longest + new_tokens + engine.room(levels)
+        slots = max(longest + new_tokens, expected) + engine.room(levels)
         slots = max(slots, -(-longest // chunk) * chunk)
         emitted = max(SMALLEST_OUTPUT, 1 << (new_tokens - 1).bit_length())
         return cls(bucket_capacity(slots), emitted, chunk)

@@ -108,6 +108,13 @@ def test_the_chunk_follows_the_longest_prompt() -> None:
     assert Shape.for_call(48, 6, 3, 32).chunk == 32
 
 
+def test_calls_shorter_than_expected_share_a_shape() -> None:
+    longest = Shape.for_call(5000, 100, 3, 256)
+    assert Shape.for_call(300, 100, 3, 256, expected=5100) == longest
+    assert Shape.for_call(300, 100, 3, 256).capacity < longest.capacity
+    assert Shape.for_call(5000, 100, 3, 256, expected=400) == longest
+
+
 def test_activities_are_told_in_order() -> None:
     spec, told = dataclasses.replace(toy_spec(), prefill_chunk=16), []
     options = dict(max_new_tokens=5, eos_token_id=[], on_activity=told.append)
