@@ -129,7 +129,7 @@ def measure(
         def begin_part(function: Callable[..., Any]) -> Any:
             return pool.submit(bench.compile, function, state=state.rows)
 
-        simulated = model.target, drafter, setting.lengths, 0
+        simulated = model.target, drafter, 0, setting.lengths.edges
         loops = {
             "plain": pool.submit(
                 bench.compile, engine.decode, model.target, plain, state=bench.state(plain)
@@ -149,14 +149,15 @@ def measure(
     step(f"{place}: timing plain decoding")
     plain_loop = time_loop(bench, loops["plain"].result(), plain)
     step(f"{place}: timing rounds")
-    round_loop = time_loop(bench, loops["round"].result(), drafter)
+    edges = setting.lengths.edges
+    round_loop = time_loop(bench, loops["round"].result(), drafter, edges)
     if arguments.streaming:
         ways = {
             "streaming": stream,
             "stepwise": stream_by_steps,
         }
         for name, way in ways.items():
-            program = read_by(way, loops["streaming"].result())
+            program = read_by(way, functools.partial(loops["streaming"].result(), edges))
             row |= streaming(name, round_loop, time_loop(bench, program, drafter))
     if arguments.adaptive:
         row |= time_adaptive(bench, plain_loop.seconds / plain_loop.rounds)
@@ -169,7 +170,7 @@ def measure(
     row["plain_percent_of_roof"] = rounded(100e3 * floor / row["plain_ms_per_token"])
     if arguments.profile:
         folder = arguments.profile / f"{setting.shape}_{setting.context}_{setting.batch}"
-        profile(bench, loops["round"].result(), drafter, folder / "round")
+        profile(bench, loops["round"].result(), drafter, folder / "round", edges)
         profile(bench, loops["plain"].result(), plain, folder / "plain")
     if arguments.prefill:
         row |= time_prefill(bench, arguments.prefill)
@@ -229,13 +230,22 @@ class LoopTime:
     """Target passes summed over rows, each as long as it was not done."""
 
 
-def time_loop(bench: Bench, program: Callable[..., SpecState], drafter: Any) -> LoopTime:
-    """Median seconds of decoding the setting's tokens."""
+def time_loop(
+    bench: Bench, program: Callable[..., SpecState], drafter: Any, *given: Any
+) -> LoopTime:
+    """Median seconds of decoding the setting's tokens.
+
+    Args:
+      bench: the setting, its model and its cache.
+      program: takes ``given``, parameters and state, which it is donated.
+      drafter: of the program.
+      *given: what the program takes first.
+    """
 
     def decode() -> tuple[SpecState, float]:
         state = jax.block_until_ready(bench.state(drafter))
         begin = time.perf_counter()
-        state = jax.block_until_ready(program(bench.model.params, state))
+        state = jax.block_until_ready(program(*given, bench.model.params, state))
         seconds = time.perf_counter() - begin
         bench.cache = state.rows.cache
         return state, seconds

@@ -8,11 +8,11 @@ import jax
 from .decode_setting import Bench
 
 
-def profile(bench: Bench, program: Any, drafter: Any, folder: Path) -> None:
+def profile(bench: Bench, program: Any, drafter: Any, folder: Path, *given: Any) -> None:
     """Write device time by kernel, microseconds per round, slowest first, and the program."""
     state = jax.block_until_ready(bench.state(drafter))
     with jax.profiler.trace(str(folder)):
-        state = jax.block_until_ready(program(bench.model.params, state))
+        state = jax.block_until_ready(program(*given, bench.model.params, state))
     bench.cache = state.rows.cache
     rounds = int(state.record.rounds.max())
     kernels: dict[str, list[float]] = {}

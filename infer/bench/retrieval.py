@@ -168,12 +168,14 @@ def one_level(setting: Setting, model: Model) -> Row:
     step(f"{setting.shape}, {setting.context} cached tokens: one level")
     bench = Bench.prepare(setting, model)
     drafter = bench.drafter
-    static = model.target, drafter, setting.lengths, 0
-    program = bench.compile(one_level_decode, *static, state=bench.state(drafter))
+    edges = setting.lengths.edges
+    program = bench.compile(
+        one_level_decode, model.target, drafter, 0, edges, state=bench.state(drafter)
+    )
     return {
         **described(setting),
         "method": "longspec",
-        **figures(time_loop(bench, program, drafter)),
+        **figures(time_loop(bench, program, drafter, edges)),
         **memory(setting, model),
     }
 

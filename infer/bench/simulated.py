@@ -3,11 +3,13 @@
 Random weights accept almost nothing, so a benchmark without a trained draft decides by itself how
 many drafted tokens a round accepts. Everything else is the real round: the draft grows its tree,
 the target verifies it, the real walk runs, and the chosen path, an existing one of the tree, is
-committed. Tokens per second at a published acceptance length are then measured end to end.
+committed. Tokens per second at a published acceptance length are then measured end to end. The
+acceptance is an array that a program is given when it runs, so that a sweep over it compiles once.
 
 The output is *not* the target's. Nothing in the library imports this module.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jaxtyping import Int, UInt
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config import TreeConfig
@@ -48,6 +50,15 @@ class AcceptanceLengths:
         """The acceptance length: emitted tokens per target pass."""
         return sum((i + 1) * p for i, p in enumerate(self.probabilities))
 
+    @property
+    def edges(self) -> UInt[Array, " h"]:
+        """The acceptance lengths as an array, for a number of 32 bits that is drawn evenly.
+
+        A round emits a token for every edge that is not above the number, and one more.
+        """
+        passed = itertools.accumulate(self.probabilities[:-1])
+        return jnp.asarray([min(round(share * 2**32), 2**32 - 1) for share in passed], jnp.uint32)
+
     @classmethod
     def geometric(cls, mean: float, levels: int) -> "AcceptanceLengths":
         """Every level accepted with the same probability, given the one before; of a given mean."""
@@ -75,7 +86,7 @@ class AcceptanceLengths:
         return cls(tuple(count / total for count in rounds))
 
 
-def drawn_count(lengths: AcceptanceLengths, seed: int, rounds: Lengths) -> Lengths:
+def drawn_count(edges: UInt[Array, " h"], seed: int, rounds: Lengths) -> Lengths:
     """Tokens that each row's next round emits, 1 to the tree's levels + 1.
 
     The golden-ratio sequence, not independent draws: any run of rounds has nearly the wanted mean,
@@ -84,11 +95,7 @@ def drawn_count(lengths: AcceptanceLengths, seed: int, rounds: Lengths) -> Lengt
     rows = jnp.arange(rounds.shape[0], dtype=jnp.uint32)
     start = (rows + jnp.uint32(seed)) * jnp.uint32(0x85EBCA6B) + jnp.uint32(seed)
     place = start + rounds.astype(jnp.uint32) * jnp.uint32(GOLDEN)
-    edges, passed = [], 0.0
-    for probability in lengths.probabilities[:-1]:
-        passed += probability
-        edges.append(min(round(passed * 2**32), 2**32 - 1))
-    return 1 + (place[:, None] >= jnp.asarray(edges, jnp.uint32)).sum(axis=1, dtype=jnp.int32)
+    return 1 + (place[:, None] >= edges).sum(axis=1, dtype=jnp.int32)
 
 
 def simulated_walk(
@@ -97,7 +104,7 @@ def simulated_walk(
     levels: int,
     *,
     shape: TreeConfig,
-    lengths: AcceptanceLengths,
+    edges: UInt[Array, " h"],
     seed: int,
     rounds: Lengths,
 ) -> Walk:
@@ -106,13 +113,13 @@ def simulated_walk(
     The first three arguments are those of :func:`longspec_jax.decoding.walk.walk`, which runs too,
     so that its cost is part of the round.
     """
-    if len(lengths.probabilities) > levels + 1:
+    if edges.size > levels:
         raise ValueError(
-            f"acceptance lengths up to {len(lengths.probabilities)} do not fit a tree of {levels} "
+            f"acceptance lengths up to {edges.size + 1} do not fit a tree of {levels} "
             f"levels, which emits at most {levels + 1}"
         )
     depths = node_depths(tree, shape)
-    count = drawn_count(lengths, seed, rounds)
+    count = drawn_count(edges, seed, rounds)
     # A budget may have left no node so deep: the path then ends early, and is committed all the
     # same.
     deepest = jnp.minimum(count - 1, depths.max(axis=1))
@@ -140,34 +147,46 @@ def simulated_walk(
 def simulated_step(
     target: TargetModel,
     drafter: Drafter,
-    lengths: AcceptanceLengths,
     seed: int,
+    edges: UInt[Array, " h"],
     params: Params,
     state: SpecState,
 ) -> tuple[SpecState, Emitted]:
-    """One real round with a drawn acceptance length, and what it emitted."""
+    """One real round with a drawn acceptance length, and what it emitted.
+
+    Args:
+      target: the target's static part.
+      drafter: the drafter's static part.
+      seed: of the drawn lengths.
+      edges: of :class:`AcceptanceLengths`.
+      params: parameters of both.
+      state: before the round.
+    """
     rounds = state.record.rounds
-    walker = partial(simulated_walk, shape=drafter.tree, lengths=lengths, seed=seed, rounds=rounds)
+    walker = partial(simulated_walk, shape=drafter.tree, edges=edges, seed=seed, rounds=rounds)
     rows, emitted = spec_step(target, drafter, params, state.rows, walker)
     return SpecState(rows, state.record.add(emitted)), emitted
 
 
 @partial(
     jax.jit,
-    static_argnames=("target", "drafter", "lengths", "seed"),
+    static_argnames=("target", "drafter", "seed"),
     donate_argnames=("state",),
 )
 def simulated_decode(
     target: TargetModel,
     drafter: Drafter,
-    lengths: AcceptanceLengths,
     seed: int,
+    edges: UInt[Array, " h"],
     params: Params,
     state: SpecState,
 ) -> SpecState:
-    """Rounds until every row is done, in one executable, as in ``engine.decode``."""
+    """Rounds until every row is done, in one executable, as in ``engine.decode``.
+
+    Arguments as of :func:`simulated_step`; the state is donated.
+    """
     return jax.lax.while_loop(
         lambda state: ~state.rows.done.all(),
-        lambda state: simulated_step(target, drafter, lengths, seed, params, state)[0],
+        lambda state: simulated_step(target, drafter, seed, edges, params, state)[0],
         state,
     )

@@ -48,11 +48,7 @@ class Odds:
     @classmethod
     def of(cls, lengths: AcceptanceLengths, agreement: float, batch: int) -> "Odds":
         """The same for all rows."""
-        edges, passed = [], 0.0
-        for probability in lengths.probabilities[:-1]:
-            passed += probability
-            edges.append(min(round(passed * 2**32), 2**32 - 1))
-        spread = jnp.broadcast_to(jnp.asarray(edges, jnp.uint32), (batch, len(edges)))
+        spread = jnp.broadcast_to(lengths.edges, (batch, lengths.edges.size))
         return cls(spread, jnp.full((batch,), agreement, jnp.float32))
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import jax
+from jaxtyping import UInt
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.ahead import Report, Rounds, fetch, report_of
@@ -21,7 +22,7 @@ from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 
-from .simulated import AcceptanceLengths, simulated_step
+from .simulated import simulated_step
 
 Advance: TypeAlias = Callable[[SpecState], tuple[SpecState, Array]]
 """Starts a round, donates the state, and returns the next one and the round's report."""
@@ -31,19 +32,19 @@ Added: TypeAlias = list[list[int]]
 
 @partial(
     jax.jit,
-    static_argnames=("target", "drafter", "lengths", "seed"),
+    static_argnames=("target", "drafter", "seed"),
     donate_argnames=("state",),
 )
 def simulated_round(
     target: TargetModel,
     drafter: Drafter,
-    lengths: AcceptanceLengths,
     seed: int,
+    edges: UInt[Array, " h"],
     params: Params,
     state: SpecState,
 ) -> tuple[SpecState, Array]:
     """:func:`longspec_jax.decoding.ahead.one_round` with the acceptance of ``simulated_decode``."""
-    after, emitted = simulated_step(target, drafter, lengths, seed, params, state)
+    after, emitted = simulated_step(target, drafter, seed, edges, params, state)
     return after, report_of(emitted, after.rows)
 
 

@@ -74,7 +74,7 @@ def test_impossible_lengths_are_refused() -> None:
 )
 def test_counts_follow_the_distribution(lengths: AcceptanceLengths) -> None:
     rounds = jnp.arange(500)
-    counts = jax.vmap(lambda r: drawn_count(lengths, 5, jnp.full((3,), r)))(rounds)
+    counts = jax.vmap(lambda r: drawn_count(lengths.edges, 5, jnp.full((3,), r)))(rounds)
     for row in np.asarray(counts).T:
         share = np.bincount(row, minlength=len(lengths.probabilities) + 1)[1:] / len(row)
         np.testing.assert_allclose(share, lengths.probabilities, atol=0.01)
@@ -88,7 +88,7 @@ def test_rounds_emit_the_wanted_mean_along_existing_paths() -> None:
     lengths = AcceptanceLengths.geometric(2.6, TREE.num_levels)
     tokens, state = start()
     prompt = np.asarray(state.rows.length)
-    end = simulated_decode(TARGET, DRAFTER, lengths, 1, PARAMS, state)
+    end = simulated_decode(TARGET, DRAFTER, 1, lengths.edges, PARAMS, state)
     np.testing.assert_array_equal(end.record.emitted, NEW)
     np.testing.assert_array_equal(end.rows.length, prompt + NEW - 1)
     np.testing.assert_allclose((end.record.emitted - 1) / end.record.rounds, lengths.mean, atol=0.2)
@@ -102,13 +102,24 @@ def test_rounds_emit_the_wanted_mean_along_existing_paths() -> None:
         assert int(end.rows.draft[row]) == int(fresh[0])
 
 
+def test_one_program_serves_every_acceptance_length() -> None:
+    """What it is given when it runs is what its rounds emit."""
+    first = AcceptanceLengths.geometric(1.4, TREE.num_levels)
+    program = simulated_decode.lower(TARGET, DRAFTER, 1, first.edges, PARAMS, start()[1]).compile()
+    for mean in (1.4, 3.3):
+        edges = AcceptanceLengths.geometric(mean, TREE.num_levels).edges
+        record = program(edges, PARAMS, start()[1]).record
+        np.testing.assert_array_equal(record.emitted, NEW)
+        np.testing.assert_allclose((record.emitted - 1) / record.rounds, mean, atol=0.2)
+
+
 @pytest.mark.parametrize("budget", [2, 7])
 def test_a_budget_that_left_no_node_so_deep_ends_the_path(budget: int) -> None:
     """The wanted mean is kept: a benchmark's rounds do the same work, whatever they commit."""
     drafter = LookupDrafter(TreeConfig(TREE.widths, budget))
     lengths = AcceptanceLengths.geometric(2.6, TREE.num_levels)
     _, state = start()
-    end = simulated_decode(TARGET, drafter, lengths, 1, PARAMS, state)
+    end = simulated_decode(TARGET, drafter, 1, lengths.edges, PARAMS, state)
     np.testing.assert_array_equal(end.record.emitted, NEW)
     np.testing.assert_allclose((end.record.emitted - 1) / end.record.rounds, lengths.mean, atol=0.2)
 
@@ -118,7 +129,7 @@ def test_accepted_tokens_are_drafted_and_the_bonus_is_the_targets() -> None:
     params = table_params(PARAMS.target)
     lengths = AcceptanceLengths.from_histogram([0, 0, 0, 1])
     _, state = start()
-    step = jax.jit(partial(simulated_step, TARGET, DRAFTER, lengths, 0))
+    step = jax.jit(partial(simulated_step, TARGET, DRAFTER, 0, lengths.edges))
     simulated = step(params, state)[0].record
     real = jax.jit(partial(recorded_step, TARGET, DRAFTER))(params, state).record
     matched = np.asarray(real.emitted) == 5
@@ -134,7 +145,8 @@ def test_a_simulated_round_costs_what_a_real_one_does() -> None:
     _, state = start()
     real = jax.jit(partial(recorded_step, TARGET, DRAFTER)).lower(PARAMS, state)
     lengths = AcceptanceLengths.geometric(2.6, TREE.num_levels)
-    simulated = jax.jit(partial(simulated_step, TARGET, DRAFTER, lengths, 0)).lower(PARAMS, state)
+    simulated = jax.jit(partial(simulated_step, TARGET, DRAFTER, 0))
+    simulated = simulated.lower(lengths.edges, PARAMS, state)
     real_flops, simulated_flops = (x.compile().cost_analysis()["flops"] for x in (real, simulated))
     # A lookup table computes next to nothing: what the simulation adds would vanish in a model.
     assert real_flops <= simulated_flops <= real_flops + 2000

@@ -29,7 +29,7 @@ def test_a_stream_yields_what_the_loop_emits() -> None:
         cache = filled_cache(model.config, 2, 256)
         return state_at(cache, draft_state(model, drafter, 2), drafter.tree, (64, 64), request)
 
-    chosen = (model.target, drafter, lengths, 0, model.params)
+    chosen = (model.target, drafter, 0, lengths.edges, model.params)
     looped = simulated_decode(*chosen, start())
     for way in (bench_streaming.stream, bench_streaming.stream_by_steps):
         rounds = list(way(partial(bench_streaming.simulated_round, *chosen), start()))
