@@ -17,6 +17,7 @@ BENCHMARKS = {
     "match": ("match", "how often output in bfloat16 is that of plain decoding"),
     "meshes": ("meshes", "decoding on meshes of devices, and what each of them holds"),
     "needle": ("needle", "whether a draft finds in a long text what its target finds"),
+    "paper": ("paper", "the paper's tables 1 and 4 at its acceptance lengths, beside its figures"),
     "products": ("products", "the matrix products of a verification, beside XLA's"),
     "requests": ("requests", "many requests over few row slots, and in padded batches"),
     "retrieval": ("retrieval", "partial verification over retrieved context, beside one level"),

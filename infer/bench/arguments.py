@@ -23,6 +23,7 @@ from ..boundary import Parser
 from ..drafter_option import drafter_option
 from ..number_argument import number_argument
 from ..tree_argument import GRAMMAR, drafting_tree, tree_argument
+from . import published
 from .files import chart_file, profile_folder, result_file
 from .shapes import SHAPES
 from .values import (
@@ -57,6 +58,9 @@ METHODS: tuple[str, ...] = (
     "longspec_partial_passes",
 )
 """What ``contexts`` compares: which part of a cache a draft reads."""
+PAPER_METHODS = ("plain", "plain-eager", "magicdec", "longspec-tree", "longspec-chain", "ngram")
+"""What ``paper`` compares."""
+PAPER_TABLES = ("1", "4")
 CACHES = ("full", "streaming", "retrieval", "target_retrieval")
 """What ``needle`` compares."""
 CHAIN = TreeConfig((1, 1, 1))
@@ -278,6 +282,38 @@ def meshes(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser, chart=False)
 
 
+def paper(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``infer.bench paper``."""
+    _add(
+        parser,
+        "--shape",
+        SHAPE_NAMES,
+        ByMachine(["vicuna7b"], ["tiny"]),
+        f"some of {', '.join(SHAPES)}",
+    )
+    tables = comma_separated(one_of(PAPER_TABLES))
+    parser.add_argument("--tables", type=tables, default=[*PAPER_TABLES], help="1, 4 or both")
+    methods = comma_separated(one_of(PAPER_METHODS))
+    parser.add_argument(
+        "--methods",
+        type=methods,
+        default=[*PAPER_METHODS],
+        help=f"of table 1, beside plain: some of {', '.join(PAPER_METHODS)}; all if absent",
+    )
+    ranges, few = [*published.RANGES], [published.SHORT, published.LONG]
+    _add(
+        *(parser, "--ranges", comma_separated(one_of(ranges)), ByMachine(ranges, few)),
+        "prefill lengths of table 4",
+    )
+    parser.add_argument(
+        "--gamma", type=SEVERAL, default=2, help="tokens that MagicDec drafts; default 2"
+    )
+    _add(parser, "--new_tokens", SEVERAL, ByMachine(128, 24), "tokens of one repetition")
+    _add(parser, "--repetitions", COUNT, ByMachine(2, 1))
+    _add(parser, "--turns", COUNT, ByMachine(5, 1), "repeats of a separately timed part")
+    _add_outputs(parser, chart=False)
+
+
 def products(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench products``."""
     _add_shape(parser)
@@ -369,6 +405,7 @@ DECLARATIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "match": match,
     "meshes": meshes,
     "needle": needle,
+    "paper": paper,
     "products": products,
     "requests": requests,
     "retrieval": retrieval,

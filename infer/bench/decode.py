@@ -313,15 +313,22 @@ def results(
     setting: Setting, plain: LoopTime, spec: LoopTime, times: dict[str, float]
 ) -> dict[str, Any]:
     """The figures of a row, in milliseconds and tokens per second."""
+    rest = spec.seconds / spec.rounds - times["draft"] - times["verify"]
+    return {
+        **compared(plain, spec),
+        **{f"{name}_ms": rounded(1e3 * seconds) for name, seconds in times.items()},
+        "rest_ms": rounded(1e3 * rest),
+        "acceptance_wanted": rounded(setting.lengths.mean),
+    }
+
+
+def compared(plain: LoopTime, spec: LoopTime) -> dict[str, Any]:
+    """The figures of whole decodes, one beside the other."""
     plain_step, round_ = plain.seconds / plain.rounds, spec.seconds / spec.rounds
-    rest = round_ - times["draft"] - times["verify"]
     return {
         "plain_ms_per_token": rounded(1e3 * plain_step),
         "round_ms": rounded(1e3 * round_),
-        **{f"{name}_ms": rounded(1e3 * seconds) for name, seconds in times.items()},
-        "rest_ms": rounded(1e3 * rest),
         "round_over_plain": rounded(round_ / plain_step),
-        "acceptance_wanted": rounded(setting.lengths.mean),
         "acceptance_length": rounded(spec.emitted / spec.row_rounds),
         "tokens_per_second": rounded(spec.emitted / spec.seconds),
         "plain_tokens_per_second": rounded(plain.emitted / plain.seconds),

@@ -96,10 +96,14 @@ class Bench:
 
     def compile(self, program: Any, *static: Any, state: Any) -> Callable[..., Any]:
         """Compile ``program(*static, params, state)``, from shapes alone where they suffice."""
+        return self.compiling(program, *static, state=state)()
+
+    def compiling(self, program: Any, *static: Any, state: Any) -> Callable[[], Callable[..., Any]]:
+        """What :meth:`compile` does, for later; it holds no array where shapes suffice."""
         dynamic = self.model.params, state
         if not self.model.target.offload:  # A shape does not say in which memory an array lies.
             dynamic = abstract(dynamic)
-        return program.lower(*static, *dynamic).compile()
+        return lambda: program.lower(*static, *dynamic).compile()
 
 
 def all_settings(arguments: argparse.Namespace) -> list[Setting]:
@@ -148,10 +152,10 @@ def setting_bytes(setting: Setting, offload: bool = False) -> int:
     return target_bytes(config) + held.device
 
 
-def rough_seconds(setting: Setting) -> float:
+def rough_seconds(setting: Setting, compile_seconds: float = CPU_COMPILE_SECONDS) -> float:
     """What a setting takes on a CPU, to say minutes or hours beforehand."""
     token = setting_bytes(setting) / CPU_BYTES_PER_S
     round_ = token * (1 + setting.tree.num_nodes / CPU_NODES_PER_PASS)
     rounds = setting.new_tokens / setting.lengths.mean + 2 * setting.turns
     once = setting.new_tokens * token + rounds * round_
-    return CPU_COMPILE_SECONDS + (setting.repetitions + 1) * once
+    return compile_seconds + (setting.repetitions + 1) * once
