@@ -308,7 +308,7 @@ def paper(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gamma", type=SEVERAL, default=2, help="tokens that MagicDec drafts; default 2"
     )
-    _add(parser, "--new_tokens", SEVERAL, ByMachine(128, 24), "tokens of one repetition")
+    _add(parser, "--new_tokens", SEVERAL, ByMachine(128, 48), "tokens of one repetition")
     _add(parser, "--repetitions", COUNT, ByMachine(2, 1))
     _add(parser, "--turns", COUNT, ByMachine(5, 1), "repeats of a separately timed part")
     _add_outputs(parser, chart=False)
