@@ -131,7 +131,7 @@ class OneOf:
     def look(self, params: Params, state: tuple[Any, ...], view: View) -> tuple[Any, ...]:
         """The active member looks; another one will when it is its turn."""
         own, index = of_member(params, self.active), self.active
-        seen = looked(self.members[index], own, state[index], view)
+        seen = looked(self.alone, own, state[index], view)
         return (*state[:index], seen, *state[index + 1 :])
 
     def gathers(self, capacity: int) -> int:

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import TreeConfig
+from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.attended import Attended
-from longspec_jax.drafters.base import Committed, Features, NoDraft, Params
+from longspec_jax.drafters.base import Committed, Features, NoDraft, Params, looked
+from longspec_jax.drafters.draft import OneOf, with_tree
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.quest import Quest
 from longspec_jax.drafters.refreshed import Refreshed
@@ -219,6 +220,23 @@ def test_a_choice_serves_until_the_next_one(kind: Any) -> None:
     assert int(table.length[0]) == 49 - 7 * 4
     third = refreshed.look(second, seen([55, 50 + 3 * 34, 60]))
     assert np.asarray(third.length).tolist() == [55, 50 + 3 * 33, 0]
+
+
+def test_one_of_several_drafters_chooses_as_it_does_alone() -> None:
+    """What the others are kept without, a tree, is what says that blocks are chosen at all."""
+    alone, slots = over(every_third(CONFIG, TIGHT)), 32
+    several = OneOf((NoDraft(), with_tree(alone, PLAIN)), 1, CHAIN)
+    params, own = Params(None, (None, None)), Params(None, None)
+    state = several.begin(params, 1, slots)
+    state = several.extend(params, state, committed(CONFIG, 29, [29]))
+    at = jnp.array([0]), jnp.array([29]), jnp.array([29]), jnp.array([False])
+    target = CachedTarget(CONFIG)
+    view = CacheView(target, None, target.allocate(1, slots), *at)
+    found, wanted = looked(several, params, state, view)[1], looked(alone, own, state[1], view)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert int(found.selector.length[0]) == 29
+    plain = looked(replace(several, tree=PLAIN), params, state, view)[1]
+    assert int(plain.selector.length[0]) == 0
 
 
 def test_the_last_token_asks_for_all_layers() -> None:
