@@ -401,6 +401,15 @@ def test_memory_is_checked_before_allocation(spec, monkeypatch) -> None:
         spec.generate("a")
 
 
+def test_the_hosts_memory_is_asked_about_an_offloaded_cache_alone(spec, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr("longspec_jax.api.free_pinned_bytes", lambda: asked.append("asked"))
+    spec.check("a", max_new_tokens=3)
+    assert asked == []
+    dataclasses.replace(spec, offload=True).check("a", max_new_tokens=3)
+    assert asked == ["asked"]
+
+
 def test_a_python_without_jax_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(package: str) -> str:
         raise metadata.PackageNotFoundError(package)

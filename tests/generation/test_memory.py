@@ -2,7 +2,7 @@
 
 import pytest
 
-from longspec_jax.generation.memory import MemoryPlan, check_fits
+from longspec_jax.generation.memory import MemoryPlan, check_fits, check_host_fits
 from tests.kit import tiny_target_config
 
 CONFIG = tiny_target_config()
@@ -33,3 +33,10 @@ def test_no_context_of_0_tokens_is_advised(rows: int, fewer: bool) -> None:
     assert "No context fits beside the draft state and the working memory" in words
     assert "pass a smaller prefill_chunk or tree" in words and "0 tokens" not in words
     assert "shorten" not in words and ("use fewer rows" in words) is fewer
+
+
+def test_a_cache_that_the_host_cannot_hold_is_refused() -> None:
+    plan = MemoryPlan(2, 4096, 0, 0, GB, 0, 0, host_cache_bytes=8 * GB)
+    check_host_fits(plan, 8 * GB)
+    with pytest.raises(MemoryError, match="^offload: 2 .* need 8.00 GB of .* some 2048 tokens per"):
+        check_host_fits(plan, 4 * GB)
