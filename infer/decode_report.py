@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from longspec_jax.config import TargetConfig, TreeConfig
@@ -49,6 +50,18 @@ class Outcome:
     def divergences(self) -> tuple[Divergence, ...]:
         """Every row's first difference to plain decoding."""
         return self.comparison.divergences if self.comparison else ()
+
+    @cached_property
+    def likenesses(self) -> tuple[Likeness, ...]:
+        """How alike every row and its plain decoding are; none where that was not run."""
+        if self.comparison is None:
+            return ()
+        first = {divergence.row: divergence for divergence in self.divergences}
+        texts = zip(self.result.text, self.comparison.plain.text, strict=True)
+        return tuple(
+            likeness(len(tokens), first.get(row), *pair)
+            for row, (tokens, pair) in enumerate(zip(self.result.sequences, texts, strict=True))
+        )
 
 
 def gathered(rounds: Sequence[StreamRound], has_text: bool) -> GenerateResult:
@@ -134,7 +147,6 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
     result, stats = outcome.result, outcome.stats
     for row, tokens in enumerate(result.sequences):
         divergence = next((item for item in outcome.divergences if item.row == row), None)
-        alike = likeness_of(outcome, row)
         yield {
             "name": outcome.row_names[row],
             "prompt_tokens": stats.prompt_tokens[row],
@@ -144,20 +156,11 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
             "acceptance_histogram": list(stats.histograms[row]),
             "identical_to_plain": divergence is None if outcome.comparison else None,
             "first_divergence": asdict(divergence) if divergence else None,
-            "likeness_to_plain": asdict(alike) if alike else None,
+            "likeness_to_plain": asdict(outcome.likenesses[row]) if outcome.comparison else None,
             "text": result.text[row],
             "tokens": list(tokens),
             "drafted": list(result.drafted[row]),
         }
-
-
-def likeness_of(outcome: Outcome, row: int) -> Likeness | None:
-    """How alike a row and its plain decoding are; None where that was not run."""
-    if outcome.comparison is None:
-        return None
-    divergence = next((item for item in outcome.divergences if item.row == row), None)
-    texts = outcome.result.text[row], outcome.comparison.plain.text[row]
-    return likeness(len(outcome.result.sequences[row]), divergence, *texts)
 
 
 def header_lines(
@@ -331,13 +334,9 @@ def _identity_lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
             f"{item.plain_token} became {item.speculative_token}, {gap}"
         )
     if not lossless:
-        alike = [
-            likeness_of(outcome, row)
-            for outcome in compared
-            for row in range(len(outcome.result.sequences))
-        ]
+        alike = [one for outcome in compared for one in outcome.likenesses]
         tokens = sum(sum(outcome.stats.new_tokens) for outcome in compared)
-        yield f"likeness to plain   {in_words([one for one in alike if one], tokens)}"
+        yield f"likeness to plain   {in_words(alike, tokens)}"
 
 
 def _column(rows: Sequence[dict[str, Any]], name: str) -> list[Any]:
