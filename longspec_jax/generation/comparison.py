@@ -5,7 +5,7 @@ near-tie; the gap between the two candidates at the first divergence says whethe
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,16 +142,31 @@ def score_gap(start: Ready, last: int, plain: int, other: int) -> float | None:
       The difference, noise and temperature included; None if filters left out one of the two.
     """
     job = start.job
-    cache, length = start.state.rows.cache, jnp.asarray([len(job.prompts[0])])
-    token = jnp.asarray([last])
-    scores = _scores(job.target, job.params, job.request, cache, token, length)[0]
-    return _finite(scores[plain] - scores[other])
+    return _gap(job, start.state.rows.cache, [last], [len(job.prompts[0])], 0, (plain, other))
 
 
-def _finite(difference: Array) -> float | None:
-    """A difference of scores; None where one of them is minus infinity."""
-    value = float(difference)
-    return value if math.isfinite(value) else None
+def _gap(
+    job: Job,
+    cache: KVCache,
+    last: Sequence[int],
+    length: Sequence[int],
+    row: int,
+    pair: tuple[int, int],
+) -> float | None:
+    """How far the scores of a row prefer one next token to another; None if one has none.
+
+    Args:
+      job: the plain call.
+      cache: of all its rows.
+      last: the token before, of each row.
+      length: its position.
+      row: the one in question.
+      pair: the preferred token and the other one.
+    """
+    places = jnp.asarray(last), jnp.asarray(length)
+    scores = _scores(job.target, job.params, job.request, cache, *places)[row]
+    gap = float(scores[pair[0]] - scores[pair[1]])
+    return gap if math.isfinite(gap) else None
 
 
 def first_difference(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
@@ -175,12 +190,8 @@ def _divergence(
     # rows flow, the cache of this one is another's by now.
     if index > 0 and not job.flows and plain is not None and other is not None:
         before = [tokens[min(index, len(tokens)) - 1] for tokens in _sequences(run)]
-        length = jnp.asarray([len(prompt) for prompt in job.prompts]) + index - 1
-        cache = run.rows.cache
-        scores = _scores(job.target, job.params, job.request, cache, jnp.asarray(before), length)[
-            row
-        ]
-        gap = _finite(scores[plain] - scores[other])
+        length = [len(prompt) + index - 1 for prompt in job.prompts]
+        gap = _gap(job, run.rows.cache, before, length, row, (plain, other))
     return Divergence(row, index, plain, other, gap)
 
 
