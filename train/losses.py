@@ -95,8 +95,7 @@ def token_scores(
     chunk: int = 8192,
 ) -> TokenScores:
     """The cross-entropy of every token by itself, and the most probable token everywhere."""
-    parts = labels, jnp.ones(labels.shape, jnp.float32)
-    return judge(_of_each_token, hidden, head, parts, chunk=chunk)[2]
+    return judge(_of_each_token, hidden, head, labels, chunk=chunk)[2]
 
 
 class Distillation(NamedTuple):
@@ -150,10 +149,10 @@ def _of_text_and_choice(logits: Array, head: Array, parts: tuple[Array, Array]) 
     return _of_text(logits, head, parts)._replace(tokens=jnp.argmax(logits, axis=-1))
 
 
-def _of_each_token(logits: Array, head: Array, parts: tuple[Array, Array]) -> Judgement:
-    _, surprise, _ = _surprise(logits, parts[0])
+def _of_each_token(logits: Array, head: Array, labels: Array) -> Judgement:
+    _, surprise, _ = _surprise(logits, labels)
     tokens = TokenScores(surprise, jnp.argmax(logits, axis=-1))
-    return _of_text(logits, head, parts)._replace(tokens=tokens)
+    return Judgement(jnp.float32(0), jnp.zeros_like(logits), tokens=tokens)  # Nothing is learned.
 
 
 def _of_text_twice(logits: Array, head: Array, parts: tuple[Array, Array, Array]) -> Judgement:
