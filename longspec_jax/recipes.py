@@ -192,8 +192,8 @@ def miniature(config: Any) -> None:
         for name, (seq_len, batch) in {"short": (32, 4), "long": (64, 2)}.items():
             if name in stages:
                 stages[name].update(seq_len=seq_len, batch=batch, steps=3, max_seconds=0.0)
-    if "short" in sections[0]:
-        sections[0].short.max_offset = 128
+    if "short" in config.stages:
+        config.stages.short.max_offset = 128
 
 
 def paper_config(

@@ -287,11 +287,10 @@ def modelled(
     """
     if cost is None:
         return dict.fromkeys(("modelled_tokens_per_second", "modelled_break_even", "best_chain"))
-    most = MAX_TREE_LEVELS
     return {
         "modelled_tokens_per_second": rounded(rows * cost.speed(levels, agreement)),
         "modelled_break_even": cost.break_even(levels, base["tokens_per_second"] / rows),
-        "best_chain": cost.best(range(1, most + 1), agreement),
+        "best_chain": cost.best(range(1, MAX_TREE_LEVELS + 1), agreement),
     }
 
 

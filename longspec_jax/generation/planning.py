@@ -33,6 +33,7 @@ def plan_of(
       shape: of the call.
     """
     nodes = max(drafter.tree.num_nodes for drafter in drafters)
+    gathered = max(gathered_slots(drafter, shape.capacity) for drafter in drafters)
     cache = host = state = working = 0
     for batch in batches:
         home = Home.beside(params.target, batch)
@@ -42,7 +43,6 @@ def plan_of(
         host += held.host
         state += tree_bytes(jax.eval_shape(begin, params)) // home.row_shares
         working += working_bytes(target.config, batch, shape.chunk, nodes) // home.row_shares
-        gathered = max(gathered_slots(drafter, shape.capacity) for drafter in drafters)
         working += cache_bytes(target.config, batch, gathered) // home.cache_shares
     return MemoryPlan(
         batch=sum(batches),
