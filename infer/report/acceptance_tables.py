@@ -118,7 +118,6 @@ def _depth_table(blocks: Sequence[Block], temperature: float) -> Table:
             "Share of all rounds whose accepted path reaches the depth; one plus the sum of a line "
             "is τ, but for last rounds that end inside the draft. A share by the one before is the "
             "chance that a path goes on.",
-            f"Small figures are intervals: {DEFINITIONS['interval']}.",
         ),
     )
 
@@ -170,7 +169,6 @@ def _context_table(blocks: Sequence[Block], temperature: float, edges: Sequence[
         notes=(
             f"τ: {DEFINITIONS['τ']}; here of the rounds whose first new token stands in the range, "
             "counted from the beginning of the prompt.",
-            f"Small figures are intervals: {DEFINITIONS['interval']}.",
         ),
     )
 

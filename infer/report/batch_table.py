@@ -79,6 +79,5 @@ def _table(number: int, sizes: Sequence[Block], temperature: float) -> Table:
         notes=(
             "The figures of the LongSpec paper's Figure 7.",
             f"tokens/s: {DEFINITIONS['tokens/s']}. The last call of a run may have fewer rows.",
-            f"Small figures are intervals: {DEFINITIONS['interval']}.",
         ),
     )

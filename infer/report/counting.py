@@ -19,11 +19,14 @@ DEFINITIONS = {
     "from it, compilation and detokenisation; sums over samples; of a batch all rows together",
     "speed-up": "tokens/s / tokens/s of plain decoding by this library (its own flash decoding, "
     "not an eager implementation), on the same samples and seeds",
-    "interval": f"{intervals.LEVEL:.0%} bootstrap (expanded percentile), samples drawn anew "
-    f"{intervals.DRAWS} times; of several seeds and of rows that shared a call all together; none "
-    f"of fewer than {intervals.FEWEST}",
 }
 """Of the figures below, printed under every table that has them."""
+INTERVALS = (
+    f"{intervals.LEVEL:.0%} bootstrap (expanded percentile), samples drawn anew {intervals.DRAWS} "
+    "times; of several seeds and of rows that shared a call all together; none of fewer than "
+    f"{intervals.FEWEST}"
+)
+"""What all of them are, printed once."""
 
 Part = Callable[[Block, SampleRecord], Fraction | None]
 """What one record gives to a figure; None where it says nothing about it."""

@@ -78,7 +78,6 @@ def _range_table(
             "The layout of the LongSpec paper's Table 4; ranges without a sample are left out.",
             *(f"{name}: {DEFINITIONS[name]}." for name in ("τ", "tokens/s")),
             *PART_NOTES,
-            f"Small figures are intervals: {DEFINITIONS['interval']}.",
         ),
     )
 
@@ -139,7 +138,6 @@ def _nominal_table(blocks: Sequence[Block], temperature: float) -> Table:
             "length is nearest to.",
             *(f"{name}: {DEFINITIONS[name]}." for name in SPECEXTEND_COLUMNS),
             "SpecExtend's own τ counts accepted draft tokens alone: it is smaller by one.",
-            f"Small figures are intervals: {DEFINITIONS['interval']}.",
         ),
     )
 

@@ -44,7 +44,6 @@ def _table(blocks: Sequence[Block], temperature: float) -> Table:
         notes=(
             "The layout of the LongSpec paper's Table 1 and Figure 3. Bold: the best of a column.",
             *(f"{name}: {DEFINITIONS[name]}." for name in COLUMNS),
-            f"Small figures are intervals: {DEFINITIONS['interval']}.",
         ),
     )
 

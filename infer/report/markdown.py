@@ -17,6 +17,7 @@ def markdown(report: Report) -> str:
 
 def _lines(report: Report) -> Iterator[str]:
     yield f"# {_plain(report.title)}"
+    yield from ("", f"Figures in brackets are intervals: {_plain(report.intervals)}.")
     for section in report.sections:
         if not section.tables:
             continue

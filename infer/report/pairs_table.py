@@ -42,8 +42,7 @@ def _table(blocks: Sequence[Block], temperature: float) -> Table:
             "the first minus that of the second; over the samples and seeds that both decoded. "
             "Bold: the interval leaves out 1, or 0; of many pairs some do by chance.",
             *(f"{name}: {DEFINITIONS[name]}." for name in ("τ", "tokens/s")),
-            f"Small figures are intervals: {DEFINITIONS['interval']}; a sample is drawn for both "
-            "methods at once.",
+            "For an interval a sample is drawn for both methods at once.",
         ),
     )
 

@@ -8,7 +8,7 @@ from ..eval.scores import score
 from ..eval.suite import SUITE
 from ..eval.tasks import NEEDLE, TASKS
 from .blocks import Block, all_tasks, all_temperatures
-from .counting import DEFINITIONS, figure
+from .counting import figure
 from .intervals import Fraction
 from .table import Body, Cell, Group, Line, Table, shown, slug, temperature_words, with_figures
 
@@ -74,7 +74,6 @@ def _table(blocks: Sequence[Block], temperature: float) -> Table:
             "100 x the mean over texts of the best score against any reference. A method that is "
             "lossless has plain decoding's; differences are of texts that are not identical.",
             *(f"{NAMES[metric]}: {MEANINGS[metric]}." for metric in metrics),
-            f"Small figures are intervals: {DEFINITIONS['interval']}.",
         ),
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..eval.records import SampleRecord
 from .blocks import Block, all_temperatures
-from .counting import DEFINITIONS, Part, figure
+from .counting import Part, figure
 from .intervals import Fraction
 from .table import (
     Body,
@@ -75,7 +75,6 @@ def _table(blocks: Sequence[Block], temperature: float) -> Table:
             "into attention and the rest.",
             *PART_NOTES,
             "Untouched round: decode seconds / rounds of the run that all other tables show.",
-            f"Small figures are intervals: {DEFINITIONS['interval']}.",
         ),
     )
 

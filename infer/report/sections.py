@@ -24,6 +24,7 @@ from .blocks import Block, NamedRun, blocks
 from .case_study import CaseStudy, case_studies, spread
 from .chart import Chart
 from .context_bins import EDGES
+from .counting import INTERVALS
 from .table import Table
 
 
@@ -57,6 +58,8 @@ class Report:
 
     title: str
     sources: tuple[Source, ...]
+    intervals: str
+    """What those beside figures are."""
     sections: tuple[Section, ...]
     """Those that have anything."""
     missing: tuple[str, ...]
@@ -90,6 +93,7 @@ def report(
     return Report(
         title=f"Evaluation of {', '.join(targets)}",
         sources=tuple(_source(run) for run in runs),
+        intervals=INTERVALS,
         sections=tuple(
             section for section in _sections(compared, edges) if section.charts or section.tables
         ),

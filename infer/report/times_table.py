@@ -61,7 +61,6 @@ def _table(blocks: Sequence[Block], temperature: float) -> Table:
             f"tokens/s: {DEFINITIONS['tokens/s']}.",
             "With prefill: all new tokens / seconds of prefill and decoding (Spec-Bench counts so, "
             "but averages rates of questions); the speed-up is that by plain decoding's.",
-            f"Small figures are intervals: {DEFINITIONS['interval']}.",
         ),
     )
 

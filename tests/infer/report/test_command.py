@@ -112,10 +112,17 @@ def test_markdown_has_every_table(folder: Path) -> None:
     assert text.count("\n| ---") == [tag for tag, _ in captions].count("table")
     assert "<script>" not in text.replace("\\<script\\>", "")
     widths = {
-        len(re.findall(r"(?<!\\)\|", line)) for line in text.split("\n\n")[3].splitlines() if line
+        len(re.findall(r"(?<!\\)\|", line)) for line in text.split("\n\n")[4].splitlines() if line
     }
-    assert len(widths) == 1
+    assert len(widths) == 1 and widths != {0}
     assert "bonus included, prefill excluded" in text
+
+
+def test_what_intervals_are_is_said_once(folder: Path) -> None:
+    main([str(folder)])
+    for name, words in {"report.html": "Small figures", "report.md": "Figures in brackets"}.items():
+        text = (folder / name).read_text()
+        assert text.count(f"{words} are intervals: 95%") == text.count("bootstrap") == 1
 
 
 def test_csv_has_the_figures(folder: Path) -> None:
