@@ -21,7 +21,6 @@ from typing import Any
 import jax
 
 from longspec_jax import LongSpec, TreeConfig, demo_prompts
-from longspec_jax.drafters.chain_cost import measured_agreement
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.embedded import DRAFTS
 from longspec_jax.generation.comparison import Comparison
@@ -29,6 +28,7 @@ from longspec_jax.generation.comparison import Comparison
 from ..rounds import by_round
 from ..wording import counted
 from .arguments import METHODS, settled
+from .chain_cost import measured_agreement
 from .progress import announce, step
 from .report import Report, run_header
 

@@ -15,7 +15,7 @@ partial rounds alone, what remains is a full round with its selection and the dr
 are timed apart, in programs of their own; blocks are chosen every ``refresh`` full passes, and laid
 end to end for each. ``acceptance_length`` is emitted tokens over full target passes. ``break_even``
 is the agreement from which retrieval is faster, between two of those measured; ``modelled_...`` and
-``best_chain`` (its levels) are what :mod:`longspec_jax.drafters.chain_cost` makes of the times.
+``best_chain`` (its levels) are what ``infer.bench.chain_cost`` makes of the times.
 
 With ``offload`` the cache lies in the host's memory, but for ``at_budget``, and ``plain`` is
 decoding of one token per pass over it. ``host_bytes`` of the cache are there then;
@@ -39,7 +39,6 @@ from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import NoDraft, Params
-from longspec_jax.drafters.chain_cost import ChainCost
 from longspec_jax.drafters.quest import Quest
 from longspec_jax.drafters.refreshed import Kept, every
 from longspec_jax.drafters.retrieval import behind_chain
@@ -47,6 +46,7 @@ from longspec_jax.ops.selection.blocks import BlockBudget
 
 from ..wording import counted
 from .arguments import settled
+from .chain_cost import ChainCost
 from .decode import LoopTime, time_loop, time_part
 from .decode_setting import Bench, Setting, rough_seconds, setting_bytes
 from .models import Model, check_memory, random_model

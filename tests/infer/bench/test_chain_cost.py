@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.chain_cost import ChainCost, confirmed, measured_agreement
+from infer.bench.chain_cost import ChainCost, confirmed, measured_agreement
 
 COST = ChainCost(0.003, 0.010, partial_yield=3.0, height=6, end_yield=2.5)
 
