@@ -26,7 +26,8 @@ from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.decoding.walk import Walk, Walker, walker_of
 from longspec_jax.drafters.base import Beliefs, Committed, Drafter, Params, looked
-from longspec_jax.drafters.tree import Tree, along, last_along, node_depths
+from longspec_jax.drafters.tree import Tree, node_depths
+from longspec_jax.ops.along import along, last_along
 from longspec_jax.ops.partitioned import use_mesh
 
 

@@ -20,7 +20,7 @@ from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeRows
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import CacheBytes, KVCache, Reading, append_chunk
-from longspec_jax.drafters.tree import along
+from longspec_jax.ops.along import along
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.layer.append_rows import append_rows
 from longspec_jax.ops.placement import HOST_MEMORY, to_device, to_host

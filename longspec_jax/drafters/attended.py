@@ -15,7 +15,7 @@ from longspec_jax.axes import Array, Leaf
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Committed, Needs, View
 from longspec_jax.drafters.selection import Selection, end_to_end, everything
-from longspec_jax.drafters.tree import last_along
+from longspec_jax.ops.along import last_along
 from longspec_jax.ops.selection.attended import attended_scores
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, choose_blocks
 

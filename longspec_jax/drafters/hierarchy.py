@@ -39,15 +39,8 @@ from longspec_jax.drafters.base import (
 from longspec_jax.drafters.draft import with_tree
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.drafters.selectors import Selector, SinksAndRecent
-from longspec_jax.drafters.tree import (
-    Tree,
-    along,
-    at_end,
-    branch,
-    last_along,
-    node_depths,
-    plant,
-)
+from longspec_jax.drafters.tree import Tree, at_end, branch, node_depths, plant
+from longspec_jax.ops.along import along, last_along
 
 
 class HierarchyState(NamedTuple):

@@ -20,6 +20,7 @@ from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, View
 from longspec_jax.drafters.budget import within_budget
 from longspec_jax.drafters.draft import UsualTrees
 from longspec_jax.drafters.tree import Tree, grow, plant
+from longspec_jax.ops.along import along
 
 CONTEXT = 8
 """Longest suffix that is compared."""
@@ -137,7 +138,7 @@ def _continuations(
     period = jnp.maximum(last[:, None] - places, 1)
     steps = jnp.arange(levels) % period[:, :, None]
     behind = (places + 1)[:, :, None] + steps
-    return jax.vmap(lambda row, at: row[at])(text, behind)
+    return along(behind, text)
 
 
 def _merged(

@@ -16,7 +16,7 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Committed, Needs, View
 from longspec_jax.drafters.selection import Selection, end_to_end, everything
-from longspec_jax.drafters.tree import along
+from longspec_jax.ops.along import along
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, choose_blocks
 from longspec_jax.ops.selection.extremes import (
     Extremes,

@@ -95,16 +95,6 @@ def at_end(chain: Tree, count: Int[Array, " B"], end: Tree) -> Tree:
     )
 
 
-def along(path: Int[Array, "B h"], feature: Array) -> Array:
-    """A feature ``[B, T, ...]`` of the nodes on a path."""
-    return jax.vmap(lambda nodes, row: row[nodes])(path, feature)
-
-
-def last_along(feature: Array, count: Int[Array, " B"]) -> Array:
-    """Of ``[B, T, ...]`` the last row of those that count; the first where none does."""
-    return along(jnp.maximum(count - 1, 0)[:, None], feature)[:, 0]
-
-
 def node_depths(tree: Tree, config: TreeConfig) -> Int[Array, "#B T"]:
     """Depth of every node; one row for all where it is known beforehand.
 

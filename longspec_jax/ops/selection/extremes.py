@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from longspec_jax.axes import Array, Leaf, Lengths
+from longspec_jax.ops.along import along
 
 
 @struct.dataclass
@@ -71,7 +72,7 @@ def extend_extremes(
     slots = places[:, :, None] * block + jnp.arange(block)
     offsets = (slots - start[:, None, None]).reshape(slots.shape[0], -1)
     joined = (offsets >= 0) & (offsets < count[:, None])
-    found = _rows_at(keys, jnp.clip(offsets, 0, given - 1))
+    found = along(jnp.clip(offsets, 0, given - 1), keys)
     shape = (*places.shape, block, *keys.shape[2:])
     joined = joined[:, :, None, None, None]
     above = jnp.where(joined, found, -jnp.inf).reshape(shape).max(axis=2)
@@ -102,7 +103,7 @@ def largest(queries: Float[Array, "B Q L N H"], counts: Bool[Array, "B Q"], kv_h
     """Each query for itself: a block's score is the highest that any of them gives it."""
     # One that does not count asks what another asks: asking nothing would be a score of 0.
     place = jnp.where(counts, jnp.arange(counts.shape[1]), _last(counts)[:, None])
-    return _signs(_rows_at(queries, place), kv_heads)
+    return _signs(along(place, queries), kv_heads)
 
 
 def bound_scores(probe: Probe, extremes: Extremes) -> Float[Array, "B L K n"]:
@@ -113,10 +114,6 @@ def bound_scores(probe: Probe, extremes: Extremes) -> Float[Array, "B L K n"]:
     highest, lowest = (part[:, :, :, :, None] for part in (extremes.highest, extremes.lowest))
     bounds = (probe.positive[:, None] * highest + probe.negative[:, None] * lowest).sum(axis=-1)
     return bounds.max(axis=-1).transpose(0, 2, 3, 1)
-
-
-def _rows_at(rows: Float[Array, "B n ..."], at: Int[Array, "B m"]) -> Float[Array, "B m ..."]:
-    return jax.vmap(lambda own, places: own[places])(rows, at)
 
 
 def _last(counts: Bool[Array, "B Q"]) -> Lengths:
