@@ -39,8 +39,9 @@ from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.kept import Kept
 from longspec_jax.drafters.quest import Quest
-from longspec_jax.drafters.refreshed import Kept, every
+from longspec_jax.drafters.refreshed import every
 from longspec_jax.drafters.retrieval import behind_chain
 from longspec_jax.ops.selection.blocks import BlockBudget
 

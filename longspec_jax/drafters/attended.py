@@ -6,6 +6,7 @@ read, in every layer alike. The cost is one layer's keys.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax.numpy as jnp
 from flax import struct
@@ -14,18 +15,11 @@ from jaxtyping import Float
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Committed, Needs, View
-from longspec_jax.drafters.selection import Selection, end_to_end, everything
+from longspec_jax.drafters.selection import Selection
+from longspec_jax.drafters.selectors import of_blocks
 from longspec_jax.ops.along import last_along
 from longspec_jax.ops.selection.attended import attended_scores
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, choose_blocks
-
-
-def last_query(
-    committed: Committed, layer: int, before: Float[Array, "B N H"]
-) -> Float[Array, "B N H"]:
-    """The query of the last token that joined; where none did, the one that was last before."""
-    last = last_along(committed.features.queries[layer], committed.count)
-    return jnp.where((committed.count > 0)[:, None, None], last, before)
 
 
 @struct.dataclass
@@ -61,12 +55,19 @@ class Attended:
           ValueError: if the cache is no whole number of blocks.
         """
         self.budget.blocks_of(capacity)
+        return self.unasked(batch)
+
+    def unasked(self, batch: int) -> AttendedState:
+        """A query that asks nothing, of a cache of any capacity."""
         shape = (batch, self.config.num_heads, self.config.head_width)
         return AttendedState(jnp.zeros(shape, jnp.dtype(self.config.dtype)))
 
     def extend(self, state: AttendedState, committed: Committed) -> AttendedState:
         """The last token's query; a row that does not advance keeps what it has."""
-        return AttendedState(last_query(committed, self.config.num_layers - 1, state.query))
+        queries = committed.features.queries[self.config.num_layers - 1]
+        joined = (committed.count > 0)[:, None, None]
+        last = last_along(queries, committed.count)
+        return AttendedState(jnp.where(joined, last, state.query))
 
     def look(self, state: AttendedState, view: View) -> AttendedState:
         """Nothing is kept of it."""
@@ -74,16 +75,15 @@ class Attended:
 
     def table(self, state: AttendedState, view: View) -> BlockTable:
         """The blocks that every row's query attends to most, ``[B, k]``."""
-        block = self.budget.block
-        scores = attended_scores(state.query, view.keys[-1], view.length, block)
+        keys, block = view.keys[-1], self.budget.block
+        self.budget.blocks_of(keys.shape[2])  # Refuses what are no whole blocks.
+        scores = attended_scores(state.query, keys, view.length, block)
         return choose_blocks(scores, view.length, self.budget)
 
     def choose(self, state: AttendedState, view: View) -> Selection:
         """Those blocks of every layer, laid end to end."""
-        if self.budget.slots >= view.keys[0].shape[2]:
-            return everything(view.length)
-        return end_to_end(view.keys, view.values, self.table(state, view), self.budget.block)
+        return of_blocks(self.budget, view, partial(self.table, state))
 
     def gathers(self, capacity: int) -> int:
         """The budget, unless it holds the whole cache."""
-        return self.budget.slots if self.budget.slots < capacity else 0
+        return self.budget.gathers(capacity)

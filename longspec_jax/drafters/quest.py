@@ -15,7 +15,8 @@ from jaxtyping import Float
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Committed, Needs, View
-from longspec_jax.drafters.selection import Selection, end_to_end, everything
+from longspec_jax.drafters.selection import Selection
+from longspec_jax.drafters.selectors import of_blocks
 from longspec_jax.ops.along import along
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, choose_blocks
 from longspec_jax.ops.selection.extremes import (
@@ -112,13 +113,11 @@ class Quest:
 
     def choose(self, state: QuestState, view: View) -> Selection:
         """Those blocks, laid end to end."""
-        if self.budget.slots >= view.keys[0].shape[2]:
-            return everything(view.length)
-        return end_to_end(view.keys, view.values, self.table(state, view), self.budget.block)
+        return of_blocks(self.budget, view, partial(self.table, state))
 
     def gathers(self, capacity: int) -> int:
         """The budget, unless it holds the whole cache."""
-        return self.budget.slots if self.budget.slots < capacity else 0
+        return self.budget.gathers(capacity)
 
 
 def _latest(rows: Float[Array, "B n N H"], count: Lengths, most: int) -> Float[Array, "B Q N H"]:

@@ -4,6 +4,7 @@ A selector may keep state, which learns of committed tokens as a drafter's does,
 proposal. The simplest keeps none: the first and the last tokens of a row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Lengths
 from longspec_jax.drafters.base import NOTHING, Committed, Needs, View
-from longspec_jax.drafters.selection import Selection, Spans
+from longspec_jax.drafters.selection import Selection, Spans, end_to_end, everything
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable
 
 
@@ -62,6 +63,19 @@ class Retriever(Selector, Protocol):
     def table(self, state: Any, view: View) -> BlockTable:
         """The best blocks ``[B, *choosing, k]``."""
         ...
+
+
+def of_blocks(budget: BlockBudget, view: View, table: Callable[[View], BlockTable]) -> Selection:
+    """A table's blocks of every layer, laid end to end; all tokens where they are of no more slots.
+
+    Args:
+      budget: of the table.
+      view: of the cache.
+      table: chooses the blocks, if any are to be chosen.
+    """
+    if not budget.gathers(view.keys[0].shape[2]):
+        return everything(view.length)
+    return end_to_end(view.keys, view.values, table(view), budget.block)
 
 
 @dataclass(frozen=True)

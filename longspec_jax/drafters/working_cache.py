@@ -15,37 +15,21 @@ the cache of StreamingLLM (arXiv:2309.17453): sinks, and all the rest of the bud
 
 from dataclasses import dataclass, replace
 
-import jax
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
+from longspec_jax.axes import Array, CacheSlots, Lengths
 from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
-from longspec_jax.drafters.attended import last_query
+from longspec_jax.drafters.attended import Attended, AttendedState
 from longspec_jax.drafters.base import Committed, View
+from longspec_jax.drafters.kept import Kept, due, nothing_kept, renewed
 from longspec_jax.ops.attention.operands import Prefix
-from longspec_jax.ops.selection.attended import attended_scores
-from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, choose_blocks
+from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, followed
 from longspec_jax.ops.selection.gather import gather_blocks
 
 USUAL_ROUND = 8
 """Tokens of a round for which there is room behind a choice; rounds that yield more bring the next
 choice forward."""
-
-
-@struct.dataclass
-class Choice:
-    """What was last chosen in each row, and what the next choice is made by."""
-
-    query: Leaf[Float[Array, "B N H"]]
-    """Of the last committed token, in the target's layer."""
-    blocks: Leaf[Int[Array, "B k"]]
-    """Chosen blocks; the row's last one behind all others that it had."""
-    length: Leaf[Lengths]
-    """Committed tokens when they were chosen; 0 for a row that has not chosen yet."""
-    rounds: Leaf[Int[Array, " B"]]
-    """Rounds since then."""
 
 
 @dataclass(frozen=True)
@@ -61,46 +45,35 @@ class WorkingCache:
     @property
     def queries(self) -> tuple[int, ...]:
         """The layers of the target whose queries are needed."""
-        return (self._layer,) if self.refresh else ()
+        return self._retriever.needs.queries if self.refresh else ()
 
-    def begin(self, batch: int) -> Choice | None:
+    def begin(self, batch: int) -> Kept | None:
         """Rows that have chosen nothing yet; None where nothing is ever chosen."""
         if not self.refresh:
             return None
-        c, none = self.target, jnp.zeros((batch,), jnp.int32)
-        blocks = jnp.zeros((batch, self.budget.blocks), jnp.int32)
-        query = jnp.zeros((batch, c.num_heads, c.head_width), jnp.dtype(c.dtype))
-        return Choice(query, blocks, none, none)
+        return nothing_kept(self._retriever.unasked(batch), batch, self.budget.blocks)
 
-    def learn(self, choice: Choice | None, committed: Committed) -> Choice | None:
+    def learn(self, choice: Kept | None, committed: Committed) -> Kept | None:
         """Keep the query of the last token that joined."""
         if choice is None:
             return None
-        return replace(choice, query=last_query(committed, self._layer, choice.query))
+        return replace(choice, asked=self._retriever.extend(choice.asked, committed))
 
-    def look(self, choice: Choice | None, view: View) -> Choice | None:
+    def look(self, choice: Kept | None, view: View) -> Kept | None:
         """Choose anew in the rows where it is time, before a round."""
         if choice is None:
             return None
-        held = -(-choice.length // self.budget.block) * self.budget.block + self._behind
+
+        def choose(asked: AttendedState) -> Int[Array, "B k"]:
+            found = self._retriever.table(asked, view).blocks
+            return jnp.pad(found, ((0, 0), (0, self.budget.blocks - found.shape[1])))
+
         # A proposal may go on by so many tokens before there is another look.
-        full = view.position + MAX_TREE_LEVELS + 1 > held
-        due = (choice.length == 0) | (choice.rounds + 1 >= self.refresh) | full
+        end = view.position + MAX_TREE_LEVELS + 1
+        rows = due(choice, self.refresh, end, self.budget.block, self._behind)
+        return renewed(choice, rows, view.length, choose)
 
-        def choose(old: Choice) -> Choice:
-            keys, block = view.keys[self._layer], self.budget.block
-            self.budget.blocks_of(keys.shape[2])  # Refuses what are no whole blocks.
-            scores = attended_scores(old.query, keys, view.length, block)
-            found = choose_blocks(scores, view.length, self.budget).blocks
-            missing = self.budget.blocks - found.shape[1]
-            found = jnp.pad(found, ((0, 0), (0, missing)))
-            blocks = jnp.where(due[:, None], found, old.blocks)
-            return replace(old, blocks=blocks, length=jnp.where(due, view.length, old.length))
-
-        latest: Choice = jax.lax.cond(due.any(), choose, lambda old: old, choice)
-        return replace(latest, rounds=jnp.where(due, 0, latest.rounds + 1))
-
-    def table(self, choice: Choice | None, length: Lengths, slots: int) -> BlockTable:
+    def table(self, choice: Kept | None, length: Lengths, slots: int) -> BlockTable:
         """What is read in rows of ``length[b]`` tokens.
 
         Args:
@@ -108,24 +81,16 @@ class WorkingCache:
           length: tokens that the cache holds, at least as many as at the choice.
           slots: of the cache.
         """
-        block, kept = self.budget.block, self.budget.blocks
-        sinks, whole = self.budget.sinks // block, self.budget.blocks_of(slots)
-        present = -(-length // block)
-        index = jnp.arange(kept + self._behind // block)
-        left_out = jnp.maximum(present - kept, 0)
-        blocks = index + jnp.where(index < sinks, 0, left_out[:, None])
+        block, index = self.budget.block, jnp.arange(self.budget.blocks)
+        left_out = jnp.maximum(-(-length // block) - self.budget.blocks, 0)
+        blocks = index + jnp.where(index < self.budget.sinks // block, 0, left_out[:, None])
+        then = length
         if choice is not None:
-            then = -(-choice.length // block)
-            taken = jnp.minimum(then, kept)
-            behind = index + (then - taken)[:, None]
-            room = jnp.pad(choice.blocks, ((0, 0), (0, len(index) - kept)))
-            chosen = jnp.where(index < taken[:, None], room, behind)
-            blocks = jnp.where((choice.length > 0)[:, None], chosen, blocks)
-            left_out = jnp.where(choice.length > 0, then - taken, left_out)
-        # Blocks that the cache does not have lie behind all tokens: any will do.
-        blocks = jnp.minimum(blocks, whole - 1).astype(jnp.int32)
-        # A row may have fewer tokens than its choice left out: one that does not take part.
-        return BlockTable(blocks, jnp.maximum(length - left_out * block, 0))
+            chosen = choice.length > 0
+            blocks = jnp.where(chosen[:, None], choice.blocks, blocks)
+            then = jnp.where(chosen, choice.length, length)
+        count = self.budget.blocks_of(slots)
+        return followed(BlockTable(blocks, then), length, self._behind, block, count)
 
     def read(self, keys: CacheSlots, values: CacheSlots, table: BlockTable) -> Prefix:
         """The blocks of one layer's cache, laid end to end."""
@@ -134,11 +99,11 @@ class WorkingCache:
         return Prefix(*found, table.length)
 
     @property
-    def _layer(self) -> int:
-        return self.target.num_layers - 1
+    def _retriever(self) -> Attended:
+        return Attended(self.target, self.budget)
 
     @property
     def _behind(self) -> int:
-        """Slots behind a choice for what is committed until the next one."""
+        """Blocks behind a choice for what is committed until the next one."""
         tokens = self.refresh and MAX_TREE_LEVELS + 1 + self.refresh * USUAL_ROUND
-        return -(-tokens // self.budget.block) * self.budget.block
+        return -(-tokens // self.budget.block)

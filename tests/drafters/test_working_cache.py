@@ -10,15 +10,17 @@ import pytest
 
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.attended import AttendedState
 from longspec_jax.drafters.base import Committed, Drafter, Features, NoDraft, Params, looked
 from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.hierarchy import Hierarchy
+from longspec_jax.drafters.kept import Kept
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.options import LongSpecOptions
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.small_lm.options import SmallLMOptions
-from longspec_jax.drafters.working_cache import Choice, WorkingCache
+from longspec_jax.drafters.working_cache import WorkingCache
 from longspec_jax.ops.attention.operands import Fresh
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
 from tests.decoding import test_lossless as lossless
@@ -36,7 +38,7 @@ def working(target: Any = ONE_LAYER, **options: int) -> WorkingCache:
     return cache
 
 
-def slots_read(cache: WorkingCache, choice: Choice | None, length: Any) -> list[list[int]]:
+def slots_read(cache: WorkingCache, choice: Kept | None, length: Any) -> list[list[int]]:
     """The slots of every row's working cache, found by reading their own numbers."""
     rows = len(length)
     numbers = jnp.broadcast_to(jnp.arange(SLOTS, dtype=jnp.float32)[:, None], (rows, 1, SLOTS, 1))
@@ -47,20 +49,20 @@ def slots_read(cache: WorkingCache, choice: Choice | None, length: Any) -> list[
     return [row[:count].tolist() for row, count in zip(found, prefix.length, strict=True)]
 
 
-def attending(cache: WorkingCache, length: Any, slots: Any) -> Choice:
+def attending(cache: WorkingCache, length: Any, slots: Any) -> Kept:
     """What was chosen where the target attends to one slot of every row."""
     return looking(cache, cache.begin(len(length)), length, slots)
 
 
-def looking(cache: WorkingCache, choice: Any, length: Any, slots: Any) -> Choice:
+def looking(cache: WorkingCache, choice: Any, length: Any, slots: Any) -> Kept:
     """A look at a target's cache in which the row's query attends to one slot alone."""
     rows, config = len(length), cache.target
     shape = (rows, config.num_kv_heads, SLOTS, config.head_width)
     keys = np.full(shape, -1.0, np.float32)
     keys[np.arange(rows), :, np.asarray(slots)] = 40.0
-    length, query = jnp.asarray(length, jnp.int32), jnp.ones_like(choice.query)
+    length, query = jnp.asarray(length, jnp.int32), jnp.ones_like(choice.asked.query)
     view = view_of(jnp.zeros_like(length), length, jnp.asarray(keys), jnp.asarray(keys))
-    seen = cache.look(replace(choice, query=query), view)
+    seen = cache.look(replace(choice, asked=AttendedState(query)), view)
     assert seen is not None
     return seen
 
@@ -146,9 +148,9 @@ def test_the_query_of_the_last_token_that_joined_is_kept() -> None:
     )
     new = cache.learn(old, committed)
     assert new is not None
-    np.testing.assert_array_equal(new.query[0], queries[0, 3])
-    np.testing.assert_array_equal(new.query[1], old.query[1])
-    np.testing.assert_array_equal(new.query[2], queries[2, 1])
+    np.testing.assert_array_equal(new.asked.query[0], queries[0, 3])
+    np.testing.assert_array_equal(new.asked.query[1], old.asked.query[1])
+    np.testing.assert_array_equal(new.asked.query[2], queries[2, 1])
 
 
 def test_a_choice_is_of_one_size_whatever_the_capacity() -> None:

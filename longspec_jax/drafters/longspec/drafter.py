@@ -20,9 +20,10 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, View
 from longspec_jax.drafters.beam import beam_search, nodes_run
+from longspec_jax.drafters.kept import Kept
 from longspec_jax.drafters.longspec.model import LongSpecLayer, LongSpecParams
 from longspec_jax.drafters.tree import Tree
-from longspec_jax.drafters.working_cache import Choice, WorkingCache
+from longspec_jax.drafters.working_cache import WorkingCache
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 
@@ -37,7 +38,7 @@ class LongSpecState:
 
     keys: Leaf[Float[Array, "B W K H"]]
     values: Leaf[Float[Array, "B W K H"]]
-    choice: Choice | None = None
+    choice: Kept | None = None
     """What is read of the target's cache, if not all is; a few numbers."""
 
 

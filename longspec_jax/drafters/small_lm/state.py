@@ -13,7 +13,7 @@ from flax import struct
 
 from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
 from longspec_jax.config import TargetConfig
-from longspec_jax.drafters.working_cache import Choice
+from longspec_jax.drafters.kept import Kept
 from longspec_jax.ops.layer.append_rows import append_rows
 
 SPARE = 64
@@ -29,7 +29,7 @@ class SmallLMState:
     """Of every layer, rotary applied."""
     values: tuple[Leaf[CacheSlots], ...]
     """Of every layer."""
-    choice: Choice | None = None
+    choice: Kept | None = None
     """Which of them are read, if not all are."""
 
 

@@ -53,6 +53,10 @@ class BlockBudget:
         """Blocks that are read of a long row."""
         return self.slots // self.block
 
+    def gathers(self, capacity: int) -> int:
+        """Slots that are copied of a cache with so many; 0 where it is within the budget."""
+        return self.slots if self.slots < capacity else 0
+
     def blocks_of(self, capacity: int) -> int:
         """Blocks of a cache with so many slots.
 
