@@ -56,7 +56,7 @@ class LookupTarget:
 
     def glance(self, params, cache, tokens, positions, selection, fresh, mask, at, needs=NOTHING):
         # Part by part, as attention goes: what lies in two of them would count twice.
-        prefixes = selection.prefixes(0, cache)
+        _, prefixes = selection.reading(cache)(0, _rows(tokens))
         past = jnp.stack(list(map(self._history, prefixes))).sum(axis=0)
         # The hash of a token and its position takes the place of keys and values.
         hashed = _rows(token_hash(tokens, positions))

@@ -6,19 +6,18 @@ committed tokens is the row's ``length``, kept by the decode state; memory beyon
 anything, because every op masks by length.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, Queries, TreeRows
+from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, TreeRows
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Uncommitted
-from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.ops.attention.operands import Prefix, Reading
 from longspec_jax.ops.layer.append_rows import append_rows
 
 
@@ -28,11 +27,6 @@ class CacheBytes(NamedTuple):
     device: int
     """Of all devices together, what a pass brings there for a time included."""
     host: int
-
-
-Reading: TypeAlias = Callable[[int, Queries], tuple[Queries, Prefix]]
-"""``(layer, its queries) -> the queries, what they read``. Attention takes these queries, not its
-own: that is how a cache knows what has been read."""
 
 
 @struct.dataclass
@@ -49,9 +43,9 @@ class KVCache:
         """Slots of a row (``S``)."""
         return self.keys[0].shape[2]
 
-    def layer(self, index: int, length: Lengths, start: Lengths | None = None) -> Prefix:
-        """What one layer's attention reads: the slots from ``start[b]``, or 0, to ``length[b]``."""
-        return Prefix(self.keys[index], self.values[index], length, start)
+    def layer(self, index: int, length: Lengths) -> Prefix:
+        """What one layer's attention reads: the slots up to ``length[b]``."""
+        return Prefix(self.keys[index], self.values[index], length)
 
     def reading(self, length: Lengths) -> Reading:
         """What attention reads in a pass that asks for every layer once, in their order."""

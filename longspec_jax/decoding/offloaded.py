@@ -2,9 +2,9 @@
 
 Attention reads one layer after the other, so no more than two need to be on the device: while one
 is read, the next is on its way. A pass then takes as long as moving the cache takes, however many
-tokens it verifies: the more tokens a pass yields, the better. What a pass reads of a selection
-(:mod:`longspec_jax.drafters.selection`) is gathered from the host, and stays on the device for as
-long as the selection does.
+tokens it verifies: the more tokens a pass yields, the better. What a selection
+(:mod:`longspec_jax.drafters.selection`) has gathered of the host stays on the device for as long as
+the selection does; spans that it reads in place are moved as whole layers, one behind the other.
 
 The last layer is never moved: drafts read it in every step of a proposal.
 """
@@ -19,9 +19,9 @@ from jaxtyping import Int
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeRows
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
-from longspec_jax.decoding.cache import CacheBytes, KVCache, Reading, append_chunk
+from longspec_jax.decoding.cache import CacheBytes, KVCache, append_chunk
 from longspec_jax.ops.along import along
-from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.ops.attention.operands import Prefix, Reading
 from longspec_jax.ops.layer.append_rows import append_rows
 from longspec_jax.ops.placement import HOST_MEMORY, to_device, to_host
 
@@ -33,10 +33,10 @@ STAGED_LAYERS = 2
 class OffloadedCache(KVCache):
     """Keys and values of every layer, in the host's memory but for the last. DONATED as they."""
 
-    def layer(self, index: int, length: Lengths, start: Lengths | None = None) -> Prefix:
+    def layer(self, index: int, length: Lengths) -> Prefix:
         """One layer on the device; it is moved there, where it does not lie there."""
         keys, values = to_device((self.keys[index], self.values[index]))
-        return Prefix(keys, values, length, start)
+        return Prefix(keys, values, length)
 
     def reading(self, length: Lengths) -> Reading:
         """Each layer on the device, the next one on its way to it."""

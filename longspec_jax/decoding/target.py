@@ -200,14 +200,15 @@ class CachedTarget:
         needs: Needs = NOTHING,
     ) -> Glance:
         """Run the target over tokens that see a selection of the cache, and fresh tokens."""
-        keys, values = list(fresh.keys), list(fresh.values)
+        keys, values, read = list(fresh.keys), list(fresh.values), selection.reading(cache)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            q, prefixes = read(layer, q)
             write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=at, axis=1)
             keys[layer], values[layer] = write(keys[layer], k), write(values[layer], v)
             rows = Fresh(keys[layer], values[layer], mask)
             seen = tree_attention(q, rows, implementation=self.attention)
-            for prefix in selection.prefixes(layer, cache):
+            for prefix in prefixes:
                 past = prefix_attention(q, prefix, implementation=self.attention)
                 seen = merge(seen, past)
             return seen.out.astype(q.dtype)

@@ -5,16 +5,16 @@ compact one. Attention takes either as prefixes: another way of reading them is 
 Who chooses them is :mod:`longspec_jax.drafters.selectors`' matter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
-from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, Queries
+from longspec_jax.ops.attention.operands import Prefix, Reading
 from longspec_jax.ops.selection.blocks import BlockTable
 from longspec_jax.ops.selection.gather import gather_blocks
 
@@ -23,17 +23,21 @@ from longspec_jax.ops.selection.gather import gather_blocks
 class Cached(Protocol):
     """A cache, as far as a selection reads it; see :class:`longspec_jax.decoding.cache.KVCache`."""
 
-    def layer(self, index: int, length: Lengths, start: Lengths | None = None) -> Prefix:
-        """The slots of one layer from ``start[b]``, or 0, to ``length[b]``."""
+    def reading(self, length: Lengths) -> Reading:
+        """What attention reads in a pass: of every layer the slots up to ``length[b]``."""
         ...
+
+
+Parts: TypeAlias = Callable[[int, Queries], tuple[Queries, Sequence[Prefix]]]
+"""A :class:`Reading` of several prefixes, which attention reads one after the other."""
 
 
 @runtime_checkable
 class Selection(Protocol):
     """A part of every row's committed tokens; no token is in it twice."""
 
-    def prefixes(self, layer: int, cache: Cached) -> Sequence[Prefix]:
-        """What attention of a layer reads one after the other."""
+    def reading(self, cache: Cached) -> Parts:
+        """What attention reads in a pass."""
         ...
 
 
@@ -46,11 +50,16 @@ class Spans:
     stop: Leaf[Int[Array, "B n"]]
     """Slot behind its last one."""
 
-    def prefixes(self, layer: int, cache: Cached) -> Sequence[Prefix]:
+    def reading(self, cache: Cached) -> Parts:
         """The cache itself, once a span."""
-        whole = cache.layer(layer, self.stop[:, 0], self.start[:, 0])
-        bounds = zip(self.start.T, self.stop.T, strict=True)
-        return [replace(whole, start=start, length=stop) for start, stop in bounds]
+        read = cache.reading(self.stop[:, 0])
+        bounds = [*zip(self.start.T, self.stop.T, strict=True)]
+
+        def spans(layer: int, queries: Queries) -> tuple[Queries, Sequence[Prefix]]:
+            queries, whole = read(layer, queries)
+            return queries, [replace(whole, start=start, length=stop) for start, stop in bounds]
+
+        return spans
 
 
 @struct.dataclass
@@ -64,9 +73,12 @@ class WorkingSet:
     length: Leaf[Lengths]
     """How many of its slots hold tokens, in every layer alike."""
 
-    def prefixes(self, layer: int, cache: Cached) -> Sequence[Prefix]:
-        """The layer's part of it, and nothing of the cache."""
-        return [Prefix(self.keys[layer], self.values[layer], self.length)]
+    def reading(self, cache: Cached) -> Parts:
+        """A layer's part of it, and nothing of the cache."""
+        return lambda layer, queries: (
+            queries,
+            [Prefix(self.keys[layer], self.values[layer], self.length)],
+        )
 
 
 def everything(length: Lengths) -> Spans:

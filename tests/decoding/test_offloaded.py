@@ -1,5 +1,7 @@
 """A cache in the host's memory: what is read, what is written, and how much is moved at a time."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,10 @@ from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding import offloaded
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.offloaded import OffloadedCache
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.ops.placement import on_host
-from tests.kit import tiny_target_config
+from tests.kit import random_target, tiny_target_config
 
 LAYERS, BATCH, CAPACITY = 5, 2, 11
 CONFIG = tiny_target_config(num_layers=LAYERS)
@@ -66,7 +70,26 @@ def test_a_layer_sets_out_when_the_one_before_the_last_has_been_read() -> None:
 
     They wait only if the queries behind the barrier are used, too: the compiler drops the rest.
     """
-    equations = jax.make_jaxpr(read_all)(both_caches()[1], QUERIES).eqns
+    assert_moves_wait(jax.make_jaxpr(read_all)(both_caches()[1], QUERIES).eqns)
+
+
+def test_a_glance_at_spans_moves_layers_as_a_whole_pass_does() -> None:
+    """One behind the other: where a selection is read in place, as when it is all there is."""
+    params, nodes = random_target(CONFIG), jnp.zeros((BATCH, 3), jnp.int32)
+    mask = jnp.broadcast_to(jnp.tri(3, dtype=bool), (BATCH, 3, 3))
+
+    def glance(cache: KVCache) -> jax.Array:
+        seen, fresh = SinksAndRecent(1, 4)(LENGTHS), cache.rows(3)
+        target = CachedTarget(CONFIG)
+        return target.glance(params, cache, nodes, nodes, seen, fresh, mask, 0).logits
+
+    plain, host = both_caches()
+    assert_moves_wait(jax.make_jaxpr(glance)(host).eqns)
+    np.testing.assert_allclose(jax.jit(glance)(host), jax.jit(glance)(plain), rtol=1e-5, atol=1e-5)
+
+
+def assert_moves_wait(equations: Any) -> None:
+    """Each layer's keys and values wait for the queries of the layer before; but for the first."""
     made = {id(out): eqn for eqn in equations for out in eqn.outvars}
     used = {id(value) for eqn in equations for value in eqn.invars}
     moves = [eqn for eqn in equations if eqn.primitive.name == "device_put"]

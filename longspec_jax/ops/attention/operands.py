@@ -3,9 +3,12 @@
 Every implementation of an op takes these two, so that another kind of cache is another type here.
 """
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from flax import struct
 
-from longspec_jax.axes import CacheSlots, Leaf, Lengths, TreeMask, TreeRows
+from longspec_jax.axes import CacheSlots, Leaf, Lengths, Queries, TreeMask, TreeRows
 
 
 @struct.dataclass
@@ -19,6 +22,11 @@ class Prefix:
     """Slots that hold committed tokens; memory beyond may hold anything."""
     start: Leaf[Lengths] | None = None
     """The first slot each row sees; 0 if absent."""
+
+
+Reading: TypeAlias = Callable[[int, Queries], tuple[Queries, Prefix]]
+"""``(layer, its queries) -> the queries, what they read``, for every layer once, in their order.
+Attention takes these queries, not its own: that is how a cache knows what has been read."""
 
 
 @struct.dataclass

@@ -106,6 +106,7 @@ def followed(
     # Blocks that the cache does not have lie behind all tokens: any will do.
     blocks = jnp.minimum(blocks, count - 1).astype(jnp.int32)
     slots = (kept + behind) * block
+    # A row may have fewer tokens than its choice left out: one that does not take part.
     return BlockTable(blocks, jnp.clip(length - left_out * block, 0, slots))
 
 
