@@ -108,9 +108,10 @@ def _once_read(at: Lengths, keys: tuple[TreeRows, ...]) -> tuple[Lengths, tuple[
 
 def _append_on_host(slots: CacheSlots, fresh: TreeRows, at: Lengths) -> CacheSlots:
     """Slice updates, row by row: in one they would be a scatter, which nothing does over there."""
-    rows = to_host(fresh.swapaxes(1, 2))
+    rows = fresh.swapaxes(1, 2)
     for row in range(slots.shape[0]):
-        own = jax.lax.slice_in_dim(rows, row, row + 1, axis=0)
+        # Cut on the device: a slice of what lies over there would be left to the host's processor.
+        own = to_host(jax.lax.slice_in_dim(rows, row, row + 1, axis=0))
         slots = jax.lax.dynamic_update_slice(slots, own, (row, 0, at[row], 0))
     return slots
 
