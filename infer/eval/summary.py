@@ -17,7 +17,8 @@ def rows(records: Sequence[SampleRecord]) -> list[dict[str, Any]]:
     """The rows, in the order of the records.
 
     ``speedup_over_plain`` compares the same samples; it and the fraction that is identical are null
-    where there is nothing to compare with.
+    where there is nothing to compare with. ``gaps`` are of the samples that are not: how much plain
+    decoding's scores prefer its token where the texts part.
     """
     groups: dict[tuple[str, str, float], list[SampleRecord]] = {}
     for record in records:
@@ -51,12 +52,19 @@ def _row(
         "tokens_per_second": _number(tokens_per_second(found)),
         "speedup_over_plain": None if method == PLAIN_METHOD else _number(speedup),
         "identical_to_plain_fraction": same / compared if compared else None,
+        "gaps": sorted(_gaps(found)),
         "samples": len(found),
         "new_tokens": sum(record.new_tokens for record in found),
         "prefill_seconds": _number(
             sum({record.call: record.prefill_s for record in found}.values())
         ),
     }
+
+
+def _gaps(found: Sequence[SampleRecord]) -> list[float]:
+    partings = [record.divergence for record in found if record.divergence is not None]
+    gaps = [_number(parting.gap) for parting in partings if parting.gap is not None]
+    return [gap for gap in gaps if gap is not None]
 
 
 def _number(value: float) -> float | None:

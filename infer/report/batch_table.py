@@ -74,7 +74,7 @@ def _table(number: int, sizes: Sequence[Block], temperature: float) -> Table:
         key=slug("batches", number, temperature),
         caption=f"Throughput by batch of {sizes[0].condition}, {temperature_words(temperature)}",
         corner="method",
-        groups=(Group("tokens/s at batch", tuple(str(block.batch) for block in sizes)),),
+        groups=(Group("tokens/s at batch", tuple(block.batch_words for block in sizes)),),
         bodies=tuple(filter(filled, bodies)),
         notes=(
             "The figures of the LongSpec paper's Figure 7.",

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..eval.records import PLAIN_METHOD, Header, SampleRecord
 from ..eval.run_folder import Run
+from ..wording import counted
 
 Sample = tuple[str, str]
 """A task and the name of one of its samples."""
@@ -74,6 +75,12 @@ class Block:
         for record in self.records:
             counts[record.call] = counts.get(record.call, 0) + 1
         return counts
+
+    @property
+    def batch_words(self) -> str:
+        """The rows of a call, and how many there were at most where no call was full."""
+        most = max(self.rows_of_call.values(), default=self.batch)
+        return f"{self.batch}" if most >= self.batch else f"{self.batch} ({counted(most, 'row')})"
 
     @cached_property
     def rounds_of_call(self) -> dict[str, int]:

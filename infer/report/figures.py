@@ -91,7 +91,7 @@ def throughputs(blocks: Sequence[Block]) -> list[Chart]:
                         title=f"Throughput by batch: {task}, {temperature_words(temperature)}, "
                         f"{sizes[0].condition}",
                         unit="tokens/s",
-                        places=tuple(str(block.batch) for block in sizes),
+                        places=tuple(block.batch_words for block in sizes),
                         place_unit="batch",
                         series=tuple(
                             Series(

@@ -218,6 +218,13 @@ def test_throughput_by_batch() -> None:
     assert chart.places == ("1", "2", "4")
 
 
+def test_a_batch_that_was_never_full_is_told() -> None:
+    full = run([record(sample="0", call="x")], "1", batch=1)
+    rows = [record(sample=str(row), call="x") for row in range(3)]
+    [table] = batch_table.tables(blocks([full, run(rows, "16", batch=16)]))
+    assert table.groups[0].columns == ("1", "16 (3 rows)")
+
+
 def test_a_method_has_one_colour_in_all_charts() -> None:
     """Also in those that lack another method, or have plain decoding besides."""
     rows = [record(method) for method in ("plain", "longspec-tree", "ngram")]
