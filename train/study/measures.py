@@ -1,7 +1,7 @@
 """Everything that is measured of one draft, as JSON values with one number for every row."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +80,20 @@ def _by_copy(scores: DraftScores, rows: np.ndarray, near: int) -> dict[str, Any]
 
 def measured_decoding(setting: Setting, model: LongSpec) -> dict[str, Any]:
     """Counts of real decoding by temperature and context."""
-    return {
-        str(temperature): {
-            str(context): decoded_acceptance(
-                model,
-                cut(setting.rows, context, setting.begin),
-                tree=setting.tree,
-                new_tokens=setting.new_tokens,
-                temperature=temperature,
-            )
-            for context in setting.contexts
-        }
-        for temperature in TEMPERATURES
-    }
+    # Cuts of all lengths share the programs of the longest.
+    model = replace(model, expected_tokens=setting.contexts[-1] + setting.new_tokens)
+    found: dict[str, Any] = {str(temperature): {} for temperature in TEMPERATURES}
+    for context in setting.contexts:
+        counts = decoded_acceptance(
+            model,
+            cut(setting.rows, context, setting.begin),
+            tree=setting.tree,
+            new_tokens=setting.new_tokens,
+            temperatures=TEMPERATURES,
+        )
+        for temperature, each in zip(TEMPERATURES, counts, strict=True):
+            found[str(temperature)][str(context)] = each
+    return found
 
 
 def training_curve(log: Path, stages: Sequence[str] = ("draft_short", "draft_long")) -> Any:
