@@ -16,6 +16,7 @@ from longspec_jax.decoding.walk import Walk, walk
 from longspec_jax.drafters.base import NOTHING, Glance, Needs, Uncommitted
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.drafters.tree import Tree
+from longspec_jax.ops.attention.operands import Prefix
 
 
 class Between(NamedTuple):
@@ -39,6 +40,8 @@ class CacheView:
     length: Lengths
     done: Bool[Array, " B"]
     between: Between | None = None
+    selected: Prefix | None = None
+    """What drafts read of the last layer; all of it if absent."""
 
     @property
     def keys(self) -> tuple[CacheSlots, ...]:
@@ -49,6 +52,12 @@ class CacheView:
     def values(self) -> tuple[CacheSlots, ...]:
         """The target's cached values of every layer."""
         return self.cache.values
+
+    @property
+    def last_layer(self) -> Prefix:
+        """All of the cache's last layer, or what is selected of it."""
+        whole = Prefix(self.keys[-1], self.values[-1], self.length)
+        return whole if self.selected is None else self.selected
 
     def uncommitted(self, tokens: int) -> Uncommitted:
         """Room for so many tokens outside the cache."""
@@ -93,6 +102,10 @@ class CacheView:
             position=self.position + steps,
             between=Between(past, there),
         )
+
+    def within(self, selection: Selection) -> "CacheView":
+        """The same, but that drafts read of the last layer what was selected, if it lies apart."""
+        return dataclasses.replace(self, selected=selection.apart(-1))
 
 
 def _joined(first: Uncommitted, second: Uncommitted) -> Uncommitted:

@@ -21,6 +21,7 @@ from longspec_jax.axes import Array, CacheSlots, Lengths, TreeMask
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.drafters.tree import Tree, plant
+from longspec_jax.ops.attention.operands import Prefix
 
 
 @struct.dataclass
@@ -167,6 +168,11 @@ class View(Protocol):
         """The target's cached values of every layer."""
         ...
 
+    @property
+    def last_layer(self) -> Prefix:
+        """What a draft reads of the target's last layer: all of the cache, or what is selected."""
+        ...
+
     def uncommitted(self, tokens: int) -> Uncommitted:
         """Room for so many tokens outside the cache."""
         ...
@@ -205,6 +211,14 @@ class View(Protocol):
           pending: the token that stands there.
           steps: how many tokens further on; the last pending token is the first of them.
           past: their keys and values, garbage from ``steps[b]`` on. Every glance sees them.
+        """
+        ...
+
+    def within(self, selection: Selection) -> "View":
+        """The same, but that drafts read of the last layer what was selected, if it lies apart.
+
+        They take part in passes over that selection: reading all of a long cache at every level of
+        a tree would cost more than such a pass does.
         """
         ...
 

@@ -121,6 +121,7 @@ class Hierarchy:
             return self._end(params, state.inner, view, beliefs)
         with jax.named_scope("selection"):
             selected = self.selector.choose(state.selector, view)
+        view = view.within(selected)
         chain = _Chain.empty(view, levels + self._height, state.inner)
 
         def extended(chain: _Chain) -> _Chain:

@@ -40,6 +40,10 @@ class Selection(Protocol):
         """What attention reads in a pass."""
         ...
 
+    def apart(self, layer: int) -> Prefix | None:
+        """What it holds of a layer (-1: the last), if that lies apart from the cache."""
+        ...
+
 
 @struct.dataclass
 class Spans:
@@ -61,6 +65,9 @@ class Spans:
 
         return spans
 
+    def apart(self, layer: int) -> None:
+        """Nothing: it is read where it lies."""
+
 
 @struct.dataclass
 class WorkingSet:
@@ -75,10 +82,11 @@ class WorkingSet:
 
     def reading(self, cache: Cached) -> Parts:
         """A layer's part of it, and nothing of the cache."""
-        return lambda layer, queries: (
-            queries,
-            [Prefix(self.keys[layer], self.values[layer], self.length)],
-        )
+        return lambda layer, queries: (queries, [self.apart(layer)])
+
+    def apart(self, layer: int) -> Prefix:
+        """A layer's part of it."""
+        return Prefix(self.keys[layer], self.values[layer], self.length)
 
 
 def everything(length: Lengths) -> Spans:

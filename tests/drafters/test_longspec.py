@@ -1,6 +1,6 @@
 """The draft in decoding form: ring, window edge, and equality with running the whole path again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.drafters.base import Beliefs, Committed, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter, ring_mask, ring_positions
 from longspec_jax.drafters.longspec.model import LongSpecLayer
+from longspec_jax.drafters.selection import WorkingSet, everything
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention.operands import Fresh, Prefix
@@ -233,3 +234,25 @@ def test_a_prompt_in_chunks_equals_a_prompt_at_once() -> None:
             np.testing.assert_allclose(
                 np.asarray(ours)[present], np.asarray(theirs)[present], atol=1e-5
             )
+
+
+def test_of_what_was_selected_a_draft_reads_that_alone() -> None:
+    """As if nothing else had been cached; and all of it where the selection lies in the cache."""
+    lengths = np.array([17, 9], np.int32)
+    params, view, tokens = _setup(lengths)
+    drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4)))
+    state = after_prompts(drafter, params, tokens, lengths)
+    # Four slots of the first row and two of the second, whose last two are garbage.
+    slots, count = np.array([[2, 3, 11, 16], [0, 5, 31, 31]]), jnp.array([4, 2])
+    keys, values = (
+        jnp.take_along_axis(layer, slots[:, None, :, None], axis=2)
+        for layer in (view.keys[-1], view.values[-1])
+    )
+    alone = replace(view_of(view.pending, count, keys, values), position=view.position)
+    within = view.within(WorkingSet((keys,), (values,), count))
+    spread = view.within(everything(view.length))
+    found, wanted, whole, all_ = (
+        _proposed(drafter, params, state, seen) for seen in (within, alone, spread, view)
+    )
+    jax.tree.map(np.testing.assert_array_equal, (found, whole), (wanted, all_))
+    assert np.abs(found[1][0] - all_[1][0]).max() > 1e-3

@@ -22,8 +22,7 @@ def decoded_acceptance(
 ) -> list[dict[str, Any]]:
     """Raw counts of decoding prompts ``[R, T]`` of one length, for every temperature.
 
-    All temperatures are rows of the same calls: one program is compiled, and prompts are run through
-    the target side by side.
+    All temperatures are rows of the same calls, and share a program.
 
     Args:
       model: a target with one draft.
