@@ -146,10 +146,13 @@ def decode(parser: argparse.ArgumentParser) -> None:
     )
     _add(
         *(parser, "--acceptance", NOT_NEGATIVE, ByMachine(3.57, 2.1)),
-        "mean tokens emitted per round",
+        "mean tokens emitted per round with all nodes of the tree verified; a budget such as @48 "
+        "keeps what it kept on the demo",
     )
     parser.add_argument(
-        "--histogram", type=histogram, help="recorded rounds by emitted tokens, instead"
+        "--histogram",
+        type=histogram,
+        help="recorded rounds by emitted tokens, instead, drawn as they are",
     )
     parser.add_argument(
         "--drafter",
@@ -348,7 +351,8 @@ def retrieval(parser: argparse.ArgumentParser) -> None:
     )
     _add(
         *(parser, "--acceptance", NOT_NEGATIVE, ByMachine(3.5, 2.1)),
-        "mean tokens of a partial round, and of a round without retrieval",
+        "mean tokens of a partial round, and of a round without retrieval, with all nodes of "
+        "--tree verified; a budget such as @48 keeps what it kept on the demo",
     )
     _add(
         *(parser, "--agreement", shares, ByMachine([0.9, 0.95, 0.97, 0.99], [0.9, 0.99])),

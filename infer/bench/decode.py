@@ -2,9 +2,12 @@
 
 Weights and cached keys and values are random and of the real shapes. Plain decoding and speculation
 run in the engine's own compiled loop, from the first token to the last; only the number of accepted
-tokens is drawn, with the wanted mean, instead of earned (``infer.bench.simulated``). Times
-are medians over repetitions, each from a dispatch to the end of the device's work, after one run
-that warms up; tokens per second are tokens over that time and no product of other figures.
+tokens is drawn, with the wanted mean, instead of earned (``infer.bench.simulated``). That mean,
+``acceptance_wanted``, depends on the verified nodes: ``--acceptance``, ``acceptance_of_all_nodes``,
+is that of the whole tree, and a budget (``@48``) keeps of it what it kept on the demo
+(``infer.bench.kept_acceptance``); ``--histogram`` is drawn as it is given. Times are medians over
+repetitions, each from a dispatch to the end of the device's work, after one run that warms up;
+tokens per second are tokens over that time and no product of other figures.
 
 ``acceptance length`` is emitted tokens over target passes, the bonus included. The roof of a plain
 step is its bytes (weights that are read, cached keys and values) over the bandwidth measured in
@@ -107,7 +110,11 @@ def measure(
     """All figures of one setting."""
     bench = Bench.prepare(setting, model)
     drafter, plain = bench.drafter, NoDraft()
-    row = {**describe(bench), "drafter_options": dict(arguments.drafter_option or ())}
+    row = {
+        **describe(bench),
+        "drafter_options": dict(arguments.drafter_option or ()),
+        "acceptance_of_all_nodes": arguments.acceptance if arguments.histogram is None else None,
+    }
     parts = {"draft": parts_lib.draft, "verify": parts_lib.verify}
     if arguments.parts:
         parts |= {

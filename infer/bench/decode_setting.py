@@ -18,6 +18,7 @@ from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 
 from ..wording import command_words
 from .draft_options import draft_options
+from .kept_acceptance import kept_lengths
 from .models import (
     Model,
     abstract,
@@ -113,7 +114,7 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
       ValueError: naming the option that asks for what cannot be.
     """
     tree = arguments.tree
-    lengths = acceptance_lengths(arguments, tree.num_levels)
+    lengths = acceptance_lengths(arguments, tree)
     for shape in arguments.shape:
         with command_words():
             draft_options(arguments.drafter, dict(arguments.drafter_option or ()), SHAPES[shape])
@@ -128,13 +129,16 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
     ]
 
 
-def acceptance_lengths(arguments: argparse.Namespace, levels: int) -> AcceptanceLengths:
-    """How often a round emits so many tokens, from ``--histogram`` or ``--acceptance``."""
-    counts = arguments.histogram
+def acceptance_lengths(arguments: argparse.Namespace, tree: TreeConfig) -> AcceptanceLengths:
+    """How often a round emits so many tokens.
+
+    ``--histogram`` is that of the verified nodes, ``--acceptance`` that of all nodes of the tree.
+    """
+    counts, levels = arguments.histogram, tree.num_levels
     option = "--acceptance" if counts is None else "--histogram"
     try:
         if counts is None:
-            return AcceptanceLengths.geometric(arguments.acceptance, levels)
+            return kept_lengths(arguments.acceptance, tree)
         if len(counts) > levels + 1:
             raise ValueError(
                 f"{len(counts)} counts, but a tree of {levels} levels emits at most {levels + 1} "

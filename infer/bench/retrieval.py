@@ -3,9 +3,12 @@
 Weights and cached keys and values are random and of the real shapes. Whole decodes run in one
 compiled loop each; how many tokens a partial round yields (``acceptance``) and how many of them the
 full verification confirms (``agreement``, of a token given the one before) are drawn instead of
-earned (``infer.bench.simulated_hierarchy``). ``longspec`` is the same draft and tree without
-retrieval, ``at_budget`` the same at a context as long as the working set: what a partial round is
-to be compared with.
+earned (``infer.bench.simulated_hierarchy``). ``--acceptance`` is that of all nodes of the draft's
+tree, of which a budget keeps its share (``infer.bench.kept_acceptance``),
+``draft_acceptance_length`` what is drawn; the tree at the chain's end is drawn with the same
+lengths, as far as it is so deep. ``longspec`` is the same draft and tree without retrieval,
+``at_budget`` the same at a context as long as the working set: what a partial round is to be
+compared with.
 
 ``chain`` is how many tokens the full verification is handed at most, ``end`` the tree of the draft
 that it verifies behind them, ``nodes`` all of these. ``partial_round_ms`` and ``full_round_ms``
@@ -50,6 +53,7 @@ from .arguments import settled
 from .chain_cost import ChainCost
 from .decode import LoopTime, time_loop, time_part
 from .decode_setting import Bench, Setting, rough_seconds, setting_bytes
+from .kept_acceptance import kept_lengths
 from .models import Model, check_memory, random_model
 from .parts import Part
 from .progress import announce, step
@@ -119,7 +123,7 @@ def ends_of(arguments: argparse.Namespace) -> list[TreeConfig]:
 def setting_of(arguments: argparse.Namespace, shape: str, context: int) -> Setting:
     """What is decoded."""
     try:
-        lengths = AcceptanceLengths.geometric(arguments.acceptance, arguments.tree.num_levels)
+        lengths = kept_lengths(arguments.acceptance, arguments.tree)
     except ValueError as error:
         raise ValueError(f"--acceptance: {error}") from None
     return Setting(

@@ -11,7 +11,7 @@ from infer.bench import __main__ as bench
 from infer.bench import arguments as bench_arguments
 from infer.bench import decode as bench_decode
 from infer.bench import prefill_time
-from infer.bench.decode_setting import Bench, Setting
+from infer.bench.decode_setting import Bench, Setting, acceptance_lengths
 from infer.bench.models import (
     draft_state,
     random_model,
@@ -53,6 +53,7 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
     assert short["cache_bytes"] < long["cache_bytes"]
     for row in written["rows"]:
         assert row["acceptance_length"] == pytest.approx(2, abs=0.15)
+        assert row["acceptance_of_all_nodes"] == row["acceptance_wanted"] == 2
         assert row["round_over_plain"] == pytest.approx(
             row["round_ms"] / row["plain_ms_per_token"], rel=1e-2
         )
@@ -98,7 +99,11 @@ def test_rows_of_a_batch_may_differ_in_length(tmp_path: Path, capsys) -> None:
     )
     one, three = json.loads(file.read_text())["rows"]
     assert (one["lengths"], three["lengths"]) == ([65, 65], [33, 65])
-    assert three["acceptance_length"] == pytest.approx(2, abs=0.15)
+    # Four of six nodes keep three quarters of what is accepted: the row says of what.
+    for row in (one, three):
+        assert row["acceptance_of_all_nodes"] == 2
+        assert row["acceptance_wanted"] == pytest.approx(1.774, abs=1e-3)
+    assert three["acceptance_length"] == pytest.approx(1.774, abs=0.15)
     printed = capsys.readouterr().out
     assert "B=1 S=65 " in printed and "B=3 S=33-65 " in printed
 
@@ -158,3 +163,6 @@ def test_the_drafters_state_has_its_full_size_at_once(model) -> None:
 def test_a_histogram_can_replace_the_mean() -> None:
     lengths = AcceptanceLengths.from_histogram([1, 2, 1])
     assert lengths.mean == 2.0
+    parser = bench_arguments.parser({"decode": "rounds"})
+    given = parser.parse_args(["decode", "--tree=2,3@4", "--histogram=1,2,1"])
+    assert acceptance_lengths(given, given.tree) == lengths  # Of the nodes that are verified.
