@@ -431,7 +431,7 @@ class LongSpec:
         tree: TreeConfig | Sequence[int] | str | None = None,
     ) -> MemoryPlan:
         """What :meth:`generate` takes on the device for rows of ``prompt_tokens`` tokens."""
-        drafters, params = self._drafters(tree, adaptive=False)
+        drafters, params = self._drafters(tree, rows, adaptive=False)
         drafter = tallest(drafters)
         levels = drafter.tree.num_levels
         sizes = prompt_tokens, max_new_tokens, levels, self.prefill_chunk
@@ -453,7 +453,7 @@ class LongSpec:
         lengths = [len(row) for row in prompts]
         rows = resolve(options, generation_config, lengths, self.stop_tokens, config.vocab_size)
         check_positions(lengths, rows.max_new_tokens, config.max_positions)
-        drafters, draft = self._drafters(tree, adaptive)
+        drafters, draft = self._drafters(tree, len(prompts), adaptive)
         drafter = tallest(drafters)
         shape = Shape.for_call(
             max(lengths),
@@ -497,9 +497,9 @@ class LongSpec:
         )
 
     def _drafters(
-        self, tree: TreeConfig | Sequence[int] | str | None, adaptive: bool
+        self, tree: TreeConfig | Sequence[int] | str | None, rows: int, adaptive: bool
     ) -> tuple[tuple[Drafter, ...], Any]:
-        """The static part of what may propose the trees of a call, and its parameters."""
+        """The static part of what may propose the trees of so many rows, and its parameters."""
         chosen = self.tree if tree is None else as_tree(tree)
         if not self.drafts and tree is None:
             chosen = PLAIN
@@ -518,8 +518,15 @@ class LongSpec:
         # A tree is meant for one draft, and a choice among several needs a clock.
         alone = chosen is not None or not (adaptive or may_time(self.mesh))
         drafts = self.drafts[:1] if alone else self.drafts
+        together = rows if self.row_slots is None else min(rows, self.row_slots)
         trees = [
-            trees_to_time(draft.usual, self.target_params, self.mesh, len(drafts) > 1)
+            trees_to_time(
+                draft.usual,
+                self.target_params,
+                self.mesh,
+                rows=together,
+                others=len(drafts) > 1,
+            )
             if chosen is None
             else (chosen,)
             for draft in drafts

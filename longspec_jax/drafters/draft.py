@@ -43,6 +43,9 @@ class UsualTrees:
     """For a target whose weights a GPU reads for most of a round: nodes are nearly free there."""
     settled: bool = True
     """Whether the first one of such a target pays wherever it runs, so that none is timed."""
+    together: tuple[TreeConfig, ...] = ()
+    """For such a target that decodes several rows together, all their nodes in one pass: nodes cost
+    there. As for one row where there are none."""
 
 
 @runtime_checkable

@@ -2,9 +2,11 @@
 
 What a round costs depends on the machine and the model, what it earns on the draft: 64 nodes cost a
 large target on a GPU little more than one, a CPU three times as much, and a small model on a GPU is
-bound by launches, not by nodes. So a few trees are timed the first time that a model decodes on a
-machine, some twenty rounds each behind the real prompt, and the figures are kept. After that every
-call of the kind runs the best of them from its first round on; plain decoding, if none pays.
+bound by launches, not by nodes. Several rows of a large target together cost more for every node,
+too: at batch 8 and 32 of a 7B model 16 nodes were faster than 64. So a few trees are timed the
+first time that a model decodes on a machine, some twenty rounds each behind the real prompt, and
+the figures are kept. After that every call of the kind runs the best of them from its first round
+on; plain decoding, if none pays.
 """
 
 import hashlib
@@ -46,13 +48,16 @@ PACES = "paces"
 LARGE = 2_000_000_000
 """Bytes of a target from which on a GPU reads weights for most of a round: nodes are nearly free
 there and the default tree pays, so that nothing needs to be timed."""
+SEVERAL = 4
+"""Rows decoded together from which that no longer holds: 64 nodes of each are 256 in one pass."""
 ROUNDS = 10
 """Of one timing at least; the faster of two counts, since whatever else runs only adds."""
 SPAN = 0.05
 """Seconds of one timing at least: ten rounds of a small model on a GPU take less than the threads
 of a stream need to come into step."""
 FEW = 32
-"""New tokens below which a call is not worth timing for."""
+"""New tokens below which a call is not worth timing for; of a large target, whose rounds take long,
+as many as rounds would be timed."""
 LONG = 2.0
 """Seconds after which a tree's second timing is left out."""
 GAIN = 1.03
@@ -60,7 +65,12 @@ GAIN = 1.03
 
 
 def trees_to_time(
-    usual: UsualTrees, target_params: Any, mesh: Mesh | None, others: bool = False
+    usual: UsualTrees,
+    target_params: Any,
+    mesh: Mesh | None,
+    *,
+    rows: int = 1,
+    others: bool = False,
 ) -> tuple[TreeConfig, ...]:
     """What a call without a tree may run, the usual one first: no other where none is timed.
 
@@ -68,12 +78,20 @@ def trees_to_time(
       usual: what tends to pay for its draft.
       target_params: parameters of the target.
       mesh: what they are spread over; None for one device.
+      rows: how many are decoded together.
       others: whether there are other drafts to choose from, so that this one is timed anyhow.
     """
-    cpu = jax.default_backend() == "cpu"
-    large = not cpu and tree_bytes(target_params) >= LARGE
-    trees = usual.cpu if cpu else usual.large if large else usual.gpu
-    return trees if may_time(mesh) and (others or not (large and usual.settled)) else trees[:1]
+    large = is_large(target_params)
+    settled = large and usual.settled
+    trees = usual.large if large else usual.cpu if jax.default_backend() == "cpu" else usual.gpu
+    if large and rows >= SEVERAL and usual.together:
+        trees, settled = usual.together, False
+    return trees if may_time(mesh) and (others or not settled) else trees[:1]
+
+
+def is_large(target_params: Any) -> bool:
+    """Whether rounds of a target are bound by reading its weights: on a GPU, from a size on."""
+    return jax.default_backend() != "cpu" and tree_bytes(target_params) >= LARGE
 
 
 def may_time(mesh: Mesh | None) -> bool:
@@ -140,7 +158,8 @@ def _ready_after_timing(
     if not np.asarray(start.state.rows.done).any():
         for choice in choices:
             on_activity(Tuning(choice.drafter.name, choice.drafter.tree))
-            paces.append(_pace(start, choice, streams))
+            pace, start = _pace(start, choice, streams)
+            paces.append(pace)
         known.keep(key, paces, _folder())
     drafter, tree = _settled(job, paces)
     on_activity(Tuned(drafter, tree, tuple(paces)))
@@ -232,13 +251,16 @@ def _fingerprint(draft: Any) -> str:
 
 
 def _can_be_timed(job: Job) -> bool:
-    """Whether a call is long enough, with room for a second state and for some rounds."""
+    """Whether a call is long enough, with room for a second draft state and for some rounds."""
     if job.target.offload:
         return False  # Moving the cache takes the same time under every tree.
     free = free_bytes()
-    fits = free is None or free > 2 * job.memory.needed_bytes
+    fits = free is None or free > job.memory.needed_bytes + job.memory.draft_state_bytes
     wanted = int(np.asarray(job.request.max_new_tokens).min())
-    return fits and min(wanted, _most_tokens(job)) >= FEW
+    least = FEW
+    if is_large(job.params.target):
+        least = max(FEW, len(_choices(job)) * (1 + 2 * ROUNDS))
+    return fits and min(wanted, _most_tokens(job)) >= least
 
 
 def _most_tokens(job: Job) -> int:
@@ -248,20 +270,31 @@ def _most_tokens(job: Job) -> int:
     return min(job.shape.max_emitted, beside)
 
 
-def _pace(start: Ready, job: Job, streams: bool) -> TreePace:
-    """Time some rounds of a job, as it will run them, from a copy of the prefilled state."""
-    state = jax.tree.map(jnp.copy, runner.state_for(job, start))
+def _pace(start: Ready, job: Job, streams: bool) -> tuple[TreePace, Ready]:
+    """Time some rounds of a job, as it will run them, and give the prefilled call back.
+
+    They append to the call's own cache, of which nothing behind the committed tokens is ever read
+    before it is written anew: of many rows no second one would fit. All else is copied.
+    """
+    cache = start.state.rows.cache
+    state = jax.tree.map(
+        lambda part: part if part is cache else jnp.copy(part),
+        runner.state_for(job, start),
+        is_leaf=lambda part: part is cache,
+    )
     most = jnp.full_like(state.rows.remaining, _most_tokens(start.job) - 1)
     state = replace(state, rows=replace(state.rows, remaining=most))
-    seen = _streamed(job, state.rows) if streams else _in_bursts(job, state)
+    seen, rows = _streamed(job, state.rows) if streams else _in_bursts(job, state)
     total = sum(seen, Measurement())
     # The first round and what follows it may have to wait for the copy.
     seconds = min(part.seconds / part.rounds for part in seen[1:] or seen)
-    return TreePace(job.drafter.name, job.drafter.tree, seconds, total.tokens / total.row_rounds)
+    pace = TreePace(job.drafter.name, job.drafter.tree, seconds, total.tokens / total.row_rounds)
+    before = replace(start.state, rows=replace(start.state.rows, cache=rows.cache))
+    return pace, start._replace(state=before)
 
 
-def _in_bursts(job: Job, state: SpecState) -> list[Measurement]:
-    """A round and two bursts of rounds; the state is donated."""
+def _in_bursts(job: Job, state: SpecState) -> tuple[list[Measurement], Rows]:
+    """A round and two bursts of rounds, and the rows behind them; the state is donated."""
     seen: list[Measurement] = []
     for _ in range(3):
         count = max(ROUNDS, math.ceil(SPAN * seen[-1].rounds / seen[-1].seconds)) if seen else 1
@@ -272,11 +305,11 @@ def _in_bursts(job: Job, state: SpecState) -> list[Measurement]:
         seen.append(Measurement(rounds, row_rounds, tokens, time.perf_counter() - begin))
         if not live or seen[-1].seconds > LONG:
             break
-    return seen
+    return seen, state.rows
 
 
-def _streamed(job: Job, rows: Rows) -> list[Measurement]:
-    """The same rounds, each of them read while the next one runs; the rows are donated."""
+def _streamed(job: Job, rows: Rows) -> tuple[list[Measurement], Rows]:
+    """The same, each round read while the next one runs; the rows are donated."""
     seen: list[Measurement] = []
     with job.rounds(rows) as rounds:
         for report in rounds:
@@ -287,4 +320,4 @@ def _streamed(job: Job, rows: Rows) -> list[Measurement]:
                 seen.append(part)
             if over or len(seen) == 3:
                 break
-    return seen
+        return seen, rounds.rows

@@ -1,6 +1,7 @@
 """Calls that name no tree run the fastest on the machine: timed once, kept, and never a gamble."""
 
 import dataclasses
+import itertools
 import json
 import time
 
@@ -10,6 +11,8 @@ import pytest
 
 from longspec_jax import PLAIN, TreeConfig, make_mesh
 from longspec_jax.config import DEFAULT_TREE
+from longspec_jax.drafters.longspec.load import LongSpecDraft
+from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.generation import autotune
 from longspec_jax.generation import paces as kept
 from longspec_jax.generation.activity import Tuned, Tuning
@@ -18,6 +21,7 @@ from tests.infer.toys import bound_draft, toy_spec
 
 PAIR, FORK, CHAIN = TreeConfig((1, 1)), TreeConfig((2, 2)), TreeConfig((1, 1, 1))
 WIDE = TreeConfig((4, 4, 4))
+FEWER = TreeConfig((2, 2), 4), TreeConfig((2, 2), 3)
 PROMPT = "ab cd gh é"
 OPTIONS = dict(max_new_tokens=40, temperature=1.0, seed=3, eos_token_id=[])
 KEY = {"device": "cpu", "rows": 1}
@@ -100,6 +104,15 @@ def test_machines_have_their_usual_tree(folder, monkeypatch) -> None:
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     assert autotune.trees_to_time(usual, small, None) == (WIDE, DEFAULT_TREE)
     assert autotune.trees_to_time(usual, large, None) == (DEFAULT_TREE,)
+    assert autotune.trees_to_time(usual, large, None, rows=3) == (DEFAULT_TREE,)
+    assert autotune.trees_to_time(usual, large, None, rows=3, others=True) == (DEFAULT_TREE,)
+    assert autotune.trees_to_time(usual, small, None, rows=4) == (WIDE, DEFAULT_TREE)
+    together = autotune.trees_to_time(usual, large, None, rows=4)
+    assert [tree.num_nodes for tree in together] == [64, 32, 16]
+    assert {tree.widths for tree in together} == {DEFAULT_TREE.widths}
+    assert autotune.trees_to_time(usual, large, make_mesh(), rows=4) == (DEFAULT_TREE,)
+    lookup = NgramDraft().usual  # Of a kind that says nothing of several rows.
+    assert autotune.trees_to_time(lookup, large, None, rows=32) == lookup.large
     monkeypatch.setenv("LONGSPEC_CACHE", "off")
     assert autotune.trees_to_time(usual, small, None) == (WIDE,)
 
@@ -190,3 +203,72 @@ def test_a_useless_draft_is_told_of_by_the_timing(folder, spec) -> None:
     )
     spec._notices.look_at_paces([])
     assert notices == ["at most 0.01 of the draft's tokens were accepted per round"]
+
+
+def told_trees(spec, prompts, **options) -> tuple[list, list[Tuned]]:
+    """The trees that a call timed, and what it settled on."""
+    told = []
+    spec.generate(prompts, **{**OPTIONS, **options}, on_activity=told.append)
+    timed = [activity.tree for activity in told if isinstance(activity, Tuning)]
+    return timed, [activity for activity in told if isinstance(activity, Tuned)]
+
+
+@pytest.fixture
+def large(spec, monkeypatch):
+    """The toy in the place of a large target on a GPU, with a small tree and two budgets of it."""
+    usual = dataclasses.replace(bound_draft(spec).usual, large=(FORK,), together=(FORK, *FEWER))
+    monkeypatch.setattr(autotune, "is_large", lambda params: True)
+    monkeypatch.setattr(LongSpecDraft, "usual", usual)
+    return spec
+
+
+def test_several_rows_of_a_large_target_choose_a_budget(folder, large) -> None:
+    """Once for a power of two of rows and of context; three rows run the usual tree untimed."""
+    rows = [PROMPT, PROMPT * 2, PROMPT, "ab"]
+    settled = [Tuned("longspec", FORK, ())]
+    assert told_trees(large, rows[:3], max_new_tokens=90) == ([], settled)
+    # Four choices of twenty-one rounds each are 84: a call of fewer tokens is not spent on them.
+    assert told_trees(large, rows, max_new_tokens=83) == ([], settled)
+    assert not list(folder.glob("*.json"))
+    timed, [first] = told_trees(large, rows, max_new_tokens=84)
+    assert timed == [PLAIN, FORK, *FEWER] and [pace.tree for pace in first.paces] == timed
+    assert first.tree == autotune.best_pace(first.paces).tree
+    [file] = folder.glob("*.json")
+    kept_key = json.loads(file.read_text())["key"]
+    assert (kept_key["rows"], kept_key["context"]) == (4, 512)
+    # What is known serves every later call of the kind, and short ones too.
+    again = dataclasses.replace(large)
+    assert told_trees(again, [*rows[1:], "cd"], max_new_tokens=5) == ([], [first])
+    assert list(folder.glob("*.json")) == [file]
+
+
+def test_rows_that_wait_for_a_slot_are_not_decoded_together(folder, large) -> None:
+    few = dataclasses.replace(large, row_slots=3)
+    for spec, trees in ((few, [FORK]), (large, [FORK, *FEWER])):
+        drafters, _ = spec._drafters(None, 5, adaptive=False)
+        assert [drafter.tree for drafter in drafters] == trees
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["at once", "streamed"])
+def test_timing_takes_no_second_cache_and_leaves_the_first_as_it_was(
+    folder, spec, monkeypatch, streams
+) -> None:
+    """Of many rows two would not fit: with room for one and a draft state everything is timed."""
+    rows = [PROMPT, "cd é"]
+    needed = spec.memory_plan(2, len(PROMPT.encode()), 40)
+    free = needed.needed_bytes + needed.draft_state_bytes
+    monkeypatch.setattr(autotune, "free_bytes", lambda: free)
+    assert told_trees(spec, rows)[0] == []
+    monkeypatch.setattr(autotune, "free_bytes", lambda: free + 1)
+    told, copied, copy = [], [], jnp.copy
+    options = {**OPTIONS, "on_activity": told.append}
+    monkeypatch.setattr("jax.numpy.copy", lambda leaf: copied.append(leaf.shape) or copy(leaf))
+    if streams:
+        added = [round_.tokens for round_ in spec.stream(rows, **options)]
+        found = [tuple(itertools.chain(*row)) for row in zip(*added, strict=True)]
+    else:
+        found = spec.generate(rows, **options).sequences
+    timed = [activity.tree for activity in told if isinstance(activity, Tuning)]
+    assert timed == [PLAIN, CHAIN, PAIR, FORK]
+    assert copied and not [shape for shape in copied if needed.capacity in shape]
+    assert [*found] == [*spec.generate(rows, tree=PLAIN, **OPTIONS).sequences]

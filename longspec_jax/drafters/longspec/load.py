@@ -70,9 +70,18 @@ class LongSpecDraft:
 
     @property
     def usual(self) -> UsualTrees:
-        """Chains and small trees where nodes cost; the paper's where they are nearly free."""
+        """Chains and small trees where nodes cost; the paper's where they are nearly free.
+
+        The more rows are decoded together, the fewer of its nodes pay.
+        """
         small = TreeConfig((1, 1, 1)), TreeConfig((1, 1)), TreeConfig((2, 2))
-        return UsualTrees(small, (TreeConfig((4, 4, 4)), DEFAULT_TREE), (DEFAULT_TREE,))
+        fewer = (replace(DEFAULT_TREE, budget=nodes) for nodes in (32, 16))
+        return UsualTrees(
+            small,
+            (TreeConfig((4, 4, 4)), DEFAULT_TREE),
+            (DEFAULT_TREE,),
+            together=(DEFAULT_TREE, *fewer),
+        )
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError if it is no draft for this target."""
