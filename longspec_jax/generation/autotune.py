@@ -3,15 +3,14 @@
 What a round costs depends on the machine and the model, what it earns on the draft: 64 nodes cost a
 large target on a GPU little more than one, a CPU three times as much, and a small model on a GPU is
 bound by launches, not by nodes. Several rows of a large target together cost more for every node,
-too: at batch 8 and 32 of a 7B model 16 nodes were faster than 64. So a few trees are timed the
-first time that a model decodes on a machine, some twenty rounds each behind the real prompt, and
-the figures are kept. After that every call of the kind runs the best of them from its first round
-on; plain decoding, if none pays.
+too: at batch 8 of a 7B model a round of 16 nodes takes two thirds of the time of one of 64. So a
+few trees are timed the first time that a model decodes on a machine, some twenty rounds each behind
+the real prompt (:mod:`longspec_jax.generation.timed_rounds`), and the figures are kept. After that
+every call of the kind runs the best of them from its first round on; plain decoding, if none pays.
 """
 
 import hashlib
 import importlib.metadata
-import math
 import os
 import platform
 import time
@@ -22,17 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding import adaptive
-from longspec_jax.decoding.engine import room
-from longspec_jax.decoding.policy import Measurement
-from longspec_jax.decoding.record import SpecState
-from longspec_jax.decoding.rows import Rows
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import UsualTrees
 from longspec_jax.generation import runner
@@ -42,6 +35,7 @@ from longspec_jax.generation.memory import free_bytes, tree_bytes
 from longspec_jax.generation.paces import KnownPaces, TreePace
 from longspec_jax.generation.progress import Timing
 from longspec_jax.generation.runner import Ready, Waiting, WarmShapes
+from longspec_jax.generation.timed_rounds import ROUNDS, most_tokens, timed_pace
 
 PACES = "paces"
 """Folder of the figures, beside the compiled programs."""
@@ -49,17 +43,11 @@ LARGE = 2_000_000_000
 """Bytes of a target from which on a GPU reads weights for most of a round: nodes are nearly free
 there and the default tree pays, so that nothing needs to be timed."""
 SEVERAL = 4
-"""Rows decoded together from which that no longer holds: 64 nodes of each are 256 in one pass."""
-ROUNDS = 10
-"""Of one timing at least; the faster of two counts, since whatever else runs only adds."""
-SPAN = 0.05
-"""Seconds of one timing at least: ten rounds of a small model on a GPU take less than the threads
-of a stream need to come into step."""
+"""Rows decoded together from which that is not taken for granted: 64 nodes of each are 256 in one
+pass."""
 FEW = 32
 """New tokens below which a call is not worth timing for; of a large target, whose rounds take long,
 as many as rounds would be timed."""
-LONG = 2.0
-"""Seconds after which a tree's second timing is left out."""
 GAIN = 1.03
 """How much faster than plain decoding a tree has to be: the figures are of few rounds."""
 
@@ -158,7 +146,7 @@ def _ready_after_timing(
     if not np.asarray(start.state.rows.done).any():
         for choice in choices:
             on_activity(Tuning(choice.drafter.name, choice.drafter.tree))
-            pace, start = _pace(start, choice, streams)
+            pace, start = timed_pace(start, choice, streams)
             paces.append(pace)
         known.keep(key, paces, _folder())
     drafter, tree = _settled(job, paces)
@@ -260,64 +248,4 @@ def _can_be_timed(job: Job) -> bool:
     least = FEW
     if is_large(job.params.target):
         least = max(FEW, len(_choices(job)) * (1 + 2 * ROUNDS))
-    return fits and min(wanted, _most_tokens(job)) >= least
-
-
-def _most_tokens(job: Job) -> int:
-    """Tokens that a row of the call's buffers has room for."""
-    longest = max(map(len, job.prompts))
-    beside = job.shape.capacity - longest - room(job.drafter.tree.num_levels)
-    return min(job.shape.max_emitted, beside)
-
-
-def _pace(start: Ready, job: Job, streams: bool) -> tuple[TreePace, Ready]:
-    """Time some rounds of a job, as it will run them, and give the prefilled call back.
-
-    They append to the call's own cache, of which nothing behind the committed tokens is ever read
-    before it is written anew: of many rows no second one would fit. All else is copied.
-    """
-    cache = start.state.rows.cache
-    state = jax.tree.map(
-        lambda part: part if part is cache else jnp.copy(part),
-        runner.state_for(job, start),
-        is_leaf=lambda part: part is cache,
-    )
-    most = jnp.full_like(state.rows.remaining, _most_tokens(start.job) - 1)
-    state = replace(state, rows=replace(state.rows, remaining=most))
-    seen, rows = _streamed(job, state.rows) if streams else _in_bursts(job, state)
-    total = sum(seen, Measurement())
-    # The first round and what follows it may have to wait for the copy.
-    seconds = min(part.seconds / part.rounds for part in seen[1:] or seen)
-    pace = TreePace(job.drafter.name, job.drafter.tree, seconds, total.tokens / total.row_rounds)
-    before = replace(start.state, rows=replace(start.state.rows, cache=rows.cache))
-    return pace, start._replace(state=before)
-
-
-def _in_bursts(job: Job, state: SpecState) -> tuple[list[Measurement], Rows]:
-    """A round and two bursts of rounds, and the rows behind them; the state is donated."""
-    seen: list[Measurement] = []
-    for _ in range(3):
-        count = max(ROUNDS, math.ceil(SPAN * seen[-1].rounds / seen[-1].seconds)) if seen else 1
-        begin = time.perf_counter()
-        models = job.target, job.drafter, job.params
-        state, report = adaptive.burst(*models, state, np.int32(count))
-        rounds, row_rounds, tokens, live = np.asarray(report).tolist()
-        seen.append(Measurement(rounds, row_rounds, tokens, time.perf_counter() - begin))
-        if not live or seen[-1].seconds > LONG:
-            break
-    return seen, state.rows
-
-
-def _streamed(job: Job, rows: Rows) -> tuple[list[Measurement], Rows]:
-    """The same, each round read while the next one runs; the rows are donated."""
-    seen: list[Measurement] = []
-    with job.rounds(rows) as rounds:
-        for report in rounds:
-            part = rounds.totals[0] - sum(seen, Measurement())
-            over = report.done.all() or part.seconds > LONG
-            enough = part.rounds >= ROUNDS and part.seconds >= SPAN if seen else part.rounds > 0
-            if over or enough:
-                seen.append(part)
-            if over or len(seen) == 3:
-                break
-        return seen, rounds.rows
+    return fits and min(wanted, most_tokens(job)) >= least

@@ -1,0 +1,87 @@
+"""Some rounds of a prefilled call, timed as it will run them: what a tree costs and earns there."""
+
+import math
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.decoding import adaptive
+from longspec_jax.decoding.engine import room
+from longspec_jax.decoding.policy import Measurement
+from longspec_jax.decoding.record import SpecState
+from longspec_jax.decoding.rows import Rows
+from longspec_jax.generation import runner
+from longspec_jax.generation.job import Job
+from longspec_jax.generation.paces import TreePace
+from longspec_jax.generation.runner import Ready
+
+ROUNDS = 10
+"""Of one timing at least; the faster of two counts, since whatever else runs only adds."""
+SPAN = 0.05
+"""Seconds of one timing at least: ten rounds of a small model on a GPU take less than the threads
+of a stream need to come into step."""
+LONG = 2.0
+"""Seconds after which a tree's second timing is left out."""
+
+
+def most_tokens(job: Job) -> int:
+    """Tokens that a row of the call's buffers has room for."""
+    longest = max(map(len, job.prompts))
+    beside = job.shape.capacity - longest - room(job.drafter.tree.num_levels)
+    return min(job.shape.max_emitted, beside)
+
+
+def timed_pace(start: Ready, job: Job, streams: bool) -> tuple[TreePace, Ready]:
+    """Time some rounds of a job, as it will run them, and give the prefilled call back.
+
+    They append to the call's own cache, of which nothing behind the committed tokens is ever read
+    before it is written anew: of many rows no second one would fit. All else is copied.
+    """
+    cache = start.state.rows.cache
+    state = jax.tree.map(
+        lambda part: part if part is cache else jnp.copy(part),
+        runner.state_for(job, start),
+        is_leaf=lambda part: part is cache,
+    )
+    most = jnp.full_like(state.rows.remaining, most_tokens(start.job) - 1)
+    state = replace(state, rows=replace(state.rows, remaining=most))
+    seen, rows = _streamed(job, state.rows) if streams else _in_bursts(job, state)
+    total = sum(seen, Measurement())
+    # The first round and what follows it may have to wait for the copy.
+    seconds = min(part.seconds / part.rounds for part in seen[1:] or seen)
+    pace = TreePace(job.drafter.name, job.drafter.tree, seconds, total.tokens / total.row_rounds)
+    before = replace(start.state, rows=replace(start.state.rows, cache=rows.cache))
+    return pace, start._replace(state=before)
+
+
+def _in_bursts(job: Job, state: SpecState) -> tuple[list[Measurement], Rows]:
+    """A round and two bursts of rounds, and the rows behind them; the state is donated."""
+    seen: list[Measurement] = []
+    for _ in range(3):
+        count = max(ROUNDS, math.ceil(SPAN * seen[-1].rounds / seen[-1].seconds)) if seen else 1
+        begin = time.perf_counter()
+        models = job.target, job.drafter, job.params
+        state, report = adaptive.burst(*models, state, np.int32(count))
+        rounds, row_rounds, tokens, live = np.asarray(report).tolist()
+        seen.append(Measurement(rounds, row_rounds, tokens, time.perf_counter() - begin))
+        if not live or seen[-1].seconds > LONG:
+            break
+    return seen, state.rows
+
+
+def _streamed(job: Job, rows: Rows) -> tuple[list[Measurement], Rows]:
+    """The same, each round read while the next one runs; the rows are donated."""
+    seen: list[Measurement] = []
+    with job.rounds(rows) as rounds:
+        for report in rounds:
+            part = rounds.totals[0] - sum(seen, Measurement())
+            over = report.done.all() or part.seconds > LONG
+            enough = part.rounds >= ROUNDS and part.seconds >= SPAN if seen else part.rounds > 0
+            if over or enough:
+                seen.append(part)
+            if over or len(seen) == 3:
+                break
+        return seen, rounds.rows
