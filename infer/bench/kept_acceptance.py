@@ -7,11 +7,11 @@ all held-out prompts, temperature 1 (docs/results.md, "The demo's acceptance"). 
 tau - 1, the accepted tokens: the bonus needs no node.
 
 Between two recorded numbers of nodes the share is interpolated in their logarithm. The share is
-concave in it, and a budget of one node, the root, keeps nothing, so that what lies between is
-promised less than it would earn. For other trees this is assumed: one of fewer nodes keeps with a
-budget what the paper's tree keeps with it, over what the paper's keeps with as many nodes as this
-one grows; one of more nodes is the paper's stretched, all of its nodes in the place of all of the
-paper's. Depth does not enter, nor what the drafter is.
+concave in it where it was recorded, and a budget of one node, the root, keeps nothing: what lies
+between is promised rather too little. For trees of other widths this is assumed: one that grows
+fewer nodes keeps what the paper's tree keeps with that budget, over what the paper's keeps with as
+many nodes as this one grows; one that grows more is the paper's stretched, the logarithms of all
+its nodes in the place of those of all of the paper's. Depth does not enter, nor the kind of draft.
 """
 
 import math
