@@ -1,6 +1,7 @@
 """What loading needs beside the weights: a dtype, a tokenizer, room in memory."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def load_drafts(
 
 
 _SETTINGS = "tokenizer_config.json"
+_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
 def best_dtype() -> str:
@@ -84,21 +86,37 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     Raises:
       ValueError: if it is damaged, or comes with code of its own, which is never run.
     """
-    from transformers import AutoTokenizer  # Slow to import, and not needed for token ids.
-
+    auto = _auto_tokenizer()
     folder = local_folder(source, revision)
     if not any(folder.glob("tokenizer*")):
         return None
     if (folder / _SETTINGS).is_file():
         _check_settings(read_json(folder / _SETTINGS))
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return auto.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # A damaged file raises anything there, bare Exceptions too.
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(
             f"{_culprit(folder, error)}: the tokenizer cannot be read ({reason}); download it "
             "again, or pass tokenizer="
         ) from error
+
+
+def _auto_tokenizer() -> Any:
+    """The loader of tokenizers, imported late: it is slow, and token ids do not need it.
+
+    Without PyTorch transformers says on its import that models will not be available, which is
+    untrue of ours; whoever imports it alone is still told.
+    """
+    before = os.environ.get(_ADVICE)
+    os.environ[_ADVICE] = "1"
+    try:
+        from transformers import AutoTokenizer
+    finally:
+        del os.environ[_ADVICE]
+        if before is not None:
+            os.environ[_ADVICE] = before
+    return AutoTokenizer
 
 
 def _check_settings(settings: JsonObject) -> None:

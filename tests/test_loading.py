@@ -3,6 +3,9 @@
 import functools
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -13,8 +16,10 @@ from longspec_jax.loading import check_weights_fit, load_tokenizer
 from longspec_jax.models.target import Target
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
+from tests.children import environment
 from train.data.tokenizer import load_tokenizer as load_for_training
 
+ROOT = Path(__file__).parents[1]
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 LOADERS = pytest.mark.parametrize("load", [load_tokenizer, load_for_training])
 
@@ -25,6 +30,24 @@ def folder(tmp_path):
     for name in FILES:
         shutil.copy(DEMO / "target" / name, tmp_path / name)
     return tmp_path
+
+
+def test_a_missing_torch_is_not_told(folder) -> None:
+    """Its notice says that models will not be available; its other users are still told."""
+    script = (
+        "import os; from longspec_jax.loading import load_tokenizer\n"
+        f"load_tokenizer({str(folder)!r})\n"
+        "print(os.environ.get('TRANSFORMERS_NO_ADVISORY_WARNINGS'))"
+    )
+    variables = {"TRANSFORMERS_VERBOSITY": "warning"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment(ROOT, **variables),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "None\n" and "PyTorch" not in done.stderr
 
 
 def _edit(path, **values) -> None:

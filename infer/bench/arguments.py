@@ -22,9 +22,10 @@ from longspec_jax.mesh_argument import mesh_argument
 from ..boundary import Parser
 from ..drafter_option import drafter_option
 from ..number_argument import number_argument
+from ..result_file import result_file
 from ..tree_argument import GRAMMAR, drafting_tree, tree_argument
 from . import published
-from .files import chart_file, profile_folder, result_file
+from .files import chart_file, profile_folder
 from .shapes import SHAPES
 from .values import (
     DTYPES,

@@ -84,12 +84,20 @@ class Method:
 
 
 def all_methods(gamma: int) -> dict[str, Method]:
-    """Every row of our Table 1; MagicDec drafts a chain of ``gamma`` tokens."""
+    """Every row of our Table 1; MagicDec drafts a chain of ``gamma`` tokens.
+
+    Raises:
+      ValueError: for a longer chain than is verified in one pass.
+    """
     ngram = NgramDraft()
+    try:
+        drafted = TreeConfig((1,) * gamma)
+    except ValueError as error:
+        raise ValueError(f"--gamma={gamma}: {error}") from None
     methods = (
         Method(published.PLAIN, None, PLAIN),
         Method(published.EAGER, None, PLAIN, "reference"),
-        Method(published.MAGICDEC, StreamingDraft(), TreeConfig((1,) * gamma)),
+        Method(published.MAGICDEC, StreamingDraft(), drafted),
         Method(published.LONGSPEC, None, DEFAULT_TREE),
         Method(None, None, CHAIN),
         Method(None, ngram, ngram.usual.large[0]),

@@ -76,7 +76,8 @@ def main(arguments: argparse.Namespace) -> None:
     cpu = jax.default_backend() == "cpu"
     arguments = settled(arguments, cpu)
     budgets = [budget_of(arguments, slots) for slots in arguments.retrieve]
-    trees = [behind_chain(levels, end) for levels in arguments.chain for end in ends_of(arguments)]
+    check_contexts(arguments)
+    trees = [tree_of(levels, end) for levels in arguments.chain for end in ends_of(arguments)]
     settings = [
         setting_of(arguments, shape, context)
         for shape in dict.fromkeys(arguments.shape)
@@ -113,6 +114,29 @@ def budget_of(arguments: argparse.Namespace, slots: int) -> BlockBudget:
         return BlockBudget(slots, arguments.sinks, arguments.recent, arguments.block)
     except ValueError as error:
         raise ValueError(f"--retrieve: {error}") from None
+
+
+def check_contexts(arguments: argparse.Namespace) -> None:
+    """Raise for a working set that would be the whole of every context."""
+    longest = max(arguments.context)
+    for slots in arguments.retrieve:
+        if slots >= longest:
+            raise ValueError(
+                f"--retrieve={slots} leaves nothing out of a context of {longest} tokens, the "
+                "longest asked for; name fewer, or a longer --context"
+            )
+
+
+def tree_of(levels: int, end: TreeConfig) -> TreeConfig:
+    """A chain of so many tokens with a tree behind it.
+
+    Raises:
+      ValueError: naming the option, for more than is verified in one pass.
+    """
+    try:
+        return behind_chain(levels, end)
+    except ValueError as error:
+        raise ValueError(f"--chain={levels}: {error}") from None
 
 
 def ends_of(arguments: argparse.Namespace) -> list[TreeConfig]:

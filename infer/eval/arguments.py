@@ -15,6 +15,7 @@ from ..arguments import add_models, is_demo, path_argument, word_argument
 from ..boundary import Parser
 from ..number_argument import number_argument
 from ..prompts import STYLES
+from ..result_file import result_file
 from ..tree_argument import tree_argument
 from .methods import ALL, METHODS, Chosen
 from .protocols import RAW
@@ -168,11 +169,15 @@ def _add_methods(result: argparse.ArgumentParser) -> None:
 def _add_output(result: argparse.ArgumentParser) -> None:
     group = result.add_argument_group("output")
     group.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER", help="of the run, made if need be"
+        "--out",
+        type=lambda text: Path(path_argument(text)),
+        required=True,
+        metavar="FOLDER",
+        help="of the run, made if need be",
     )
     group.add_argument(
         "--summary",
-        type=path_argument,
+        type=result_file,
         metavar="FILE.json",
         help="write a row per task, method and temperature as well",
     )

@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from .. import interruption
@@ -52,7 +51,7 @@ class Evaluation:
         from .run import EvalRun
 
         check_devices()
-        arguments.out.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         before = self._before()
         progress.clear()  # What follows says of itself where it keeps and fetches things.
         keep_programs()
@@ -79,6 +78,19 @@ class Evaluation:
         self._run = EvalRun(plan, decoders, spec, done, writer, progress)
         with command_words():
             self._run.work(tasks)
+
+    def _make_folder(self) -> None:
+        """Raise unless the run's files can be made in its folder, which is made if need be."""
+        from longspec_jax import files
+
+        folder = self._arguments.out
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            files.beside(folder / run_folder.HEADER).unlink()
+        except OSError as error:
+            raise ValueError(
+                f"--out={folder} cannot be the folder of a run ({error.strerror}); name another"
+            ) from None
 
     def _before(self) -> run_folder.Run | None:
         """What the folder holds of an earlier run."""
@@ -137,7 +149,7 @@ class Evaluation:
         header = run_folder.read_header(self._arguments.out)
         values = {"header": run_folder.plain(header), "rows": rows(self.records)}
         data = (json.dumps(values, indent=1) + "\n").encode()
-        files.replace(Path(self._arguments.summary).expanduser(), data)
+        files.replace(self._arguments.summary, data)
 
 
 def evaluate(

@@ -104,10 +104,12 @@ def prepare(
         )
     if not prompts:
         why = f" ({skipped[0].sample}: {skipped[0].reason})" if skipped else ""
-        raise ValueError(
-            f"--task={name}: all {len(skipped)} samples are left out{why}; --min_prompt and "
-            "--max_prompt move the protocol's bounds"
+        remedy = (
+            "name a shorter --context"
+            if name in suite.SUITE or name == NEEDLE
+            else "--min_prompt and --max_prompt move the protocol's bounds"
         )
+        raise ValueError(f"--task={name}: all {len(skipped)} samples are left out{why}; {remedy}")
     _check_names(name, [prompt.sample for prompt in prompts])
     return PreparedTask(name, tuple(prompts), tuple(skipped))
 

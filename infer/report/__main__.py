@@ -16,6 +16,7 @@ from longspec_jax.checks import Whole
 from longspec_jax.commands import command_name
 
 from .. import boundary
+from ..arguments import word_argument
 from ..number_argument import number_argument
 
 
@@ -30,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("runs", nargs="+", metavar="RUN", help="folder of an evaluation run")
     options.add_argument(
         "--out",
+        type=word_argument,
         metavar="FOLDER_OR_FILE",
         help="where to write: a folder for report.html, report.md and report.csv, or one file by "
         "its ending (default: the first run's folder)",

@@ -10,12 +10,12 @@ import pytest
 from infer.bench import __main__ as bench
 from infer.bench import arguments as bench_arguments
 from infer.bench import decode_setting
-from infer.bench import files as bench_files
 from infer.bench import models as bench_models
 from infer.bench import progress as bench_progress
 from infer.bench.arguments import ByMachine, settled
 from infer.bench.attention_candidates import CANDIDATES
 from infer.bench.attention_torch import TORCH
+from infer.result_file import result_file
 from longspec_jax.config import ATTENTION, DEFAULT_TREE
 from longspec_jax.ops.attention.dispatch import (
     PREFIX_IMPLEMENTATIONS,
@@ -82,6 +82,11 @@ BAD = {
     "--gamma: 1 must be a whole number from 2": "paper --gamma=1",
     "--methods: unknown eagle; choose from ['plain'": "paper --methods=eagle",
     "--temperatures: -1 must be >= 0 and finite": "match --temperatures=0,-1",
+    "--gamma=1000: tree (1, 1, 1": "paper --shape=tiny --gamma=1000",
+    "--chain=1000: tree (1, 1, 1": "retrieval --shape=tiny --chain=1000",
+    "--retrieve=4096 leaves nothing out of a context of 700 tokens": (
+        "retrieval --shape=tiny --context=64,700 --retrieve=256,4096"
+    ),
     "too few for 2 different prompts of 999999; lower --context": "match --context=999999",
     "--new_tokens=16384 are 16896 positions": "match --new_tokens=16384",
     "--implementations: unknown fast; choose from ['transformers-static'": (
@@ -209,10 +214,10 @@ def test_a_folder_that_cannot_be_written_is_noticed(tmp_path: Path, monkeypatch,
 
 def test_looking_at_a_file_leaves_it_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
-    bench_files.result_file(str(file))
+    result_file(str(file))
     assert not list(tmp_path.iterdir())
     file.write_text("kept")
-    bench_files.result_file(str(file))
+    result_file(str(file))
     assert list(tmp_path.iterdir()) == [file] and file.read_text() == "kept"
 
 

@@ -95,6 +95,8 @@ def test_trees_of_the_methods() -> None:
         (["--task=qmsum", "--task=lcc", f"--data={__file__}"], "is one file for 2 tasks"),
         (["--task=lcc", "--protocol=longbench", "--min_prompt=3"], "longbench skips nothing"),
         (["--task=lcc", "--samples=0"], "--samples: 0 must be"),
+        (["--task=lcc", "--summary=/tmp"], "--summary: /tmp is a folder; name a file in it"),
+        (["--task=lcc", "--summary=/nowhere/x.json"], "x.json: its folder does not exist; make it"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(typed: list[str], words: str, tmp_path, capsys) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from infer.eval import __main__ as command
 from infer.eval import run as run_lib
+from infer.eval.arguments import parser
 from infer.eval.decoders import LibraryDecoder
 from infer.eval.records import SampleRecord, acceptance_length
 from infer.eval.run_folder import SAMPLES, Run, read
@@ -157,6 +158,26 @@ def test_a_folder_with_other_files_is_refused(options: list[str], tmp_path, caps
     (tmp_path / "mine.txt").write_text("x")
     assert command.main([*options, f"--out={tmp_path}"]) == 2
     assert "holds files and no run; name a folder that is empty" in capsys.readouterr().err
+
+
+def test_what_can_be_no_folder_is_refused(options: list[str], tmp_path, capsys) -> None:
+    """Before anything is loaded, by the option's name."""
+    (tmp_path / "file").write_text("x")
+    for out, words in (
+        (f"{tmp_path}/file", "/file cannot be the folder of a run (File exists); name another"),
+        (f"{tmp_path}/file/run", "/run cannot be the folder of a run (Not a directory)"),
+        ("", "--out: the value is empty"),
+    ):
+        assert command.main([*options, f"--out={out}"]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: --out") and words in line
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_the_home_is_written_as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    found = parser().parse_args(["--task=demo", "--out=~/run"])
+    assert found.out == Path("/home/me/run")
 
 
 def test_another_text_is_told_with_its_gap(options: list[str], tmp_path, monkeypatch) -> None:

@@ -165,6 +165,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (["run", "--out=x.json"], "--out=x.json ends in .json; name a folder, or a file that ends"),
         (["run", "--out=no/such/folder"], "--out=no/such/folder: its folder does not exist"),
         (["run", "--out=taken"], "--out=taken cannot be written"),
+        (["run", "--out="], "--out: the value is empty; leave the option out"),
         (["run", "--lengths=5,3"], "--lengths: '5,3' must be positive and ascend"),
         (["run", "--lengths=5,x"], "--lengths: '5,x' must be whole numbers with commas"),
         (["run", "--cases=-1"], "--cases: "),
