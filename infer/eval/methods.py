@@ -4,12 +4,16 @@ A method is a way to decode with a kind of draft, or without one. Its name is wh
 it; ``NAME=TREE`` asks for another tree, and is then the name.
 """
 
+from __future__ import annotations  # Drafts are named in types alone, and import jax.
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
-from longspec_jax.drafters.draft import Draft, UsualTrees
-from longspec_jax.drafters.retrieval import RetrievalDraft
+
+if TYPE_CHECKING:
+    from longspec_jax.drafters.draft import Draft, UsualTrees
 
 GAMMA = TreeConfig((1, 1, 1, 1))
 """The chain of the LongSpec release, for its own draft and for MagicDec."""
@@ -118,8 +122,7 @@ class Chosen:
             return self.named_tree
         if self.method.tree is None:
             return None
-        none = UsualTrees((PLAIN,), (PLAIN,), (PLAIN,))
-        return self.method.tree(none if draft is None else draft.usual, cpu)
+        return PLAIN if draft is None else self.method.tree(draft.usual, cpu)
 
 
 def settled(
@@ -169,6 +172,8 @@ def by_kind(drafts: Sequence[Draft]) -> dict[str, Draft]:
     Raises:
       ValueError: for two of one kind, which methods could not tell apart.
     """
+    from longspec_jax.drafters.retrieval import RetrievalDraft
+
     found: dict[str, Draft] = {}
     for draft in drafts:
         # One whose trees are checked over retrieved context first is of its own kind still.
