@@ -39,10 +39,9 @@ def test_a_missing_torch_is_not_told(folder) -> None:
         f"load_tokenizer({str(folder)!r})\n"
         "print(os.environ.get('TRANSFORMERS_NO_ADVISORY_WARNINGS'))"
     )
-    variables = {"TRANSFORMERS_VERBOSITY": "warning"}
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env=environment(ROOT, **variables),
+        env=environment(ROOT, TRANSFORMERS_VERBOSITY="warning"),
         capture_output=True,
         text=True,
         check=True,
