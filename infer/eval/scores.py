@@ -9,10 +9,13 @@ words, which is far above the usual ROUGE-L for long texts
 an answer that is no comment and no Markdown.
 """
 
+import importlib.util
 import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
+from longspec_jax.extras import missing_extra
 
 from ..text_similarity import edit_similarity
 
@@ -112,3 +115,12 @@ METRICS: dict[str, Callable[[str, str], float]] = {
     "found": found,
 }
 """Scores by name."""
+_BY_EDITS = ("edit_similarity", "whole_similarity")
+"""Scores that rapidfuzz counts."""
+
+
+def what_is_missing(metric: str) -> str | None:
+    """What to install before a score can be computed, in a sentence; None if nothing is missing."""
+    if metric in _BY_EDITS and importlib.util.find_spec("rapidfuzz") is None:
+        return missing_extra(ModuleNotFoundError(name="rapidfuzz"))
+    return None

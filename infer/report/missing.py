@@ -114,10 +114,7 @@ def _without_figures(block: Block) -> list[str]:
         told.append(f"{block.label}: no round was timed in parts.")
     if not any(record.references for record in block.records):
         told.append(f"{block.label}: no sample has references, so that there are no scores.")
-    told += [
-        f"{block.label}: {task} has references, but no score of its own."
-        for task in unscored(block)
-    ]
+    told += [f"{block.label}: {sentence}" for sentence in unscored(block)]
     if not any(record.rounds for record in block.records):
         told.append(
             f"{block.label}: no round was kept as a tree, so that there is no case to study."

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from ..eval.records import SampleRecord
-from ..eval.scores import score
+from ..eval.scores import score, what_is_missing
 from ..eval.suite import SUITE
 from ..eval.tasks import NEEDLE, TASKS
 from .blocks import Block, all_tasks, all_temperatures
@@ -43,13 +43,16 @@ def tables(blocks: Sequence[Block]) -> list[Table]:
 
 
 def unscored(block: Block) -> list[str]:
-    """Tasks that have references and no score."""
-    return [
-        task
-        for task in block.tasks
-        if task not in METRIC
-        and any(record.references for record in block.records if record.task == task)
-    ]
+    """Tasks that have references and no score, and why, in sentences."""
+    told = []
+    for task in block.tasks:
+        if not any(record.references for record in block.records if record.task == task):
+            continue
+        if task not in METRIC:
+            told.append(f"{task} has references, but no score of its own.")
+        elif missing := what_is_missing(METRIC[task]):
+            told.append(f"{task} has no score: {missing}.")
+    return told
 
 
 def _table(blocks: Sequence[Block], temperature: float) -> Table:
@@ -79,8 +82,12 @@ def _table(blocks: Sequence[Block], temperature: float) -> Table:
 
 
 def _scored(blocks: Sequence[Block], task: str) -> bool:
-    return task in METRIC and any(
-        record.references for block in blocks for record in block.records if record.task == task
+    return (
+        task in METRIC
+        and what_is_missing(METRIC[task]) is None
+        and any(
+            record.references for block in blocks for record in block.records if record.task == task
+        )
     )
 
 

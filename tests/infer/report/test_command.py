@@ -5,6 +5,7 @@ import html.parser
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -213,3 +214,14 @@ def test_cases_that_are_not_shown_are_told(tmp_path: Path) -> None:
     assert "2 of the 6 texts whose rounds were kept are shown." in page
     assert main([str(folder), "--cases=0"]) == 0
     assert 'class="case"' not in (folder / "report.html").read_text()
+
+
+def test_a_page_needs_no_package_for_scores(tmp_path: Path, monkeypatch) -> None:
+    """What is left out is told, with what to install."""
+    monkeypatch.setitem(sys.modules, "rapidfuzz", None)
+    rows = [record(task=task, references=("word",)) for task in ("lcc", "needle")]
+    folder = write(run(rows), tmp_path / "run")
+    assert main([str(folder)]) == 0
+    text = (folder / "report.md").read_text()
+    assert "lcc has no score: scores of texts need packages that are not" in text
+    assert "found: share of answers" in text and "edit similarity" not in text

@@ -278,7 +278,8 @@ def test_quality() -> None:
     [block] = blocks([run(rows)])
     [table] = quality_table.tables([block])
     assert cells(table, "plain") == {("needle", "found"): "50.0"}
-    assert quality_table.unscored(block) == ["unknown"]
+    [sentence] = quality_table.unscored(block)
+    assert sentence.startswith("unknown has references")
 
 
 def test_every_metric_is_named() -> None:
