@@ -165,6 +165,14 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
         prepare("lcc", sources(path), longspec(most=3), TARGET, None)
 
 
+def test_prompts_of_a_length_that_is_asked_for_are_too_long_by_that() -> None:
+    longer = sources(contexts=[POSITIONS + 1])
+    with pytest.raises(
+        ValueError, match="leave no room in .* positions.; name a shorter --context"
+    ):
+        prepare("needle", longer, longspec(), TARGET, None)
+
+
 def test_new_tokens_fit_the_targets_range(tmp_path: Path) -> None:
     path = written(tmp_path / "lcc.jsonl", {"context": "x" * 3800})
     found = prepare("lcc", sources(path), longspec(most=3990), TARGET, None)
