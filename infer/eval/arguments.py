@@ -177,7 +177,7 @@ def _add_output(result: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--summary",
-        type=result_file,
+        type=path_argument,
         metavar="FILE.json",
         help="write a row per task, method and temperature as well",
     )
@@ -276,8 +276,22 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
             "context": sorted(set(arguments.context or [CONTEXT])),
             "drafter": drafters,
             "target": arguments.target or DEMO_NAME,
+            "summary": _summary_file(arguments.summary, arguments.out),
         }
     )
+
+
+def _summary_file(text: str | None, run: Path) -> Path | None:
+    """A file that can be written once the run's folder is there, which may be what it is in."""
+    if text is None:
+        return None
+    path = Path(text)
+    if not run.exists() and path.resolve().parent == run.resolve():
+        return path
+    try:
+        return result_file(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--summary: {error}") from None
 
 
 def _check_data(arguments: argparse.Namespace, tasks: list[str]) -> None:

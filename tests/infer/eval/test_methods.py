@@ -110,6 +110,12 @@ def test_what_cannot_be_meant_is_refused(typed: list[str], words: str, tmp_path,
     assert words in capsys.readouterr().err and not folder.exists()
 
 
+def test_a_summary_may_lie_in_the_folder_of_a_new_run(tmp_path: Path) -> None:
+    inside = tmp_path / "run" / "summary.json"
+    typed = ["--task=demo", f"--out={tmp_path}/run", f"--summary={inside}"]
+    assert settled(parser().parse_args(typed)).summary == inside
+
+
 def test_defaults() -> None:
     found = settled(parser().parse_args(["--task=demo", "--out=x"]))
     assert found.task == ["demo_code", "demo_docs", "demo_copy", "demo_needle"]
