@@ -179,7 +179,7 @@ def header_lines(
         f"{counted(config.num_layers, 'layer')} of width {config.model_width}), draft {draft}; "
         f"{config.dtype} on {setting['device']}"
     )
-    shape = "tree by what is fastest here" if tree is None else tree_line(tree)
+    shape = "a tree that fits this machine" if tree is None else tree_line(tree)
     yield f"{shape}, temperature {setting['temperature']:g}, seed {setting['seed']}"
 
 

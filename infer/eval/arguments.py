@@ -19,6 +19,7 @@ from ..result_file import result_file
 from ..tree_argument import tree_argument
 from .methods import ALL, METHODS, Chosen
 from .protocols import RAW
+from .run_folder import HEADER, SAMPLES, SKIPPED
 from .suite import SUITE
 from .tasks import DEMO_SUITE, FREE, NEEDLE, TASKS
 
@@ -286,7 +287,10 @@ def _summary_file(text: str | None, run: Path) -> Path | None:
     if text is None:
         return None
     path = Path(text)
-    if not run.exists() and path.resolve().parent == run.resolve():
+    inside = path.resolve().parent == run.resolve()
+    if inside and path.name in (HEADER, SAMPLES, SKIPPED):
+        raise ValueError(f"--summary={text} would replace a file of the run; name another")
+    if inside and not run.exists():
         return path
     try:
         return result_file(text)

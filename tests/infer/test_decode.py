@@ -387,7 +387,7 @@ def test_what_is_under_way_and_what_was_settled(folders, monkeypatch, tmp_path, 
     found = run_json(plain, tmp_path)
     printed = capsys.readouterr().out
     assert ("compiling, once for prompts of about this length", "") in seen
-    assert "tree by what is fastest here, temperature 1" in printed
+    assert "a tree that fits this machine, temperature 1" in printed
     assert (
         "tree chain:2 (3 nodes per target pass), the fastest of 2 timed here: 250 tokens/s, "
         "100 without" in printed

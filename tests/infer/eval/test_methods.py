@@ -116,6 +116,12 @@ def test_a_summary_may_lie_in_the_folder_of_a_new_run(tmp_path: Path) -> None:
     assert settled(parser().parse_args(typed)).summary == inside
 
 
+def test_a_summary_in_the_place_of_a_file_of_the_run_is_refused(tmp_path: Path) -> None:
+    typed = ["--task=demo", f"--out={tmp_path}", f"--summary={tmp_path}/samples.jsonl"]
+    with pytest.raises(ValueError, match="would replace a file of the run; name another"):
+        settled(parser().parse_args(typed))
+
+
 def test_defaults() -> None:
     found = settled(parser().parse_args(["--task=demo", "--out=x"]))
     assert found.task == ["demo_code", "demo_docs", "demo_copy", "demo_needle"]
