@@ -53,7 +53,6 @@ class CacheView:
         """The target's cached values of every layer."""
         return self.cache.values
 
-    @property
     def last_layer(self) -> Prefix:
         """All of the cache's last layer, or what is selected of it."""
         whole = Prefix(self.keys[-1], self.values[-1], self.length)

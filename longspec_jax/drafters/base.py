@@ -168,7 +168,6 @@ class View(Protocol):
         """The target's cached values of every layer."""
         ...
 
-    @property
     def last_layer(self) -> Prefix:
         """What a draft reads of the target's last layer: all of the cache, or what is selected."""
         ...

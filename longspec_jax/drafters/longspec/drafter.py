@@ -148,7 +148,7 @@ class LongSpecDrafter:
     def _past(self, state: LongSpecState, view: View) -> Prefix:
         """What cross-attention reads of the target's last layer."""
         if self.working is None:
-            return view.last_layer
+            return view.last_layer()
         keys, values = view.keys[-1], view.values[-1]
         table = self.working.table(state.choice, view.length, keys.shape[2])
         return self.working.read(keys, values, table)

@@ -53,7 +53,9 @@ def test_a_budget_is_measured(budget: int, tmp_path: Path) -> None:
     )
     [row] = json.loads(file.read_text())["rows"]
     assert row["tree"] == [2, 3] and row["budget"] == budget
-    assert row["acceptance_length"] == pytest.approx(2, abs=0.15)
+    assert row["acceptance_of_all_nodes"] == 2 > row["acceptance_wanted"]
+    assert row["acceptance_length"] == pytest.approx(row["acceptance_wanted"], abs=0.15)
+    assert (row["acceptance_wanted"] == 1) == (budget == 1), "the root alone yields one token"
 
 
 def test_a_draft_in_8_bits_is_measured(model, tmp_path: Path) -> None:

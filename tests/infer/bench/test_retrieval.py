@@ -10,7 +10,8 @@ import pytest
 
 from infer.bench import __main__ as bench
 from infer.bench.decode import LoopTime
-from infer.bench.retrieval import break_even, round_parts, rounds_of
+from infer.bench.retrieval import round_parts, rounds_of
+from infer.bench.retrieval_text import break_even
 from infer.bench.simulated import AcceptanceLengths
 from infer.bench.simulated_hierarchy import Odds, agreeing_walk
 from longspec_jax.drafters.tree import at_end, branch
