@@ -9,7 +9,7 @@ def prepare_environment(cache: str | None) -> None:
     Args:
       cache: a folder or ``off``; what the environment says if absent.
     """
-    # A Python without PyTorch is what we run in; transformers need not warn of it.
+    # It warns of texts beyond a tokenizer's range, for one, which is for us to refuse.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if cache is not None:
         os.environ["LONGSPEC_CACHE"] = cache

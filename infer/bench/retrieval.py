@@ -41,7 +41,7 @@ from longspec_jax.decoding.engine import decode
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.kept import Kept
 from longspec_jax.drafters.quest import Quest
 from longspec_jax.drafters.refreshed import every
@@ -181,29 +181,36 @@ def plain_decoding(setting: Setting, model: Model) -> Row:
     """One token per pass; no more than suffice for a time."""
     step(f"{setting.shape}, {setting.context} cached tokens: plain decoding")
     few = dataclasses.replace(setting, new_tokens=min(setting.new_tokens, PART_ROUNDS))
-    bench, drafter = Bench.prepare(few, model), NoDraft()
-    program = bench.compile(decode, model.target, drafter, state=bench.state(drafter))
-    return {
-        **described(few),
-        "method": "plain",
-        **figures(time_loop(bench, program, drafter)),
-        **memory(few, model),
-    }
+    return {"method": "plain", **whole_decode(few, model, NoDraft(), decode)}
 
 
 def one_level(setting: Setting, model: Model) -> Row:
     """Speculation without retrieval."""
     step(f"{setting.shape}, {setting.context} cached tokens: one level")
+    drafter, edges = model.drafter(setting.tree), setting.lengths.edges
+    found = whole_decode(setting, model, drafter, one_level_decode, 0, given=(edges,))
+    return {"method": "longspec", **found}
+
+
+def whole_decode(
+    setting: Setting, model: Model, drafter: Drafter, loop: Any, *static: Any, given: Any = ()
+) -> Row:
+    """Figures of a loop from the first token to the last.
+
+    Args:
+      setting: what is decoded.
+      model: with what.
+      drafter: of the loop.
+      loop: takes target, drafter, ``static``, ``given``, parameters and state.
+      *static: what it is compiled for.
+      given: what it is run with.
+    """
     bench = Bench.prepare(setting, model)
-    drafter = bench.drafter
-    edges = setting.lengths.edges
-    program = bench.compile(
-        one_level_decode, model.target, drafter, 0, edges, state=bench.state(drafter)
-    )
+    parts = model.target, drafter, *static, *given
+    program = bench.compile(loop, *parts, state=bench.state(drafter))
     return {
         **described(setting),
-        "method": "longspec",
-        **figures(time_loop(bench, program, drafter, edges)),
+        **figures(time_loop(bench, program, drafter, *given)),
         **memory(setting, model),
     }
 

@@ -286,7 +286,7 @@ def _summary_file(text: str | None, run: Path) -> Path | None:
     """A file that can be written once the run's folder is there, which may be what it is in."""
     if text is None:
         return None
-    path = Path(text)
+    path = Path(text).expanduser()
     inside = path.resolve().parent == run.resolve()
     if inside and path.name in (HEADER, SAMPLES, SKIPPED):
         raise ValueError(f"--summary={text} would replace a file of the run; name another")

@@ -55,8 +55,9 @@ class CacheView:
 
     def last_layer(self) -> Prefix:
         """All of the cache's last layer, or what is selected of it."""
-        whole = Prefix(self.keys[-1], self.values[-1], self.length)
-        return whole if self.selected is None else self.selected
+        if self.selected is not None:
+            return self.selected
+        return Prefix(self.keys[-1], self.values[-1], self.length)
 
     def uncommitted(self, tokens: int) -> Uncommitted:
         """Room for so many tokens outside the cache."""

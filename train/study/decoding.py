@@ -1,7 +1,6 @@
 """Tokens per target pass in real decoding, by the length of the context."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ def decoded_acceptance(
       new_tokens: emitted for every prompt; nothing ends one earlier.
       temperatures: 0 draws the argmax. Prompt ``i`` draws with seed ``i``.
     """
-    counts = [_Counts() for _ in temperatures]
+    sums = []
     together = max(1, ROWS // len(temperatures))
     for first in range(0, len(prompts), together):
         part = prompts[first : first + together].tolist()
@@ -44,33 +43,18 @@ def decoded_acceptance(
             seed=seeds * len(temperatures),
             eos_token_id=[],
         ).stats
-        rows = zip(stats.histograms, stats.target_passes, stats.new_tokens, strict=True)
-        for index, row in enumerate(rows):
-            counts[index // len(part)].add(*row)
-    return [each.as_json() for each in counts]
+        # A row's first token is the prefill's.
+        counts = stats.histograms, stats.target_passes, np.subtract(stats.new_tokens, 1)
+        sums.append([_by_group(each, len(temperatures)) for each in counts])
+    totals = (np.sum(each, axis=0).tolist() for each in zip(*sums, strict=True))
+    names = "histogram", "target_passes", "tokens"
+    return [dict(zip(names, each, strict=True)) for each in zip(*totals, strict=True)]
 
 
-@dataclass
-class _Counts:
-    """Sums over rows."""
-
-    histogram: np.ndarray | int = 0
-    target_passes: int = 0
-    tokens: int = 0
-
-    def add(self, histogram: Sequence[int], target_passes: int, new_tokens: int) -> None:
-        """Count a row; its first token is the prefill's."""
-        self.histogram = self.histogram + np.asarray(histogram)
-        self.target_passes += target_passes
-        self.tokens += new_tokens - 1
-
-    def as_json(self) -> dict[str, Any]:
-        histogram = np.atleast_1d(self.histogram).tolist()
-        return {
-            "histogram": histogram,
-            "target_passes": self.target_passes,
-            "tokens": self.tokens,
-        }
+def _by_group(counts: Any, groups: int) -> np.ndarray:
+    """Counts of rows ``[R, ...]``, summed over each of so many groups of equal size."""
+    counts = np.asarray(counts)
+    return counts.reshape(groups, -1, *counts.shape[1:]).sum(axis=1)
 
 
 def by_depth(histogram: Sequence[int]) -> list[float]:

@@ -2,7 +2,7 @@
 
 Self-attention sees the last 512 tokens; cross-attention reads the target's last-layer cache in
 place, so that the draft stores nothing that grows with the context (LongSpec section 3.1); or it
-reads the chunks of it that the target attends to.
+reads the chunks of it that the target attends to, or what was selected for a partial pass.
 Self-attention keys and values depend on (token, position) alone: a prompt costs its last 512 tokens
 and no more, and committed tokens can be embedded afresh.
 """

@@ -116,6 +116,14 @@ def test_a_summary_may_lie_in_the_folder_of_a_new_run(tmp_path: Path) -> None:
     assert settled(parser().parse_args(typed)).summary == inside
 
 
+def test_a_summary_in_the_folder_of_a_new_run_may_be_below_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    typed = ["--task=demo", "--out=~/run", "--summary=~/run/summary.json"]
+    assert settled(parser().parse_args(typed)).summary == tmp_path / "run" / "summary.json"
+
+
 def test_a_summary_in_the_place_of_a_file_of_the_run_is_refused(tmp_path: Path) -> None:
     typed = ["--task=demo", f"--out={tmp_path}", f"--summary={tmp_path}/samples.jsonl"]
     with pytest.raises(ValueError, match="would replace a file of the run; name another"):
