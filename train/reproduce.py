@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         path.parent.parent.name: path.parent.parent
         for path in sorted(folder.glob("*-*/draft/config.json"))
     }
-    chosen = [name for name in runs if fnmatch.fnmatch(name, arguments.drafts)]
+    patterns = arguments.drafts.split(",")
+    chosen = [name for name in runs if any(fnmatch.fnmatch(name, each) for each in patterns)]
     if not chosen:
         raise ValueError(
             f"{folder} has no run that matches --drafts={arguments.drafts}; its runs are "
@@ -132,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("folder", type=Path, help="of target, corpus and runs")
-    add("--drafts", default="*", help="which runs to measure, by name (default: all)")
+    add("--drafts", default="*", help="runs to measure, such as plain-1,*-2 (default: all)")
     add("--baseline", default="plain", help="variant that others are compared with")
     add("--json", type=Path, help="write all figures to this file")
     add("--rows", type=int, default=64, help="held-out rows (default: 64)")

@@ -114,6 +114,11 @@ def test_the_command_compares_drafts_and_measures_none_twice(
 ) -> None:
     small = ["--rows=3", "--contexts=16,32", "--last=4", "--short=16", "--tree=2,1",
              "--new_tokens=5", "--near=8"]  # fmt: skip
+    some = [str(folder), *small, "--dtype=float32", "--drafts=offset-1,plain-*"]
+    assert reproduce.main(some) == 0
+    measured = {path.parent.name for path in folder.glob("*-*/study.json")}
+    assert measured == {"offset-1", "plain-1", "plain-2"}
+    capsys.readouterr()
     output = tmp_path / "study.json"
     assert reproduce.main([str(folder), *small, f"--json={output}", "--dtype=float32"]) == 0
     said = capsys.readouterr().out
