@@ -97,7 +97,7 @@ def main(arguments: argparse.Namespace) -> None:
             model = dataclasses.replace(model, target=target)
             for setting in of_shape:
                 for row in measure(setting, model, budgets, trees, arguments):
-                    report.add(row, line(row))
+                    report.add({**row, "drafter_options": options}, line(row))
             del model  # Before the next one is drawn.
         for words in verdicts(report.rows):
             print(words)

@@ -20,11 +20,12 @@ from longspec_jax.drafters.tree import at_end, branch
 def test_rows_have_what_is_promised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "retrieval.json"
     command = "retrieval --shape=tiny --context=700 --new_tokens=32 --agreement=0.5,0.999"
-    command += " --end 2,2 --refresh 2"
+    command += " --end 2,2 --refresh 2 --drafter_option=int8"
     assert bench.main([*command.split(), f"--json={file}"]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["method"] for row in rows] == ["longspec", "at_budget", "retrieval", "retrieval"]
     assert rows[1]["context"] == rows[2]["budget"] == 256
+    assert all(row["drafter_options"] == {"int8": True} for row in rows)
     low, high = rows[2:]
     assert high["acceptance_length"] > low["acceptance_length"] > 1
     for row in rows[2:]:
