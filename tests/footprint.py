@@ -17,6 +17,8 @@ import pytest
 
 MOST_MAPPINGS = 20_000
 MOST_BYTES = 2_500_000_000
+MUCH_BYTES = 1_800_000_000
+"""From here on programs are dropped after a test, in the middle of a module."""
 SMALL_MAPPINGS = 3_000
 SMALL_BYTES = 1_200_000_000
 """Up to here programs stay for the next module: what small modules share is compiled once."""
@@ -34,9 +36,8 @@ class Footprint(NamedTuple):
         process = Path("/proc/self")
         if not process.exists():
             return cls()
-        pages = int((process / "statm").read_text().split()[1])
         mappings = (process / "maps").read_bytes().count(b"\n")
-        return cls(mappings, pages * os.sysconf("SC_PAGE_SIZE"))
+        return cls(mappings, resident_bytes())
 
     def most(self, other: "Footprint") -> "Footprint":
         """The larger of each."""
@@ -46,11 +47,25 @@ class Footprint(NamedTuple):
         return f"{self.mappings:,} memory mappings and {self.bytes / 1e9:.2f} GB"
 
 
+def resident_bytes() -> int:
+    """Of this process, 0 where Linux does not count them; takes microseconds."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 class FootprintCheck:
     """A pytest plugin: measures at the end of every module, drops programs, reports the largest."""
 
     def __init__(self) -> None:
         self._largest: dict[str, Footprint] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self) -> None:
+        if resident_bytes() > MUCH_BYTES:
+            drop_programs()
 
     @pytest.fixture(scope="module", autouse=True)
     def _programs_end_with_their_module(self, request: pytest.FixtureRequest) -> Iterator[None]:

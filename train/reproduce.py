@@ -1,4 +1,4 @@
-"""Compare drafts of one target: ``python -m train.reproduce runs/small --json study.json``.
+"""Compare drafts of a target: ``python -m train.reproduce runs/small --json study.json``.
 
 The folder holds what ``--config=small_scale`` makes: ``target/target``, ``corpus`` and a
 run ``NAME-SEED`` for every draft. Of each draft are measured, and kept in its folder as
@@ -6,8 +6,9 @@ run ``NAME-SEED`` for every draft. Of each draft are measured, and kept in its f
 context is cut to several lengths, the same tokens each time; the same over tokens that are copies
 of earlier ones; and tokens per target pass in real decoding. Of the target: how much it attends to
 the first positions, and what its loss becomes where all others move. Several calls with different
-``--drafts`` may share the work; the last one, without, gathers. The exit status is 0, or 2 for bad
-input.
+``--drafts`` may share the work; the last one, without, gathers. Several studies, of other targets
+perhaps, are compared together where their files stand in the folder's place. The exit status is 0,
+or 2 for bad input.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from longspec_jax.provenance import provenance
 from .data.corpus import tokens_file
 from .study.anchors import attention_to_anchors, losses_at_offset
 from .study.measures import Setting, measured_decoding, measured_scores, training_curve
-from .study.summary import summary
+from .study.summary import Study, summary
 from .study.tokens import cut, held_out_rows
 
 
@@ -39,20 +40,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     arguments = _parser().parse_args(argv)
     try:
-        study = run(arguments)
+        studies = _studies(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(summary(study, arguments.baseline))
-    if arguments.json:
-        files.replace(arguments.json, f"{json.dumps(study)}\n".encode())
+    print(summary(studies, arguments.baseline))
     return 0
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure what is not measured yet, and gather all."""
+def _studies(arguments: argparse.Namespace) -> list[Study]:
+    """What is compared: finished studies, or the one that is made now."""
+    paths: list[Path] = arguments.source
+    if all(path.is_file() for path in paths):
+        if arguments.json:
+            raise ValueError(f"--json keeps what is measured, and {paths[0]} is finished")
+        return [_finished(path) for path in paths]
+    if len(paths) > 1:
+        raise ValueError("name one folder to measure, or files of finished studies")
+    study = run(arguments, paths[0])
+    if arguments.json:
+        files.replace(arguments.json, f"{json.dumps(study)}\n".encode())
+    return [study]
+
+
+def _finished(path: Path) -> Study:
+    """A study that ``--json`` has written."""
+    try:
+        study = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not (isinstance(study, dict) and study.get("drafts") and "target" in study):
+        raise ValueError(f"{path} holds no study; name a file that --json has written")
+    return study
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> Study:
+    """Measure what is not measured yet in a folder, and gather all."""
     keep_programs()
-    folder: Path = arguments.folder
     runs = {
         path.parent.parent.name: path.parent.parent
         for path in sorted(folder.glob("*-*/draft/config.json"))
@@ -65,7 +89,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             f"{', '.join(runs) or 'none'}, made with --workdir={folder}/NAME-SEED"
         )
     model = LongSpec.from_pretrained(folder / "target" / "target", dtype=arguments.dtype)
-    setting = _setting(arguments, model)
+    setting = _setting(arguments, folder, model)
     target = _once(folder / "target" / "study.json", lambda: _of_target(arguments, setting, model))
     for name in chosen:
         _once(runs[name] / "study.json", lambda path=runs[name]: _of_draft(setting, model, path))
@@ -79,10 +103,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _setting(arguments: argparse.Namespace, model: LongSpec) -> Setting:
+def _setting(arguments: argparse.Namespace, folder: Path, model: LongSpec) -> Setting:
     contexts = tuple(sorted(arguments.contexts))
     begin = model.tokenizer.bos_token_id
-    path = tokens_file(arguments.folder / "corpus", "heldout", arguments.folder / "target/target")
+    path = tokens_file(folder / "corpus", "heldout", folder / "target/target")
     return Setting(
         held_out_rows(path, contexts[-1], arguments.rows, begin),
         begin,
@@ -132,7 +156,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folder", type=Path, help="of target, corpus and runs")
+    add(
+        "source",
+        type=Path,
+        nargs="+",
+        help="the folder of target, corpus and runs, or files of finished studies",
+    )
     add("--drafts", default="*", help="runs to measure, such as plain-1,*-2 (default: all)")
     add("--baseline", default="plain", help="variant that others are compared with")
     add("--json", type=Path, help="write all figures to this file")

@@ -1,6 +1,6 @@
 """What the measurements of several drafts and seeds come to, as lines of text."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,16 @@ Study = dict[str, Any]
 """``{"target": ..., "drafts": {"NAME-SEED": ...}}``, as :mod:`train.reproduce` writes it."""
 
 
-def summary(study: Study, baseline: str) -> str:
-    """All tables, every variant beside the baseline of the same seed."""
-    drafts = by_variant(study["drafts"])
-    lines = [*_target(study["target"])]
-    for title, measure in _measures(study).items():
+def summary(studies: Sequence[Study], baseline: str) -> str:
+    """All tables, every variant beside the baseline of the same seed.
+
+    Args:
+      studies: one for every target, measured alike.
+      baseline: the variant that others are compared with.
+    """
+    drafts = by_variant([study["drafts"] for study in studies])
+    lines = [line for study in studies for line in _target(study["target"])]
+    for title, measure in _measures(studies[0]).items():
         lines += ["", title]
         for variant, seeds in drafts.items():
             lines.append(_line(variant, seeds, drafts.get(baseline, {}), measure))
@@ -27,12 +32,16 @@ def summary(study: Study, baseline: str) -> str:
     return "\n".join(lines)
 
 
-def by_variant(drafts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Drafts by what they vary, then by seed: ``offset-1`` is seed 1 of ``offset``."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, values in drafts.items():
-        variant, _, seed = name.rpartition("-")
-        found.setdefault(variant, {})[seed] = values
+def by_variant(studies: Sequence[Mapping[str, Any]]) -> dict[str, dict[tuple[int, str], Any]]:
+    """Drafts by what they vary, then by target and seed.
+
+    The first study's ``offset-1`` is ``(0, "1")`` of ``offset``.
+    """
+    found: dict[str, dict[tuple[int, str], Any]] = {}
+    for target, drafts in enumerate(studies):
+        for name, values in drafts.items():
+            variant, _, seed = name.rpartition("-")
+            found.setdefault(variant, {})[target, seed] = values
     return found
 
 
@@ -92,22 +101,28 @@ def _histogram(contexts: Mapping[str, Any]) -> list[int]:
 
 def _line(
     variant: str,
-    seeds: Mapping[str, Any],
-    baseline: Mapping[str, Any],
+    seeds: Mapping[tuple[int, str], Any],
+    baseline: Mapping[tuple[int, str], Any],
     measure: Callable[[Mapping[str, Any]], float],
 ) -> str:
     """A variant's mean over seeds, and its difference from the baseline, paired by seed."""
     values = {seed: measure(values) for seed, values in seeds.items()}
-    mean, error = mean_and_error(list(values.values()))
-    line = f"  {variant:12s} {mean:.4f} +- {error:.4f}"
+    line = f"  {variant:12s} {_with_error(list(values.values()), '')}"
     common = [seed for seed in values if seed in baseline]
     if seeds is baseline or not common:
         return line
-    difference, error = mean_and_error([values[s] - measure(baseline[s]) for s in common])
-    return f"{line}   {difference:+.4f} +- {error:.4f}"
+    return f"{line}   {_with_error([values[s] - measure(baseline[s]) for s in common], '+')}"
 
 
-def _steps_to_equal_loss(drafts: Mapping[str, Mapping[str, Any]], baseline: str) -> Iterator[str]:
+def _with_error(values: Sequence[float], sign: str) -> str:
+    """A mean and its standard error, which a single value does not have."""
+    mean, error = mean_and_error(values)
+    return f"{mean:{sign}.4f} " + ("(one seed)" if len(values) == 1 else f"+- {error:.4f}")
+
+
+def _steps_to_equal_loss(
+    drafts: Mapping[str, Mapping[tuple[int, str], Any]], baseline: str
+) -> Iterator[str]:
     """For every variant and seed the long stage's steps until the baseline's last loss."""
     levels = {
         seed: float(smoothed(values["curve"]["draft_long"]["loss"])[-1])

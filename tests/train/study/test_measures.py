@@ -134,6 +134,41 @@ def test_the_command_compares_drafts_and_measures_none_twice(
     assert (folder / "plain-1" / "study.json").stat().st_mtime_ns == written
 
 
+def test_finished_studies_are_compared_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Drafts are paired with those of the same target and seed, not of another target."""
+
+    def study(name: str, losses: dict[str, float]) -> str:
+        drafts = {
+            draft: {
+                "curve": {"draft_long": {"loss": [loss] * 12}},
+                "scores": {
+                    "contexts": {"16": {"loss": [[loss]], "agreement": [[0.5]]}},
+                    "copies": {k: {"loss": [1.0], "tokens": 1} for k in ("new", "near", "far")},
+                },
+            }
+            for draft, loss in losses.items()
+        }
+        target = {"attention_to_anchors": [0.1], "losses": {"plain": [2.0]}}
+        path = tmp_path / name
+        path.write_text(json.dumps({"target": target, "drafts": drafts}))
+        return str(path)
+
+    first = study("first.json", {"plain-1": 3.0, "offset-1": 2.5})
+    second = study("second.json", {"plain-1": 7.0, "offset-1": 6.75, "offset-2": 1.0})
+    assert reproduce.main([first, second]) == 0
+    training = capsys.readouterr().out.split("mean over the long stage")[1].split("\n\n")[0]
+    assert "offset       3.4167" in training and "-0.3750 +- 0.1250" in training
+    assert reproduce.main([first, "--json=x.json"]) == 2
+    assert "is finished" in capsys.readouterr().err
+    (tmp_path / "rows.json").write_text("[]")
+    assert reproduce.main([first, str(tmp_path / "rows.json")]) == 2
+    assert "holds no study" in capsys.readouterr().err
+    assert reproduce.main([first, str(tmp_path)]) == 2
+    assert "one folder" in capsys.readouterr().err
+
+
 def test_a_folder_without_runs_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
