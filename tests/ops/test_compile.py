@@ -84,6 +84,26 @@ def test_shipped_tiles_lower_for_cuda(tokens, heads, kv_heads, width, dtype, pre
     assert lowered.as_text().count("custom_call @") >= 2
 
 
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("tokens", [48, 512, 2048])
+@pytest.mark.parametrize("of", [(128, "bfloat16"), (256, "bfloat16"), (64, "float32")])
+def test_chunks_lower_for_cuda(heads, tokens, of) -> None:
+    width, dtype = of
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
+    q, rows = operand((1, tokens, heads[0], width)), operand((1, tokens, heads[1], width))
+    cache, length = operand((1, heads[1], 8192, width)), jax.ShapeDtypeStruct((1,), jnp.int32)
+    sizes = (tokens, *heads, width)
+    prefix = tiles.triton_prefix_tile(*sizes, 8192, q.dtype.itemsize, (8, 0))
+
+    def call(q, k, v, length, keys, values):
+        return kernels.chunk_attention(q, Prefix(k, v, length), keys, values, prefix_tile=prefix)
+
+    with on_hopper():
+        traced = jax.jit(call).trace(q, cache, cache, length, rows, rows)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @") == 2
+
+
 def test_layer_ops_lower_for_cuda() -> None:
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     angles = jax.ShapeDtypeStruct((1, 69, 64), jnp.float32)

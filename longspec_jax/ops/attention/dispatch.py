@@ -68,6 +68,32 @@ class Merged:
         return merge(seen, tree).out.astype(q.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Masked:
+    """Chunk attention as speculative attention under a causal mask.
+
+    Attributes:
+      speculative: what attends.
+    """
+
+    speculative: Implementation | Merged
+
+    def __call__(
+        self,
+        op: str,
+        q: Queries,
+        prefix: Prefix,
+        keys: TreeRows,
+        values: TreeRows,
+        *,
+        scale: float | None,
+    ) -> Float[Array, "B T N H"]:
+        """Attend to what the mask shows."""
+        causal = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
+        fresh = Fresh(keys, values, jnp.broadcast_to(causal, (q.shape[0], *causal.shape)))
+        return self.speculative("speculative_attention", q, prefix, fresh, scale=scale)
+
+
 _OPS = "longspec_jax.ops.attention"
 _REFERENCE = Implementation(f"{_OPS}.reference")
 _KERNELS = Implementation(f"{_OPS}.kernels")
@@ -98,6 +124,14 @@ SPECULATIVE_IMPLEMENTATIONS: dict[str, Implementation | Merged] = {
     "triton": Merged(PREFIX_IMPLEMENTATIONS["triton"], _TREE_XLA),
     "xla": Merged(PREFIX_IMPLEMENTATIONS["xla"], _TREE_XLA),
     "reference": _REFERENCE,
+    "interpret": _INTERPRETED_KERNELS,
+}
+CHUNK_IMPLEMENTATIONS: dict[str, Implementation | Masked] = {
+    "pallas": _KERNELS,
+    "mosaic": _HOPPER_KERNELS,
+    "triton": Masked(SPECULATIVE_IMPLEMENTATIONS["triton"]),
+    "xla": Masked(SPECULATIVE_IMPLEMENTATIONS["xla"]),
+    "reference": Masked(SPECULATIVE_IMPLEMENTATIONS["reference"]),
     "interpret": _INTERPRETED_KERNELS,
 }
 AUTOMATIC = ("pallas", "xla")
@@ -162,11 +196,7 @@ def speculative_attention(
     """
     _check_prefix(q, prefix)
     _check_fresh(q, fresh)
-    if prefix.keys.shape[1] != fresh.keys.shape[2] or prefix.keys.dtype != fresh.keys.dtype:
-        raise ValueError(
-            f"the prefix has {prefix.keys.shape[1]} key/value heads of {prefix.keys.dtype} and the "
-            f"tree {fresh.keys.shape[2]} of {fresh.keys.dtype}; they must agree"
-        )
+    _check_together(prefix, fresh.keys)
     op = "speculative_attention"
     return _run(SPECULATIVE_IMPLEMENTATIONS, implementation, op, q, prefix, fresh, scale=scale)
 
@@ -180,10 +210,26 @@ def chunk_attention(
     scale: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention of one prefill chunk to the prefix before it and, causally, to itself."""
-    causal = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
-    fresh = Fresh(keys, values, jnp.broadcast_to(causal, (q.shape[0], *causal.shape)))
-    return speculative_attention(q, prefix, fresh, scale=scale, implementation=implementation)
+    """Attention of one prefill chunk to the prefix before it and, causally, to itself.
+
+    Args:
+      q: the chunk's queries.
+      prefix: the cached tokens before the chunk.
+      keys: the chunk's own, one for each query.
+      values: likewise.
+      scale: factor on the scores; ``H ** -0.5`` if absent.
+      implementation: a name from ``CHUNK_IMPLEMENTATIONS``; chosen automatically if absent.
+
+    Raises:
+      ValueError, NotImplementedError: as :func:`prefix_attention`.
+    """
+    _check_prefix(q, prefix)
+    _check_rows(q, keys, values)
+    _check_together(prefix, keys)
+    if keys.shape[1] != q.shape[1]:
+        raise ValueError(f"a chunk of {q.shape[1]} queries has as many keys, not {keys.shape[1]}")
+    op = "chunk_attention"
+    return _run(CHUNK_IMPLEMENTATIONS, implementation, op, q, prefix, keys, values, scale=scale)
 
 
 def causal_attention(
@@ -227,18 +273,32 @@ def _check_prefix(q: Queries, prefix: Prefix) -> None:
 
 
 def _check_fresh(q: Queries, fresh: Fresh) -> None:
+    """Refuse fresh keys that do not fit the queries, and a mask that does not fit both."""
+    k, mask = fresh.keys, fresh.mask
+    _check_rows(q, k, fresh.values)
+    if mask.shape != (q.shape[0], q.shape[1], k.shape[1]) or mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"mask {mask.shape} {mask.dtype} must be boolean [B, T, U] = "
+            f"{(q.shape[0], q.shape[1], k.shape[1])}"
+        )
+
+
+def _check_rows(q: Queries, k: TreeRows, v: TreeRows) -> None:
     """Refuse fresh keys that do not fit the queries."""
-    k, v, mask = fresh.keys, fresh.values, fresh.mask
     _check_heads(q, k.shape[2], k.shape[3], k.dtype)
     if k.shape != v.shape or k.dtype != v.dtype or k.shape[0] != q.shape[0]:
         raise ValueError(
             f"keys {k.shape} {k.dtype}, values {v.shape} {v.dtype} and queries {q.shape} must "
             "share the batch, and keys and values their dtype and whole shape [B, U, K, H]"
         )
-    if mask.shape != (q.shape[0], q.shape[1], k.shape[1]) or mask.dtype != jnp.bool_:
+
+
+def _check_together(prefix: Prefix, keys: TreeRows) -> None:
+    """Refuse a prefix and fresh keys of different heads or types."""
+    if prefix.keys.shape[1] != keys.shape[2] or prefix.keys.dtype != keys.dtype:
         raise ValueError(
-            f"mask {mask.shape} {mask.dtype} must be boolean [B, T, U] = "
-            f"{(q.shape[0], q.shape[1], k.shape[1])}"
+            f"the prefix has {prefix.keys.shape[1]} key/value heads of {prefix.keys.dtype} and the "
+            f"fresh tokens {keys.shape[2]} of {keys.dtype}; they must agree"
         )
 
 
@@ -254,7 +314,7 @@ def _check_heads(q: Array, kv_heads: int, width: int, dtype: jnp.dtype) -> None:
 
 
 def _run(
-    implementations: Mapping[str, Implementation | Merged],
+    implementations: Mapping[str, Implementation | Merged | Masked],
     choice: str | None,
     op: str,
     *operands: Any,

@@ -2,7 +2,8 @@
 
 Which kernel computes the splits is said by the tile: Triton's from Ampere on, or the one that is
 written for Hopper. What the prefix kernel leaves goes to a small kernel that merges it or, in
-speculative attention, to the tree kernel, which starts its softmax from it: two kernels in all.
+speculative attention, to the tree kernel, which starts its softmax from it: two kernels in all. So
+does the chunk kernel, which is the tree's for prefill.
 
 Jitted, so that the equal layers of a model are traced and lowered once.
 """
@@ -13,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, Queries
+from longspec_jax.axes import Array, Queries, TreeRows
 from longspec_jax.ops import hardware
-from longspec_jax.ops.attention import prefix_pallas, tiles, tree_pallas
+from longspec_jax.ops.attention import chunk_pallas, prefix_pallas, tiles, tree_pallas
 from longspec_jax.ops.attention.merge import Partial
-from longspec_jax.ops.attention.operands import PREFIX, SPECULATIVE, Fresh, Prefix
+from longspec_jax.ops.attention.operands import CHUNK, PREFIX, SPECULATIVE, Fresh, Prefix
 from longspec_jax.ops.attention.packing import PackedShape, refuse_unsupported
 from longspec_jax.ops.attention.splits import merge_splits
 from longspec_jax.ops.attention.tiles import (
@@ -85,11 +86,7 @@ def speculative_attention(
     """
     _, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
-    if prefix.start is not None:
-        raise NotImplementedError(
-            "the fused kernels see every slot from the first on; choose implementation='xla' for a "
-            "prefix with a start"
-        )
+    _refuse_start(prefix)
     if prefix_tile is None:
         prefix_tile = _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
     if tree_tile is None:
@@ -105,6 +102,53 @@ def speculative_attention(
         interpret=interpret,
     )
     return out.reshape(q.shape)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("scale", "prefix_tile", "chunk_tile", "hopper", "interpret")
+)
+@partitioned(CHUNK)
+def chunk_attention(
+    q: Queries,
+    prefix: Prefix,
+    keys: TreeRows,
+    values: TreeRows,
+    *,
+    scale: float | None = None,
+    prefix_tile: PrefixTile | MosaicTile | None = None,
+    chunk_tile: TreeTile | None = None,
+    hopper: bool = False,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """One softmax over the prefix and, causally, the chunk; two kernels in all.
+
+    Options as in :func:`prefix_attention`, with a tile for each kernel.
+    """
+    _, tokens, heads, width = q.shape
+    kv_heads, slots = prefix.keys.shape[1:3]
+    _refuse_start(prefix)
+    if prefix_tile is None:
+        prefix_tile = _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
+    if chunk_tile is None:
+        chunk_tile = tiles.chunk_tile(tokens, heads, kv_heads, width, q.dtype.itemsize)
+    return chunk_pallas.attend(
+        *(q, keys, values, prefix.length.astype(jnp.int32)),
+        _split_attention(q, prefix, scale, prefix_tile, interpret),
+        tile=chunk_tile,
+        scale=width**-0.5 if scale is None else scale,
+        split=prefix_tile.split,
+        slots=slots,
+        interpret=interpret,
+    )
+
+
+def _refuse_start(prefix: Prefix) -> None:
+    """Raise for a prefix whose first slots are not seen."""
+    if prefix.start is not None:
+        raise NotImplementedError(
+            "the fused kernels see every slot from the first on; choose implementation='xla' for a "
+            "prefix with a start"
+        )
 
 
 def _choose_tile(

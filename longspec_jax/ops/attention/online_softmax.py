@@ -61,3 +61,14 @@ def product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
+
+
+def update(state: State, scores: jax.Array, v: jax.Array, interpret: bool) -> State:
+    """The softmax after more keys, of which a row need not see any."""
+    top, total, acc = state
+    new_top = jnp.maximum(top, scores.max(axis=1))
+    shift = finite(new_top)
+    weight = exp2(scores - shift[:, None], interpret)
+    keep = exp2(top - shift, interpret)
+    acc = acc * keep[:, None] + product(weight.astype(v.dtype), v, (1, 0))
+    return new_top, total * keep + weight.sum(axis=1), acc

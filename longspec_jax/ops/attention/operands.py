@@ -43,5 +43,6 @@ class Fresh:
 PREFIX = "b t (k g) h, b k s h, b k s h, b, b -> b t (k g) h, b t (k g)"
 TREE = "b t (k g) h, b u k h, b u k h, b t u -> b t (k g) h, b t (k g)"
 SPECULATIVE = "b t (k g) h, b k s h, b k s h, b, b, b u k h, b u k h, b t u -> b t (k g) h"
+CHUNK = "b t (k g) h, b k s h, b k s h, b, b, b t k h, b t k h -> b t (k g) h"
 """Which axes are the same in queries, the fields above and results, whatever implements the op; see
 :func:`longspec_jax.ops.partitioned.partitioned`."""

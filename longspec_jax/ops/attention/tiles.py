@@ -80,11 +80,11 @@ class MosaicTile:
 
 @dataclasses.dataclass(frozen=True)
 class TreeTile:
-    """How one program of the tree kernel works.
+    """How one program of the tree kernel, or of the one for chunks, works.
 
     Attributes:
       rows: packed query rows of one program.
-      keys: tree keys per step.
+      keys: fresh keys per step.
       partials: prefix splits merged per step of the epilogue.
       warps: warps per program.
       stages: depth of the software pipeline.
@@ -181,13 +181,20 @@ def tree_tile(
     packed = tokens * heads // kv_heads
     if itemsize > 2 or width > 128:
         return TreeTile(16, 32, 4, 4, 2 if width <= 128 or itemsize == 2 else 1)
-    if packed > 2048:
-        # Prefill chunks: enough rows to fill the machine with large tiles.
-        return TreeTile(64, 64, 1, 4, 2)
     # A whole tree of up to 128 nodes in one step; a longer list, as the draft's window, in short
     # ones.
     block = max(16, 1 << (keys - 1).bit_length()) if keys <= 128 else 64
     return TreeTile(16, block, 16 if packed <= 16 else 8, 4, 3 if packed <= 16 or keys > 128 else 2)
+
+
+def chunk_tile(tokens: int, heads: int, kv_heads: int, width: int, itemsize: int) -> TreeTile:
+    """Choose the tile for a chunk of ``tokens`` queries per row, and as many keys."""
+    if itemsize > 2 or width > 128:
+        return TreeTile(16, 32, 4, 4, 2 if width <= 128 or itemsize == 2 else 1)
+    packed = tokens * heads // kv_heads
+    if packed <= 512:
+        return TreeTile(16, 64, 4, 4, 2)  # More programs, for short prompts.
+    return TreeTile(128, 64, 1, 8, 2)
 
 
 def _split(capacity: int, count: int, slots: int) -> int:

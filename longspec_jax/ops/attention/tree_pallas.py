@@ -22,10 +22,9 @@ from longspec_jax.ops.attention.online_softmax import (
     LOG2_E,
     State,
     empty_state,
-    exp2,
     finish,
-    finite,
     product,
+    update,
 )
 from longspec_jax.ops.attention.operands import TREE, Fresh
 from longspec_jax.ops.attention.packing import PackedShape, flat_rows, refuse_unsupported
@@ -150,9 +149,9 @@ def _kernel(
         v = pltriton.load(v_ref.at[place], mask=exists[:, None] & within, other=0.0)
         return seen, k, jnp.where(wanted, v, jnp.zeros_like(v))
 
-    def update(state: State, seen: jax.Array, k: jax.Array, v: jax.Array) -> State:
+    def visit(state: State, seen: jax.Array, k: jax.Array, v: jax.Array) -> State:
         scores = jnp.where(seen, product(q, k, (1, 1)) * scale, -jnp.inf)
-        return _update(state, scores, v, interpret)
+        return update(state, scores, v, interpret)
 
     tree = read(0) if whole else None
     if prefix_refs:
@@ -172,23 +171,12 @@ def _kernel(
     else:
         state = empty_state(tile.rows, padded)
     if tree is not None:
-        state = update(state, *tree)
+        state = visit(state, *tree)
     else:
         blocks = pl.cdiv(keys, tile.keys)
-        state = jax.lax.fori_loop(0, blocks, lambda i, s: update(s, *read(i)), state)
+        state = jax.lax.fori_loop(0, blocks, lambda i, s: visit(s, *read(i)), state)
     out, lse = finish(state)
     out = out.astype(out_ref.dtype)
     mask = valid[:, None] & within
     pltriton.store(out_ref.at[batch, row[:, None], h[None, :]], out, mask=mask)
     pltriton.store(lse_ref.at[batch, row], lse, mask=valid)
-
-
-def _update(state: State, scores: jax.Array, v: jax.Array, interpret: bool) -> State:
-    """The softmax after more keys, of which a row need not see any."""
-    top, total, acc = state
-    new_top = jnp.maximum(top, scores.max(axis=1))
-    shift = finite(new_top)
-    weight = exp2(scores - shift[:, None], interpret)
-    keep = exp2(top - shift, interpret)
-    acc = acc * keep[:, None] + product(weight.astype(v.dtype), v, (1, 0))
-    return new_top, total * keep + weight.sum(axis=1), acc

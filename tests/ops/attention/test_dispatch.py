@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.ops.attention import dispatch
+from longspec_jax.ops.attention import dispatch, kernels
 from longspec_jax.ops.attention.merge import merge
+from longspec_jax.ops.attention.tiles import TreeTile
 from tests.kit import TOLERANCE, relative_error
 from tests.ops.attention import oracle
 from tests.ops.attention.oracle import Shape, inputs
@@ -236,10 +237,52 @@ def test_gradients_are_refused_in_a_sentence(op: str, implementation: str) -> No
         assert np.isfinite(frozen)
 
 
-def test_chunk_attention_is_causal_after_the_prefix() -> None:
-    x = inputs(Shape(keys=5), "float32", [131, 0], mask=np.tri(5, dtype=bool)[None].repeat(2, 0))
-    actual = dispatch.chunk_attention(*x.prefix, x.tree_k, x.tree_v)
+@pytest.mark.parametrize("groups", [1, 3, 4])
+@pytest.mark.parametrize("tokens", [1, 37, 150])
+@pytest.mark.parametrize("implementation", TREE)
+def test_chunk_attention_is_causal_after_the_prefix(
+    implementation: str, tokens: int, groups: int
+) -> None:
+    """One row has no prefix, and 150 tokens are several tiles of queries and of keys."""
+    shape = Shape(tokens=tokens, keys=tokens, heads=2 * groups, kv_heads=2)
+    x = inputs(shape, "float32", [131, 0], mask=_causal(2, tokens))
+    actual = compiled("chunk_attention", implementation)(*x.prefix, x.tree_k, x.tree_v)
     assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("keys", [16, 32])
+@pytest.mark.parametrize("groups", [1, 5])
+def test_any_tile_of_a_chunk_sees_the_same(rows: int, keys: int, groups: int) -> None:
+    """Tiles of queries and keys begin and end at different tokens."""
+    shape = Shape(tokens=77, keys=77, heads=groups, kv_heads=1, width=48)
+    x = inputs(shape, "bfloat16", [37, 131], mask=_causal(2, 77))
+    tile = TreeTile(rows, keys, 1, 4, 2)
+    actual = kernels.chunk_attention(*x.prefix, x.tree_k, x.tree_v, chunk_tile=tile, interpret=True)
+    assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize(("tokens", "width"), [(2048, 128), (700, 96), (300, 256)])
+def test_chunks_of_a_real_prefill(
+    dtype: str, heads: tuple[int, int], tokens: int, width: int
+) -> None:
+    shape = Shape(1, tokens, *heads, width=width, slots=4096, keys=tokens)
+    x = inputs(shape, dtype, [3000], mask=_causal(1, tokens))
+    actual = compiled("chunk_attention", None)(*x.prefix, x.tree_k, x.tree_v)
+    assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE[dtype]
+
+
+def test_a_chunk_has_as_many_keys_as_queries() -> None:
+    x = inputs(Shape(tokens=5, keys=7), "float32", [3, 5])
+    with pytest.raises(ValueError, match="5 queries has as many keys, not 7"):
+        dispatch.chunk_attention(*x.prefix, x.tree_k, x.tree_v)
+
+
+def _causal(batch: int, tokens: int) -> np.ndarray:
+    return np.tri(tokens, dtype=bool)[None].repeat(batch, 0)
 
 
 def test_causal_attention_counts_both_ends_of_the_window() -> None:
