@@ -175,12 +175,13 @@ def measure(
     row |= results(setting, plain_loop, round_loop, times)
     floor = row["plain_step_bytes"] / bytes_per_s
     row["plain_percent_of_roof"] = rounded(100e3 * floor / row["plain_ms_per_token"])
+    folder = None
     if arguments.profile:
         folder = arguments.profile / f"{setting.shape}_{setting.context}_{setting.batch}"
         profile(bench, loops["round"].result(), drafter, folder / "round", edges)
         profile(bench, loops["plain"].result(), plain, folder / "plain")
     if arguments.prefill:
-        row |= time_prefill(bench, arguments.prefill)
+        row |= time_prefill(bench, arguments.prefill, folder and folder / "prefill")
     return row
 
 

@@ -1,6 +1,7 @@
 """How fast a prompt is prefilled at a setting of ``infer.bench decode``."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,11 +10,18 @@ import numpy as np
 from longspec_jax.decoding.prefill import prefill
 
 from .decode_setting import Bench
+from .kernel_profile import traced, write
 from .timing import rounded
 
 
-def time_prefill(bench: Bench, chunk: int) -> dict[str, Any]:
-    """Seconds and useful TFLOP/s of prefilling the setting's rows, compiled before."""
+def time_prefill(bench: Bench, chunk: int, profile: Path | None = None) -> dict[str, Any]:
+    """Seconds and useful TFLOP/s of prefilling the setting's rows, compiled before.
+
+    Args:
+      bench: the setting; its cache is given up.
+      chunk: tokens of a prefill step.
+      profile: folder for a trace of one more prefill, and for its kernels' times beside it.
+    """
     setting, config = bench.setting, bench.model.config
     del (
         bench.cache
@@ -41,6 +49,9 @@ def time_prefill(bench: Bench, chunk: int) -> dict[str, Any]:
 
     once()
     seconds = once()
+    if profile is not None:
+        _, kernels = traced(once, profile)
+        write(kernels, profile, 1, "us of kernels")
     flops = sum(prefill_flops(config, tokens) for tokens in setting.contexts)
     return {
         "prefill_chunk": chunk,

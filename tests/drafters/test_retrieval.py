@@ -94,7 +94,7 @@ def test_a_chain_and_its_tree_share_the_usual_nodes() -> None:
     ("options", "message"),
     [
         (dict(retrieve=512), "retrieve=512: 512 slots cannot hold sinks=32 and recent=512"),
-        (dict(retrieve=1000), "retrieve=1000: slots=1000 must be whole blocks of 32 slots"),
+        (dict(retrieve=1000), "retrieve=1000: 1000 slots must be whole blocks of 32 slots"),
         (dict(retrieve_block=16), "retrieve_block is about retrieval, which retrieve=4096 asks"),
         (dict(retrieve=1024, retrieve_by="luck"), "retrieve_by='luck' must be one of quest, att"),
         (dict(retrieve=1024, retrieve_verify="no"), "retrieve_verify='no' must be one of full, pa"),

@@ -37,8 +37,9 @@ class BlockBudget:
         for name in ("slots", "sinks", "recent"):
             value = getattr(self, name)
             if value % self.block:
+                subject = f"{value} slots" if name == "slots" else f"{name}={value}"
                 raise ValueError(
-                    f"{name}={value} must be whole blocks of {self.block} slots: use "
+                    f"{subject} must be whole blocks of {self.block} slots: use "
                     f"{value - value % self.block} or {value + -value % self.block}, or a block "
                     "that divides it"
                 )

@@ -42,8 +42,12 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
         [
             *("decode", "--shape=tiny", "--context=64,320", "--tree=2,3", "--acceptance=2"),
             *("--new_tokens=41", "--turns=1", "--repetitions=1", f"--json={file}"),
+            *("--prefill=64", f"--profile={tmp_path / 'profile'}"),
         ]
     )
+    for case in ("tiny_64_1", "tiny_320_1"):
+        written = {path.name for path in (tmp_path / "profile" / case).glob("*.*")}
+        assert written == {"plain.txt", "plain.hlo", "round.txt", "round.hlo", "prefill.txt"}
     written = json.loads(file.read_text())
     assert {"device", "versions", "commit", "date", "roof_tb_per_s"} <= set(written["header"])
     short, long = written["rows"]
@@ -53,6 +57,7 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
     assert short["cache_bytes"] < long["cache_bytes"]
     for row in written["rows"]:
         assert row["acceptance_length"] == pytest.approx(2, abs=0.15)
+        assert row["prefill_tflop_per_s"] > 0
         assert row["acceptance_of_all_nodes"] == row["acceptance_wanted"] == 2
         assert row["round_over_plain"] == pytest.approx(
             row["round_ms"] / row["plain_ms_per_token"], rel=1e-2

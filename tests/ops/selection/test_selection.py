@@ -76,7 +76,7 @@ def test_numbers_beyond_all_bounds_hide_nothing() -> None:
     ("words", "budget"),
     [
         ("16 slots cannot hold sinks=8 and recent=12", dict(slots=16, sinks=8, recent=12)),
-        ("slots=30 must be whole blocks of 4 slots: use 28 or 32", dict(slots=30)),
+        ("30 slots must be whole blocks of 4 slots: use 28 or 32", dict(slots=30)),
         ("sinks=3 must be whole blocks of 4 slots", dict(sinks=3)),
         ("recent=0 at least one block", dict(recent=0)),
     ],
