@@ -80,8 +80,9 @@ def add_models(result: argparse.ArgumentParser, drafter_help: str) -> Any:
         action="append",
         metavar="NAME[=VALUE]",
         help="an option of the draft's kind; none changes the text. LongSpec drafts: int8 reads "
-        "weights and LM head in 8 bits; vocabulary=N proposes the N most frequent tokens only, by "
-        "the table saved beside the draft (python -m train.vocabulary). LongSpec drafts and small "
+        "weights and LM head in 8 bits, the default for large targets on GPUs; vocabulary=N "
+        "proposes the N most frequent tokens only, by the table saved beside the draft (python -m "
+        "train.vocabulary). LongSpec drafts and small "
         "language models: working=1024 reads that many tokens of a long cache, in chunks that the "
         "target attends to (SpecExtend), with refresh=0 its first and last ones. Every kind: "
         "retrieve=N has the target check rounds of the draft over N tokens of its cache first, "

@@ -128,7 +128,7 @@ def _random_longspec(
         layer,
         target,
         vocabulary=tokens,
-        int8=options.int8,
+        int8=bool(options.int8),  # Only where it is named: a row says what it measured.
         working=options.working_cache(config),
     )
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
+
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.base import (
     Beliefs,
@@ -21,6 +23,17 @@ from longspec_jax.drafters.base import (
     looked,
 )
 from longspec_jax.drafters.tree import Tree
+
+LARGE = 2_000_000_000
+"""Bytes of a target from which on a GPU reads weights for most of a round: nodes are nearly free
+there and the default tree pays, so that nothing needs to be timed, and a draft of half the bytes is
+the faster one."""
+
+
+def is_large(target_params: Any) -> bool:
+    """Whether rounds of a target are bound by reading its weights: on a GPU, from a size on."""
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target_params))
+    return jax.default_backend() != "cpu" and size >= LARGE
 
 
 class Target(NamedTuple):

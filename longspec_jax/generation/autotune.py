@@ -27,11 +27,11 @@ from jax.sharding import Mesh
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import NoDraft
-from longspec_jax.drafters.draft import UsualTrees
+from longspec_jax.drafters.draft import UsualTrees, is_large
 from longspec_jax.generation import runner
 from longspec_jax.generation.activity import Compiling, OnActivity, Tuned, Tuning
 from longspec_jax.generation.job import Job
-from longspec_jax.generation.memory import free_bytes, tree_bytes
+from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.paces import KnownPaces, TreePace
 from longspec_jax.generation.progress import Timing
 from longspec_jax.generation.runner import Ready, Waiting, WarmShapes
@@ -39,9 +39,6 @@ from longspec_jax.generation.timed_rounds import ROUNDS, most_tokens, timed_pace
 
 PACES = "paces"
 """Folder of the figures, beside the compiled programs."""
-LARGE = 2_000_000_000
-"""Bytes of a target from which on a GPU reads weights for most of a round: nodes are nearly free
-there and the default tree pays, so that nothing needs to be timed."""
 SEVERAL = 4
 """Rows decoded together from which that is not taken for granted: 64 nodes of each are 256 in one
 pass."""
@@ -75,11 +72,6 @@ def trees_to_time(
     if large and rows >= SEVERAL and usual.together:
         trees, settled = usual.together, False
     return trees if may_time(mesh) and (others or not settled) else trees[:1]
-
-
-def is_large(target_params: Any) -> bool:
-    """Whether rounds of a target are bound by reading its weights: on a GPU, from a size on."""
-    return jax.default_backend() != "cpu" and tree_bytes(target_params) >= LARGE
 
 
 def may_time(mesh: Mesh | None) -> bool:

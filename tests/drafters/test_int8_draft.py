@@ -1,14 +1,21 @@
 """The draft in 8 bits: which rows, what is counted as its own, and where its leaves lie."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from longspec_jax.config import DraftConfig
+from longspec_jax.drafters.draft import Target, is_large
+from longspec_jax.drafters.longspec import load as load_module
+from longspec_jax.drafters.longspec.load import load
 from longspec_jax.drafters.longspec.model import LongSpecParams
+from longspec_jax.drafters.longspec.options import LongSpecOptions
 from longspec_jax.ops.products.int8 import int8_product, round_rows
 from longspec_jax.sharding import make_mesh, param_shardings
+from longspec_jax.weights.hf import save_draft
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 
 TARGET = tiny_target_config()
@@ -72,3 +79,31 @@ def test_rows_and_their_scales_share_a_device() -> None:
         rtol=1e-5,
         atol=1e-5,
     )
+
+
+@pytest.mark.parametrize(
+    ("large", "dtype", "chosen", "expected"),
+    [
+        (True, "bfloat16", None, True),
+        (True, "bfloat16", False, False),
+        (True, "float32", None, False),
+        (False, "bfloat16", None, False),
+        (False, "float32", True, True),
+    ],
+)
+def test_drafts_of_large_targets_in_16_bits_are_read_in_8(
+    large: bool,
+    dtype: str,
+    chosen: bool | None,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nothing else is asked for; on this CPU no target is a large one."""
+    config = tiny_target_config(dtype=dtype)
+    target = Target(config, random_target(config))
+    assert not is_large(target.params)
+    draft = DraftConfig.for_target(config, window=5)
+    save_draft(tmp_path, draft, random_draft(draft), target=config)
+    monkeypatch.setattr(load_module, "is_large", lambda params: large)
+    assert load(tmp_path, target, LongSpecOptions(int8=chosen)).params.int8 is expected

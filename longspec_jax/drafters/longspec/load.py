@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from longspec_jax.config import DEFAULT_TREE, DraftConfig, TargetConfig, TreeConfig
-from longspec_jax.drafters.draft import Target, UsualTrees
+from longspec_jax.drafters.draft import Target, UsualTrees, is_large
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.longspec.options import LongSpecOptions
@@ -128,7 +128,12 @@ def load(
         layer,
         target.params,
         vocabulary=vocabulary,
-        int8=options.int8,
+        int8=pays_in_int8(target) if options.int8 is None else options.int8,
         working=options.working_cache(target.config),
         mesh=mesh,
     )
+
+
+def pays_in_int8(target: Target) -> bool:
+    """Whether a draft is faster in 8 bits: where its levels take the time of reading weights."""
+    return is_large(target.params) and jnp.dtype(target.config.dtype).itemsize == 2

@@ -16,5 +16,7 @@ class LongSpecOptions(WorkingCacheOptions):
     """How many tokens it may propose, the first of the table saved beside it; all if absent.
 
     ``python -m train.vocabulary`` makes the table. A smaller LM head is faster and misses some."""
-    int8: bool = False
-    """Read its weights and a copy of the target's LM head in 8 bits: half the bytes."""
+    int8: bool | None = None
+    """Read its weights and a copy of the target's LM head in 8 bits: half the bytes.
+
+    If absent, where it pays: on a GPU, beside a large target in 16 bits."""
