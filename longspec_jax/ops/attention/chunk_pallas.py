@@ -101,14 +101,14 @@ def _kernel(
     of_row = valid[:, None] & within
     q = pltriton.load(q_ref.at[batch, row[:, None], h[None, :]], mask=of_row, other=0.0)
 
-    def visit(block: jax.Array, state: State, *, masked: bool) -> State:
+    def visit(block: jax.Array, state: State, *, whole: bool) -> State:
         key = block * tile.keys + jnp.arange(tile.keys)
-        exists = (key < shape.tokens)[:, None]
         place = (batch, key[:, None], kv_head, h[None, :])
-        k = pltriton.load(k_ref.at[place], mask=exists & within, other=0.0)
-        v = pltriton.load(v_ref.at[place], mask=exists & within, other=0.0)
+        exists = within if whole else (key < shape.tokens)[:, None] & within
+        k = pltriton.load(k_ref.at[place], mask=exists, other=0.0)
+        v = pltriton.load(v_ref.at[place], mask=exists, other=0.0)
         scores = product(q, k, (1, 1)) * scale
-        if masked:
+        if not whole:
             scores = jnp.where(key[None, :] <= token[:, None], scores, -jnp.inf)
         return update(state, scores, v, interpret)
 
@@ -121,9 +121,9 @@ def _kernel(
     first = index * tile.rows // shape.groups
     last = jnp.minimum((index * tile.rows + tile.rows - 1) // shape.groups, shape.tokens - 1)
     # Keys up to the tile's first token are seen by all of its rows.
-    whole, end = (first + 1) // tile.keys, last // tile.keys + 1
-    state = jax.lax.fori_loop(0, whole, functools.partial(visit, masked=False), state)
-    state = jax.lax.fori_loop(whole, end, functools.partial(visit, masked=True), state)
+    seen, end = (first + 1) // tile.keys, last // tile.keys + 1
+    state = jax.lax.fori_loop(0, seen, functools.partial(visit, whole=True), state)
+    state = jax.lax.fori_loop(seen, end, functools.partial(visit, whole=False), state)
     out, _ = finish(state)
     pltriton.store(
         out_ref.at[batch, row[:, None], h[None, :]], out.astype(out_ref.dtype), mask=of_row
