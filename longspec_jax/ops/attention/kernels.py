@@ -2,8 +2,8 @@
 
 Which kernel computes the splits is said by the tile: Triton's from Ampere on, or the one that is
 written for Hopper. What the prefix kernel leaves goes to a small kernel that merges it or, in
-speculative attention, to the tree kernel, which starts its softmax from it: two kernels in all. So
-does the chunk kernel, which is the tree's for prefill.
+speculative attention, to the tree kernel, which starts its softmax from it: two kernels in all. The
+chunk kernel does so for prefill.
 
 Jitted, so that the equal layers of a model are traced and lowered once.
 """
