@@ -33,11 +33,9 @@ class Footprint(NamedTuple):
     @classmethod
     def now(cls) -> "Footprint":
         """As Linux counts it; nothing where there is no ``/proc``."""
-        process = Path("/proc/self")
-        if not process.exists():
+        if not (size := resident_bytes()):
             return cls()
-        mappings = (process / "maps").read_bytes().count(b"\n")
-        return cls(mappings, resident_bytes())
+        return cls(Path("/proc/self/maps").read_bytes().count(b"\n"), size)
 
     def most(self, other: "Footprint") -> "Footprint":
         """The larger of each."""

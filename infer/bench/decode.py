@@ -45,7 +45,7 @@ from longspec_jax.decoding.rows import Rows
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.longspec.load import LongSpecDraft
-from longspec_jax.generation.memory import tree_bytes
+from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.sizes import shown_bytes
 
 from ..tree_json import tree_fields, tree_of

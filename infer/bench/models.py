@@ -31,9 +31,9 @@ from longspec_jax.drafters.registry import separated
 from longspec_jax.drafters.retrieval import RetrievalDraft
 from longspec_jax.drafters.small_lm.draft import SmallLM
 from longspec_jax.drafters.small_lm.options import SmallLMOptions
-from longspec_jax.generation.memory import free_bytes, tree_bytes
+from longspec_jax.generation.memory import free_bytes
 from longspec_jax.models.target import Target
-from longspec_jax.ops.placement import HOST_MEMORY
+from longspec_jax.ops.placement import HOST_MEMORY, tree_bytes
 from longspec_jax.sharding import path_name
 from longspec_jax.sizes import shown_bytes
 

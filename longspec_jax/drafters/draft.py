@@ -23,6 +23,7 @@ from longspec_jax.drafters.base import (
     looked,
 )
 from longspec_jax.drafters.tree import Tree
+from longspec_jax.ops.placement import tree_bytes
 
 LARGE = 2_000_000_000
 """Bytes of a target from which on a GPU reads weights for most of a round: nodes are nearly free
@@ -32,8 +33,7 @@ the faster one."""
 
 def is_large(target_params: Any) -> bool:
     """Whether rounds of a target are bound by reading its weights: on a GPU, from a size on."""
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target_params))
-    return jax.default_backend() != "cpu" and size >= LARGE
+    return jax.default_backend() != "cpu" and tree_bytes(target_params) >= LARGE
 
 
 class Target(NamedTuple):

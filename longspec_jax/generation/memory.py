@@ -52,11 +52,6 @@ class MemoryPlan:
         return self.cache_bytes + self.draft_state_bytes + self.working_bytes
 
 
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a pytree."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def device_bytes(tree: Any) -> int:
     """Bytes that a pytree's arrays take on each of the devices they are spread over."""
     leaves = jax.tree.leaves(tree)

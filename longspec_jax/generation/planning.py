@@ -11,7 +11,8 @@ from longspec_jax.decoding.home import Home
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, Params, gathered_slots
 from longspec_jax.generation.job import Shape
-from longspec_jax.generation.memory import MemoryPlan, device_bytes, tree_bytes, working_bytes
+from longspec_jax.generation.memory import MemoryPlan, device_bytes, working_bytes
+from longspec_jax.ops.placement import tree_bytes
 
 
 def plan_of(

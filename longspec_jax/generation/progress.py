@@ -14,8 +14,8 @@ from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.drafters.base import Drafter, Lossy, NoDraft
 from longspec_jax.generation.job import Job
-from longspec_jax.generation.memory import tree_bytes
 from longspec_jax.generation.result import Stats, TreeUse
+from longspec_jax.ops.placement import tree_bytes
 
 
 class Progress(NamedTuple):

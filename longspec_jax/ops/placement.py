@@ -1,10 +1,10 @@
-"""Arrays in the host's memory: where a program's arrays lie, and moving them.
+"""Arrays and memory: what a program's arrays take, in which memory they lie, and moving them.
 
 An array's type says which memory it lies in, and operations on arrays of several memories are
 refused while a program is traced.
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -12,6 +12,11 @@ HOST_MEMORY = "pinned_host"
 """What jax calls the host's memory that a device reads directly."""
 
 Tree = TypeVar("Tree")
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a pytree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def on_host(array: jax.Array) -> bool:

@@ -15,8 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, Lengths, Queries, TreeRows
-from longspec_jax.ops.attention.bounds import reached_splits
+from longspec_jax.axes import Array, Queries, TreeRows
 from longspec_jax.ops.attention.online_softmax import LOG2_E, State, finish, product, update
 from longspec_jax.ops.attention.packing import PackedShape, flat_rows
 from longspec_jax.ops.attention.splits import load_merged
@@ -28,8 +27,7 @@ def attend(
     q: Queries,
     keys: TreeRows,
     values: TreeRows,
-    length: Lengths,
-    partials: tuple[Array, Array],
+    prefix: tuple[Array, ...],
     *,
     tile: TreeTile,
     scale: float,
@@ -43,8 +41,8 @@ def attend(
       q: the chunk's queries.
       keys: the chunk's own, as many as queries.
       values: likewise.
-      length: cached tokens of each row, before the chunk.
-      partials: what the prefix kernel left for these queries.
+      prefix: the rows' cached tokens before the chunk, and what the prefix kernel left for these
+        queries: the partial results of its splits.
       tile: how a program works.
       scale: factor on the scores.
       split: cache slots of a split.
@@ -68,7 +66,7 @@ def attend(
         compiler_params=compiler_params(tile.warps, tile.stages),
         interpret=interpret,
         name="chunk_attention",
-    )(q.reshape(batch, tokens * heads, width), keys, values, length, *partials)
+    )(q.reshape(batch, tokens * heads, width), keys, values, *prefix)
     return out.reshape(q.shape)
 
 
@@ -112,11 +110,13 @@ def _kernel(
             scores = jnp.where(key[None, :] <= token[:, None], scores, -jnp.inf)
         return update(state, scores, v, interpret)
 
-    reached = reached_splits(length_ref[batch], None, split=split, slots=slots)
     state = load_merged(
-        *(partial_ref, partial_lse_ref, batch, kv_head, packed, valid, reached),
-        tile.partials,
-        interpret,
+        (partial_ref, partial_lse_ref, length_ref, None),
+        *(batch, kv_head, packed, valid),
+        split=split,
+        slots=slots,
+        chunk=tile.partials,
+        interpret=interpret,
     )
     first = index * tile.rows // shape.groups
     last = jnp.minimum((index * tile.rows + tile.rows - 1) // shape.groups, shape.tokens - 1)

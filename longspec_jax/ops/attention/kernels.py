@@ -52,14 +52,12 @@ def prefix_attention(
     """
     _, tokens, heads, _ = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
-    if tile is None:
-        tile = _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
-    partials = _split_attention(q, prefix, scale, tile, interpret)
+    partials, split = _split_attention(q, prefix, scale, tile, hopper=hopper, interpret=interpret)
     shape = PackedShape(tokens=tokens, heads=heads, kv_heads=kv_heads)
     return merge_splits(
         *(partials, prefix.length, prefix.start),
         shape=shape,
-        split=tile.split,
+        split=split,
         slots=slots,
         interpret=interpret,
     )
@@ -87,17 +85,17 @@ def speculative_attention(
     _, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
     _refuse_start(prefix)
-    if prefix_tile is None:
-        prefix_tile = _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
+    partials, split = _split_attention(
+        *(q, prefix, scale, prefix_tile), hopper=hopper, interpret=interpret
+    )
     if tree_tile is None:
         sizes = (tokens, heads, kv_heads, width, fresh.keys.shape[1], q.dtype.itemsize)
         tree_tile = tiles.tree_tile(*sizes)
-    partials = _split_attention(q, prefix, scale, prefix_tile, interpret)
     out, _ = tree_pallas.attend(
         *(q, fresh, (prefix.length.astype(jnp.int32), *partials)),
         tile=tree_tile,
         scale=width**-0.5 if scale is None else scale,
-        split=prefix_tile.split,
+        split=split,
         slots=slots,
         interpret=interpret,
     )
@@ -127,16 +125,16 @@ def chunk_attention(
     _, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
     _refuse_start(prefix)
-    if prefix_tile is None:
-        prefix_tile = _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
+    partials, split = _split_attention(
+        *(q, prefix, scale, prefix_tile), hopper=hopper, interpret=interpret
+    )
     if chunk_tile is None:
         chunk_tile = tiles.chunk_tile(tokens, heads, kv_heads, width, q.dtype.itemsize)
     return chunk_pallas.attend(
-        *(q, keys, values, prefix.length.astype(jnp.int32)),
-        _split_attention(q, prefix, scale, prefix_tile, interpret),
+        *(q, keys, values, (prefix.length.astype(jnp.int32), *partials)),
         tile=chunk_tile,
         scale=width**-0.5 if scale is None else scale,
-        split=prefix_tile.split,
+        split=split,
         slots=slots,
         interpret=interpret,
     )
@@ -175,20 +173,25 @@ def _split_attention(
     q: Queries,
     prefix: Prefix,
     scale: float | None,
-    tile: PrefixTile | MosaicTile,
+    tile: PrefixTile | MosaicTile | None,
+    *,
+    hopper: bool,
     interpret: bool,
-) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
-    """Partial results of every split by the kernel that the tile is for."""
+) -> tuple[tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]], int]:
+    """Partial results of every split by the kernel that the tile is for, and a split's slots."""
+    if tile is None:
+        tile = _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
     k, v, length, start = prefix.keys, prefix.values, prefix.length, prefix.start
     refuse_unsupported(q, k.shape[1])
     if isinstance(tile, PrefixTile):
-        return prefix_pallas.split_attention(
+        partials = prefix_pallas.split_attention(
             *(q, k, v, length, start), scale=scale, tile=tile, interpret=interpret
         )
+        return partials, tile.split
     if start is not None or interpret:
         raise NotImplementedError(
             "the Mosaic GPU kernel takes no lower bound and does not run in interpret mode"
         )
     from longspec_jax.ops.attention import prefix_mosaic  # Older versions lack its backend.
 
-    return prefix_mosaic.split_attention(q, k, v, length, scale=scale, tile=tile)
+    return prefix_mosaic.split_attention(q, k, v, length, scale=scale, tile=tile), tile.split

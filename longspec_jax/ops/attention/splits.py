@@ -64,18 +64,24 @@ def merge_splits(
 
 
 def load_merged(
-    out_ref: Any,
-    lse_ref: Any,
+    refs: tuple[Any, Any, Any, Any],
     batch: jax.Array,
     kv_head: jax.Array,
     packed: jax.Array,
     valid: jax.Array,
-    reached: tuple[jax.Array, jax.Array],
+    *,
+    split: int,
+    slots: int,
     chunk: int,
     interpret: bool,
 ) -> State:
-    """Merge the reached splits of some rows, ``chunk`` splits at a time, in ascending order."""
-    first, last = reached
+    """Merge the reached splits of some rows, ``chunk`` splits at a time, in ascending order.
+
+    ``refs`` are the partial results, their log-sum-exp, the rows' lengths and, or None, starts.
+    """
+    out_ref, lse_ref, length_ref, start_ref = refs
+    start = None if start_ref is None else start_ref[batch]
+    first, last = reached_splits(length_ref[batch], start, split=split, slots=slots)
     width = out_ref.shape[4]
     chunk = min(chunk, out_ref.shape[1])
     h = jnp.arange(pl.next_power_of_2(width))
@@ -135,10 +141,13 @@ def _merge_kernel(
     valid = row < shape.tokens * shape.heads
     kv_head = row % shape.heads // shape.groups
     packed = row // shape.heads * shape.groups + row % shape.groups
-    start = None if start_ref is None else start_ref[batch]
-    reached = reached_splits(length_ref[batch], start, split=split, slots=slots)
     state = load_merged(
-        out_ref, lse_ref, batch, kv_head, packed, valid, reached, MERGE_PARTIALS, interpret
+        (out_ref, lse_ref, length_ref, start_ref),
+        *(batch, kv_head, packed, valid),
+        split=split,
+        slots=slots,
+        chunk=MERGE_PARTIALS,
+        interpret=interpret,
     )
     out, lse = finish(state)
     h = jnp.arange(out.shape[1])

@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Array, Queries
-from longspec_jax.ops.attention.bounds import reached_splits
 from longspec_jax.ops.attention.merge import Partial
 from longspec_jax.ops.attention.online_softmax import (
     LOG2_E,
@@ -156,17 +155,13 @@ def _kernel(
     tree = read(0) if whole else None
     if prefix_refs:
         length_ref, partial_ref, partial_lse_ref = prefix_refs
-        reached = reached_splits(length_ref[batch], None, split=split, slots=slots)
         state = load_merged(
-            partial_ref,
-            partial_lse_ref,
-            batch,
-            kv_head,
-            packed,
-            valid,
-            reached,
-            tile.partials,
-            interpret,
+            (partial_ref, partial_lse_ref, length_ref, None),
+            *(batch, kv_head, packed, valid),
+            split=split,
+            slots=slots,
+            chunk=tile.partials,
+            interpret=interpret,
         )
     else:
         state = empty_state(tile.rows, padded)
