@@ -17,8 +17,8 @@ from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, RopeScalin
 from longspec_jax.ops.layer.residual_norm import residual_norm, rms_norm
 from longspec_jax.ops.partitioned import row_shares
 from longspec_jax.ops.products.chunked_mlp import chunked_mlp
-from longspec_jax.ops.products.int8 import int8_product
-from longspec_jax.ops.products.skinny import gate, gated_product, product, summands
+from longspec_jax.ops.products.int8 import int8_gated_product, int8_product, int8_summands
+from longspec_jax.ops.products.skinny import gated_product, product, summands
 
 INITIAL_SCALE = 0.02
 
@@ -94,26 +94,37 @@ class Int8Projection(nn.Module):
     dtype: jnp.dtype
     bias: bool = False
 
-    @nn.compact
     def __call__(self, x: Array) -> Array:
         """Map ``[..., *in_axes]`` to ``[..., *out_axes]``."""
-        shape = (int(np.prod(self.out_axes)), int(np.prod(self.in_axes)))
-        rows = self.param("rows", nn.initializers.zeros, shape, jnp.int8)
-        scale = self.param("scale", nn.initializers.ones, shape[:1], jnp.float32)
-        batch = x.shape[: x.ndim - len(self.in_axes)]
-        out = int8_product(x.reshape(*batch, -1), rows, scale).astype(self.dtype)
-        out = out.reshape(*batch, *self.out_axes)
-        if self.bias:
-            out += self.param("bias", nn.initializers.zeros, tuple(self.out_axes), self.dtype)
-        return out
+        rows, scale, bias = self.weights()
+        flat = self._flat(x)
+        bias = None if bias is None else bias.reshape(-1)
+        out = int8_product(flat, rows, scale, bias, dtype=self.dtype)
+        return out.reshape(*flat.shape[:-1], *self.out_axes)
 
     def summands(self, x: Array) -> Array:
-        """As of :class:`Projection`; there is one."""
-        return self(x)[None]
+        """As of :class:`Projection`."""
+        rows, scale, _ = self.weights()
+        return int8_summands(self._flat(x), rows, scale)
 
     def gated(self, x: Array) -> Array:
         """As of :class:`Projection`."""
-        return gate(self(x))
+        rows, scale, _ = self.weights()
+        return int8_gated_product(self._flat(x), rows, scale)
+
+    @nn.compact
+    def weights(self) -> tuple[Array, Array, Array | None]:
+        """The rows ``[prod(out_axes), prod(in_axes)]``, their scale, and the bias or none."""
+        shape = (int(np.prod(self.out_axes)), int(np.prod(self.in_axes)))
+        rows = self.param("rows", nn.initializers.zeros, shape, jnp.int8)
+        scale = self.param("scale", nn.initializers.ones, shape[:1], jnp.float32)
+        bias = None
+        if self.bias:
+            bias = self.param("bias", nn.initializers.zeros, tuple(self.out_axes), self.dtype)
+        return rows, scale, bias
+
+    def _flat(self, x: Array) -> Array:
+        return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)
 
 
 class SwiGLU(nn.Module):

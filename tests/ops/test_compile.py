@@ -12,7 +12,8 @@ from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile
 from longspec_jax.ops.hardware import mosaic_is_supported
 from longspec_jax.ops.layer import append_rows_pallas, residual_norm_pallas, split_heads_pallas
-from longspec_jax.ops.products.tiles import product_tile
+from longspec_jax.ops.products import int8_pallas
+from longspec_jax.ops.products.tiles import int8_tile, product_tile
 from tests.ops.attention.oracle import HEADS, TOKENS
 
 
@@ -163,3 +164,26 @@ def test_skinny_products_lower_for_cuda(rows, contracted, columns, gated, split,
         traced = jax.jit(call).trace(x, weights, operand((columns,)) if bias else None)
         lowered = traced.lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize(
+    ("contracted", "outputs", "gated", "split", "bias"),
+    [
+        (4096, 12288, False, False, True),
+        (4096, 4096, False, True, False),
+        (11008, 4096, False, True, False),
+        (4096, 11008, True, False, False),
+        (4096, 128256, False, False, False),
+        (1000, 5001, False, False, False),
+    ],
+)
+def test_int8_products_lower_for_cuda(contracted, outputs, gated, split, bias) -> None:
+    x = jax.ShapeDtypeStruct((16, contracted), jnp.bfloat16)
+    weights = jax.ShapeDtypeStruct((outputs * (2 if gated else 1), contracted), jnp.int8)
+    scale = jax.ShapeDtypeStruct(weights.shape[:1], jnp.float32)
+    tile = int8_tile(16, contracted, outputs, gated=gated, split=split)
+    call = functools.partial(int8_pallas.product, tile=tile, gated=gated, dtype=x.dtype)
+    with on_hopper():
+        traced = jax.jit(call).trace(x, weights, scale, scale if bias else None)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @") == 1

@@ -127,8 +127,7 @@ SPECULATIVE_IMPLEMENTATIONS: dict[str, Implementation | Merged] = {
     "interpret": _INTERPRETED_KERNELS,
 }
 CHUNK_IMPLEMENTATIONS: dict[str, Implementation | Masked] = {
-    # The chunk kernel has not been timed on a GPU yet; until then it runs where it is named.
-    "pallas": Masked(_KERNELS),
+    "pallas": _KERNELS,
     "mosaic": _HOPPER_KERNELS,
     "triton": Masked(SPECULATIVE_IMPLEMENTATIONS["triton"]),
     "xla": Masked(SPECULATIVE_IMPLEMENTATIONS["xla"]),

@@ -84,7 +84,7 @@ class TreeTile:
 
     Attributes:
       rows: packed query rows of one program.
-      keys: fresh keys per step.
+      keys: fresh keys per step, or per program where they are split over programs.
       partials: prefix splits merged per step of the epilogue.
       warps: warps per program.
       stages: depth of the software pipeline.
@@ -184,10 +184,10 @@ def tree_tile(
     if packed >= 2048:
         # Prefill chunks: enough rows to fill the machine with large tiles.
         return TreeTile(64, 64, 1, 4, 2)
-    # A whole tree of up to 128 nodes in one step; a longer list, as the draft's window, in short
-    # ones.
-    block = max(16, 1 << (keys - 1).bit_length()) if keys <= 128 else 64
-    return TreeTile(16, block, 16 if packed <= 16 else 8, 4, 3 if packed <= 16 or keys > 128 else 2)
+    # A whole tree of up to 128 nodes in one step. Of a longer list, as the draft's window, so many
+    # keys are a program's.
+    block = min(128, max(16, 1 << (keys - 1).bit_length()))
+    return TreeTile(16, block, 16 if packed <= 16 else 8, 4, 3 if packed <= 16 and keys <= 128 else 2)
 
 
 def chunk_tile(tokens: int, heads: int, kv_heads: int, width: int, itemsize: int) -> TreeTile:

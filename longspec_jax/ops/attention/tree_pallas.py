@@ -2,7 +2,8 @@
 
 A few hundred fresh keys under an arbitrary boolean mask (LongSpec section 3.3). Each row's online
 softmax may start from a prefix's split partials, so that prefix, tree and merge together are two
-kernels per layer.
+kernels per layer. Without a prefix, keys that one step does not hold are split over programs, as a
+prefix's are.
 
 Jitted, so that the equal layers of a model are traced and lowered once.
 """
@@ -27,7 +28,7 @@ from longspec_jax.ops.attention.online_softmax import (
 )
 from longspec_jax.ops.attention.operands import TREE, Fresh
 from longspec_jax.ops.attention.packing import PackedShape, flat_rows, refuse_unsupported
-from longspec_jax.ops.attention.splits import load_merged
+from longspec_jax.ops.attention.splits import load_merged, merge_splits
 from longspec_jax.ops.attention.tiles import TreeTile, tree_tile
 from longspec_jax.ops.hardware import require_ampere
 from longspec_jax.ops.partitioned import partitioned
@@ -50,15 +51,24 @@ def tree_attention(
     batch, tokens, heads, width = q.shape
     if not interpret and tile is None:
         require_ampere("the Pallas-Triton tree kernel")
+    tile = tile or tree_tile(tokens, heads, kv_heads, width, keys, q.dtype.itemsize)
     out, lse = attend(
         *(q, fresh, ()),
-        tile=tile or tree_tile(tokens, heads, kv_heads, width, keys, q.dtype.itemsize),
+        tile=tile,
         scale=width**-0.5 if scale is None else scale,
         split=0,
         slots=0,
         interpret=interpret,
     )
-    return Partial(out.reshape(q.shape), lse.reshape(batch, tokens, heads))
+    if keys <= tile.keys:
+        return Partial(out.reshape(q.shape), lse.reshape(batch, tokens, heads))
+    return merge_splits(
+        *((out, lse), jnp.full((batch,), keys, jnp.int32), None),
+        shape=PackedShape(tokens=tokens, heads=heads, kv_heads=kv_heads),
+        split=tile.keys,
+        slots=keys,
+        interpret=interpret,
+    )
 
 
 def attend(
@@ -75,11 +85,16 @@ def attend(
     """Launch the kernel; with a prefix the output is final and in the dtype of the queries.
 
     ``prefix`` is nothing, or the row lengths and the partial results of the prefix's splits, each
-    ``split`` of ``slots`` cache slots.
+    ``split`` of ``slots`` cache slots. With nothing, keys that one step does not hold leave partial
+    results of theirs, ``[B, P, K, R, H]`` and ``[B, P, K, R]``, to be merged.
     """
     batch, tokens, heads, width = q.shape
-    kv_heads = fresh.keys.shape[2]
+    kv_heads, keys = fresh.keys.shape[2], fresh.keys.shape[1]
     shape = PackedShape(tokens=tokens, heads=heads, kv_heads=kv_heads)
+    blocks = 1 if prefix else pl.cdiv(keys, tile.keys)
+    rows: tuple[int, ...] = (batch, tokens * heads)
+    if blocks > 1:
+        rows = (batch, blocks, kv_heads, shape.packed)
     return pl.pallas_call(
         functools.partial(
             _kernel,
@@ -88,14 +103,13 @@ def attend(
             scale=scale * LOG2_E,
             split=split,
             slots=slots,
+            blocks=blocks,
             interpret=interpret,
         ),
-        grid=(pl.cdiv(shape.packed, tile.rows), kv_heads, batch),
+        grid=(pl.cdiv(shape.packed, tile.rows) * blocks, kv_heads, batch),
         out_shape=(
-            jax.ShapeDtypeStruct(
-                (batch, tokens * heads, width), q.dtype if prefix else jnp.float32
-            ),
-            jax.ShapeDtypeStruct((batch, tokens * heads), jnp.float32),
+            jax.ShapeDtypeStruct((*rows, width), q.dtype if prefix else jnp.float32),
+            jax.ShapeDtypeStruct(rows, jnp.float32),
         ),
         compiler_params=compiler_params(tile.warps, tile.stages),
         interpret=interpret,
@@ -114,12 +128,17 @@ def _kernel(
     scale: float,
     split: int,
     slots: int,
+    blocks: int,
     interpret: bool,
 ) -> None:
-    """Attend with a tile of packed query rows of one key/value head to every tree key."""
+    """Attend with a tile of packed query rows of one key/value head to every tree key.
+
+    Or, where the keys are split over programs, to those of one of several ``blocks``.
+    """
     *prefix_refs, out_ref, lse_ref = refs
     kv_head, batch = pl.program_id(1), pl.program_id(2)
-    packed = pl.program_id(0) * tile.rows + jnp.arange(tile.rows)
+    mine = pl.program_id(0) % blocks
+    packed = pl.program_id(0) // blocks * tile.rows + jnp.arange(tile.rows)
     row, valid = flat_rows(packed, kv_head, shape), packed < shape.packed
     token = packed // shape.groups
     width, keys = q_ref.shape[2], k_ref.shape[1]
@@ -130,7 +149,7 @@ def _kernel(
         q_ref.at[batch, row[:, None], h[None, :]], mask=valid[:, None] & within, other=0.0
     )
 
-    whole = keys <= tile.keys
+    whole = blocks > 1 or keys <= tile.keys
 
     def read(block: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         key = block * tile.keys + jnp.arange(tile.keys)
@@ -152,7 +171,7 @@ def _kernel(
         scores = jnp.where(seen, product(q, k, (1, 1)) * scale, -jnp.inf)
         return update(state, scores, v, interpret)
 
-    tree = read(0) if whole else None
+    tree = read(mine) if whole else None
     if prefix_refs:
         length_ref, partial_ref, partial_lse_ref = prefix_refs
         state = load_merged(
@@ -168,10 +187,11 @@ def _kernel(
     if tree is not None:
         state = visit(state, *tree)
     else:
-        blocks = pl.cdiv(keys, tile.keys)
-        state = jax.lax.fori_loop(0, blocks, lambda i, s: visit(s, *read(i)), state)
+        steps = pl.cdiv(keys, tile.keys)
+        state = jax.lax.fori_loop(0, steps, lambda i, s: visit(s, *read(i)), state)
     out, lse = finish(state)
     out = out.astype(out_ref.dtype)
     mask = valid[:, None] & within
-    pltriton.store(out_ref.at[batch, row[:, None], h[None, :]], out, mask=mask)
-    pltriton.store(lse_ref.at[batch, row], lse, mask=valid)
+    to, at = ((batch, mine, kv_head), packed) if blocks > 1 else ((batch,), row)
+    pltriton.store(out_ref.at[*to, at[:, None], h[None, :]], out, mask=mask)
+    pltriton.store(lse_ref.at[*to, at], lse, mask=valid)

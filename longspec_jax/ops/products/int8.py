@@ -3,7 +3,13 @@
 The weights are rounded row by row, a row being what one output sums over: 127 steps of its largest
 element, with a scale of its own in float32. The rounding of the weights is what this costs; the
 other factor keeps its precision.
+
+For the 16 rows of a draft's level and fewer, a kernel of our own reads the weights as fast as XLA's
+products and spares the launches around them (``docs/kernels.md``). Of more rows, on a mesh of
+devices and anywhere else these are XLA's.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +17,9 @@ from jaxtyping import Float, Int8
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import decodes_on_ampere
-from longspec_jax.ops.products.skinny import matmul_precision
+from longspec_jax.ops.partitioned import one_device
+from longspec_jax.ops.products.skinny import gate, matmul_precision
+from longspec_jax.ops.products.tiles import Int8Tile, int8_tile
 
 FEW = 4
 """Up to so many vectors XLA widens the weights as fast as it reads them, if there are exactly
@@ -28,9 +36,64 @@ def round_rows(weights: Float[Array, "v D"]) -> tuple[Int8[Array, "v D"], Float[
 
 
 def int8_product(
-    x: Float[Array, "*vectors D"], rows: Int8[Array, "v D"], scale: Float[Array, " v"]
+    x: Float[Array, "*vectors D"],
+    rows: Int8[Array, "v D"],
+    scale: Float[Array, " v"],
+    bias: Float[Array, " v"] | None = None,
+    *,
+    dtype: Any = jnp.float32,
 ) -> Float[Array, "*vectors v"]:
-    """``x @ (rows * scale[:, None]).T`` in float32."""
+    """``x @ (rows * scale[:, None]).T + bias`` in the given dtype."""
+    tile = _tile(x, rows.shape[0])
+    if tile is None:
+        out = _composed(x, rows, scale).astype(dtype)
+        return out if bias is None else out + bias
+    return _launched(x, rows, scale, bias, tile=tile, dtype=dtype)[0]
+
+
+def int8_summands(
+    x: Float[Array, "*vectors D"], rows: Int8[Array, "v D"], scale: Float[Array, " v"]
+) -> Float[Array, "S *vectors v"]:
+    """Arrays whose sum is the product: itself alone, in the dtype of ``x``, or float32 ones."""
+    tile = _tile(x, rows.shape[0], split=True)
+    if tile is None:
+        return _composed(x, rows, scale).astype(x.dtype)[None]
+    return _launched(x, rows, scale, tile=tile, dtype=x.dtype)
+
+
+def int8_gated_product(
+    x: Float[Array, "*vectors D"],
+    rows: Int8[Array, "both D"],
+    scale: Float[Array, " both"],
+) -> Float[Array, "*vectors F"]:
+    """``silu`` of the first half of the product times the second, in the dtype of ``x``."""
+    tile = _tile(x, rows.shape[0] // 2, gated=True)
+    if tile is None:
+        both = _composed(x, rows, scale).astype(x.dtype)
+        return gate(both.reshape(*x.shape[:-1], 2, rows.shape[0] // 2))
+    return _launched(x, rows, scale, tile=tile, gated=True, dtype=x.dtype)[0]
+
+
+def _tile(x: Array, outputs: int, gated: bool = False, split: bool = False) -> Int8Tile | None:
+    """The kernel's tile, where it serves this product."""
+    count = x.size // x.shape[-1]
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or not one_device():
+        return None
+    if not decodes_on_ampere(count, x.dtype):
+        return None
+    return int8_tile(count, x.shape[-1], outputs, gated=gated, split=split)
+
+
+def _launched(x: Array, rows: Array, *operands: Array | None, **options: Any) -> Array:
+    """The kernel's summands, ``[S, *vectors, ...]``."""
+    from longspec_jax.ops.products import int8_pallas  # Its backend may be absent.
+
+    out = int8_pallas.product(x.reshape(-1, x.shape[-1]), rows, *operands, **options)
+    return out.reshape(out.shape[0], *x.shape[:-1], out.shape[2])
+
+
+def _composed(x: Array, rows: Array, scale: Array) -> Array:
+    """The product in plain JAX, in float32."""
     flat = x.reshape(-1, x.shape[-1])
     count = flat.shape[0]
     if not decodes_on_ampere(count, x.dtype):

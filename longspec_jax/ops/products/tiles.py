@@ -1,4 +1,4 @@
-"""Tile choice of the skinny products' kernel, from the shape alone.
+"""Tile choice of the skinny products' kernels, from the shape alone.
 
 Nothing is timed at run time. The sweeps behind the numbers are kept in ``docs/results``.
 """
@@ -6,6 +6,10 @@ Nothing is timed at run time. The sweeps behind the numbers are kept in ``docs/r
 import dataclasses
 
 from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
+
+MATRIX_ROWS = 16
+"""Rows that the kernel for 8-bit weights multiplies together: the height of Ampere's matrix
+instruction."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +26,25 @@ class ProductTile:
     columns: int
     depth: int
     splits: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Tile:
+    """How one program of the product with 8-bit weights works.
+
+    Attributes:
+      outputs: outputs of a program, of each of two products where they are gated.
+      depth: elements of the contracted axis per step.
+      splits: programs that share outputs, each with a part of the contraction.
+      warps: warps per program.
+      stages: depth of the software pipeline.
+    """
+
+    outputs: int
+    depth: int
+    splits: int
+    warps: int
     stages: int
 
 
@@ -57,3 +80,26 @@ def product_tile(
     room = SHARED_BYTES[HOPPER] - WARPGROUP_ROWS * width * 4 - 1024
     stage = 2 * depth * (WARPGROUP_ROWS + width * (2 if gated else 1))
     return ProductTile(width, depth, splits, min(room // stage, contracted // splits // depth))
+
+
+def int8_tile(
+    rows: int, contracted: int, outputs: int, gated: bool = False, split: bool = False
+) -> Int8Tile | None:
+    """Choose the tile of the product with 8-bit weights; None where XLA's product is as good.
+
+    Args:
+      rows: rows of the product.
+      contracted: size of the contracted axis.
+      outputs: outputs of the product, of each of two where they are gated.
+      gated: whether there are two products of which one gates the other.
+      split: whether the contraction may be split and leave summands.
+    """
+    if rows > MATRIX_ROWS:
+        return None
+    if split and outputs <= 64 * MULTIPROCESSORS:
+        return Int8Tile(32, 128, 2, 4, 6)
+    if gated:
+        return Int8Tile(32, 256, 1, 4, 3)
+    if outputs < 128 * MULTIPROCESSORS:
+        return Int8Tile(32, 256, 1, 4, 4)
+    return Int8Tile(64, 256, 1, 4, 3)

@@ -1,0 +1,137 @@
+"""Products of a few rows with 8-bit weights as a Pallas kernel for Triton.
+
+A program owns some outputs and streams their weights, which become 16-bit numbers on the way to
+the matrix units: each of the 255 steps is exact in them. What XLA leaves to launches of their own
+is done here, the scales, a bias, the gate of a SwiGLU: beside weights that take ten microseconds
+to read, a launch counts.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from longspec_jax.axes import Array
+from longspec_jax.ops.products.tiles import MATRIX_ROWS, Int8Tile
+from longspec_jax.ops.triton_compiler import compiler_params
+
+
+@functools.partial(jax.jit, static_argnames=("tile", "gated", "dtype", "interpret"))
+def product(
+    x: Array,
+    weights: Array,
+    scale: Array,
+    bias: Array | None = None,
+    *,
+    tile: Int8Tile,
+    gated: bool = False,
+    dtype: Any,
+    interpret: bool = False,
+) -> Array:
+    """Launch the kernel.
+
+    Args:
+      x: ``[rows, D]``, at most :data:`MATRIX_ROWS` of them.
+      weights: ``[v, D]`` in 8 bits.
+      scale: what each of the ``v`` outputs is multiplied by.
+      bias: what is added to each.
+      tile: how a program works.
+      gated: whether the first half of the outputs gates the second: ``silu(first) * second``.
+      dtype: of the result; of summands it is float32.
+      interpret: run step by step on any platform.
+
+    Returns:
+      ``[splits, rows, v]``, the sum over ``splits`` being the product; ``v / 2`` if gated.
+    """
+    rows = x.shape[0]
+    outputs = weights.shape[0] // (2 if gated else 1)
+    kernel = functools.partial(_kernel, tile=tile, rows=rows, gated=gated)
+    return pl.pallas_call(
+        kernel if bias is not None else _without_bias(kernel),
+        grid=(pl.cdiv(outputs, tile.outputs), tile.splits),
+        out_shape=jax.ShapeDtypeStruct(
+            (tile.splits, rows, outputs), jnp.float32 if tile.splits > 1 else dtype
+        ),
+        compiler_params=compiler_params(tile.warps, tile.stages),
+        interpret=interpret,
+        name="int8_gated_product" if gated else "int8_product",
+    )(x, weights, scale, *([] if bias is None else [bias]))
+
+
+def _without_bias(kernel: Any) -> Any:
+    """The kernel for operands without a bias."""
+    return lambda x_ref, weights_ref, scale_ref, out_ref: kernel(
+        x_ref, weights_ref, scale_ref, None, out_ref
+    )
+
+
+def _kernel(
+    x_ref: Any,
+    weights_ref: Any,
+    scale_ref: Any,
+    bias_ref: Any,
+    out_ref: Any,
+    *,
+    tile: Int8Tile,
+    rows: int,
+    gated: bool,
+) -> None:
+    """Some outputs of all rows, over a share of the contraction."""
+    outputs, depth = out_ref.shape[2], x_ref.shape[1]
+    output = pl.program_id(0) * tile.outputs + jnp.arange(tile.outputs)
+    split, row = pl.program_id(1), jnp.arange(MATRIX_ROWS)
+    given = (row < rows)[:, None]
+    # Nothing is masked where tiles fit: reads are wider then.
+    exists = True if outputs % tile.outputs == 0 else (output < outputs)[:, None]
+    whole = depth % (tile.splits * tile.depth) == 0
+    steps = pl.cdiv(pl.cdiv(depth, tile.splits), tile.depth)
+    parts = (0, outputs) if gated else (0,)
+
+    def step(index: jax.Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        place = (split * steps + index) * tile.depth + jnp.arange(tile.depth)
+        inside = True if whole else (place < depth)[None, :]
+        vectors = _read(x_ref.at[row[:, None], place[None, :]], given & inside)
+        added = []
+        for first, total in zip(parts, sums, strict=True):
+            at = weights_ref.at[first + output[:, None], place[None, :]]
+            added.append(total + _product(vectors, _read(at, exists & inside).astype(x_ref.dtype)))
+        return tuple(added)
+
+    zeros = jnp.zeros((MATRIX_ROWS, tile.outputs), jnp.float32)
+    sums = jax.lax.fori_loop(0, steps, step, (zeros,) * len(parts))
+    of_output = True if exists is True else output < outputs
+    results = []
+    for first, total in zip(parts, sums, strict=True):
+        result = total * _read(scale_ref.at[first + output], of_output)[None, :]
+        if bias_ref is not None:
+            bias = _read(bias_ref.at[first + output], of_output)
+            result += bias.astype(jnp.float32)[None, :]
+        results.append(result)
+    if gated:
+        # Rounded as the two products are where they are products of their own.
+        gate, factor = (each.astype(x_ref.dtype).astype(jnp.float32) for each in results)
+        results = [gate / (1.0 + jnp.exp(-gate)) * factor]
+    pltriton.store(
+        out_ref.at[split, row[:, None], output[None, :]],
+        results[0].astype(out_ref.dtype),
+        mask=given & (output < outputs)[None, :],
+    )
+
+
+def _read(at: Any, mask: Any) -> Array:
+    """Read where the mask is true, zeros elsewhere; everything if it is True itself."""
+    return pltriton.load(at) if mask is True else pltriton.load(at, mask=mask, other=0)
+
+
+def _product(vectors: Array, weights: Array) -> Array:
+    """``vectors[rows, d] @ weights[outputs, d].T`` in float32; float32 factors exactly."""
+    return jax.lax.dot_general(
+        vectors,
+        weights,
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if vectors.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
