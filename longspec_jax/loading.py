@@ -69,6 +69,7 @@ def load_drafts(
 
 
 _SETTINGS = "tokenizer_config.json"
+_GENERIC = "PreTrainedTokenizerFast"
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
@@ -86,14 +87,15 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     Raises:
       ValueError: if it is damaged, or comes with code of its own, which is never run.
     """
-    auto = _auto_tokenizer()
     folder = local_folder(source, revision)
     if not any(folder.glob("tokenizer*")):
         return None
     if (folder / _SETTINGS).is_file():
         _check_settings(read_json(folder / _SETTINGS))
+    name = _GENERIC if _is_generic(folder) else "AutoTokenizer"
+    loader = _loader_of_tokenizers(name)
     try:
-        return auto.from_pretrained(folder, trust_remote_code=False)
+        return loader.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # A damaged file raises anything there, bare Exceptions too.
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(
@@ -102,8 +104,21 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
         ) from error
 
 
-def _auto_tokenizer() -> Any:
-    """The loader of tokenizers, imported late: it is slow, and token ids do not need it.
+def _is_generic(folder: Path) -> bool:
+    """Whether tokenizer.json says all there is to know of a tokenizer, as Llama 3's does.
+
+    Then its own class, by which transformers would read it in the end, spares the automatic one's
+    imports: PyTorch, where it is installed, and what belongs to it, ten seconds on a GPU machine.
+    """
+    files = [folder / name for name in (_SETTINGS, "config.json")]
+    if not all(file.is_file() for file in [*files, folder / "tokenizer.json"]):
+        return False
+    settings, config = (read_json(file).values for file in files)
+    return settings.get("tokenizer_class") == _GENERIC and config.get("model_type") == "llama"
+
+
+def _loader_of_tokenizers(name: str) -> Any:
+    """A class of transformers, imported late: it is slow, and token ids do not need it.
 
     Without PyTorch transformers says on its import that models will not be available, which is
     untrue of ours; whoever imports it alone is still told.
@@ -111,12 +126,13 @@ def _auto_tokenizer() -> Any:
     before = os.environ.get(_ADVICE)
     os.environ[_ADVICE] = "1"
     try:
-        from transformers import AutoTokenizer
+        import transformers
+
+        return getattr(transformers, name)
     finally:
         del os.environ[_ADVICE]
         if before is not None:
             os.environ[_ADVICE] = before
-    return AutoTokenizer
 
 
 def _check_settings(settings: JsonObject) -> None:

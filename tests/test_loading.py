@@ -49,6 +49,35 @@ def test_a_missing_torch_is_not_told(folder) -> None:
     assert done.stdout == "None\n" and "PyTorch" not in done.stderr
 
 
+def test_a_generic_tokenizer_needs_no_torch(folder) -> None:
+    """Importing it takes longer than all else that a small model needs before its first token."""
+    script = (
+        "import sys; from longspec_jax.loading import load_tokenizer\n"
+        f"load_tokenizer({str(folder)!r})\n"
+        "print('transformers' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment(ROOT),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "True False\n"
+
+
+@pytest.mark.parametrize("text", ["import os", " Grüße, 東京 \n\t<|eos|>x", ""])
+def test_a_generic_tokenizer_is_the_automatic_one(folder, text) -> None:
+    from transformers import AutoTokenizer
+
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert type(ours) is type(theirs) and len(ours) == len(theirs)
+    assert ours(text).input_ids == theirs(text).input_ids
+    assert ours.decode(ours(text).input_ids) == theirs.decode(theirs(text).input_ids)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "vocab_size", "chat_template"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
 def _edit(path, **values) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
@@ -129,6 +158,8 @@ DAMAGED = {
 @pytest.mark.parametrize("case", DAMAGED)
 def test_damaged_files_are_named(folder, case) -> None:
     name, damage = DAMAGED[case]
+    if name == "config.json":  # Which is read for a class that depends on the model.
+        _edit(folder / "tokenizer_config.json", tokenizer_class="EvilTokenizer")
     damage(folder / name)
     with pytest.raises(ValueError) as error:
         load_tokenizer(folder)

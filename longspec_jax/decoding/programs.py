@@ -19,9 +19,12 @@ from typing import Any
 
 import jax
 
+from longspec_jax.ops.placement import tree_bytes
+
 MOST_PROGRAMS = 64
 """Executables kept; a call uses six, one of them for every tree it may choose."""
-
+SMALL = 1_000_000_000
+"""Bytes of a program's arguments up to which a GPU spends its time on launches, not on products."""
 
 _NOTE: ContextVar[set[Hashable] | None] = ContextVar("note", default=None)
 
@@ -133,21 +136,33 @@ class Program:
         # types and devices, is left to jax: it varies little, and follows from the rest.
         leaves, structure = jax.tree.flatten((args, kwargs))
         key = self, structure, *(getattr(leaf, "shape", leaf) for leaf in leaves)
-        return RECENT.get(key, self._jitted)[1]
+        size = tree_bytes([leaf for leaf in leaves if hasattr(leaf, "shape")])
+        return RECENT.get(key, functools.partial(self._jitted, size <= SMALL))[1]
 
     def _cache_size(self) -> int:
         """As of a jitted function: how many executables there are, of all shapes."""
         own = (jitted for owner, jitted in RECENT.values() if owner is self)
         return sum(jitted._cache_size() for jitted in own)
 
-    def _jitted(self) -> tuple["Program", Any]:
+    def _jitted(self, small: bool) -> tuple["Program", Any]:
         # jax keeps what it compiles by the function it is given: a new one, which nobody else
         # holds.
         @functools.wraps(self._function)
         def alone(*args: Any, **kwargs: Any) -> Any:
             return self._function(*args, **kwargs)
 
-        return self, jax.jit(alone, **self._options)
+        return self, jax.jit(alone, **self._options, compiler_options=compiler_options(small))
+
+
+def compiler_options(small: bool) -> dict[str, Any]:
+    """What XLA is asked for when it compiles a program.
+
+    On a GPU it times the ways of computing every product. That takes half of the time to the first
+    token of a small model, whose products are no faster for it.
+    """
+    if not small or jax.default_backend() != "gpu":
+        return {}
+    return {"xla_gpu_autotune_level": 0}
 
 
 def program(**options: Any) -> Callable[[Callable[..., Any]], Program]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from longspec_jax import PLAIN
-from longspec_jax.decoding import adaptive
+from longspec_jax.decoding import adaptive, programs
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.programs import RECENT, Program, Recent, program
 from tests.footprint import Footprint
@@ -81,6 +81,26 @@ def test_statics_structures_and_shapes_are_programs_of_their_own() -> None:
     assert ours._cache_size() == 3
     ours(2, inputs(3)[0], {**inputs(3)[1], "z": np.ones(2)})
     assert ours._cache_size() == 4
+
+
+def test_products_of_small_programs_are_not_timed_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """XLA knows the option on a CPU, too; arrays count by their bytes, existing or not."""
+    assert programs.compiler_options(small=True) == programs.compiler_options(small=False) == {}
+    monkeypatch.setattr(programs.jax, "default_backend", lambda: "gpu")
+    asked = []
+    options = programs.compiler_options
+    monkeypatch.setattr(
+        programs, "compiler_options", lambda small: asked.append(small) or options(small)
+    )
+    np.testing.assert_array_equal(made()(2, *inputs(3)), [1, 3, 5])
+    size = programs.SMALL // 8
+    for numbers in (size, size + 1):
+        x = jax.ShapeDtypeStruct((numbers,), jnp.float32)
+        made().of_shape(2, x, {"y": x})
+    assert asked == [True, True, False]
+    assert options(small=True) == {"xla_gpu_autotune_level": 0} and options(small=False) == {}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mappings are read from /proc")

@@ -187,7 +187,9 @@ def tree_tile(
     # A whole tree of up to 128 nodes in one step. Of a longer list, as the draft's window, so many
     # keys are a program's.
     block = min(128, max(16, 1 << (keys - 1).bit_length()))
-    return TreeTile(16, block, 16 if packed <= 16 else 8, 4, 3 if packed <= 16 and keys <= 128 else 2)
+    return TreeTile(
+        16, block, 16 if packed <= 16 else 8, 4, 3 if packed <= 16 and keys <= 128 else 2
+    )
 
 
 def chunk_tile(tokens: int, heads: int, kv_heads: int, width: int, itemsize: int) -> TreeTile:
@@ -197,7 +199,7 @@ def chunk_tile(tokens: int, heads: int, kv_heads: int, width: int, itemsize: int
     packed = tokens * heads // kv_heads
     if packed <= 512:
         return TreeTile(16, 64, 4, 4, 2)  # More programs, for short prompts.
-    return TreeTile(128, 64, 1, 8, 2)
+    return TreeTile(128, 64, 1, 8, 3)
 
 
 def _split(capacity: int, count: int, slots: int) -> int:

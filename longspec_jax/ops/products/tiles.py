@@ -97,7 +97,7 @@ def int8_tile(
     if rows > MATRIX_ROWS:
         return None
     if split and outputs <= 64 * MULTIPROCESSORS:
-        return Int8Tile(32, 128, 2, 4, 6)
+        return Int8Tile(32, 256, 4, 4, 4)
     if gated:
         return Int8Tile(32, 256, 1, 4, 3)
     if outputs < 128 * MULTIPROCESSORS:
