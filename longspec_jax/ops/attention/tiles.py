@@ -181,9 +181,6 @@ def tree_tile(
     packed = tokens * heads // kv_heads
     if itemsize > 2 or width > 128:
         return TreeTile(16, 32, 4, 4, 2 if width <= 128 or itemsize == 2 else 1)
-    if packed >= 2048:
-        # Prefill chunks: enough rows to fill the machine with large tiles.
-        return TreeTile(64, 64, 1, 4, 2)
     # A whole tree of up to 128 nodes in one step. Of a longer list, as the draft's window, so many
     # keys are a program's.
     block = min(128, max(16, 1 << (keys - 1).bit_length()))
