@@ -71,7 +71,7 @@ def view_of(pending: jax.Array, length: jax.Array, keys: jax.Array, values: jax.
 
 
 def greedy_beliefs(rows: int, levels: int) -> RoundBeliefs:
-    """Beliefs about draws at temperature 0: the log-softmax of a draft's logits."""
+    """Beliefs about draws at temperature 0: scores are a draft's logits."""
     return RoundBeliefs(jnp.zeros((rows, levels + 1, 1)), Sampling.greedy(rows))
 
 

@@ -16,7 +16,8 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import Prefilled, Verification
 from longspec_jax.drafters.base import NOTHING, Features, Glance, Needs, Params, Uncommitted
 from longspec_jax.drafters.budget import within_budget
-from longspec_jax.drafters.tree import best_continuations, grow, plant
+from longspec_jax.drafters.tree import grow, plant
+from longspec_jax.ops.selection.continuations import best_continuations
 
 
 def random_table(seed: int, rows: int, vocabulary: int, sharpness: float = 2.0) -> jax.Array:
@@ -108,8 +109,8 @@ class LookupDrafter:
         history = state[:, None] + token_hash(view.pending, view.position)[:, None]
         first, width = 0, 1
         for depth, children in enumerate(self.tree.widths):
-            scores = beliefs.log_probabilities(table[history % table.shape[0]], depth)
-            total, parents, tokens = best_continuations(total[:, :, None] + scores, children)
+            scores = beliefs.scores(table[history % table.shape[0]], depth)
+            total, parents, tokens = best_continuations(scores, total, children)
             tree = grow(tree, first + width, tokens, first + parents)
             positions = view.position[:, None] + depth + 1
             history = jnp.take_along_axis(history, parents, axis=1) + token_hash(tokens, positions)

@@ -40,9 +40,9 @@ class _Listening(Beliefs):
     greedy: RoundBeliefs
     heard: list[Array] = field(default_factory=list)
 
-    def log_probabilities(self, logits: Array, depth: int) -> Array:
+    def scores(self, logits: Array, depth: int) -> Array:
         self.heard.append(logits)
-        return self.greedy.log_probabilities(logits, depth)
+        return self.greedy.scores(logits, depth)
 
     def draw(self, logits: Array, depths: Array) -> Array:
         return self.greedy.draw(logits, depths)

@@ -22,10 +22,11 @@ from longspec_jax.decoding.target import CachedTarget, Verification
 from longspec_jax.decoding.walk import Walk
 from longspec_jax.drafters.base import NOTHING, Needs, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.tree import Tree, best_continuations, plant
+from longspec_jax.drafters.tree import Tree, plant
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.dispatch import prefix_attention, speculative_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
+from longspec_jax.ops.selection.continuations import best_continuations
 
 from .models import random_features
 
@@ -165,7 +166,7 @@ def draft_head(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Pa
 
 
 def draft_choice(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
-    """One level's LM head, log-probabilities and choice of the best continuations."""
+    """One level's LM head and choice of the best continuations."""
     width = max(drafter.tree.widths)
 
     def program(params: Params, rows: Rows) -> Any:
@@ -174,8 +175,8 @@ def draft_choice(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> 
         def turn(_: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             hidden, total = carry[:2]
             logits = params.draft.logits(hidden)
-            scores = beliefs.log_probabilities(logits, 0)
-            best, parents, tokens = best_continuations(total[:, :, None] + scores, width)
+            scores = beliefs.scores(logits, 0)
+            best, parents, tokens = best_continuations(scores, total, width)
             chosen = best[:, :, None] + parents[:, :, None] + tokens[:, :, None]
             return hidden + chosen.astype(hidden.dtype), best, parents, tokens
 

@@ -22,9 +22,9 @@ _LLAMA_1B = TargetConfig(
 """Llama-3.2-1B: so small that a decode step is bound by its launches."""
 SHAPES: dict[str, TargetConfig] = {
     "tiny": TINY,
-    "llama32-1b": _LLAMA_1B,
     "demo": target_config(read_json(DEMO / "target" / "config.json"), "float32"),
     **{name: known.config for name, known in TARGETS.items()},
+    "llama32-1b": _LLAMA_1B,
 }
 """``demo`` is the embedded demo's target; ``tiny`` has two layers and shows that a benchmark
 runs."""

@@ -7,7 +7,7 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.decoding.sampling import Sampling, draw, log_probabilities, noise, perturb
+from longspec_jax.decoding.sampling import Sampling, draw, noise, perturb
 from longspec_jax.ops.along import along
 
 
@@ -28,9 +28,14 @@ class RoundBeliefs:
         steps = 1 + jnp.arange(levels + 1)
         return cls(noise(sampling, position[:, None] + steps, vocabulary), sampling)
 
-    def log_probabilities(self, logits: Float[Array, "B w V"], depth: int) -> Float[Array, "B w V"]:
-        """How likely the target is to draw each token, for a draft whose logits these are."""
-        return log_probabilities(logits, self.noise[:, depth : depth + 1], self.sampling)
+    def scores(self, logits: Float[Array, "B w V"], depth: int) -> Float[Array, "B w V"]:
+        """How likely the target is to draw each token, for a draft whose logits these are.
+
+        At temperature 0 the draft's logits. Above, its perturbed ones: the target's are these plus
+        the draft's error, so the largest remain the likely draws. Any belief is lossless; this one
+        is accepted often.
+        """
+        return perturb(logits, self.noise[:, depth : depth + 1], self.sampling)
 
     def draw(self, logits: Float[Array, "B T V"], depths: Int[Array, "#B T"]) -> Int[Array, "B T"]:
         """The draws from these logits at nodes of these depths."""

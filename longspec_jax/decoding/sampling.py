@@ -100,18 +100,6 @@ def draw(
     return jnp.where(jnp.isfinite(best), token, NO_TOKEN).astype(jnp.int32)
 
 
-def log_probabilities(
-    logits: Float[Array, "B T V"], gumbel: Float[Array, " B #T #V"], sampling: Sampling
-) -> Float[Array, "B T V"]:
-    """A draft's belief in what the target will draw under this noise.
-
-    At temperature 0 the draft's log-probabilities. Above, the log-softmax of its perturbed scores:
-    the target's perturbed logits are these plus the draft's error, so the largest remain the likely
-    draws. Any belief is lossless; this one is accepted often.
-    """
-    return jax.nn.log_softmax(perturb(logits, gumbel, sampling), axis=-1)
-
-
 def _filter(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
     """Send logits outside the row's top-k and top-p sets to -inf; ties at the edge stay in."""
     vocabulary = logits.shape[-1]

@@ -92,8 +92,11 @@ class Beliefs(Protocol):
     Depth ``d`` is about the token that follows a node of depth ``d``.
     """
 
-    def log_probabilities(self, logits: Float[Array, "B w V"], depth: int) -> Float[Array, "B w V"]:
-        """How likely the target is to draw each token, for a draft whose logits these are."""
+    def scores(self, logits: Float[Array, "B w V"], depth: int) -> Float[Array, "B w V"]:
+        """How likely the target is to draw each token, for a draft whose logits these are.
+
+        Logarithms of probabilities, up to a constant of each node.
+        """
         ...
 
     def draw(self, logits: Float[Array, "B T V"], depths: Int[Array, "#B T"]) -> Int[Array, "B T"]:

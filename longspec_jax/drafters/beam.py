@@ -22,12 +22,14 @@ from jaxtyping import Bool, Float, Int
 from longspec_jax.axes import Array
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.budget import expected_acceptance, within_budget
-from longspec_jax.drafters.tree import Tree, best_continuations, grow, plant
+from longspec_jax.drafters.tree import Tree, grow, plant
+from longspec_jax.ops.selection.continuations import best_continuations
 
 Memory = TypeVar("Memory")
 Score: TypeAlias = Callable[[Memory, Tree, slice, int], tuple[Memory, Array]]
-"""``(memory, tree so far, nodes of the level, depth) -> memory, log-probabilities [B, w, V]``: of
-what follows the nodes, and what later levels need to know of them."""
+"""``(memory, tree so far, nodes of the level, depth) -> memory, scores [B, w, V]``: of what follows
+the nodes, and what later levels need to know of them. Scores are logarithms of probabilities up to
+a constant of each node, so logits will do."""
 Level: TypeAlias = tuple[Memory, Tree, Float[Array, "B _"]]
 """Memory, the tree so far, and cumulative log-probabilities of its last level."""
 
@@ -83,8 +85,8 @@ def _deepen(
     memory, tree, total = at
     width = total.shape[1]
     with jax.named_scope(f"draft_level_{depth + 1}"):
-        memory, belief = score(memory, tree, slice(first, first + width), depth)
-        total, parents, tokens = best_continuations(total[:, :, None] + belief, children)
+        memory, scores = score(memory, tree, slice(first, first + width), depth)
+        total, parents, tokens = best_continuations(scores, total, children)
         if vocabulary is not None:
             tokens = jnp.take(vocabulary, tokens)
         return memory, grow(tree, first + width, tokens, first + parents), total

@@ -15,7 +15,8 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TreeConfig
-from longspec_jax.drafters.tree import Tree, top_by_rank
+from longspec_jax.drafters.tree import Tree
+from longspec_jax.ops.selection.ranking import top_by_rank
 
 
 def within_budget(tree: Tree, totals: Sequence[Float[Array, "B _"]], config: TreeConfig) -> Tree:

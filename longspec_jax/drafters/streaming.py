@@ -50,7 +50,7 @@ class StreamingDrafter:
             tokens, path = tree.tokens[:, nodes], tree.mask[:, nodes, :run]
             positions = jnp.broadcast_to(view.position[:, None] + depth, tokens.shape)
             glance = view.glance(tokens, positions, selected, fresh, path, nodes.start)
-            return glance.fresh, beliefs.log_probabilities(glance.logits, depth)
+            return glance.fresh, beliefs.scores(glance.logits, depth)
 
         return beam_search(view.pending, self.tree, score, view.uncommitted(run))
 

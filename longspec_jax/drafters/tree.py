@@ -8,24 +8,12 @@ budget has chosen among the grown nodes (:mod:`longspec_jax.drafters.budget`), o
 the end of a chain (:func:`at_end`), depths differ as well.
 """
 
-from collections.abc import Callable
-from typing import TypeAlias
-
-import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config import TreeConfig
-
-BLOCK = 128
-"""Neighbouring tokens whose maximum decides whether they are searched."""
-SMALL_VOCABULARY = 4096
-"""Up to here searching in blocks saves nothing."""
-
-TopK: TypeAlias = Callable[[Array, int], tuple[Array, Array]]
-"""``(values[..., n], count) -> (best, indices)``, as ``lax.top_k``: ties go to the lower index."""
 
 
 @struct.dataclass
@@ -105,66 +93,3 @@ def node_depths(tree: Tree, config: TreeConfig) -> Int[Array, "#B T"]:
     if config.varies:
         return tree.mask.sum(axis=2, dtype=jnp.int32) - 1  # A node sees itself and its ancestors.
     return jnp.asarray(config.depths, jnp.int32)[None]
-
-
-def best_continuations(
-    scores: Float[Array, "B w V"], count: int
-) -> tuple[Float[Array, "B count"], Int[Array, "B count"], Int[Array, "B count"]]:
-    """The ``count`` best (node, token) pairs of a level: their scores, nodes and tokens."""
-    nodes, vocabulary = scores.shape[1:]
-    if nodes * min(count, vocabulary) < count:
-        raise ValueError(
-            f"a level of {count} nodes cannot follow one of {nodes} over a vocabulary of "
-            f"{vocabulary}: "
-            f"there are only {nodes * vocabulary} continuations. Use a narrower tree."
-        )
-    if vocabulary <= SMALL_VOCABULARY:
-        return _best_per_row(scores, count)
-    return _best_in_blocks(scores, count)
-
-
-def _best_per_row(
-    scores: Array, count: int, top: TopK = jax.lax.top_k
-) -> tuple[Array, Array, Array]:
-    """Top-k of every row, then of the survivors: never a sort over ``w * V``."""
-    batch, _, columns = scores.shape
-    values, column = top(scores, min(count, columns))
-    best, flat = top(values.reshape(batch, -1), min(count, values[0].size))
-    column = jnp.take_along_axis(column.reshape(batch, -1), flat, axis=1)
-    return best, flat // values.shape[2], column
-
-
-def _best_in_blocks(scores: Array, count: int) -> tuple[Array, Array, Array]:
-    """The best entries lie in the blocks with the best maxima, so only those are searched.
-
-    One pass over the scores yields the maxima; what remains is a few thousand numbers.
-    """
-    batch, nodes, vocabulary = scores.shape
-    ragged = -vocabulary % BLOCK
-    if ragged:
-        scores = jnp.pad(scores, ((0, 0), (0, 0), (0, ragged)), constant_values=-jnp.inf)
-    blocks = scores.reshape(batch, nodes, -1, BLOCK)
-    _, node, block = _best_per_row(blocks.max(axis=-1), count, top_by_rank)
-    found = jnp.take_along_axis(
-        blocks.reshape(batch, -1, BLOCK), (node * blocks.shape[2] + block)[:, :, None], axis=1
-    )
-    best, at, inside = _best_per_row(found, count, top_by_rank)
-    token = jnp.take_along_axis(block, at, axis=1) * BLOCK + inside
-    # Where fewer tokens are possible than wanted, the padding may be chosen: name a real token.
-    token = jnp.minimum(token, vocabulary - 1)
-    return best, jnp.take_along_axis(node, at, axis=1), token
-
-
-def top_by_rank(values: Float[Array, "*rows n"], count: int) -> tuple[Array, Array]:
-    """``lax.top_k`` of a few hundred numbers per row by comparing all pairs.
-
-    A million comparisons are one small reduction on a GPU; ``lax.top_k`` of 2048 numbers took 73 us
-    on an H200, four times per round.
-    """
-    place = jnp.arange(values.shape[-1])
-    mine, other = values[..., :, None], values[..., None, :]
-    ahead = (other > mine) | ((other == mine) & (place < place[:, None]))
-    rank = ahead.sum(axis=-1, dtype=jnp.int32)
-    hit = rank[..., None, :] == jnp.arange(count)[:, None]
-    index = jnp.where(hit, place, 0).sum(axis=-1, dtype=jnp.int32)
-    return jnp.take_along_axis(values, index, axis=-1), index

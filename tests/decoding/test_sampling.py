@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longspec_jax.decoding.beliefs import RoundBeliefs
 from longspec_jax.decoding.sampling import (
     NO_TOKEN,
     Sampling,
     draw,
-    log_probabilities,
     noise,
     perturb,
 )
@@ -108,9 +108,8 @@ def test_a_perfect_draft_ranks_the_draw_first() -> None:
     s = sampling(50, 0.8, top_p=0.9)
     logits = jax.random.normal(jax.random.key(1), (50, 1, VOCABULARY))
     gumbel = noise(s, jnp.arange(50)[:, None], VOCABULARY)
-    belief = log_probabilities(logits, gumbel, s)
-    np.testing.assert_array_equal(belief.argmax(axis=-1), draw(logits, gumbel, s))
-    np.testing.assert_allclose(jnp.exp(belief).sum(axis=-1), 1.0, rtol=1e-5)
+    scores = RoundBeliefs(gumbel, s).scores(logits, 0)
+    np.testing.assert_array_equal(scores.argmax(axis=-1), draw(logits, gumbel, s))
 
 
 def test_noise_has_its_tail() -> None:

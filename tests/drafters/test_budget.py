@@ -9,7 +9,7 @@ import pytest
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.budget import best_nodes, subtree, within_budget
-from longspec_jax.drafters.tree import Tree, best_continuations, grow, node_depths, plant
+from longspec_jax.drafters.tree import Tree, grow, node_depths, plant
 
 WIDTHS = (3, 5, 4)
 VOCABULARY = 7
@@ -27,7 +27,8 @@ def grown(
     first, width = 0, 1
     for level, children in enumerate(widths):
         scores = total[:, :, None] + beliefs[level, :, :width]
-        total, parents, tokens = best_continuations(scores, children)
+        total, best = jax.lax.top_k(scores.reshape(batch, -1), children)
+        parents, tokens = best // VOCABULARY, best % VOCABULARY
         tree = grow(tree, first + width, tokens, first + parents)
         totals.append(total)
         first, width = first + width, children

@@ -96,10 +96,10 @@ class Listening(Beliefs):
 
     heard: list[jax.Array]
 
-    def log_probabilities(self, logits: jax.Array, depth: int) -> jax.Array:
+    def scores(self, logits: jax.Array, depth: int) -> jax.Array:
         assert depth == len(self.heard)
         self.heard.append(logits)
-        return jax.nn.log_softmax(logits)
+        return logits
 
 
 def _proposed(drafter, params, state, view) -> tuple[Tree, list[jax.Array]]:
@@ -143,8 +143,8 @@ def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
     outside = jnp.ones(TARGET.vocab_size, bool).at[vocabulary].set(False)
 
     class Masked(Beliefs):
-        def log_probabilities(self, logits: jax.Array, depth: int) -> jax.Array:
-            return jax.nn.log_softmax(jnp.where(outside, -jnp.inf, logits))
+        def scores(self, logits: jax.Array, depth: int) -> jax.Array:
+            return jnp.where(outside, -jnp.inf, logits)
 
     class Restricted(Beliefs):
         def among(self, tokens: jax.Array) -> "Among":
@@ -152,9 +152,9 @@ def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
             return Among()
 
     class Among(Beliefs):
-        def log_probabilities(self, logits: jax.Array, depth: int) -> jax.Array:
+        def scores(self, logits: jax.Array, depth: int) -> jax.Array:
             assert logits.shape[-1] == len(vocabulary)
-            return jax.nn.log_softmax(logits)
+            return logits
 
     expected = jax.jit(lambda *models: drafter.propose(*models, view, Masked()))(params, state)
     fewer = params.replace(draft=params.draft.restricted(vocabulary))

@@ -46,10 +46,10 @@ class Listening(Beliefs):
 
     heard: list[jax.Array]
 
-    def log_probabilities(self, logits: jax.Array, depth: int) -> jax.Array:
+    def scores(self, logits: jax.Array, depth: int) -> jax.Array:
         assert depth == len(self.heard)
         self.heard.append(logits)
-        return jax.nn.log_softmax(logits)
+        return logits
 
 
 def proposed(
@@ -233,9 +233,9 @@ def test_a_token_that_only_the_target_has_is_harmless() -> None:
             return Among()
 
     class Among(Beliefs):
-        def log_probabilities(self, logits: jax.Array, depth: int) -> jax.Array:
+        def scores(self, logits: jax.Array, depth: int) -> jax.Array:
             assert logits.shape[-1] == 97
-            return jax.nn.log_softmax(logits)
+            return logits
 
     @jax.jit
     def propose(params: Params, state: SmallLMState) -> tuple[Tree, list[jax.Array]]:

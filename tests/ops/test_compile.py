@@ -14,6 +14,7 @@ from longspec_jax.ops.hardware import mosaic_is_supported
 from longspec_jax.ops.layer import append_rows_pallas, residual_norm_pallas, split_heads_pallas
 from longspec_jax.ops.products import int8_pallas
 from longspec_jax.ops.products.tiles import int8_tile, product_tile
+from longspec_jax.ops.selection import continuations, continuations_pallas
 from tests.ops.attention.oracle import HEADS, TOKENS
 
 
@@ -129,6 +130,20 @@ def test_layer_ops_lower_for_cuda() -> None:
         traced = jax.jit(call).trace(*arguments, [rows] * 65, [caches] * 65, *path)
         lowered = traced.lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @") == 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("nodes", "vocabulary", "count"), [(1, 32000, 4), (16, 128256, 16), (3, 5000, 64)]
+)
+def test_continuations_lower_for_cuda(nodes, vocabulary, count, dtype) -> None:
+    block = continuations.block_size(vocabulary)
+    call = functools.partial(continuations_pallas.best_continuations, count=count, block=block)
+    scores = jax.ShapeDtypeStruct((2, nodes, vocabulary), jnp.dtype(dtype))
+    with on_hopper():
+        traced = jax.jit(call).trace(scores, jax.ShapeDtypeStruct((2, nodes), jnp.float32))
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @") == 3
 
 
 @pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")

@@ -132,7 +132,7 @@ class LongSpecDrafter:
                 attend_self,
                 lambda q: self._attend_cross(q, past),
             )
-            return rows, beliefs.log_probabilities(draft.logits(output.hidden), depth)
+            return rows, beliefs.scores(draft.logits(output.hidden), depth)
 
         return beam_search(view.pending, self.tree, score, rows, draft.vocabulary)
 

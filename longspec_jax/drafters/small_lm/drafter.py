@@ -105,8 +105,8 @@ class SmallLMDrafter:
                 return speculative_attention(q, past[layer], fresh, implementation=self.attention)
 
             hidden = self._run(params.draft, tokens, positions, attend).hidden
-            belief = beliefs.log_probabilities(self._unembed(params.draft, hidden), depth)
-            return Uncommitted(tuple(keys), tuple(values)), belief
+            scores = beliefs.scores(self._unembed(params.draft, hidden), depth)
+            return Uncommitted(tuple(keys), tuple(values)), scores
 
         return beam_search(view.pending, self.tree, score, rows)
 

@@ -6,7 +6,7 @@ numpy in a loop; everything is short enough to check by eye.
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable
@@ -86,3 +86,21 @@ def gather_blocks(slots: CacheSlots, table: BlockTable, block: int) -> Float[Arr
         at = int(blocks[row, head, place]) * block
         gathered[row, head, place * block : (place + 1) * block] = cache[row, head, at : at + block]
     return jnp.asarray(gathered)
+
+
+def best_continuations(
+    scores: Float[Array, "B w V"], totals: Float[Array, "B w"], count: int
+) -> tuple[Float[np.ndarray, "B count"], Int[np.ndarray, "B count"], Int[np.ndarray, "B count"]]:
+    """A sort of all pairs by their cumulative log-probability, in float64; NaN is -inf."""
+    batch, nodes, vocabulary = scores.shape
+    reached = np.full(scores.shape, -np.inf)
+    for row, node in np.ndindex(batch, nodes):
+        mine = np.asarray(scores[row, node], np.float64)
+        possible = np.flatnonzero(mine > -np.inf)
+        if possible.size and mine[possible].max() < np.inf:
+            below = mine[possible] - mine[possible].max()
+            total = float(totals[row, node]) - np.log(np.exp(below).sum())
+            reached[row, node, possible] = below + total
+    flat = reached.reshape(batch, -1)
+    order = np.argsort(-flat, axis=1, kind="stable")[:, :count]
+    return np.take_along_axis(flat, order, axis=1), order // vocabulary, order % vocabulary

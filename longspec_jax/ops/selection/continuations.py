@@ -1,0 +1,118 @@
+"""The best continuations of all paths of a draft's level, as one op of its beam search.
+
+The best entries lie in the blocks of neighbouring tokens with the best maxima, so of ``w * V``
+continuations all but a few thousand are read once and compared with nothing. XLA makes some twenty
+kernels of it, which on a GPU is a third of a draft's level: the arithmetic is nothing, the launches
+count. There Pallas kernels do it in three.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from longspec_jax.axes import Array
+from longspec_jax.ops.hardware import decodes_on_ampere
+from longspec_jax.ops.partitioned import one_device
+from longspec_jax.ops.selection.ranking import TopK, top_by_rank
+
+SMALL_VOCABULARY = 4096
+"""Up to here searching in blocks saves nothing."""
+MOST_NODES = 64
+"""Of a level, for the kernels: they compare every node's entries with every other's in one tile."""
+
+
+def best_continuations(
+    scores: Float[Array, "B w V"], totals: Float[Array, "B w"], count: int
+) -> tuple[Float[Array, "B count"], Int[Array, "B count"], Int[Array, "B count"]]:
+    """The ``count`` best (node, token) pairs of a level, best first.
+
+    Args:
+      scores: what follows the nodes, as logarithms of probabilities up to a constant of each node;
+        -inf for a token that cannot follow. NaN is read as -inf.
+      totals: cumulative log-probabilities of the nodes.
+      count: how many; ties go to the lower node, then to the lower token. Where fewer tokens are
+        possible, impossible ones fill up.
+
+    Returns:
+      The pairs' cumulative log-probabilities, none above its node's, float32; their nodes; and
+      their tokens.
+    """
+    batch, nodes, vocabulary = scores.shape
+    if nodes * vocabulary < count:
+        raise ValueError(
+            f"a level of {count} nodes cannot follow one of {nodes} over a vocabulary of "
+            f"{vocabulary}: "
+            f"there are only {nodes * vocabulary} continuations. Use a narrower tree."
+        )
+    block = block_size(vocabulary)
+    if (
+        vocabulary > SMALL_VOCABULARY
+        and max(nodes, count) <= MOST_NODES
+        and count <= nodes * -(-vocabulary // block)
+        and one_device()
+        and decodes_on_ampere(batch * nodes, scores.dtype)
+    ):
+        from longspec_jax.ops.selection import continuations_pallas  # Its backend may be absent.
+
+        return continuations_pallas.best_continuations(scores, totals, count=count, block=block)
+    return composed(scores, totals, count)
+
+
+def composed(scores: Array, totals: Array, count: int) -> tuple[Array, Array, Array]:
+    """The op in plain JAX: its definition, and what runs everywhere but in a GPU's decode step."""
+    reached = cumulative(scores, totals)
+    if scores.shape[2] <= SMALL_VOCABULARY:
+        return _best_per_row(reached, count)
+    return _best_in_blocks(reached, count, block_size(scores.shape[2]))
+
+
+def block_size(vocabulary: int) -> int:
+    """Neighbouring tokens whose maximum decides whether they are searched: a power of two.
+
+    Close to the square root, so that a node has about as many blocks as a block has tokens. What is
+    compared of 16 nodes, and of the 16 best blocks, is then a few thousand numbers each.
+    """
+    return 1 << math.ceil(math.log2(vocabulary) / 2)
+
+
+def cumulative(scores: Float[Array, "B w V"], totals: Float[Array, "B w"]) -> Float[Array, "B w V"]:
+    """Cumulative log-probability of every continuation, never above its node's; -inf for NaN."""
+    wide = scores.astype(jnp.float32)
+    wide = jnp.where(jnp.isnan(wide), -jnp.inf, wide)
+    # Two numbers that are never above zero are added to the node's: rounding keeps them there.
+    below = wide - wide.max(axis=2, keepdims=True)
+    mass = jnp.exp(below).sum(axis=2)
+    reached = below + (totals - jnp.log(mass))[:, :, None]
+    return jnp.where(jnp.isnan(reached), -jnp.inf, reached)  # None is possible: -inf less -inf.
+
+
+def _best_per_row(
+    values: Array, count: int, top: TopK = jax.lax.top_k
+) -> tuple[Array, Array, Array]:
+    """Top-k of every row, then of the survivors: never a sort over ``w * V``."""
+    batch, _, columns = values.shape
+    survivors, column = top(values, min(count, columns))
+    best, flat = top(survivors.reshape(batch, -1), min(count, survivors[0].size))
+    column = jnp.take_along_axis(column.reshape(batch, -1), flat, axis=1)
+    return best, flat // survivors.shape[2], column
+
+
+def _best_in_blocks(values: Array, count: int, block: int) -> tuple[Array, Array, Array]:
+    """One pass over the values yields the maxima; what remains is a few thousand numbers."""
+    batch, nodes, vocabulary = values.shape
+    ragged = -vocabulary % block
+    if ragged:
+        values = jnp.pad(values, ((0, 0), (0, 0), (0, ragged)), constant_values=-jnp.inf)
+    blocks = values.reshape(batch, nodes, -1, block)
+    _, node, column = _best_per_row(blocks.max(axis=3), count, top_by_rank)
+    chosen = (node * blocks.shape[2] + column)[:, :, None]
+    found = jnp.take_along_axis(blocks.reshape(batch, -1, block), chosen, axis=1)
+    survivors, inside = top_by_rank(found, min(count, block))
+    place, padded = (chosen * block + inside).reshape(batch, -1), vocabulary + ragged
+    # The padding is behind all tokens, impossible ones too.
+    order = jnp.where(place % padded < vocabulary, place, place + nodes * padded)
+    best, at = top_by_rank(survivors.reshape(batch, -1), count, order)
+    place = jnp.take_along_axis(place, at, axis=1)
+    return best, place // padded, place % padded
