@@ -30,6 +30,9 @@ Score: TypeAlias = Callable[[Memory, Tree, slice, int], tuple[Memory, Array]]
 """``(memory, tree so far, nodes of the level, depth) -> memory, scores [B, w, V]``: of what follows
 the nodes, and what later levels need to know of them. Scores are logarithms of probabilities up to
 a constant of each node, so logits will do."""
+Choose: TypeAlias = Callable[[Array, Array, int], tuple[Array, Array, Array]]
+"""The op :func:`longspec_jax.ops.selection.continuations.best_continuations`, an implementation of
+it."""
 Level: TypeAlias = tuple[Memory, Tree, Float[Array, "B _"]]
 """Memory, the tree so far, and cumulative log-probabilities of its last level."""
 
@@ -45,6 +48,7 @@ def beam_search(
     score: Score[Memory],
     memory: Memory,
     vocabulary: Int[Array, " v"] | None = None,
+    implementation: str | None = None,
 ) -> Tree:
     """The tree of the best paths below the pending tokens, of which the budget's nodes remain.
 
@@ -54,12 +58,14 @@ def beam_search(
       score: called level by level, from the root on; not for the last level.
       memory: a pytree that goes from call to call, such as the keys and values of scored nodes.
       vocabulary: the tokens that scores are about; token ``i`` is the i-th if absent.
+      implementation: of the choice among a level's continuations, as of the attention ops.
     """
+    choose = partial(best_continuations, implementation=implementation)
     batch, first, totals = pending.shape[0], 0, []
     at = memory, plant(pending, config), jnp.zeros((batch, 1), jnp.float32)
     going, expected = jnp.ones((batch,), bool), jnp.zeros((batch,), jnp.float32)
     for depth, children in enumerate(config.widths):
-        deepen = partial(_deepen, score, depth, first, children, vocabulary)
+        deepen = partial(_deepen, score, choose, depth, first, children, vocabulary)
         if config.threshold is None or depth == 0:
             at = deepen(at)
         else:
@@ -75,6 +81,7 @@ def beam_search(
 
 def _deepen(
     score: Score[Memory],
+    choose: Choose,
     depth: int,
     first: int,
     children: int,
@@ -86,7 +93,7 @@ def _deepen(
     width = total.shape[1]
     with jax.named_scope(f"draft_level_{depth + 1}"):
         memory, scores = score(memory, tree, slice(first, first + width), depth)
-        total, parents, tokens = best_continuations(scores, total, children)
+        total, parents, tokens = choose(scores, total, children)
         if vocabulary is not None:
             tokens = jnp.take(vocabulary, tokens)
         return memory, grow(tree, first + width, tokens, first + parents), total

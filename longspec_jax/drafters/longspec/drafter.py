@@ -49,7 +49,8 @@ class LongSpecDrafter:
     config: DraftConfig
     tree: TreeConfig = TreeConfig()
     attention: str | None = None
-    """Attention implementation; chosen automatically if absent."""
+    """Implementation of attention, and of the choice among a level's continuations; chosen
+    automatically if absent."""
     working: WorkingCache | None = None
     """What cross-attention reads of the target's cache; all of it if absent."""
     name: str = field(default="longspec", init=False)
@@ -134,7 +135,7 @@ class LongSpecDrafter:
             )
             return rows, beliefs.scores(draft.logits(output.hidden), depth)
 
-        return beam_search(view.pending, self.tree, score, rows, draft.vocabulary)
+        return beam_search(view.pending, self.tree, score, rows, draft.vocabulary, self.attention)
 
     def _keys_values(
         self, params: LongSpecParams, tokens: Array, positions: Array

@@ -108,7 +108,7 @@ class SmallLMDrafter:
             scores = beliefs.scores(self._unembed(params.draft, hidden), depth)
             return Uncommitted(tuple(keys), tuple(values)), scores
 
-        return beam_search(view.pending, self.tree, score, rows)
+        return beam_search(view.pending, self.tree, score, rows, implementation=self.attention)
 
     def _past(
         self, state: SmallLMState, length: Lengths, whole: bool = False

@@ -19,12 +19,17 @@ from longspec_jax.ops.selection.ranking import TopK, top_by_rank
 
 SMALL_VOCABULARY = 4096
 """Up to here searching in blocks saves nothing."""
+INTERPRETED = {"pallas": False, "mosaic": False, "interpret": True}
+"""Whether the kernels run step by step, by the names of implementations that stand for them."""
 MOST_NODES = 64
 """Of a level, for the kernels: they compare every node's entries with every other's in one tile."""
 
 
 def best_continuations(
-    scores: Float[Array, "B w V"], totals: Float[Array, "B w"], count: int
+    scores: Float[Array, "B w V"],
+    totals: Float[Array, "B w"],
+    count: int,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B count"], Int[Array, "B count"], Int[Array, "B count"]]:
     """The ``count`` best (node, token) pairs of a level, best first.
 
@@ -34,6 +39,8 @@ def best_continuations(
       totals: cumulative log-probabilities of the nodes.
       count: how many; ties go to the lower node, then to the lower token. Where fewer tokens are
         possible, impossible ones fill up.
+      implementation: as of the attention ops. Those that are named after kernels take the kernels
+        where they serve; all others, and none, plain JAX.
 
     Returns:
       The pairs' cumulative log-probabilities, none above its node's, float32; their nodes; and
@@ -47,16 +54,22 @@ def best_continuations(
             f"there are only {nodes * vocabulary} continuations. Use a narrower tree."
         )
     block = block_size(vocabulary)
+    # Without a name plain JAX runs on GPUs, too, until the kernels have been timed on one.
     if (
-        vocabulary > SMALL_VOCABULARY
+        implementation in INTERPRETED
+        and vocabulary > SMALL_VOCABULARY
         and max(nodes, count) <= MOST_NODES
         and count <= nodes * -(-vocabulary // block)
         and one_device()
-        and decodes_on_ampere(batch * nodes, scores.dtype)
     ):
-        from longspec_jax.ops.selection import continuations_pallas  # Its backend may be absent.
+        interpret = INTERPRETED[implementation]
+        if interpret or decodes_on_ampere(batch * nodes, scores.dtype):
+            from longspec_jax.ops.selection import (
+                continuations_pallas,  # Its backend may be absent.
+            )
 
-        return continuations_pallas.best_continuations(scores, totals, count=count, block=block)
+            options = dict(count=count, block=block, interpret=interpret)
+            return continuations_pallas.best_continuations(scores, totals, **options)
     return composed(scores, totals, count)
 
 

@@ -176,13 +176,16 @@ def test_kernels_are_used_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(continuations_pallas, "best_continuations", noted)
     monkeypatch.setattr(continuations, "decodes_on_ampere", lambda rows, dtype: True)
 
-    def uses(shape: tuple[int, ...], count: int) -> bool:
+    def uses(shape: tuple[int, ...], count: int, name: str | None = "pallas") -> bool:
         before = len(used)
         scores, totals = jnp.zeros(shape), jnp.zeros(shape[:2])
-        jax.eval_shape(partial(continuations.best_continuations, count=count), scores, totals)
+        op = partial(continuations.best_continuations, count=count, implementation=name)
+        jax.eval_shape(op, scores, totals)
         return len(used) > before
 
-    assert uses((1, 4, 5000), 16) and used == [{"count": 16, "block": 128}]
+    assert uses((1, 4, 5000), 16) and used == [{"count": 16, "block": 128, "interpret": False}]
+    assert uses((1, 4, 5000), 16, "interpret") and used[-1]["interpret"]
+    assert not uses((1, 4, 5000), 16, "xla") and not uses((1, 4, 5000), 16, None)
     assert not uses((1, 4, SMALL_VOCABULARY), 16)
     assert not uses((1, 65, 5000), 16) and not uses((1, 4, 5000), 65)
     assert not uses((1, 1, 5000), 41), "there are only 40 blocks"
@@ -206,8 +209,9 @@ def test_ranks_of_ties_follow_the_order_that_is_given() -> None:
 @pytest.mark.parametrize("vocabulary", [32000, 128256])
 @pytest.mark.parametrize(("nodes", "count"), [(1, 4), (4, 16), (16, 16)])
 def test_kernels_at_the_sizes_of_a_draft(nodes: int, count: int, vocabulary: int) -> None:
-    """By the op's own choice, as the definition on the same machine and as the sort."""
-    op = jax.jit(continuations.best_continuations, static_argnums=2)
+    """By the op's name for them, as the definition on the same machine and as the sort."""
+    chosen = partial(continuations.best_continuations, implementation="pallas")
+    op = jax.jit(chosen, static_argnums=2)
     for seed in range(3):
         scores, totals = drawn(seed, 2, nodes, vocabulary)
         check(op, scores, totals, count)
