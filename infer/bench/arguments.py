@@ -322,6 +322,7 @@ def products(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``infer.bench products``."""
     _add_shape(parser)
     parser.add_argument("--rows", type=COUNTS, default=[1, 16, 64])
+    parser.add_argument("--int8", action="store_true", help="the products of a draft in 8 bits")
     _add_outputs(parser, chart=False)
 
 

@@ -6,7 +6,9 @@ every product; several executions are queued back to back. The time of a product
 over repetitions of that total divided by the number of products. ``ours`` is what the model calls
 (``longspec_jax.ops.products.skinny``), its summands not added up, since the norm that reads them
 does so as it goes; ``xla`` is its definition in plain JAX. The gate of a SwiGLU belongs to the
-product. The roof is the time of reading the weights once at the bandwidth measured in this run.
+product. With ``--int8`` they are the products of a draft in 8 bits
+(``longspec_jax.ops.products.int8``) and its LM head's. The roof is the time of reading the weights
+once at the bandwidth measured in this run.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.config import TargetConfig
-from longspec_jax.ops.products import skinny
+from longspec_jax.ops.products import int8, skinny
 
 from ..wording import counted
 from .arguments import settled
@@ -34,7 +36,8 @@ DISTINCT_BYTES = 600e6
 CPU_SECONDS = 1.0
 """A rough estimate for a product, ours and XLA's, to compile and time them."""
 
-Op = Callable[[jax.Array, jax.Array], jax.Array]
+Op = Callable[..., jax.Array]
+"""``(x, *weights) -> product``."""
 OPS: dict[str, tuple[Op, Op]] = {
     "qkv": (skinny.product, skinny.composed),
     "out": (skinny.summands, skinny.composed),
@@ -42,6 +45,14 @@ OPS: dict[str, tuple[Op, Op]] = {
     "down": (skinny.summands, skinny.composed),
 }
 """Ours and XLA's, by the product's place in a layer."""
+INT8_OPS: dict[str, tuple[Op, Op]] = {
+    "qkv": (int8.int8_product, int8.composed),
+    "out": (int8.int8_summands, int8.composed),
+    "gate_up": (int8.int8_gated_product, int8.composed_gate),
+    "down": (int8.int8_summands, int8.composed),
+    "head": (int8.int8_product, int8.composed),
+}
+"""The same with weights of 8 bits, ``[outputs, inputs]``, and a scale for every output."""
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -52,7 +63,9 @@ def main(arguments: argparse.Namespace) -> None:
         sizes = map(math.prod, weight_shapes(SHAPES[shape]).values())
         check_memory(f"a product of {shape}", 2 * 4 * max(sizes))
     if cpu:
-        number = len(arguments.shape) * len(OPS) * len(arguments.rows)
+        number = (
+            len(arguments.shape) * len(INT8_OPS if arguments.int8 else OPS) * len(arguments.rows)
+        )
         announce(f"{counted(2 * number, 'program')} to compile", CPU_SECONDS * number)
     roof = measure_roof()
     header = run_header(
@@ -62,7 +75,7 @@ def main(arguments: argparse.Namespace) -> None:
     )
     with Report(header, arguments.json) as report:
         for shape in arguments.shape:
-            for row in measure(shape, arguments.rows, roof.bytes_per_s):
+            for row in measure(shape, arguments.rows, roof.bytes_per_s, arguments.int8):
                 report.add(row, line(row))
 
 
@@ -75,32 +88,43 @@ def weight_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
         "out": (heads, config.model_width),
         "gate_up": (config.model_width, 2, config.mlp_width),
         "down": (config.mlp_width, config.model_width),
+        "head": (config.model_width, config.vocab_size),
     }
 
 
-def measure(shape: str, rows: Iterable[int], bytes_per_s: float) -> Iterable[dict[str, Any]]:
+def measure(
+    shape: str, rows: Iterable[int], bytes_per_s: float, in_int8: bool = False
+) -> Iterable[dict[str, Any]]:
     """Time every product of a layer with every number of rows."""
     config = SHAPES[shape]
     dtype = jnp.dtype(config.dtype)
-    for name, weight_shape in weight_shapes(config).items():
-        size = math.prod(weight_shape) * dtype.itemsize
+    shapes = weight_shapes(config)
+    for name, ops in (INT8_OPS if in_int8 else OPS).items():
+        inputs, *outputs = shapes[name]
+        size = math.prod(shapes[name]) * (1 if in_int8 else dtype.itemsize)
         count = math.ceil(DISTINCT_BYTES / size) if jax.default_backend() == "gpu" else 2
-        draw = jax.jit(
-            lambda key, weight_shape=weight_shape: (
-                WEIGHT_SCALE * jax.random.normal(key, weight_shape, dtype)
-            )
-        )
-        weights = [draw(jax.random.key(index, impl="rbg")) for index in range(count)]
+
+        def draw(
+            key: jax.Array, inputs: int = inputs, outputs: list[int] = outputs
+        ) -> tuple[jax.Array, ...]:
+            if not in_int8:
+                return (WEIGHT_SCALE * jax.random.normal(key, (inputs, *outputs), dtype),)
+            steps = jax.random.randint(key, (math.prod(outputs), inputs), -127, 128, jnp.int8)
+            return steps, jnp.full(steps.shape[:1], WEIGHT_SCALE / 127)
+
+        drawn = jax.jit(draw)
+        weights = [drawn(jax.random.key(index, impl="rbg")) for index in range(count)]
         for number in rows:
-            x = jax.random.normal(jax.random.key(count), (number, weight_shape[0]), dtype)
+            x = jax.random.normal(jax.random.key(count), (number, inputs), dtype)
             times = {
                 f"{label}_microseconds": rounded(1e6 * _seconds(op, x, weights))
-                for label, op in zip(("ours", "xla"), OPS[name], strict=True)
+                for label, op in zip(("ours", "xla"), ops, strict=True)
             }
             yield {
                 "shape": shape,
                 "product": name,
-                "weights": list(weight_shape),
+                "weights": list(shapes[name]),
+                "int8": in_int8,
                 "rows": number,
                 "dtype": config.dtype,
                 "roof_microseconds": rounded(1e6 * size / bytes_per_s),
@@ -117,6 +141,6 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def _seconds(op: Op, x: jax.Array, weights: list[jax.Array]) -> float:
-    program = jax.jit(lambda x, weights: [op(x, each) for each in weights])
+def _seconds(op: Op, x: jax.Array, weights: list[tuple[jax.Array, ...]]) -> float:
+    program = jax.jit(lambda x, weights: [op(x, *each) for each in weights])
     return jax_seconds(functools.partial(program, x, weights)) / len(weights)

@@ -46,7 +46,7 @@ def int8_product(
     """``x @ (rows * scale[:, None]).T + bias`` in the given dtype."""
     tile = _tile(x, rows.shape[0])
     if tile is None:
-        out = _composed(x, rows, scale).astype(dtype)
+        out = composed(x, rows, scale).astype(dtype)
         return out if bias is None else out + bias
     return _launched(x, rows, scale, bias, tile=tile, dtype=dtype)[0]
 
@@ -57,7 +57,7 @@ def int8_summands(
     """Arrays whose sum is the product: itself alone, in the dtype of ``x``, or float32 ones."""
     tile = _tile(x, rows.shape[0], split=True)
     if tile is None:
-        return _composed(x, rows, scale).astype(x.dtype)[None]
+        return composed(x, rows, scale).astype(x.dtype)[None]
     return _launched(x, rows, scale, tile=tile, dtype=x.dtype)
 
 
@@ -69,8 +69,7 @@ def int8_gated_product(
     """``silu`` of the first half of the product times the second, in the dtype of ``x``."""
     tile = _tile(x, rows.shape[0] // 2, gated=True)
     if tile is None:
-        both = _composed(x, rows, scale).astype(x.dtype)
-        return gate(both.reshape(*x.shape[:-1], 2, rows.shape[0] // 2))
+        return composed_gate(x, rows, scale)
     return _launched(x, rows, scale, tile=tile, gated=True, dtype=x.dtype)[0]
 
 
@@ -92,7 +91,13 @@ def _launched(x: Array, rows: Array, *operands: Array | None, **options: Any) ->
     return out.reshape(out.shape[0], *x.shape[:-1], out.shape[2])
 
 
-def _composed(x: Array, rows: Array, scale: Array) -> Array:
+def composed_gate(x: Array, rows: Array, scale: Array) -> Array:
+    """The gated product in plain JAX, in the dtype of ``x``."""
+    both = composed(x, rows, scale).astype(x.dtype)
+    return gate(both.reshape(*x.shape[:-1], 2, rows.shape[0] // 2))
+
+
+def composed(x: Array, rows: Array, scale: Array) -> Array:
     """The product in plain JAX, in float32."""
     flat = x.reshape(-1, x.shape[-1])
     count = flat.shape[0]

@@ -3,18 +3,26 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from infer.bench import __main__ as bench
 from infer.bench import products as bench_products
 from infer.bench.shapes import SHAPES
 
 
-def test_rows_of_every_product(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "ops"),
+    [([], bench_products.OPS), (["--int8"], bench_products.INT8_OPS)],
+    ids=["16 bits", "8 bits"],
+)
+def test_rows_of_every_product(tmp_path: Path, options: list[str], ops: dict) -> None:
     file = tmp_path / "products.json"
-    bench.main(["products", "--shape=tiny", "--rows=1,16", f"--json={file}"])
+    bench.main(["products", "--shape=tiny", "--rows=1,16", f"--json={file}", *options])
     written = json.loads(file.read_text())
     assert written["header"]["roof_tb_per_s"] > 0
     found = {(row["product"], row["rows"]) for row in written["rows"]}
-    assert found == {(name, rows) for name in bench_products.OPS for rows in (1, 16)}
+    assert found == {(name, rows) for name in ops for rows in (1, 16)}
+    assert all(row["int8"] == bool(options) for row in written["rows"])
     assert all(row["ours_microseconds"] > 0 < row["xla_microseconds"] for row in written["rows"])
 
 
