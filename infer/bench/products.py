@@ -59,13 +59,12 @@ def main(arguments: argparse.Namespace) -> None:
     """Measure, print, and write what was asked for."""
     cpu = jax.default_backend() == "cpu"
     arguments = settled(arguments, cpu)
+    ops = INT8_OPS if arguments.int8 else OPS
     for shape in arguments.shape:
-        sizes = map(math.prod, weight_shapes(SHAPES[shape]).values())
-        check_memory(f"a product of {shape}", 2 * 4 * max(sizes))
+        shapes = weight_shapes(SHAPES[shape])
+        check_memory(f"a product of {shape}", 2 * 4 * max(math.prod(shapes[name]) for name in ops))
     if cpu:
-        number = (
-            len(arguments.shape) * len(INT8_OPS if arguments.int8 else OPS) * len(arguments.rows)
-        )
+        number = len(arguments.shape) * len(ops) * len(arguments.rows)
         announce(f"{counted(2 * number, 'program')} to compile", CPU_SECONDS * number)
     roof = measure_roof()
     header = run_header(
