@@ -34,7 +34,7 @@ def product(
     """Launch the kernel.
 
     Args:
-      x: ``[rows, D]``, at most :data:`MATRIX_ROWS` of them.
+      x: ``[rows, D]`` in 16 bits, at most :data:`MATRIX_ROWS` rows.
       weights: ``[v, D]`` in 8 bits.
       scale: what each of the ``v`` outputs is multiplied by.
       bias: what is added to each.
@@ -97,7 +97,12 @@ def _kernel(
         added = []
         for first, total in zip(parts, sums, strict=True):
             at = weights_ref.at[first + output[:, None], place[None, :]]
-            added.append(total + _product(vectors, _read(at, exists & inside).astype(x_ref.dtype)))
+            widened = _read(at, exists & inside).astype(x_ref.dtype)
+            over = ((1,), (1,)), ((), ())
+            added.append(
+                total
+                + jax.lax.dot_general(vectors, widened, over, preferred_element_type=jnp.float32)
+            )
         return tuple(added)
 
     zeros = jnp.zeros((MATRIX_ROWS, tile.outputs), jnp.float32)
@@ -124,14 +129,3 @@ def _kernel(
 def _read(at: Any, mask: Any) -> Array:
     """Read where the mask is true, zeros elsewhere; everything if it is True itself."""
     return pltriton.load(at) if mask is True else pltriton.load(at, mask=mask, other=0)
-
-
-def _product(vectors: Array, weights: Array) -> Array:
-    """``vectors[rows, d] @ weights[outputs, d].T`` in float32; float32 factors exactly."""
-    return jax.lax.dot_general(
-        vectors,
-        weights,
-        (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if vectors.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
