@@ -57,8 +57,8 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
         except OSError:
             return None
         print(
-            f"longspec_jax keeps compiled programs in {path}, for a quicker start next time "
-            f"({VARIABLE}=off keeps none)",
+            "longspec_jax compiles at first calls, for up to a minute, and keeps the programs in "
+            f"{path} for a quicker start next time ({VARIABLE}=off keeps none)",
             file=sys.stderr,
         )
     jax.config.update("jax_compilation_cache_dir", str(path))
