@@ -15,8 +15,19 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECONDS = 600
 SHORTER = {
-    "quickstart": {"[:1800]": "[:400]", "max_new_tokens=128": "max_new_tokens=48"},
-    "train_tiny_draft": {"max_seconds=20.0": "max_seconds=5.0"},
+    "evaluation": {
+        "--context=512": "--context=256",
+        "--max_new_tokens=48": "--max_new_tokens=16",
+    },
+    "quickstart": {"[:1800]": "[:100]", "max_new_tokens=128": "max_new_tokens=24"},
+    "train_tiny_draft": {
+        "[-40:]": "[-12:]",
+        "config.accept_seq_len = 20, 2, 256": "config.accept_seq_len = 20, 2, 128",
+        "stage(256, 4,": "stage(128, 4,",
+        "max_seconds=20.0": "max_seconds=2.0",
+        "[:400]": "[:100]",
+        "max_new_tokens=96": "max_new_tokens=24",
+    },
 }
 """Sizes that the notebooks name, and those with which they run here."""
 

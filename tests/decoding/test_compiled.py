@@ -32,7 +32,7 @@ from tests.kit import draft_params, random_draft, random_target, tiny_target_con
 
 CONFIG = tiny_target_config(num_layers=1)
 DRAFT = DraftConfig.for_target(CONFIG, window=11)
-SMALL = tiny_target_config(num_layers=3)
+SMALL = tiny_target_config(num_layers=2)
 
 
 def compiled_loop(
@@ -100,7 +100,7 @@ def test_no_cache_sized_copy(batch: int, way: str, plain: bool) -> None:
 
 
 STREAMING = StreamingDrafter(TreeConfig((2, 1)), SinksAndRecent(3, 64))
-CHAIN = TreeConfig((1,) * 6)
+CHAIN = TreeConfig((1,) * 3)
 QUEST = Hierarchy(STREAMING, Quest(CONFIG, BlockBudget(128, 8, 16, 8)), CHAIN)
 ATTENDED = Hierarchy(STREAMING, Attended(CONFIG, BlockBudget(128, 8, 16, 8)), CHAIN)
 

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.base import NOTHING, Features, Needs
+from longspec_jax.drafters.base import NOTHING, Features, Glance, Needs
 from longspec_jax.drafters.selection import Spans
 from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.models.target import Target
@@ -106,10 +107,14 @@ def chosen(selection: Spans, row: int) -> np.ndarray:
     return ((slot >= selection.start[row]) & (slot < selection.stop[row])).any(axis=1)
 
 
-def glance(setting: Setting, view: CacheView, selection: Spans, needs: Needs = NEEDS):
-    """The tree of ``MASK`` below the pending tokens, in one pass."""
+@partial(jax.jit, static_argnums=4)
+def _glance(
+    params: Any, cache: KVCache, nodes: jax.Array, selection: Spans, needs: Needs
+) -> Glance:
+    length = jnp.asarray(LENGTHS)
+    view = CacheView(TARGET, params, cache, nodes[:, 0], length, length, length < 0)
     return view.glance(
-        setting.nodes[:, :4],
+        nodes[:, :4],
         view.position[:, None] + DEPTHS,
         selection,
         view.uncommitted(4),
@@ -119,12 +124,18 @@ def glance(setting: Setting, view: CacheView, selection: Spans, needs: Needs = N
     )
 
 
+def glance(setting: Setting, selection: Spans, needs: Needs = NEEDS) -> Glance:
+    """The tree of ``MASK`` below the pending tokens, in one pass; on the host."""
+    view = setting.view
+    return jax.device_get(_glance(view.params, view.cache, setting.nodes, selection, needs))
+
+
 def test_a_glance_at_everything_is_a_verification(setting: Setting) -> None:
     view = setting.view
-    found = glance(setting, view, SinksAndRecent(3, 100)(view.length))
-    verified = TARGET.verify(
+    found = glance(setting, SinksAndRecent(3, 100)(view.length))
+    verified = jax.jit(partial(TARGET.verify, needs=NEEDS))(
         *(setting.params, view.cache, setting.nodes[:, :4], view.position[:, None] + DEPTHS),
-        *(jnp.broadcast_to(MASK, (3, 4, 4)), view.length, NEEDS),
+        *(np.broadcast_to(MASK, (3, 4, 4)), view.length),
     )
     assert relative_error(found.logits, verified.logits) == close(0)
     jax.tree.map(
@@ -140,7 +151,7 @@ def test_a_glance_sees_what_is_selected_and_no_more(
 ) -> None:
     """In rows that are longer than the selection, about as long, and shorter."""
     spans = selection(setting.view.length)
-    found = glance(setting, setting.view, spans)
+    found = glance(setting, spans)
     for row in range(3):
         logits, features = expected(setting, row, chosen(spans, row), DEPTHS, MASK)
         assert relative_error(found.logits[row], logits) == close(0)
@@ -154,7 +165,7 @@ def test_the_spans_of_a_selection_may_be_several(setting: Setting) -> None:
     """An empty one among them."""
     start = jnp.array([[0, 4, 9], [1, 1, 5], [0, 0, 0]])
     spans = Spans(start, jnp.array([[2, 5, 14], [1, 3, 6], [1, 0, 0]]))
-    found = glance(setting, setting.view, spans)
+    found = glance(setting, spans)
     for row in range(3):
         logits, _ = expected(setting, row, chosen(spans, row), DEPTHS, MASK)
         assert relative_error(found.logits[row], logits) == close(0)
@@ -174,33 +185,39 @@ def test_levels_that_are_run_one_by_one_are_one_tree(setting: Setting) -> None:
             fresh, logits = found.fresh, [*logits, found.logits]
         return jnp.concatenate(logits, axis=1)
 
-    assert relative_error(one_by_one(), glance(setting, view, spans).logits) == close(0)
+    assert relative_error(one_by_one(), glance(setting, spans).logits) == close(0)
 
 
 def test_a_view_from_further_on_sees_the_tokens_between(setting: Setting) -> None:
     """Chains of 3, 1 and 0 tokens in two parts, and a tree behind them."""
     view, spans = setting.view, SinksAndRecent(2, 4)(setting.view.length)
-    parts = np.array([[2, 1], [1, 0], [0, 0]])
-    ahead, done = view, np.zeros(3, np.int32)
-    for part in parts.T:
-        width = int(part.max())
-        tokens = jnp.stack([setting.nodes[b, done[b] : done[b] + width] for b in range(3)])
-        steps, mask = (
-            jnp.arange(width),
-            jnp.broadcast_to(jnp.tri(width, dtype=bool), (3, width, width)),
-        )
+    nodes, parts = np.asarray(setting.nodes), np.array([[2, 1], [1, 0], [0, 0]])
+
+    def following(done: np.ndarray, width: int) -> jax.Array:
+        found = [row[start : start + width] for row, start in zip(nodes, done, strict=True)]
+        return jnp.asarray(np.stack(found))
+
+    @jax.jit
+    def further_on() -> tuple[jax.Array, jax.Array, Glance]:
+        ahead, done = view, np.zeros(3, np.int32)
+        for part in parts.T:
+            width = int(part.max())
+            found = ahead.glance(
+                *(following(done, width), ahead.position[:, None] + np.arange(width), spans),
+                *(ahead.uncommitted(width), jnp.tri(width, dtype=bool)[None].repeat(3, 0), 0),
+            )
+            done = done + part
+            ahead = ahead.ahead(following(done, 1)[:, 0], jnp.asarray(part), found.fresh)
         found = ahead.glance(
-            tokens, ahead.position[:, None] + steps, spans, ahead.uncommitted(width), mask, 0
+            *(following(done, 4), ahead.position[:, None] + DEPTHS, spans, ahead.uncommitted(4)),
+            *(jnp.broadcast_to(MASK, (3, 4, 4)), 0),
         )
-        done = done + part
-        ahead = ahead.ahead(setting.nodes[np.arange(3), done], jnp.asarray(part), found.fresh)
-    np.testing.assert_array_equal(ahead.position, LENGTHS + done)
-    np.testing.assert_array_equal(ahead.length, LENGTHS)
-    tree = jnp.stack([setting.nodes[b, done[b] : done[b] + 4] for b in range(3)])
-    found = ahead.glance(
-        *(tree, ahead.position[:, None] + DEPTHS, spans, ahead.uncommitted(4)),
-        *(jnp.broadcast_to(MASK, (3, 4, 4)), 0),
-    )
+        return ahead.position, ahead.length, found
+
+    position, length, found = jax.device_get(further_on())
+    done = parts.sum(axis=1)
+    np.testing.assert_array_equal(position, LENGTHS + done)
+    np.testing.assert_array_equal(length, LENGTHS)
     assert found.fresh.keys[0].shape[1] == 4
     for row, chain in enumerate(done):
         own = np.tri(chain + 4, dtype=bool)
@@ -219,5 +236,5 @@ def test_what_is_asked_for_is_found_and_nothing_else(setting: Setting) -> None:
         mine = jax.tree.map(lambda f, row=row, n=length: f[row, :n], setting.features)
         assert jax.tree.all(jax.tree.map(lambda a, b: relative_error(a, b) < 1e-5, mine, features))
     spans = SinksAndRecent(2, 4)(setting.view.length)
-    found = glance(setting, setting.view, spans, NOTHING)
+    found = glance(setting, spans, NOTHING)
     assert jax.tree.leaves(found.features) == []

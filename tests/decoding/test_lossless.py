@@ -378,9 +378,10 @@ def test_the_lossy_option_fails_where_all_others_pass(models: Params, tree: str)
     assert int(state.record.histogram[:, 5:].sum()) > 0
     # What it emitted is in the cache as if all of the context had been seen.
     for b, row in enumerate(rows):
-        text = np.concatenate([tokens[b, : LENGTHS[b]], row])[None]
-        alone = request(seeds=(1,), stop=((-1,),), new=(1,))
-        _, exact = generate(target, NoDraft(), models, text, np.array([text.shape[1]]), alone)
+        text, alone = np.zeros((1, 50), np.int32), request(seeds=(1,), stop=((-1,),), new=(1,))
+        told = np.array([LENGTHS[b] + len(row)])
+        text[0, : told[0]] = [*tokens[b, : LENGTHS[b]], *row]  # Padded: of one program.
+        _, exact = generate(target, NoDraft(), models, text, told, alone)
         length = int(state.rows.length[b])
         for ours, theirs in zip(state.rows.cache.keys, exact.rows.cache.keys, strict=True):
             np.testing.assert_allclose(

@@ -181,7 +181,8 @@ def test_every_head_of_every_layer_reads_the_block_that_its_query_wants() -> Non
     at = jnp.array([0]), jnp.array([slots]), jnp.array([slots]), jnp.array([False])
     view = CacheView(CachedTarget(CONFIG), None, KVCache(cache, cache), *at)
     for reduction in (extremes.mean, extremes.last, extremes.largest):
-        found = replace(quest, reduction=reduction).choose(state, view)
+        choose = replace(quest, reduction=reduction).choose
+        found = jax.jit(lambda state, choose=choose: choose(state, view))(state)
         assert isinstance(found, WorkingSet) and int(found.length[0]) == 16
         for layer, head in wanted:
             block = wanted[layer, head]
@@ -195,30 +196,40 @@ def test_a_choice_serves_until_the_next_one(kind: Any) -> None:
     """Two full passes; done rows choose nothing, and early who got on too far."""
     refreshed, slots = Refreshed(kind(CONFIG, TIGHT), 2), 128
     cache = CachedTarget(CONFIG).allocate(3, slots)
-    keys = tuple(jax.random.normal(jax.random.key(i), k.shape) for i, k in enumerate(cache.keys))
+    draw = partial(np.random.default_rng(0).standard_normal, dtype=np.float32)
+    keys = tuple(jnp.asarray(draw(k.shape)) for k in cache.keys)
 
-    def seen(length: list[int]) -> CacheView:
-        at = jnp.zeros(3, jnp.int32), jnp.array(length), jnp.array(length)
+    def seen(length: jax.Array) -> CacheView:
+        at = jnp.zeros(3, jnp.int32), length, length
         done = jnp.array([False, False, True])
         return CacheView(CachedTarget(CONFIG), None, KVCache(keys, keys), *at, done)
 
+    @jax.jit
+    def look(state: Any, length: jax.Array) -> Any:
+        return refreshed.look(state, seen(length))
+
+    @partial(jax.jit, static_argnums=0)
+    def table(selector: Any, state: Any, length: jax.Array) -> BlockTable:
+        return selector.table(state, seen(length))
+
+    extend, start = jax.jit(refreshed.extend), jnp.array([41, 50, 60])
     state = refreshed.begin(3, slots)
-    state = replace(
-        state, asked=kind(CONFIG, TIGHT).extend(state.asked, committed(CONFIG, 9, [9] * 3))
-    )
-    first = refreshed.look(state, seen([41, 50, 60]))
+    asked = extend(state, committed(CONFIG, 9, [9] * 3)).asked
+    state = replace(state, asked=asked)
+    first = look(state, start)
     assert np.asarray(first.length).tolist() == [41, 50, 0]
-    wanted = refreshed.retriever.table(state.asked, seen([41, 50, 60])).blocks
+    wanted = table(refreshed.retriever, state.asked, start).blocks
     np.testing.assert_array_equal(first.blocks[:2], wanted[:2])
-    later = replace(first, asked=refreshed.extend(first, committed(CONFIG, 9, [9] * 3, 1)).asked)
-    second = refreshed.look(later, seen([49, 50 + 3 * 33, 60]))
+    later = replace(first, asked=extend(first, committed(CONFIG, 9, [9] * 3, 1)).asked)
+    further = jnp.array([49, 50 + 3 * 33, 60])
+    second = look(later, further)
     assert np.asarray(second.length).tolist() == [41, 50 + 3 * 33, 0]
     np.testing.assert_array_equal(second.blocks[0], first.blocks[0])
     # Behind the four blocks, of which the last was its eleventh, stand the next ones.
-    table = refreshed.table(second, seen([49, 50 + 3 * 33, 60]))
-    assert (np.asarray(table.blocks[0])[..., 3:6] == [10, 11, 12]).all()
-    assert int(table.length[0]) == 49 - 7 * 4
-    third = refreshed.look(second, seen([55, 50 + 3 * 34, 60]))
+    read = table(refreshed, second, further)
+    assert (np.asarray(read.blocks[0])[..., 3:6] == [10, 11, 12]).all()
+    assert int(read.length[0]) == 49 - 7 * 4
+    third = look(second, jnp.array([55, 50 + 3 * 34, 60]))
     assert np.asarray(third.length).tolist() == [55, 50 + 3 * 33, 0]
 
 
@@ -228,14 +239,19 @@ def test_one_of_several_drafters_chooses_as_it_does_alone() -> None:
     several = OneOf((NoDraft(), with_tree(alone, PLAIN)), 1, CHAIN)
     params, own = Params(None, (None, None)), Params(None, None)
     state = several.begin(params, 1, slots)
-    state = several.extend(params, state, committed(CONFIG, 29, [29]))
+    state = jax.jit(partial(several.extend, params))(state, committed(CONFIG, 29, [29]))
     at = jnp.array([0]), jnp.array([29]), jnp.array([29]), jnp.array([False])
     target = CachedTarget(CONFIG)
     view = CacheView(target, None, target.allocate(1, slots), *at)
-    found, wanted = looked(several, params, state, view)[1], looked(alone, own, state[1], view)
+
+    @partial(jax.jit, static_argnums=0)
+    def look(drafter: Any, params: Params, state: Any) -> Any:
+        return looked(drafter, params, state, view)
+
+    found, wanted = look(several, params, state)[1], look(alone, own, state[1])
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert int(found.selector.length[0]) == 29
-    plain = looked(replace(several, tree=PLAIN), params, state, view)[1]
+    plain = look(replace(several, tree=PLAIN), params, state)[1]
     assert int(plain.selector.length[0]) == 0
 
 
