@@ -24,7 +24,7 @@ SHORTER = {
         "[-40:]": "[-12:]",
         "config.accept_seq_len = 20, 2, 256": "config.accept_seq_len = 20, 2, 128",
         "stage(256, 4,": "stage(128, 4,",
-        "max_seconds=20.0": "max_seconds=2.0",
+        "max_seconds=20.0": "max_seconds=4.0",
         "[:400]": "[:100]",
         "max_new_tokens=96": "max_new_tokens=24",
     },
