@@ -108,7 +108,7 @@ def _is_generic(folder: Path) -> bool:
     """Whether tokenizer.json says all there is to know of a tokenizer, as Llama 3's does.
 
     Then its own class, by which transformers would read it in the end, spares the automatic one's
-    imports: PyTorch, where it is installed, and what belongs to it, ten seconds on a GPU machine.
+    imports: PyTorch, where it is installed, and what belongs to it, which take seconds.
     """
     files = [folder / name for name in (_SETTINGS, "config.json")]
     if not all(file.is_file() for file in [*files, folder / "tokenizer.json"]):
