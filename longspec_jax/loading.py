@@ -90,9 +90,11 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     folder = local_folder(source, revision)
     if not any(folder.glob("tokenizer*")):
         return None
+    name = "AutoTokenizer"
     if (folder / _SETTINGS).is_file():
-        _check_settings(read_json(folder / _SETTINGS))
-    name = _GENERIC if _is_generic(folder) else "AutoTokenizer"
+        settings = read_json(folder / _SETTINGS)
+        _check_settings(settings)
+        name = _GENERIC if _is_generic(folder, settings) else name
     loader = _loader_of_tokenizers(name)
     try:
         return loader.from_pretrained(folder, trust_remote_code=False)
@@ -104,17 +106,17 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
         ) from error
 
 
-def _is_generic(folder: Path) -> bool:
+def _is_generic(folder: Path, settings: JsonObject) -> bool:
     """Whether tokenizer.json says all there is to know of a tokenizer, as Llama 3's does.
 
     Then its own class, by which transformers would read it in the end, spares the automatic one's
     imports: PyTorch, where it is installed, and what belongs to it, which take seconds.
     """
-    files = [folder / name for name in (_SETTINGS, "config.json")]
-    if not all(file.is_file() for file in [*files, folder / "tokenizer.json"]):
+    config = folder / "config.json"
+    if settings.values.get("tokenizer_class") != _GENERIC or not config.is_file():
         return False
-    settings, config = (read_json(file).values for file in files)
-    return settings.get("tokenizer_class") == _GENERIC and config.get("model_type") == "llama"
+    llama = read_json(config).values.get("model_type") == "llama"
+    return llama and (folder / "tokenizer.json").is_file()
 
 
 def _loader_of_tokenizers(name: str) -> Any:

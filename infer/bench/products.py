@@ -99,22 +99,13 @@ def measure(
     dtype = jnp.dtype(config.dtype)
     shapes = weight_shapes(config)
     for name, ops in (INT8_OPS if in_int8 else OPS).items():
-        inputs, *outputs = shapes[name]
         size = math.prod(shapes[name]) * (1 if in_int8 else dtype.itemsize)
         count = math.ceil(DISTINCT_BYTES / size) if jax.default_backend() == "gpu" else 2
-
-        def draw(
-            key: jax.Array, inputs: int = inputs, outputs: list[int] = outputs
-        ) -> tuple[jax.Array, ...]:
-            if not in_int8:
-                return (WEIGHT_SCALE * jax.random.normal(key, (inputs, *outputs), dtype),)
-            steps = jax.random.randint(key, (math.prod(outputs), inputs), -127, 128, jnp.int8)
-            return steps, jnp.full(steps.shape[:1], WEIGHT_SCALE / 127)
-
-        drawn = jax.jit(draw)
-        weights = [drawn(jax.random.key(index, impl="rbg")) for index in range(count)]
+        draw = _int8_weights if in_int8 else functools.partial(_weights, dtype=dtype)
+        keys = (jax.random.key(index, impl="rbg") for index in range(count))
+        weights = [draw(key, shapes[name]) for key in keys]
         for number in rows:
-            x = jax.random.normal(jax.random.key(count), (number, inputs), dtype)
+            x = jax.random.normal(jax.random.key(count), (number, shapes[name][0]), dtype)
             times = {
                 f"{label}_microseconds": rounded(1e6 * _seconds(op, x, weights))
                 for label, op in zip(("ours", "xla"), ops, strict=True)
@@ -138,6 +129,20 @@ def line(row: dict[str, Any]) -> str:
         f"{row['shape']} {row['product']:8s} {row['rows']:4d} rows {ours:8.4g} us "
         f"({100 * roof / ours:5.1f} % of the roof), xla {row['xla_microseconds']:8.4g} us"
     )
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _weights(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, ...]:
+    """What an op takes beside its rows."""
+    return (WEIGHT_SCALE * jax.random.normal(key, shape, dtype),)
+
+
+@functools.partial(jax.jit, static_argnames=("shape",))
+def _int8_weights(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """The same for one with weights of 8 bits."""
+    inputs, *outputs = shape
+    steps = jax.random.randint(key, (math.prod(outputs), inputs), -127, 128, jnp.int8)
+    return steps, jnp.full(steps.shape[:1], WEIGHT_SCALE / 127)
 
 
 def _seconds(op: Op, x: jax.Array, weights: list[tuple[jax.Array, ...]]) -> float:

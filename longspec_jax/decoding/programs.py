@@ -136,22 +136,23 @@ class Program:
         # types and devices, is left to jax: it varies little, and follows from the rest.
         leaves, structure = jax.tree.flatten((args, kwargs))
         key = self, structure, *(getattr(leaf, "shape", leaf) for leaf in leaves)
-        size = tree_bytes([leaf for leaf in leaves if hasattr(leaf, "shape")])
-        return RECENT.get(key, functools.partial(self._jitted, size <= SMALL))[1]
+        return RECENT.get(key, functools.partial(self._jitted, leaves))[1]
 
     def _cache_size(self) -> int:
         """As of a jitted function: how many executables there are, of all shapes."""
         own = (jitted for owner, jitted in RECENT.values() if owner is self)
         return sum(jitted._cache_size() for jitted in own)
 
-    def _jitted(self, small: bool) -> tuple["Program", Any]:
+    def _jitted(self, leaves: list[Any]) -> tuple["Program", Any]:
         # jax keeps what it compiles by the function it is given: a new one, which nobody else
         # holds.
         @functools.wraps(self._function)
         def alone(*args: Any, **kwargs: Any) -> Any:
             return self._function(*args, **kwargs)
 
-        return self, jax.jit(alone, **self._options, compiler_options=compiler_options(small))
+        size = tree_bytes([leaf for leaf in leaves if hasattr(leaf, "shape")])
+        options = compiler_options(small=size <= SMALL)
+        return self, jax.jit(alone, **self._options, compiler_options=options)
 
 
 def compiler_options(small: bool) -> dict[str, Any]:

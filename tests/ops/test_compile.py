@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,12 @@ def on_hopper() -> contextlib.AbstractContextManager:
 
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def lowered(call: Callable[..., Any], *operands: Any) -> str:
+    """What XLA would be given for a Hopper GPU."""
+    with on_hopper():
+        return jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def shipped() -> list:
@@ -69,21 +77,17 @@ def test_shipped_tiles_lower_for_cuda(tokens, heads, kv_heads, width, dtype, pre
         operands = Prefix(k, v, length), Fresh(tree_k, tree_v, mask)
         return kernels.speculative_attention(q, *operands, prefix_tile=prefix, tree_tile=tree)
 
-    with on_hopper():
-        lowered = (
-            jax.jit(call)
-            .trace(
-                operand((2, tokens, heads, width)),
-                cache,
-                cache,
-                jax.ShapeDtypeStruct((2,), jnp.int32),
-                rows,
-                rows,
-                jax.ShapeDtypeStruct((2, tokens, tokens), jnp.bool_),
-            )
-            .lower(lowering_platforms=("cuda",))
-        )
-    assert lowered.as_text().count("custom_call @") >= 2
+    text = lowered(
+        call,
+        operand((2, tokens, heads, width)),
+        cache,
+        cache,
+        jax.ShapeDtypeStruct((2,), jnp.int32),
+        rows,
+        rows,
+        jax.ShapeDtypeStruct((2, tokens, tokens), jnp.bool_),
+    )
+    assert text.count("custom_call @") >= 2
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -100,10 +104,7 @@ def test_chunks_lower_for_cuda(heads, tokens, of) -> None:
     def call(q, k, v, length, keys, values):
         return kernels.chunk_attention(q, Prefix(k, v, length), keys, values, prefix_tile=prefix)
 
-    with on_hopper():
-        traced = jax.jit(call).trace(q, cache, cache, length, rows, rows)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @") == 2
+    assert lowered(call, q, cache, cache, length, rows, rows).count("custom_call @") == 2
 
 
 def test_layer_ops_lower_for_cuda() -> None:
@@ -126,10 +127,7 @@ def test_layer_ops_lower_for_cuda() -> None:
         angles,
         angles,
     )
-    with on_hopper():
-        traced = jax.jit(call).trace(*arguments, [rows] * 65, [caches] * 65, *path)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @") == 4
+    assert lowered(call, *arguments, [rows] * 65, [caches] * 65, *path).count("custom_call @") == 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -140,10 +138,8 @@ def test_continuations_lower_for_cuda(nodes, vocabulary, count, dtype) -> None:
     block = continuations.block_size(vocabulary)
     call = functools.partial(continuations_pallas.best_continuations, count=count, block=block)
     scores = jax.ShapeDtypeStruct((2, nodes, vocabulary), jnp.dtype(dtype))
-    with on_hopper():
-        traced = jax.jit(call).trace(scores, jax.ShapeDtypeStruct((2, nodes), jnp.float32))
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @") == 3
+    totals = jax.ShapeDtypeStruct((2, nodes), jnp.float32)
+    assert lowered(call, scores, totals).count("custom_call @") == 3
 
 
 @pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")
@@ -175,10 +171,8 @@ def test_skinny_products_lower_for_cuda(rows, contracted, columns, gated, split,
             return skinny_mosaic.summands(x, weights, tile=tile)
         return skinny_mosaic.product(x, weights, bias, tile=tile)
 
-    with on_hopper():
-        traced = jax.jit(call).trace(x, weights, operand((columns,)) if bias else None)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+    text = lowered(call, x, weights, operand((columns,)) if bias else None)
+    assert text.count("custom_call @mosaic_gpu") == 1
 
 
 @pytest.mark.parametrize(
@@ -196,9 +190,6 @@ def test_int8_products_lower_for_cuda(contracted, outputs, gated, split, bias) -
     x = jax.ShapeDtypeStruct((16, contracted), jnp.bfloat16)
     weights = jax.ShapeDtypeStruct((outputs * (2 if gated else 1), contracted), jnp.int8)
     scale = jax.ShapeDtypeStruct(weights.shape[:1], jnp.float32)
-    tile = int8_tile(16, contracted, outputs, gated=gated, split=split)
+    tile = int8_tile(16, outputs, gated=gated, split=split)
     call = functools.partial(int8_pallas.product, tile=tile, gated=gated, dtype=x.dtype)
-    with on_hopper():
-        traced = jax.jit(call).trace(x, weights, scale, scale if bias else None)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @") == 1
+    assert lowered(call, x, weights, scale, scale if bias else None).count("custom_call @") == 1

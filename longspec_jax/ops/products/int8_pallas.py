@@ -50,7 +50,7 @@ def product(
     outputs = weights.shape[0] // (2 if gated else 1)
     kernel = functools.partial(_kernel, tile=tile, rows=rows, gated=gated)
     return pl.pallas_call(
-        kernel if bias is not None else _without_bias(kernel),
+        kernel,
         grid=(pl.cdiv(outputs, tile.outputs), tile.splits),
         out_shape=jax.ShapeDtypeStruct(
             (tile.splits, rows, outputs), jnp.float32 if tile.splits > 1 else dtype
@@ -61,25 +61,17 @@ def product(
     )(x, weights, scale, *([] if bias is None else [bias]))
 
 
-def _without_bias(kernel: Any) -> Any:
-    """The kernel for operands without a bias."""
-    return lambda x_ref, weights_ref, scale_ref, out_ref: kernel(
-        x_ref, weights_ref, scale_ref, None, out_ref
-    )
-
-
 def _kernel(
     x_ref: Any,
     weights_ref: Any,
     scale_ref: Any,
-    bias_ref: Any,
-    out_ref: Any,
-    *,
+    *refs: Any,
     tile: Int8Tile,
     rows: int,
     gated: bool,
 ) -> None:
     """Some outputs of all rows, over a share of the contraction."""
+    *bias_refs, out_ref = refs
     outputs, depth = out_ref.shape[2], x_ref.shape[1]
     output = pl.program_id(0) * tile.outputs + jnp.arange(tile.outputs)
     split, row = pl.program_id(1), jnp.arange(MATRIX_ROWS)
@@ -111,7 +103,7 @@ def _kernel(
     results = []
     for first, total in zip(parts, sums, strict=True):
         result = total * _read(scale_ref.at[first + output], of_output)[None, :]
-        if bias_ref is not None:
+        for bias_ref in bias_refs:
             bias = _read(bias_ref.at[first + output], of_output)
             result += bias.astype(jnp.float32)[None, :]
         results.append(result)

@@ -82,14 +82,11 @@ def product_tile(
     return ProductTile(width, depth, splits, min(room // stage, contracted // splits // depth))
 
 
-def int8_tile(
-    rows: int, contracted: int, outputs: int, gated: bool = False, split: bool = False
-) -> Int8Tile | None:
+def int8_tile(rows: int, outputs: int, gated: bool = False, split: bool = False) -> Int8Tile | None:
     """Choose the tile of the product with 8-bit weights; None where XLA's product is as good.
 
     Args:
       rows: rows of the product.
-      contracted: size of the contracted axis.
       outputs: outputs of the product, of each of two where they are gated.
       gated: whether there are two products of which one gates the other.
       split: whether the contraction may be split and leave summands.
