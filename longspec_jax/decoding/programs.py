@@ -32,13 +32,14 @@ _NOTE: ContextVar[set[Hashable] | None] = ContextVar("note", default=None)
 class Recent:
     """A bounded mapping from which the least recently used entry drops out."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, whole: Callable[[Any], bool] = lambda _: True) -> None:
         """Start empty.
 
         Args:
           most: entries kept.
+          whole: whether an entry still has what it was made for.
         """
-        self._most = most
+        self._most, self._whole = most, whole
         self._entries: OrderedDict[Hashable, Any] = OrderedDict()
         self._lock = Lock()
 
@@ -70,17 +71,17 @@ class Recent:
             _NOTE.reset(token)
 
     def keeps(self, keys: Set[Hashable]) -> bool:
-        """Whether none of these entries has dropped out."""
+        """Whether all of these entries are there and whole."""
         with self._lock:
-            return keys <= self._entries.keys()
+            return keys == self._present(keys)
 
     def renew(self, keys: Set[Hashable]) -> bool:
         """As :meth:`keeps`; those that are there are now the most recently used."""
         with self._lock:
-            present = [key for key in keys if key in self._entries]
+            present = self._present(keys)
             for key in present:
                 self._entries.move_to_end(key)
-        return len(present) == len(keys)
+        return keys == present
 
     @contextmanager
     def limited(self, most: int) -> Iterator[None]:
@@ -93,13 +94,22 @@ class Recent:
         finally:
             self._most = before
 
+    def _present(self, keys: Set[Hashable]) -> set[Hashable]:
+        return {key for key in keys if key in self._entries and self._whole(self._entries[key])}
+
     def _trim(self) -> None:
         while len(self._entries) > self._most:
             self._entries.popitem(last=False)
 
 
-RECENT = Recent(MOST_PROGRAMS)
-"""The programs of this process."""
+def _compiled(entry: tuple[Any, Any]) -> bool:
+    # ``jax.clear_caches()`` takes the executable and leaves the function.
+    _, jitted = entry
+    return jitted._cache_size() > 0
+
+
+RECENT = Recent(MOST_PROGRAMS, whole=_compiled)
+"""The programs of this process: pairs of their owner and the jitted function of one shape."""
 
 
 class Program:

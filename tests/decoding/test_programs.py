@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infer.bench.compilations import compilations
 from longspec_jax import PLAIN
 from longspec_jax.decoding import adaptive, programs
 from longspec_jax.decoding import prefill as prefill_lib
@@ -48,6 +49,14 @@ def test_keys_are_noted_and_the_limit_lowered_for_a_while() -> None:
     for key in "ab":
         recent.get(key, str)
     assert recent.keeps({"a", "b", "c"})
+
+
+def test_an_entry_that_lost_what_it_holds_is_not_kept() -> None:
+    recent = Recent(2, whole=bool)
+    entry = recent.get("a", lambda: [1])
+    assert recent.keeps({"a"}) and recent.renew({"a"})
+    entry.clear()
+    assert not recent.keeps({"a"}) and not recent.renew({"a"})
 
 
 def scaled(factor: int, x: jax.Array, y: dict[str, jax.Array]) -> jax.Array:
@@ -130,3 +139,14 @@ def test_calls_whose_programs_were_let_go_are_warmed_again_and_say_the_same() ->
     compiled = [result.stats.compile_seconds for result in (first, again, other, back)]
     assert compiled[1] == 0 and min(compiled[0], compiled[2], compiled[3]) > 0.1
     assert back.stats.prefill_seconds < compiled[3]
+
+
+def test_programs_cleared_by_their_user_are_compiled_outside_what_is_timed() -> None:
+    spec = toy_spec()
+    options = dict(max_new_tokens=9, tree=PLAIN, eos_token_id=[])
+    spec.generate([1, 2, 3], **options)
+    jax.clear_caches()
+    for prompt, cold in (([1], True), ([1, 2, 3], False)):
+        with compilations() as found:
+            stats = spec.generate(prompt, **options).stats
+        assert bool(found) == (stats.compile_seconds > 0) == cold
