@@ -17,7 +17,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # A trace makes so many objects that by default a fifteenth of the time would go into walking all
 # those of jax, PyTorch and transformers again and again.
-gc.set_threshold(30_000)
+gc.set_threshold(100_000)
 
 
 def _wants_gpu() -> bool:
@@ -31,6 +31,10 @@ def pytest_configure(config: Any) -> None:
 
     if not _wants_gpu():
         config.pluginmanager.register(FootprintCheck())
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # What was imported stays, and is not walked at all.
 
 
 if not _wants_gpu():
