@@ -19,8 +19,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
-SAMPLES = 2
-"""Timings of one round each before a candidate is judged: one alone may have met a pause."""
+FIRST_LOOK = 2
+"""Rounds of the first bursts of every candidate: one round may emit little by chance."""
+SUSPICIOUS = 5.0
+"""Times the cheapest candidate's pace from which a first look is not believed: it may have met a
+pause."""
 MANY = 2**31 - 1
 """More rounds than any run has."""
 RECENT = 5
@@ -96,8 +99,8 @@ class Estimate:
 
     timings: tuple[tuple[int, float], ...] = ()
     """Rounds and seconds of its latest bursts, each with one wait."""
-    single: float = math.inf
-    """Least seconds of a burst of one round."""
+    brief: float = math.inf
+    """Least seconds of a burst of :data:`FIRST_LOOK` rounds."""
     tokens: float = 0.0
     """Tokens a round emits in a row, a mean over recent rounds."""
     weight: float = 0.0
@@ -127,20 +130,18 @@ class Estimate:
         weight = self.weight + seen.rounds
         step = (seen.tokens / seen.row_rounds - self.tokens) * seen.rounds / weight
         timings = (*self.timings, (seen.rounds, seen.seconds))[-RECENT:]
-        single = min(self.single, seen.seconds) if seen.rounds == 1 else self.single
-        return replace(
-            self, timings=timings, single=single, tokens=self.tokens + step, weight=weight
-        )
+        brief = min(self.brief, seen.seconds) if seen.rounds == FIRST_LOOK else self.brief
+        return replace(self, timings=timings, brief=brief, tokens=self.tokens + step, weight=weight)
 
     def wait(self, seen: Measurement) -> float:
-        """What a burst and one of a single round say about the seconds that belong to no round.
+        """What a burst and a brief one say about the seconds that belong to no round.
 
         A pause in the longer burst or a context that grew makes it less, never more.
         """
-        if seen.rounds < 2 or math.isinf(self.single):
+        if seen.rounds <= FIRST_LOOK or math.isinf(self.brief):
             return 0.0
-        excess = seen.rounds * self.single - seen.seconds
-        return min(max(excess / (seen.rounds - 1), 0.0), self.single)
+        excess = seen.rounds * self.brief - FIRST_LOOK * seen.seconds
+        return min(max(excess / (seen.rounds - FIRST_LOOK), 0.0), self.brief)
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class FastestWithinBudget:
     """Runs the fastest candidate, and looks at the others while that costs little.
 
     If candidate 0 is plain decoding, a draft that never proposes a right token makes a run slower
-    by ``share`` and ``credit`` for every other candidate, or what the two rounds that time it cost.
+    by ``share`` and ``credit`` for every other candidate, or what the rounds that time it cost.
     """
 
     estimates: tuple[Estimate, ...]
@@ -165,7 +166,7 @@ class FastestWithinBudget:
     burst_rounds: int = 16
     """Fewest rounds of a burst of the fastest candidate; a look at another takes a quarter of
     them."""
-    burst_seconds: float = 0.25
+    burst_seconds: float = 0.4
     """A burst is longer where rounds are short, because at its end the device waits for the host:
     2.7 ms on an H200 with a 7B model, more than half a plain round."""
     longest_burst: int = 128
@@ -187,9 +188,9 @@ class FastestWithinBudget:
 
     def choose(self) -> Choice:
         """The leader, unless another one needs a look and the budget pays for it."""
-        for index, estimate in enumerate(self.estimates):
-            if len(estimate.timings) < SAMPLES:
-                return Choice(index, 1)
+        first = self._first_look()
+        if first is not None:
+            return first
         leader = self.leader
         hopes = {i: self._hope(i) for i in range(len(self.estimates)) if i != leader}
         for index in sorted(hopes, key=hopes.__getitem__, reverse=True):
@@ -220,6 +221,24 @@ class FastestWithinBudget:
         estimates[candidate] = new
         elapsed = self.elapsed + spent
         return replace(self, estimates=tuple(estimates), elapsed=elapsed, wait=wait)
+
+    def _first_look(self) -> Choice | None:
+        """At a candidate of which too little is known, the cheapest first; None if there is none.
+
+        All are of one length: as long as nobody knows the host's part, each holds the same. The
+        cheapest is looked at twice, because a run's first burst is the likeliest to meet a pause,
+        and of another one a further round is timed if it seems to have met one.
+        """
+        cheapest, *others = self.estimates
+        if len(cheapest.timings) < 2:
+            return Choice(0, FIRST_LOOK)
+        usual = SUSPICIOUS * cheapest.pace(self.wait)
+        for index, estimate in enumerate(others, start=1):
+            if not estimate.timings:
+                return Choice(index, FIRST_LOOK)
+            if len(estimate.timings) == 1 and estimate.pace(self.wait) > usual:
+                return Choice(index, 1)
+        return None
 
     def _hope(self, index: int) -> float:
         """The speed a candidate may have, given how little is known of it."""

@@ -184,10 +184,10 @@ def test_the_clock_decides_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         return [measured.rounds for measured in last(results).totals]
 
     shapes = [drafter.tree for drafter in drafters]
-    plain, _, tree = run(dict(zip(shapes, (1.0, 7.0, 9.0), strict=True)))
-    assert plain > 5 * tree
+    plain, narrow, tree = run(dict(zip(shapes, (1.0, 7.0, 9.0), strict=True)))
+    assert narrow == tree == 3 and plain > 4, "first looks alone, and then plain decoding"
     plain, _, tree = run(dict(zip(shapes, (1.0, 3.0, 1.1), strict=True)))
-    assert plain == 2 and tree > plain
+    assert plain == 4 and tree > plain
 
 
 def test_the_promise_holds_across_drafters(monkeypatch: pytest.MonkeyPatch) -> None:

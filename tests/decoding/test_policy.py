@@ -73,12 +73,12 @@ def good(index: int, emitted: int) -> float:
 def test_a_useless_draft_costs_at_most_a_tenth(costs, unit) -> None:
     elapsed, choices = simulate([unit * cost for cost in costs], useless, 2000)
     assert 2000 * unit < elapsed <= 1.03 * 2000 * unit
-    assert choices[:4] == [Choice(PLAIN, 1)] * 2 + [Choice(NARROW, 1)] * 2
+    assert choices[:3] == [Choice(PLAIN, 2)] * 2 + [Choice(NARROW, 2)]
     assert 4 <= rounds_of(choices, TREE) + rounds_of(choices, NARROW) < 300
 
 
 @pytest.mark.parametrize("wait", [2.7e-3, 3.7e-3, 20e-3])
-@pytest.mark.parametrize(("tokens", "bound"), [(192, 1.10), (1024, 1.05)])
+@pytest.mark.parametrize(("tokens", "bound"), [(192, 1.05), (1024, 1.04)])
 def test_the_hosts_part_of_a_burst_belongs_to_no_round(
     wait: float, tokens: int, bound: float
 ) -> None:
@@ -155,6 +155,18 @@ def test_pauses_mislead_nobody(seed: int) -> None:
     assert rounds_of(choices, PLAIN) > 0.9 * 2000
 
 
+@pytest.mark.parametrize("paused", [0, 1, 2, 3])
+def test_a_pause_in_a_first_look_is_found_out(paused: int) -> None:
+    """Whichever burst of a run it hits, the first one above all: the good tree runs soon."""
+    costs, policy = (4.4e-3, 5.0e-3, 6.4e-3), FastestWithinBudget.over(3)
+    for burst in range(8):
+        index, rounds = policy.choose()
+        seconds = rounds * costs[index] + 2.7e-3 + 0.1 * (burst == paused)
+        seen = Measurement(rounds, rounds, round(rounds * good(index, 0)), seconds)
+        policy = policy.observe(index, seen)
+    assert policy.leader == TREE
+
+
 def test_a_growing_context_misleads_nobody() -> None:
     """What a round costs triples: timings of candidates not run for long are too low."""
     growth, tokens = 1 / 1000, 2000
@@ -167,10 +179,10 @@ def test_a_growing_context_misleads_nobody() -> None:
 
 def test_bursts_are_longer_where_rounds_are_short() -> None:
     def leader_burst(seconds: float) -> int:
-        known = Estimate(((1, seconds),) * 2, seconds, 1.0, 1e6)
+        known = Estimate(((2, 2 * seconds),) * 2, 2 * seconds, 1.0, 1e6)
         return FastestWithinBudget((known, replace(known, tokens=0.5))).choose().rounds
 
-    assert [leader_burst(s) for s in (0.5, 0.02, 0.004, 1e-5)] == [16, 16, 63, 128]
+    assert [leader_burst(s) for s in (0.5, 0.02, 0.004, 1e-5)] == [16, 20, 100, 128]
 
 
 def test_no_rounds_teach_nothing() -> None:
