@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from longspec_jax.axes import Array, Queries, TreeRows
 from longspec_jax.ops.attention.online_softmax import LOG2_E, State, finish, product, update
-from longspec_jax.ops.attention.packing import PackedShape, flat_rows
+from longspec_jax.ops.attention.packing import PackedShape, flat_rows, pack
 from longspec_jax.ops.attention.splits import load_merged
 from longspec_jax.ops.attention.tiles import TreeTile
 from longspec_jax.ops.triton_compiler import compiler_params
@@ -66,7 +66,7 @@ def attend(
         compiler_params=compiler_params(tile.warps, tile.stages),
         interpret=interpret,
         name="chunk_attention",
-    )(q.reshape(batch, tokens * heads, width), keys, values, *prefix)
+    )(pack(q, shape.kv_heads), keys, values, *prefix)
     return out.reshape(q.shape)
 
 
@@ -93,11 +93,12 @@ def _kernel(
     packed = index * tile.rows + jnp.arange(tile.rows)
     row, valid = flat_rows(packed, kv_head, shape), packed < shape.packed
     token = packed // shape.groups
-    width = q_ref.shape[2]
+    width = q_ref.shape[3]
     h = jnp.arange(pl.next_power_of_2(width))
     within = (h < width)[None, :]
     of_row = valid[:, None] & within
-    q = pltriton.load(q_ref.at[batch, row[:, None], h[None, :]], mask=of_row, other=0.0)
+    place = (batch, kv_head, packed[:, None], h[None, :])
+    q = pltriton.load(q_ref.at[place], mask=of_row, other=0.0)
 
     def visit(block: jax.Array, state: State, *, whole: bool) -> State:
         key = block * tile.keys + jnp.arange(tile.keys)

@@ -1,15 +1,18 @@
 """How the GPU kernels pack query rows, and which they take.
 
 The query heads that read one key/value head are rows of one matrix product, so that each key and
-value is read once for all of them.
+value is read once for all of them. Every kernel takes its queries packed; packing costs nothing
+where they were unpacked before, as they are by the kernel that parts and rotates heads
+(:mod:`longspec_jax.ops.layer.split_heads_pallas`).
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
-from longspec_jax.axes import Queries
+from longspec_jax.axes import Array, Queries
 
 MAX_WIDTH = 256
 MAX_GROUP = 16
@@ -32,6 +35,20 @@ class PackedShape:
     def packed(self) -> int:
         """Query rows that read one key/value head: token-major, its heads innermost."""
         return self.tokens * self.groups
+
+
+def pack(q: Queries, kv_heads: int) -> Float[Array, "B K R H"]:
+    """Queries in the order of :class:`PackedShape`'s rows, those of a key/value head together."""
+    batch, tokens, heads, width = q.shape
+    grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
+    return grouped.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, width)
+
+
+def unpack(packed: Float[Array, "B K R H"], tokens: int) -> Queries:
+    """What :func:`pack` packed."""
+    batch, kv_heads, rows, width = packed.shape
+    grouped = packed.reshape(batch, kv_heads, tokens, rows // tokens, width)
+    return grouped.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, -1, width)
 
 
 def flat_rows(packed: jax.Array, kv_head: jax.Array, shape: PackedShape) -> jax.Array:

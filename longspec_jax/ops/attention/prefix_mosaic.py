@@ -15,7 +15,7 @@ from jaxtyping import Float
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention.online_softmax import LOG2_E
-from longspec_jax.ops.attention.packing import refuse_unsupported
+from longspec_jax.ops.attention.packing import pack, refuse_unsupported
 from longspec_jax.ops.attention.prefix_mosaic_kernel import Work, kernel, memory
 from longspec_jax.ops.attention.tiles import MosaicTile
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
@@ -35,12 +35,9 @@ def split_attention(
     kv_heads, slots = k.shape[1], k.shape[2]
     refuse_unsupported(q, kv_heads)
     _refuse_unsupported(width, slots, q.dtype, tile)
-    groups = heads // kv_heads
-    packed = tokens * groups
+    packed = tokens * heads // kv_heads
     padded = pl.cdiv(packed, WARPGROUP_ROWS) * WARPGROUP_ROWS
-    rows = q.reshape(batch, tokens, kv_heads, groups, width).transpose(0, 2, 1, 3, 4)
-    rows = rows.reshape(batch, kv_heads, packed, width)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padded - packed), (0, 0)))
+    rows = jnp.pad(pack(q, kv_heads), ((0, 0), (0, 0), (0, padded - packed), (0, 0)))
     splits = pl.cdiv(slots, tile.split)
     row_tiles = pl.cdiv(padded // WARPGROUP_ROWS, tile.warpgroups)
     work = Work(

@@ -28,7 +28,7 @@ from longspec_jax.ops.attention.online_softmax import (
     finish,
     product,
 )
-from longspec_jax.ops.attention.packing import PackedShape, flat_rows
+from longspec_jax.ops.attention.packing import PackedShape, pack
 from longspec_jax.ops.attention.tiles import PrefixTile
 from longspec_jax.ops.triton_compiler import compiler_params
 
@@ -72,7 +72,7 @@ def split_attention(
         compiler_params=compiler_params(tile.warps, tile.stages),
         interpret=interpret,
         name="prefix_attention",
-    )(*bounds.operands(length, start), q.reshape(batch, tokens * heads, width), k, v)
+    )(*bounds.operands(length, start), pack(q, kv_heads), k, v)
 
 
 def _split_kernel(
@@ -149,12 +149,10 @@ def _load_queries(
     queries, places = [], []
     for count in counts:
         packed = first + jnp.arange(count)
-        row = flat_rows(packed, kv_head, shape)
         valid = packed < shape.packed
         mask = valid[:, None] & within
-        queries.append(
-            pltriton.load(q_ref.at[batch, row[:, None], h[None, :]], mask=mask, other=0.0)
-        )
+        rows = q_ref.at[batch, kv_head, packed[:, None], h[None, :]]
+        queries.append(pltriton.load(rows, mask=mask, other=0.0))
         places.append((packed, valid, mask))
         first += count
     return queries, places

@@ -27,7 +27,7 @@ from longspec_jax.ops.attention.online_softmax import (
     update,
 )
 from longspec_jax.ops.attention.operands import TREE, Fresh
-from longspec_jax.ops.attention.packing import PackedShape, flat_rows, refuse_unsupported
+from longspec_jax.ops.attention.packing import PackedShape, flat_rows, pack, refuse_unsupported
 from longspec_jax.ops.attention.splits import load_merged, merge_splits
 from longspec_jax.ops.attention.tiles import TreeTile, tree_tile
 from longspec_jax.ops.hardware import require_ampere
@@ -114,7 +114,7 @@ def attend(
         compiler_params=compiler_params(tile.warps, tile.stages),
         interpret=interpret,
         name="speculative_attention" if prefix else "tree_attention",
-    )(q.reshape(batch, tokens * heads, width), fresh.keys, fresh.values, fresh.mask, *prefix)
+    )(pack(q, kv_heads), fresh.keys, fresh.values, fresh.mask, *prefix)
 
 
 def _kernel(
@@ -141,12 +141,14 @@ def _kernel(
     packed = pl.program_id(0) // blocks * tile.rows + jnp.arange(tile.rows)
     row, valid = flat_rows(packed, kv_head, shape), packed < shape.packed
     token = packed // shape.groups
-    width, keys = q_ref.shape[2], k_ref.shape[1]
+    width, keys = q_ref.shape[3], k_ref.shape[1]
     padded = pl.next_power_of_2(width)
     h = jnp.arange(padded)
     within = (h < width)[None, :]
     q = pltriton.load(
-        q_ref.at[batch, row[:, None], h[None, :]], mask=valid[:, None] & within, other=0.0
+        q_ref.at[batch, kv_head, packed[:, None], h[None, :]],
+        mask=valid[:, None] & within,
+        other=0.0,
     )
 
     whole = blocks > 1 or keys <= tile.keys

@@ -1,4 +1,8 @@
-"""Parting and rotating heads in one Pallas kernel for Triton: 16 heads of a token a program."""
+"""Parting and rotating heads in one Pallas kernel for Triton: 16 heads of a token a program.
+
+Queries are written in the order in which the attention kernels read them, packed; their usual shape
+is a view of it that nobody copies (:mod:`longspec_jax.ops.attention.packing`).
+"""
 
 import functools
 from typing import Any
@@ -9,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Array
+from longspec_jax.ops.attention.packing import unpack
 from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.triton_compiler import compiler_params
 
@@ -23,13 +28,17 @@ def split_heads(
     """See :func:`longspec_jax.ops.layer.split_heads.split_heads`."""
     batch, tokens, kv_heads, slots, width = qkv.shape
     rows, half, groups = batch * tokens, width // 2, slots - 2
-    kernel = functools.partial(_kernel, kv_heads=kv_heads, groups=groups, half=half)
+    kernel = functools.partial(_kernel, tokens=tokens, kv_heads=kv_heads, groups=groups, half=half)
     q, k, v = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(kv_heads * groups, HEADS) + 2 * pl.cdiv(kv_heads, HEADS), rows),
         out_shape=tuple(
-            jax.ShapeDtypeStruct((rows, heads, width), qkv.dtype)
-            for heads in (kv_heads * groups, kv_heads, kv_heads)
+            jax.ShapeDtypeStruct(shape, qkv.dtype)
+            for shape in (
+                (batch, kv_heads, tokens * groups, width),
+                (rows, kv_heads, width),
+                (rows, kv_heads, width),
+            )
         ),
         compiler_params=compiler_params(warps=4, stages=1),
         interpret=interpret,
@@ -39,8 +48,8 @@ def split_heads(
         cos.reshape(rows, half),
         sin.reshape(rows, half),
     )
-    shape = (batch, tokens, -1, width)
-    return q.reshape(shape), k.reshape(shape), v.reshape(shape)
+    shape = (batch, tokens, kv_heads, width)
+    return unpack(q, tokens), k.reshape(shape), v.reshape(shape)
 
 
 def _kernel(
@@ -51,6 +60,7 @@ def _kernel(
     k_ref: Any,
     v_ref: Any,
     *,
+    tokens: int,
     kv_heads: int,
     groups: int,
     half: int,
@@ -60,10 +70,16 @@ def _kernel(
     h = jnp.arange(pl.next_power_of_2(half))
     within = h < half
 
-    def write(ref: Any, heads: int, block: jax.Array, slots: Any, rotated: bool) -> None:
+    def packed(head: jax.Array) -> tuple[jax.Array, ...]:
+        batch, token = row // tokens, row % tokens
+        return batch, (head // groups)[:, None], (token * groups + head % groups)[:, None]
+
+    def write(
+        ref: Any, heads: int, block: jax.Array, slots: Any, places: Any, rotated: bool
+    ) -> None:
         head = block * HEADS + jnp.arange(HEADS)
         mask = (head < heads)[:, None] & within[None, :]
-        source, target = (row, slots(head)[:, None]), (row, head[:, None])
+        source, target = (row, slots(head)[:, None]), places(head)
         low = pltriton.load(qkv_ref.at[*source, h[None, :]], mask=mask, other=0.0)
         high = pltriton.load(qkv_ref.at[*source, h[None, :] + half], mask=mask, other=0.0)
         if rotated:
@@ -76,15 +92,15 @@ def _kernel(
         pltriton.store(ref.at[*target, h[None, :] + half], high, mask=mask)
 
     size = groups + 2
-    places = (
-        (q_ref, kv_heads * groups, lambda n: n // groups * size + n % groups, True),
-        (k_ref, kv_heads, lambda n: n * size + groups, True),
-        (v_ref, kv_heads, lambda n: n * size + groups + 1, False),
+    parts = (
+        (q_ref, kv_heads * groups, lambda n: n // groups * size + n % groups, packed, True),
+        (k_ref, kv_heads, lambda n: n * size + groups, lambda n: (row, n[:, None]), True),
+        (v_ref, kv_heads, lambda n: n * size + groups + 1, lambda n: (row, n[:, None]), False),
     )
     first = 0
-    for ref, heads, slots, rotated in places:
+    for ref, heads, slots, places, rotated in parts:
         blocks = pl.cdiv(heads, HEADS)
         pl.when((block >= first) & (block < first + blocks))(
-            functools.partial(write, ref, heads, block - first, slots, rotated)
+            functools.partial(write, ref, heads, block - first, slots, places, rotated)
         )
         first += blocks
