@@ -123,8 +123,7 @@ class LongSpecDrafter:
                 )
                 rows = write(rows[0], k), write(rows[1], v)
                 fresh = Fresh(*rows, mask)
-                seen = tree_attention(q, fresh, implementation=self.attention)
-                return seen.out.astype(q.dtype)
+                return tree_attention(q, fresh, dtype=q.dtype, implementation=self.attention).out
 
             output: Any = LongSpecLayer(self.config, draft.int8).apply(
                 {"params": draft.layer},
@@ -155,8 +154,7 @@ class LongSpecDrafter:
         return self.working.read(keys, values, table)
 
     def _attend_cross(self, q: Array, past: Prefix) -> Array:
-        seen = prefix_attention(q, past, implementation=self.attention)
-        return seen.out.astype(q.dtype)
+        return prefix_attention(q, past, dtype=q.dtype, implementation=self.attention).out
 
 
 def ring_positions(length: Lengths, window: int) -> Int[Array, "B W"]:

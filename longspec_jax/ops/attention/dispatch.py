@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, Queries, TreeRows
@@ -143,6 +144,7 @@ def prefix_attention(
     prefix: Prefix,
     *,
     scale: float | None = None,
+    dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> Partial:
     """Attention of a few query tokens to a long prefix, split over keys (FlashDecoding).
@@ -151,17 +153,19 @@ def prefix_attention(
       q: query tokens; every token of row ``b`` sees the same slots.
       prefix: the cached tokens.
       scale: factor on the scores; ``H ** -0.5`` if absent.
+      dtype: of the output; what is to be merged wants float32.
       implementation: a name from ``PREFIX_IMPLEMENTATIONS``; chosen automatically if absent.
 
     Returns:
-      The partial result, float32; ``out = 0`` and ``lse = -inf`` for rows that see no slot.
+      The partial result; ``out = 0`` and ``lse = -inf`` for rows that see no slot.
 
     Raises:
       ValueError: if shapes or dtypes do not fit together, or the implementation is unknown.
       NotImplementedError: if the chosen implementation cannot take this call; says why.
     """
     _check_prefix(q, prefix)
-    return _run(PREFIX_IMPLEMENTATIONS, implementation, "prefix_attention", q, prefix, scale=scale)
+    options = dict(scale=scale, dtype=jnp.dtype(dtype))
+    return _run(PREFIX_IMPLEMENTATIONS, implementation, "prefix_attention", q, prefix, **options)
 
 
 def tree_attention(
@@ -169,6 +173,7 @@ def tree_attention(
     fresh: Fresh,
     *,
     scale: float | None = None,
+    dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> Partial:
     """Attention of tree nodes to fresh keys under an arbitrary boolean mask.
@@ -177,7 +182,8 @@ def tree_attention(
     queries.
     """
     _check_fresh(q, fresh)
-    return _run(TREE_IMPLEMENTATIONS, implementation, "tree_attention", q, fresh, scale=scale)
+    options = dict(scale=scale, dtype=jnp.dtype(dtype))
+    return _run(TREE_IMPLEMENTATIONS, implementation, "tree_attention", q, fresh, **options)
 
 
 def speculative_attention(
@@ -318,7 +324,7 @@ def _run(
     choice: str | None,
     op: str,
     *operands: Any,
-    scale: float | None,
+    **options: Any,
 ) -> Any:
     """Call the chosen implementation, or the first that does not refuse."""
     operands = _without_gradient(op, operands)
@@ -327,11 +333,11 @@ def _run(
             raise ValueError(
                 f"{op} has no implementation {choice!r}; choose one of {sorted(implementations)}"
             )
-        return implementations[choice](op, *operands, scale=scale)
+        return implementations[choice](op, *operands, **options)
     refusals = []
     for name in AUTOMATIC:
         try:
-            return implementations[name](op, *operands, scale=scale)
+            return implementations[name](op, *operands, **options)
         except NotImplementedError as refusal:
             refusals.append(f"{name}: {refusal}")
     raise NotImplementedError(f"no implementation of {op} takes this call. " + "; ".join(refusals))

@@ -12,6 +12,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, Queries, TreeRows
@@ -29,13 +30,14 @@ from longspec_jax.ops.attention.tiles import (
 from longspec_jax.ops.partitioned import partitioned
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "tile", "hopper", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "dtype", "tile", "hopper", "interpret"))
 @partitioned(PREFIX)
 def prefix_attention(
     q: Queries,
     prefix: Prefix,
     *,
     scale: float | None = None,
+    dtype: DTypeLike = jnp.float32,
     tile: PrefixTile | MosaicTile | None = None,
     hopper: bool = False,
     interpret: bool = False,
@@ -46,6 +48,7 @@ def prefix_attention(
       q: query tokens.
       prefix: the cached tokens.
       scale: factor on the scores.
+      dtype: of the output.
       tile: how the prefix kernel works; chosen by the shape if absent.
       hopper: take the Hopper kernel whatever the shape.
       interpret: run the kernels step by step on any platform.
@@ -59,6 +62,7 @@ def prefix_attention(
         shape=shape,
         split=split,
         slots=slots,
+        dtype=dtype,
         interpret=interpret,
     )
 
@@ -97,6 +101,7 @@ def speculative_attention(
         scale=width**-0.5 if scale is None else scale,
         split=split,
         slots=slots,
+        dtype=q.dtype,
         interpret=interpret,
     )
     return out.reshape(q.shape)

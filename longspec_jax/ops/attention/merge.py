@@ -8,6 +8,7 @@ that saw no key carries ``out = 0`` and ``lse = -inf``: the neutral element of t
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from longspec_jax.axes import Array
@@ -17,9 +18,14 @@ class Partial(NamedTuple):
     """Softmax attention over one set of keys, ready to be merged with another set's."""
 
     out: Float[Array, "B T N H"]
-    """The attention output normalised over this set alone, float32; zero where no key was seen."""
+    """The attention output normalised over this set alone; zero where no key was seen. float32,
+    unless nothing is to be merged and another type was asked for."""
     lse: Float[Array, "B T N"]
     """Natural log of the sum of exponentiated scores, float32; -inf where no key was seen."""
+
+    def in_dtype(self, dtype: DTypeLike) -> "Partial":
+        """The same with an output of this type."""
+        return self._replace(out=self.out.astype(dtype))
 
 
 def merge(a: Partial, b: Partial) -> Partial:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from longspec_jax.axes import CacheSlots, Lengths, Queries
 from longspec_jax.ops.attention.merge import Partial
@@ -29,6 +30,7 @@ def prefix_attention(
     prefix: Prefix,
     *,
     scale: float | None = None,
+    dtype: DTypeLike = jnp.float32,
     tile: PrefixTile | None = None,
 ) -> Partial:
     """Attend to ``start[b] <= s < length[b]``; see :func:`reference.prefix_attention`."""
@@ -41,7 +43,8 @@ def prefix_attention(
         tile = triton_prefix_tile(
             tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability
         )
-    return _launch(q, k, v, length, start, scale, tile, 10 * capability[0] + capability[1])
+    found = _launch(q, k, v, length, start, scale, tile, 10 * capability[0] + capability[1])
+    return found.in_dtype(dtype)
 
 
 def _launch(

@@ -8,6 +8,7 @@ independent of its neighbours' lengths.
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from longspec_jax.axes import Queries
 from longspec_jax.ops.attention.merge import Partial
@@ -22,6 +23,7 @@ def prefix_attention(
     prefix: Prefix,
     *,
     scale: float | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Partial:
     """Attend to ``start[b] <= s < length[b]``; see :func:`reference.prefix_attention`."""
     k, v, length, start = prefix.keys, prefix.values, prefix.length, prefix.start
@@ -80,4 +82,5 @@ def prefix_attention(
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
     shape = (batch, kv_heads, heads // kv_heads, tokens)
     out = out.reshape(*shape, width).transpose(0, 3, 1, 2, 4).reshape(q.shape)
-    return Partial(out, lse.reshape(shape).transpose(0, 3, 1, 2).reshape(batch, tokens, heads))
+    lse = lse.reshape(shape).transpose(0, 3, 1, 2).reshape(batch, tokens, heads)
+    return Partial(out, lse).in_dtype(dtype)

@@ -6,6 +6,7 @@ defines. Nothing here is fast; everything here is short enough to check by eye.
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
 from longspec_jax.axes import Array, Queries, TreeRows
@@ -18,15 +19,23 @@ def prefix_attention(
     prefix: Prefix,
     *,
     scale: float | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Partial:
     """Every query of row ``b`` sees the cache slots ``start[b] <= s < length[b]``."""
     seen = _seen(q, prefix)
-    return _dense(q, prefix.keys.swapaxes(1, 2), prefix.values.swapaxes(1, 2), seen, scale)
+    keys, values = prefix.keys.swapaxes(1, 2), prefix.values.swapaxes(1, 2)
+    return _dense(q, keys, values, seen, scale).in_dtype(dtype)
 
 
-def tree_attention(q: Queries, fresh: Fresh, *, scale: float | None = None) -> Partial:
+def tree_attention(
+    q: Queries,
+    fresh: Fresh,
+    *,
+    scale: float | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> Partial:
     """Query ``t`` sees key ``u`` where ``mask[b, t, u]`` is true."""
-    return _dense(q, fresh.keys, fresh.values, fresh.mask, scale)
+    return _dense(q, fresh.keys, fresh.values, fresh.mask, scale).in_dtype(dtype)
 
 
 def speculative_attention(

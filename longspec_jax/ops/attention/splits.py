@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, Lengths
@@ -40,9 +41,13 @@ def merge_splits(
     shape: PackedShape,
     split: int,
     slots: int,
+    dtype: DTypeLike,
     interpret: bool,
 ) -> Partial:
-    """The whole prefix's result from its splits', ``split`` of ``slots`` cache slots each."""
+    """The whole prefix's result from its splits', ``split`` of ``slots`` cache slots each.
+
+    The output is of type ``dtype``.
+    """
     out, lse = partials
     batch, width = out.shape[0], out.shape[4]
     kernel = functools.partial(
@@ -52,7 +57,7 @@ def merge_splits(
         bounds.with_optional_start(kernel, start),
         grid=(pl.cdiv(shape.tokens * shape.heads, MERGE_ROWS), batch),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, shape.tokens * shape.heads, width), jnp.float32),
+            jax.ShapeDtypeStruct((batch, shape.tokens * shape.heads, width), dtype),
             jax.ShapeDtypeStruct((batch, shape.tokens * shape.heads), jnp.float32),
         ),
         compiler_params=compiler_params(warps=4, stages=2),
@@ -152,5 +157,6 @@ def _merge_kernel(
     out, lse = finish(state)
     h = jnp.arange(out.shape[1])
     within = valid[:, None] & (h < merged_ref.shape[2])[None, :]
+    out = out.astype(merged_ref.dtype)
     pltriton.store(merged_ref.at[batch, row[:, None], h[None, :]], out, mask=within)
     pltriton.store(merged_lse_ref.at[batch, row], lse, mask=valid)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
 
 from longspec_jax.axes import Array, Queries
 from longspec_jax.ops.attention.merge import Partial
@@ -35,13 +36,14 @@ from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.triton_compiler import compiler_params
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "tile", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "dtype", "tile", "interpret"))
 @partitioned(TREE)
 def tree_attention(
     q: Queries,
     fresh: Fresh,
     *,
     scale: float | None = None,
+    dtype: DTypeLike = jnp.float32,
     tile: TreeTile | None = None,
     interpret: bool = False,
 ) -> Partial:
@@ -58,6 +60,7 @@ def tree_attention(
         scale=width**-0.5 if scale is None else scale,
         split=0,
         slots=0,
+        dtype=dtype,
         interpret=interpret,
     )
     if keys <= tile.keys:
@@ -67,6 +70,7 @@ def tree_attention(
         shape=PackedShape(tokens=tokens, heads=heads, kv_heads=kv_heads),
         split=tile.keys,
         slots=keys,
+        dtype=dtype,
         interpret=interpret,
     )
 
@@ -80,9 +84,10 @@ def attend(
     scale: float,
     split: int,
     slots: int,
+    dtype: DTypeLike,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    """Launch the kernel; with a prefix the output is final and in the dtype of the queries.
+    """Launch the kernel; its output is of type ``dtype``, unless it is yet to be merged.
 
     ``prefix`` is nothing, or the row lengths and the partial results of the prefix's splits, each
     ``split`` of ``slots`` cache slots. With nothing, keys that one step does not hold leave partial
@@ -108,7 +113,7 @@ def attend(
         ),
         grid=(pl.cdiv(shape.packed, tile.rows) * blocks, kv_heads, batch),
         out_shape=(
-            jax.ShapeDtypeStruct((*rows, width), q.dtype if prefix else jnp.float32),
+            jax.ShapeDtypeStruct((*rows, width), dtype if blocks == 1 else jnp.float32),
             jax.ShapeDtypeStruct(rows, jnp.float32),
         ),
         compiler_params=compiler_params(tile.warps, tile.stages),

@@ -2,13 +2,20 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from longspec_jax.axes import Queries
 from longspec_jax.ops.attention.merge import Partial
 from longspec_jax.ops.attention.operands import Fresh
 
 
-def tree_attention(q: Queries, fresh: Fresh, *, scale: float | None = None) -> Partial:
+def tree_attention(
+    q: Queries,
+    fresh: Fresh,
+    *,
+    scale: float | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> Partial:
     """Attend where the mask is true; see :func:`reference.tree_attention`."""
     k, v, mask = fresh.keys, fresh.values, fresh.mask
     batch, tokens, heads, width = q.shape
@@ -35,4 +42,5 @@ def tree_attention(q: Queries, fresh: Fresh, *, scale: float | None = None) -> P
     )
     out = (out / jnp.where(empty, 1.0, total)).transpose(0, 3, 1, 2, 4).reshape(q.shape)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
-    return Partial(out, lse[..., 0].transpose(0, 3, 1, 2).reshape(batch, tokens, heads))
+    lse = lse[..., 0].transpose(0, 3, 1, 2).reshape(batch, tokens, heads)
+    return Partial(out, lse).in_dtype(dtype)

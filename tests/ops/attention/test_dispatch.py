@@ -206,6 +206,18 @@ def test_a_row_does_not_depend_on_its_neighbours(implementation: str) -> None:
             np.testing.assert_array_equal(np.asarray(a)[0], np.asarray(b)[2])
 
 
+@pytest.mark.parametrize("implementation", TREE)
+@pytest.mark.parametrize(("op", "keys"), [("prefix", 7), ("tree", 7), ("tree", 300)])
+def test_an_output_is_rounded_as_it_is_written(implementation: str, op: str, keys: int) -> None:
+    """Bit by bit as if it were rounded afterwards; more keys than a step holds are merged first."""
+    x = inputs(Shape(width=128, keys=keys), "bfloat16", [131, 37])
+    run = functools.partial(getattr(dispatch, f"{op}_attention"), implementation=implementation)
+    whole, rounded = run(*getattr(x, op)), run(*getattr(x, op), dtype="bfloat16")
+    assert whole.out.dtype == jnp.float32 and rounded.out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.float32(rounded.out), np.float32(whole.out.astype("bfloat16")))
+    np.testing.assert_array_equal(rounded.lse, whole.lse)
+
+
 @pytest.mark.parametrize("implementation", [*TREE, pytest.param("triton", marks=GPU)])
 def test_two_runs_are_equal(implementation: str) -> None:
     x = inputs(Shape(slots=1031), "bfloat16", [1031, 700])
