@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax.traverse_util import unflatten_dict
 
 from longspec_jax.config import DraftConfig, TargetConfig
@@ -22,6 +23,13 @@ from longspec_jax.weights.tables import Table, draft_table, target_table
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 2e-3}
 """Largest relative error against float64, by dtype; never loosened quietly."""
+COMPILED = [pytest.param(True, id="interpret"), pytest.param(False, marks=pytest.mark.gpu)]
+"""Whether a kernel is interpreted: everywhere, and compiled on a GPU."""
+
+
+def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
+    """Standard normal numbers."""
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 
 def tiny_target_config(**overrides: Any) -> TargetConfig:

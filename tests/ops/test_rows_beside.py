@@ -21,20 +21,16 @@ from longspec_jax.ops.products import int8_pallas, skinny
 from longspec_jax.ops.products.int8 import round_rows
 from longspec_jax.ops.products.tiles import int8_tile
 from longspec_jax.ops.selection import continuations_pallas
+from tests.kit import COMPILED, normal
 
-COMPILED = [pytest.param(True, id="interpret"), pytest.param(False, marks=pytest.mark.gpu)]
 MOST = 16
 """Rows, or tokens of a row; every kernel here takes them in one tile or more."""
 PREFIX_TILE, TREE_TILE = PrefixTile((16,), 32, 64, 4, 2), TreeTile(16, 32, 4, 4, 2)
 
-
-def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
-
-
-Q, K, V = normal(0, 1, MOST, 6, 64), normal(1, 1, 2, 131, 64), normal(2, 1, 2, 131, 64)
+bfloat16 = functools.partial(normal, dtype="bfloat16")
+Q, K, V = bfloat16(0, 1, MOST, 6, 64), bfloat16(1, 1, 2, 131, 64), bfloat16(2, 1, 2, 131, 64)
 PREFIX = Prefix(K, V, jnp.asarray([117]), None)
-FRESH_K, FRESH_V = normal(3, 1, MOST, 2, 64), normal(4, 1, MOST, 2, 64)
+FRESH_K, FRESH_V = bfloat16(3, 1, MOST, 2, 64), bfloat16(4, 1, MOST, 2, 64)
 MASK = jnp.tril(jax.random.bernoulli(jax.random.key(5), 0.5, (1, MOST, MOST)))
 
 
@@ -76,32 +72,32 @@ def int8(
     rows: int, interpret: bool, *, gated: bool = False, split: bool = False
 ) -> list[jax.Array]:
     outputs, width = 96, 600
-    weights, scale = round_rows(normal(6, outputs, width, dtype="float32"))
+    weights, scale = round_rows(normal(6, outputs, width))
     # The tile that is chosen: from one row to all of them it is the same.
     tile = int8_tile(rows, outputs // (2 if gated else 1), gated=gated, split=split)
     options = dict(tile=tile, gated=gated, dtype=jnp.bfloat16, interpret=interpret)
-    return list(int8_pallas.product(normal(7, MOST, width)[:rows], weights, scale, **options))
+    return list(int8_pallas.product(bfloat16(7, MOST, width)[:rows], weights, scale, **options))
 
 
 def norm(rows: int, interpret: bool) -> list[jax.Array]:
-    x, summands = normal(8, 1, MOST, 100), normal(9, 3, 1, MOST, 100, dtype="float32")
+    x, summands = bfloat16(8, 1, MOST, 100), normal(9, 3, 1, MOST, 100)
     found = residual_norm_pallas.residual_norm(
-        *(x[:, :rows], summands[:, :, :rows], normal(10, 100)), eps=1e-5, interpret=interpret
+        *(x[:, :rows], summands[:, :, :rows], bfloat16(10, 100)), eps=1e-5, interpret=interpret
     )
     return [part[0] for part in found]
 
 
 def heads(rows: int, interpret: bool) -> list[jax.Array]:
-    angle = normal(11, 1, MOST, 12, dtype="float32")[:, :rows]
+    angle = normal(11, 1, MOST, 12)[:, :rows]
     found = split_heads_pallas.split_heads(
-        *(normal(12, 1, MOST, 3, 6, 24)[:, :rows], jnp.cos(angle), jnp.sin(angle)),
+        *(bfloat16(12, 1, MOST, 3, 6, 24)[:, :rows], jnp.cos(angle), jnp.sin(angle)),
         interpret=interpret,
     )
     return [part[0] for part in found]
 
 
 def continuations(rows: int, interpret: bool) -> list[jax.Array]:
-    scores, totals = normal(13, MOST, 4, 300, dtype="float32"), normal(14, MOST, 4, dtype="float32")
+    scores, totals = normal(13, MOST, 4, 300), normal(14, MOST, 4)
     return list(
         continuations_pallas.best_continuations(
             scores[:rows], totals[:rows], count=7, block=64, interpret=interpret
@@ -138,13 +134,13 @@ def test_a_row_keeps_its_bits_in_the_hopper_kernels() -> None:
     if not (hardware.is_hopper() and hardware.mosaic_is_supported()):
         pytest.skip("written for Hopper GPUs and jax 0.11 or newer")
     q, keys, values = (
-        normal(0, 1, 69, 32, 128),
-        normal(1, 1, 8, 4096, 128),
-        normal(2, 1, 8, 4096, 128),
+        bfloat16(0, 1, 69, 32, 128),
+        bfloat16(1, 1, 8, 4096, 128),
+        bfloat16(2, 1, 8, 4096, 128),
     )
     cache = Prefix(keys, values, jnp.asarray([4001]), None)
     run = functools.partial(kernels.prefix_attention, tile=MosaicTile(2, 128, 512, 2))
-    x, weights = normal(3, 64, 4096), normal(4, 4096, 4096) / 64
+    x, weights = bfloat16(3, 64, 4096), bfloat16(4, 4096, 4096) / 64
     for few, whole in (
         *zip(run(q[:, :5], cache), run(q, cache), strict=True),
         (skinny.summands(x[:8], weights), skinny.summands(x, weights)),

@@ -1,8 +1,8 @@
-"""How the GPU kernels pack query rows, and which they take.
+"""How query rows are packed, and which the GPU kernels take.
 
 The query heads that read one key/value head are rows of one matrix product, so that each key and
-value is read once for all of them. Every kernel takes its queries packed; packing costs nothing
-where they were unpacked before, as they are by the kernel that parts and rotates heads
+value is read once for all of them. The Pallas kernels take their queries packed, which costs
+nothing where they were unpacked before, as they are by the kernel that parts and rotates heads
 (:mod:`longspec_jax.ops.layer.split_heads_pallas`).
 """
 
@@ -55,6 +55,15 @@ def flat_rows(packed: jax.Array, kv_head: jax.Array, shape: PackedShape) -> jax.
     """Places of packed rows on the flattened [T N] axis."""
     token, group = packed // shape.groups, packed % shape.groups
     return token * shape.heads + kv_head * shape.groups + group
+
+
+def packed_rows(flat: jax.Array, shape: PackedShape) -> tuple[jax.Array, jax.Array]:
+    """Key/value heads and packed rows of places on the flattened [T N] axis.
+
+    What :func:`flat_rows` was given.
+    """
+    kv_head = flat % shape.heads // shape.groups
+    return kv_head, flat // shape.heads * shape.groups + flat % shape.groups
 
 
 def refuse_unsupported(q: Queries, kv_heads: int) -> None:

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from longspec_jax.axes import Queries
 from longspec_jax.ops.attention.merge import Partial
 from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.ops.attention.packing import pack, unpack
 
 BLOCK = 1024
 """Cache slots per step: large enough for efficient products, small beside any long prefix."""
@@ -32,9 +33,7 @@ def prefix_attention(
     factor = width**-0.5 if scale is None else scale
     block = min(BLOCK, slots)
     rows = (heads // kv_heads) * tokens
-    # GQA: the queries that share a key/value head become rows of one product.
-    grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
-    packed = grouped.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, rows, width)
+    packed = pack(q, kv_heads)
     first = jnp.zeros_like(length) if start is None else start
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
@@ -80,7 +79,5 @@ def prefix_attention(
     empty = total == 0
     out = out / jnp.where(empty, 1.0, total)[..., None]
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
-    shape = (batch, kv_heads, heads // kv_heads, tokens)
-    out = out.reshape(*shape, width).transpose(0, 3, 1, 2, 4).reshape(q.shape)
-    lse = lse.reshape(shape).transpose(0, 3, 1, 2).reshape(batch, tokens, heads)
-    return Partial(out, lse).in_dtype(dtype)
+    lse = unpack(lse[..., None], tokens)[..., 0]
+    return Partial(unpack(out, tokens), lse).in_dtype(dtype)

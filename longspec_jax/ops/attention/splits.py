@@ -26,7 +26,7 @@ from longspec_jax.ops.attention.online_softmax import (
     finish,
     finite,
 )
-from longspec_jax.ops.attention.packing import PackedShape
+from longspec_jax.ops.attention.packing import PackedShape, packed_rows
 from longspec_jax.ops.triton_compiler import compiler_params
 
 MERGE_ROWS = 16
@@ -144,8 +144,7 @@ def _merge_kernel(
     batch = pl.program_id(1)
     row = pl.program_id(0) * MERGE_ROWS + jnp.arange(MERGE_ROWS)
     valid = row < shape.tokens * shape.heads
-    kv_head = row % shape.heads // shape.groups
-    packed = row // shape.heads * shape.groups + row % shape.groups
+    kv_head, packed = packed_rows(row, shape)
     state = load_merged(
         (out_ref, lse_ref, length_ref, start_ref),
         *(batch, kv_head, packed, valid),

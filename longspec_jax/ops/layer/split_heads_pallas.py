@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.attention.packing import unpack
+from longspec_jax.ops.attention.packing import PackedShape, packed_rows, unpack
 from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.triton_compiler import compiler_params
 
@@ -27,15 +27,16 @@ def split_heads(
 ) -> tuple[Array, Array, Array]:
     """See :func:`longspec_jax.ops.layer.split_heads.split_heads`."""
     batch, tokens, kv_heads, slots, width = qkv.shape
-    rows, half, groups = batch * tokens, width // 2, slots - 2
-    kernel = functools.partial(_kernel, tokens=tokens, kv_heads=kv_heads, groups=groups, half=half)
+    rows, half = batch * tokens, width // 2
+    queries = PackedShape(tokens=tokens, heads=kv_heads * (slots - 2), kv_heads=kv_heads)
+    kernel = functools.partial(_kernel, queries=queries, half=half)
     q, k, v = pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(kv_heads * groups, HEADS) + 2 * pl.cdiv(kv_heads, HEADS), rows),
+        grid=(pl.cdiv(queries.heads, HEADS) + 2 * pl.cdiv(kv_heads, HEADS), rows),
         out_shape=tuple(
             jax.ShapeDtypeStruct(shape, qkv.dtype)
             for shape in (
-                (batch, kv_heads, tokens * groups, width),
+                (batch, kv_heads, queries.packed, width),
                 (rows, kv_heads, width),
                 (rows, kv_heads, width),
             )
@@ -60,9 +61,7 @@ def _kernel(
     k_ref: Any,
     v_ref: Any,
     *,
-    tokens: int,
-    kv_heads: int,
-    groups: int,
+    queries: PackedShape,
     half: int,
 ) -> None:
     """Write some heads of one token: of queries, or of keys, or of values."""
@@ -71,8 +70,9 @@ def _kernel(
     within = h < half
 
     def packed(head: jax.Array) -> tuple[jax.Array, ...]:
-        batch, token = row // tokens, row % tokens
-        return batch, (head // groups)[:, None], (token * groups + head % groups)[:, None]
+        flat = row % queries.tokens * queries.heads + head
+        kv_head, place = packed_rows(flat, queries)
+        return row // queries.tokens, kv_head[:, None], place[:, None]
 
     def write(
         ref: Any, heads: int, block: jax.Array, slots: Any, places: Any, rotated: bool
@@ -91,9 +91,9 @@ def _kernel(
         pltriton.store(ref.at[*target, h[None, :]], low, mask=mask)
         pltriton.store(ref.at[*target, h[None, :] + half], high, mask=mask)
 
-    size = groups + 2
+    kv_heads, groups, size = queries.kv_heads, queries.groups, queries.groups + 2
     parts = (
-        (q_ref, kv_heads * groups, lambda n: n // groups * size + n % groups, packed, True),
+        (q_ref, queries.heads, lambda n: n // groups * size + n % groups, packed, True),
         (k_ref, kv_heads, lambda n: n * size + groups, lambda n: (row, n[:, None]), True),
         (v_ref, kv_heads, lambda n: n * size + groups + 1, lambda n: (row, n[:, None]), False),
     )

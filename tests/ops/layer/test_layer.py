@@ -15,14 +15,9 @@ from longspec_jax.ops.layer import (
     split_heads,
     split_heads_pallas,
 )
-from tests.kit import TOLERANCE, relative_error
+from tests.kit import COMPILED, TOLERANCE, normal, relative_error
 
-COMPILED = [pytest.param(True, id="interpret"), pytest.param(False, marks=pytest.mark.gpu)]
 DTYPES = ["float32", "bfloat16"]
-
-
-def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 
 def angles(seed: int, *shape: int) -> tuple[jax.Array, jax.Array]:

@@ -18,6 +18,7 @@ from longspec_jax.ops.products.int8 import (
     round_rows,
 )
 from longspec_jax.ops.products.tiles import Int8Tile
+from tests.kit import COMPILED
 
 
 def random_table(rows: int, width: int, seed: int) -> np.ndarray:
@@ -76,7 +77,6 @@ def test_largest_steps_are_exact_in_bfloat16() -> None:
     np.testing.assert_array_equal(steps.astype(jnp.bfloat16).astype(jnp.int32), steps)
 
 
-COMPILED = [pytest.param(True, id="interpret"), pytest.param(False, marks=pytest.mark.gpu)]
 FITTING, ODD = (96, 64, Int8Tile(16, 32, 2, 4, 2)), (83, 67, Int8Tile(32, 16, 2, 4, 2))
 """Outputs, width and tile: nothing left over; something left over of each, half a split empty."""
 

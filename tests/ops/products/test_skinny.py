@@ -8,13 +8,9 @@ import pytest
 from longspec_jax.ops import hardware
 from longspec_jax.ops.layer import residual_norm
 from longspec_jax.ops.products import skinny, tiles
-from tests.kit import TOLERANCE, relative_error
+from tests.kit import TOLERANCE, normal, relative_error
 
 DTYPES = ["float32", "bfloat16"]
-
-
-def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 
 def exact(x: jax.Array, weights: jax.Array) -> np.ndarray:
