@@ -22,7 +22,7 @@ from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from tests.decoding.test_lossless import (
+from tests.decoding.lossless import (
     LENGTHS,
     MAX_EMITTED,
     NEW,

@@ -20,9 +20,9 @@ from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from tests.decoding.lossless import LENGTHS, MAX_EMITTED, assert_same
+from tests.decoding.lossless import request as requested
 from tests.decoding.test_adaptive import rows_of, start
-from tests.decoding.test_lossless import LENGTHS, MAX_EMITTED, assert_same
-from tests.decoding.test_lossless import request as requested
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 from tests.lookup import LookupDrafter, LookupTarget, random_table
 

@@ -26,8 +26,8 @@ from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
+from tests.decoding.lossless import assert_same, generate
 from tests.decoding.test_adaptive import EVERY_ROUND, Forced
-from tests.decoding.test_lossless import assert_same, generate
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 from tests.lookup import LookupDrafter, LookupTarget, random_table
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.beam import beam_search
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
@@ -15,7 +16,7 @@ from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.drafters.tree import Tree, node_depths
-from tests.decoding import test_lossless as lossless
+from tests.decoding import lossless
 from tests.kit import draft_params, random_draft, random_target
 
 VOCABULARY = 7
@@ -144,7 +145,7 @@ def test_trees_of_any_depth_change_no_token(drafter: Drafter) -> None:
         "small_lm": lambda: random_target(SMALL, seed=5),
         "streaming": lambda: None,
     }[drafter.name]()
-    target, tokens = lossless.CachedTarget(lossless.CONFIG), lossless.prompts(101)
+    target, tokens = CachedTarget(lossless.CONFIG), lossless.prompts(101)
     params = Params(target_params, draft)
     rest = tokens, lossless.LENGTHS, lossless.request(**lossless.MIXED)
     plain, _ = lossless.generate(target, NoDraft(), params, *rest)

@@ -23,7 +23,7 @@ from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
-from tests.decoding.test_lossless import (
+from tests.decoding.lossless import (
     CONFIG,
     DRAFT_TABLES,
     LENGTHS,
@@ -34,7 +34,7 @@ from tests.decoding.test_lossless import (
     generate,
     prompts,
 )
-from tests.decoding.test_lossless import request as requested
+from tests.decoding.lossless import request as requested
 from tests.drafters.test_streaming import is_perfect
 from tests.kit import random_target
 from tests.lookup import LookupDrafter, LookupTarget

@@ -24,7 +24,7 @@ from longspec_jax.drafters.selectors import Retriever, Selector
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.selection import extremes, reference
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable
-from tests.decoding.test_lossless import (
+from tests.decoding.lossless import (
     CONFIG,
     LENGTHS,
     TABLE,
@@ -33,7 +33,7 @@ from tests.decoding.test_lossless import (
     generate,
     prompts,
 )
-from tests.decoding.test_lossless import request as requested
+from tests.decoding.lossless import request as requested
 from tests.drafters.test_streaming import is_perfect
 from tests.kit import random_target, tiny_target_config
 from tests.lookup import LookupDrafter, LookupTarget

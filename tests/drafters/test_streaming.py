@@ -15,8 +15,8 @@ from longspec_jax.drafters.base import NOTHING, Drafter, Params, View
 from longspec_jax.drafters.selection import Spans
 from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
-from tests.decoding.test_lossless import CONFIG, LENGTHS, TABLE, VOCABULARY, generate, prompts
-from tests.decoding.test_lossless import request as requested
+from tests.decoding.lossless import CONFIG, LENGTHS, TABLE, VOCABULARY, generate, prompts
+from tests.decoding.lossless import request as requested
 from tests.kit import random_target
 from tests.lookup import LookupTarget
 

@@ -23,7 +23,7 @@ from longspec_jax.drafters.small_lm.options import SmallLMOptions
 from longspec_jax.drafters.working_cache import WorkingCache
 from longspec_jax.ops.attention.operands import Fresh
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
-from tests.decoding import test_lossless as lossless
+from tests.decoding import lossless
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config, view_of
 
 ONE_LAYER = tiny_target_config(num_layers=1)

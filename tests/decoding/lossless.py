@@ -1,0 +1,118 @@
+"""What is decoded to compare speculation with plain decoding: three unlike rows of tiny models."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.decoding.engine import decode
+from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.record import SpecState
+from longspec_jax.decoding.rows import Request
+from longspec_jax.decoding.sampling import Sampling
+from longspec_jax.drafters.selectors import SinksAndRecent
+from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
+from tests.kit import tiny_target_config
+from tests.lookup import random_table
+
+VOCABULARY = 13
+TREES = [
+    TreeConfig((4, 5, 3)),
+    TreeConfig((1, 1, 1, 1)),
+    TreeConfig((2,)),
+    TreeConfig((3, 7, 7, 2)),
+]
+LENGTHS = np.array([19, 7, 1], np.int32)
+NEW = np.array([31, 23, 17], np.int32)
+MAX_EMITTED = 31  # One size for all tests: each new one would be another compilation.
+TABLE = random_table(0, 97, VOCABULARY)
+DRAFT_TABLES = {
+    "perfect": TABLE,
+    "near": TABLE + random_table(1, 97, VOCABULARY, 0.7),
+    "random": random_table(2, 97, VOCABULARY),
+    "adversarial": -TABLE,
+}
+CONFIG = tiny_target_config()
+WINDOW = 11  # Shorter than the prompts, so that the ring wraps.
+DRAFT = DraftConfig.for_target(CONFIG, window=WINDOW)
+SMALL = tiny_target_config(
+    architecture="Qwen3ForCausalLM", qk_norm=True, num_layers=1, model_width=20, vocab_size=97
+)
+SMALL_LM = SmallLMDrafter(SMALL, TreeConfig((4, 5, 3), budget=9), narrower=True)
+"""Of another family than the target, and without its last four tokens."""
+
+
+def request(
+    temperature: Any = 0.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    seeds: Any = (5, 6, 7),
+    stop: Any = ((-1,),) * 3,
+    new: Any = NEW,
+) -> Request:
+    """A batch's requests; scalars hold for every row."""
+    rows = len(seeds)
+
+    def spread(value: Any, dtype: Any) -> jax.Array:
+        return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
+
+    sampling = Sampling(
+        spread(temperature, jnp.float32),
+        spread(top_k, jnp.int32),
+        spread(top_p, jnp.float32),
+        jnp.asarray(seeds, jnp.uint32),
+        stochastic=bool(np.any(np.asarray(temperature) > 0)),
+        filtered=bool(np.any(np.asarray(top_k) > 0) or np.any(np.asarray(top_p) < 1)),
+    )
+    return Request(sampling, jnp.asarray(stop, jnp.int32), jnp.asarray(new, jnp.int32))
+
+
+def prompts(vocabulary: int, lengths: np.ndarray = LENGTHS, seed: int = 0) -> np.ndarray:
+    """Random prompts, the padding random too: it must not matter."""
+    shape = (len(lengths), int(lengths.max()))
+    return np.random.default_rng(seed).integers(0, vocabulary, shape).astype(np.int32)
+
+
+def generate(target, drafter, params, tokens, lengths, req, capacity=128, chunk=8):
+    """Emitted tokens of every row, and the final state."""
+    state = prefill(
+        target,
+        drafter,
+        params,
+        jnp.asarray(tokens),
+        jnp.asarray(lengths),
+        req,
+        capacity=capacity,
+        max_emitted=MAX_EMITTED,
+        chunk=chunk,
+    )
+    state = decode(target, drafter, params, state)
+    rows = [
+        np.asarray(state.record.output)[b, : int(state.record.emitted[b])]
+        for b in range(len(lengths))
+    ]
+    return rows, state
+
+
+def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    """Every row is the same token for token."""
+    for row, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        np.testing.assert_array_equal(a, e, err_msg=f"row {row}")
+
+
+SHORT = SinksAndRecent(2, 5)
+"""Less than all but the shortest prompt."""
+MIXED = dict(temperature=(0.0, 0.7, 1.0))
+GREEDY = [request()]
+EVERY = [
+    request(np.roll((0.0, 0.7, 1.0), turn), np.roll((0, 5, 0), turn), np.roll((1, 0.9, 1), turn))
+    for turn in range(3)
+]
+"""Every row of the batch is greedy once, once filtered at 0.7, once free at 1: of one program."""
+
+
+def emitted_in_rounds(state: SpecState) -> int:
+    """Accepted draft tokens, but for a row's last round, which its budget may cut."""
+    return int((state.record.emitted - 1 - state.record.rounds).sum())
