@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,14 @@ from tests.ops.attention import oracle
 from tests.ops.attention.oracle import Shape, inputs
 
 GPU = pytest.mark.gpu
+TRITON = [
+    GPU,
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_triton") is None, reason="needs the package jax-triton"
+    ),
+]
 EVERYWHERE = ["reference", "xla", "interpret"]
-PREFIX = [*EVERYWHERE, pytest.param("pallas", marks=GPU), pytest.param("triton", marks=GPU)]
+PREFIX = [*EVERYWHERE, pytest.param("pallas", marks=GPU), pytest.param("triton", marks=TRITON)]
 TREE = [*EVERYWHERE, pytest.param("pallas", marks=GPU)]
 SHAPES = {
     "gqa": Shape(heads=6, kv_heads=2),
@@ -44,7 +51,7 @@ def cases(*implementations: str, interpreted: tuple[str, ...] = tuple(SHAPES)) -
                 continue
             for dtype in ("float32", "bfloat16", "float16"):
                 if compiled_only or dtype == "float32" or (name == "gqa" and dtype != "float16"):
-                    marks = GPU if compiled_only else ()
+                    marks = TRITON if implementation == "triton" else GPU if compiled_only else ()
                     label = f"{implementation}-{name}-{dtype}"
                     found.append(pytest.param(implementation, shape, dtype, marks=marks, id=label))
     return found
@@ -152,7 +159,7 @@ def test_speculative_equals_float64(implementation: str, shape: Shape, dtype: st
     assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE[dtype] + rounding
 
 
-@pytest.mark.parametrize("implementation", [*TREE, pytest.param("triton", marks=GPU)])
+@pytest.mark.parametrize("implementation", [*TREE, pytest.param("triton", marks=TRITON)])
 def test_speculative_over_many_splits(implementation: str) -> None:
     shape = Shape(batch=5, tokens=3, heads=4, kv_heads=2, slots=1531, keys=3)
     x = inputs(shape, "float32", [1531, 1024, 0, 1, 769])
@@ -218,7 +225,7 @@ def test_an_output_is_rounded_as_it_is_written(implementation: str, op: str, key
     np.testing.assert_array_equal(rounded.lse, whole.lse)
 
 
-@pytest.mark.parametrize("implementation", [*TREE, pytest.param("triton", marks=GPU)])
+@pytest.mark.parametrize("implementation", [*TREE, pytest.param("triton", marks=TRITON)])
 def test_two_runs_are_equal(implementation: str) -> None:
     x = inputs(Shape(slots=1031), "bfloat16", [1031, 700])
     run = compiled("speculative_attention", implementation)
