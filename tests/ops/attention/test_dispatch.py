@@ -17,15 +17,14 @@ from tests.ops.attention import oracle
 from tests.ops.attention.oracle import Shape, inputs
 
 GPU = pytest.mark.gpu
-TRITON = [
-    GPU,
-    pytest.mark.skipif(
-        importlib.util.find_spec("jax_triton") is None, reason="needs the package jax-triton"
-    ),
-]
+INSTALLED = pytest.mark.skipif(
+    importlib.util.find_spec("jax_triton") is None, reason="needs the package jax-triton"
+)
+COMPILED_ONLY = {"mosaic": [GPU], "pallas": [GPU], "triton": [GPU, INSTALLED]}
+"""Implementations that no CPU computes, and what their tests ask of the machine."""
 EVERYWHERE = ["reference", "xla", "interpret"]
-PREFIX = [*EVERYWHERE, pytest.param("pallas", marks=GPU), pytest.param("triton", marks=TRITON)]
-TREE = [*EVERYWHERE, pytest.param("pallas", marks=GPU)]
+TREE = [*EVERYWHERE, pytest.param("pallas", marks=COMPILED_ONLY["pallas"])]
+PREFIX = [*TREE, pytest.param("triton", marks=COMPILED_ONLY["triton"])]
 SHAPES = {
     "gqa": Shape(heads=6, kv_heads=2),
     "mha": Shape(heads=3, kv_heads=3),
@@ -45,13 +44,13 @@ def cases(*implementations: str, interpreted: tuple[str, ...] = tuple(SHAPES)) -
     """
     found = []
     for implementation in implementations:
-        compiled_only = implementation in ("mosaic", "pallas", "triton")
+        compiled_only = implementation in COMPILED_ONLY
         for name, shape in SHAPES.items():
             if implementation == "interpret" and name not in interpreted:
                 continue
             for dtype in ("float32", "bfloat16", "float16"):
                 if compiled_only or dtype == "float32" or (name == "gqa" and dtype != "float16"):
-                    marks = TRITON if implementation == "triton" else GPU if compiled_only else ()
+                    marks = COMPILED_ONLY.get(implementation, ())
                     label = f"{implementation}-{name}-{dtype}"
                     found.append(pytest.param(implementation, shape, dtype, marks=marks, id=label))
     return found
@@ -159,7 +158,7 @@ def test_speculative_equals_float64(implementation: str, shape: Shape, dtype: st
     assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE[dtype] + rounding
 
 
-@pytest.mark.parametrize("implementation", [*TREE, pytest.param("triton", marks=TRITON)])
+@pytest.mark.parametrize("implementation", PREFIX)
 def test_speculative_over_many_splits(implementation: str) -> None:
     shape = Shape(batch=5, tokens=3, heads=4, kv_heads=2, slots=1531, keys=3)
     x = inputs(shape, "float32", [1531, 1024, 0, 1, 769])
@@ -225,7 +224,7 @@ def test_an_output_is_rounded_as_it_is_written(implementation: str, op: str, key
     np.testing.assert_array_equal(rounded.lse, whole.lse)
 
 
-@pytest.mark.parametrize("implementation", [*TREE, pytest.param("triton", marks=TRITON)])
+@pytest.mark.parametrize("implementation", PREFIX)
 def test_two_runs_are_equal(implementation: str) -> None:
     x = inputs(Shape(slots=1031), "bfloat16", [1031, 700])
     run = compiled("speculative_attention", implementation)
