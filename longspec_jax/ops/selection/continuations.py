@@ -19,8 +19,8 @@ from longspec_jax.ops.selection.ranking import TopK, top_by_rank
 
 SMALL_VOCABULARY = 4096
 """Up to here searching in blocks saves nothing."""
-INTERPRETED = {"pallas": False, "mosaic": False, "interpret": True}
-"""Whether the kernels run step by step, by the names of implementations that stand for them."""
+INTERPRETED = {None: False, "pallas": False, "mosaic": False, "interpret": True}
+"""Whether the kernels run step by step, by the implementations that leave room for them."""
 MOST_NODES = 64
 """Of a level, for the kernels: they compare every node's entries with every other's in one tile."""
 
@@ -39,8 +39,8 @@ def best_continuations(
       totals: cumulative log-probabilities of the nodes.
       count: how many; ties go to the lower node, then to the lower token. Where fewer tokens are
         possible, impossible ones fill up.
-      implementation: as of the attention ops. Those that are named after kernels take the kernels
-        where they serve; all others, and none, plain JAX.
+      implementation: as of the attention ops. Those that are named after Pallas kernels, and none,
+        take the kernels where they serve; all others plain JAX.
 
     Returns:
       The pairs' cumulative log-probabilities, none above its node's, float32; their nodes; and
@@ -54,7 +54,6 @@ def best_continuations(
             f"there are only {nodes * vocabulary} continuations. Use a narrower tree."
         )
     block = block_size(vocabulary)
-    # Without a name plain JAX runs on GPUs, too, until the kernels have been timed on one.
     if (
         implementation in INTERPRETED
         and vocabulary > SMALL_VOCABULARY

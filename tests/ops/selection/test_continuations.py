@@ -145,12 +145,16 @@ def test_flat_scores(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_half_precision(op: Op) -> None:
-    """As the same numbers in float32."""
+    """The same choice as of the same numbers in float32.
+
+    Their sums of exponentials may be added up in another order: a GPU's threads read wider.
+    """
     scores, totals = drawn(5, 1, 3, 5000)
     half = jnp.asarray(scores).astype(jnp.bfloat16)
     found, wanted = (op(s, jnp.asarray(totals), 8) for s in (half, half.astype(jnp.float32)))
     assert found[0].dtype == jnp.float32
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, found[1:], wanted[1:])
 
 
 @pytest.mark.parametrize(
@@ -185,7 +189,8 @@ def test_kernels_are_used_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert uses((1, 4, 5000), 16) and used == [{"count": 16, "block": 128, "interpret": False}]
     assert uses((1, 4, 5000), 16, "interpret") and used[-1]["interpret"]
-    assert not uses((1, 4, 5000), 16, "xla") and not uses((1, 4, 5000), 16, None)
+    assert uses((1, 4, 5000), 16, None) and not used[-1]["interpret"]
+    assert not uses((1, 4, 5000), 16, "xla") and not uses((1, 4, 5000), 16, "reference")
     assert not uses((1, 4, SMALL_VOCABULARY), 16)
     assert not uses((1, 65, 5000), 16) and not uses((1, 4, 5000), 65)
     assert not uses((1, 1, 5000), 41), "there are only 40 blocks"
@@ -209,9 +214,8 @@ def test_ranks_of_ties_follow_the_order_that_is_given() -> None:
 @pytest.mark.parametrize("vocabulary", [32000, 128256])
 @pytest.mark.parametrize(("nodes", "count"), [(1, 4), (4, 16), (16, 16)])
 def test_kernels_at_the_sizes_of_a_draft(nodes: int, count: int, vocabulary: int) -> None:
-    """By the op's name for them, as the definition on the same machine and as the sort."""
-    chosen = partial(continuations.best_continuations, implementation="pallas")
-    op = jax.jit(chosen, static_argnums=2)
+    """Chosen without being named, as the definition on the same machine and as the sort."""
+    op = jax.jit(continuations.best_continuations, static_argnums=2)
     for seed in range(3):
         scores, totals = drawn(seed, 2, nodes, vocabulary)
         check(op, scores, totals, count)
