@@ -35,6 +35,7 @@ from .values import (
 )
 
 STATIC, DYNAMIC = "transformers-static", "transformers-dynamic"
+TORCH_CANDIDATES = ("torch-sdpa", "torch-flex", "flashinfer")
 ATTENTION_CANDIDATES = (
     "ours",
     "pallas",
@@ -43,8 +44,7 @@ ATTENTION_CANDIDATES = (
     "xla",
     "cudnn",
     "xla-masked",
-    "torch-sdpa",
-    "torch-flex",
+    *TORCH_CANDIDATES,
 )
 """What ``attention`` compares; ours is the automatic choice."""
 
@@ -126,7 +126,7 @@ def attention(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--batches", COUNTS, ByMachine([1, 8], [1]), "rows")
     parser.add_argument("--head-dim", type=COUNT, default=128)
     _add(parser, "--dtype", one_of(DTYPES), ByMachine("bfloat16", "float32"))
-    everything = ["ours", "mosaic", "cudnn", "xla-masked", "torch-sdpa", "torch-flex"]
+    everything = [*("ours", "mosaic", "cudnn", "xla-masked"), *TORCH_CANDIDATES]
     _add(
         parser,
         "--implementations",

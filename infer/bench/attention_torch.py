@@ -1,44 +1,66 @@
-"""PyTorch's attention for the attention benchmark, replayed from a CUDA graph.
+"""Attention of PyTorch and FlashInfer for the attention benchmark, replayed from a CUDA graph.
 
 The graph excludes launch overhead, as compiled programs do for the candidates of jax. Keys and
-values of prefix and tree are one array, which saves torch a concatenation.
+values of prefix and tree are one array, which saves a concatenation.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from .attention_cases import Case, tree_mask
+from .attention_cases import HEAD_MAJOR, TOKEN_MAJOR, Case, tree_mask
 from .timing import median_seconds
 
+Attend = Callable[[Case, Any], Callable[..., Any]]
+"""Makes ``(q, k, v) -> out`` from a case and its tree mask ``[T, T]``."""
+FLASHINFER_WORKSPACE = 256 << 20
+"""Bytes for the partial results of its splits, twice what its documentation recommends."""
 
-def seconds(case: Case, attend: Callable[[Case, Any], Callable[..., Any]]) -> float:
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """A library's attention, and how it wants queries, keys and values."""
+
+    attend: Attend
+    layout: str
+
+
+def seconds(case: Case, alternative: Alternative) -> float:
     """Median seconds of one call.
 
     Args:
       case: the problem.
-      attend: makes ``(q, k, v) -> out`` from a case and its tree mask, a value of ``TORCH``.
+      alternative: a value of ``TORCH``.
     """
     import torch
 
-    total = _chain_seconds(case, attend)
+    total = _chain_seconds(case, alternative)
     torch.cuda.empty_cache()  # What the chain held is free by now, for jax beside it.
     return total / case.calls
 
 
-def _chain_seconds(case: Case, attend: Callable[[Case, Any], Callable[..., Any]]) -> float:
-    """Median seconds of all calls, each waiting for the one before, as one CUDA graph."""
+def operands(case: Case, layout: str, device: str) -> tuple[Any, list[Any]]:
+    """Queries ``[B, N, T, H]``, or ``[B, T, N, H]``, and distinct caches ``[2, ...]`` like them."""
     import torch
 
     torch.manual_seed(0)
-    dtype = getattr(torch, case.dtype)
+
+    def normal(*lead: int, heads: int, tokens: int) -> Any:
+        sizes = (heads, tokens) if layout == HEAD_MAJOR else (tokens, heads)
+        shape = (*lead, case.batch, *sizes, case.head_dim)
+        return torch.randn(shape, device=device, dtype=getattr(torch, case.dtype))
+
     keys = case.context + case.tokens
+    q = normal(heads=case.heads, tokens=case.tokens)
+    return q, [normal(2, heads=case.kv_heads, tokens=keys) for _ in range(case.copies)]
 
-    def normal(*sizes: int) -> Any:
-        return torch.randn(sizes, device="cuda", dtype=dtype)
 
-    q = normal(case.batch, case.heads, case.tokens, case.head_dim)
-    caches = [normal(2, case.batch, case.kv_heads, keys, case.head_dim) for _ in range(case.copies)]
-    call = attend(case, torch.from_numpy(tree_mask(case.tokens)).cuda())
+def _chain_seconds(case: Case, alternative: Alternative) -> float:
+    """Median seconds of all calls, each waiting for the one before, as one CUDA graph."""
+    import torch
+
+    q, caches = operands(case, alternative.layout, "cuda")
+    call = alternative.attend(case, torch.from_numpy(tree_mask(case.tokens)).cuda())
 
     def chain() -> Any:
         out = q
@@ -60,11 +82,9 @@ def _chain_seconds(case: Case, attend: Callable[[Case, Any], Callable[..., Any]]
 
 def _sdpa(case: Case, tree: Any) -> Callable[..., Any]:
     """``scaled_dot_product_attention`` with a boolean mask over all keys."""
-    import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    prefix = torch.ones(case.tokens, case.context, dtype=torch.bool, device=tree.device)
-    mask = torch.cat([prefix, tree], 1)
+    mask = _whole_mask(case, tree)
     grouped = case.heads != case.kv_heads
     return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
@@ -85,7 +105,41 @@ def _flex(case: Case, tree: Any) -> Callable[..., Any]:
     return lambda q, k, v: flex(q, k, v, block_mask=blocks, enable_gqa=grouped)
 
 
-TORCH: dict[str, Callable[[Case, Any], Callable[..., Any]]] = {
-    "torch-sdpa": _sdpa,
-    "torch-flex": _flex,
+def _flashinfer(case: Case, tree: Any) -> Callable[..., Any]:
+    """FlashInfer's attention of a batch under a custom mask, as engines verify trees with it.
+
+    Planned once, outside the graph, as an engine does for all layers of a pass.
+    """
+    import flashinfer
+    import torch
+
+    keys, dtype = case.context + case.tokens, getattr(torch, case.dtype)
+    workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=tree.device)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    ends = torch.arange(case.batch + 1, dtype=torch.int32, device=tree.device)
+    wrapper.plan(
+        *(ends * case.tokens, ends * keys, case.heads, case.kv_heads, case.head_dim),
+        custom_mask=_whole_mask(case, tree).flatten().repeat(case.batch),
+        q_data_type=dtype,
+    )
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return wrapper.run(*(part.flatten(0, 1) for part in (q, k, v))).view(q.shape)
+
+    return call
+
+
+def _whole_mask(case: Case, tree: Any) -> Any:
+    """``[T, S + T]``: which of all keys a node sees."""
+    import torch
+
+    prefix = torch.ones(case.tokens, case.context, dtype=torch.bool, device=tree.device)
+    return torch.cat([prefix, tree], 1)
+
+
+TORCH: dict[str, Alternative] = {
+    "torch-sdpa": Alternative(_sdpa, HEAD_MAJOR),
+    "torch-flex": Alternative(_flex, HEAD_MAJOR),
+    "flashinfer": Alternative(_flashinfer, TOKEN_MAJOR),
 }
+"""Those that compute with torch tensors; one that is not installed refuses with the reason."""
