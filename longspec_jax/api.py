@@ -59,7 +59,7 @@ from longspec_jax.generation.paces import KnownPaces
 from longspec_jax.generation.planning import plan_of
 from longspec_jax.generation.result import GenerateResult, StreamRound
 from longspec_jax.generation.runner import Begin
-from longspec_jax.loading import load_drafts, load_target, load_tokenizer
+from longspec_jax.loading import load_drafts, load_target, load_with_tokenizer
 from longspec_jax.weights.hf import load_stop_tokens
 
 
@@ -198,21 +198,19 @@ class LongSpec:
         tree = None if tree is None else as_tree(tree)
         keep_programs()
         stop_tokens = load_stop_tokens(target, revision=revision)
-        config, params = load_target(target, dtype, mesh=mesh, revision=revision)
         if tokenizer is None:
-            tokenizer = load_tokenizer(target, revision)
+            loaded = load_with_tokenizer(target, dtype, mesh=mesh, revision=revision)
+        else:
+            config, params = load_target(target, dtype, mesh=mesh, revision=revision)
+            loaded = Target(config, params, tokenizer)
         drafts = load_drafts(
-            sources,
-            Target(config, params, tokenizer),
-            draft_options or {},
-            mesh=mesh,
-            revision=draft_revision,
+            sources, loaded, draft_options or {}, mesh=mesh, revision=draft_revision
         )
         return cls(
-            config,
-            params,
+            loaded.config,
+            loaded.params,
             drafts or None,
-            tokenizer=tokenizer,
+            tokenizer=loaded.tokenizer,
             stop_tokens=stop_tokens,
             tree=tree,
             attention=attention,

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,28 @@ def load_target(
     if mesh is None:
         check_weights_fit(source, dtype, revision)
     return hf.load_target(source, dtype=dtype, mesh=mesh, revision=revision)
+
+
+def load_with_tokenizer(
+    source: str | Path, dtype: str, *, mesh: Mesh | None = None, revision: str | None = None
+) -> Target:
+    """Load a target and the tokenizer beside it, at the same time.
+
+    What tokenizers are read with takes seconds to import; a GPU takes seconds to start.
+
+    Args:
+      source: a folder or hub id.
+      dtype: as of :func:`load_target`.
+      mesh: as there.
+      revision: as there.
+    """
+    pool = ThreadPoolExecutor(1)
+    try:
+        tokenizer = pool.submit(load_tokenizer, source, revision)
+        config, params = load_target(source, dtype, mesh=mesh, revision=revision)
+        return Target(config, params, tokenizer.result())
+    finally:
+        pool.shutdown(wait=False)  # A target that is refused is so at once.
 
 
 def load_drafts(

@@ -5,6 +5,8 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -12,7 +14,7 @@ import pytest
 
 from longspec_jax import loading
 from longspec_jax.embedded import DEMO
-from longspec_jax.loading import check_weights_fit, load_tokenizer
+from longspec_jax.loading import check_weights_fit, load_tokenizer, load_with_tokenizer
 from longspec_jax.models.target import Target
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
@@ -64,6 +66,46 @@ def test_a_generic_tokenizer_needs_no_torch(folder) -> None:
         check=True,
     )
     assert done.stdout == "True False\n"
+
+
+def test_weights_are_read_while_the_tokenizer_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits until the other has begun."""
+    begun = threading.Barrier(2)
+
+    def tokenizer(source: str, revision: str | None) -> str:
+        begun.wait(timeout=30)
+        return f"tokenizer of {source} at {revision}"
+
+    def target(source: str, dtype: str, **options: object) -> tuple[str, object]:
+        begun.wait(timeout=30)
+        return dtype, options
+
+    monkeypatch.setattr(loading, "load_tokenizer", tokenizer)
+    monkeypatch.setattr(loading, "load_target", target)
+    loaded = load_with_tokenizer("here", "float32", revision="main")
+    assert loaded == ("float32", {"mesh": None, "revision": "main"}, "tokenizer of here at main")
+
+
+def test_a_refused_target_does_not_wait_for_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = threading.Event()
+
+    def target(source: str, dtype: str, **options: object) -> None:
+        raise ValueError("no such architecture")
+
+    monkeypatch.setattr(loading, "load_tokenizer", lambda *_: refused.wait(timeout=30))
+    monkeypatch.setattr(loading, "load_target", target)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="no such architecture"):
+        load_with_tokenizer("here", "float32")
+    refused.set()
+    assert time.monotonic() - start < 20
+
+
+def test_a_damaged_tokenizer_is_refused_beside_good_weights(folder) -> None:
+    shutil.copy(DEMO / "target" / "model.safetensors", folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: the tokenizer cannot be read"):
+        load_with_tokenizer(folder, "float32")
 
 
 @pytest.mark.parametrize("text", ["import os", " Grüße, 東京 \n\t<|eos|>x", ""])

@@ -110,7 +110,7 @@ def _flashinfer(case: Case, tree: Any) -> Callable[..., Any]:
 
     Planned once, outside the graph, as an engine does for all layers of a pass.
     """
-    import flashinfer
+    import flashinfer  # pyright: ignore[reportMissingImports]
     import torch
 
     keys, dtype = case.context + case.tokens, getattr(torch, case.dtype)
