@@ -35,6 +35,8 @@ class AdaptiveTime(NamedTuple):
 def time_adaptive(bench: Bench, plain_step: float) -> dict[str, Any]:
     """What an emitted token of a row costs, and how the rounds of all repetitions were shared out.
 
+    A candidate's milliseconds per round hold the host's part of its bursts.
+
     Args:
       bench: what is decoded, once to compile it and then in the setting's repetitions.
       plain_step: seconds in which plain decoding emits a token in every row.
@@ -47,12 +49,16 @@ def time_adaptive(bench: Bench, plain_step: float) -> dict[str, Any]:
     whole = sum(totals, Measurement())
     row_tokens = whole.tokens / (setting.repetitions * setting.batch)
     token = statistics.median(run.seconds for run in runs) / row_tokens
+    named = [(name(tree), total) for tree, total in zip(trees, totals, strict=True)]
     return {
         "adaptive_ms_per_token": rounded(1e3 * token),
         "adaptive_over_plain": rounded(token / plain_step),
         "adaptive_acceptance_length": rounded(whole.tokens / whole.row_rounds),
-        "adaptive_choices": {
-            name(tree): total.rounds for tree, total in zip(trees, totals, strict=True)
+        "adaptive_choices": {candidate: total.rounds for candidate, total in named},
+        "adaptive_ms_per_round": {
+            candidate: rounded(1e3 * total.seconds / total.rounds)
+            for candidate, total in named
+            if total.rounds
         },
     }
 

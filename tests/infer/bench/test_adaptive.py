@@ -57,6 +57,7 @@ def test_time_is_per_token_of_a_row_and_rounds_are_of_the_timed_decodes(
         "adaptive_over_plain": 8.0 / (NEW - 1) / 0.4,
         "adaptive_acceptance_length": 1.0,
         "adaptive_choices": {"plain": 16, "tree chain:2": 16, "tree 2,3,2": 0},
+        "adaptive_ms_per_round": {"plain": 62.5, "tree chain:2": 62.5},
     }
 
 
