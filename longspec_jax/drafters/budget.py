@@ -57,7 +57,8 @@ def best_nodes(scores: Float[Array, "B T"], count: int) -> Int[Array, "B n"]:
     Ties go to the lower index. Parents come before their children, so a kept node's ancestors are
     kept wherever no score is above its parent's, minus infinity included.
     """
-    _, nodes = top_by_rank(scores.at[:, 0].set(jnp.inf), count)
+    root = jnp.arange(scores.shape[1]) == 0
+    _, nodes = top_by_rank(jnp.where(root, jnp.inf, scores), count)
     return jnp.sort(nodes, axis=1)
 
 

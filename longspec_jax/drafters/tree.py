@@ -8,6 +8,9 @@ budget has chosen among the grown nodes (:mod:`longspec_jax.drafters.budget`), o
 the end of a chain (:func:`at_end`), depths differ as well.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Bool, Int
@@ -32,22 +35,23 @@ class Tree:
 def plant(pending: Int[Array, " B"], config: TreeConfig) -> Tree:
     """A tree that holds its root only, with room for all nodes that will be grown."""
     batch, nodes = pending.shape[0], config.num_grown
-    tokens = jnp.zeros((batch, nodes), jnp.int32).at[:, 0].set(pending)
+    root = jnp.arange(nodes) == 0
+    tokens = jnp.where(root, pending[:, None], 0).astype(jnp.int32)
     parents = jnp.full((batch, nodes), -1, jnp.int32)
-    mask = jnp.zeros((batch, nodes, nodes), bool).at[:, 0, 0].set(True)
+    mask = jnp.broadcast_to(root[:, None] & root, (batch, nodes, nodes))
     return Tree(tokens, parents, mask)
 
 
 def grow(tree: Tree, first: int, tokens: Int[Array, "B w"], parents: Int[Array, "B w"]) -> Tree:
     """Append one level as nodes ``first ... first + w - 1`` under the given parent nodes."""
-    width = tokens.shape[1]
-    nodes = slice(first, first + width)
+    # As slices: an indexed update is a scatter, which asks the device whether its place exists.
+    write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
     ancestors = jnp.take_along_axis(tree.mask, parents[:, :, None], axis=1)
-    itself = jnp.eye(tree.tokens.shape[1], dtype=bool)[nodes]
+    itself = jnp.eye(tokens.shape[1], tree.tokens.shape[1], first, dtype=bool)
     return Tree(
-        tokens=tree.tokens.at[:, nodes].set(tokens.astype(jnp.int32)),
-        parents=tree.parents.at[:, nodes].set(parents.astype(jnp.int32)),
-        mask=tree.mask.at[:, nodes].set(ancestors | itself),
+        tokens=write(tree.tokens, tokens.astype(jnp.int32)),
+        parents=write(tree.parents, parents.astype(jnp.int32)),
+        mask=write(tree.mask, ancestors | itself),
     )
 
 
