@@ -31,7 +31,7 @@ from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.decoding.adaptive import candidates, tallest
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.draft import Draft, Target, drafters_of
+from longspec_jax.drafters.draft import Draft, drafters_of
 from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.generation import breakdown, comparison, inspection, runner
 from longspec_jax.generation.activity import Activity, OnActivity, Tuned
@@ -59,7 +59,7 @@ from longspec_jax.generation.paces import KnownPaces
 from longspec_jax.generation.planning import plan_of
 from longspec_jax.generation.result import GenerateResult, StreamRound
 from longspec_jax.generation.runner import Begin
-from longspec_jax.loading import load_drafts, load_target, load_with_tokenizer
+from longspec_jax.loading import load_drafts, load_with_tokenizer
 from longspec_jax.weights.hf import load_stop_tokens
 
 
@@ -198,11 +198,9 @@ class LongSpec:
         tree = None if tree is None else as_tree(tree)
         keep_programs()
         stop_tokens = load_stop_tokens(target, revision=revision)
-        if tokenizer is None:
-            loaded = load_with_tokenizer(target, dtype, mesh=mesh, revision=revision)
-        else:
-            config, params = load_target(target, dtype, mesh=mesh, revision=revision)
-            loaded = Target(config, params, tokenizer)
+        loaded = load_with_tokenizer(
+            target, dtype, tokenizer=tokenizer, mesh=mesh, revision=revision
+        )
         drafts = load_drafts(
             sources, loaded, draft_options or {}, mesh=mesh, revision=draft_revision
         )

@@ -2,8 +2,9 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +45,35 @@ def load_target(
 
 
 def load_with_tokenizer(
-    source: str | Path, dtype: str, *, mesh: Mesh | None = None, revision: str | None = None
+    source: str | Path,
+    dtype: str,
+    *,
+    tokenizer: Any = None,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
 ) -> Target:
-    """Load a target and the tokenizer beside it, at the same time.
+    """Load a target, and the tokenizer beside it at the same time.
 
     What tokenizers are read with takes seconds to import; a GPU takes seconds to start.
 
     Args:
       source: a folder or hub id.
       dtype: as of :func:`load_target`.
-      mesh: as there.
+      tokenizer: instead of the one beside the target.
+      mesh: as of :func:`load_target`.
       revision: as there.
     """
+    if tokenizer is not None:
+        return Target(*load_target(source, dtype, mesh=mesh, revision=revision), tokenizer)
     pool = ThreadPoolExecutor(1)
-    try:
-        tokenizer = pool.submit(load_tokenizer, source, revision)
-        config, params = load_target(source, dtype, mesh=mesh, revision=revision)
-        return Target(config, params, tokenizer.result())
-    finally:
-        pool.shutdown(wait=False)  # A target that is refused is so at once.
+    # Here, not in the thread: a variable must not be set while a GPU's start reads others.
+    with _without_advice():
+        try:
+            reading = pool.submit(load_tokenizer, source, revision)
+            config, params = load_target(source, dtype, mesh=mesh, revision=revision)
+            return Target(config, params, reading.result())
+        finally:
+            pool.shutdown(wait=False)  # A target that is refused is so at once.
 
 
 def load_drafts(
@@ -118,7 +129,10 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
         settings = read_json(folder / _SETTINGS)
         _check_settings(settings)
         name = _GENERIC if _is_generic(folder, settings) else name
-    loader = _loader_of_tokenizers(name)
+    with _without_advice():
+        import transformers  # Late: it is slow, and token ids do not need it.
+
+        loader = getattr(transformers, name)
     try:
         return loader.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # A damaged file raises anything there, bare Exceptions too.
@@ -142,18 +156,20 @@ def _is_generic(folder: Path, settings: JsonObject) -> bool:
     return llama and (folder / "tokenizer.json").is_file()
 
 
-def _loader_of_tokenizers(name: str) -> Any:
-    """A class of transformers, imported late: it is slow, and token ids do not need it.
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Import transformers without its advice, unless it is switched off already.
 
-    Without PyTorch transformers says on its import that models will not be available, which is
-    untrue of ours; whoever imports it alone is still told.
+    Without PyTorch it says that models will not be available, which is untrue of ours; whoever
+    imports it alone is still told.
     """
     before = os.environ.get(_ADVICE)
+    if before:
+        yield
+        return
     os.environ[_ADVICE] = "1"
     try:
-        import transformers
-
-        return getattr(transformers, name)
+        yield
     finally:
         del os.environ[_ADVICE]
         if before is not None:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tests.children import environment
 from train.data.tokenizer import load_tokenizer as load_for_training
 
 ROOT = Path(__file__).parents[1]
+ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 LOADERS = pytest.mark.parametrize("load", [load_tokenizer, load_for_training])
 
@@ -39,7 +41,7 @@ def test_a_missing_torch_is_not_told(folder) -> None:
     script = (
         "import os; from longspec_jax.loading import load_tokenizer\n"
         f"load_tokenizer({str(folder)!r})\n"
-        "print(os.environ.get('TRANSFORMERS_NO_ADVISORY_WARNINGS'))"
+        f"print(os.environ.get({ADVICE!r}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -70,10 +72,12 @@ def test_a_generic_tokenizer_needs_no_torch(folder) -> None:
 
 def test_weights_are_read_while_the_tokenizer_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits until the other has begun."""
+    monkeypatch.delenv(ADVICE, raising=False)
     begun = threading.Barrier(2)
 
     def tokenizer(source: str, revision: str | None) -> str:
         begun.wait(timeout=30)
+        assert os.environ[ADVICE] == "1", "the thread must not set it"
         return f"tokenizer of {source} at {revision}"
 
     def target(source: str, dtype: str, **options: object) -> tuple[str, object]:
@@ -84,6 +88,14 @@ def test_weights_are_read_while_the_tokenizer_is(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loading, "load_target", target)
     loaded = load_with_tokenizer("here", "float32", revision="main")
     assert loaded == ("float32", {"mesh": None, "revision": "main"}, "tokenizer of here at main")
+    assert ADVICE not in os.environ
+
+
+def test_a_given_tokenizer_is_taken_and_none_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "load_tokenizer", None)
+    monkeypatch.setattr(loading, "load_target", lambda *_, **options: ("config", options))
+    given = load_with_tokenizer("here", "float32", tokenizer="mine", revision="main")
+    assert given == ("config", {"mesh": None, "revision": "main"}, "mine")
 
 
 def test_a_refused_target_does_not_wait_for_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
