@@ -26,10 +26,11 @@ def kernels(interpret: bool, scores: jax.Array, totals: jax.Array, count: int) -
     return call(scores, totals, count=count, block=block, interpret=interpret)
 
 
+COMPILED = partial(kernels, False)
 OPS = [
     pytest.param(plain, id="plain"),
     pytest.param(partial(kernels, True), id="interpret"),
-    pytest.param(partial(kernels, False), id="kernels", marks=pytest.mark.gpu),
+    pytest.param(COMPILED, id="kernels", marks=pytest.mark.gpu),
 ]
 
 
@@ -145,15 +146,15 @@ def test_flat_scores(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_half_precision(op: Op) -> None:
-    """The same choice as of the same numbers in float32.
+    """As the same numbers in float32.
 
-    Their sums of exponentials may be added up in another order: a GPU's threads read wider.
+    The compiled kernels add up their exponentials in another order: a GPU's threads read wider.
     """
     scores, totals = drawn(5, 1, 3, 5000)
     half = jnp.asarray(scores).astype(jnp.bfloat16)
     found, wanted = (op(s, jnp.asarray(totals), 8) for s in (half, half.astype(jnp.float32)))
     assert found[0].dtype == jnp.float32
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6 if op is COMPILED else 0)
     jax.tree.map(np.testing.assert_array_equal, found[1:], wanted[1:])
 
 
