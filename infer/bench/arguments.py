@@ -36,6 +36,7 @@ from .values import (
 
 STATIC, DYNAMIC = "transformers-static", "transformers-dynamic"
 TORCH_CANDIDATES = ("torch-sdpa", "torch-flex", "flashinfer")
+"""Those of ``attention`` that compute with torch tensors."""
 ATTENTION_CANDIDATES = (
     "ours",
     "pallas",

@@ -45,14 +45,13 @@ def operands(case: Case, layout: str, device: str) -> tuple[Any, list[Any]]:
 
     torch.manual_seed(0)
 
-    def normal(*lead: int, heads: int, tokens: int) -> Any:
-        sizes = (heads, tokens) if layout == HEAD_MAJOR else (tokens, heads)
-        shape = (*lead, case.batch, *sizes, case.head_dim)
+    def normal(*shape: int) -> Any:
         return torch.randn(shape, device=device, dtype=getattr(torch, case.dtype))
 
-    keys = case.context + case.tokens
-    q = normal(heads=case.heads, tokens=case.tokens)
-    return q, [normal(2, heads=case.kv_heads, tokens=keys) for _ in range(case.copies)]
+    # Queries lie like the keys of a cache of their own.
+    queries = dataclasses.replace(case, kv_heads=case.heads, context=case.tokens)
+    whole = dataclasses.replace(case, context=case.context + case.tokens).cache_shape(layout)
+    return normal(*queries.cache_shape(layout)), [normal(2, *whole) for _ in range(case.copies)]
 
 
 def _chain_seconds(case: Case, alternative: Alternative) -> float:
