@@ -60,6 +60,13 @@ def speculative(rows: int, interpret: bool) -> list[jax.Array]:
     ]
 
 
+def joined(rows: int, interpret: bool) -> list[jax.Array]:
+    found = kernels.speculative_attention(
+        *(Q[:, :rows], PREFIX, fresh(rows)), prefix_tile=PREFIX_TILE, interpret=interpret
+    )
+    return [found[0]]
+
+
 def chunk(rows: int, interpret: bool) -> list[jax.Array]:
     tiles = dict(prefix_tile=PREFIX_TILE, chunk_tile=TREE_TILE)
     keys, values = FRESH_K[:, :rows], FRESH_V[:, :rows]
@@ -109,6 +116,7 @@ KERNELS = {
     "prefix": prefix,
     "tree": tree,
     "speculative": speculative,
+    "joined": joined,
     "chunk": chunk,
     "int8": int8,
     "int8 gated": functools.partial(int8, gated=True),

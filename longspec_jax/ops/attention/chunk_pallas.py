@@ -16,7 +16,9 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, Queries, TreeRows
+from longspec_jax.ops.attention.bounds import reached_splits
 from longspec_jax.ops.attention.online_softmax import LOG2_E, State, finish, product, update
+from longspec_jax.ops.attention.packed_rows import load_queries
 from longspec_jax.ops.attention.packing import PackedShape, flat_rows, pack
 from longspec_jax.ops.attention.splits import load_merged
 from longspec_jax.ops.attention.tiles import TreeTile
@@ -90,15 +92,11 @@ def _kernel(
     # The last tokens see the most keys: their programs begin first.
     index = pl.num_programs(0) - 1 - pl.program_id(0)
     kv_head, batch = pl.program_id(1), pl.program_id(2)
-    packed = index * tile.rows + jnp.arange(tile.rows)
-    row, valid = flat_rows(packed, kv_head, shape), packed < shape.packed
+    (q,), (rows,) = load_queries(q_ref, (batch, kv_head), index * tile.rows, (tile.rows,), shape)
+    packed, valid = rows
     token = packed // shape.groups
-    width = q_ref.shape[3]
-    h = jnp.arange(pl.next_power_of_2(width))
-    within = (h < width)[None, :]
-    of_row = valid[:, None] & within
-    place = (batch, kv_head, packed[:, None], h[None, :])
-    q = pltriton.load(q_ref.at[place], mask=of_row, other=0.0)
+    h = jnp.arange(q.shape[1])
+    within = (h < q_ref.shape[3])[None, :]
 
     def visit(block: jax.Array, state: State, *, whole: bool) -> State:
         key = block * tile.keys + jnp.arange(tile.keys)
@@ -111,11 +109,9 @@ def _kernel(
             scores = jnp.where(key[None, :] <= token[:, None], scores, -jnp.inf)
         return update(state, scores, v, interpret)
 
+    splits = reached_splits(length_ref[batch], None, split=split, slots=slots)
     state = load_merged(
-        (partial_ref, partial_lse_ref, length_ref, None),
-        *(batch, kv_head, packed, valid),
-        split=split,
-        slots=slots,
+        *(partial_ref, partial_lse_ref, *splits, batch, kv_head, rows),
         chunk=tile.partials,
         interpret=interpret,
     )
@@ -126,6 +122,7 @@ def _kernel(
     state = jax.lax.fori_loop(0, seen, functools.partial(visit, whole=True), state)
     state = jax.lax.fori_loop(seen, end, functools.partial(visit, whole=False), state)
     out, _ = finish(state)
+    row, mask = flat_rows(packed, kv_head, shape), valid[:, None] & within
     pltriton.store(
-        out_ref.at[batch, row[:, None], h[None, :]], out.astype(out_ref.dtype), mask=of_row
+        out_ref.at[batch, row[:, None], h[None, :]], out.astype(out_ref.dtype), mask=mask
     )

@@ -3,7 +3,7 @@
 Which kernel computes the splits is said by the tile: Triton's from Ampere on, or the one that is
 written for Hopper. What the prefix kernel leaves goes to a small kernel that merges it or, in
 speculative attention, to the tree kernel, which starts its softmax from it: two kernels in all. The
-chunk kernel does so for prefill.
+chunk kernel does so for prefill. Of few rows, as in a plain step, all is one kernel.
 
 Jitted, so that the equal layers of a model are traced and lowered once.
 """
@@ -17,7 +17,13 @@ from jaxtyping import Float
 
 from longspec_jax.axes import Array, Queries, TreeRows
 from longspec_jax.ops import hardware
-from longspec_jax.ops.attention import chunk_pallas, prefix_pallas, tiles, tree_pallas
+from longspec_jax.ops.attention import (
+    chunk_pallas,
+    joined_pallas,
+    prefix_pallas,
+    tiles,
+    tree_pallas,
+)
 from longspec_jax.ops.attention.merge import Partial
 from longspec_jax.ops.attention.operands import CHUNK, PREFIX, SPECULATIVE, Fresh, Prefix
 from longspec_jax.ops.attention.packing import PackedShape, refuse_unsupported
@@ -44,6 +50,8 @@ def prefix_attention(
 ) -> Partial:
     """Attend to ``start[b] <= s < length[b]``; see :func:`reference.prefix_attention`.
 
+    One kernel or two, of which the second merges.
+
     Args:
       q: query tokens.
       prefix: the cached tokens.
@@ -53,14 +61,24 @@ def prefix_attention(
       hopper: take the Hopper kernel whatever the shape.
       interpret: run the kernels step by step on any platform.
     """
-    _, tokens, heads, _ = q.shape
+    _, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
-    partials, split = _split_attention(q, prefix, scale, tile, hopper=hopper, interpret=interpret)
+    tile = tile or _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
+    if isinstance(tile, PrefixTile) and joined_pallas.takes(tile):
+        out, lse = joined_pallas.attend(
+            *(q, prefix, None),
+            scale=width**-0.5 if scale is None else scale,
+            tile=tile,
+            dtype=dtype,
+            interpret=interpret,
+        )
+        return Partial(out.reshape(q.shape), lse.reshape(q.shape[:3]))
+    partials = _split_attention(q, prefix, scale, tile, interpret=interpret)
     shape = PackedShape(tokens=tokens, heads=heads, kv_heads=kv_heads)
     return merge_splits(
         *(partials, prefix.length, prefix.start),
         shape=shape,
-        split=split,
+        split=tile.split,
         slots=slots,
         dtype=dtype,
         interpret=interpret,
@@ -82,24 +100,30 @@ def speculative_attention(
     hopper: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the prefix and, masked, the tree; two kernels in all.
+    """One softmax over the prefix and, masked, the tree; one kernel or two.
 
-    Options as in :func:`prefix_attention`, with a tile for each kernel.
+    Options as in :func:`prefix_attention`, with a tile for each kernel; who gives a tile for the
+    second one gets two.
     """
     _, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
+    factor = width**-0.5 if scale is None else scale
     _refuse_start(prefix)
-    partials, split = _split_attention(
-        *(q, prefix, scale, prefix_tile), hopper=hopper, interpret=interpret
-    )
+    tile = prefix_tile or _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
+    if tree_tile is None and isinstance(tile, PrefixTile) and joined_pallas.takes(tile):
+        out, _ = joined_pallas.attend(
+            q, prefix, fresh, scale=factor, tile=tile, dtype=q.dtype, interpret=interpret
+        )
+        return out.reshape(q.shape)
+    partials = _split_attention(q, prefix, scale, tile, interpret=interpret)
     if tree_tile is None:
         sizes = (tokens, heads, kv_heads, width, fresh.keys.shape[1], q.dtype.itemsize)
         tree_tile = tiles.tree_tile(*sizes)
     out, _ = tree_pallas.attend(
         *(q, fresh, (prefix.length.astype(jnp.int32), *partials)),
         tile=tree_tile,
-        scale=width**-0.5 if scale is None else scale,
-        split=split,
+        scale=factor,
+        split=tile.split,
         slots=slots,
         dtype=q.dtype,
         interpret=interpret,
@@ -130,16 +154,15 @@ def chunk_attention(
     _, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
     _refuse_start(prefix)
-    partials, split = _split_attention(
-        *(q, prefix, scale, prefix_tile), hopper=hopper, interpret=interpret
-    )
+    tile = prefix_tile or _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
+    partials = _split_attention(q, prefix, scale, tile, interpret=interpret)
     if chunk_tile is None:
         chunk_tile = tiles.chunk_tile(tokens, heads, kv_heads, width, q.dtype.itemsize)
     return chunk_pallas.attend(
         *(q, keys, values, (prefix.length.astype(jnp.int32), *partials)),
         tile=chunk_tile,
         scale=width**-0.5 if scale is None else scale,
-        split=split,
+        split=tile.split,
         slots=slots,
         interpret=interpret,
     )
@@ -178,25 +201,21 @@ def _split_attention(
     q: Queries,
     prefix: Prefix,
     scale: float | None,
-    tile: PrefixTile | MosaicTile | None,
+    tile: PrefixTile | MosaicTile,
     *,
-    hopper: bool,
     interpret: bool,
-) -> tuple[tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]], int]:
-    """Partial results of every split by the kernel that the tile is for, and a split's slots."""
-    if tile is None:
-        tile = _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
+) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
+    """Partial results of every split by the kernel that the tile is for."""
     k, v, length, start = prefix.keys, prefix.values, prefix.length, prefix.start
     refuse_unsupported(q, k.shape[1])
     if isinstance(tile, PrefixTile):
-        partials = prefix_pallas.split_attention(
+        return prefix_pallas.split_attention(
             *(q, k, v, length, start), scale=scale, tile=tile, interpret=interpret
         )
-        return partials, tile.split
     if start is not None or interpret:
         raise NotImplementedError(
             "the Mosaic GPU kernel takes no lower bound and does not run in interpret mode"
         )
     from longspec_jax.ops.attention import prefix_mosaic  # Older versions lack its backend.
 
-    return prefix_mosaic.split_attention(q, k, v, length, scale=scale, tile=tile), tile.split
+    return prefix_mosaic.split_attention(q, k, v, length, scale=scale, tile=tile)

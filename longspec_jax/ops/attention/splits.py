@@ -26,6 +26,7 @@ from longspec_jax.ops.attention.online_softmax import (
     finish,
     finite,
 )
+from longspec_jax.ops.attention.packed_rows import Rows, store_rows
 from longspec_jax.ops.attention.packing import PackedShape, packed_rows
 from longspec_jax.ops.triton_compiler import compiler_params
 
@@ -69,24 +70,31 @@ def merge_splits(
 
 
 def load_merged(
-    refs: tuple[Any, Any, Any, Any],
+    out_ref: Any,
+    lse_ref: Any,
+    first: jax.Array | int,
+    last: jax.Array | int,
     batch: jax.Array,
     kv_head: jax.Array,
-    packed: jax.Array,
-    valid: jax.Array,
+    rows: Rows,
     *,
-    split: int,
-    slots: int,
     chunk: int,
     interpret: bool,
 ) -> State:
-    """Merge the reached splits of some rows, ``chunk`` splits at a time, in ascending order.
+    """Merge the splits ``first <= p < last`` of some rows, ``chunk`` at a time, in ascending order.
 
-    ``refs`` are the partial results, their log-sum-exp, the rows' lengths and, or None, starts.
+    Args:
+      out_ref: the splits' outputs, ``[B, P, K, R, H]``.
+      lse_ref: their log-sum-exps, ``[B, P, K, R]``.
+      first: the first split.
+      last: the first split beyond.
+      batch: the batch row.
+      kv_head: the key/value head, or one for each row.
+      rows: the packed rows.
+      chunk: how many splits are on their way at once.
+      interpret: whether this is no GPU.
     """
-    out_ref, lse_ref, length_ref, start_ref = refs
-    start = None if start_ref is None else start_ref[batch]
-    first, last = reached_splits(length_ref[batch], start, split=split, slots=slots)
+    packed, valid = rows
     width = out_ref.shape[4]
     chunk = min(chunk, out_ref.shape[1])
     h = jnp.arange(pl.next_power_of_2(width))
@@ -145,17 +153,11 @@ def _merge_kernel(
     row = pl.program_id(0) * MERGE_ROWS + jnp.arange(MERGE_ROWS)
     valid = row < shape.tokens * shape.heads
     kv_head, packed = packed_rows(row, shape)
+    start = None if start_ref is None else start_ref[batch]
+    splits = reached_splits(length_ref[batch], start, split=split, slots=slots)
     state = load_merged(
-        (out_ref, lse_ref, length_ref, start_ref),
-        *(batch, kv_head, packed, valid),
-        split=split,
-        slots=slots,
+        *(out_ref, lse_ref, *splits, batch, kv_head, (packed, valid)),
         chunk=MERGE_PARTIALS,
         interpret=interpret,
     )
-    out, lse = finish(state)
-    h = jnp.arange(out.shape[1])
-    within = valid[:, None] & (h < merged_ref.shape[2])[None, :]
-    out = out.astype(merged_ref.dtype)
-    pltriton.store(merged_ref.at[batch, row[:, None], h[None, :]], out, mask=within)
-    pltriton.store(merged_lse_ref.at[batch, row], lse, mask=valid)
+    store_rows(merged_ref, merged_lse_ref, (batch,), (row, valid), finish(state))

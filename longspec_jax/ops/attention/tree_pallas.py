@@ -14,22 +14,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from longspec_jax.axes import Array, Queries
+from longspec_jax.ops.attention.arrivals import last_to_arrive
+from longspec_jax.ops.attention.bounds import reached_splits
+from longspec_jax.ops.attention.fresh import read_fresh, visit_fresh
 from longspec_jax.ops.attention.merge import Partial
 from longspec_jax.ops.attention.online_softmax import (
     LOG2_E,
     State,
     empty_state,
     finish,
-    product,
-    update,
 )
 from longspec_jax.ops.attention.operands import TREE, Fresh
+from longspec_jax.ops.attention.packed_rows import load_queries, store_rows
 from longspec_jax.ops.attention.packing import PackedShape, flat_rows, pack, refuse_unsupported
-from longspec_jax.ops.attention.splits import load_merged, merge_splits
+from longspec_jax.ops.attention.splits import MERGE_PARTIALS, load_merged
 from longspec_jax.ops.attention.tiles import TreeTile, tree_tile
 from longspec_jax.ops.hardware import require_ampere
 from longspec_jax.ops.partitioned import partitioned
@@ -63,16 +64,7 @@ def tree_attention(
         dtype=dtype,
         interpret=interpret,
     )
-    if keys <= tile.keys:
-        return Partial(out.reshape(q.shape), lse.reshape(batch, tokens, heads))
-    return merge_splits(
-        *((out, lse), jnp.full((batch,), keys, jnp.int32), None),
-        shape=PackedShape(tokens=tokens, heads=heads, kv_heads=kv_heads),
-        split=tile.keys,
-        slots=keys,
-        dtype=dtype,
-        interpret=interpret,
-    )
+    return Partial(out.reshape(q.shape), lse.reshape(batch, tokens, heads))
 
 
 def attend(
@@ -87,20 +79,31 @@ def attend(
     dtype: DTypeLike,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    """Launch the kernel; its output is of type ``dtype``, unless it is yet to be merged.
+    """Launch the kernel: outputs of type ``dtype`` and log-sum-exps of the flattened [T N] axis.
 
     ``prefix`` is nothing, or the row lengths and the partial results of the prefix's splits, each
-    ``split`` of ``slots`` cache slots. With nothing, keys that one step does not hold leave partial
-    results of theirs, ``[B, P, K, R, H]`` and ``[B, P, K, R]``, to be merged.
+    ``split`` of ``slots`` cache slots. With nothing, keys that one step does not hold are split
+    over programs.
     """
     batch, tokens, heads, width = q.shape
     kv_heads, keys = fresh.keys.shape[2], fresh.keys.shape[1]
     shape = PackedShape(tokens=tokens, heads=heads, kv_heads=kv_heads)
     blocks = 1 if prefix else pl.cdiv(keys, tile.keys)
-    rows: tuple[int, ...] = (batch, tokens * heads)
+    row_tiles = pl.cdiv(shape.packed, tile.rows)
+    operands = [pack(q, kv_heads), fresh.keys, fresh.values, fresh.mask, *prefix]
+    results = [
+        jax.ShapeDtypeStruct((batch, tokens * heads, width), dtype),
+        jax.ShapeDtypeStruct((batch, tokens * heads), jnp.float32),
+    ]
     if blocks > 1:
-        rows = (batch, blocks, kv_heads, shape.packed)
-    return pl.pallas_call(
+        partials = batch, blocks, kv_heads, shape.packed
+        operands.append(jnp.zeros((batch, kv_heads, row_tiles), jnp.int32))
+        results += [
+            jax.ShapeDtypeStruct((*partials, width), jnp.float32),
+            jax.ShapeDtypeStruct(partials, jnp.float32),
+            jax.ShapeDtypeStruct(operands[-1].shape, jnp.int32),
+        ]
+    out, lse, *_ = pl.pallas_call(
         functools.partial(
             _kernel,
             shape=shape,
@@ -111,15 +114,14 @@ def attend(
             blocks=blocks,
             interpret=interpret,
         ),
-        grid=(pl.cdiv(shape.packed, tile.rows) * blocks, kv_heads, batch),
-        out_shape=(
-            jax.ShapeDtypeStruct((*rows, width), dtype if blocks == 1 else jnp.float32),
-            jax.ShapeDtypeStruct(rows, jnp.float32),
-        ),
+        grid=(row_tiles * blocks, kv_heads, batch),
+        out_shape=results,
+        input_output_aliases={len(operands) - 1: 4} if blocks > 1 else {},
         compiler_params=compiler_params(tile.warps, tile.stages),
         interpret=interpret,
         name="speculative_attention" if prefix else "tree_attention",
-    )(pack(q, kv_heads), fresh.keys, fresh.values, fresh.mask, *prefix)
+    )(*operands)
+    return out, lse
 
 
 def _kernel(
@@ -138,67 +140,57 @@ def _kernel(
 ) -> None:
     """Attend with a tile of packed query rows of one key/value head to every tree key.
 
-    Or, where the keys are split over programs, to those of one of several ``blocks``.
+    Or, where the keys are split over programs, to those of one of several ``blocks``, which the
+    last program to arrive merges.
     """
+    refs, merging = (refs[1:3], refs[3:]) if blocks > 1 else (refs, ())
     *prefix_refs, out_ref, lse_ref = refs
     kv_head, batch = pl.program_id(1), pl.program_id(2)
     mine = pl.program_id(0) % blocks
-    packed = pl.program_id(0) // blocks * tile.rows + jnp.arange(tile.rows)
-    row, valid = flat_rows(packed, kv_head, shape), packed < shape.packed
-    token = packed // shape.groups
-    width, keys = q_ref.shape[3], k_ref.shape[1]
-    padded = pl.next_power_of_2(width)
-    h = jnp.arange(padded)
-    within = (h < width)[None, :]
-    q = pltriton.load(
-        q_ref.at[batch, kv_head, packed[:, None], h[None, :]],
-        mask=valid[:, None] & within,
-        other=0.0,
+    head, keys = (batch, kv_head), k_ref.shape[1]
+    first = pl.program_id(0) // blocks * tile.rows
+    (q,), (rows,) = load_queries(q_ref, head, first, (tile.rows,), shape)
+    whole = blocks > 1 or keys <= tile.keys
+    read = functools.partial(
+        *(read_fresh, (k_ref, v_ref, mask_ref), head, rows),
+        block=tile.keys,
+        width=q.shape[1],
+        shape=shape,
     )
 
-    whole = blocks > 1 or keys <= tile.keys
-
-    def read(block: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        key = block * tile.keys + jnp.arange(tile.keys)
-        exists = key < keys
-        seen = pltriton.load(
-            mask_ref.at[batch, token[:, None], key[None, :]],
-            mask=valid[:, None] & exists[None, :],
-            other=False,
-        )
-        place = (batch, key[:, None], kv_head, h[None, :])
-        k = pltriton.load(k_ref.at[place], mask=exists[:, None] & within, other=0.0)
-        # Values that no query of the tile sees may be NaN, which a weight of 0 would not silence.
-        wanted = (seen.astype(jnp.int32).max(axis=0) > 0)[:, None]
-        # Read before they are silenced, so that the reads do not wait for the mask's.
-        v = pltriton.load(v_ref.at[place], mask=exists[:, None] & within, other=0.0)
-        return seen, k, jnp.where(wanted, v, jnp.zeros_like(v))
-
     def visit(state: State, seen: jax.Array, k: jax.Array, v: jax.Array) -> State:
-        scores = jnp.where(seen, product(q, k, (1, 1)) * scale, -jnp.inf)
-        return update(state, scores, v, interpret)
+        return visit_fresh(q, state, seen, k, v, scale=scale, interpret=interpret)
 
     tree = read(mine) if whole else None
     if prefix_refs:
         length_ref, partial_ref, partial_lse_ref = prefix_refs
+        splits = reached_splits(length_ref[batch], None, split=split, slots=slots)
         state = load_merged(
-            (partial_ref, partial_lse_ref, length_ref, None),
-            *(batch, kv_head, packed, valid),
-            split=split,
-            slots=slots,
+            *(partial_ref, partial_lse_ref, *splits, *head, rows),
             chunk=tile.partials,
             interpret=interpret,
         )
     else:
-        state = empty_state(tile.rows, padded)
+        state = empty_state(*q.shape)
     if tree is not None:
         state = visit(state, *tree)
     else:
         steps = pl.cdiv(keys, tile.keys)
         state = jax.lax.fori_loop(0, steps, lambda i, s: visit(s, *read(i)), state)
-    out, lse = finish(state)
-    out = out.astype(out_ref.dtype)
-    mask = valid[:, None] & within
-    to, at = ((batch, mine, kv_head), packed) if blocks > 1 else ((batch,), row)
-    pltriton.store(out_ref.at[*to, at[:, None], h[None, :]], out, mask=mask)
-    pltriton.store(lse_ref.at[*to, at], lse, mask=valid)
+    packed, valid = rows
+    flat = flat_rows(packed, kv_head, shape), valid
+    if not merging:
+        store_rows(out_ref, lse_ref, (batch,), flat, finish(state))
+        return
+    partial_ref, partial_lse_ref, arrived_ref = merging
+    store_rows(partial_ref, partial_lse_ref, (batch, mine, kv_head), rows, finish(state))
+    place = (*head, pl.program_id(0) // blocks)
+
+    @pl.when(last_to_arrive(arrived_ref, place, blocks, interpret))
+    def _() -> None:
+        merged = load_merged(
+            *(partial_ref, partial_lse_ref, 0, blocks, *head, rows),
+            chunk=MERGE_PARTIALS,
+            interpret=interpret,
+        )
+        store_rows(out_ref, lse_ref, (batch,), flat, finish(merged))

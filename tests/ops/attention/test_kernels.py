@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from longspec_jax.ops import hardware
-from longspec_jax.ops.attention import dispatch, kernels, prefix_pallas
-from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.ops.attention import dispatch, kernels, prefix_pallas, tree_pallas
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.packing import pack, unpack
+from longspec_jax.ops.attention.tiles import PrefixTile, TreeTile
+from tests.kit import COMPILED, TOLERANCE, relative_error
+from tests.ops.attention import oracle
 from tests.ops.attention.oracle import Shape, inputs
 
 
@@ -52,3 +55,53 @@ def test_queries_are_packed_for_nothing() -> None:
     again = jax.jit(lambda packed: pack(unpack(packed, tokens) * 2, kv_heads))
     text = again.lower(packed).compile().as_text()
     assert "multiply" in text and "transpose" not in text and "copy" not in text
+
+
+ONE_KERNEL, TWO_KERNELS = PrefixTile((16,), 16, 32, 4, 2), PrefixTile((16, 32), 16, 32, 4, 2)
+"""Tiles of which one program merges a row tile's splits, and of which a second kernel does."""
+
+
+@pytest.mark.parametrize("interpret", COMPILED)
+@pytest.mark.parametrize("tile", [ONE_KERNEL, TWO_KERNELS], ids=["one", "two"])
+def test_splits_are_merged_by_one_kernel_or_two(tile: PrefixTile, interpret: bool) -> None:
+    """Over two row tiles, at lengths of no split, a part of one, whole ones and all of them."""
+    lengths, starts = [0, 1, 32, 33, 64, 131], [0, 0, 7, 32, 33, 130]
+    x = inputs(Shape(batch=6, tokens=9), "float32", lengths)
+    bounded = inputs(Shape(batch=6, tokens=9), "float32", lengths, starts)
+    options = dict(interpret=interpret)
+    for operands in (x, bounded):
+        found = kernels.prefix_attention(*operands.prefix, tile=tile, **options)
+        expected, lse = oracle.prefix(operands)
+        assert relative_error(found.out, expected) <= TOLERANCE["float32"]
+        np.testing.assert_array_equal(np.isneginf(found.lse), np.isneginf(lse))
+        np.testing.assert_allclose(found.lse, lse, rtol=0, atol=1e-5)
+    found = kernels.speculative_attention(*x.speculative, prefix_tile=tile, **options)
+    assert relative_error(found, oracle.speculative(x)) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("interpret", COMPILED)
+def test_fresh_keys_are_split_over_programs(interpret: bool) -> None:
+    """Five blocks of keys, of which some rows see nothing: the last program to arrive merges."""
+    shape = Shape(tokens=9, keys=69)
+    mask = np.random.default_rng().random((2, 9, 69)) < 0.3
+    mask[0, :, 16:48] = mask[:, 3] = False
+    x = inputs(shape, "float32", [3, 5], mask=mask)
+    tile = TreeTile(16, 16, 4, 4, 2)
+    found = tree_pallas.tree_attention(*x.tree, tile=tile, interpret=interpret)
+    expected, lse = oracle.tree(x)
+    assert relative_error(found.out, expected) <= TOLERANCE["float32"]
+    np.testing.assert_array_equal(np.isneginf(found.lse), np.isneginf(lse))
+    np.testing.assert_allclose(found.lse, lse, rtol=0, atol=1e-5)
+
+
+def test_a_plain_step_is_one_kernel() -> None:
+    def launches(tokens: int) -> int:
+        operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+        cache, length = operand((1, 2, 4096, 128)), jax.ShapeDtypeStruct((1,), jnp.int32)
+        rows, mask = operand((1, tokens, 2, 128)), jax.ShapeDtypeStruct((1, tokens, tokens), bool)
+        call = functools.partial(kernels.speculative_attention, interpret=True)
+        operands = Prefix(cache, cache, length), Fresh(rows, rows, mask)
+        jaxpr = jax.make_jaxpr(call)(operand((1, tokens, 8, 128)), *operands)
+        return str(jaxpr).count("pallas_call[")
+
+    assert [launches(tokens) for tokens in (1, 4, 5)] == [1, 1, 2]
