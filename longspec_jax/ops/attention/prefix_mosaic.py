@@ -16,7 +16,8 @@ from longspec_jax.axes import Array, CacheSlots, Lengths, Queries
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention.online_softmax import LOG2_E
 from longspec_jax.ops.attention.packing import pack, refuse_unsupported
-from longspec_jax.ops.attention.prefix_mosaic_kernel import Work, kernel, memory
+from longspec_jax.ops.attention.prefix_mosaic_items import Work
+from longspec_jax.ops.attention.prefix_mosaic_kernel import kernel, memory
 from longspec_jax.ops.attention.tiles import MosaicTile
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 
@@ -38,30 +39,26 @@ def split_attention(
     packed = tokens * heads // kv_heads
     padded = pl.cdiv(packed, WARPGROUP_ROWS) * WARPGROUP_ROWS
     rows = jnp.pad(pack(q, kv_heads), ((0, 0), (0, 0), (0, padded - packed), (0, 0)))
-    splits = pl.cdiv(slots, tile.split)
-    row_tiles = pl.cdiv(padded // WARPGROUP_ROWS, tile.warpgroups)
     work = Work(
         tile=tile,
-        items=row_tiles * splits * kv_heads * batch,
-        row_tiles=row_tiles,
-        rows=padded,
-        splits=splits,
+        batch=batch,
         kv_heads=kv_heads,
+        rows=padded,
         slots=slots,
         scale=(width**-0.5 if scale is None else scale) * LOG2_E,
     )
     call = plgpu.kernel(
         functools.partial(kernel, work=work),
         out_type=(
-            jax.ShapeDtypeStruct((batch, splits, kv_heads, padded, width), jnp.float32),
-            jax.ShapeDtypeStruct((batch, splits, kv_heads, padded), jnp.float32),
+            jax.ShapeDtypeStruct((batch, work.splits, kv_heads, padded, width), jnp.float32),
+            jax.ShapeDtypeStruct((batch, work.splits, kv_heads, padded), jnp.float32),
         ),
         scratch_types=memory(tile, width, q.dtype),
         grid=(work.programs,),
         grid_names=("program",),
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
     return call(length.astype(jnp.int32), rows, k, v)
 

@@ -4,6 +4,17 @@ With grouped heads a tree of some 70 nodes makes the prefix compute-bound: 276 p
 key and value. This kernel keeps the tensor cores busy as FlashAttention-3 does: one warpgroup
 fetches keys and values with the copy engine while the others, 64 packed rows each, take turns, one
 in its softmax while the other multiplies.
+
+In a light item (:mod:`longspec_jax.ops.attention.prefix_mosaic_items`) the blocks of the ring belong
+to the two warpgroups in turn. The one that a block is not for gives it back unread, but not before
+it has come: so every wait for a place counts every block that was in it, whoever read it, and no
+barrier is a phase ahead of one that waits. Nothing waits for what waits for it, in a ring of two
+places or more: write A(s) for the first warpgroup's products with the values of step s - 1 and the
+keys of step s, B(s) for the second one's, whose values are those of its own step s - 1. Then A(0),
+B(0), A(1), B(1), ... is the order that the turns enforce, and a block is fetched when that of two
+places before has been given back by both: by the reader after its product, by the other one at a
+turn that it takes before that product's successor, in all cases before the block is waited for.
+Whoever has fewer steps goes on taking turns and giving back, without blocks of its own.
 """
 
 import dataclasses
@@ -17,40 +28,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from longspec_jax.ops.attention.online_softmax import LOG2_E
+from longspec_jax.ops.attention.prefix_mosaic_items import Item, Part, Work
 from longspec_jax.ops.attention.tiles import MosaicTile
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What all programs do together, known when they are compiled.
-
-    Attributes:
-      tile: how one program works.
-      items: pieces of work, each one row tile of one key/value head against one split.
-      row_tiles: row tiles of a key/value head.
-      rows: packed query rows of a key/value head, whole warpgroups.
-      splits: splits of the cache.
-      kv_heads: key/value heads.
-      slots: capacity of the cache.
-      scale: factor on the scores, in base 2.
-    """
-
-    tile: MosaicTile
-    items: int
-    row_tiles: int
-    rows: int
-    splits: int
-    kv_heads: int
-    slots: int
-    scale: float
-
-    @property
-    def programs(self) -> int:
-        """Programs that share the work."""
-        return min(self.tile.programs, self.items)
 
 
 def memory(tile: MosaicTile, width: int, dtype: Any) -> dict[str, Any]:
@@ -96,7 +78,7 @@ def kernel(*refs: Any, work: Work, **memory: Any) -> None:
     def _() -> None:
         if registers:
             plgpu.set_max_registers(registers[0], action="increase")
-        program.each_item(program.attend_or_stand_by)
+        program.each_item(program.attend)
 
     @pl.when(program.warpgroup == attending)
     def _() -> None:
@@ -140,22 +122,16 @@ class _Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Item:
-    """A piece of work: one row tile of one key/value head against one split.
+class _Share:
+    """What a warpgroup does of an item.
 
-    ``seen`` slots from ``lower`` on take ``whole`` unmasked and ``steps`` steps in all, after the
-    ``past`` steps of the program's earlier items.
+    ``part`` is its split and ``lane`` its place among the two of a light item; ``beside`` are the
+    steps that the other warpgroup takes on blocks of its own, and None where no item is light.
     """
 
-    batch: jax.Array
-    kv_head: jax.Array
-    split: jax.Array
-    row: jax.Array
-    lower: jax.Array
-    seen: jax.Array
-    whole: jax.Array
-    steps: jax.Array
-    past: jax.Array
+    part: Part
+    lane: jax.Array | int
+    beside: jax.Array | None
 
 
 _State = tuple[Any, Any, Any]
@@ -182,70 +158,61 @@ class _Program:
         """Whether two warpgroups take turns."""
         return self.tile.warpgroups == 2
 
-    def each_item(self, visit: Callable[[_Item], None]) -> None:
+    def each_item(self, visit: Callable[[Item], None]) -> None:
         """Call ``visit(item)`` for every item of this program that holds a slot its row sees.
 
-        Items that share a split are neighbours, so that its keys and values come from memory once;
-        the rotation by one per round gives every program its share of the last, lighter row tile.
+        The rotation by one per round gives every program its share of the light items, which need
+        two blocks of keys and values where others need one.
         """
-        work, tile, programs = self.work, self.tile, self.work.programs
+        work, programs = self.work, self.work.programs
 
         def step(turn_number: jax.Array, past: jax.Array) -> jax.Array:
             index = turn_number * programs + jax.lax.rem(self.index + turn_number, programs)
-            rest = jax.lax.div(index, work.row_tiles)
-            head = jax.lax.div(rest, work.splits)
-            batch = jnp.minimum(jax.lax.div(head, work.kv_heads), self.refs.length.shape[0] - 1)
-            split = jax.lax.rem(rest, work.splits)
-            lower = split * tile.split
-            length = jnp.minimum(self.refs.length[batch], work.slots)
-            upper = jnp.minimum(length, lower + tile.split)
-            seen = jnp.where(index < work.items, jnp.maximum(upper - lower, 0), 0)
-            item = _Item(
-                batch=batch,
-                kv_head=jax.lax.rem(head, work.kv_heads),
-                split=split,
-                row=jax.lax.rem(index, work.row_tiles) * (tile.warpgroups * WARPGROUP_ROWS),
-                lower=lower,
-                seen=seen,
-                whole=jax.lax.div(seen, tile.slots),
-                steps=jax.lax.div(seen + (tile.slots - 1), tile.slots),
-                past=past,
-            )
-            pl.when(seen > 0)(lambda: visit(item))
+            item = work.item(index, self.refs.length, past)
+            pl.when(item.first.steps > 0)(lambda: visit(item))
             return past + item.steps
 
         jax.lax.fori_loop(0, pl.cdiv(work.items, programs), step, jnp.int32(0))
 
-    def attend_or_stand_by(self, item: _Item) -> None:
-        """Attend with this warpgroup's rows, if the row tile has that many."""
-        busy = item.row + self.warpgroup * WARPGROUP_ROWS < self.work.rows
-        pl.when(busy)(lambda: self.attend(item))
-        pl.when(jnp.logical_not(busy))(lambda: self.stand_by(item))
+    def share(self, item: Item) -> _Share:
+        """This warpgroup's share of an item."""
+        first, second = item.first, item.second
+        if second is None:
+            return _Share(first, 0, None)
+        lane = jnp.where(item.light, self.warpgroup, 0)
+        part = Part(*(jnp.where(lane == 1, *of) for of in zip(second, first, strict=True)))
+        return _Share(part, lane, jnp.where(item.light, item.steps - part.steps, 0))
 
-    def fetch(self, item: _Item) -> None:
+    def fetch(self, item: Item) -> None:
         """Bring the item's keys and values, as soon as there is room in the ring."""
-        refs, memory, tile = self.refs, self.memory, self.tile
 
-        @pl.loop(0, item.steps)
+        @pl.loop(0, item.first.steps)
         def _(step: jax.Array) -> None:
-            stage = self.ring(item, step)
-            used = item.past + step >= tile.stages
-            block = (item.batch, item.kv_head, pl.ds(item.lower + step * tile.slots, tile.slots))
-            pl.when(used)(lambda: plgpu.barrier_wait(memory.k_free.at[stage]))
-            plgpu.copy_gmem_to_smem(
-                refs.k.at[block], memory.k_smem.at[stage], memory.k_ready.at[stage]
-            )
-            pl.when(used)(lambda: plgpu.barrier_wait(memory.v_free.at[stage]))
-            plgpu.copy_gmem_to_smem(
-                refs.v.at[block], memory.v_smem.at[stage], memory.v_ready.at[stage]
-            )
+            self.fetch_block(item, item.first, step, lane=0)
+            if item.second is not None:
+                second = functools.partial(self.fetch_block, item, item.second, step, lane=1)
+                pl.when(step < item.second.steps)(second)
 
-    def attend(self, item: _Item) -> None:
-        """Attend with 64 rows to the item's split and write what they find."""
+    def fetch_block(self, item: Item, part: Part, step: jax.Array, lane: int) -> None:
+        """Bring one step's keys and values."""
+        refs, memory, tile = self.refs, self.memory, self.tile
+        stage = self.ring(item, step, lane)
+        used = item.place(step, lane) >= tile.stages
+        block = (item.batch, item.kv_head, pl.ds(part.lower + step * tile.slots, tile.slots))
+        pl.when(used)(lambda: plgpu.barrier_wait(memory.k_free.at[stage]))
+        plgpu.copy_gmem_to_smem(refs.k.at[block], memory.k_smem.at[stage], memory.k_ready.at[stage])
+        pl.when(used)(lambda: plgpu.barrier_wait(memory.v_free.at[stage]))
+        plgpu.copy_gmem_to_smem(refs.v.at[block], memory.v_smem.at[stage], memory.v_ready.at[stage])
+
+    def attend(self, item: Item) -> None:
+        """Attend with 64 rows to this warpgroup's split and write what they find."""
         memory, warpgroup, width = self.memory, self.warpgroup, self.refs.k.shape[3]
+        share = self.share(item)
+        # Of the last rows there may be fewer than warpgroups, which then do, or share, the same.
         first_row = item.row + warpgroup * WARPGROUP_ROWS
+        rows = pl.ds(jnp.minimum(first_row, self.work.rows - WARPGROUP_ROWS), WARPGROUP_ROWS)
         plgpu.copy_gmem_to_smem(
-            self.refs.q.at[item.batch, item.kv_head, pl.ds(first_row, WARPGROUP_ROWS)],
+            self.refs.q.at[item.batch, item.kv_head, rows],
             memory.q_smem.at[warpgroup],
             memory.q_ready.at[warpgroup],
         )
@@ -254,30 +221,31 @@ class _Program:
         top = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), column)
         total = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), column)
         acc = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
-        plgpu.barrier_wait(memory.k_ready.at[self.ring(item, 0)])
         if self.alternate:
-            pl.when(warpgroup == 1)(self.take_turn)
+            pl.when(warpgroup == 1)(lambda: self.begin_second(item, share))
         state = (acc, top, total)
-        whole = functools.partial(self.attend_to_step, item, edge=False)
-        state = jax.lax.fori_loop(0, item.whole, whole, state)
-        ragged = functools.partial(self.attend_to_step, item, edge=True)
-        acc, top, total = jax.lax.fori_loop(item.whole, item.steps, ragged, state)
+        self.wait_for_keys(item, share, 0)
+        whole = functools.partial(self.attend_to_step, item, share, edge=False)
+        state = jax.lax.fori_loop(0, share.part.whole, whole, state)
+        ragged = functools.partial(self.attend_to_step, item, share, edge=True)
+        state = jax.lax.fori_loop(share.part.whole, share.part.steps, ragged, state)
+        if item.second is not None:
+            stand_by = functools.partial(self.stand_by, item, share)
+            pl.loop(share.part.steps, item.first.steps)(stand_by)
         if self.alternate:
-            pl.when(warpgroup == 0)(self.take_turn)
-        acc *= jax.lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
-        memory.lse_smem[warpgroup] = top / LOG2_E + jnp.log(total)
-        plgpu.commit_smem()
-        place = (item.batch, item.split, item.kv_head, pl.ds(first_row, WARPGROUP_ROWS))
-        plgpu.copy_smem_to_gmem(memory.lse_smem.at[warpgroup], self.refs.lse.at[place])
-        self.refs.out[place] = acc
-        plgpu.wait_smem_to_gmem(0)
+            pl.when(warpgroup == 0)(lambda: self.end_first(item, share))
+        pl.when(share.part.steps > 0)(lambda: self.write(item, share, rows, state))
 
-    def attend_to_step(self, item: _Item, step: jax.Array, state: _State, edge: bool) -> _State:
+    def attend_to_step(
+        self, item: Item, share: _Share, step: jax.Array, state: _State, edge: bool
+    ) -> _State:
         """Attend to one block of slots; ``edge`` if the row may not see all of them."""
-        memory, tile = self.memory, self.tile
+        memory = self.memory
         acc, top, total = state
-        stage = self.ring(item, step)
-        scores = self.scores(item, step, stage, edge)
+        stage = self.ring(item, step, share.lane)
+        scores = self.scores(item, share, step, edge)
+        # The other warpgroup is about to multiply these values.
+        self.give_back_values(item, share, step - 1 + share.lane)
         # Every visited block holds a slot the row sees, so this maximum is finite.
         new_top = jnp.maximum(top, scores.max(axis=1) * self.work.scale)
         keep = jnp.exp2(top - new_top)
@@ -292,26 +260,24 @@ class _Program:
             plgpu.barrier_arrive(memory.turn)  # This warpgroup's softmax is done.
         plgpu.barrier_wait(memory.v_ready.at[stage])
         if edge:
-            _silence(memory.v_smem.at[stage], item.seen - step * tile.slots, self.warpgroup)
-            plgpu.barrier_arrive(memory.clean)
-            plgpu.barrier_wait(memory.clean)
+            self.silence(item, share, step)
         if self.alternate:
             plgpu.barrier_wait(memory.turn)  # The tensor cores are free.
 
         def multiply_values(acc_ref: Any) -> None:
             plgpu.wgmma(acc_ref, half, memory.v_smem.at[stage])
-
-            @pl.when(step + 1 < item.steps)
-            def _() -> None:
-                plgpu.barrier_wait(memory.k_ready.at[self.ring(item, step + 1)])
+            # The other warpgroup has begun to multiply these keys.
+            self.give_back_keys(item, share, step + share.lane)
+            self.wait_for_keys(item, share, step + 1)
 
         acc = pl.run_state(multiply_values)(_ACC.init(acc))
         plgpu.barrier_arrive(memory.v_free.at[stage])
         return acc, new_top, total
 
-    def scores(self, item: _Item, step: jax.Array, stage: jax.Array, edge: bool) -> jax.Array:
+    def scores(self, item: Item, share: _Share, step: jax.Array, edge: bool) -> jax.Array:
         """Products of the queries with one block of keys, which is given back."""
         memory, tile = self.memory, self.tile
+        stage = self.ring(item, step, share.lane)
 
         def multiply_keys(scores_ref: Any) -> jax.Array:
             keys = memory.k_smem.at[stage].transpose((1, 0))
@@ -325,50 +291,93 @@ class _Program:
             slot = plgpu.broadcasted_iota(
                 jnp.int32, (WARPGROUP_ROWS, tile.slots), 1, layout=plgpu.Layout.WGMMA
             )
-            scores = jnp.where(slot + step * tile.slots < item.seen, scores, -jnp.inf)
+            scores = jnp.where(slot + step * tile.slots < share.part.seen, scores, -jnp.inf)
         return scores
 
-    def stand_by(self, item: _Item) -> None:
-        """Keep the barriers turning where the last row tile has fewer rows than warpgroups."""
+    def silence(self, item: Item, share: _Share, step: jax.Array) -> None:
+        """Zero the values beyond the length: memory there may be NaN, and 0 NaN is NaN.
+
+        Whose block it is does it; the first warpgroup, where that is everyone's.
+        """
         memory = self.memory
-        if self.alternate:
-            pl.when(self.warpgroup == 1)(self.take_turn)
+        values = memory.v_smem.at[self.ring(item, step, share.lane)]
 
-        def visit(step: jax.Array, _: None, edge: bool) -> None:
-            stage = self.ring(item, step)
-            # Without these waits it would run ahead and release blocks that others still read.
-            plgpu.barrier_wait(memory.k_ready.at[stage])
-            self.take_turn()
-            plgpu.barrier_arrive(memory.k_free.at[stage])
-            plgpu.barrier_wait(memory.v_ready.at[stage])
-            if edge:
-                plgpu.barrier_arrive(memory.clean)
-                plgpu.barrier_wait(memory.clean)
-            self.take_turn()
-            plgpu.barrier_arrive(memory.v_free.at[stage])
+        @pl.when(jnp.logical_or(self.warpgroup == 0, item.light))
+        def _() -> None:
+            block = plgpu.load(values, layout=plgpu.Layout.WGMMA)  # pyright: ignore
+            row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
+            seen = row + step * self.tile.slots < share.part.seen
+            values[...] = jnp.where(seen, block, jnp.zeros_like(block))
+            plgpu.commit_smem()
 
-        jax.lax.fori_loop(0, item.whole, functools.partial(visit, edge=False), None)
-        jax.lax.fori_loop(item.whole, item.steps, functools.partial(visit, edge=True), None)
-        if self.alternate:
-            pl.when(self.warpgroup == 0)(self.take_turn)
+        @pl.when(jnp.logical_not(item.light))
+        def _() -> None:
+            plgpu.barrier_arrive(memory.clean)
+            plgpu.barrier_wait(memory.clean)
 
-    def ring(self, item: _Item, step: jax.Array | int) -> jax.Array:
-        """The stage of an item's step: the ring goes on from item to item."""
-        return jax.lax.rem(item.past + step, self.tile.stages)
+    def write(self, item: Item, share: _Share, rows: Any, state: _State) -> None:
+        """Write the results of some rows and the split they attended to."""
+        acc, top, total = state
+        lse = self.memory.lse_smem.at[self.warpgroup]
+        acc *= jax.lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
+        lse[...] = top / LOG2_E + jnp.log(total)
+        plgpu.commit_smem()
+        place = (item.batch, share.part.split, item.kv_head, rows)
+        plgpu.copy_smem_to_gmem(lse, self.refs.lse.at[place])
+        self.refs.out[place] = acc
+        plgpu.wait_smem_to_gmem(0)
+
+    def begin_second(self, item: Item, share: _Share) -> None:
+        """Let the first warpgroup multiply its first keys."""
+        self.take_turn()
+        self.give_back_keys(item, share, 0)
+
+    def stand_by(self, item: Item, share: _Share, step: jax.Array) -> None:
+        """Take the second warpgroup's turns of a step that only the first one has."""
+        self.take_turn()
+        self.give_back_values(item, share, step)
+        self.take_turn()
+        self.give_back_keys(item, share, step + 1)
+
+    def end_first(self, item: Item, share: _Share) -> None:
+        """Let the second warpgroup multiply its last values."""
+        self.take_turn()
+        self.give_back_values(item, share, item.first.steps - 1)
+
+    def give_back_keys(self, item: Item, share: _Share, step: jax.Array | int) -> None:
+        """Give back, unread, the keys of a step of the other warpgroup, if it has that step."""
+        self.give_back(item, share, step, self.memory.k_ready, self.memory.k_free)
+
+    def give_back_values(self, item: Item, share: _Share, step: jax.Array | int) -> None:
+        """Give back, unread, the values of a step of the other warpgroup, if it has that step."""
+        self.give_back(item, share, step, self.memory.v_ready, self.memory.v_free)
+
+    def give_back(
+        self, item: Item, share: _Share, step: jax.Array | int, ready: Any, free: Any
+    ) -> None:
+        """Wait for a block that is the other warpgroup's and let go of it."""
+        if share.beside is None:
+            return
+        stage = self.ring(item, step, 1 - share.lane)
+
+        @pl.when(jnp.logical_and(step >= 0, step < share.beside))
+        def _() -> None:
+            plgpu.barrier_wait(ready.at[stage])
+            plgpu.barrier_arrive(free.at[stage])
+
+    def wait_for_keys(self, item: Item, share: _Share, step: jax.Array | int) -> None:
+        """Wait for the keys of a step of this warpgroup, if it has that step."""
+
+        @pl.when(step < share.part.steps)
+        def _() -> None:
+            plgpu.barrier_wait(self.memory.k_ready.at[self.ring(item, step, share.lane)])
+
+    def ring(self, item: Item, step: jax.Array | int, lane: jax.Array | int) -> jax.Array:
+        """The stage of a step, as :meth:`Item.place`: the ring goes on from item to item."""
+        return jax.lax.rem(item.place(step, lane), self.tile.stages)
 
     def take_turn(self) -> None:
         """Wait until the other warpgroup is done, and let it wait for this one."""
         if self.alternate:
             plgpu.barrier_arrive(self.memory.turn)
             plgpu.barrier_wait(self.memory.turn)
-
-
-def _silence(values: Any, count: jax.Array, warpgroup: jax.Array) -> None:
-    """Zero the rows from ``count`` on: memory beyond the length may be NaN, and 0 NaN is NaN."""
-
-    @pl.when(warpgroup == 0)
-    def _() -> None:
-        block = plgpu.load(values, layout=plgpu.Layout.WGMMA)  # pyright: ignore
-        row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
-        values[...] = jnp.where(row < count, block, jnp.zeros_like(block))
-        plgpu.commit_smem()

@@ -79,6 +79,37 @@ class MosaicTile:
 
 
 @dataclasses.dataclass(frozen=True)
+class RowTiles:
+    """How the packed rows of a key/value head are shared out to programs of the Hopper kernel.
+
+    An item, what a program does at a time, is one row tile against one split. Where 64 rows are
+    left over for two warpgroups, both attend to them, each to another split: an item of this
+    lighter row tile is two neighbouring splits, and takes as long as any other.
+
+    Attributes:
+      rows: packed query rows of a key/value head.
+      warpgroups: warpgroups that attend, as in :class:`MosaicTile`.
+    """
+
+    rows: int
+    warpgroups: int
+
+    @property
+    def count(self) -> int:
+        """Row tiles, with the lighter one."""
+        return math.ceil(self.rows / (self.warpgroups * WARPGROUP_ROWS))
+
+    @property
+    def lighter(self) -> bool:
+        """Whether the last row tile has rows for one of two warpgroups."""
+        return self.warpgroups == 2 and math.ceil(self.rows / WARPGROUP_ROWS) % 2 == 1
+
+    def items(self, splits: int) -> int:
+        """Items of a key/value head."""
+        return self.count * splits - (splits // 2 if self.lighter else 0)
+
+
+@dataclasses.dataclass(frozen=True)
 class TreeTile:
     """How one program of the tree kernel, or of the one for chunks, works.
 
@@ -127,18 +158,16 @@ def prefix_tile(
 def mosaic_prefix_tile(tokens: int, heads: int, kv_heads: int, capacity: int) -> MosaicTile:
     """Choose the tile of the Hopper kernel.
 
-    Its programs stay on their multiprocessors, so that the splits are counted to give each the same
-    number of items: one, or three where a last, lighter row tile has to be spread and the cache is
-    long enough for the merge of so many splits not to matter (5 against 16 splits of 276 rows a
-    key/value head, 32/8 heads: equal at 32k, 3 % slower at 128k).
+    Its programs stay on their multiprocessors, so that there are as many splits as give each one
+    item at most: more rounds of shorter items cost their starts and the merge of their results.
     """
     packed = tokens * heads // kv_heads
     warpgroups = 1 if packed <= WARPGROUP_ROWS else 2
     slots = 64 if packed <= WARPGROUP_ROWS else 128
-    row_tiles = math.ceil(packed / (warpgroups * WARPGROUP_ROWS))
-    lighter = math.ceil(packed / WARPGROUP_ROWS) % warpgroups and row_tiles > 1
-    rounds = 3 if lighter and capacity >= 65536 else 1
-    count = max(1, rounds * MULTIPROCESSORS // (row_tiles * kv_heads))
+    row_tiles = RowTiles(packed, warpgroups)
+    count = 1
+    while kv_heads * row_tiles.items(count + 1) <= MULTIPROCESSORS:
+        count += 1
     return MosaicTile(warpgroups, slots, _split(capacity, count, slots), 256 // slots)
 
 
