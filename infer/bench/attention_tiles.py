@@ -88,7 +88,8 @@ def candidate_tiles(case: Case) -> Iterable[tuple[PrefixTile | MosaicTile, TreeT
                 yield candidate, tree
     if packed > 16:
         rings = [(1, 64, d) for d in (3, 4, 6)] + [(1, 128, d) for d in (2, 3)]
-        rings += [(2, 64, d) for d in (3, 4, 5)] + [(2, 128, 2), (3, 64, 3), (3, 64, 4)]
+        rings += [(2, 64, d) for d in (3, 4, 5)] + [(2, 128, d) for d in (2, 3)]
+        rings += [(3, 64, d) for d in (3, 4)]
         for warpgroups, slots, stages in rings:
             for count in (4, 8, 11, 16):
                 split = max(slots, math.ceil(case.context / count / slots) * slots)

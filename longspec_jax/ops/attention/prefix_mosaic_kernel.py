@@ -5,16 +5,16 @@ key and value. This kernel keeps the tensor cores busy as FlashAttention-3 does:
 fetches keys and values with the copy engine while the others, 64 packed rows each, take turns, one
 in its softmax while the other multiplies.
 
-In a light item (:mod:`longspec_jax.ops.attention.prefix_mosaic_items`) the blocks of the ring belong
-to the two warpgroups in turn. The one that a block is not for gives it back unread, but not before
-it has come: so every wait for a place counts every block that was in it, whoever read it, and no
-barrier is a phase ahead of one that waits. Nothing waits for what waits for it, in a ring of two
-places or more: write A(s) for the first warpgroup's products with the values of step s - 1 and the
-keys of step s, B(s) for the second one's, whose values are those of its own step s - 1. Then A(0),
-B(0), A(1), B(1), ... is the order that the turns enforce, and a block is fetched when that of two
-places before has been given back by both: by the reader after its product, by the other one at a
-turn that it takes before that product's successor, in all cases before the block is waited for.
-Whoever has fewer steps goes on taking turns and giving back, without blocks of its own.
+In a light item (:mod:`longspec_jax.ops.attention.prefix_mosaic_items`) each warpgroup has a split,
+and the blocks of the ring are the first one's and the second one's alternately. A warpgroup waits
+for the other's blocks, too, and gives them back unread: a place is filled again only when both have
+seen what was in it, so that nobody misses a phase of a barrier. Nobody waits in a circle, either.
+Let A(s) be the first warpgroup's products, with the values of its step s - 1 and the keys of its
+step s, and B(s) the second one's. The turns enforce the order A(0), B(0), A(1), B(1), ... A block
+is given back by its reader when the product is done, and by the other warpgroup at a turn of its
+own, when its next products begin at the latest. The block two places later, which has to wait for
+that in a ring of two places, is for the products after those. A warpgroup whose split is the
+shorter one goes on taking its turns and giving back, so that both take as many turns.
 """
 
 import dataclasses

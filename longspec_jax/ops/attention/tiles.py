@@ -168,7 +168,9 @@ def mosaic_prefix_tile(tokens: int, heads: int, kv_heads: int, capacity: int) ->
     count = 1
     while kv_heads * row_tiles.items(count + 1) <= MULTIPROCESSORS:
         count += 1
-    return MosaicTile(warpgroups, slots, _split(capacity, count, slots), 256 // slots)
+    # A light item takes two blocks a step: with two stages each would come just as it is needed.
+    stages = 3 if row_tiles.lighter else 256 // slots
+    return MosaicTile(warpgroups, slots, _split(capacity, count, slots), stages)
 
 
 def triton_prefix_tile(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import dispatch, kernels
 from longspec_jax.ops.attention.merge import merge
 from longspec_jax.ops.attention.tiles import TreeTile
@@ -97,6 +98,18 @@ def test_prefix_at_lengths_around_every_edge(implementation: str) -> None:
     clean = dataclasses.replace(shorter, k=jnp.nan_to_num(x.k), v=jnp.nan_to_num(x.v))
     actual = compiled("prefix_attention", implementation)(*clean.prefix)
     check(actual, oracle.prefix(clean), "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [1000, 4096])
+@pytest.mark.parametrize(("tokens", "heads"), [(65, 4), (69, 8), (64, 10), (69, 10)])
+def test_prefix_of_many_rows_on_hopper(tokens: int, heads: int, slots: int) -> None:
+    """With whole row tiles, and with a last one whose rows two warpgroups share."""
+    if not (hardware.is_hopper() and hardware.mosaic_is_supported()):
+        pytest.skip("written for Hopper GPUs and jax 0.11 or newer")
+    lengths = [0, 1, 127, 128, 513, slots // 2 + 1, slots - 1, slots]
+    x = inputs(Shape(8, tokens, heads, 2, width=128, slots=slots), "bfloat16", lengths)
+    check(compiled("prefix_attention", "mosaic")(*x.prefix), oracle.prefix(x), "bfloat16")
 
 
 @pytest.mark.parametrize("implementation", PREFIX)
