@@ -197,8 +197,8 @@ def speculative_attention(
     """Attention of tree nodes to the committed prefix and, masked, to the tree itself.
 
     Args and errors as in :func:`prefix_attention` and :func:`tree_attention`, of which this is the
-    merged result, in the dtype of the queries. On a GPU the merge happens in the tree kernel's
-    epilogue, two kernels in all.
+    merged result, in the dtype of the queries. On a GPU all is one kernel or, of more than a few
+    rows, two.
     """
     _check_prefix(q, prefix)
     _check_fresh(q, fresh)
