@@ -4,13 +4,14 @@ One compiled shape serves prompts of any length. A chunk is launched when the on
 asked for no more: whoever follows :func:`prefill_chunks` may launch other work in between.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Lengths
@@ -19,7 +20,7 @@ from longspec_jax.decoding.home import Home
 from longspec_jax.decoding.programs import RECENT, program
 from longspec_jax.decoding.record import Record, SpecState
 from longspec_jax.decoding.rows import Request, Rows
-from longspec_jax.decoding.sampling import NO_TOKEN, draw, noise
+from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, draw, noise
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.ops.partitioned import use_mesh
@@ -105,7 +106,7 @@ def prefill_chunks(
         offset = np.int32(index * chunk)
         logits, cache, features = _prefill_chunk(
             target,
-            drafter.needs,
+            drafter.needs.features,
             chunk,
             home,
             params.target,
@@ -120,7 +121,86 @@ def prefill_chunks(
                 target, drafter, chunk, home, params, draft, padded, length, offset, features
             )
         yield min((index + 1) * chunk, prompt), logits
-    return _start(target.vocab_size, home, cache, draft, length, logits, request)
+    return Rows(cache, draft, length, *_start(target.vocab_size, home, length, logits, request))
+
+
+def rows_outline(
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    request: Request,
+    *,
+    batch: int,
+    capacity: int,
+) -> Rows:
+    """What :func:`prefill` returns, as shapes and places: enough to compile the rounds behind it.
+
+    Arguments as there.
+    """
+    home = Home.beside(params.target, batch)
+
+    def begun(params: Params, request: Request) -> Rows:
+        cache, _, draft = _empty(target, drafter, batch, capacity, params)
+        none = jnp.zeros(batch, jnp.int32)
+        return Rows(cache, draft, none, none, none, request.sampling, request.stop_tokens)
+
+    rows = jax.eval_shape(begun, params, request)
+    return _placed(rows, rows.places(home))
+
+
+def record_outline(rows: Rows, max_emitted: int, height: int) -> Record:
+    """The record that :func:`prefill` begins beside such rows, as shapes and places.
+
+    Args:
+      rows: their outline.
+      max_emitted: as there.
+      height: most tokens that a round emits in a row.
+    """
+    begin = partial(Record.begin, max_emitted=max_emitted, height=height)
+    record, home = jax.eval_shape(begin, rows.pending), rows.pending.sharding
+    return _placed(record, jax.tree.map(lambda _: home, record))
+
+
+def prefill_programs(
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    request: Request,
+    *,
+    batch: int,
+    capacity: int,
+    max_emitted: int,
+    chunk: int,
+) -> Iterator[jax.stages.Lowered]:
+    """Lower everything that :func:`prefill` runs, the slowest to compile first.
+
+    Arguments as there.
+    """
+    home = Home.beside(params.target, batch)
+    rows = rows_outline(target, drafter, params, request, batch=batch, capacity=capacity)
+    tokens = jax.ShapeDtypeStruct((batch, capacity), jnp.int32, sharding=home.rows)
+    logits = jax.ShapeDtypeStruct((batch, target.vocab_size), jnp.float32, sharding=home.rows)
+    needs, at = drafter.needs.features, (tokens, rows.length, np.int32(0))
+    a_chunk = _prefill_chunk.lower(
+        *(target, needs, chunk, home, params.target, rows.cache, *at, logits)
+    )
+    yield a_chunk
+    if drafter.needs.recent != 0:  # Else no chunk is shown to it, whatever the prompt.
+        _, _, found = a_chunk.out_info
+        features = _placed(found, jax.tree.map(lambda _: home.rows, found))
+        yield _extend.lower(target, drafter, chunk, home, params, rows.draft, *at, features)
+    yield _allocate(target, drafter, batch, capacity, home).lower(params)
+    yield _start.lower(target.vocab_size, home, rows.length, logits, request)
+    yield _begin_record.lower(max_emitted, drafter.tree.num_levels + 1, rows.pending)
+
+
+def _placed(shapes: Any, places: Any) -> Any:
+    """The same shapes, each with the place of its array."""
+
+    def place(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(place, shapes, places)
 
 
 def _concerns(needs: Needs, length: np.ndarray, offset: int, chunk: int) -> bool:
@@ -131,19 +211,23 @@ def _concerns(needs: Needs, length: np.ndarray, offset: int, chunk: int) -> bool
 
 def _allocate(
     target: TargetModel, drafter: Drafter, batch: int, capacity: int, home: Home
-) -> Callable[[Params], Any]:
+) -> jax.stages.Wrapped:
     """A program that makes the state and logits of rows without a token, where they will stay."""
-
-    def empty(params: Params) -> tuple[KVCache, Float[Array, "B V"], Any]:
-        logits = jnp.zeros((batch, target.vocab_size), jnp.float32)
-        return target.allocate(batch, capacity), logits, drafter.begin(params, batch, capacity)
 
     def make() -> tuple[Any, Any]:
         cache = jax.eval_shape(partial(target.allocate, batch, capacity))
         places = cache.places(home.cache), home.rows, home.rows
+        empty = partial(_empty, target, drafter, batch, capacity)
         return _allocate, jax.jit(empty, out_shardings=places)
 
     return RECENT.get((_allocate, target, drafter, batch, capacity, home), make)[1]
+
+
+def _empty(
+    target: TargetModel, drafter: Drafter, batch: int, capacity: int, params: Params
+) -> tuple[KVCache, Float[Array, "B V"], Any]:
+    logits = jnp.zeros((batch, target.vocab_size), jnp.float32)
+    return target.allocate(batch, capacity), logits, drafter.begin(params, batch, capacity)
 
 
 def vacant(
@@ -228,23 +312,26 @@ def _extend(
     return jax.lax.with_sharding_constraint(draft, home.rows)
 
 
-@program(static_argnames=("vocab_size", "home"), donate_argnames=("cache", "draft"))
+class _Started(NamedTuple):
+    """The part of :class:`Rows` behind the length: the same whatever proposes."""
+
+    pending: Int[Array, " B"]
+    remaining: Int[Array, " B"]
+    sampling: Sampling
+    stop_tokens: Int[Array, "B n"]
+
+
+@program(static_argnames=("vocab_size", "home"))
 def _start(
-    vocab_size: int,
-    home: Home,
-    cache: KVCache,
-    draft: Any,
-    length: Lengths,
-    logits: Float[Array, "B V"],
-    request: Request,
-) -> Rows:
+    vocab_size: int, home: Home, length: Lengths, logits: Float[Array, "B V"], request: Request
+) -> _Started:
     """Draw the first token of every row."""
     gumbel = noise(request.sampling, length[:, None], vocab_size)
     first = draw(logits[:, None], gumbel, request.sampling)[:, 0]
     stopped = (request.stop_tokens == first[:, None]).any(axis=1) | (first == NO_TOKEN)
     remaining = jnp.where(stopped, 0, jnp.maximum(request.max_new_tokens - 1, 0))
-    rows = Rows(cache, draft, length, first, remaining, request.sampling, request.stop_tokens)
-    return rows.kept_in(home)
+    started = _Started(first, remaining, request.sampling, request.stop_tokens)
+    return jax.lax.with_sharding_constraint(started, home.rows)
 
 
 @program(static_argnames=("max_emitted", "height"))

@@ -61,9 +61,12 @@ class Rows:
 
     def kept_in(self, home: Home) -> "Rows":
         """The same rows, their arrays held in their places inside a program."""
+        return jax.lax.with_sharding_constraint(self, self.places(home))
+
+    def places(self, home: Home) -> Any:
+        """Where the arrays lie of rows that live there."""
         places = jax.tree.map(lambda _: home.rows, self)
-        places = replace(places, cache=self.cache.places(home.cache))
-        return jax.lax.with_sharding_constraint(self, places)
+        return replace(places, cache=self.cache.places(home.cache))
 
 
 @program(static_argnames=("home",), donate_argnames=("rows",))

@@ -11,7 +11,7 @@ to improve on it (:mod:`longspec_jax.drafters.hierarchy`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from flax import struct
@@ -55,6 +55,11 @@ class Needs:
             tuple(sorted({*self.keys, *other.keys})),
             None if whole else max(self.recent or 0, other.recent or 0),
         )
+
+    @property
+    def features(self) -> "Needs":
+        """What a pass computes for it, of whichever tokens: needs that compile to one program."""
+        return replace(self, recent=None)
 
 
 NOTHING = Needs(recent=0)

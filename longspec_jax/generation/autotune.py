@@ -11,12 +11,11 @@ every call of the kind runs the best of them from its first round on; plain deco
 
 import hashlib
 import importlib.metadata
-import os
 import platform
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from jax.sharding import Mesh
 
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.compiling import compile_side_by_side, processors
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.drafters.draft import UsualTrees, is_large
 from longspec_jax.generation import runner
@@ -120,17 +120,15 @@ def _ready_after_timing(
     """Time all trees behind the call's own prompt, and keep the figures."""
     whole, job = job, job.at_once()
     choices = (job.without_draft(), *map(job.only, job.drafters))
+    shared = replace(job, drafters=(job.drafter,))
     on_activity(Compiling())
     begin = time.perf_counter()
-    # Plain decoding first, with the prefill that all share; then the others side by side, as far as
-    # memory takes a cache for each.
-    warm.prepare(choices[0], streams)
-    free = free_bytes()
-    most = len(choices) - 1 if free is None else max(1, free // job.memory.needed_bytes)
-    with ThreadPoolExecutor(min(most, len(choices) - 1)) as pool:
-        list(pool.map(lambda choice: warm.prepare(choice, streams), choices[1:]))
+    if job.foreseeable:
+        # The more nodes, the longer a round takes to compile, as a rule; a prefill is one pass.
+        longest_first = sorted(choices, key=lambda choice: -choice.drafter.tree.num_nodes)
+        rounds = (choice.round_programs(streams) for choice in longest_first)
+        compile_side_by_side(chain(chain.from_iterable(rounds), shared.prefill_programs()))
     compiled = time.perf_counter() - begin
-    shared = replace(job, drafters=(job.drafter,))
     start = runner.ready(shared, warm, streams=streams, rounds=False, on_activity=on_activity)
     assert isinstance(start, Ready), "these rows all have a slot"
     begin, paces = time.perf_counter(), []
@@ -150,6 +148,10 @@ def _ready_after_timing(
         flowing = whole.settled_on(drafter, tree)
         ready = runner.ready(flowing, warm, streams=streams, on_activity=on_activity)
         return ready._replace(timing=Timing(seconds + ready.timing.compile))
+    free = free_bytes()
+    if free is None or free > job.memory.needed_bytes:
+        # Later calls begin with a prefill of the chosen drafter's own, and compile nothing either.
+        seconds += warm.prepare(chosen, streams)
     timing = replace(start.timing, compile=seconds)
     return Ready(chosen, runner.state_for(chosen, start), timing)
 
@@ -201,15 +203,12 @@ def measurement_key(job: Job, streams: bool) -> dict[str, Any]:
 
 def _processors() -> list[Any]:
     """What a CPU's rounds depend on: its model, and how many of it this process may use."""
-    count = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
     except (OSError, StopIteration):
         model = platform.processor()
-    return [count, model]
+    return [processors(), model]
 
 
 def _own_version() -> str | None:

@@ -13,7 +13,12 @@ from longspec_jax.decoding.adaptive import BurstResult
 from longspec_jax.decoding.cache import bucket_capacity
 from longspec_jax.decoding.continuous import ContinuousBatch
 from longspec_jax.decoding.policy import Always, FastestWithinBudget, Measurement, Policy
-from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.prefill import (
+    prefill,
+    prefill_programs,
+    record_outline,
+    rows_outline,
+)
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.target import CachedTarget
@@ -176,6 +181,30 @@ class Job:
             rows, _ = ahead.one_round(self.target, drafter, self.params, state.rows)
             state = replace(state, rows=rows)
         return state
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether it is known before the first array is made where each of them will lie."""
+        return self.target.mesh is None and not self.target.offload and not self.flows
+
+    def prefill_programs(self) -> Iterator[jax.stages.Lowered]:
+        """Lower all that :meth:`prefill` runs, one by one; of a :attr:`foreseeable` call."""
+        shape = self.shape
+        sizes = {"batch": len(self.prompts), "capacity": shape.capacity, "chunk": shape.chunk}
+        models = self.target, self.drafter, self.params
+        return prefill_programs(*models, self.request, max_emitted=shape.max_emitted, **sizes)
+
+    def round_programs(self, streams: bool) -> Iterator[jax.stages.Lowered]:
+        """Lower all that :meth:`rounds` may run, or :meth:`bursts`; of a foreseeable call."""
+        models, shape = (self.target, self.drafter, self.params), self.shape
+        rows = rows_outline(*models, self.request, batch=len(self.prompts), capacity=shape.capacity)
+        record = record_outline(rows, shape.max_emitted, engine.room(self.drafter.tree.num_levels))
+        for drafter in self.drafters:
+            models = self.target, drafter, self.params
+            if streams:
+                yield ahead.one_round.lower(*models, rows)
+            else:
+                yield adaptive.burst.lower(*models, SpecState(rows, record), np.int32(1))
 
     @property
     def _policy(self) -> Policy:

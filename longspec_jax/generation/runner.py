@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Set
 from dataclasses import replace
+from itertools import chain
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,9 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.engine import room
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.record import SpecState
+from longspec_jax.decoding.rows import Rows
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling
 from longspec_jax.generation.job import Job
@@ -55,6 +58,9 @@ class WarmShapes:
         )
         start = time.perf_counter()
         with RECENT.noted() as used:
+            if job.foreseeable:
+                programs = short.round_programs(streams) if rounds else ()
+                compile_side_by_side(chain(programs, short.prefill_programs()))
             if job.flows:
                 for _ in _flow(Waiting(short, Timing())):
                     pass
@@ -134,12 +140,11 @@ def state_for(job: Job, start: Ready) -> SpecState:
     Prefill does not depend on the tree, nor but for its own state on the drafter: what it computed
     for one serves all.
     """
-    rows, record = start.state.rows, start.state.record
+    record = start.state.record
     height = room(job.drafter.tree.num_levels)
     emitted = record.output.shape[1] - record.histogram.shape[1] + height
-    plain = isinstance(job.drafter, NoDraft)
     return SpecState(
-        replace(rows, draft=() if plain else start.job.own_state(job.drafter, rows.draft)),
+        rows_for(job, start),
         replace(
             record,
             output=record.output[:, :emitted],
@@ -147,6 +152,13 @@ def state_for(job: Job, start: Ready) -> SpecState:
             histogram=record.histogram[:, :height],
         ),
     )
+
+
+def rows_for(job: Job, start: Ready) -> Rows:
+    """The rows of :func:`state_for`."""
+    rows = start.state.rows
+    plain = isinstance(job.drafter, NoDraft)
+    return replace(rows, draft=() if plain else start.job.own_state(job.drafter, rows.draft))
 
 
 def run(start: Ready | Waiting) -> Run:

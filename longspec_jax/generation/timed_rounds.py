@@ -3,12 +3,14 @@
 import math
 import time
 from dataclasses import replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.decoding import adaptive
+from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.engine import room
 from longspec_jax.decoding.policy import Measurement
 from longspec_jax.decoding.record import SpecState
@@ -17,6 +19,8 @@ from longspec_jax.generation import runner
 from longspec_jax.generation.job import Job
 from longspec_jax.generation.paces import TreePace
 from longspec_jax.generation.runner import Ready
+
+Arrays = TypeVar("Arrays")
 
 ROUNDS = 10
 """Of one timing at least; the faster of two counts, since whatever else runs only adds."""
@@ -40,21 +44,29 @@ def timed_pace(start: Ready, job: Job, streams: bool) -> tuple[TreePace, Ready]:
     They append to the call's own cache, of which nothing behind the committed tokens is ever read
     before it is written anew: of many rows no second one would fit. All else is copied.
     """
-    cache = start.state.rows.cache
-    state = jax.tree.map(
-        lambda part: part if part is cache else jnp.copy(part),
-        runner.state_for(job, start),
-        is_leaf=lambda part: part is cache,
-    )
-    most = jnp.full_like(state.rows.remaining, most_tokens(start.job) - 1)
-    state = replace(state, rows=replace(state.rows, remaining=most))
-    seen, rows = _streamed(job, state.rows) if streams else _in_bursts(job, state)
+    most = jnp.full_like(start.state.rows.remaining, most_tokens(start.job) - 1)
+    if streams:
+        rows = _copy(runner.rows_for(job, start), but=start.state.rows.cache)
+        seen, rows = _streamed(job, replace(rows, remaining=most))
+    else:
+        state = _copy(runner.state_for(job, start), but=start.state.rows.cache)
+        state = replace(state, rows=replace(state.rows, remaining=most))
+        seen, rows = _in_bursts(job, state)
     total = sum(seen, Measurement())
     # The first round and what follows it may have to wait for the copy.
     seconds = min(part.seconds / part.rounds for part in seen[1:] or seen)
     pace = TreePace(job.drafter.name, job.drafter.tree, seconds, total.tokens / total.row_rounds)
     before = replace(start.state, rows=replace(start.state.rows, cache=rows.cache))
     return pace, start._replace(state=before)
+
+
+def _copy(arrays: Arrays, but: KVCache) -> Arrays:
+    """The same arrays once more, all but those of a cache among them."""
+    return jax.tree.map(
+        lambda part: part if part is but else jnp.copy(part),
+        arrays,
+        is_leaf=lambda part: part is but,
+    )
 
 
 def _in_bursts(job: Job, state: SpecState) -> tuple[list[Measurement], Rows]:

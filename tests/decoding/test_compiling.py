@@ -1,0 +1,155 @@
+"""What is compiled beforehand is what is called, and whatever fails there reaches the caller."""
+
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from longspec_jax import PLAIN
+from longspec_jax.decoding.compiling import compile_side_by_side
+from longspec_jax.generation import autotune, runner
+from longspec_jax.generation.paces import KnownPaces
+from tests.infer.toys import toy_spec
+
+OPTIONS = dict(max_new_tokens=40, temperature=1.0, seed=3, eos_token_id=[])
+PROMPT = "ab cd gh é"
+
+
+@contextmanager
+def compiled() -> Iterator[Counter[str]]:
+    """How often each program is compiled inside, by name."""
+    found: Counter[str] = Counter()
+
+    def note(event: str, duration_secs: float, **more: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found[str(more["fun_name"])] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.fixture
+def spec(tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
+    jax.clear_caches()
+    # The toy is shared with other tests: what it knows of trees and shapes is not.
+    own = {"_paces": KnownPaces(), "_warm": runner.WarmShapes()}
+    return dataclasses.replace(toy_spec(), tree=None, **own)
+
+
+def added(number: int):
+    """A function of its own, so that nobody has compiled it before."""
+    return jax.jit(lambda x: x + number)
+
+
+def test_the_first_call_finds_what_was_compiled() -> None:
+    functions, x = [added(number) for number in range(5)], jnp.ones(3)
+    with compiled() as found:
+        compile_side_by_side(function.lower(x) for function in functions)
+    assert found.total() == 5
+    with compiled() as found:
+        results = [function(x) for function in functions]
+    assert not found
+    assert [float(result.sum()) for result in results] == [3, 6, 9, 12, 15]
+
+
+def test_shapes_and_places_will_do() -> None:
+    [device] = jax.devices()[:1]
+    x, function = jax.device_put(jnp.ones(7), device), added(1)
+    compile_side_by_side([function.lower(jax.ShapeDtypeStruct((7,), x.dtype, sharding=x.sharding))])
+    with compiled() as found:
+        function(x)
+    assert not found
+
+
+def test_lowering_stays_in_the_callers_thread() -> None:
+    threads = []
+
+    def traced(x: jax.Array) -> jax.Array:
+        threads.append(threading.current_thread())
+        return x
+
+    x = jnp.ones(3)
+    compile_side_by_side(jax.jit(lambda x: traced(x)).lower(x) for _ in range(3))
+    assert threads == [threading.current_thread()] * 3
+
+
+def refused() -> jax.stages.Lowered:
+    """A lowered program that no compiler takes."""
+    program = mock.Mock(spec=jax.stages.Lowered)
+    program.compile.side_effect = ValueError("no such instruction")
+    return program
+
+
+def test_what_fails_reaches_the_caller() -> None:
+    x = jnp.ones(3)
+    with pytest.raises(ValueError, match="no such instruction"):
+        compile_side_by_side([added(1).lower(x), refused(), added(2).lower(x)])
+
+    def programs() -> Iterator[jax.stages.Lowered]:
+        yield added(1).lower(x)
+        raise TypeError("not traceable")
+
+    with pytest.raises(TypeError, match="not traceable"):
+        compile_side_by_side(programs())
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["at once", "streamed"])
+def test_a_first_call_compiles_every_program_once(spec, streams) -> None:
+    """Four rounds; the prefill all of them share, and that of the one that later calls begin with.
+
+    Whether its state differs from what all share is the clock's to say: plain decoding has none.
+    """
+    on_round = (lambda added: None) if streams else None
+    with compiled() as found:
+        result = spec.generate(PROMPT, **OPTIONS, on_round=on_round)
+    assert found["jit(one_round)" if streams else "jit(burst)"] == 4
+    assert found["jit(_prefill_chunk)"] == found["jit(_start)"] == 1
+    assert 1 <= found["jit(_extend)"] <= 2
+    with compiled() as found:
+        again = spec.generate(PROMPT, **OPTIONS, on_round=on_round)
+    assert not found and again.stats.compile_seconds == 0.0
+    plain = spec.generate(PROMPT, tree=PLAIN, **OPTIONS)
+    assert result.sequences == again.sequences == plain.sequences
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["at once", "streamed"])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_named_trees_are_compiled_once_too(spec, streams, adaptive) -> None:
+    on_round = (lambda added: None) if streams else None
+    options = dict(OPTIONS, tree=(2, 2), adaptive=adaptive, on_round=on_round)
+    with compiled() as found:
+        result = spec.generate(PROMPT, **options)
+    assert found["jit(one_round)" if streams else "jit(burst)"] == (3 if adaptive else 1)
+    for name in ("_prefill_chunk", "_extend", "_start", "_begin_record"):
+        assert found[f"jit({name})"] == 1, name
+    assert result.sequences == spec.generate(PROMPT, tree=PLAIN, **OPTIONS).sequences
+
+
+def test_programs_that_were_cleared_are_compiled_beforehand_again(spec) -> None:
+    first = spec.generate(PROMPT, tree=(2, 2), **OPTIONS)
+    jax.clear_caches()
+    with compiled() as found:
+        again = spec.generate(PROMPT, tree=(2, 2), **OPTIONS)
+    assert found["jit(burst)"] == found["jit(_prefill_chunk)"] == 1
+    assert again.sequences == first.sequences
+
+
+def test_what_a_compiler_says_ends_the_call(spec, monkeypatch) -> None:
+    def refuse(programs) -> None:
+        compile_side_by_side([*programs, refused()])
+
+    for module in (autotune, runner):
+        monkeypatch.setattr(module, "compile_side_by_side", refuse)
+    for tree in (None, (2, 2)):
+        with pytest.raises(ValueError, match="no such instruction"):
+            spec.generate(PROMPT, tree=tree, **OPTIONS)
