@@ -1,6 +1,8 @@
-"""What a command sets in its environment before the library is imported."""
+"""What a command sets in its environment, and starts, before the library is imported."""
 
+import contextlib
 import os
+import threading
 
 
 def prepare_environment(cache: str | None) -> None:
@@ -11,5 +13,35 @@ def prepare_environment(cache: str | None) -> None:
     """
     # It warns of texts beyond a tokenizer's range, for one, which is for us to refuse.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Nor that models need PyTorch, which is untrue of ours. Set here, before there are threads: no
+    # variable may change while a GPU's start reads others.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if cache is not None:
         os.environ["LONGSPEC_CACHE"] = cache
+
+
+def start_devices() -> threading.Thread:
+    """Have jax start its devices, which takes a GPU seconds, while other things are imported.
+
+    Whoever asks jax for them next waits for this start, or learns why there was none.
+
+    Returns:
+      The thread, alive for as long as that takes.
+    """
+    import jax
+
+    def start() -> None:
+        with contextlib.suppress(Exception):  # Raised again where the devices are asked for.
+            jax.devices()
+
+    thread = threading.Thread(target=start, name="devices", daemon=True)
+    thread.start()
+    return thread
+
+
+def import_meanwhile(devices: threading.Thread) -> None:
+    """Import what nearly every tokenizer is read with, if devices are still on their way."""
+    if devices.is_alive():
+        import transformers
+
+        transformers.PreTrainedTokenizerFast  # noqa: B018 - imported when it is asked for.

@@ -36,8 +36,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_missing_torch_is_not_told(folder) -> None:
+def test_a_missing_torch_is_not_told(folder, monkeypatch) -> None:
     """Its notice says that models will not be available; its other users are still told."""
+    monkeypatch.delenv(ADVICE, raising=False)  # The commands, which other tests run, keep it.
     script = (
         "import os; from longspec_jax.loading import load_tokenizer\n"
         f"load_tokenizer({str(folder)!r})\n"

@@ -1,0 +1,64 @@
+"""What a command starts beside its imports, and that failures are left to whoever asks."""
+
+import os
+import sys
+import threading
+
+import jax
+import pytest
+
+from infer.surroundings import import_meanwhile, prepare_environment, start_devices
+
+
+def test_devices_start_in_a_thread_and_are_there_afterwards() -> None:
+    devices = start_devices()
+    devices.join(timeout=60)
+    assert not devices.is_alive() and devices.daemon and jax.devices()
+
+
+def test_what_fails_there_is_raised_where_devices_are_asked_for(monkeypatch) -> None:
+    """An error in a thread would be printed; a warning of it is an error in these tests."""
+    asked = []
+
+    def fail() -> None:
+        asked.append(threading.current_thread())
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    start_devices().join(timeout=60)
+    assert asked and asked[0] is not threading.current_thread()
+    with pytest.raises(RuntimeError, match="no device"):
+        jax.devices()
+
+
+def test_tokenizers_are_imported_only_while_there_is_something_to_wait_for(monkeypatch) -> None:
+    asked, over = [], threading.Event()
+
+    class Library:
+        def __getattr__(self, name: str) -> None:
+            asked.append(name)
+
+    monkeypatch.setitem(sys.modules, "transformers", Library())
+    waiting = threading.Thread(target=over.wait, args=[60])
+    waiting.start()
+    import_meanwhile(waiting)
+    assert asked[-1] == "PreTrainedTokenizerFast"
+    asked.clear()
+    over.set()
+    waiting.join(timeout=60)
+    import_meanwhile(waiting)
+    assert not asked
+
+
+def test_variables_are_set_before_anything_is_started(monkeypatch) -> None:
+    """Somebody's own choice stays."""
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
+    monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "")
+    monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS")
+    monkeypatch.setenv("LONGSPEC_CACHE", "elsewhere")
+    prepare_environment(None)
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
+    assert os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] == "1"
+    assert os.environ["LONGSPEC_CACHE"] == "elsewhere"
+    prepare_environment("off")
+    assert os.environ["LONGSPEC_CACHE"] == "off"
