@@ -34,7 +34,7 @@ def cache_folder() -> Path | None:
 def keep_programs(folder: str | Path | None = None) -> Path | None:
     """Let jax keep compiled programs between processes, so that the second start is quick.
 
-    Does nothing if the process has chosen a folder before, or wants none kept.
+    A folder that the process has chosen before stays, and where none is wanted none is made.
 
     Args:
       folder: where to keep them; a folder below :func:`cache_folder` if absent.
@@ -42,6 +42,10 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
     Returns:
       The folder in use, None for none.
     """
+    # A GPU kernel names the lines it was traced from, and those of a function that several kernels
+    # call by the first of them. A kept program is found by its text: when others are traced before
+    # it, as in a second start, it would be compiled anew.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     in_use = jax.config.values["jax_compilation_cache_dir"]
     if in_use and folder is None:
         return Path(in_use)

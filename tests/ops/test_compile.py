@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longspec_jax.ops.attention import kernels, tiles
+from longspec_jax.compilation import keep_programs
+from longspec_jax.ops.attention import kernels, tiles, tree_pallas
 from longspec_jax.ops.attention.operands import Fresh, Prefix
-from longspec_jax.ops.attention.tiles import MosaicTile
+from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 from longspec_jax.ops.hardware import mosaic_is_supported
 from longspec_jax.ops.layer import append_rows_pallas, residual_norm_pallas, split_heads_pallas
 from longspec_jax.ops.products import int8_pallas
@@ -88,6 +89,36 @@ def test_shipped_tiles_lower_for_cuda(tokens, heads, kv_heads, width, dtype, pre
         jax.ShapeDtypeStruct((2, tokens, tokens), jnp.bool_),
     )
     assert text.count("custom_call @") >= 2
+
+
+def test_a_kernel_is_kept_under_one_text(tmp_path) -> None:
+    """Whatever was traced before it: the next process finds it among the programs that are kept."""
+    options = "jax_traceback_in_locations_limit", "jax_compilation_cache_dir"
+    before = {name: jax.config.values[name] for name in options}
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    q, cache, length = operand((1, 4, 2, 64)), operand((1, 2, 256, 64)), jnp.zeros(1, jnp.int32)
+    mask = jax.ShapeDtypeStruct((1, 4, 4), bool)
+
+    def tree(q, fresh, mask):
+        tile = TreeTile(16, 16, 4, 4, 2)
+        return tree_pallas.tree_attention(q, Fresh(fresh, fresh, mask), tile=tile)
+
+    def joined(q, fresh, mask, cache, length):
+        operands = Prefix(cache, cache, length), Fresh(fresh, fresh, mask)
+        tile = PrefixTile((16,), 16, 64, 4, 2)
+        return kernels.speculative_attention(q, *operands, prefix_tile=tile)
+
+    try:
+        keep_programs(tmp_path)
+        jax.clear_caches()
+        alone = lowered(joined, q, q, mask, cache, length)
+        jax.clear_caches()
+        lowered(tree, q, q, mask)
+        assert lowered(joined, q, q, mask, cache, length) == alone
+        assert ".py" not in alone
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 @pytest.mark.parametrize("heads", HEADS)

@@ -1,7 +1,7 @@
 """Attention to a prefix, to fresh tokens under a mask, and their merge in one launch.
 
-For few query rows, as of a plain step, of which a second launch takes a tenth of the time at 4k. The
-programs are those of :mod:`longspec_jax.ops.attention.prefix_pallas`, one for each split of the
+For few query rows, as of a plain step, of which a second launch takes a tenth of the time at 4k.
+The programs are those of :mod:`longspec_jax.ops.attention.prefix_pallas`, one for each split of the
 cache. That of a row's last split, which is seldom a whole one, begins with the fresh tokens. Each
 leaves its partial result, and the last of a row tile to arrive merges them in ascending order: the
 order in which programs arrive changes nothing but who merges.
