@@ -35,7 +35,7 @@ from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.paces import KnownPaces, TreePace
 from longspec_jax.generation.progress import Timing
 from longspec_jax.generation.runner import Ready, Waiting, WarmShapes
-from longspec_jax.generation.timed_rounds import ROUNDS, most_tokens, timed_pace
+from longspec_jax.generation.timed_rounds import LONG, ROUNDS, most_tokens, timed_pace
 
 PACES = "paces"
 """Folder of the figures, beside the compiled programs."""
@@ -138,6 +138,12 @@ def _ready_after_timing(
             on_activity(Tuning(choice.drafter.name, choice.drafter.tree))
             pace, start = timed_pace(start, choice, streams)
             paces.append(pace)
+        # Once more, some time later: what else runs on a machine may have met all timings of one.
+        for index, choice in enumerate(choices):
+            if paces[index].seconds * ROUNDS < LONG:
+                again, start = timed_pace(start, choice, streams, timings=1)
+                least = min(again.seconds, paces[index].seconds)
+                paces[index] = replace(paces[index], seconds=least)
         known.keep(key, paces, _folder())
     drafter, tree = _settled(job, paces)
     on_activity(Tuned(drafter, tree, tuple(paces)))

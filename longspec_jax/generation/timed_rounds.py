@@ -23,12 +23,12 @@ from longspec_jax.generation.runner import Ready
 Arrays = TypeVar("Arrays")
 
 ROUNDS = 10
-"""Of one timing at least; the faster of two counts, since whatever else runs only adds."""
+"""Of one timing at least; the fastest counts, since whatever else runs only adds."""
 SPAN = 0.05
 """Seconds of one timing at least: ten rounds of a small model on a GPU take less than the threads
 of a stream need to come into step."""
 LONG = 2.0
-"""Seconds after which a tree's second timing is left out."""
+"""Seconds of a timing after which a tree's next ones are left out."""
 
 
 def most_tokens(job: Job) -> int:
@@ -38,20 +38,23 @@ def most_tokens(job: Job) -> int:
     return min(job.shape.max_emitted, beside)
 
 
-def timed_pace(start: Ready, job: Job, streams: bool) -> tuple[TreePace, Ready]:
+def timed_pace(
+    start: Ready, job: Job, streams: bool, *, timings: int = 2
+) -> tuple[TreePace, Ready]:
     """Time some rounds of a job, as it will run them, and give the prefilled call back.
 
-    They append to the call's own cache, of which nothing behind the committed tokens is ever read
+    The fastest of so many ``timings`` counts; but for the first round, which may have to wait. They
+    append to the call's own cache, of which nothing behind the committed tokens is ever read
     before it is written anew: of many rows no second one would fit. All else is copied.
     """
     most = jnp.full_like(start.state.rows.remaining, most_tokens(start.job) - 1)
     if streams:
         rows = _copy(runner.rows_for(job, start), but=start.state.rows.cache)
-        seen, rows = _streamed(job, replace(rows, remaining=most))
+        seen, rows = _streamed(job, replace(rows, remaining=most), timings)
     else:
         state = _copy(runner.state_for(job, start), but=start.state.rows.cache)
         state = replace(state, rows=replace(state.rows, remaining=most))
-        seen, rows = _in_bursts(job, state)
+        seen, rows = _in_bursts(job, state, timings)
     total = sum(seen, Measurement())
     # The first round and what follows it may have to wait for the copy.
     seconds = min(part.seconds / part.rounds for part in seen[1:] or seen)
@@ -69,10 +72,10 @@ def _copy(arrays: Arrays, but: KVCache) -> Arrays:
     )
 
 
-def _in_bursts(job: Job, state: SpecState) -> tuple[list[Measurement], Rows]:
-    """A round and two bursts of rounds, and the rows behind them; the state is donated."""
+def _in_bursts(job: Job, state: SpecState, timings: int) -> tuple[list[Measurement], Rows]:
+    """A round and bursts of rounds, and the rows behind them; the state is donated."""
     seen: list[Measurement] = []
-    for _ in range(3):
+    for _ in range(1 + timings):
         count = max(ROUNDS, math.ceil(SPAN * seen[-1].rounds / seen[-1].seconds)) if seen else 1
         begin = time.perf_counter()
         models = job.target, job.drafter, job.params
@@ -84,7 +87,7 @@ def _in_bursts(job: Job, state: SpecState) -> tuple[list[Measurement], Rows]:
     return seen, state.rows
 
 
-def _streamed(job: Job, rows: Rows) -> tuple[list[Measurement], Rows]:
+def _streamed(job: Job, rows: Rows, timings: int) -> tuple[list[Measurement], Rows]:
     """The same, each round read while the next one runs; the rows are donated."""
     seen: list[Measurement] = []
     with job.rounds(rows) as rounds:
@@ -94,6 +97,6 @@ def _streamed(job: Job, rows: Rows) -> tuple[list[Measurement], Rows]:
             enough = part.rounds >= ROUNDS and part.seconds >= SPAN if seen else part.rounds > 0
             if over or enough:
                 seen.append(part)
-            if over or len(seen) == 3:
+            if over or len(seen) == 1 + timings:
                 break
         return seen, rounds.rows

@@ -76,6 +76,27 @@ def test_what_is_kept_decides(folder, spec, best, monkeypatch) -> None:
     assert [use.tree.widths for use in named.stats.trees] == [(2,)]
 
 
+def test_a_neighbour_that_slows_all_timings_of_a_tree_does_not_decide(
+    folder, spec, monkeypatch
+) -> None:
+    """Some time later it is timed again, and the fastest counts."""
+    timed, times = autotune.timed_pace, []
+
+    def disturbed(start, job, *args, **options):
+        pace, start = timed(start, job, *args, **options)
+        tree = job.drafter.tree
+        seconds = 0.01 if tree == FORK and tree in times else 0.1
+        times.append(tree)
+        return dataclasses.replace(pace, seconds=seconds), start
+
+    monkeypatch.setattr(autotune, "timed_pace", disturbed)
+    monkeypatch.setattr(KnownPaces, "find", lambda *_: None)
+    monkeypatch.setattr(KnownPaces, "keep", lambda *_: None)
+    result = spec.generate(PROMPT, **OPTIONS)
+    assert times == 2 * [PLAIN, CHAIN, PAIR, FORK]
+    assert [use.tree for use in result.stats.trees] == [FORK]
+
+
 def test_a_tree_must_clearly_pay() -> None:
     plain = TreePace("plain", PLAIN, 1.0, 1.0)
     assert autotune.best_pace([plain, TreePace("longspec", CHAIN, 2.0, 2.02)]) == plain
