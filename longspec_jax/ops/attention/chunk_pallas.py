@@ -18,8 +18,8 @@ from jaxtyping import Float
 from longspec_jax.axes import Array, Queries, TreeRows
 from longspec_jax.ops.attention.bounds import reached_splits
 from longspec_jax.ops.attention.online_softmax import LOG2_E, State, finish, product, update
-from longspec_jax.ops.attention.packed_rows import load_queries
 from longspec_jax.ops.attention.packing import PackedShape, flat_rows, pack
+from longspec_jax.ops.attention.row_access import load_queries
 from longspec_jax.ops.attention.splits import load_merged
 from longspec_jax.ops.attention.tiles import TreeTile
 from longspec_jax.ops.triton_compiler import compiler_params

@@ -8,8 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.ops.attention.online_softmax import State, product, update
-from longspec_jax.ops.attention.packed_rows import Head, Rows
 from longspec_jax.ops.attention.packing import PackedShape
+from longspec_jax.ops.attention.row_access import Head, Rows
 
 
 def attend_to_fresh(

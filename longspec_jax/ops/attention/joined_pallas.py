@@ -23,8 +23,8 @@ from longspec_jax.ops.attention.bounds import reached_splits
 from longspec_jax.ops.attention.fresh import attend_to_fresh
 from longspec_jax.ops.attention.online_softmax import LOG2_E, empty_state, finish
 from longspec_jax.ops.attention.operands import Fresh, Prefix
-from longspec_jax.ops.attention.packed_rows import load_queries, store_rows
 from longspec_jax.ops.attention.packing import PackedShape, flat_rows, pack, refuse_unsupported
+from longspec_jax.ops.attention.row_access import load_queries, store_rows
 from longspec_jax.ops.attention.slots import attend_to_slots, slots_of_split
 from longspec_jax.ops.attention.splits import MERGE_PARTIALS, MERGE_ROWS, load_merged
 from longspec_jax.ops.attention.tiles import PrefixTile

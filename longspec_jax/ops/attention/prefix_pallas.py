@@ -23,8 +23,8 @@ from longspec_jax.ops.attention.online_softmax import (
     empty_state,
     finish,
 )
-from longspec_jax.ops.attention.packed_rows import load_queries, store_rows
 from longspec_jax.ops.attention.packing import PackedShape, pack
+from longspec_jax.ops.attention.row_access import load_queries, store_rows
 from longspec_jax.ops.attention.slots import attend_to_slots, slots_of_split
 from longspec_jax.ops.attention.tiles import PrefixTile
 from longspec_jax.ops.triton_compiler import compiler_params

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.ops.attention.online_softmax import State, exp2, product
-from longspec_jax.ops.attention.packed_rows import Head
+from longspec_jax.ops.attention.row_access import Head
 from longspec_jax.ops.attention.tiles import PrefixTile
 
 

@@ -26,8 +26,8 @@ from longspec_jax.ops.attention.online_softmax import (
     finish,
     finite,
 )
-from longspec_jax.ops.attention.packed_rows import Rows, store_rows
 from longspec_jax.ops.attention.packing import PackedShape, packed_rows
+from longspec_jax.ops.attention.row_access import Rows, store_rows
 from longspec_jax.ops.triton_compiler import compiler_params
 
 MERGE_ROWS = 16

@@ -28,8 +28,8 @@ from longspec_jax.ops.attention.online_softmax import (
     finish,
 )
 from longspec_jax.ops.attention.operands import TREE, Fresh
-from longspec_jax.ops.attention.packed_rows import load_queries, store_rows
 from longspec_jax.ops.attention.packing import PackedShape, flat_rows, pack, refuse_unsupported
+from longspec_jax.ops.attention.row_access import load_queries, store_rows
 from longspec_jax.ops.attention.splits import MERGE_PARTIALS, load_merged
 from longspec_jax.ops.attention.tiles import TreeTile, tree_tile
 from longspec_jax.ops.hardware import require_ampere
