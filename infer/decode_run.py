@@ -11,7 +11,7 @@ from .display import Screen, wants_color
 from .journal import Journal
 from .output_file import STDOUT, OutputFile
 from .prompt_files import Prompt
-from .surroundings import import_meanwhile, prepare_environment, start_devices
+from .surroundings import prepare_environment, start_devices
 from .wording import command_words
 
 if TYPE_CHECKING:  # Slow to import, and imported where the screen says so.
@@ -46,13 +46,12 @@ class DecodeRun:
         """Load, check and decode, saying on the screen what is under way."""
         self.screen.status("starting")
         prepare_environment(self._arguments.compilation_cache)
-        devices = start_devices()
+        start_devices()
         from longspec_jax.compilation import keep_programs
 
         from .models import check_devices, fetch, load
         from .session import Session
 
-        import_meanwhile(devices)
         check_devices()
         self.screen.clear_status()  # What follows says of itself where it keeps and fetches things.
         keep_programs()

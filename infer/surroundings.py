@@ -21,7 +21,7 @@ def prepare_environment(cache: str | None) -> None:
 
 
 def start_devices() -> threading.Thread:
-    """Have jax start its devices, which takes a GPU seconds, while other things are imported.
+    """Have jax start its devices, which takes a GPU a second, while other things are imported.
 
     Whoever asks jax for them next waits for this start, or learns why there was none.
 
@@ -37,11 +37,3 @@ def start_devices() -> threading.Thread:
     thread = threading.Thread(target=start, name="devices", daemon=True)
     thread.start()
     return thread
-
-
-def import_meanwhile(devices: threading.Thread) -> None:
-    """Import what nearly every tokenizer is read with, if devices are still on their way."""
-    if devices.is_alive():
-        import transformers
-
-        transformers.PreTrainedTokenizerFast  # noqa: B018 - imported when it is asked for.

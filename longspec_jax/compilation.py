@@ -34,7 +34,9 @@ def cache_folder() -> Path | None:
 def keep_programs(folder: str | Path | None = None) -> Path | None:
     """Let jax keep compiled programs between processes, so that the second start is quick.
 
-    A folder that the process has chosen before stays, and where none is wanted none is made.
+    A folder that the process has chosen before stays, and where none is wanted none is made. Where
+    programs are kept, those that the process traces from then on do not name their source lines
+    (``jax_traceback_in_locations_limit``).
 
     Args:
       folder: where to keep them; a folder below :func:`cache_folder` if absent.
@@ -42,12 +44,9 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
     Returns:
       The folder in use, None for none.
     """
-    # A GPU kernel names the lines it was traced from, and those of a function that several kernels
-    # call by the first of them. A kept program is found by its text: when others are traced before
-    # it, as in a second start, it would be compiled anew.
-    jax.config.update("jax_traceback_in_locations_limit", 0)
     in_use = jax.config.values["jax_compilation_cache_dir"]
     if in_use and folder is None:
+        _forget_lines()
         return Path(in_use)
     if folder is None:
         kept = cache_folder()
@@ -67,4 +66,15 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
         )
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SLOW_TO_COMPILE)
+    _forget_lines()
     return path
+
+
+def _forget_lines() -> None:
+    """Let programs be found again whatever was traced before them.
+
+    A GPU kernel names the lines it was traced from, and those of a function that several kernels
+    call by the first of them. A kept program is found by its text: in a second start, which may
+    trace fewer programs, it would be compiled anew.
+    """
+    jax.config.update("jax_traceback_in_locations_limit", 0)

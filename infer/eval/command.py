@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import interruption
 from ..boundary import INTERRUPTED
-from ..surroundings import import_meanwhile, prepare_environment, start_devices
+from ..surroundings import prepare_environment, start_devices
 from ..wording import command_words, counted
 from . import run_folder
 from .progress import Progress
@@ -44,14 +44,13 @@ class Evaluation:
         arguments, progress = self._arguments, self.progress
         progress.starting("starting")
         prepare_environment(arguments.compilation_cache)
-        devices = start_devices()
+        start_devices()
         from longspec_jax.compilation import keep_programs
 
         from ..models import check_devices, fetch, load
         from . import assembly
         from .run import EvalRun
 
-        import_meanwhile(devices)
         check_devices()
         self._make_folder()
         before = self._before()

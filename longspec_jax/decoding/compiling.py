@@ -4,15 +4,15 @@ Tracing and lowering are Python, which one thread at a time can run: several thr
 get in each other's way. XLA compiles beside Python. So one thread lowers program after program, and
 every one of them is compiled meanwhile: what comes first is what takes longest.
 
-Nothing runs and nothing is allocated: shapes and places will do (:class:`jax.ShapeDtypeStruct`).
-jax keeps what it has compiled by the function and its arguments' types, and the first call with
-these finds it. Where a release of jax does not, the call compiles as it would have done anyhow, or
-reads what :mod:`longspec_jax.compilation` keeps.
+No program runs and no cache is allocated: shapes and places will do. (Of large programs on a GPU,
+XLA times ways to multiply, with buffers of its own.) jax keeps what it has compiled by the function
+and its arguments' types, and the first call with these finds it. Where a release of jax does not,
+the call compiles as it would have done anyhow, or reads what :mod:`longspec_jax.compilation` keeps.
 """
 
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 
@@ -24,12 +24,19 @@ def compile_side_by_side(programs: Iterable[jax.stages.Lowered]) -> None:
       programs: lowers the next one when it is asked for it, in the caller's thread.
 
     Raises:
-      Exception: what failed first, in the order of the programs; nothing is begun any more then.
+      Exception: what failed, of several the first in the order of the programs. None is lowered any
+        more then, and none begun. What is being compiled is not waited for, but by the end of the
+        process.
     """
     pool = ThreadPoolExecutor(processors(), thread_name_prefix="compile")
+    compiled: list[Future] = []
     try:
-        for compiled in [pool.submit(program.compile) for program in programs]:
-            compiled.result()
+        for program in programs:
+            compiled.append(pool.submit(program.compile))
+            if any(one.done() and one.exception() for one in compiled):
+                break
+        for one in compiled:
+            one.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

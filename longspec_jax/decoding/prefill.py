@@ -106,7 +106,7 @@ def prefill_chunks(
         offset = np.int32(index * chunk)
         logits, cache, features = _prefill_chunk(
             target,
-            drafter.needs.features,
+            drafter.needs.of_a_pass,
             chunk,
             home,
             params.target,
@@ -133,7 +133,7 @@ def rows_outline(
     batch: int,
     capacity: int,
 ) -> Rows:
-    """What :func:`prefill` returns, as shapes and places: enough to compile the rounds behind it.
+    """The rows of :func:`prefill`, as shapes and places: enough to compile the rounds behind it.
 
     Arguments as there.
     """
@@ -174,13 +174,13 @@ def prefill_programs(
 ) -> Iterator[jax.stages.Lowered]:
     """Lower everything that :func:`prefill` runs, the slowest to compile first.
 
-    Arguments as there.
+    Arguments as there, but that ``capacity`` holds whole chunks.
     """
     home = Home.beside(params.target, batch)
     rows = rows_outline(target, drafter, params, request, batch=batch, capacity=capacity)
     tokens = jax.ShapeDtypeStruct((batch, capacity), jnp.int32, sharding=home.rows)
     logits = jax.ShapeDtypeStruct((batch, target.vocab_size), jnp.float32, sharding=home.rows)
-    needs, at = drafter.needs.features, (tokens, rows.length, np.int32(0))
+    needs, at = drafter.needs.of_a_pass, (tokens, rows.length, np.int32(0))
     a_chunk = _prefill_chunk.lower(
         *(target, needs, chunk, home, params.target, rows.cache, *at, logits)
     )

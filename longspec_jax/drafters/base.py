@@ -57,8 +57,8 @@ class Needs:
         )
 
     @property
-    def features(self) -> "Needs":
-        """What a pass computes for it, of whichever tokens: needs that compile to one program."""
+    def of_a_pass(self) -> "Needs":
+        """The same needs of whichever tokens: what one pass computes, and one program serves."""
         return replace(self, recent=None)
 
 

@@ -4,11 +4,12 @@ What a round costs depends on the machine and the model, what it earns on the dr
 large target on a GPU little more than one, a CPU three times as much, and a small model on a GPU is
 bound by launches, not by nodes. Several rows of a large target together cost more for every node,
 too: at batch 8 of a 7B model a round of 16 nodes takes two thirds of the time of one of 64. So a
-few trees are timed the first time that a model decodes on a machine, some twenty rounds each behind
+few trees are timed the first time that a model decodes on a machine, some thirty rounds each behind
 the real prompt (:mod:`longspec_jax.generation.timed_rounds`), and the figures are kept. After that
 every call of the kind runs the best of them from its first round on; plain decoding, if none pays.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import platform
@@ -35,7 +36,7 @@ from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.paces import KnownPaces, TreePace
 from longspec_jax.generation.progress import Timing
 from longspec_jax.generation.runner import Ready, Waiting, WarmShapes
-from longspec_jax.generation.timed_rounds import LONG, ROUNDS, most_tokens, timed_pace
+from longspec_jax.generation.timed_rounds import LONG, PASSES, ROUNDS, most_tokens, timed_pace
 
 PACES = "paces"
 """Folder of the figures, beside the compiled programs."""
@@ -134,14 +135,16 @@ def _ready_after_timing(
     begin, paces = time.perf_counter(), []
     # A row that has ended with its first token shows nothing.
     if not np.asarray(start.state.rows.done).any():
+        first, second = PASSES
         for choice in choices:
             on_activity(Tuning(choice.drafter.name, choice.drafter.tree))
-            pace, start = timed_pace(start, choice, streams)
+            pace, start = timed_pace(start, choice, streams, first)
             paces.append(pace)
         # Once more, some time later: what else runs on a machine may have met all timings of one.
         for index, choice in enumerate(choices):
             if paces[index].seconds * ROUNDS < LONG:
-                again, start = timed_pace(start, choice, streams, timings=1)
+                on_activity(Tuning(choice.drafter.name, choice.drafter.tree))
+                again, start = timed_pace(start, choice, streams, second)
                 least = min(again.seconds, paces[index].seconds)
                 paces[index] = replace(paces[index], seconds=least)
         known.keep(key, paces, _folder())
@@ -157,7 +160,9 @@ def _ready_after_timing(
     free = free_bytes()
     if free is None or free > job.memory.needed_bytes:
         # Later calls begin with a prefill of the chosen drafter's own, and compile nothing either.
-        seconds += warm.prepare(chosen, streams)
+        # That takes a second cache: if the estimate of what is free was wrong, they do compile.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            seconds += warm.prepare(chosen, streams)
     timing = replace(start.timing, compile=seconds)
     return Ready(chosen, runner.state_for(chosen, start), timing)
 
@@ -244,5 +249,6 @@ def _can_be_timed(job: Job) -> bool:
     wanted = int(np.asarray(job.request.max_new_tokens).min())
     least = FEW
     if is_large(job.params.target):
-        least = max(FEW, len(_choices(job)) * (1 + 2 * ROUNDS))
+        rounds = sum(1 + timings * ROUNDS for timings in PASSES)
+        least = max(FEW, len(_choices(job)) * rounds)
     return fits and min(wanted, most_tokens(job)) >= least

@@ -6,8 +6,8 @@ than slots flows: its prompts pass through the slots, each prefilled while the o
 The first call of a shape is preceded by a short run of the same shape: at most two prefill
 chunks and one round of every tree. Whatever is compiled or loaded on first use is paid there and
 reported as compile time, so that prefill and decode seconds mean the same in every call. On one
-device all of it is compiled side by side before that run begins
-(:mod:`longspec_jax.decoding.compiling`).
+device, with its cache there and a slot for every row, prefill and rounds are compiled side by side
+before that run begins (:mod:`longspec_jax.decoding.compiling`).
 """
 
 import time

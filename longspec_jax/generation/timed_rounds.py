@@ -24,6 +24,8 @@ Arrays = TypeVar("Arrays")
 
 ROUNDS = 10
 """Of one timing at least; the fastest counts, since whatever else runs only adds."""
+PASSES = 2, 1
+"""Timings of every tree in each of the passes over all of them, behind a first round each."""
 SPAN = 0.05
 """Seconds of one timing at least: ten rounds of a small model on a GPU take less than the threads
 of a stream need to come into step."""
@@ -38,9 +40,7 @@ def most_tokens(job: Job) -> int:
     return min(job.shape.max_emitted, beside)
 
 
-def timed_pace(
-    start: Ready, job: Job, streams: bool, *, timings: int = 2
-) -> tuple[TreePace, Ready]:
+def timed_pace(start: Ready, job: Job, streams: bool, timings: int) -> tuple[TreePace, Ready]:
     """Time some rounds of a job, as it will run them, and give the prefilled call back.
 
     The fastest of so many ``timings`` counts; but for the first round, which may have to wait. They

@@ -17,6 +17,7 @@ from longspec_jax.generation import autotune
 from longspec_jax.generation import paces as kept
 from longspec_jax.generation.activity import Tuned, Tuning
 from longspec_jax.generation.paces import KnownPaces, TreePace
+from longspec_jax.generation.runner import WarmShapes
 from tests.infer.toys import bound_draft, toy_spec
 
 PAIR, FORK, CHAIN = TreeConfig((1, 1)), TreeConfig((2, 2)), TreeConfig((1, 1, 1))
@@ -42,9 +43,9 @@ def test_the_first_call_times_and_later_ones_know(folder, spec) -> None:
     told = []
     first = spec.generate(PROMPT, **OPTIONS, on_activity=told.append)
     timed = [activity.tree for activity in told if isinstance(activity, Tuning)]
-    assert timed == [PLAIN, CHAIN, PAIR, FORK]
+    assert timed == 2 * [PLAIN, CHAIN, PAIR, FORK]
     [settled] = [activity for activity in told if isinstance(activity, Tuned)]
-    assert [pace.tree for pace in settled.paces] == timed
+    assert [pace.tree for pace in settled.paces] == timed[:4]
     assert settled.tree == autotune.best_pace(settled.paces).tree
     assert all(pace.seconds > 0 and 1 <= pace.tokens <= 4 for pace in settled.paces)
     assert settled.paces[0].tokens == 1.0
@@ -95,6 +96,32 @@ def test_a_neighbour_that_slows_all_timings_of_a_tree_does_not_decide(
     result = spec.generate(PROMPT, **OPTIONS)
     assert times == 2 * [PLAIN, CHAIN, PAIR, FORK]
     assert [use.tree for use in result.stats.trees] == [FORK]
+
+
+@pytest.mark.parametrize("room", [0, 1], ids=["no room", "too little"])
+def test_a_call_that_was_timed_is_not_lost_to_what_later_calls_need(
+    folder, spec, monkeypatch, room
+) -> None:
+    """A second cache is for their prefill: made where it seems to fit, and done without if not."""
+    prepare, prepared = WarmShapes.prepare, []
+
+    def prepared_once(warm, job, streams=False, rounds=True) -> float:
+        if not rounds:
+            return prepare(warm, job, streams, rounds)
+        prepared.append(job.drafter.tree)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for a second cache")
+
+    needed = spec.memory_plan(1, len(PROMPT.encode()), 40)
+    beside = needed.needed_bytes + needed.draft_state_bytes + 1
+    frees = iter([beside, needed.needed_bytes + room])
+    monkeypatch.setattr(autotune, "free_bytes", lambda: next(frees))
+    monkeypatch.setattr(KnownPaces, "find", lambda *_: None)
+    monkeypatch.setattr(KnownPaces, "keep", lambda *_: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(WarmShapes, "prepare", prepared_once)
+        result = dataclasses.replace(spec).generate(PROMPT, **OPTIONS)
+    assert len(prepared) == room
+    assert result.sequences == spec.generate(PROMPT, tree=PLAIN, **OPTIONS).sequences
 
 
 def test_a_tree_must_clearly_pay() -> None:
@@ -248,11 +275,12 @@ def test_several_rows_of_a_large_target_choose_a_budget(folder, large) -> None:
     rows = [PROMPT, PROMPT * 2, PROMPT, "ab"]
     settled = [Tuned("longspec", FORK, ())]
     assert told_trees(large, rows[:3], max_new_tokens=90) == ([], settled)
-    # Four choices of twenty-one rounds each are 84: a call of fewer tokens is not spent on them.
-    assert told_trees(large, rows, max_new_tokens=83) == ([], settled)
+    # Four choices of thirty-two rounds each are 128: a call of fewer tokens is not spent on them.
+    assert told_trees(large, rows, max_new_tokens=127) == ([], settled)
     assert not list(folder.glob("*.json"))
-    timed, [first] = told_trees(large, rows, max_new_tokens=84)
-    assert timed == [PLAIN, FORK, *FEWER] and [pace.tree for pace in first.paces] == timed
+    timed, [first] = told_trees(large, rows, max_new_tokens=128)
+    assert timed == 2 * [PLAIN, FORK, *FEWER]
+    assert [pace.tree for pace in first.paces] == timed[:4]
     assert first.tree == autotune.best_pace(first.paces).tree
     [file] = folder.glob("*.json")
     kept_key = json.loads(file.read_text())["key"]
@@ -290,6 +318,6 @@ def test_timing_takes_no_second_cache_and_leaves_the_first_as_it_was(
     else:
         found = spec.generate(rows, **options).sequences
     timed = [activity.tree for activity in told if isinstance(activity, Tuning)]
-    assert timed == [PLAIN, CHAIN, PAIR, FORK]
+    assert timed == 2 * [PLAIN, CHAIN, PAIR, FORK]
     assert copied and not [shape for shape in copied if needed.capacity in shape]
     assert [*found] == [*spec.generate(rows, tree=PLAIN, **OPTIONS).sequences]

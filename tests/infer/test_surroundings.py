@@ -1,13 +1,12 @@
 """What a command starts beside its imports, and that failures are left to whoever asks."""
 
 import os
-import sys
 import threading
 
 import jax
 import pytest
 
-from infer.surroundings import import_meanwhile, prepare_environment, start_devices
+from infer.surroundings import prepare_environment, start_devices
 
 
 def test_devices_start_in_a_thread_and_are_there_afterwards() -> None:
@@ -29,25 +28,6 @@ def test_what_fails_there_is_raised_where_devices_are_asked_for(monkeypatch) -> 
     assert asked and asked[0] is not threading.current_thread()
     with pytest.raises(RuntimeError, match="no device"):
         jax.devices()
-
-
-def test_tokenizers_are_imported_only_while_there_is_something_to_wait_for(monkeypatch) -> None:
-    asked, over = [], threading.Event()
-
-    class Library:
-        def __getattr__(self, name: str) -> None:
-            asked.append(name)
-
-    monkeypatch.setitem(sys.modules, "transformers", Library())
-    waiting = threading.Thread(target=over.wait, args=[60])
-    waiting.start()
-    import_meanwhile(waiting)
-    assert asked[-1] == "PreTrainedTokenizerFast"
-    asked.clear()
-    over.set()
-    waiting.join(timeout=60)
-    import_meanwhile(waiting)
-    assert not asked
 
 
 def test_variables_are_set_before_anything_is_started(monkeypatch) -> None:

@@ -8,7 +8,7 @@ own: so many rows take half of the time then, and every split has the results it
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,8 +108,8 @@ class Work:
         """Programs that share the work."""
         return min(self.tile.programs, self.items)
 
-    def item(self, index: jax.Array, lengths: jax.Array, past: jax.Array) -> Item:
-        """The item of this number, without a slot where there are fewer.
+    def item(self, index: jax.Array, lengths: Any, past: jax.Array) -> Item:
+        """The item of this number, without a slot where there are fewer; ``lengths`` in memory.
 
         Items that share splits are neighbours, so that keys and values come from memory once: all
         row tiles of a split, those of the next one, and between them the light item of both.
