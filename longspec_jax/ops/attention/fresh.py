@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.ops.attention.online_softmax import State, product, update
@@ -15,17 +14,17 @@ from longspec_jax.ops.attention.row_access import Head, Rows
 def attend_to_fresh(
     q: jax.Array,
     rows: Rows,
-    refs: list[Any],
+    refs: Any,
     head: Head,
     state: State,
     *,
-    wanted: jax.Array,
+    steps: jax.Array | int,
     block: int,
     shape: PackedShape,
     scale: float,
     interpret: bool,
 ) -> State:
-    """The softmax of some rows after all fresh keys or, unless ``wanted``, as it was.
+    """The softmax of some rows after so many blocks of fresh keys, from the first on.
 
     Args:
       q: packed queries, ``[R, H]`` with ``H`` a power of two.
@@ -33,20 +32,18 @@ def attend_to_fresh(
       refs: fresh keys and values, ``[B, U, K, H]``, and their mask, ``[B, T, U]``.
       head: the batch row and its key/value head.
       state: the softmax so far.
-      wanted: whether to do anything.
-      block: keys of a step, at most.
+      steps: how many blocks.
+      block: keys of one.
       shape: how the rows are packed.
       scale: factor on the scores, in base 2.
       interpret: whether this is no GPU.
     """
-    keys = refs[0].shape[1]
-    block = min(block, max(16, pl.next_power_of_2(keys)))
 
     def step(index: jax.Array, state: State) -> State:
         tree = read_fresh(refs, head, rows, index, block=block, width=q.shape[1], shape=shape)
         return visit_fresh(q, state, *tree, scale=scale, interpret=interpret)
 
-    return jax.lax.fori_loop(0, wanted.astype(jnp.int32) * pl.cdiv(keys, block), step, state)
+    return jax.lax.fori_loop(0, steps, step, state)
 
 
 def read_fresh(

@@ -17,8 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, Queries
-from longspec_jax.ops.attention import bounds
-from longspec_jax.ops.attention.arrivals import last_to_arrive
+from longspec_jax.ops.attention import arrivals, bounds
 from longspec_jax.ops.attention.bounds import reached_splits
 from longspec_jax.ops.attention.fresh import attend_to_fresh
 from longspec_jax.ops.attention.online_softmax import LOG2_E, empty_state, finish
@@ -26,7 +25,7 @@ from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.packing import PackedShape, flat_rows, pack, refuse_unsupported
 from longspec_jax.ops.attention.row_access import load_queries, store_rows
 from longspec_jax.ops.attention.slots import attend_to_slots, slots_of_split
-from longspec_jax.ops.attention.splits import MERGE_PARTIALS, MERGE_ROWS, load_merged
+from longspec_jax.ops.attention.splits import MERGE_ROWS
 from longspec_jax.ops.attention.tiles import PrefixTile
 from longspec_jax.ops.triton_compiler import compiler_params
 
@@ -66,7 +65,7 @@ def attend(
     ]
     if fresh is not None:
         operands += [fresh.keys, fresh.values, fresh.mask]
-    operands.append(jnp.zeros((batch, kv_heads, row_tiles), jnp.int32))
+    counters = arrivals.counters(batch, kv_heads, row_tiles)
     kernel = functools.partial(
         _kernel, shape=shape, tile=tile, scale=scale * LOG2_E, interpret=interpret
     )
@@ -77,15 +76,13 @@ def attend(
         out_shape=(
             jax.ShapeDtypeStruct((batch, tokens * heads, width), dtype),
             jax.ShapeDtypeStruct((batch, tokens * heads), jnp.float32),
-            jax.ShapeDtypeStruct((batch, splits, kv_heads, shape.packed, width), jnp.float32),
-            jax.ShapeDtypeStruct((batch, splits, kv_heads, shape.packed), jnp.float32),
-            jax.ShapeDtypeStruct(operands[-1].shape, jnp.int32),
+            *arrivals.partial_results(batch, splits, kv_heads, shape.packed, width, counters),
         ),
-        input_output_aliases={len(operands) - 1: 4},
+        input_output_aliases={len(operands): 4},
         compiler_params=compiler_params(tile.warps, tile.stages),
         interpret=interpret,
         name="joined_attention",
-    )(*operands)
+    )(*operands, counters)
     return out, lse
 
 
@@ -102,13 +99,12 @@ def _kernel(
     interpret: bool,
 ) -> None:
     """Attend with one row tile of one key/value head to one split, and merge if it is the last."""
-    *fresh_refs, _, out_ref, lse_ref, partial_ref, partial_lse_ref, arrived_ref = refs
+    *fresh_refs, _, out_ref, lse_ref = refs[:-3]
     row_tile, split = pl.program_id(0), pl.program_id(1)
     batch, kv_head = head = pl.program_id(2) // shape.kv_heads, pl.program_id(2) % shape.kv_heads
     length, start = length_ref[batch], None if start_ref is None else start_ref[batch]
     slots = k_ref.shape[2]
-    lower, upper = slots_of_split(split, length, tile=tile, slots=slots)
-    lower = lower if start is None else jnp.maximum(lower, start)
+    lower, upper = slots_of_split(split, length, start, tile=tile, slots=slots)
     first, last = reached_splits(length, start, split=tile.split, slots=slots)
     # A row that sees no slot is the first program's.
     first, last = jnp.where(first < last, first, 0), jnp.where(first < last, last, 1)
@@ -117,10 +113,12 @@ def _kernel(
         (q,), (rows,) = load_queries(q_ref, head, row_tile * tile.total_rows, (MERGE_ROWS,), shape)
         state = empty_state(*q.shape)
         if fresh_refs:
+            keys = fresh_refs[0].shape[1]
+            block = min(tile.slots, max(16, pl.next_power_of_2(keys)))
             state = attend_to_fresh(
                 *(q, rows, fresh_refs, head, state),
-                wanted=split == last - 1,
-                block=tile.slots,
+                steps=(split == last - 1).astype(jnp.int32) * pl.cdiv(keys, block),
+                block=block,
                 shape=shape,
                 scale=scale,
                 interpret=interpret,
@@ -141,16 +139,10 @@ def _kernel(
 
         @pl.when(last - first > 1)
         def _() -> None:
-            place = batch, split, kv_head
-            store_rows(partial_ref, partial_lse_ref, place, rows, finish(state))
-
-            @pl.when(last_to_arrive(arrived_ref, (*head, row_tile), last - first, interpret))
-            def _() -> None:
-                merged = load_merged(
-                    *(partial_ref, partial_lse_ref, first, last, batch, kv_head, rows),
-                    chunk=MERGE_PARTIALS,
-                    interpret=interpret,
-                )
-                store_rows(out_ref, lse_ref, (batch,), flat, finish(merged))
+            arrivals.leave_and_merge(
+                *(refs[-3:], (out_ref, lse_ref), head, row_tile),
+                *(split, first, last, rows, flat, state),
+                interpret=interpret,
+            )
 
     pl.when((first <= split) & (split < last))(attend)

@@ -88,19 +88,16 @@ def _split_kernel(
 ) -> None:
     """Attend with one row tile of one key/value head to one split."""
     row_tile, split = pl.program_id(0), pl.program_id(1)
-    batch, kv_head = pl.program_id(2) // shape.kv_heads, pl.program_id(2) % shape.kv_heads
-    lower, upper = slots_of_split(split, length_ref[batch], tile=tile, slots=k_ref.shape[2])
-    if start_ref is not None:
-        lower = jnp.maximum(lower, start_ref[batch])
-
-    head = (batch, kv_head)
+    batch, kv_head = head = pl.program_id(2) // shape.kv_heads, pl.program_id(2) % shape.kv_heads
+    length, start = length_ref[batch], None if start_ref is None else start_ref[batch]
+    lower, upper = slots_of_split(split, length, start, tile=tile, slots=k_ref.shape[2])
 
     def attend() -> None:
         queries, parts = load_queries(q_ref, head, row_tile * tile.total_rows, tile.rows, shape)
         states = [empty_state(*q.shape) for q in queries]
         states = attend_to_slots(
             *(queries, k_ref, v_ref, head, states, lower, upper),
-            bounded=start_ref is not None,
+            bounded=start is not None,
             tile=tile,
             scale=scale,
             interpret=interpret,

@@ -14,11 +14,12 @@ from longspec_jax.ops.attention.tiles import PrefixTile
 
 
 def slots_of_split(
-    split: jax.Array, length: jax.Array, *, tile: PrefixTile, slots: int
+    split: jax.Array, length: jax.Array, start: jax.Array | None, *, tile: PrefixTile, slots: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The slots of a split that a row of this length sees: ``lower <= s < upper``."""
+    """The slots of a split that a row sees from ``start`` to its length: ``lower <= s < upper``."""
     lower = split * tile.split
-    return lower, jnp.minimum(jnp.minimum(length, slots), lower + tile.split)
+    upper = jnp.minimum(jnp.minimum(length, slots), lower + tile.split)
+    return lower if start is None else jnp.maximum(lower, start), upper
 
 
 def attend_to_slots(

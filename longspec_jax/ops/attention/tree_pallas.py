@@ -17,20 +17,19 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from longspec_jax.axes import Array, Queries
-from longspec_jax.ops.attention.arrivals import last_to_arrive
+from longspec_jax.ops.attention import arrivals
 from longspec_jax.ops.attention.bounds import reached_splits
-from longspec_jax.ops.attention.fresh import read_fresh, visit_fresh
+from longspec_jax.ops.attention.fresh import attend_to_fresh, read_fresh, visit_fresh
 from longspec_jax.ops.attention.merge import Partial
 from longspec_jax.ops.attention.online_softmax import (
     LOG2_E,
-    State,
     empty_state,
     finish,
 )
 from longspec_jax.ops.attention.operands import TREE, Fresh
 from longspec_jax.ops.attention.packing import PackedShape, flat_rows, pack, refuse_unsupported
 from longspec_jax.ops.attention.row_access import load_queries, store_rows
-from longspec_jax.ops.attention.splits import MERGE_PARTIALS, load_merged
+from longspec_jax.ops.attention.splits import load_merged
 from longspec_jax.ops.attention.tiles import TreeTile, tree_tile
 from longspec_jax.ops.hardware import require_ampere
 from longspec_jax.ops.partitioned import partitioned
@@ -96,13 +95,9 @@ def attend(
         jax.ShapeDtypeStruct((batch, tokens * heads), jnp.float32),
     ]
     if blocks > 1:
-        partials = batch, blocks, kv_heads, shape.packed
-        operands.append(jnp.zeros((batch, kv_heads, row_tiles), jnp.int32))
-        results += [
-            jax.ShapeDtypeStruct((*partials, width), jnp.float32),
-            jax.ShapeDtypeStruct(partials, jnp.float32),
-            jax.ShapeDtypeStruct(operands[-1].shape, jnp.int32),
-        ]
+        counters = arrivals.counters(batch, kv_heads, row_tiles)
+        operands.append(counters)
+        results += arrivals.partial_results(batch, blocks, kv_heads, shape.packed, width, counters)
     out, lse, *_ = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -151,17 +146,11 @@ def _kernel(
     first = pl.program_id(0) // blocks * tile.rows
     (q,), (rows,) = load_queries(q_ref, head, first, (tile.rows,), shape)
     whole = blocks > 1 or keys <= tile.keys
-    read = functools.partial(
-        *(read_fresh, (k_ref, v_ref, mask_ref), head, rows),
-        block=tile.keys,
-        width=q.shape[1],
-        shape=shape,
-    )
-
-    def visit(state: State, seen: jax.Array, k: jax.Array, v: jax.Array) -> State:
-        return visit_fresh(q, state, seen, k, v, scale=scale, interpret=interpret)
-
-    tree = read(mine) if whole else None
+    fresh_refs = k_ref, v_ref, mask_ref
+    width = q.shape[1]
+    tree = None
+    if whole:
+        tree = read_fresh(fresh_refs, head, rows, mine, block=tile.keys, width=width, shape=shape)
     if prefix_refs:
         length_ref, partial_ref, partial_lse_ref = prefix_refs
         splits = reached_splits(length_ref[batch], None, split=split, slots=slots)
@@ -173,24 +162,23 @@ def _kernel(
     else:
         state = empty_state(*q.shape)
     if tree is not None:
-        state = visit(state, *tree)
+        state = visit_fresh(q, state, *tree, scale=scale, interpret=interpret)
     else:
-        steps = pl.cdiv(keys, tile.keys)
-        state = jax.lax.fori_loop(0, steps, lambda i, s: visit(s, *read(i)), state)
+        state = attend_to_fresh(
+            *(q, rows, fresh_refs, head, state),
+            steps=pl.cdiv(keys, tile.keys),
+            block=tile.keys,
+            shape=shape,
+            scale=scale,
+            interpret=interpret,
+        )
     packed, valid = rows
     flat = flat_rows(packed, kv_head, shape), valid
     if not merging:
         store_rows(out_ref, lse_ref, (batch,), flat, finish(state))
         return
-    partial_ref, partial_lse_ref, arrived_ref = merging
-    store_rows(partial_ref, partial_lse_ref, (batch, mine, kv_head), rows, finish(state))
-    place = (*head, pl.program_id(0) // blocks)
-
-    @pl.when(last_to_arrive(arrived_ref, place, blocks, interpret))
-    def _() -> None:
-        merged = load_merged(
-            *(partial_ref, partial_lse_ref, 0, blocks, *head, rows),
-            chunk=MERGE_PARTIALS,
-            interpret=interpret,
-        )
-        store_rows(out_ref, lse_ref, (batch,), flat, finish(merged))
+    arrivals.leave_and_merge(
+        *(merging, (out_ref, lse_ref), head, pl.program_id(0) // blocks),
+        *(mine, 0, blocks, rows, flat, state),
+        interpret=interpret,
+    )
