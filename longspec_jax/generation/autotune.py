@@ -132,24 +132,13 @@ def _ready_after_timing(
     compiled = time.perf_counter() - begin
     start = runner.ready(shared, warm, streams=streams, rounds=False, on_activity=on_activity)
     assert isinstance(start, Ready), "these rows all have a slot"
-    begin, paces = time.perf_counter(), []
+    begin, paces = time.perf_counter(), ()
     # A row that has ended with its first token shows nothing.
     if not np.asarray(start.state.rows.done).any():
-        first, second = PASSES
-        for choice in choices:
-            on_activity(Tuning(choice.drafter.name, choice.drafter.tree))
-            pace, start = timed_pace(start, choice, streams, first)
-            paces.append(pace)
-        # Once more, some time later: what else runs on a machine may have met all timings of one.
-        for index, choice in enumerate(choices):
-            if paces[index].seconds * ROUNDS < LONG:
-                on_activity(Tuning(choice.drafter.name, choice.drafter.tree))
-                again, start = timed_pace(start, choice, streams, second)
-                least = min(again.seconds, paces[index].seconds)
-                paces[index] = replace(paces[index], seconds=least)
+        paces, start = _timed(choices, start, streams, on_activity)
         known.keep(key, paces, _folder())
     drafter, tree = _settled(job, paces)
-    on_activity(Tuned(drafter, tree, tuple(paces)))
+    on_activity(Tuned(drafter, tree, paces))
     chosen = job.settled_on(drafter, tree)
     seconds = compiled + start.timing.compile + time.perf_counter() - begin
     if whole.flows:
@@ -165,6 +154,27 @@ def _ready_after_timing(
             seconds += warm.prepare(chosen, streams)
     timing = replace(start.timing, compile=seconds)
     return Ready(chosen, runner.state_for(chosen, start), timing)
+
+
+def _timed(
+    choices: Sequence[Job], start: Ready, streams: bool, on_activity: OnActivity
+) -> tuple[tuple[TreePace, ...], Ready]:
+    """The pace of every choice behind the same prefill, which is given back.
+
+    In several passes: what else runs on the machine may meet all of one's timings in one of them.
+    """
+    paces: dict[int, TreePace] = {}
+    for timings in PASSES:
+        for index, choice in enumerate(choices):
+            before = paces.get(index)
+            if before is not None and before.seconds * ROUNDS >= LONG:
+                continue
+            on_activity(Tuning(choice.drafter.name, choice.drafter.tree))
+            pace, start = timed_pace(start, choice, streams, timings)
+            if before is not None:
+                pace = replace(before, seconds=min(before.seconds, pace.seconds))
+            paces[index] = pace
+    return tuple(paces.values()), start
 
 
 def _folder() -> Path | None:
