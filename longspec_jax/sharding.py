@@ -18,8 +18,7 @@ from longspec_jax.config import BATCH_AXES, MESH_AXES
 BATCH = P(BATCH_AXES)
 
 RULES: tuple[tuple[str, P], ...] = (
-    (r"(embedding|head)$", P("tp", "fsdp")),  # [V, D]
-    (r"head_scale$", P("tp")),  # [V]
+    (r"(embedding|head|head/steps)$", P("tp", "fsdp")),  # [V, D]
     (r"qkv/fused/kernel$", P("fsdp", "tp", None, None)),  # [D, K, G+2, H]
     (r"qkv/fused/bias$", P("tp", None, None)),  # [K, G+2, H]
     (r"cross_q/kernel$", P("fsdp", "tp", None)),  # [D, N, H]
@@ -27,8 +26,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(attention/out|self_out|cross_out)/kernel$", P("tp", None, "fsdp")),  # [N, H, D]
     (r"gate_up/kernel$", P("fsdp", None, "tp")),  # [D, 2, F]
     (r"down/kernel$", P("tp", "fsdp")),  # [F, D]
-    (r"(fused|cross_q|gate_up)/rows$", P("tp", "fsdp")),  # 8-bit [out, in]
-    (r"(self_out|cross_out|down)/rows$", P("fsdp", "tp")),  # 8-bit [out, in]
+    (r"(fused|cross_q|gate_up)/rows/steps$", P("tp", "fsdp")),  # 8-bit [out, in]
+    (r"(self_out|cross_out|down)/rows/steps$", P("fsdp", "tp")),  # 8-bit [out, in]
     (r"(^|/)scale$", P()),
 )
 

@@ -222,7 +222,12 @@ def _longspec_options(draft: Draft) -> dict[str, Any]:
     """What was chosen about a LongSpec draft."""
     if not isinstance(draft, LongSpecDraft):
         return {}
-    return {"draft_vocabulary": draft.params.head.shape[0], "draft_int8": draft.params.int8}
+    params = draft.params
+    return {
+        "draft_vocabulary": params.proposable,
+        "draft_int8": params.int8,
+        "draft_folded": params.is_folded,
+    }
 
 
 @dataclasses.dataclass(frozen=True)

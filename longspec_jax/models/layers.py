@@ -17,7 +17,7 @@ from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, RopeScalin
 from longspec_jax.ops.layer.residual_norm import residual_norm, rms_norm
 from longspec_jax.ops.partitioned import row_shares
 from longspec_jax.ops.products.chunked_mlp import chunked_mlp
-from longspec_jax.ops.products.int8 import int8_gated_product, int8_product, int8_summands
+from longspec_jax.ops.products.int8 import Int8Rows
 from longspec_jax.ops.products.skinny import gated_product, product, summands
 
 INITIAL_SCALE = 0.02
@@ -87,7 +87,10 @@ class Projection(nn.Module):
 
 
 class Int8Projection(nn.Module):
-    """A :class:`Projection` with weights of 8 bits (:mod:`longspec_jax.ops.products.int8`)."""
+    """A :class:`Projection` with weights of 8 bits (:mod:`longspec_jax.ops.products.int8`).
+
+    Its parameters are rounded from those of a projection; there are no others to begin with.
+    """
 
     in_axes: Sequence[int]
     out_axes: Sequence[int]
@@ -96,32 +99,22 @@ class Int8Projection(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         """Map ``[..., *in_axes]`` to ``[..., *out_axes]``."""
-        rows, scale, bias = self.weights()
         flat = self._flat(x)
-        bias = None if bias is None else bias.reshape(-1)
-        out = int8_product(flat, rows, scale, bias, dtype=self.dtype)
+        bias = self.get_variable("params", "bias").reshape(-1) if self.bias else None
+        out = self._rows().product(flat, bias, dtype=self.dtype)
         return out.reshape(*flat.shape[:-1], *self.out_axes)
 
     def summands(self, x: Array) -> Array:
         """As of :class:`Projection`."""
-        rows, scale, _ = self.weights()
-        return int8_summands(self._flat(x), rows, scale)
+        return self._rows().summands(self._flat(x))
 
     def gated(self, x: Array) -> Array:
         """As of :class:`Projection`."""
-        rows, scale, _ = self.weights()
-        return int8_gated_product(self._flat(x), rows, scale)
+        return self._rows().gated_product(self._flat(x))
 
-    @nn.compact
-    def weights(self) -> tuple[Array, Array, Array | None]:
-        """The rows ``[prod(out_axes), prod(in_axes)]``, their scale, and the bias or none."""
-        shape = (int(np.prod(self.out_axes)), int(np.prod(self.in_axes)))
-        rows = self.param("rows", nn.initializers.zeros, shape, jnp.int8)
-        scale = self.param("scale", nn.initializers.ones, shape[:1], jnp.float32)
-        bias = None
-        if self.bias:
-            bias = self.param("bias", nn.initializers.zeros, tuple(self.out_axes), self.dtype)
-        return rows, scale, bias
+    def _rows(self) -> Int8Rows:
+        """Weights ``[prod(out_axes), prod(in_axes)]``."""
+        return self.get_variable("params", "rows")
 
     def _flat(self, x: Array) -> Array:
         return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)

@@ -13,7 +13,7 @@ from longspec_jax.drafters.longspec import load as load_module
 from longspec_jax.drafters.longspec.load import load
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.longspec.options import LongSpecOptions
-from longspec_jax.ops.products.int8 import int8_product, round_rows
+from longspec_jax.ops.products.int8 import Int8Rows
 from longspec_jax.sharding import make_mesh, param_shardings
 from longspec_jax.weights.hf import save_draft
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
@@ -61,24 +61,18 @@ def test_own_leaves_out_what_the_target_has(params: LongSpecParams) -> None:
     assert params.in_int8().embedding is params.embedding
 
 
-def test_rows_and_their_scales_share_a_device() -> None:
+def test_a_rounded_head_lies_as_the_head_does() -> None:
     mesh = make_mesh(fsdp=2, tp=2)
     table = jax.random.normal(jax.random.key(1), (26, 6))
-    rows, scale = round_rows(table)
-    leaves = {"head": rows, "head_scale": scale}
-    placed = jax.device_put(leaves, param_shardings(mesh, leaves))
-    assert placed["head"].sharding.shard_shape((26, 6)) == (13, 3)
-    assert placed["head_scale"].sharding.shard_shape((26,)) == (13,)
+    head = Int8Rows.of(table)
+    placed = jax.device_put(head, param_shardings(mesh, {"head": head})["head"])
+    assert placed.steps.sharding.shard_shape((26, 6)) == (13, 3)
     spread = jax.device_put(table, param_shardings(mesh, {"head": table})["head"])
-    for ours, theirs in zip(round_rows(spread), (rows, scale), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    again = Int8Rows.of(spread)
+    jax.tree.map(np.testing.assert_array_equal, again, head)
     hidden = jax.random.normal(jax.random.key(0), (3, 6))
-    np.testing.assert_allclose(
-        int8_product(hidden, placed["head"], placed["head_scale"]),
-        int8_product(hidden, rows, scale),
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    ours, theirs = placed.product(hidden), head.product(hidden)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
+from longspec_jax.ops.products.int8 import Int8Rows
 from tests.kit import (
     after_prompts,
     draft_params,
@@ -170,10 +171,10 @@ def widened(rounded: Any, whole: Any) -> Any:
             key: widened(value, whole[key]) if isinstance(value, dict) else value
             for key, value in rounded.items()
         }
-    kernel = (rounded["rows"] * rounded["scale"][:, None]).T.reshape(whole["kernel"].shape)
+    rows: Int8Rows = rounded["rows"]
+    kernel = (rows.steps * rows.scale[:, None]).T.reshape(whole["kernel"].shape)
     assert 0 < np.abs(kernel - whole["kernel"]).max() < 0.01 * np.abs(whole["kernel"]).max()
-    others = {key: value for key, value in rounded.items() if key not in ("rows", "scale")}
-    return {"kernel": kernel, **others}
+    return {"kernel": kernel, **{key: value for key, value in rounded.items() if key != "rows"}}
 
 
 def test_a_draft_in_8_bits_proposes_what_its_rounded_weights_do() -> None:
@@ -182,7 +183,7 @@ def test_a_draft_in_8_bits_proposes_what_its_rounded_weights_do() -> None:
     params, view, tokens = _setup(lengths)
     whole, eighth = params.draft, params.draft.in_int8()
     rounded = params.replace(draft=eighth)
-    table = eighth.head.astype(jnp.float32) * eighth.head_scale[:, None]
+    table = eighth.head.steps.astype(jnp.float32) * eighth.head.scale[:, None]
     assert 0 < np.abs(table - whole.head).max() < 0.01 * np.abs(whole.head).max()
     drafter = LongSpecDrafter(CONFIG, TreeConfig((3, 4, 4)))
     state = after_prompts(drafter, rounded, tokens, lengths)

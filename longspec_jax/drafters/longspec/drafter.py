@@ -9,7 +9,6 @@ and no more, and committed tokens can be embedded afresh.
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from longspec_jax.config import DraftConfig, TreeConfig
 from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, View
 from longspec_jax.drafters.beam import beam_search, nodes_run
 from longspec_jax.drafters.kept import Kept
-from longspec_jax.drafters.longspec.model import LongSpecLayer, LongSpecParams
+from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.drafters.working_cache import WorkingCache
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
@@ -83,7 +82,8 @@ class LongSpecDrafter:
             offsets = jnp.maximum(committed.count - window, 0)[:, None] + jnp.arange(window)
             tokens = jnp.take_along_axis(tokens, offsets, axis=1)
         positions = committed.start[:, None] + offsets
-        keys, values = self._keys_values(params.draft, tokens, positions)
+        draft: LongSpecParams = params.draft
+        keys, values = draft.keys_values(self.config, tokens, positions)
         # Tokens beyond the count go to a slot that does not exist, and are dropped.
         slots = jnp.where(offsets < committed.count[:, None], positions % window, window)
         write = jax.vmap(lambda ring, at, fresh: ring.at[at].set(fresh, mode="drop"))
@@ -107,6 +107,7 @@ class LongSpecDrafter:
         rooms = ((0, 0), (0, room), (0, 0), (0, 0))
         rows = jnp.pad(state.keys, rooms), jnp.pad(state.values, rooms)
         past = self._past(state, view)
+        run = draft.levels(self.config, view.position, self.tree.num_levels)
 
         def score(
             rows: tuple[Array, Array], tree: Tree, nodes: slice, depth: int
@@ -125,25 +126,10 @@ class LongSpecDrafter:
                 fresh = Fresh(*rows, mask)
                 return tree_attention(q, fresh, dtype=q.dtype, implementation=self.attention).out
 
-            output: Any = LongSpecLayer(self.config, draft.int8).apply(
-                {"params": draft.layer},
-                jnp.take(draft.embedding, tokens, axis=0),
-                positions,
-                attend_self,
-                lambda q: self._attend_cross(q, past),
-            )
-            return rows, beliefs.scores(draft.logits(output.hidden), depth)
+            hidden = run(depth, tokens, attend_self, lambda q: self._attend_cross(q, past))
+            return rows, beliefs.scores(draft.logits(hidden), depth)
 
         return beam_search(view.pending, self.tree, score, rows, draft.vocabulary, self.attention)
-
-    def _keys_values(
-        self, params: LongSpecParams, tokens: Array, positions: Array
-    ) -> tuple[Array, Array]:
-        embedded = jnp.take(params.embedding, tokens, axis=0)
-        keys_values: Any = LongSpecLayer(self.config, params.int8).apply(
-            {"params": params.layer}, embedded, positions, method="keys_values"
-        )
-        return keys_values
 
     def _past(self, state: LongSpecState, view: View) -> Prefix:
         """What cross-attention reads of the target's last layer."""

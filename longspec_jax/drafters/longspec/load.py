@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from longspec_jax.config import DEFAULT_TREE, DraftConfig, TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import Target, UsualTrees, is_large
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
+from longspec_jax.drafters.longspec.folded import foldable
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.longspec.options import LongSpecOptions
 from longspec_jax.drafters.vocabulary import check_vocabulary
@@ -37,6 +38,7 @@ class LongSpecDraft:
         *,
         vocabulary: Any = None,
         int8: bool = False,
+        folded: bool = False,
         working: WorkingCache | None = None,
         mesh: Mesh | None = None,
     ) -> "LongSpecDraft":
@@ -48,6 +50,7 @@ class LongSpecDraft:
           target_params: the target's parameters, whose embedding and LM head the draft reads.
           vocabulary: ids of the tokens that it may propose, ``[v]``; all if absent.
           int8: read the layer and a copy of the LM head in 8 bits.
+          folded: the same, with the first products in tables of all tokens; on one device.
           working: what cross-attention reads of the target's cache; all of it if absent.
           mesh: what the parameters are spread over; one device if absent.
         """
@@ -55,10 +58,12 @@ class LongSpecDraft:
         if vocabulary is not None:
             tokens = check_vocabulary(vocabulary, params.embedding.shape[0])
             params = params.restricted(jnp.asarray(tokens))
-        if int8:
+        if folded:
+            params = params.folded(config)
+        elif int8:
             params = params.in_int8()
         if mesh is not None and params.own is not layer:
-            copied = {name: getattr(params, name) for name in ("layer", "head", "head_scale")}
+            copied = {name: getattr(params, name) for name in ("layer", "head")}
             shardings = param_shardings(mesh, copied)
             params = replace(params, **jax.device_put(copied, shardings))
         return cls(config, params, working=working)
@@ -123,15 +128,32 @@ def load(
     config, layer = hf.load_draft(
         source, target.config, dtype=target.config.dtype, mesh=mesh, revision=revision
     )
+    int8, folded = _form(options, target, layer, mesh)
     return LongSpecDraft.bind(
         config,
         layer,
         target.params,
         vocabulary=vocabulary,
-        int8=pays_in_int8(target) if options.int8 is None else options.int8,
+        int8=int8,
+        folded=folded,
         working=options.working_cache(target.config),
         mesh=mesh,
     )
+
+
+def _form(
+    options: LongSpecOptions, target: Target, layer: Any, mesh: Mesh | None
+) -> tuple[bool, bool]:
+    """Whether the draft is in 8 bits, and folded; where nothing is asked for, where it pays."""
+    pays = pays_in_int8(target)
+    if options.folded and options.int8 is False:
+        raise ValueError("a folded draft is one in 8 bits; leave int8=False out, or folded")
+    if options.folded and mesh is not None:
+        raise ValueError("a folded draft is for one device; leave folded out, or the mesh")
+    int8 = bool(options.folded) or (pays if options.int8 is None else options.int8)
+    if options.folded is not None:
+        return int8, options.folded
+    return int8, int8 and pays and mesh is None and foldable(layer, target.config.vocab_size)
 
 
 def pays_in_int8(target: Target) -> bool:

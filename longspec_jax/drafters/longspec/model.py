@@ -7,7 +7,8 @@ norm. Self-attention comes first, so its keys and values depend on (token, posit
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config import DraftConfig
+from longspec_jax.drafters.longspec.folded import FoldedLayer, fold
 from longspec_jax.models.layers import (
     GroupedQKV,
     Int8Projection,
@@ -26,10 +28,11 @@ from longspec_jax.models.layers import (
     rotary_angles,
 )
 from longspec_jax.models.target import HEADS, head_logits, head_of
+from longspec_jax.ops.layer.head_table import Angles
 from longspec_jax.ops.layer.residual_norm import add
 from longspec_jax.ops.layer.split_heads import rotate, split_heads
 from longspec_jax.ops.partitioned import placed
-from longspec_jax.ops.products.int8 import int8_product, round_rows
+from longspec_jax.ops.products.int8 import Int8Rows
 
 
 class DraftOutput(NamedTuple):
@@ -41,6 +44,13 @@ class DraftOutput(NamedTuple):
     """Self-attention keys ``[B, T, K, H]``, rotary applied."""
     values: Array
     """Self-attention values ``[B, T, K, H]``."""
+
+
+RunLevel: TypeAlias = Callable[
+    [int, Array, Callable[[Array, Array, Array], Array], Callable[[Array], Array]], Array
+]
+"""``(depth, tokens [B, T], attend_self, attend_cross) -> hidden [B, T, D]``, for nodes of a level,
+with attention as of :class:`LongSpecLayer`."""
 
 
 class LongSpecLayer(nn.Module):
@@ -113,15 +123,13 @@ class LongSpecParams:
     """The draft's own parameters and the two tables it shares with the target."""
 
     layer: Any
-    """Parameters of :class:`LongSpecLayer`."""
+    """Parameters of :class:`LongSpecLayer`, or a :class:`FoldedLayer`."""
     embedding: Leaf[Float[Array, "V D"]]
     """The target's embedding table."""
-    head: Leaf[Float[Array, "v D"] | Int[Array, "v D"]]
+    head: Leaf[Float[Array, "v D"]] | Int8Rows
     """The target's LM head, the embedding itself where they are tied, or rows of it."""
     vocabulary: Leaf[Int[Array, " v"]] | None = None
     """Tokens that can be proposed, ``head`` being their rows; all of them if absent."""
-    head_scale: Leaf[Float[Array, " v"]] | None = None
-    """What the rows of an int8 ``head`` are multiplied by; absent if it is none."""
 
     @classmethod
     def beside(cls, target_params: Any, layer: Any) -> "LongSpecParams":
@@ -133,9 +141,10 @@ class LongSpecParams:
 
         Verification stays over the whole vocabulary, so the output is unchanged.
         """
+        if isinstance(self.head, Int8Rows):
+            return dataclasses.replace(self, head=self.head.take(vocabulary), vocabulary=vocabulary)
         rows = jnp.take(self.head, vocabulary, axis=0)
-        scale = None if self.head_scale is None else jnp.take(self.head_scale, vocabulary)
-        return dataclasses.replace(self, head=rows, vocabulary=vocabulary, head_scale=scale)
+        return dataclasses.replace(self, head=rows, vocabulary=vocabulary)
 
     def in_int8(self) -> "LongSpecParams":
         """Read copies of the layer's products and of the head in 8 bits; the target keeps its own.
@@ -143,29 +152,94 @@ class LongSpecParams:
         Half the bytes at every level. The head's rows are rounded one by one: it is the same before
         and after :meth:`restricted`.
         """
-        if self.int8:
-            raise ValueError("the draft is in 8 bits already; call in_int8 once")
-        rows, scale = round_rows(self.head)
-        layer = _rounded(self.layer)
-        return dataclasses.replace(self, layer=layer, head=rows, head_scale=scale)
+        head = self._rounded_head()
+        return dataclasses.replace(self, layer=_rounded(self.layer), head=head)
+
+    def folded(self, config: DraftConfig) -> "LongSpecParams":
+        """As :meth:`in_int8`, with the first products in tables of all tokens.
+
+        Raises:
+          ValueError: if the tables were too large for the kernels.
+        """
+        head = self._rounded_head()
+        layer = fold(self.layer, self.embedding, config.norm_eps)
+        return dataclasses.replace(self, layer=layer, head=head)
+
+    def _rounded_head(self) -> Int8Rows:
+        if isinstance(self.head, Int8Rows):
+            raise ValueError("the draft is in 8 bits already; call in_int8 or folded once")
+        return Int8Rows.of(self.head)
+
+    @property
+    def proposable(self) -> int:
+        """How many tokens it may propose."""
+        rows = self.head.steps if isinstance(self.head, Int8Rows) else self.head
+        return rows.shape[0]
 
     @property
     def int8(self) -> bool:
-        """Whether this is the result of :meth:`in_int8`."""
-        return self.head_scale is not None
+        """Whether this is the result of :meth:`in_int8` or :meth:`folded`."""
+        return isinstance(self.head, Int8Rows)
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether this is the result of :meth:`folded`."""
+        return isinstance(self.layer, FoldedLayer)
 
     def logits(self, hidden: Array) -> Array:
         """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
-        if self.head_scale is not None:
-            return int8_product(hidden, self.head, self.head_scale)
+        if isinstance(self.head, Int8Rows):
+            return self.head.product(hidden)
         return head_logits(self.head, hidden)
+
+    def keys_values(
+        self, config: DraftConfig, tokens: Array, positions: Array
+    ) -> tuple[Array, Array]:
+        """Self-attention keys and values of tokens ``[B, T]`` at positions ``[B, T]``."""
+        if isinstance(self.layer, FoldedLayer):
+            return self.layer.keys_values(tokens, _angles(config, positions))
+        layer: Any = LongSpecLayer(config, self.int8)
+        embedded = jnp.take(self.embedding, tokens, axis=0)
+        return layer.apply(
+            {"params": self.layer}, embedded, positions, method=LongSpecLayer.keys_values
+        )
+
+    def levels(self, config: DraftConfig, first: Array, count: int) -> RunLevel:
+        """What runs the layer over the nodes of a level.
+
+        Args:
+          config: of the draft.
+          first: position of the root in every row, ``[B]``; a level's nodes stand at their depth
+            behind it.
+          count: levels that may be run.
+        """
+        if isinstance(self.layer, FoldedLayer):
+            # The angles of all levels in one launch.
+            angles = _angles(config, first[:, None] + jnp.arange(count))
+            return partial(self.layer.run, config, self.embedding, angles)
+
+        def run(depth: int, tokens: Array, attend_self: Any, attend_cross: Any) -> Array:
+            positions = jnp.broadcast_to(first[:, None] + depth, tokens.shape)
+            embedded = jnp.take(self.embedding, tokens, axis=0)
+            layer: Any = LongSpecLayer(config, self.int8)
+            return layer.apply(
+                {"params": self.layer}, embedded, positions, attend_self, attend_cross
+            ).hidden
+
+        return run
 
     @property
     def own(self) -> Any:
         """What is not shared with the target: the layer, and the rows of a reduced or int8 head."""
         if self.vocabulary is None and not self.int8:
             return self.layer
-        return self.layer, self.head, self.vocabulary, self.head_scale
+        return self.layer, self.head, self.vocabulary
+
+
+def _angles(config: DraftConfig, positions: Array) -> Angles:
+    return Angles(
+        *rotary_angles(positions, config.head_width, config.rope_theta, config.rope_scaling)
+    )
 
 
 def _rounded(layer: Any, name: str = "") -> Any:
@@ -180,5 +254,4 @@ def _rounded(layer: Any, name: str = "") -> Any:
     others, kernel = dict(layer), layer["kernel"]
     del others["kernel"]
     inputs = int(np.prod(kernel.shape[:contracted]))
-    rows, scale = round_rows(kernel.reshape(inputs, -1).T)
-    return {"rows": rows, "scale": scale, **others}
+    return {"rows": Int8Rows.of(kernel.reshape(inputs, -1).T), **others}

@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int8
+from flax import struct
+from jaxtyping import Float, Int, Int8
 
-from longspec_jax.axes import Array
+from longspec_jax.axes import Array, Leaf
 from longspec_jax.ops.hardware import decodes_on_ampere
 from longspec_jax.ops.partitioned import one_device
 from longspec_jax.ops.products.skinny import gate, matmul_precision
@@ -24,6 +25,37 @@ from longspec_jax.ops.products.tiles import Int8Tile, int8_tile
 FEW = 4
 """Up to so many vectors XLA widens the weights as fast as it reads them, if there are exactly
 four."""
+
+
+@struct.dataclass
+class Int8Rows:
+    """Weights in 8 bits: a product's rows, one for each output."""
+
+    steps: Leaf[Int8[Array, "v D"]]
+    scale: Leaf[Float[Array, " v"]]
+
+    @classmethod
+    def of(cls, weights: Float[Array, "v D"]) -> "Int8Rows":
+        """Round weights."""
+        return cls(*round_rows(weights))
+
+    def product(
+        self, x: Array, bias: Array | None = None, *, dtype: Any = jnp.float32
+    ) -> Float[Array, "*vectors v"]:
+        """As :func:`int8_product`."""
+        return int8_product(x, self.steps, self.scale, bias, dtype=dtype)
+
+    def summands(self, x: Array) -> Float[Array, "S *vectors v"]:
+        """As :func:`int8_summands`."""
+        return int8_summands(x, self.steps, self.scale)
+
+    def gated_product(self, x: Array) -> Float[Array, "*vectors F"]:
+        """As :func:`int8_gated_product`."""
+        return int8_gated_product(x, self.steps, self.scale)
+
+    def take(self, outputs: Int[Array, " w"]) -> "Int8Rows":
+        """The rows of some outputs."""
+        return Int8Rows(*(jnp.take(part, outputs, axis=0) for part in (self.steps, self.scale)))
 
 
 @jax.jit  # As one program it holds no float32 copy of the weights.

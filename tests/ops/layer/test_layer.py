@@ -14,7 +14,12 @@ from longspec_jax.ops.layer import (
     residual_norm_pallas,
     split_heads,
     split_heads_pallas,
+    table_heads,
+    table_heads_pallas,
+    table_query,
+    table_query_pallas,
 )
+from longspec_jax.ops.layer.head_table import Angles, HeadTable
 from tests.kit import COMPILED, TOLERANCE, normal, relative_error
 
 DTYPES = ["float32", "bfloat16"]
@@ -60,6 +65,81 @@ def test_split_heads_kernel(
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
         assert relative_error(ours, np.float64(theirs)) <= TOLERANCE[dtype]
+
+
+def token_table(seed: int, *shape: int) -> HeadTable:
+    """Heads of 29 tokens, one of them zero."""
+    return HeadTable.rounded(normal(seed, 29, *shape).at[3].set(0))
+
+
+def test_a_table_of_8_bits_is_near_what_was_put_in() -> None:
+    heads = normal(0, 29, 3, 4, 16)
+    table = HeadTable.rounded(heads.at[5, 1].set(0))
+    error = np.abs(table.take(jnp.arange(29)[None])[0] - heads.at[5, 1].set(0))
+    assert (error <= table.scale[..., None] / 2 + 1e-7).all()
+    assert (np.abs(table.steps).max(-1) == 127).sum() == 29 * 3 * 4 - 4
+    outside = table.take(jnp.array([[-1, 29]]))
+    np.testing.assert_array_equal(outside, table.take(jnp.array([[0, 28]])))
+
+
+HEADS = [(3, 1, 32), (2, 4, 24), (7, 5, 16)]
+
+
+@pytest.mark.parametrize("interpret", COMPILED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "groups", "width"), HEADS)
+@pytest.mark.parametrize("place", [None, 4])
+def test_table_heads_kernel(
+    interpret: bool, dtype: str, kv_heads: int, groups: int, width: int, place: int | None
+) -> None:
+    table = token_table(0, kv_heads, groups + 2, width)
+    bias = normal(1, kv_heads, groups + 2, width, dtype=dtype)
+    tokens = jnp.array([[3, 28, 0], [7, 29, -2]])
+    cos_sin = Angles(*angles(2, 2, 3 if place is None else 6, width // 2))
+    operands = table, bias, tokens, cos_sin
+    actual = table_heads_pallas.table_heads(*operands, place=place, interpret=interpret)
+    # By way of the op on a product's result.
+    qkv = table.take(tokens) + bias.astype(jnp.float32)
+    spread = (jnp.broadcast_to(part, (2, 3, width // 2)) for part in cos_sin.at(place))
+    exact = split_heads.composed(qkv, *spread)
+    composed = table_heads.composed(*operands, place)
+    for ours, theirs, same in zip(actual, exact, composed, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == same.dtype == jnp.dtype(dtype)
+        assert relative_error(ours, np.float64(theirs)) <= TOLERANCE[dtype]
+        assert relative_error(same, np.float64(theirs)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("interpret", COMPILED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "groups", "width"), HEADS)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_table_query_kernel(
+    interpret: bool, dtype: str, kv_heads: int, groups: int, width: int, splits: int
+) -> None:
+    heads, model_width, place, eps = kv_heads * groups, 72, 1, 1e-5
+    table, bias = token_table(0, heads, width), normal(1, heads, width, dtype=dtype)
+    embedding = normal(2, 29, model_width, dtype=dtype)
+    tokens = jnp.array([[3, 28, 0], [7, 29, -2]])
+    both = model_width + heads * width
+    summands = normal(3, splits, 2, 3, both, dtype=dtype if splits == 1 else "float32")
+    cos_sin = Angles(*angles(4, 2, 2, width // 2))
+    operands = table, bias, embedding, tokens, summands, cos_sin
+    options = dict(place=place, eps=eps, kv_heads=kv_heads)
+    actual = table_query_pallas.table_query(*operands, **options, interpret=interpret)
+
+    inside = np.clip(tokens, 0, 28)
+    added = np.float64(summands).sum(0)
+    total = np.float64(embedding)[inside] + added[..., :model_width]
+    factor = 1 / np.sqrt((total**2).mean(-1) + eps)
+    query = added[..., model_width:].reshape(2, 3, heads, width)
+    query = (np.float64(table.take(tokens)) + query) * factor[..., None, None] + np.float64(bias)
+    low, high = np.split(query, 2, axis=-1)
+    cos, sin = (np.float64(part[:, place, None, None]) for part in (cos_sin.cos, cos_sin.sin))
+    query = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    for found in (actual, table_query.composed(*operands, **options)):
+        assert [part.dtype for part in found] == [jnp.dtype(dtype)] * 2
+        assert relative_error(found[0], total) <= TOLERANCE[dtype]
+        assert relative_error(found[1], query) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("interpret", COMPILED)
