@@ -14,7 +14,14 @@ from longspec_jax.ops.attention import kernels, tiles, tree_pallas
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 from longspec_jax.ops.hardware import mosaic_is_supported
-from longspec_jax.ops.layer import append_rows_pallas, residual_norm_pallas, split_heads_pallas
+from longspec_jax.ops.layer import (
+    append_rows_pallas,
+    residual_norm_pallas,
+    split_heads_pallas,
+    table_heads_pallas,
+    table_query_pallas,
+)
+from longspec_jax.ops.layer.head_table import Angles, HeadTable
 from longspec_jax.ops.products import int8_pallas
 from longspec_jax.ops.products.tiles import int8_tile, product_tile
 from longspec_jax.ops.selection import continuations, continuations_pallas
@@ -161,6 +168,28 @@ def test_layer_ops_lower_for_cuda() -> None:
     assert lowered(call, *arguments, [rows] * 65, [caches] * 65, *path).count("custom_call @") == 4
 
 
+def test_table_ops_lower_for_cuda() -> None:
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    real = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    heads, queries = (
+        HeadTable(jax.ShapeDtypeStruct((*of, 128), jnp.int8), real(of))
+        for of in ((152064, 8, 7), (152064, 40))
+    )
+    angles = Angles(real((1, 5, 64)), real((1, 5, 64)))
+    tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32)
+
+    def call(heads, heads_bias, queries, bias, embedding, tokens, summands, angles):
+        stream = (queries, bias, embedding, tokens, summands, angles)
+        return (
+            table_heads_pallas.table_heads(heads, heads_bias, tokens, angles, place=2),
+            table_query_pallas.table_query(*stream, place=2, eps=1e-5, kv_heads=8),
+        )
+
+    biases = operand((8, 7, 128)), operand((40, 128))
+    arguments = (heads, biases[0], queries, biases[1], operand((152064, 5120)), tokens)
+    assert lowered(call, *arguments, real((2, 1, 16, 10240)), angles).count("custom_call @") == 2
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("nodes", "vocabulary", "count"), [(1, 32000, 4), (16, 128256, 16), (3, 5000, 64)]
@@ -212,6 +241,8 @@ def test_skinny_products_lower_for_cuda(rows, contracted, columns, gated, split,
         (4096, 12288, False, False, True),
         (4096, 4096, False, True, False),
         (11008, 4096, False, True, False),
+        (4096, 8192, False, True, False),
+        (5120, 10240, False, True, False),
         (4096, 11008, True, False, False),
         (4096, 128256, False, False, False),
         (1000, 5001, False, False, False),
@@ -221,6 +252,6 @@ def test_int8_products_lower_for_cuda(contracted, outputs, gated, split, bias) -
     x = jax.ShapeDtypeStruct((16, contracted), jnp.bfloat16)
     weights = jax.ShapeDtypeStruct((outputs * (2 if gated else 1), contracted), jnp.int8)
     scale = jax.ShapeDtypeStruct(weights.shape[:1], jnp.float32)
-    tile = int8_tile(16, outputs, gated=gated, split=split)
+    tile = int8_tile(16, contracted, outputs, gated=gated, split=split)
     call = functools.partial(int8_pallas.product, tile=tile, gated=gated, dtype=x.dtype)
     assert lowered(call, x, weights, scale, scale if bias else None).count("custom_call @") == 1

@@ -81,7 +81,7 @@ def int8(
     outputs, width = 96, 600
     weights, scale = round_rows(normal(6, outputs, width))
     # The tile that is chosen: from one row to all of them it is the same.
-    tile = int8_tile(rows, outputs // (2 if gated else 1), gated=gated, split=split)
+    tile = int8_tile(rows, width, outputs // (2 if gated else 1), gated=gated, split=split)
     options = dict(tile=tile, gated=gated, dtype=jnp.bfloat16, interpret=interpret)
     return list(int8_pallas.product(bfloat16(7, MOST, width)[:rows], weights, scale, **options))
 

@@ -112,7 +112,7 @@ def _tile(x: Array, outputs: int, gated: bool = False, split: bool = False) -> I
         return None
     if not decodes_on_ampere(count, x.dtype):
         return None
-    return int8_tile(count, outputs, gated=gated, split=split)
+    return int8_tile(count, x.shape[-1], outputs, gated=gated, split=split)
 
 
 def _launched(x: Array, rows: Array, *operands: Array | None, **options: Any) -> Array:

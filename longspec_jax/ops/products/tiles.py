@@ -82,19 +82,26 @@ def product_tile(
     return ProductTile(width, depth, splits, min(room // stage, contracted // splits // depth))
 
 
-def int8_tile(rows: int, outputs: int, gated: bool = False, split: bool = False) -> Int8Tile | None:
+def int8_tile(
+    rows: int, contracted: int, outputs: int, gated: bool = False, split: bool = False
+) -> Int8Tile | None:
     """Choose the tile of the product with 8-bit weights; None where XLA's product is as good.
 
     Args:
       rows: rows of the product.
+      contracted: size of the contracted axis.
       outputs: outputs of the product, of each of two where they are gated.
       gated: whether there are two products of which one gates the other.
       split: whether the contraction may be split and leave summands.
     """
     if rows > MATRIX_ROWS:
         return None
-    if split and outputs <= 64 * MULTIPROCESSORS:
+    if split and outputs <= 32 * MULTIPROCESSORS and contracted <= 12288:
         return Int8Tile(32, 256, 4, 4, 4)
+    if split and outputs <= 64 * MULTIPROCESSORS:
+        return Int8Tile(64, 256, 4, 4, 3)
+    if split and outputs <= 128 * MULTIPROCESSORS:
+        return Int8Tile(64, 256, 2, 4, 3)
     if gated:
         return Int8Tile(32, 256, 1, 4, 3)
     if outputs < 128 * MULTIPROCESSORS:

@@ -3,7 +3,7 @@
 import pytest
 
 from longspec_jax.ops import hardware
-from longspec_jax.ops.products.tiles import product_tile
+from longspec_jax.ops.products.tiles import MATRIX_ROWS, int8_tile, product_tile
 
 
 def test_product_tile_fills_the_machine_once() -> None:
@@ -32,3 +32,16 @@ def test_product_tile_fills_the_machine_once() -> None:
 def test_other_products_are_left_to_xla(rows: int, contracted: int, columns: int) -> None:
     for gated in (False, True):
         assert product_tile(rows, contracted, columns, gated=gated) is None
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_int8_tiles_fill_any_machine_that_they_run_on(gated: bool, split: bool) -> None:
+    """Programs enough, and shared memory where there is least of it."""
+    for contracted, outputs in ((4096, 4096), (4096, 8192), (5120, 10240), (27648, 5120)):
+        tile = int8_tile(MATRIX_ROWS, contracted, outputs, gated=gated, split=split and not gated)
+        assert tile is not None and (split or tile.splits == 1)
+        assert -(-outputs // tile.outputs) * tile.splits >= 80
+        stage = tile.depth * (2 * MATRIX_ROWS + tile.outputs * (1 + gated))
+        assert tile.stages * stage <= min(hardware.SHARED_BYTES.values())
+    assert int8_tile(MATRIX_ROWS + 1, 4096, 4096) is None
