@@ -108,6 +108,8 @@ def _totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     stats = [outcome.stats for outcome in outcomes]
     compared = [outcome.comparison for outcome in outcomes if outcome.comparison]
     plain = [comparison.plain.stats for comparison in compared]
+    # A call that decodes plainly is its own comparison, and was compiled once.
+    apart = [item for item in plain if not any(item is other for other in stats)]
     passes = sum(sum(item.target_passes) for item in stats)
     # Calls may have run trees of different depths.
     columns = itertools.zip_longest(*(item.acceptance_histogram for item in stats), fillvalue=0)
@@ -118,7 +120,7 @@ def _totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "target_passes": passes,
         "decode_seconds": sum(item.decode_seconds for item in stats),
         "prefill_seconds": sum(item.prefill_seconds for item in stats),
-        "compile_seconds": sum(item.compile_seconds for item in (*stats, *plain)),
+        "compile_seconds": sum(item.compile_seconds for item in (*stats, *apart)),
         "tokens_per_second": _speed(stats),
         "plain_tokens_per_second": _speed(plain) if plain else None,
         "plain_decode_seconds": sum(item.decode_seconds for item in plain) if plain else None,

@@ -120,6 +120,16 @@ def test_json_of_a_gap_that_is_none() -> None:
     assert [*lines([left_out], "bfloat16")][-1].endswith("7 became 9, gap unknown")
 
 
+def test_a_call_that_is_its_own_comparison_was_compiled_once() -> None:
+    assert as_json([outcome()], {})["compile_seconds"] == 3.0
+    one = outcome()
+    assert one.comparison is not None
+    other = dataclasses.replace(one.result, stats=stats())
+    compared = Comparison(one.result, other, ())
+    both = Outcome("prompt", ("prompt",), one.result, compared)
+    assert as_json([both], {})["compile_seconds"] == 6.0
+
+
 def test_json_without_a_call() -> None:
     found = as_json([], {"target": "t"}, interrupted=True)
     assert found["interrupted"] and found["rows"] == [] and found["memory"] is None
