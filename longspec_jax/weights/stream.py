@@ -6,6 +6,7 @@ cache. Beside the arrays themselves the host holds a few shards at a time, never
 """
 
 import math
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
@@ -25,8 +26,8 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 PIECE_BYTES = 1 << 20
 """Most bytes read at once, unless one slice of a tensor's first factor is larger."""
-READERS = 4
-"""Parameters assembled at the same time."""
+READERS = max(4, min(8, (os.cpu_count() or 1) // 2))
+"""Parameters assembled at the same time: most of it is transposing, half a gigabyte a second."""
 
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 """The exponent bits; a value is NaN or infinite where all of them are set."""
