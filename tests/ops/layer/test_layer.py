@@ -42,7 +42,9 @@ def test_residual_norm_kernel(interpret: bool, dtype: str, width: int, splits: i
         x, summands, scale, eps=1e-5, interpret=interpret
     )
     assert total.dtype == out.dtype == jnp.dtype(dtype)
-    np.testing.assert_array_equal(total, residual_norm.add(x, summands))
+    if interpret or splits == 1:
+        # On a GPU XLA adds several summands in an order of its own, which differs by machine.
+        np.testing.assert_array_equal(total, residual_norm.add(x, summands))
     exact = np.float64(x) + np.float64(summands).sum(axis=0)
     assert relative_error(total, exact) <= TOLERANCE[dtype]
     wide = np.float64(total)
