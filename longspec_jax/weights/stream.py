@@ -1,6 +1,5 @@
 """Stored tensors into arrays of any sharding, piece by piece.
 
-For a single GPU they are read whole, and it does the rest (:mod:`longspec_jax.weights.on_device`).
 Every device's shard is assembled from the slices of the stored tensors that fall into it, in pieces
 of about a megabyte: a piece is read, checked, cast and transposed while it is in the processor's
 cache. Beside the arrays themselves the host holds a few shards at a time, never a second model.
@@ -19,7 +18,6 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from longspec_jax.sharding import param_shardings, path_name
-from longspec_jax.weights import on_device
 from longspec_jax.weights.tables import Leaf, Part, Table
 from longspec_jax.weights.tensors import Tensor, Tensors
 
@@ -38,13 +36,8 @@ _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 def load_params(table: Table, tensors: Tensors, dtype: str, mesh: Mesh | None) -> Any:
     """The parameter tree of a table, sharded by the project's rules or on the first device."""
     shardings = _shardings(table, dtype, mesh)
-    alone = jax.devices()[0] if mesh is None else None
 
     def load(leaf: Leaf) -> jax.Array:
-        if alone is not None and on_device.arranges(alone):
-            array = on_device.arranged(leaf, tensors, dtype, alone)
-            if array is not None:
-                return array
         # Devices that replicate a shard ask for it one by one; it is assembled once.
         shards: dict[Ranges, np.ndarray] = {}
 

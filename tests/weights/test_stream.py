@@ -10,7 +10,7 @@ import pytest
 
 from longspec_jax.config import DraftConfig
 from longspec_jax.sharding import make_mesh, param_shardings
-from longspec_jax.weights import on_device, stream
+from longspec_jax.weights import stream
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_draft, load_target, save_draft, save_target
 from longspec_jax.weights.stream import assemble, load_params
@@ -165,47 +165,6 @@ def test_casts_on_request(tmp_path, stored, loaded):
     read, actual = load_target(tmp_path, dtype=loaded)
     assert read.dtype == loaded
     _assert_equal(actual, jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(loaded)), params))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("stored", "loaded"), [("float32", "float32"), ("float16", "bfloat16")])
-def test_a_gpu_arranges_what_it_is_given(tmp_path, family, stored, loaded, counted, monkeypatch):
-    """The same values, of target and draft; here by a CPU in its place, and nothing on the host."""
-    config = _config(family, dtype=stored)
-    save_target(tmp_path / "target", config, random_target(config))
-    draft = DraftConfig.for_target(config)
-    save_draft(tmp_path / "draft", draft, random_draft(draft))
-
-    def load():
-        return (
-            load_target(tmp_path / "target", dtype=loaded)[1],
-            load_draft(tmp_path / "draft", config, dtype=loaded)[1],
-        )
-
-    expected = load()
-    counted.clear()
-    monkeypatch.setattr(on_device, "arranges", lambda device: True)
-    actual = load()
-    _assert_equal(actual, expected)
-    assert not counted and {leaf.dtype for leaf in jax.tree.leaves(actual)} == {jnp.dtype(loaded)}
-
-
-def test_what_a_gpu_cannot_take_is_the_hosts(tmp_path, monkeypatch):
-    """Values that are not finite, of which the host says which, and types that it lacks."""
-    monkeypatch.setattr(on_device, "arranges", lambda device: True)
-    config = _config()
-    params = random_target(config)
-    params["layers_1"]["mlp"]["down"]["kernel"] = jnp.full((56, 40), 1e6)
-    save_target(tmp_path, config, params)
-    _, loaded = load_target(tmp_path)
-    _assert_equal(loaded, params)
-    with pytest.raises(ValueError, match="down_proj.* holds 1e.06, which overflows float16"):
-        load_target(tmp_path, dtype="float16")
-    leaf = target_table(config).leaves[0]
-    with ExitStack() as stack:
-        tensors = open_tensors(tmp_path, stack)
-        doubles = {name: tensor._replace(dtype="float64") for name, tensor in tensors.items()}
-        assert on_device.arranged(leaf, doubles, "float32", jax.devices()[0]) is None
 
 
 def test_a_mesh_that_does_not_divide_is_refused(tmp_path):
