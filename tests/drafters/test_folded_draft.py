@@ -102,6 +102,31 @@ def test_drafts_of_large_targets_are_folded(
     assert loaded.int8 is (chosen.get("int8", large) or expected)
 
 
+@pytest.mark.parametrize(("free", "expected"), [(20, True), (19.9, False)])
+def test_tables_nobody_asked_for_leave_room_for_contexts(
+    free: float, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_target_config(dtype="bfloat16")
+    target = Target(config, random_target(config))
+    draft = DraftConfig.for_target(config, window=5)
+    layer = random_draft(draft)
+    save_draft(tmp_path, draft, layer, target=config)
+    tables = sum(module.table_bytes(layer, config.vocab_size))
+    folded = LongSpecParams.beside(target.params, layer).folded(draft)
+    assert isinstance(folded.layer, module.FoldedLayer)
+    assert tables == folded.layer.heads.steps.nbytes + folded.layer.queries.steps.nbytes
+
+    class Device:
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_limit": int(free * tables) + 1000, "bytes_in_use": 1000}
+
+    monkeypatch.setattr(load_module, "is_large", lambda params: True)
+    monkeypatch.setattr(load_module.jax, "devices", lambda: [Device()])
+    options = LongSpecOptions(), LongSpecOptions(folded=True)
+    chosen = [load_module._form(each, target, layer, None) for each in options]
+    assert chosen == [(True, expected), (True, True)]
+
+
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     target = Target(TARGET, random_target(TARGET))
     save_draft(tmp_path, CONFIG, random_draft(CONFIG), target=TARGET)

@@ -128,10 +128,15 @@ def fold(layer: Mapping[str, Any], embedding: Array, eps: float) -> FoldedLayer:
     )
 
 
+def table_bytes(layer: Mapping[str, Any], vocabulary: int) -> tuple[int, int]:
+    """Bytes of both tables of so many tokens, but for their scales: one for each element."""
+    of_heads, of_queries = layer["self_qkv"]["fused"]["bias"], layer["cross_q"]["bias"]
+    return vocabulary * of_heads.size, vocabulary * of_queries.size
+
+
 def foldable(layer: Mapping[str, Any], vocabulary: int) -> bool:
     """Whether the kernels can count the elements of both tables."""
-    of_heads, of_queries = layer["self_qkv"]["fused"]["bias"], layer["cross_q"]["bias"]
-    return vocabulary * max(of_heads.size, of_queries.size) <= MOST_ELEMENTS
+    return max(table_bytes(layer, vocabulary)) <= MOST_ELEMENTS
 
 
 @partial(jax.jit, static_argnames=("eps",))  # As one program it holds no table in float32.

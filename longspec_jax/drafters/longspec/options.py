@@ -24,4 +24,4 @@ class LongSpecOptions(WorkingCacheOptions):
     """In 8 bits, keep what its first products make of every token in tables: two products less at
     every level, for memory (0.5 GB beside Vicuna-7B, 1.3 GB beside Llama-3-8B).
 
-    If absent, where 8 bits pay, on one device."""
+    If absent, where 8 bits pay, on one device whose free memory is twenty times that."""
