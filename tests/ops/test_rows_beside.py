@@ -16,7 +16,13 @@ from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import kernels, tree_pallas
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
-from longspec_jax.ops.layer import residual_norm_pallas, split_heads_pallas
+from longspec_jax.ops.layer import (
+    residual_norm_pallas,
+    split_heads_pallas,
+    table_heads_pallas,
+    table_query_pallas,
+)
+from longspec_jax.ops.layer.head_table import Angles, HeadTable
 from longspec_jax.ops.products import int8_pallas, skinny
 from longspec_jax.ops.products.int8 import round_rows
 from longspec_jax.ops.products.tiles import int8_tile
@@ -103,6 +109,32 @@ def heads(rows: int, interpret: bool) -> list[jax.Array]:
     return [part[0] for part in found]
 
 
+TOKENS = jnp.arange(MOST)[None] * 5 % 29
+
+
+def table_of_heads(rows: int, interpret: bool) -> list[jax.Array]:
+    table = HeadTable.rounded(normal(15, 29, 3, 6, 24))
+    found = table_heads_pallas.table_heads(
+        *(table, bfloat16(16, 3, 6, 24), TOKENS[:, :rows], turned(17)), place=1, interpret=interpret
+    )
+    return [part[0] for part in found]
+
+
+def table_of_queries(rows: int, interpret: bool) -> list[jax.Array]:
+    tables = HeadTable.rounded(normal(18, 29, 12, 24)), bfloat16(19, 12, 24), bfloat16(20, 29, 100)
+    summands = normal(21, 3, 1, MOST, 100 + 12 * 24)[:, :, :rows]
+    found = table_query_pallas.table_query(
+        *(*tables, TOKENS[:, :rows], summands, turned(22)),
+        **dict(place=1, eps=1e-5, kv_heads=3, interpret=interpret),
+    )
+    return [part[0] for part in found]
+
+
+def turned(seed: int) -> Angles:
+    angle = normal(seed, 1, 2, 12)
+    return Angles(jnp.cos(angle), jnp.sin(angle))
+
+
 def continuations(rows: int, interpret: bool) -> list[jax.Array]:
     scores, totals = normal(13, MOST, 4, 300), normal(14, MOST, 4)
     return list(
@@ -123,6 +155,8 @@ KERNELS = {
     "int8 summands": functools.partial(int8, split=True),
     "norm": norm,
     "heads": heads,
+    "table of heads": table_of_heads,
+    "table of queries": table_of_queries,
     "continuations": continuations,
 }
 
