@@ -221,7 +221,9 @@ def _drafter(row: dict[str, Any]) -> dict[str, str]:
     kind = row.get("drafter", "longspec")
     if kind == "longspec":
         vocabulary = f"draft vocabulary {row['draft_vocabulary']}"
-        weights, options = f"{'int8' if row.get('draft_int8') else row['dtype']} draft", {}
+        forms = {"folded": row.get("draft_folded"), "int8": row.get("draft_int8")}
+        form = next((name for name, chosen in forms.items() if chosen), row["dtype"])
+        weights, options = f"{form} draft", {}
     else:
         vocabulary, weights, options = "", "", row.get("drafter_options", {})
     return {

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from longspec_jax.config import TargetConfig
+from longspec_jax.ops.placement import free_device_bytes
 from longspec_jax.sizes import shown_bytes
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -75,9 +76,9 @@ def free_bytes(mesh: Mesh | None = None) -> int | None:
       mesh: the devices, of which this process sees its own; the default one if absent.
     """
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
-    known = [device.memory_stats() or {} for device in devices]
-    if all("bytes_limit" in stats for stats in known):
-        return min(stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in known)
+    on_device = free_device_bytes(devices)
+    if on_device is not None:
+        return on_device
     free = _free_host_bytes() if jax.default_backend() == "cpu" else None
     return None if free is None else free // len(devices)
 

@@ -114,7 +114,10 @@ class Int8Projection(nn.Module):
 
     def _rows(self) -> Int8Rows:
         """Weights ``[prod(out_axes), prod(in_axes)]``."""
-        return self.get_variable("params", "rows")
+        rows = self.get_variable("params", "rows")
+        if rows is None:
+            raise ValueError("weights in 8 bits are made from whole ones; initialise those")
+        return rows
 
     def _flat(self, x: Array) -> Array:
         return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)

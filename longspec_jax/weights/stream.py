@@ -27,7 +27,8 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 PIECE_BYTES = 1 << 20
 """Most bytes read at once, unless one slice of a tensor's first factor is larger."""
 READERS = max(4, min(8, (os.cpu_count() or 1) // 2))
-"""Parameters assembled at the same time: most of it is transposing, half a gigabyte a second."""
+"""Parameters assembled at the same time, by half of the processors: most of it is transposing, half
+a gigabyte a second each."""
 
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 """The exponent bits; a value is NaN or infinite where all of them are set."""

@@ -12,9 +12,10 @@ from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.longspec import folded as module
 from longspec_jax.drafters.longspec import load as load_module
 from longspec_jax.drafters.longspec.folded import foldable
-from longspec_jax.drafters.longspec.load import load
+from longspec_jax.drafters.longspec.load import LongSpecDraft, load
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.longspec.options import LongSpecOptions
+from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import save_draft
 from tests.kit import draft_params, random_draft, random_target, relative_error, tiny_target_config
@@ -30,21 +31,21 @@ def params() -> LongSpecParams:
     return draft_params(random_draft(CONFIG), random_target(TARGET))
 
 
-def level(params: LongSpecParams) -> jax.Array:
+def level(params: LongSpecParams, config: DraftConfig = CONFIG) -> jax.Array:
     """What the LM head reads of a level at depth 2, its attentions being any functions."""
 
     def attend_self(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         groups = q.shape[2] // k.shape[2]
         return q + jnp.repeat(jnp.tanh(k) * v, groups, axis=2)
 
-    run = params.levels(CONFIG, FIRST, 4)
+    run = params.levels(config, FIRST, 4)
     return run(2, TOKENS, attend_self, lambda q: jnp.sin(q) + q[:, ::-1])
 
 
 def test_it_is_the_layer_but_for_rounding(params: LongSpecParams) -> None:
     folded = params.folded(CONFIG)
     assert folded.int8 and folded.is_folded and not params.in_int8().is_folded
-    assert 0 < relative_error(level(folded), level(params)) < 0.01
+    assert 0 < relative_error(level(folded), level(params)) < 0.02
     positions = FIRST[:, None] + jnp.arange(4)
     ours, theirs = (each.keys_values(CONFIG, TOKENS, positions) for each in (folded, params))
     for found, expected in zip(ours, theirs, strict=True):
@@ -68,7 +69,7 @@ def test_tables_that_the_kernels_could_not_count_are_refused(
     assert foldable(params.layer, (2**31 - 1) // most)
     assert not foldable(params.layer, (2**31 - 1) // most + 1)
     monkeypatch.setattr(module, "MOST_ELEMENTS", 101 * most - 1)
-    with pytest.raises(ValueError, match="cannot be folded: its tables would have more than 2"):
+    with pytest.raises(ValueError, match=f"have {101 * most} elements, .* up to {101 * most - 1};"):
         params.folded(CONFIG)
 
 
@@ -97,14 +98,17 @@ def test_drafts_of_large_targets_are_folded(
     draft = DraftConfig.for_target(config, window=5)
     save_draft(tmp_path, draft, random_draft(draft), target=config)
     monkeypatch.setattr(load_module, "is_large", lambda params: large)
+    monkeypatch.setattr(load_module, "free_device_bytes", lambda devices: 10**9)
     loaded = load(tmp_path, target, LongSpecOptions(**chosen)).params
     assert loaded.is_folded is expected
     assert loaded.int8 is (chosen.get("int8", large) or expected)
 
 
-@pytest.mark.parametrize(("free", "expected"), [(20, True), (19.9, False)])
+@pytest.mark.parametrize(
+    ("free", "expected"), [(20, True), (19.9, False), pytest.param(None, False, id="unknown")]
+)
 def test_tables_nobody_asked_for_leave_room_for_contexts(
-    free: float, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free: float | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_target_config(dtype="bfloat16")
     target = Target(config, random_target(config))
@@ -116,21 +120,51 @@ def test_tables_nobody_asked_for_leave_room_for_contexts(
     assert isinstance(folded.layer, module.FoldedLayer)
     assert tables == folded.layer.heads.steps.nbytes + folded.layer.queries.steps.nbytes
 
-    class Device:
-        def memory_stats(self) -> dict[str, int]:
-            return {"bytes_limit": int(free * tables) + 1000, "bytes_in_use": 1000}
-
     monkeypatch.setattr(load_module, "is_large", lambda params: True)
-    monkeypatch.setattr(load_module.jax, "devices", lambda: [Device()])
+    monkeypatch.setattr(load_module, "free_device_bytes", lambda _: free and int(free * tables))
     options = LongSpecOptions(), LongSpecOptions(folded=True)
-    chosen = [load_module._form(each, target, layer, None) for each in options]
+    chosen = [load_module._bits_and_folding(each, target, layer, None) for each in options]
     assert chosen == [(True, expected), (True, True)]
+
+
+def test_who_does_not_fold_asks_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a job of several processes a device may be another one's, and not say what is free."""
+    monkeypatch.setattr(load_module, "free_device_bytes", lambda _: pytest.fail("asked"))
+    target, layer = Target(TARGET, random_target(TARGET)), random_draft(CONFIG)
+    for options in (LongSpecOptions(), LongSpecOptions(int8=True), LongSpecOptions(folded=False)):
+        assert not load_module._bits_and_folding(options, target, layer, None)[1]
+    monkeypatch.setattr(load_module, "pays_in_int8", lambda target: True)
+    found = load_module._bits_and_folding(LongSpecOptions(), target, layer, make_mesh(tp=2))
+    assert found == (True, False)
 
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     target = Target(TARGET, random_target(TARGET))
     save_draft(tmp_path, CONFIG, random_draft(CONFIG), target=TARGET)
     with pytest.raises(ValueError, match="a folded draft is one in 8 bits"):
-        load(tmp_path, target, LongSpecOptions(int8=False, folded=True))
+        LongSpecOptions(int8=False, folded=True)
+    options = LongSpecOptions(folded=True)
     with pytest.raises(ValueError, match="a folded draft is for one device"):
-        load(tmp_path, target, LongSpecOptions(folded=True), mesh=make_mesh(tp=1))
+        load(tmp_path / "before it is looked for", target, options, mesh=make_mesh(tp=1))
+    bind = LongSpecDraft.bind
+    with pytest.raises(ValueError, match="a folded draft is for one device"):
+        bind(CONFIG, random_draft(CONFIG), target.params, folded=True, mesh=make_mesh(tp=1))
+
+
+def test_its_own_are_tables_and_head(params: LongSpecParams) -> None:
+    folded = params.folded(CONFIG)
+    assert isinstance(folded.layer, module.FoldedLayer)
+    tables = sum(module.table_bytes(params.layer, TARGET.vocab_size))
+    leaves = {id(leaf) for leaf in jax.tree.leaves(folded.own)}
+    assert id(folded.layer.heads.steps) in leaves and id(folded.embedding) not in leaves
+    assert tree_bytes(folded.own) > tables + folded.head.steps.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits(dtype: str) -> None:
+    config = tiny_target_config(dtype=dtype)
+    draft = DraftConfig.for_target(config, window=5)
+    whole = draft_params(random_draft(draft), random_target(config))
+    found, exact = level(whole.folded(draft), draft), level(whole, draft)
+    assert found.dtype == exact.dtype == jnp.dtype(dtype)
+    assert relative_error(found, np.float64(exact)) < 0.03

@@ -24,12 +24,11 @@ from longspec_jax.ops.layer.residual_norm import add, residual_norm
 from longspec_jax.ops.layer.split_heads import Heads
 from longspec_jax.ops.layer.table_heads import table_heads
 from longspec_jax.ops.layer.table_query import table_query
-from longspec_jax.ops.products.int8 import Int8Rows
+from longspec_jax.ops.products.int8 import MOST_ELEMENTS, Int8Rows
 
-TOKENS = 1024
-"""Of the vocabulary, whose rows of the tables are computed together."""
-MOST_ELEMENTS = 2**31 - 1
-"""Of a table of one byte each: kernels count them with 32 bits."""
+TOKENS = 256
+"""Of the vocabulary, whose rows of the tables are computed together: common sizes of vocabularies
+are multiples of it, and of a remainder XLA copies what is there already."""
 
 
 @struct.dataclass
@@ -39,16 +38,22 @@ class FoldedLayer:
     heads: HeadTable
     """Of every token ``[V, K, G + 2, H]``: queries, key and value."""
     heads_bias: Leaf[Float[Array, "K G2 H"]]
+    """What is added to each token's."""
     queries: HeadTable
     """Of every token ``[V, N, H]``: cross-attention's queries of its embedding, before the norm's
     factor."""
     queries_bias: Leaf[Float[Array, "N H"]]
+    """What is added behind that factor."""
     out: Int8Rows
     """Of self-attention's output: what is added to the stream, and behind it to the queries."""
     cross_out: Int8Rows
+    """Of cross-attention's output."""
     mlp_norm: Leaf[Float[Array, " D"]]
+    """The norm's weights."""
     gate_up: Int8Rows
+    """Rows of the gate, then those of what it gates."""
     down: Int8Rows
+    """Back to the model's width."""
 
     def keys_values(self, tokens: Array, angles: Angles) -> tuple[Array, Array]:
         """Self-attention keys and values of tokens ``[B, T]``, each at an angle of its own."""
@@ -108,10 +113,11 @@ def fold(layer: Mapping[str, Any], embedding: Array, eps: float) -> FoldedLayer:
     Raises:
       ValueError: if the kernels could not count a table's elements.
     """
-    if not foldable(layer, embedding.shape[0]):
+    tables = table_bytes(layer, embedding.shape[0])
+    if max(tables) > MOST_ELEMENTS:
         raise ValueError(
-            f"a draft of {embedding.shape[0]} tokens and {layer['cross_q']['bias'].size} numbers a "
-            "query cannot be folded: its tables would have more than 2**31 elements; leave it whole"
+            f"the draft cannot be folded: a table would have {max(tables)} elements, and its "
+            f"kernels count up to {MOST_ELEMENTS}; leave it whole"
         )
     heads, queries, out = _folded(layer, embedding, eps)
     width = embedding.shape[1]

@@ -151,6 +151,9 @@ class LongSpecParams:
 
         Half the bytes at every level. The head's rows are rounded one by one: it is the same before
         and after :meth:`restricted`.
+
+        Raises:
+          ValueError: if the draft is in 8 bits already.
         """
         head = self._rounded_head()
         return dataclasses.replace(self, layer=_rounded(self.layer), head=head)
@@ -159,7 +162,7 @@ class LongSpecParams:
         """As :meth:`in_int8`, with the first products in tables of all tokens.
 
         Raises:
-          ValueError: if the tables were too large for the kernels.
+          ValueError: if the draft is in 8 bits already, or a table too large for its kernels.
         """
         head = self._rounded_head()
         layer = fold(self.layer, self.embedding, config.norm_eps)

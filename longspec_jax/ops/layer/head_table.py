@@ -10,9 +10,7 @@ from flax import struct
 from jaxtyping import Float, Int, Int8
 
 from longspec_jax.axes import Array, Leaf
-
-STEPS = 127
-"""Steps of the largest element of a head."""
+from longspec_jax.ops.products.int8 import round_rows
 
 
 @struct.dataclass
@@ -25,9 +23,7 @@ class HeadTable:
     @classmethod
     def rounded(cls, heads: Float[Array, "*heads H"]) -> "HeadTable":
         """A table of these heads; one of zeros stays zero."""
-        scale = jnp.abs(heads).max(axis=-1) / STEPS
-        steps = jnp.round(heads / jnp.where(scale > 0, scale, 1)[..., None])
-        return cls(steps.astype(jnp.int8), scale.astype(jnp.float32))
+        return cls(*round_rows(heads))
 
     def take(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T *heads H"]:
         """The heads of some tokens in float32."""

@@ -22,6 +22,8 @@ from longspec_jax.ops.partitioned import one_device
 from longspec_jax.ops.products.skinny import gate, matmul_precision
 from longspec_jax.ops.products.tiles import Int8Tile, int8_tile
 
+MOST_ELEMENTS = 2**31 - 1
+"""Of an array of one byte each: kernels count them with 32 bits."""
 FEW = 4
 """Up to so many vectors XLA widens the weights as fast as it reads them, if there are exactly
 four."""
@@ -59,11 +61,11 @@ class Int8Rows:
 
 
 @jax.jit  # As one program it holds no float32 copy of the weights.
-def round_rows(weights: Float[Array, "v D"]) -> tuple[Int8[Array, "v D"], Float[Array, " v"]]:
+def round_rows(weights: Float[Array, "*v D"]) -> tuple[Int8[Array, "*v D"], Float[Array, "*v"]]:
     """The weights in 8 bits and the scale of each row; a row of zeros stays zero."""
     wide = weights.astype(jnp.float32)
-    scale = jnp.abs(wide).max(axis=1) / 127
-    steps = jnp.round(wide / jnp.where(scale > 0, scale, 1)[:, None])
+    scale = jnp.abs(wide).max(axis=-1) / 127
+    steps = jnp.round(wide / jnp.where(scale > 0, scale, 1)[..., None])
     return steps.astype(jnp.int8), scale
 
 
@@ -110,7 +112,10 @@ def _tile(x: Array, outputs: int, gated: bool = False, split: bool = False) -> I
     count = x.size // x.shape[-1]
     if x.dtype not in (jnp.bfloat16, jnp.float16) or not one_device():
         return None
-    if not decodes_on_ampere(count, x.dtype):
+    if (
+        not decodes_on_ampere(count, x.dtype)
+        or x.shape[-1] * outputs * (2 if gated else 1) > MOST_ELEMENTS
+    ):
         return None
     return int8_tile(count, x.shape[-1], outputs, gated=gated, split=split)
 

@@ -207,13 +207,13 @@ def test_one_context_is_bars_of_the_latest_rows_named_by_what_differs() -> None:
     }
 
 
-def test_bars_tell_an_int8_draft() -> None:
+def test_bars_tell_int8_and_folded_drafts() -> None:
     """Rows from before there was one are of the model's dtype."""
-    rows = [DECODE, {**DECODE, "draft_int8": True}, {**DECODE, "draft_int8": False}]
+    int8 = {**DECODE, "draft_int8": True}
+    rows = [DECODE, int8, {**DECODE, "draft_int8": False}, {**int8, "draft_folded": True}]
     speeds, _ = charts.decode(rows).axes
-    assert _texts(speeds.get_xticklabels()) == [
-        *("speculation\nbfloat16 draft", "speculation\nint8 draft", "plain")
-    ]
+    drafts = (f"speculation\n{form} draft" for form in ("bfloat16", "folded", "int8"))
+    assert _texts(speeds.get_xticklabels()) == [*drafts, "plain"]
 
 
 def test_bars_tell_drafters_and_their_options() -> None:
