@@ -4,8 +4,8 @@ The layer begins from token embeddings alone. What its first product makes of a 
 and values, is therefore a row of a table, and so is the token's share of the queries of
 cross-attention; the share of self-attention's output is a product that is made beforehand from the
 two that stand there, ``cross_q(norm(x + self_out(a)))`` being linear in ``x`` and ``a`` but for the
-norm's factor. Of seven products of a level and the small ops between them five are left. Numbers
-differ by rounding alone, and no token of the target does.
+norm's factor. Of a level's seven products five are left, and fewer small ops between them. Scores
+differ by rounding alone, and no token of the output does.
 """
 
 from collections.abc import Callable, Mapping

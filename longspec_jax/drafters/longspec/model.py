@@ -217,7 +217,7 @@ class LongSpecParams:
           count: levels that may be run.
         """
         if isinstance(self.layer, FoldedLayer):
-            # The angles of all levels in one launch.
+            # Once for all levels: launches count.
             angles = _angles(config, first[:, None] + jnp.arange(count))
             return partial(self.layer.run, config, self.embedding, angles)
 
