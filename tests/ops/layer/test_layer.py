@@ -43,7 +43,7 @@ def test_residual_norm_kernel(interpret: bool, dtype: str, width: int, splits: i
     )
     assert total.dtype == out.dtype == jnp.dtype(dtype)
     if interpret or splits == 1:
-        # On a GPU XLA adds several summands in an order of its own, which differs by machine.
+        # On a GPU XLA may add several summands in another order.
         np.testing.assert_array_equal(total, residual_norm.add(x, summands))
     exact = np.float64(x) + np.float64(summands).sum(axis=0)
     assert relative_error(total, exact) <= TOLERANCE[dtype]
