@@ -109,7 +109,7 @@ def _totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     compared = [outcome.comparison for outcome in outcomes if outcome.comparison]
     plain = [comparison.plain.stats for comparison in compared]
     # A call that decodes plainly is its own comparison, and was compiled once.
-    apart = [item for item in plain if not any(item is other for other in stats)]
+    apart = [each.plain.stats for each in compared if each.plain is not each.speculative]
     passes = sum(sum(item.target_passes) for item in stats)
     # Calls may have run trees of different depths.
     columns = itertools.zip_longest(*(item.acceptance_histogram for item in stats), fillvalue=0)

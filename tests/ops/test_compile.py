@@ -21,8 +21,9 @@ from longspec_jax.ops.layer import (
     table_heads_pallas,
     table_query_pallas,
 )
-from longspec_jax.ops.layer.head_table import Angles, HeadTable
+from longspec_jax.ops.layer.angles import Angles
 from longspec_jax.ops.products import int8_pallas
+from longspec_jax.ops.products.int8 import Int8Rows
 from longspec_jax.ops.products.tiles import int8_tile, product_tile
 from longspec_jax.ops.selection import continuations, continuations_pallas
 from tests.ops.attention.oracle import HEADS, TOKENS
@@ -172,7 +173,7 @@ def test_table_ops_lower_for_cuda() -> None:
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     real = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     heads, queries = (
-        HeadTable(jax.ShapeDtypeStruct((*of, 128), jnp.int8), real(of))
+        Int8Rows(jax.ShapeDtypeStruct((*of, 128), jnp.int8), real(of))
         for of in ((152064, 8, 7), (152064, 40))
     )
     angles = Angles(real((1, 5, 64)), real((1, 5, 64)))

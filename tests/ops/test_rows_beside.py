@@ -22,9 +22,9 @@ from longspec_jax.ops.layer import (
     table_heads_pallas,
     table_query_pallas,
 )
-from longspec_jax.ops.layer.head_table import Angles, HeadTable
+from longspec_jax.ops.layer.angles import Angles
 from longspec_jax.ops.products import int8_pallas, skinny
-from longspec_jax.ops.products.int8 import round_rows
+from longspec_jax.ops.products.int8 import Int8Rows, round_rows
 from longspec_jax.ops.products.tiles import int8_tile
 from longspec_jax.ops.selection import continuations_pallas
 from tests.kit import COMPILED, normal
@@ -113,7 +113,7 @@ TOKENS = jnp.arange(MOST)[None] * 5 % 29
 
 
 def table_of_heads(rows: int, interpret: bool) -> list[jax.Array]:
-    table = HeadTable.rounded(normal(15, 29, 3, 6, 24))
+    table = Int8Rows.of(normal(15, 29, 3, 6, 24))
     found = table_heads_pallas.table_heads(
         *(table, bfloat16(16, 3, 6, 24), TOKENS[:, :rows], turned(17)), place=1, interpret=interpret
     )
@@ -121,7 +121,7 @@ def table_of_heads(rows: int, interpret: bool) -> list[jax.Array]:
 
 
 def table_of_queries(rows: int, interpret: bool) -> list[jax.Array]:
-    tables = HeadTable.rounded(normal(18, 29, 12, 24)), bfloat16(19, 12, 24), bfloat16(20, 29, 100)
+    tables = Int8Rows.of(normal(18, 29, 12, 24)), bfloat16(19, 12, 24), bfloat16(20, 29, 100)
     summands = normal(21, 3, 1, MOST, 100 + 12 * 24)[:, :, :rows]
     found = table_query_pallas.table_query(
         *(*tables, TOKENS[:, :rows], summands, turned(22)),

@@ -19,8 +19,8 @@ from jaxtyping import Float
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config import DraftConfig
-from longspec_jax.ops.layer.head_table import Angles, HeadTable
-from longspec_jax.ops.layer.residual_norm import add, residual_norm
+from longspec_jax.ops.layer.angles import Angles
+from longspec_jax.ops.layer.residual_norm import add, residual_norm, rms_factor
 from longspec_jax.ops.layer.split_heads import Heads
 from longspec_jax.ops.layer.table_heads import table_heads
 from longspec_jax.ops.layer.table_query import table_query
@@ -35,11 +35,11 @@ are multiples of it, and of a remainder XLA copies what is there already."""
 class FoldedLayer:
     """What is left of the draft's layer beside tables of the tokens."""
 
-    heads: HeadTable
+    heads: Int8Rows
     """Of every token ``[V, K, G + 2, H]``: queries, key and value."""
     heads_bias: Leaf[Float[Array, "K G2 H"]]
     """What is added to each token's."""
-    queries: HeadTable
+    queries: Int8Rows
     """Of every token ``[V, N, H]``: cross-attention's queries of its embedding, before the norm's
     factor."""
     queries_bias: Leaf[Float[Array, "N H"]]
@@ -113,10 +113,10 @@ def fold(layer: Mapping[str, Any], embedding: Array, eps: float) -> FoldedLayer:
     Raises:
       ValueError: if the kernels could not count a table's elements.
     """
-    tables = table_bytes(layer, embedding.shape[0])
-    if max(tables) > MOST_ELEMENTS:
+    if not foldable(layer, embedding.shape[0]):
+        elements = max(table_bytes(layer, embedding.shape[0]))
         raise ValueError(
-            f"the draft cannot be folded: a table would have {max(tables)} elements, and its "
+            f"the draft cannot be folded: a table would have {elements} elements, and its "
             f"kernels count up to {MOST_ELEMENTS}; leave it whole"
         )
     heads, queries, out = _folded(layer, embedding, eps)
@@ -148,7 +148,7 @@ def foldable(layer: Mapping[str, Any], vocabulary: int) -> bool:
 @partial(jax.jit, static_argnames=("eps",))  # As one program it holds no table in float32.
 def _folded(
     layer: Mapping[str, Any], embedding: Array, eps: float
-) -> tuple[HeadTable, HeadTable, Array]:
+) -> tuple[Int8Rows, Int8Rows, Array]:
     """Both tables, and the rows of the one product that is left of two."""
 
     def weights(norm: str, kernel: Array) -> Array:
@@ -159,11 +159,10 @@ def _folded(
     qkv = weights("self_norm", layer["self_qkv"]["fused"]["kernel"])
     query = weights("cross_norm", layer["cross_q"]["kernel"])
 
-    def of_token(row: Array) -> tuple[HeadTable, HeadTable]:
+    def of_token(row: Array) -> tuple[Int8Rows, Int8Rows]:
         x = row.astype(jnp.float32)
-        normalised = x * jax.lax.rsqrt(jnp.mean(x * x) + eps)
-        heads = jnp.einsum("d,dkgh->kgh", normalised, qkv)
-        return HeadTable.rounded(heads), HeadTable.rounded(jnp.einsum("d,dnh->nh", x, query))
+        heads = jnp.einsum("d,dkgh->kgh", x * rms_factor(x, eps), qkv)
+        return Int8Rows.of(heads), Int8Rows.of(jnp.einsum("d,dnh->nh", x, query))
 
     heads, queries = jax.lax.map(of_token, embedding, batch_size=TOKENS)
     width = embedding.shape[1]

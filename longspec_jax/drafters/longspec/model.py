@@ -28,7 +28,7 @@ from longspec_jax.models.layers import (
     rotary_angles,
 )
 from longspec_jax.models.target import HEADS, head_logits, head_of
-from longspec_jax.ops.layer.head_table import Angles
+from longspec_jax.ops.layer.angles import Angles
 from longspec_jax.ops.layer.residual_norm import add
 from longspec_jax.ops.layer.split_heads import rotate, split_heads
 from longspec_jax.ops.partitioned import placed
@@ -99,8 +99,7 @@ class LongSpecLayer(nn.Module):
           attend_self: ``(q, k, v) -> out`` over the window and the path to each token.
           attend_cross: ``q -> out`` over the target's last-layer keys and values.
         """
-        c = self.config
-        angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
+        angles = _angles(self.config, positions)
         q, k, v = placed(HEADS, *split_heads(self.self_qkv(self.self_norm(embedded)), *angles))
         attended = self.self_out.summands(attend_self(q, k, v))
         x, normalised = placed("b t d, b t d", *self.cross_norm.add(embedded, attended))
@@ -112,8 +111,7 @@ class LongSpecLayer(nn.Module):
 
     def keys_values(self, embedded: Array, positions: Array) -> tuple[Array, Array]:
         """Self-attention keys and values of tokens, which depend on (token, position) alone."""
-        c = self.config
-        angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
+        angles = _angles(self.config, positions)
         _, k, v = split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
         return k, v
 
@@ -200,7 +198,7 @@ class LongSpecParams:
     ) -> tuple[Array, Array]:
         """Self-attention keys and values of tokens ``[B, T]`` at positions ``[B, T]``."""
         if isinstance(self.layer, FoldedLayer):
-            return self.layer.keys_values(tokens, _angles(config, positions))
+            return self.layer.keys_values(tokens, Angles(*_angles(config, positions)))
         layer: Any = LongSpecLayer(config, self.int8)
         embedded = jnp.take(self.embedding, tokens, axis=0)
         return layer.apply(
@@ -218,7 +216,7 @@ class LongSpecParams:
         """
         if isinstance(self.layer, FoldedLayer):
             # Once for all levels: launches count.
-            angles = _angles(config, first[:, None] + jnp.arange(count))
+            angles = Angles(*_angles(config, first[:, None] + jnp.arange(count)))
             return partial(self.layer.run, config, self.embedding, angles)
 
         def run(depth: int, tokens: Array, attend_self: Any, attend_cross: Any) -> Array:
@@ -239,10 +237,9 @@ class LongSpecParams:
         return self.layer, self.head, self.vocabulary
 
 
-def _angles(config: DraftConfig, positions: Array) -> Angles:
-    return Angles(
-        *rotary_angles(positions, config.head_width, config.rope_theta, config.rope_scaling)
-    )
+def _angles(config: DraftConfig, positions: Array) -> tuple[Array, Array]:
+    """Cosines and sines at positions ``[B, T]``."""
+    return rotary_angles(positions, config.head_width, config.rope_theta, config.rope_scaling)
 
 
 def _rounded(layer: Any, name: str = "") -> Any:

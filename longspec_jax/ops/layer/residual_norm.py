@@ -64,5 +64,9 @@ def add(x: Array, summands: Array) -> Array:
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     """``x / rms(x) * scale`` over the last axis, computed in float32, in the dtype of ``x``."""
     wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+    return (wide * rms_factor(wide, eps) * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def rms_factor(wide: Array, eps: float) -> Array:
+    """``1 / rms(wide)`` over the last axis, which stays with size 1."""
+    return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

@@ -5,19 +5,18 @@ is a view of it that nobody copies (:mod:`longspec_jax.ops.attention.packing`).
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.attention.packing import PackedShape, packed_rows, unpack
+from longspec_jax.ops.layer.written_heads import HEADS, write_heads
 from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.triton_compiler import compiler_params
-
-HEADS = 16
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
@@ -65,42 +64,23 @@ def _kernel(
     half: int,
 ) -> None:
     """Write some heads of one token: of queries, or of keys, or of values."""
-    row, block = pl.program_id(1), pl.program_id(0)
-    h = jnp.arange(pl.next_power_of_2(half))
-    within = h < half
+    row = pl.program_id(1)
 
-    def packed(head: jax.Array) -> tuple[jax.Array, ...]:
+    def packed(head: jax.Array) -> tuple[Any, ...]:
         flat = row % queries.tokens * queries.heads + head
         kv_head, place = packed_rows(flat, queries)
         return row // queries.tokens, kv_head[:, None], place[:, None]
 
-    def write(
-        ref: Any, heads: int, block: jax.Array, slots: Any, places: Any, rotated: bool
-    ) -> None:
-        head = block * HEADS + jnp.arange(HEADS)
-        mask = (head < heads)[:, None] & within[None, :]
-        source, target = (row, slots(head)[:, None]), places(head)
-        low = pltriton.load(qkv_ref.at[*source, h[None, :]], mask=mask, other=0.0)
-        high = pltriton.load(qkv_ref.at[*source, h[None, :] + half], mask=mask, other=0.0)
-        if rotated:
-            cos = pltriton.load(cos_ref.at[row, h], mask=within, other=0.0)[None, :]
-            sin = pltriton.load(sin_ref.at[row, h], mask=within, other=0.0)[None, :]
-            dtype, low, high = low.dtype, low.astype(jnp.float32), high.astype(jnp.float32)
-            low, high = low * cos - high * sin, high * cos + low * sin
-            low, high = low.astype(dtype), high.astype(dtype)
-        pltriton.store(ref.at[*target, h[None, :]], low, mask=mask)
-        pltriton.store(ref.at[*target, h[None, :] + half], high, mask=mask)
+    def read(slot: jax.Array, _: jax.Array, mask: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        at = row, slot[:, None]
+        return lambda h: pltriton.load(qkv_ref.at[*at, h[None, :]], mask=mask, other=0.0)
 
-    kv_heads, groups, size = queries.kv_heads, queries.groups, queries.groups + 2
-    parts = (
-        (q_ref, queries.heads, lambda n: n // groups * size + n % groups, packed, True),
-        (k_ref, kv_heads, lambda n: n * size + groups, lambda n: (row, n[:, None]), True),
-        (v_ref, kv_heads, lambda n: n * size + groups + 1, lambda n: (row, n[:, None]), False),
+    write_heads(
+        (q_ref, k_ref, v_ref),
+        (packed, lambda head: (row, head[:, None])),
+        (cos_ref, sin_ref),
+        (row,),
+        read,
+        queries=queries,
+        half=half,
     )
-    first = 0
-    for ref, heads, slots, places, rotated in parts:
-        blocks = pl.cdiv(heads, HEADS)
-        pl.when((block >= first) & (block < first + blocks))(
-            functools.partial(write, ref, heads, block - first, slots, places, rotated)
-        )
-        first += blocks

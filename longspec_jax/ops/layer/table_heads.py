@@ -1,6 +1,9 @@
 """Rotated heads of tokens from a table of what a product makes of every token.
 
-As :mod:`longspec_jax.ops.layer.split_heads`, where a table stands for the product.
+As :mod:`longspec_jax.ops.layer.split_heads`, where a table stands for the product. The first layer
+of a model that sees nothing but a token's embedding need not multiply when it decodes: a row of a
+table is read where its product would read all of its weights (Graef, arXiv:2402.13388). The table
+is of 8 bits, each head of each token with a scale of its own.
 """
 
 import jax.numpy as jnp
@@ -8,13 +11,14 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.hardware import decodes_on_ampere
-from longspec_jax.ops.layer.head_table import Angles, HeadTable
+from longspec_jax.ops.layer.angles import Angles
 from longspec_jax.ops.layer.split_heads import Heads, part, rotate
 from longspec_jax.ops.partitioned import one_device
+from longspec_jax.ops.products.int8 import Int8Rows
 
 
 def table_heads(
-    table: HeadTable,
+    table: Int8Rows,
     bias: Float[Array, "K G2 H"],
     tokens: Int[Array, "B T"],
     angles: Angles,
@@ -41,10 +45,10 @@ def table_heads(
 
 
 def composed(
-    table: HeadTable, bias: Array, tokens: Array, angles: Angles, place: int | None = None
+    table: Int8Rows, bias: Array, tokens: Array, angles: Angles, place: int | None = None
 ) -> Heads:
     """The op in plain JAX: its definition, and what runs everywhere but in a GPU's decode step."""
-    q, k, v = part(table.take(tokens) + bias.astype(jnp.float32))
+    q, k, v = part(table.take(tokens).widened() + bias.astype(jnp.float32))
     cos_sin = angles.at(place)
     rotated = rotate(q, cos_sin), rotate(k, cos_sin), v
     q, k, v = (heads.astype(bias.dtype) for heads in rotated)

@@ -11,15 +11,15 @@ from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.attention.packing import PackedShape, packed_rows, unpack
-from longspec_jax.ops.layer.head_table import Angles, HeadTable
+from longspec_jax.ops.layer.angles import Angles
+from longspec_jax.ops.layer.written_heads import HEADS, write_heads
+from longspec_jax.ops.products.int8 import Int8Rows
 from longspec_jax.ops.triton_compiler import compiler_params
-
-HEADS = 16
 
 
 @functools.partial(jax.jit, static_argnames=("place", "interpret"))
 def table_heads(
-    table: HeadTable,
+    table: Int8Rows,
     bias: Array,
     tokens: Array,
     angles: Angles,
@@ -72,30 +72,16 @@ def _kernel(
     place: int | None,
 ) -> None:
     """Write some heads of one token: of queries, or of keys, or of values."""
-    block, column, row = (pl.program_id(axis) for axis in range(3))
+    column, row = pl.program_id(1), pl.program_id(2)
     token = jnp.clip(tokens_ref[row, column], 0, steps_ref.shape[0] - 1)
-    angle = row, column if place is None else place
-    h = jnp.arange(pl.next_power_of_2(half))
-    within = h < half
 
     def packed(head: jax.Array) -> tuple[Any, ...]:
         kv_head, packed_row = packed_rows(column * queries.heads + head, queries)
         return row, kv_head[:, None], packed_row[:, None]
 
-    def of_token(head: jax.Array) -> tuple[Any, ...]:
-        return row, column, head[:, None]
-
-    def write(
-        ref: Any,
-        heads: int,
-        block: jax.Array,
-        slots: Callable[[jax.Array], jax.Array],
-        target: Callable[[jax.Array], tuple[Any, ...]],
-        rotated: bool,
-    ) -> None:
-        head = block * HEADS + jnp.arange(HEADS)
-        exists = head < heads
-        slot, mask = slots(head), exists[:, None] & within[None, :]
+    def read(
+        slot: jax.Array, exists: jax.Array, mask: jax.Array
+    ) -> Callable[[jax.Array], jax.Array]:
         scale = pltriton.load(scale_ref.at[token, slot], mask=exists, other=0.0)[:, None]
 
         def look_up(h: jax.Array) -> jax.Array:
@@ -104,25 +90,14 @@ def _kernel(
             added = pltriton.load(bias_ref.at[at], mask=mask, other=0.0)
             return steps.astype(jnp.float32) * scale + added.astype(jnp.float32)
 
-        low, high = look_up(h), look_up(h + half)
-        if rotated:
-            cos = pltriton.load(cos_ref.at[*angle, h], mask=within, other=0.0)[None, :]
-            sin = pltriton.load(sin_ref.at[*angle, h], mask=within, other=0.0)[None, :]
-            low, high = low * cos - high * sin, high * cos + low * sin
-        at = target(head)
-        pltriton.store(ref.at[*at, h[None, :]], low.astype(ref.dtype), mask=mask)
-        pltriton.store(ref.at[*at, h[None, :] + half], high.astype(ref.dtype), mask=mask)
+        return look_up
 
-    kv_heads, groups, size = queries.kv_heads, queries.groups, queries.groups + 2
-    parts = (
-        (q_ref, queries.heads, lambda n: n // groups * size + n % groups, packed, True),
-        (k_ref, kv_heads, lambda n: n * size + groups, of_token, True),
-        (v_ref, kv_heads, lambda n: n * size + groups + 1, of_token, False),
+    write_heads(
+        (q_ref, k_ref, v_ref),
+        (packed, lambda head: (row, column, head[:, None])),
+        (cos_ref, sin_ref),
+        (row, column if place is None else place),
+        read,
+        queries=queries,
+        half=half,
     )
-    first = 0
-    for ref, heads, slots, target, rotated in parts:
-        blocks = pl.cdiv(heads, HEADS)
-        pl.when((block >= first) & (block < first + blocks))(
-            functools.partial(write, ref, heads, block - first, slots, target, rotated)
-        )
-        first += blocks

@@ -3,24 +3,24 @@
 Between two attentions of a layer stand an output product, a residual sum, a norm and the product
 that makes the next queries. Up to the norm's factor, one number for each token, all of it is
 linear: of the first attention's output, by a product that is made beforehand, and of the token's
-embedding, by a table (:mod:`longspec_jax.ops.layer.head_table`). So both products are one, and
+embedding, by a table (:mod:`longspec_jax.ops.layer.table_heads`). So both products are one, and
 what is left is done here.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Queries
 from longspec_jax.ops.hardware import decodes_on_ampere
-from longspec_jax.ops.layer.head_table import Angles, HeadTable
-from longspec_jax.ops.layer.residual_norm import MAX_WIDTH
+from longspec_jax.ops.layer.angles import Angles
+from longspec_jax.ops.layer.residual_norm import MAX_WIDTH, rms_factor
 from longspec_jax.ops.layer.split_heads import rotate
 from longspec_jax.ops.partitioned import one_device
+from longspec_jax.ops.products.int8 import Int8Rows
 
 
 def table_query(
-    table: HeadTable,
+    table: Int8Rows,
     bias: Float[Array, "N H"],
     embedding: Float[Array, "V D"],
     tokens: Int[Array, "B T"],
@@ -61,7 +61,7 @@ def table_query(
 
 
 def composed(
-    table: HeadTable,
+    table: Int8Rows,
     bias: Array,
     embedding: Array,
     tokens: Array,
@@ -78,8 +78,7 @@ def composed(
     delta, query = jnp.split(added, [embedding.shape[1]], axis=-1)
     embedded = jnp.take(embedding, tokens, axis=0, mode="clip").astype(jnp.float32)
     total = (embedded + delta).astype(embedding.dtype)
-    wide = total.astype(jnp.float32)
-    factor = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    heads = table.take(tokens)
+    factor = rms_factor(total.astype(jnp.float32), eps)
+    heads = table.take(tokens).widened()
     heads = (heads + query.reshape(heads.shape)) * factor[..., None] + bias.astype(jnp.float32)
     return total, rotate(heads, angles.at(place)).astype(embedding.dtype)

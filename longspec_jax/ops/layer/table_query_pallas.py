@@ -13,7 +13,8 @@ from jax.experimental.pallas import triton as pltriton
 
 from longspec_jax.axes import Array
 from longspec_jax.ops.attention.packing import PackedShape, packed_rows, unpack
-from longspec_jax.ops.layer.head_table import Angles, HeadTable
+from longspec_jax.ops.layer.angles import Angles
+from longspec_jax.ops.products.int8 import Int8Rows
 from longspec_jax.ops.triton_compiler import compiler_params
 
 HEADS = 16
@@ -21,7 +22,7 @@ HEADS = 16
 
 @functools.partial(jax.jit, static_argnames=("place", "eps", "kv_heads", "interpret"))
 def table_query(
-    table: HeadTable,
+    table: Int8Rows,
     bias: Array,
     embedding: Array,
     tokens: Array,

@@ -31,15 +31,18 @@ four."""
 
 @struct.dataclass
 class Int8Rows:
-    """Weights in 8 bits: a product's rows, one for each output."""
+    """Rows of numbers in 8 bits, ``steps * scale``: a product's, one for each output, or a table's.
 
-    steps: Leaf[Int8[Array, "v D"]]
-    scale: Leaf[Float[Array, " v"]]
+    The products are of weights ``[v, D]``.
+    """
+
+    steps: Leaf[Int8[Array, "*v D"]]
+    scale: Leaf[Float[Array, "*v"]]
 
     @classmethod
-    def of(cls, weights: Float[Array, "v D"]) -> "Int8Rows":
-        """Round weights."""
-        return cls(*round_rows(weights))
+    def of(cls, whole: Float[Array, "*v D"]) -> "Int8Rows":
+        """Round rows; one of zeros stays zero."""
+        return cls(*round_rows(whole))
 
     def product(
         self, x: Array, bias: Array | None = None, *, dtype: Any = jnp.float32
@@ -55,9 +58,14 @@ class Int8Rows:
         """As :func:`int8_gated_product`."""
         return int8_gated_product(x, self.steps, self.scale)
 
-    def take(self, outputs: Int[Array, " w"]) -> "Int8Rows":
-        """The rows of some outputs."""
-        return Int8Rows(*(jnp.take(part, outputs, axis=0) for part in (self.steps, self.scale)))
+    def take(self, places: Int[Array, "*w"]) -> "Int8Rows":
+        """Those at some places of the first axis; for one that is not there the nearest that is."""
+        parts = self.steps, self.scale
+        return Int8Rows(*(jnp.take(part, places, axis=0, mode="clip") for part in parts))
+
+    def widened(self) -> Float[Array, "*v D"]:
+        """The numbers in float32."""
+        return self.steps.astype(jnp.float32) * self.scale[..., None]
 
 
 @jax.jit  # As one program it holds no float32 copy of the weights.
@@ -112,10 +120,8 @@ def _tile(x: Array, outputs: int, gated: bool = False, split: bool = False) -> I
     count = x.size // x.shape[-1]
     if x.dtype not in (jnp.bfloat16, jnp.float16) or not one_device():
         return None
-    if (
-        not decodes_on_ampere(count, x.dtype)
-        or x.shape[-1] * outputs * (2 if gated else 1) > MOST_ELEMENTS
-    ):
+    elements = x.shape[-1] * outputs * (2 if gated else 1)
+    if not decodes_on_ampere(count, x.dtype) or elements > MOST_ELEMENTS:
         return None
     return int8_tile(count, x.shape[-1], outputs, gated=gated, split=split)
 

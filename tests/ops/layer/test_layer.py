@@ -19,7 +19,8 @@ from longspec_jax.ops.layer import (
     table_query,
     table_query_pallas,
 )
-from longspec_jax.ops.layer.head_table import Angles, HeadTable
+from longspec_jax.ops.layer.angles import Angles
+from longspec_jax.ops.products.int8 import Int8Rows
 from tests.kit import COMPILED, TOLERANCE, normal, relative_error
 
 DTYPES = ["float32", "bfloat16"]
@@ -69,19 +70,19 @@ def test_split_heads_kernel(
         assert relative_error(ours, np.float64(theirs)) <= TOLERANCE[dtype]
 
 
-def token_table(seed: int, *shape: int) -> HeadTable:
+def token_table(seed: int, *shape: int) -> Int8Rows:
     """Heads of 29 tokens, one of them zero."""
-    return HeadTable.rounded(normal(seed, 29, *shape).at[3].set(0))
+    return Int8Rows.of(normal(seed, 29, *shape).at[3].set(0))
 
 
 def test_a_table_of_8_bits_is_near_what_was_put_in() -> None:
     heads = normal(0, 29, 3, 4, 16)
-    table = HeadTable.rounded(heads.at[5, 1].set(0))
-    error = np.abs(table.take(jnp.arange(29)[None])[0] - heads.at[5, 1].set(0))
+    table = Int8Rows.of(heads.at[5, 1].set(0))
+    error = np.abs(table.take(jnp.arange(29)[None]).widened()[0] - heads.at[5, 1].set(0))
     assert (error <= table.scale[..., None] / 2 + 1e-7).all()
     assert (np.abs(table.steps).max(-1) == 127).sum() == 29 * 3 * 4 - 4
-    outside = table.take(jnp.array([[-1, 29]]))
-    np.testing.assert_array_equal(outside, table.take(jnp.array([[0, 28]])))
+    outside = table.take(jnp.array([[-1, 29]])).widened()
+    np.testing.assert_array_equal(outside, table.take(jnp.array([[0, 28]])).widened())
 
 
 HEADS = [(3, 1, 32), (2, 4, 24), (7, 5, 16)]
@@ -101,7 +102,7 @@ def test_table_heads_kernel(
     operands = table, bias, tokens, cos_sin
     actual = table_heads_pallas.table_heads(*operands, place=place, interpret=interpret)
     # By way of the op on a product's result.
-    qkv = table.take(tokens) + bias.astype(jnp.float32)
+    qkv = table.take(tokens).widened() + bias.astype(jnp.float32)
     spread = (jnp.broadcast_to(part, (2, 3, width // 2)) for part in cos_sin.at(place))
     exact = split_heads.composed(qkv, *spread)
     composed = table_heads.composed(*operands, place)
@@ -134,7 +135,8 @@ def test_table_query_kernel(
     total = np.float64(embedding)[inside] + added[..., :model_width]
     factor = 1 / np.sqrt((total**2).mean(-1) + eps)
     query = added[..., model_width:].reshape(2, 3, heads, width)
-    query = (np.float64(table.take(tokens)) + query) * factor[..., None, None] + np.float64(bias)
+    looked_up = np.float64(table.take(tokens).widened())
+    query = (looked_up + query) * factor[..., None, None] + np.float64(bias)
     low, high = np.split(query, 2, axis=-1)
     cos, sin = (np.float64(part[:, place, None, None]) for part in (cos_sin.cos, cos_sin.sin))
     query = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
