@@ -17,13 +17,13 @@ from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.generation.activity import Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.memory import MemoryPlan
-from longspec_jax.generation.paces import TreePace
 from longspec_jax.generation.result import (
     ACCEPTANCE_DEFINITION,
     GenerateResult,
     Stats,
     StreamRound,
 )
+from longspec_jax.generation.timings import TreeTiming
 from longspec_jax.sizes import shown_bytes
 
 from .likeness import Likeness, in_words, likeness
@@ -219,7 +219,7 @@ def tuned_line(tuned: Tuned, pays: str) -> str:
     )
 
 
-def _pace(pace: TreePace) -> float:
+def _pace(pace: TreeTiming) -> float:
     return pace.tokens_per_second
 
 

@@ -55,10 +55,10 @@ from longspec_jax.generation.memory import (
 )
 from longspec_jax.generation.notices import Notices
 from longspec_jax.generation.options import GenerateOptions, resolve
-from longspec_jax.generation.paces import KnownPaces
 from longspec_jax.generation.planning import plan_of
 from longspec_jax.generation.result import GenerateResult, StreamRound
 from longspec_jax.generation.runner import Begin
+from longspec_jax.generation.timings import KnownTimings
 from longspec_jax.loading import load_drafts, load_with_tokenizer
 from longspec_jax.weights.hf import load_stop_tokens
 
@@ -95,7 +95,7 @@ class LongSpec:
     room for: two layers of it are on the device at a time, and the last one always. A pass takes as
     long as moving the cache takes (docs/retrieval.md). One device only."""
     _warm: runner.WarmShapes = field(default_factory=runner.WarmShapes, repr=False)
-    _paces: KnownPaces = field(default_factory=KnownPaces, repr=False)
+    _paces: KnownTimings = field(default_factory=KnownTimings, repr=False)
     _notices: Notices = field(default_factory=Notices, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -517,7 +517,7 @@ class LongSpec:
         together = rows if self.row_slots is None else min(rows, self.row_slots)
         trees = [
             trees_to_time(
-                draft.usual,
+                draft.default_trees,
                 self.target_params,
                 self.mesh,
                 rows=together,

@@ -11,8 +11,8 @@ import pytest
 from flax.traverse_util import unflatten_dict
 
 from longspec_jax.config import DraftConfig, TargetConfig
-from longspec_jax.decoding.beliefs import RoundBeliefs
 from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
@@ -78,9 +78,9 @@ def view_of(pending: jax.Array, length: jax.Array, keys: jax.Array, values: jax.
     return CacheView(target, None, cache, pending, length, length, jnp.zeros(len(pending), bool))
 
 
-def greedy_beliefs(rows: int, levels: int) -> RoundBeliefs:
-    """Beliefs about draws at temperature 0: scores are a draft's logits."""
-    return RoundBeliefs(jnp.zeros((rows, levels + 1, 1)), Sampling.greedy(rows))
+def greedy_beliefs(rows: int, levels: int) -> RoundNoise:
+    """SamplingNoise about draws at temperature 0: scores are a draft's logits."""
+    return RoundNoise(jnp.zeros((rows, levels + 1, 1)), Sampling.greedy(rows))
 
 
 def _given(drawn: dict[str, np.ndarray]) -> Any:

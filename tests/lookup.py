@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import Prefilled, Verification
-from longspec_jax.drafters.base import NOTHING, Features, Glance, Needs, Params, Uncommitted
+from longspec_jax.drafters.base import NOTHING, Features, Needs, Params, PartialForward, Uncommitted
 from longspec_jax.drafters.budget import within_budget
 from longspec_jax.drafters.tree import grow, plant
 from longspec_jax.ops.selection.continuations import best_continuations
@@ -55,7 +55,9 @@ class LookupTarget:
         places = jnp.broadcast_to(_rows(positions), rows.shape)
         return Verification(logits, (rows,), (places,), _features(rows, needs))
 
-    def glance(self, params, cache, tokens, positions, selection, fresh, mask, at, needs=NOTHING):
+    def partial_forward(
+        self, params, cache, tokens, positions, selection, fresh, mask, at, needs=NOTHING
+    ):
         # Part by part, as attention goes: what lies in two of them would count twice.
         _, prefixes = selection.reading(cache)(0, _rows(tokens))
         past = jnp.stack(list(map(self._history, prefixes))).sum(axis=0)
@@ -64,7 +66,9 @@ class LookupTarget:
         rows = fresh.keys[0].at[:, at : at + tokens.shape[1]].set(hashed)
         own = jnp.where(mask, rows[:, None, :, 0, 0].astype(jnp.int32), 0).sum(axis=2)
         logits = params[(past[:, None] + own) % params.shape[0]]
-        return Glance(logits, Uncommitted((rows,), (rows,)), _features(_rows(tokens), needs))
+        return PartialForward(
+            logits, Uncommitted((rows,), (rows,)), _features(_rows(tokens), needs)
+        )
 
     def _history(self, prefix):
         tokens, places = prefix.keys[:, 0, :, 0], prefix.values[:, 0, :, 0]
@@ -102,14 +106,14 @@ class LookupDrafter:
         fresh = token_hash(committed.tokens, committed.start[:, None] + step)
         return state + jnp.where(step < committed.count[:, None], fresh, 0).sum(axis=1)
 
-    def propose(self, params, state, view, beliefs):
+    def propose(self, params, state, view, noise):
         table = params.draft
         tree = plant(view.pending, self.tree)
         total, totals = jnp.zeros((view.pending.shape[0], 1), jnp.float32), []
         history = state[:, None] + token_hash(view.pending, view.position)[:, None]
         first, width = 0, 1
         for depth, children in enumerate(self.tree.widths):
-            scores = beliefs.scores(table[history % table.shape[0]], depth)
+            scores = noise.scores(table[history % table.shape[0]], depth)
             total, parents, tokens = best_continuations(scores, total, children)
             tree = grow(tree, first + width, tokens, first + parents)
             positions = view.position[:, None] + depth + 1
@@ -133,7 +137,7 @@ class ConstantDrafter:
     def extend(self, params, state, committed):
         return ()
 
-    def propose(self, params, state, view, beliefs):
+    def propose(self, params, state, view, noise):
         tree = plant(view.pending, self.tree)
         first, width = 0, 1
         for children in self.tree.widths:

@@ -61,7 +61,7 @@ class Setting:
     @property
     def capacity(self) -> int:
         """Cache slots of a row."""
-        needed = self.context + self.new_tokens + engine.room(self.tree.num_levels)
+        needed = self.context + self.new_tokens + engine.slack_slots(self.tree.num_levels)
         return bucket_capacity(needed)
 
 

@@ -15,13 +15,13 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding import engine
-from longspec_jax.decoding.beliefs import RoundBeliefs
 from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.decoding.walk import Walk
-from longspec_jax.drafters.base import Beliefs, Drafter, Params
+from longspec_jax.drafters.accept import AcceptedPath
+from longspec_jax.drafters.base import Drafter, Params, SamplingNoise
 
 
 class Verdict(NamedTuple):
@@ -34,10 +34,10 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Listening(Beliefs):
-    """Beliefs at temperature 0 that note the logits they are asked about."""
+class _Listening(SamplingNoise):
+    """SamplingNoise at temperature 0 that note the logits they are asked about."""
 
-    greedy: RoundBeliefs
+    greedy: RoundNoise
     heard: list[Array] = field(default_factory=list)
 
     def scores(self, logits: Array, depth: int) -> Array:
@@ -53,7 +53,7 @@ class _Listening(Beliefs):
     def among(self, tokens: Array) -> "_Listening":
         return self
 
-    def after(self, steps: Array, levels: int) -> Beliefs:
+    def after(self, steps: Array, levels: int) -> SamplingNoise:
         return self.greedy.after(steps, levels)
 
 
@@ -81,7 +81,7 @@ def forced(
     batch, answered = answers.shape
     # The prompt's last token is the first pending one.
     committed = prompts.shape[1] - 1
-    room = committed + answered + engine.room(drafter.tree.num_levels)
+    room = committed + answered + engine.slack_slots(drafter.tree.num_levels)
     request = Request(
         Sampling.greedy(batch),
         jnp.full((batch, 1), -1),
@@ -112,14 +112,14 @@ def _round(
     target: CachedTarget, drafter: Drafter, params: Params, rows: Rows, token: Array
 ) -> tuple[Rows, tuple[Verdict, Verdict]]:
     """One round that commits the pending token and makes the given one pending."""
-    greedy = engine.round_beliefs(target, drafter, rows)
+    greedy = engine.sampling_noise(target, drafter, rows)
     listening = _Listening(greedy)
     rows = engine.look_at_cache(target, drafter, params, rows)
     tree = engine.propose_tree(target, drafter, params, rows, listening)
     verified, _ = engine.verify_tree(target, drafter, params, rows, tree, greedy)
     once = jnp.ones_like(token)
-    walked = Walk((once - 1)[:, None], token[:, None], once)
-    after, _ = engine.commit_walk(drafter, params, rows, verified, walked)
+    accepted_path = AcceptedPath((once - 1)[:, None], token[:, None], once)
+    after, _ = engine.commit_accepted(drafter, params, rows, verified, accepted_path)
     return after, (_of(listening.heard[0][:, 0], token), _of(verified.logits[:, 0], token))
 
 

@@ -256,7 +256,7 @@ def state_at(
     """The state of a round after ``contexts[b]`` committed tokens; the cache is not copied."""
     # The state is donated, the request is not.
     sampling, stop_tokens = jax.tree.map(jnp.copy, (request.sampling, request.stop_tokens))
-    height, length = engine.room(tree.num_levels), jnp.asarray(contexts, jnp.int32)
+    height, length = engine.slack_slots(tree.num_levels), jnp.asarray(contexts, jnp.int32)
     pending = jnp.ones_like(length)
     rows = Rows(
         cache=cache,

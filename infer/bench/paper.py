@@ -100,7 +100,7 @@ def all_methods(gamma: int) -> dict[str, Method]:
         Method(published.MAGICDEC, StreamingDraft(), drafted),
         Method(published.LONGSPEC, None, DEFAULT_TREE),
         Method(None, None, CHAIN),
-        Method(None, ngram, ngram.usual.large[0]),
+        Method(None, ngram, ngram.default_trees.large[0]),
     )
     return dict(zip(PAPER_METHODS, methods, strict=True))
 

@@ -19,7 +19,7 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.target import CachedTarget, Verification
-from longspec_jax.decoding.walk import Walk
+from longspec_jax.drafters.accept import AcceptedPath
 from longspec_jax.drafters.base import NOTHING, Needs, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.tree import Tree, plant
@@ -40,8 +40,8 @@ def draft(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
     def program(params: Params, rows: Rows) -> Tree:
         def turn(_: Array, tree: Tree) -> Tree:
             now = _after(rows, tree.tokens[:, -1])
-            beliefs = engine.round_beliefs(target, drafter, now)
-            return engine.propose_tree(target, drafter, params, now, beliefs)
+            noise = engine.sampling_noise(target, drafter, now)
+            return engine.propose_tree(target, drafter, params, now, noise)
 
         return jax.lax.fori_loop(0, turns, turn, some_tree(drafter.tree, rows))
 
@@ -56,9 +56,9 @@ def verify(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
 
         def turn(_: Array, draws: Array) -> Array:
             now = _after(rows, draws[:, -1])
-            beliefs = engine.round_beliefs(target, drafter, now)
+            noise = engine.sampling_noise(target, drafter, now)
             planted = dataclasses.replace(tree, tokens=draws)
-            return engine.verify_tree(target, drafter, params, now, planted, beliefs)[1]
+            return engine.verify_tree(target, drafter, params, now, planted, noise)[1]
 
         return jax.lax.fori_loop(0, turns, turn, tree.tokens)
 
@@ -80,7 +80,9 @@ def commit(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> Part:
         def turn(_: Array, now: Rows) -> Rows:
             tokens = jnp.broadcast_to(now.pending[:, None], path.shape)
             count = jnp.ones((batch,), jnp.int32)
-            return engine.commit_walk(drafter, params, now, verified, Walk(path, tokens, count))[0]
+            return engine.commit_accepted(
+                drafter, params, now, verified, AcceptedPath(path, tokens, count)
+            )[0]
 
         return jax.lax.fori_loop(0, turns, turn, rows)
 
@@ -170,12 +172,12 @@ def draft_choice(target: CachedTarget, drafter: LongSpecDrafter, turns: int) -> 
     width = max(drafter.tree.widths)
 
     def program(params: Params, rows: Rows) -> Any:
-        beliefs = engine.round_beliefs(target, drafter, rows)
+        noise = engine.sampling_noise(target, drafter, rows)
 
         def turn(_: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             hidden, total = carry[:2]
             logits = params.draft.logits(hidden)
-            scores = beliefs.scores(logits, 0)
+            scores = noise.scores(logits, 0)
             best, parents, tokens = best_continuations(scores, total, width)
             chosen = best[:, :, None] + parents[:, :, None] + tokens[:, :, None]
             return hidden + chosen.astype(hidden.dtype), best, parents, tokens

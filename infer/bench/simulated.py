@@ -24,7 +24,7 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.engine import spec_step
 from longspec_jax.decoding.record import Emitted, SpecState
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.decoding.walk import Walk, walk
+from longspec_jax.drafters.accept import AcceptedPath, accept
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.tree import Tree, node_depths
 
@@ -107,11 +107,11 @@ def simulated_walk(
     edges: UInt[Array, " h"],
     seed: int,
     rounds: Lengths,
-) -> Walk:
+) -> AcceptedPath:
     """The path to the first node of the drawn depth, as if the target had drawn its tokens.
 
-    The first three arguments are those of :func:`longspec_jax.decoding.walk.walk`, which runs too,
-    so that its cost is part of the round.
+    The first three arguments are those of :func:`longspec_jax.drafters.accept.accept`, which runs
+    too, so that its cost is part of the round.
     """
     if edges.size > levels:
         raise ValueError(
@@ -131,9 +131,9 @@ def simulated_walk(
     accepted = jnp.concatenate([accepted[:, 1:], accepted[:, :1]], axis=1)
     bonus = jnp.take_along_axis(draws, last[:, None], axis=1)
     tokens = jnp.where(jnp.arange(levels + 1) < count[:, None] - 1, accepted, bonus)
-    ours = Walk(nodes.astype(jnp.int32), tokens, count)
+    ours = AcceptedPath(nodes.astype(jnp.int32), tokens, count)
     # Never true, but the compiler does not know: the real walk has to run.
-    real = walk(tree, draws, levels)
+    real = accept(tree, draws, levels)
     impossible = real.count < 1
     return jax.tree.map(
         lambda theirs, mine: jnp.where(

@@ -27,8 +27,8 @@ from longspec_jax.decoding.engine import spec_step
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.view import CacheView
-from longspec_jax.decoding.walk import Walk, walk
-from longspec_jax.drafters.base import Beliefs, Committed, Params, View
+from longspec_jax.drafters.accept import AcceptedPath, accept
+from longspec_jax.drafters.base import Committed, Params, SamplingNoise, View
 from longspec_jax.drafters.hierarchy import Hierarchy, HierarchyState
 from longspec_jax.drafters.tree import Tree, node_depths
 
@@ -74,16 +74,16 @@ class SimulatedHierarchy(Hierarchy):
         """The real state."""
         return state.replace(real=super().extend(params, state.real, committed))
 
-    def look(self, params: Params, state: Any, view: View) -> Any:
+    def before_round(self, params: Params, state: Any, view: View) -> Any:
         """The real state."""
-        return state.replace(real=super().look(params, state.real, view))
+        return state.replace(real=super().before_round(params, state.real, view))
 
-    def propose(self, params: Params, state: Any, view: View, beliefs: Beliefs) -> Tree:
+    def propose(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
         """The real proposal, with walks of the simulated lengths."""
         assert isinstance(view, CacheView)
         fields = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
         simulated = SimulatedView(**fields, shape=self.inner.tree, edges=state.odds.edges)
-        return super().propose(params, state.real, simulated, beliefs)
+        return super().propose(params, state.real, simulated, noise)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class SimulatedView(CacheView):
     shape: TreeConfig = TreeConfig()
     edges: Any = None
 
-    def walk(self, tree: Tree, draws: Int[Array, "B T"], levels: int) -> Walk:
+    def accept(self, tree: Tree, draws: Int[Array, "B T"], levels: int) -> AcceptedPath:
         """The path to the first node of the drawn depth; the real walk runs, too."""
         place = _scattered(self.position)[:, None]
         count = 1 + (place >= self.edges).sum(axis=1, dtype=jnp.int32)
@@ -111,11 +111,11 @@ def agreeing_walk(
     odds: Odds,
     chain: int,
     rounds: Lengths,
-) -> Walk:
+) -> AcceptedPath:
     """What a full pass of these odds confirms of a chain and accepts behind it, and a bonus.
 
-    The first three arguments are those of :func:`longspec_jax.decoding.walk.walk`; the tree's first
-    levels are a chain of so many.
+    The first three arguments are those of :func:`longspec_jax.drafters.accept.accept`; the tree's
+    first levels are a chain of so many.
     """
     offered = (tree.parents[:, 1 : chain + 1] >= 0).sum(axis=1, dtype=jnp.int32)
     drawn = (_evenly(rounds).astype(jnp.float32) + 0.5) / 2.0**32
@@ -155,15 +155,15 @@ def _scattered(number: Lengths) -> UInt[Array, " B"]:
     return bits ^ (bits >> 16)
 
 
-def _instead(tree: Tree, draws: Array, levels: int, nodes: Array, count: Lengths) -> Walk:
+def _instead(tree: Tree, draws: Array, levels: int, nodes: Array, count: Lengths) -> AcceptedPath:
     """This path in the place of the real walk's, which the compiler cannot know is not needed."""
     accepted = jnp.take_along_axis(tree.tokens, nodes, axis=1)
     accepted = jnp.concatenate([accepted[:, 1:], accepted[:, :1]], axis=1)
     bonus = jnp.take_along_axis(draws, nodes[:, -1:], axis=1)
     tokens = jnp.where(jnp.arange(levels + 1) < count[:, None] - 1, accepted, bonus)
-    real = walk(tree, draws, levels)
+    real = accept(tree, draws, levels)
     impossible = (real.count < 1)[:, None]
-    return Walk(
+    return AcceptedPath(
         jnp.where(impossible, real.path, nodes).astype(jnp.int32),
         jnp.where(impossible, real.tokens, tokens),
         jnp.where(impossible[:, 0], real.count, count),

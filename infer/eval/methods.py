@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
 
 if TYPE_CHECKING:
-    from longspec_jax.drafters.draft import Draft, UsualTrees
+    from longspec_jax.drafters.draft import DefaultTrees, Draft
 
 GAMMA = TreeConfig((1, 1, 1, 1))
 """The chain of the LongSpec release, for its own draft and for MagicDec."""
@@ -25,7 +25,7 @@ class Method:
 
     kind: str | None
     """Of the draft it needs; None for none."""
-    tree: Callable[[UsualTrees, bool], TreeConfig | None] | None
+    tree: Callable[[DefaultTrees, bool], TreeConfig | None] | None
     """``(usual trees of the draft, on a CPU) -> tree`` where none is named; None for what a call
     chooses itself."""
     about: str
@@ -38,20 +38,20 @@ class Method:
     """Whether it runs where no methods are named and its draft is there."""
 
 
-def _tree(usual: UsualTrees, cpu: bool) -> TreeConfig:
+def _tree(usual: DefaultTrees, cpu: bool) -> TreeConfig:
     """The paper's where nodes are nearly free; on a CPU they are not."""
     return TreeConfig((2, 2)) if cpu else DEFAULT_TREE
 
 
-def _gamma(usual: UsualTrees, cpu: bool) -> TreeConfig:
+def _gamma(usual: DefaultTrees, cpu: bool) -> TreeConfig:
     return GAMMA
 
 
-def _usual(usual: UsualTrees, cpu: bool) -> TreeConfig:
+def _usual(usual: DefaultTrees, cpu: bool) -> TreeConfig:
     return (usual.cpu if cpu else usual.large)[0]
 
 
-def _none(usual: UsualTrees, cpu: bool) -> TreeConfig:
+def _none(usual: DefaultTrees, cpu: bool) -> TreeConfig:
     return PLAIN
 
 
@@ -122,7 +122,7 @@ class Chosen:
             return self.named_tree
         if self.method.tree is None:
             return None
-        return PLAIN if draft is None else self.method.tree(draft.usual, cpu)
+        return PLAIN if draft is None else self.method.tree(draft.default_trees, cpu)
 
 
 def settled(

@@ -18,7 +18,7 @@ import numpy as np
 from longspec_jax.decoding.adaptive import check_one_clock, tallest
 from longspec_jax.decoding.ahead import Report, fetch, one_round
 from longspec_jax.decoding.choosing import Choosing
-from longspec_jax.decoding.engine import room
+from longspec_jax.decoding.engine import slack_slots
 from longspec_jax.decoding.home import Home
 from longspec_jax.decoding.policy import Measurement, Policy
 from longspec_jax.decoding.prefill import prefill_chunks, vacant
@@ -168,7 +168,7 @@ class ContinuousBatch:
     def _check_room(self, prompt: int, new: int) -> None:
         capacity, chunk = self._sizes["capacity"], self._sizes["chunk"]
         whole_chunks = -(-prompt // chunk) * chunk
-        needed = max(whole_chunks, prompt + new + room(self._models[1].tree.num_levels))
+        needed = max(whole_chunks, prompt + new + slack_slots(self._models[1].tree.num_levels))
         if needed > capacity:
             raise ValueError(
                 f"a prompt of {prompt} tokens and max_new_tokens={new} take {needed} cache slots "

@@ -17,21 +17,28 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, Lengths
-from longspec_jax.decoding.beliefs import RoundBeliefs
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.record import Emitted, SpecState
+from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.view import CacheView
-from longspec_jax.decoding.walk import Walk, Walker, walker_of
-from longspec_jax.drafters.base import Beliefs, Committed, Drafter, Params, looked
+from longspec_jax.drafters.accept import AcceptedPath, AcceptRule, accept, accept_trusted
+from longspec_jax.drafters.base import (
+    Committed,
+    Drafter,
+    Lossy,
+    Params,
+    SamplingNoise,
+    run_before_round,
+)
 from longspec_jax.drafters.tree import Tree, node_depths
 from longspec_jax.ops.along import along, last_along
 from longspec_jax.ops.partitioned import use_mesh
 
 
-def room(levels: int) -> int:
+def slack_slots(levels: int) -> int:
     """Slots a cache needs beyond prompt and new tokens: a round writes a static height."""
     return levels + 1
 
@@ -41,7 +48,7 @@ def spec_step(
     drafter: Drafter,
     params: Params,
     rows: Rows,
-    walker: Walker | None = None,
+    walker: AcceptRule | None = None,
 ) -> tuple[Rows, Emitted]:
     """One round for every row: propose a tree, verify it, walk it, commit the accepted path.
 
@@ -57,12 +64,19 @@ def spec_step(
       The rows after the round, and what it emitted.
     """
     with use_mesh(target.mesh):
-        beliefs = round_beliefs(target, drafter, rows)
+        noise = sampling_noise(target, drafter, rows)
         rows = look_at_cache(target, drafter, params, rows)
-        tree = propose_tree(target, drafter, params, rows, beliefs)
-        verified, draws = verify_tree(target, drafter, params, rows, tree, beliefs)
-        walked = (walker or walker_of(drafter))(tree, draws, drafter.tree.num_levels)
-        return commit_walk(drafter, params, rows, verified, walked)
+        tree = propose_tree(target, drafter, params, rows, noise)
+        verified, draws = verify_tree(target, drafter, params, rows, tree, noise)
+        accepted_path = (walker or accept_rule(drafter))(tree, draws, drafter.tree.num_levels)
+        return commit_accepted(drafter, params, rows, verified, accepted_path)
+
+
+def accept_rule(drafter: Drafter) -> AcceptRule:
+    """How a drafter's trees are accepted: by the target's draws, unless the drafter is lossy."""
+    if isinstance(drafter, Lossy):
+        return partial(accept_trusted, trusted=drafter.trusted)
+    return accept
 
 
 def recorded_step(
@@ -73,23 +87,23 @@ def recorded_step(
     return SpecState(rows, state.record.add(emitted))
 
 
-def round_beliefs(target: TargetModel, drafter: Drafter, rows: Rows) -> RoundBeliefs:
+def sampling_noise(target: TargetModel, drafter: Drafter, rows: Rows) -> RoundNoise:
     """What is known beforehand of the draws below every row's pending token."""
     levels = drafter.tree.num_levels
-    return RoundBeliefs.of_round(rows.sampling, rows.length, levels, target.vocab_size)
+    return RoundNoise.of_round(rows.sampling, rows.length, levels, target.vocab_size)
 
 
 def look_at_cache(target: TargetModel, drafter: Drafter, params: Params, rows: Rows) -> Rows:
     """The rows after the drafter took from the target's cache what it needs for the round."""
     view = _view(target, params, rows)
-    return replace(rows, draft=looked(drafter, params, rows.draft, view))
+    return replace(rows, draft=run_before_round(drafter, params, rows.draft, view))
 
 
 def propose_tree(
-    target: TargetModel, drafter: Drafter, params: Params, rows: Rows, beliefs: Beliefs
+    target: TargetModel, drafter: Drafter, params: Params, rows: Rows, noise: SamplingNoise
 ) -> Tree:
     """The drafter's tree below every row's pending token."""
-    return drafter.propose(params, rows.draft, _view(target, params, rows), beliefs)
+    return drafter.propose(params, rows.draft, _view(target, params, rows), noise)
 
 
 def _view(target: TargetModel, params: Params, rows: Rows) -> CacheView:
@@ -103,7 +117,7 @@ def verify_tree(
     params: Params,
     rows: Rows,
     tree: Tree,
-    beliefs: RoundBeliefs,
+    noise: RoundNoise,
 ) -> tuple[Verification, Int[Array, "B T"]]:
     """One target pass over the tree, and the target's draw at every node."""
     depths = node_depths(tree, drafter.tree)
@@ -117,32 +131,36 @@ def verify_tree(
         rows.length,
         drafter.needs,
     )
-    return verified, beliefs.draw(verified.logits, depths)
+    return verified, noise.draw(verified.logits, depths)
 
 
-def commit_walk(
-    drafter: Drafter, params: Params, rows: Rows, verified: Verification, walked: Walk
+def commit_accepted(
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    verified: Verification,
+    accepted_path: AcceptedPath,
 ) -> tuple[Rows, Emitted]:
     """Append the walked path to cache and draft state; what it emits in every row."""
     length = rows.length
-    count, stopped = _trim(walked.tokens, walked.count, rows)
+    count, stopped = _trim(accepted_path.tokens, accepted_path.count, rows)
     # A round that was cut may have emitted accepted draft tokens alone, and no bonus.
-    accepted = jnp.minimum(count, walked.count - 1)
-    block = jnp.concatenate([rows.pending[:, None], walked.tokens[:, :-1]], axis=1)
+    accepted = jnp.minimum(count, accepted_path.count - 1)
+    block = jnp.concatenate([rows.pending[:, None], accepted_path.tokens[:, :-1]], axis=1)
     # No token is below -1, so this is the length; but it waits for the draws. Where a row has one
     # fresh slot, the compiler would append before it has read, and copy whole caches to be able to.
-    end = jnp.maximum(length, -2 - walked.tokens[:, 0])
-    features = jax.tree.map(partial(along, walked.path), verified.features)
-    last = last_along(walked.tokens, count)
+    end = jnp.maximum(length, -2 - accepted_path.tokens[:, 0])
+    features = jax.tree.map(partial(along, accepted_path.path), verified.features)
+    last = last_along(accepted_path.tokens, count)
     after = replace(
         rows,
-        cache=rows.cache.commit(verified.keys, verified.values, walked.path, end),
+        cache=rows.cache.commit(verified.keys, verified.values, accepted_path.path, end),
         draft=drafter.extend(params, rows.draft, Committed(block, length, count, features)),
         length=length + count,
         pending=jnp.where(count > 0, last, rows.pending),
         remaining=jnp.where(stopped, 0, rows.remaining - count),
     )
-    return after, Emitted(walked.tokens, count, accepted)
+    return after, Emitted(accepted_path.tokens, count, accepted)
 
 
 def _trim(

@@ -122,7 +122,7 @@ class Estimate:
         return self.tokens / self.pace(wait) if self.timings else 0.0
 
     def faded(self, factor: float) -> "Estimate":
-        """The same beliefs, held less firmly."""
+        """The same noise, held less firmly."""
         return replace(self, weight=self.weight * factor)
 
     def updated(self, seen: Measurement) -> "Estimate":

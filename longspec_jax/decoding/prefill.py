@@ -49,7 +49,7 @@ def prefill(
       length: tokens of each prompt, at least 1.
       request: what each row asks for.
       capacity: cache slots of a row; at least prompt + new tokens + the
-        :func:`~longspec_jax.decoding.engine.room` of a round.
+        :func:`~longspec_jax.decoding.engine.slack_slots` of a round.
       max_emitted: the largest ``max_new_tokens`` that the record can hold; static.
       chunk: tokens of one prefill chunk.
       on_chunk: called as the prefill gets on, with the tokens of the longest prompt that have been

@@ -19,7 +19,7 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding import offloaded
 from longspec_jax.decoding.cache import CacheBytes, KVCache
-from longspec_jax.drafters.base import NOTHING, Features, Glance, Needs, Uncommitted
+from longspec_jax.drafters.base import NOTHING, Features, Needs, PartialForward, Uncommitted
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.models.target import Attend, Target, TargetOutput
 from longspec_jax.ops.attention.dispatch import (
@@ -98,7 +98,7 @@ class TargetModel(Protocol):
         """Logits at every node of a tree below ``length[b]`` committed tokens."""
         ...
 
-    def glance(
+    def partial_forward(
         self,
         params: Any,
         cache: KVCache,
@@ -109,8 +109,8 @@ class TargetModel(Protocol):
         mask: TreeMask,
         at: int,
         needs: Needs = NOTHING,
-    ) -> Glance:
-        """As :meth:`longspec_jax.drafters.base.View.glance`."""
+    ) -> PartialForward:
+        """As :meth:`longspec_jax.drafters.base.View.partial_forward`."""
         ...
 
 
@@ -187,7 +187,7 @@ class CachedTarget:
             logits = self._unembed(params, output.hidden)
         return Verification(logits, output.keys, output.values, features)
 
-    def glance(
+    def partial_forward(
         self,
         params: Any,
         cache: KVCache,
@@ -198,7 +198,7 @@ class CachedTarget:
         mask: TreeMask,
         at: int,
         needs: Needs = NOTHING,
-    ) -> Glance:
+    ) -> PartialForward:
         """Run the target over tokens that see a selection of the cache, and fresh tokens."""
         keys, values, read = list(fresh.keys), list(fresh.values), selection.reading(cache)
 
@@ -213,10 +213,10 @@ class CachedTarget:
                 seen = merge(seen, past)
             return seen.out.astype(q.dtype)
 
-        with jax.named_scope("glance"):
+        with jax.named_scope("partial_forward"):
             output, features = self._forward(params, tokens, positions, attend, needs)
             logits = self._unembed(params, output.hidden)
-        return Glance(logits, Uncommitted(tuple(keys), tuple(values)), features)
+        return PartialForward(logits, Uncommitted(tuple(keys), tuple(values)), features)
 
     def _forward(
         self, params: Any, tokens: Array, positions: Array, attend: Attend, needs: Needs

@@ -12,8 +12,8 @@ from jaxtyping import Bool, Int
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeMask
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.decoding.walk import Walk, walk
-from longspec_jax.drafters.base import NOTHING, Glance, Needs, Uncommitted
+from longspec_jax.drafters.accept import AcceptedPath, accept
+from longspec_jax.drafters.base import NOTHING, Needs, PartialForward, Uncommitted
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.ops.attention.operands import Prefix
@@ -63,7 +63,7 @@ class CacheView:
         """Room for so many tokens outside the cache."""
         return self.cache.rows(tokens)
 
-    def glance(
+    def partial_forward(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
@@ -72,23 +72,29 @@ class CacheView:
         mask: TreeMask,
         at: int,
         needs: Needs = NOTHING,
-    ) -> Glance:
+    ) -> PartialForward:
         """Run the target over tokens that see a selection of the cache, and fresh tokens."""
         run = partial(
-            self.target.glance, self.params, self.cache, tokens, positions, selection, needs=needs
+            self.target.partial_forward,
+            self.params,
+            self.cache,
+            tokens,
+            positions,
+            selection,
+            needs=needs,
         )
         if self.between is None:
             return run(fresh, mask, at)
         before = self.between.there.shape[1]
         shape = (*tokens.shape, before)
         mask = jnp.concatenate([jnp.broadcast_to(self.between.there[:, None], shape), mask], axis=2)
-        glance = run(_joined(self.between.rows, fresh), mask, before + at)
-        fresh = jax.tree.map(lambda row: row[:, before:], glance.fresh)
-        return glance._replace(fresh=fresh)
+        forward = run(_joined(self.between.rows, fresh), mask, before + at)
+        fresh = jax.tree.map(lambda row: row[:, before:], forward.fresh)
+        return forward._replace(fresh=fresh)
 
-    def walk(self, tree: Tree, draws: Int[Array, "B T"], levels: int) -> Walk:
+    def accept(self, tree: Tree, draws: Int[Array, "B T"], levels: int) -> AcceptedPath:
         """The path that draws take through a tree of so many levels."""
-        return walk(tree, draws, levels)
+        return accept(tree, draws, levels)
 
     def ahead(self, pending: Int[Array, " B"], steps: Lengths, past: Uncommitted) -> "CacheView":
         """The same cache, seen from ``steps[b]`` tokens further on, which are not in it."""

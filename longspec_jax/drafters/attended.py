@@ -69,7 +69,7 @@ class Attended:
         last = last_along(queries, committed.count)
         return AttendedState(jnp.where(joined, last, state.query))
 
-    def look(self, state: AttendedState, view: View) -> AttendedState:
+    def before_round(self, state: AttendedState, view: View) -> AttendedState:
         """Nothing is kept of it."""
         return state
 

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeMask
 from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.drafters.accept import AcceptedPath
 from longspec_jax.drafters.selection import Selection
 from longspec_jax.drafters.tree import Tree, plant
 from longspec_jax.ops.attention.operands import Prefix
@@ -91,7 +92,7 @@ class Committed(NamedTuple):
 
 
 @runtime_checkable
-class Beliefs(Protocol):
+class SamplingNoise(Protocol):
     """What is known of a round's draws beforehand: their noise, temperatures and filters.
 
     Depth ``d`` is about the token that follows a node of depth ``d``.
@@ -114,11 +115,11 @@ class Beliefs(Protocol):
         """How far what would be drawn from these logits is ahead of every other token, in nats."""
         ...
 
-    def among(self, tokens: Int[Array, " v"]) -> "Beliefs":
+    def among(self, tokens: Int[Array, " v"]) -> "SamplingNoise":
         """The same for logits of these tokens alone."""
         ...
 
-    def after(self, steps: Lengths, levels: int) -> "Beliefs":
+    def after(self, steps: Lengths, levels: int) -> "SamplingNoise":
         """The same for nodes below ``steps[b]`` more tokens, down to so many levels."""
         ...
 
@@ -130,7 +131,7 @@ class Uncommitted(NamedTuple):
     values: tuple[Array, ...]
 
 
-class Glance(NamedTuple):
+class PartialForward(NamedTuple):
     """What a pass of the target over a part of its cache yields."""
 
     logits: Float[Array, "B T V"]
@@ -184,7 +185,7 @@ class View(Protocol):
         """Room for so many tokens outside the cache."""
         ...
 
-    def glance(
+    def partial_forward(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
@@ -193,7 +194,7 @@ class View(Protocol):
         mask: TreeMask,
         at: int,
         needs: Needs = NOTHING,
-    ) -> Glance:
+    ) -> PartialForward:
         """Run the target over tokens that see a selection of the cache, and fresh tokens.
 
         Args:
@@ -207,7 +208,7 @@ class View(Protocol):
         """
         ...
 
-    def walk(self, tree: Tree, draws: Int[Array, "B T"], levels: int) -> "Walked":
+    def accept(self, tree: Tree, draws: Int[Array, "B T"], levels: int) -> AcceptedPath:
         """The path that draws take through a tree of so many levels."""
         ...
 
@@ -227,26 +228,6 @@ class View(Protocol):
         They take part in passes over that selection: reading all of a long cache at every level of
         a tree would cost more than such a pass does.
         """
-        ...
-
-
-@runtime_checkable
-class Walked(Protocol):
-    """See :class:`longspec_jax.decoding.walk.Walk`."""
-
-    @property
-    def path(self) -> Int[Array, "B h"]:
-        """Nodes on the path."""
-        ...
-
-    @property
-    def tokens(self) -> Int[Array, "B h"]:
-        """The draws at the nodes of the path."""
-        ...
-
-    @property
-    def count(self) -> Lengths:
-        """How many there are."""
         ...
 
 
@@ -283,23 +264,23 @@ class Drafter(Protocol):
         """The state after more tokens were committed: a chunk of a prompt, or an accepted path."""
         ...
 
-    def propose(self, params: Params, state: Any, view: View, beliefs: Beliefs) -> Tree:
+    def propose(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
         """Candidate continuations of the pending tokens: ``tree.num_nodes`` nodes with the root."""
         ...
 
 
 @runtime_checkable
-class Looking(Protocol):
+class BeforeRound(Protocol):
     """A drafter whose state takes something from the target's cache, too."""
 
-    def look(self, params: Params, state: Any, view: View) -> Any:
+    def before_round(self, params: Params, state: Any, view: View) -> Any:
         """The state after a look at the target's cache, before every round."""
         ...
 
 
-def looked(drafter: Drafter, params: Params, state: Any, view: View) -> Any:
+def run_before_round(drafter: Drafter, params: Params, state: Any, view: View) -> Any:
     """The drafter's state, ready for a round; what of it remains is kept with the rows."""
-    return drafter.look(params, state, view) if isinstance(drafter, Looking) else state
+    return drafter.before_round(params, state, view) if isinstance(drafter, BeforeRound) else state
 
 
 @runtime_checkable
@@ -350,6 +331,6 @@ class NoDraft:
         """No state."""
         return ()
 
-    def propose(self, params: Params, state: tuple[()], view: View, beliefs: Beliefs) -> Tree:
+    def propose(self, params: Params, state: tuple[()], view: View, noise: SamplingNoise) -> Tree:
         """The root without children."""
         return plant(view.pending, self.tree)

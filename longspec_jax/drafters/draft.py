@@ -13,14 +13,14 @@ import jax
 
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.base import (
-    Beliefs,
     Committed,
     Drafter,
     Needs,
     Params,
+    SamplingNoise,
     View,
     gathered_slots,
-    looked,
+    run_before_round,
 )
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.ops.placement import tree_bytes
@@ -46,7 +46,7 @@ class Target(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UsualTrees:
+class DefaultTrees:
     """Trees that tend to pay, by machine; the first is the one where nothing can be timed."""
 
     cpu: tuple[TreeConfig, ...]
@@ -81,7 +81,7 @@ class Draft(Protocol):
         ...
 
     @property
-    def usual(self) -> UsualTrees:
+    def default_trees(self) -> DefaultTrees:
         """Which trees tend to pay."""
         ...
 
@@ -144,20 +144,22 @@ class OneOf:
             for index, (member, part) in enumerate(zip(self.members, state, strict=True))
         )
 
-    def look(self, params: Params, state: tuple[Any, ...], view: View) -> tuple[Any, ...]:
+    def before_round(self, params: Params, state: tuple[Any, ...], view: View) -> tuple[Any, ...]:
         """The active member looks; another one will when it is its turn."""
         own, index = of_member(params, self.active), self.active
-        seen = looked(self.alone, own, state[index], view)
+        seen = run_before_round(self.alone, own, state[index], view)
         return (*state[:index], seen, *state[index + 1 :])
 
     def gathers(self, capacity: int) -> int:
         """What the active member does."""
         return gathered_slots(self.alone, capacity)
 
-    def propose(self, params: Params, state: tuple[Any, ...], view: View, beliefs: Beliefs) -> Tree:
+    def propose(
+        self, params: Params, state: tuple[Any, ...], view: View, noise: SamplingNoise
+    ) -> Tree:
         """The active member proposes."""
         own = of_member(params, self.active)
-        return self.alone.propose(own, state[self.active], view, beliefs)
+        return self.alone.propose(own, state[self.active], view, noise)
 
 
 def of_member(params: Params, index: int) -> Params:

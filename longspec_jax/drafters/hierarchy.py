@@ -26,15 +26,15 @@ from jaxtyping import Bool, Float, Int
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import (
-    Beliefs,
     Committed,
     Drafter,
     Needs,
     Params,
+    SamplingNoise,
     Uncommitted,
     View,
     gathered_slots,
-    looked,
+    run_before_round,
 )
 from longspec_jax.drafters.draft import with_tree
 from longspec_jax.drafters.selection import Selection
@@ -102,14 +102,16 @@ class Hierarchy:
         inner = self.inner.extend(params, state.inner, committed)
         return HierarchyState(inner, self.selector.extend(state.selector, committed))
 
-    def look(self, params: Params, state: HierarchyState, view: View) -> HierarchyState:
+    def before_round(self, params: Params, state: HierarchyState, view: View) -> HierarchyState:
         """Let both look at the cache: once before all of the rounds."""
-        inner = looked(self.inner, params, state.inner, view)
+        inner = run_before_round(self.inner, params, state.inner, view)
         if self.levels == 0:
             return state._replace(inner=inner)  # Nothing is verified in part.
-        return HierarchyState(inner, self.selector.look(state.selector, view))
+        return HierarchyState(inner, self.selector.before_round(state.selector, view))
 
-    def propose(self, params: Params, state: HierarchyState, view: View, beliefs: Beliefs) -> Tree:
+    def propose(
+        self, params: Params, state: HierarchyState, view: View, noise: SamplingNoise
+    ) -> Tree:
         """The chain of what the rounds draw; their state and their K/V are thrown away.
 
         What a row lacks at the end of the chain has no parent, so that no walk comes to it.
@@ -118,7 +120,7 @@ class Hierarchy:
         if self.tree.num_levels == 0:
             return plant(view.pending, self.tree)
         if levels == 0:
-            return self._end(params, state.inner, view, beliefs)
+            return self._end(params, state.inner, view, noise)
         with jax.named_scope("selection"):
             selected = self.selector.choose(state.selector, view)
         view = view.within(selected)
@@ -126,7 +128,7 @@ class Hierarchy:
 
         def extended(chain: _Chain) -> _Chain:
             with jax.named_scope("partial_round"):
-                found = self._round(params, chain, selected, view, beliefs)
+                found = self._round(params, chain, selected, view, noise)
                 inner = self.inner.extend(params, chain.state, found.committed)
                 return chain.after(found, inner, levels - self._height, self.lead)
 
@@ -138,8 +140,8 @@ class Hierarchy:
             return tree
         with jax.named_scope("end_of_chain"):
             view = view.ahead(chain.pending, chain.count, chain.rows)
-            beliefs = beliefs.after(chain.count, self.tree.end.num_levels)
-            return at_end(tree, chain.count, self._end(params, chain.state, view, beliefs))
+            noise = noise.after(chain.count, self.tree.end.num_levels)
+            return at_end(tree, chain.count, self._end(params, chain.state, view, noise))
 
     def gathers(self, capacity: int) -> int:
         """What its selector copies, and that of a hierarchy inside."""
@@ -151,12 +153,12 @@ class Hierarchy:
         """Of the chain: the most tokens that are verified in part before they are in full."""
         return self.tree.num_levels if self.tree.chain is None else self.tree.chain
 
-    def _end(self, params: Params, state: Any, view: View, beliefs: Beliefs) -> Tree:
+    def _end(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
         """The tree that only the full verification sees, of the innermost drafter."""
         drafter = self.inner
         while isinstance(drafter, Hierarchy):
             drafter, state = drafter.inner, state.inner
-        return with_tree(drafter, self.tree.end).propose(params, state, view, beliefs)
+        return with_tree(drafter, self.tree.end).propose(params, state, view, noise)
 
     @property
     def shortest(self) -> int:
@@ -176,14 +178,14 @@ class Hierarchy:
         chain: "_Chain",
         selected: Selection,
         start: View,
-        beliefs: Beliefs,
+        noise: SamplingNoise,
     ) -> "_Round":
         """Propose, glance, walk, from where the chain ends."""
         view = start.ahead(chain.pending, chain.count, chain.rows)
-        beliefs = beliefs.after(chain.count, self._height - 1)
-        tree = self.inner.propose(params, chain.state, view, beliefs)
+        noise = noise.after(chain.count, self._height - 1)
+        tree = self.inner.propose(params, chain.state, view, noise)
         depths = node_depths(tree, self.inner.tree)
-        glance = view.glance(
+        forward = view.partial_forward(
             tree.tokens,
             view.position[:, None] + depths,
             selected,
@@ -192,19 +194,21 @@ class Hierarchy:
             0,
             self.inner.needs,
         )
-        walked = view.walk(tree, beliefs.draw(glance.logits, depths), self._height - 1)
+        accepted_path = view.accept(tree, noise.draw(forward.logits, depths), self._height - 1)
         # The target draws a token that is none from logits that are not finite; it is no candidate.
-        tokens = jnp.maximum(walked.tokens, 0)
-        rows, features = jax.tree.map(partial(along, walked.path), (glance.fresh, glance.features))
+        tokens = jnp.maximum(accepted_path.tokens, 0)
+        rows, features = jax.tree.map(
+            partial(along, accepted_path.path), (forward.fresh, forward.features)
+        )
         lead = jnp.full(tokens.shape, jnp.inf)
         if self.lead > 0:
             logits, depths = jax.tree.map(
-                partial(along, walked.path),
-                (glance.logits, jnp.broadcast_to(depths, tree.tokens.shape)),
+                partial(along, accepted_path.path),
+                (forward.logits, jnp.broadcast_to(depths, tree.tokens.shape)),
             )
-            lead = beliefs.lead(logits, depths)
+            lead = noise.lead(logits, depths)
         run = jnp.concatenate([view.pending[:, None], tokens[:, :-1]], axis=1)
-        count = jnp.where(chain.open, walked.count, 0)
+        count = jnp.where(chain.open, accepted_path.count, 0)
         return _Round(tokens, lead, Committed(run, view.position, count, features), rows)
 
 

@@ -16,9 +16,9 @@ from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, View
+from longspec_jax.drafters.base import Committed, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.budget import within_budget
-from longspec_jax.drafters.draft import UsualTrees
+from longspec_jax.drafters.draft import DefaultTrees
 from longspec_jax.drafters.tree import Tree, grow, plant
 from longspec_jax.ops.along import along
 
@@ -65,7 +65,7 @@ class NgramDrafter:
         write = jax.vmap(lambda row, at, fresh: row.at[at].set(fresh, mode="drop"))
         return NgramState(write(state.tokens, slots, committed.tokens))
 
-    def propose(self, params: Params, state: NgramState, view: View, beliefs: Beliefs) -> Tree:
+    def propose(self, params: Params, state: NgramState, view: View, noise: SamplingNoise) -> Tree:
         """The tree of the best places' continuations."""
         tree = plant(view.pending, self.tree)
         if not self.tree.widths:
@@ -87,10 +87,10 @@ class NgramDraft:
     own: tuple[()] = field(default=(), init=False)
 
     @property
-    def usual(self) -> UsualTrees:
+    def default_trees(self) -> DefaultTrees:
         """Several continuations, of which few nodes are verified where nodes cost."""
         few, some, many = (TreeConfig((8,) * 8, budget) for budget in (6, 16, 64))
-        return UsualTrees((few,), (some,), (many,))
+        return DefaultTrees((few,), (some,), (many,))
 
     def check_fits(self, target: TargetConfig) -> None:
         """It fits every target."""

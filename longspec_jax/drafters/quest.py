@@ -100,7 +100,7 @@ class Quest:
             jnp.where(count > 0, jnp.minimum(count, self.queries), state.asked),
         )
 
-    def look(self, state: QuestState, view: View) -> QuestState:
+    def before_round(self, state: QuestState, view: View) -> QuestState:
         """Nothing is kept of it."""
         return state
 

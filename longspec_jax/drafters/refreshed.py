@@ -54,7 +54,7 @@ class Refreshed:
         """Let the retriever learn of committed tokens."""
         return replace(state, asked=self.retriever.extend(state.asked, committed))
 
-    def look(self, state: Kept, view: View) -> Kept:
+    def before_round(self, state: Kept, view: View) -> Kept:
         """Choose anew in the rows where it is time."""
         budget = self.retriever.budget
         if not budget.gathers(view.keys[0].shape[2]):

@@ -13,7 +13,7 @@ from longspec_jax.checks import shown
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.attended import Attended
 from longspec_jax.drafters.base import Lossy
-from longspec_jax.drafters.draft import Draft, UsualTrees
+from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.hierarchy import Hierarchy, on_one_level
 from longspec_jax.drafters.lossy import LossyHierarchy
 from longspec_jax.drafters.quest import Quest
@@ -123,18 +123,18 @@ class RetrievalDraft:
         return self.inner.own
 
     @property
-    def usual(self) -> UsualTrees:
+    def default_trees(self) -> DefaultTrees:
         """Chains of two to four rounds between full passes, with the inner draft's tree behind.
 
         And that tree alone: at contexts that are not long partial verification does not pay. As
         that depends on the context, all are timed on large targets, too.
         """
-        own = self.inner.usual
+        own = self.inner.default_trees
 
         def around(tree: TreeConfig, *chains: int) -> tuple[TreeConfig, ...]:
             return *(behind_chain(levels, tree) for levels in chains), on_one_level(tree)
 
-        return UsualTrees(
+        return DefaultTrees(
             around(own.cpu[0], 8, 16),
             around(own.gpu[0], 16, 8),
             around(own.large[0], 16, 24, 8),
@@ -169,5 +169,5 @@ class RetrievalDraft:
     def _inner_tree(self) -> TreeConfig:
         if self.options.retrieve_tree is not None:
             return TreeConfig.parse(self.options.retrieve_tree)
-        usual = self.inner.usual
+        usual = self.inner.default_trees
         return (usual.cpu if jax.default_backend() == "cpu" else usual.large)[0]

@@ -33,7 +33,7 @@ class Selector(Protocol):
         """The state after more tokens were committed: a chunk of a prompt, or an accepted path."""
         ...
 
-    def look(self, state: Any, view: View) -> Any:
+    def before_round(self, state: Any, view: View) -> Any:
         """The state after a look at the cache, before every full pass and what leads to it."""
         ...
 
@@ -108,7 +108,7 @@ class SinksAndRecent:
         """No state."""
         return ()
 
-    def look(self, state: tuple[()], view: View) -> tuple[()]:
+    def before_round(self, state: tuple[()], view: View) -> tuple[()]:
         """No state."""
         return ()
 

@@ -12,9 +12,17 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.drafters.base import NOTHING, Beliefs, Committed, Needs, Params, Uncommitted, View
+from longspec_jax.drafters.base import (
+    NOTHING,
+    Committed,
+    Needs,
+    Params,
+    SamplingNoise,
+    Uncommitted,
+    View,
+)
 from longspec_jax.drafters.beam import beam_search, nodes_run
-from longspec_jax.drafters.draft import UsualTrees
+from longspec_jax.drafters.draft import DefaultTrees
 from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.tree import Tree
 
@@ -40,7 +48,7 @@ class StreamingDrafter:
         """No state."""
         return ()
 
-    def propose(self, params: Params, state: tuple[()], view: View, beliefs: Beliefs) -> Tree:
+    def propose(self, params: Params, state: tuple[()], view: View, noise: SamplingNoise) -> Tree:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
         selected, run = self.selection(view.length), nodes_run(self.tree)
 
@@ -49,8 +57,8 @@ class StreamingDrafter:
         ) -> tuple[Uncommitted, Array]:
             tokens, path = tree.tokens[:, nodes], tree.mask[:, nodes, :run]
             positions = jnp.broadcast_to(view.position[:, None] + depth, tokens.shape)
-            glance = view.glance(tokens, positions, selected, fresh, path, nodes.start)
-            return glance.fresh, beliefs.scores(glance.logits, depth)
+            forward = view.partial_forward(tokens, positions, selected, fresh, path, nodes.start)
+            return forward.fresh, noise.scores(forward.logits, depth)
 
         return beam_search(view.pending, self.tree, score, view.uncommitted(run))
 
@@ -71,10 +79,10 @@ class StreamingDraft:
         SinksAndRecent(self.sinks, self.recent)  # Refuses what it cannot be.
 
     @property
-    def usual(self) -> UsualTrees:
+    def default_trees(self) -> DefaultTrees:
         """Chains: a level costs a pass over the target's weights, however few its nodes are."""
         chains = tuple(TreeConfig((1,) * levels) for levels in (2, 3, 4))
-        return UsualTrees(chains, chains, chains)
+        return DefaultTrees(chains, chains, chains)
 
     def check_fits(self, target: TargetConfig) -> None:
         """It fits every target."""

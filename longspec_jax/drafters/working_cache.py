@@ -59,7 +59,7 @@ class WorkingCache:
             return None
         return replace(choice, asked=self._retriever.extend(choice.asked, committed))
 
-    def look(self, choice: Kept | None, view: View) -> Kept | None:
+    def before_round(self, choice: Kept | None, view: View) -> Kept | None:
         """Choose anew in the rows where it is time, before a round."""
         if choice is None:
             return None

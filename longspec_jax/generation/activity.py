@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.generation.paces import TreePace
+from longspec_jax.generation.timings import TreeTiming
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Tuned:
     """The name of the drafter; ``plain`` if none pays."""
     tree: TreeConfig
     """The tree; without levels, plain decoding."""
-    paces: tuple[TreePace, ...]
+    paces: tuple[TreeTiming, ...]
     """What was timed now or before; empty if nothing could be, and the tree is the usual one."""
 
 

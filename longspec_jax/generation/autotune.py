@@ -28,15 +28,15 @@ from longspec_jax.compilation import cache_folder
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.compiling import compile_side_by_side, processors
 from longspec_jax.drafters.base import NoDraft
-from longspec_jax.drafters.draft import UsualTrees, is_large
+from longspec_jax.drafters.draft import DefaultTrees, is_large
 from longspec_jax.generation import runner
 from longspec_jax.generation.activity import Compiling, OnActivity, Tuned, Tuning
 from longspec_jax.generation.job import Job
 from longspec_jax.generation.memory import free_bytes
-from longspec_jax.generation.paces import KnownPaces, TreePace
 from longspec_jax.generation.progress import Timing
 from longspec_jax.generation.runner import Ready, Waiting, WarmShapes
 from longspec_jax.generation.timed_rounds import LONG, PASSES, ROUNDS, most_tokens, timed_pace
+from longspec_jax.generation.timings import KnownTimings, TreeTiming
 
 PACES = "paces"
 """Folder of the figures, beside the compiled programs."""
@@ -51,7 +51,7 @@ GAIN = 1.03
 
 
 def trees_to_time(
-    usual: UsualTrees,
+    usual: DefaultTrees,
     target_params: Any,
     mesh: Mesh | None,
     *,
@@ -84,7 +84,7 @@ def may_time(mesh: Mesh | None) -> bool:
 def ready_tuned(
     job: Job,
     warm: WarmShapes,
-    known: KnownPaces,
+    known: KnownTimings,
     *,
     streams: bool,
     on_activity: OnActivity,
@@ -98,7 +98,7 @@ def ready_tuned(
       streams: whether the run will be followed round by round.
       on_activity: told of everything that takes time, and what was settled.
     """
-    paces: tuple[TreePace, ...] = ()
+    paces: tuple[TreeTiming, ...] = ()
     if len(job.drafters) > 1:
         key, folder = measurement_key(job, streams), _folder()
         paces = known.find(key, _choices(job), folder) or ()
@@ -113,7 +113,7 @@ def ready_tuned(
 def _ready_after_timing(
     job: Job,
     warm: WarmShapes,
-    known: KnownPaces,
+    known: KnownTimings,
     key: dict[str, Any],
     streams: bool,
     on_activity: OnActivity,
@@ -158,12 +158,12 @@ def _ready_after_timing(
 
 def _timed(
     choices: Sequence[Job], start: Ready, streams: bool, on_activity: OnActivity
-) -> tuple[tuple[TreePace, ...], Ready]:
+) -> tuple[tuple[TreeTiming, ...], Ready]:
     """The pace of every choice behind the same prefill, which is given back.
 
     In several passes: what else runs on the machine may meet all of one's timings in one of them.
     """
-    paces: dict[int, TreePace] = {}
+    paces: dict[int, TreeTiming] = {}
     for timings in PASSES:
         for index, choice in enumerate(choices):
             before = paces.get(index)
@@ -189,7 +189,7 @@ def _choices(job: Job) -> set[tuple[str, TreeConfig]]:
     return {(drafter.name, drafter.tree) for drafter in (plain, *job.drafters)}
 
 
-def _settled(job: Job, paces: Sequence[TreePace]) -> tuple[str, TreeConfig]:
+def _settled(job: Job, paces: Sequence[TreeTiming]) -> tuple[str, TreeConfig]:
     """The drafter and tree of a call by their figures; the first draft's usual tree without."""
     if paces:
         best = best_pace(paces)
@@ -197,7 +197,7 @@ def _settled(job: Job, paces: Sequence[TreePace]) -> tuple[str, TreeConfig]:
     return job.drafters[0].name, job.drafters[0].tree
 
 
-def best_pace(paces: Sequence[TreePace]) -> TreePace:
+def best_pace(paces: Sequence[TreeTiming]) -> TreeTiming:
     """The one with most tokens per second; plain decoding unless one is clearly faster."""
     plain = next(pace for pace in paces if not pace.tree.widths)
     best = max(paces, key=lambda pace: pace.tokens_per_second)

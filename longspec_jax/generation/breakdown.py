@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import jax
 
 from longspec_jax.decoding import engine
-from longspec_jax.decoding.beliefs import RoundBeliefs
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.record import Emitted
+from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import CachedTarget, Verification
-from longspec_jax.decoding.walk import walker_of
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.generation.runner import Begin, Ready
@@ -54,9 +53,9 @@ def timed(begin: Begin, limit: int) -> RoundParts:
     parts: list[tuple[float, float, float]] = []
     while len(parts) <= limit and not rows.done.all():
         clock = [time.perf_counter()]
-        rows, tree, beliefs = _draft(job.target, job.drafter, job.params, rows)
+        rows, tree, noise = _draft(job.target, job.drafter, job.params, rows)
         _wait(clock, tree.tokens)
-        verified, draws = _verify(job.target, job.drafter, job.params, rows, tree, beliefs)
+        verified, draws = _verify(job.target, job.drafter, job.params, rows, tree, noise)
         _wait(clock, (verified, draws))
         rows, emitted = _commit(job.target, job.drafter, job.params, rows, tree, verified, draws)
         _wait(clock, (rows, emitted))
@@ -76,12 +75,12 @@ def _wait(clock: list[float], result: object) -> None:
 @program(static_argnames=("target", "drafter"), donate_argnames=("rows",))
 def _draft(
     target: CachedTarget, drafter: Drafter, params: Params, rows: Rows
-) -> tuple[Rows, Tree, RoundBeliefs]:
+) -> tuple[Rows, Tree, RoundNoise]:
     """The tree of a round, and the rows whose drafter has looked at the cache."""
     with use_mesh(target.mesh):
-        beliefs = engine.round_beliefs(target, drafter, rows)
+        noise = engine.sampling_noise(target, drafter, rows)
         rows = engine.look_at_cache(target, drafter, params, rows)
-        return rows, engine.propose_tree(target, drafter, params, rows, beliefs), beliefs
+        return rows, engine.propose_tree(target, drafter, params, rows, noise), noise
 
 
 @program(static_argnames=("target", "drafter"))
@@ -91,11 +90,11 @@ def _verify(
     params: Params,
     rows: Rows,
     tree: Tree,
-    beliefs: RoundBeliefs,
+    noise: RoundNoise,
 ) -> tuple[Verification, jax.Array]:
     """The target's pass and its draws."""
     with use_mesh(target.mesh):
-        return engine.verify_tree(target, drafter, params, rows, tree, beliefs)
+        return engine.verify_tree(target, drafter, params, rows, tree, noise)
 
 
 @program(static_argnames=("target", "drafter"), donate_argnames=("rows",))
@@ -110,5 +109,5 @@ def _commit(
 ) -> tuple[Rows, Emitted]:
     """The rows after the round."""
     with use_mesh(target.mesh):
-        walked = walker_of(drafter)(tree, draws, drafter.tree.num_levels)
-        return engine.commit_walk(drafter, params, rows, verified, walked)
+        accepted_path = engine.accept_rule(drafter)(tree, draws, drafter.tree.num_levels)
+        return engine.commit_accepted(drafter, params, rows, verified, accepted_path)

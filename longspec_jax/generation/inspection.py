@@ -17,7 +17,6 @@ from longspec_jax.decoding import engine
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.decoding.walk import walker_of
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.runner import Begin, Ready, run_steps
 from longspec_jax.ops.partitioned import use_mesh
@@ -110,19 +109,24 @@ def _examine(
 ) -> dict[str, Array]:
     """A round without its commit: the same tree, draws and walk as the step that follows."""
     with use_mesh(target.mesh):
-        beliefs = engine.round_beliefs(target, drafter, rows)
+        noise = engine.sampling_noise(target, drafter, rows)
         rows = engine.look_at_cache(target, drafter, params, rows)
-        tree = engine.propose_tree(target, drafter, params, rows, beliefs)
-        verified, draws = engine.verify_tree(target, drafter, params, rows, tree, beliefs)
-    walked = walker_of(drafter)(tree, draws, drafter.tree.num_levels)
+        tree = engine.propose_tree(target, drafter, params, rows, noise)
+        verified, draws = engine.verify_tree(target, drafter, params, rows, tree, noise)
+    accepted_path = engine.accept_rule(drafter)(tree, draws, drafter.tree.num_levels)
     probabilities = jax.nn.softmax(verified.logits, axis=-1)
     # At node i: the probability of what was drawn there; at node j: that of j under its parent.
     drawn = jnp.take_along_axis(probabilities, draws[..., None], axis=-1)[..., 0]
     parents = jnp.maximum(tree.parents, 0)
     proposed = probabilities[jnp.arange(draws.shape[0])[:, None], parents, tree.tokens]
     return {
-        **{"tokens": tree.tokens, "parents": tree.parents, "draws": draws, "path": walked.path},
-        **{"count": walked.count, "drawn": drawn, "proposed": proposed},
+        **{
+            "tokens": tree.tokens,
+            "parents": tree.parents,
+            "draws": draws,
+            "path": accepted_path.path,
+        },
+        **{"count": accepted_path.count, "drawn": drawn, "proposed": proposed},
     }
 
 

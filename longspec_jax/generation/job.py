@@ -55,7 +55,7 @@ class Shape:
           expected: tokens of the longest row of all calls, prompt and new ones, where it is known.
         """
         chunk = min(chunk, max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length()))
-        slots = max(longest + new_tokens, expected) + engine.room(levels)
+        slots = max(longest + new_tokens, expected) + engine.slack_slots(levels)
         slots = max(slots, -(-longest // chunk) * chunk)
         emitted = max(SMALLEST_OUTPUT, 1 << (new_tokens - 1).bit_length())
         return cls(bucket_capacity(slots), emitted, chunk)
@@ -198,7 +198,9 @@ class Job:
         """Lower all that :meth:`rounds` may run, or :meth:`bursts`; of a foreseeable call."""
         models, shape = (self.target, self.drafter, self.params), self.shape
         rows = rows_outline(*models, self.request, batch=len(self.prompts), capacity=shape.capacity)
-        record = record_outline(rows, shape.max_emitted, engine.room(self.drafter.tree.num_levels))
+        record = record_outline(
+            rows, shape.max_emitted, engine.slack_slots(self.drafter.tree.num_levels)
+        )
         for drafter in self.drafters:
             models = self.target, drafter, self.params
             if streams:

@@ -3,8 +3,8 @@
 import warnings
 from collections.abc import Sequence
 
-from longspec_jax.generation.paces import TreePace
 from longspec_jax.generation.result import Stats
+from longspec_jax.generation.timings import TreeTiming
 
 ROUNDS = 64
 """After which a draft is judged."""
@@ -26,7 +26,7 @@ class Notices:
         if rounds >= ROUNDS and accepted <= USELESS * rounds:
             self._warn(f"{accepted} of the draft's tokens were accepted in {rounds} rounds")
 
-    def look_at_paces(self, paces: Sequence[TreePace]) -> None:
+    def look_at_paces(self, paces: Sequence[TreeTiming]) -> None:
         """Warn if no tree earned anything when they were timed."""
         earned = [pace.tokens - 1 for pace in paces if pace.tree.widths]
         if earned and max(earned) <= USELESS:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.decoding.compiling import compile_side_by_side
-from longspec_jax.decoding.engine import room
+from longspec_jax.decoding.engine import slack_slots
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Rows
@@ -143,7 +143,7 @@ def state_for(job: Job, start: Ready) -> SpecState:
     for one serves all.
     """
     record = start.state.record
-    height = room(job.drafter.tree.num_levels)
+    height = slack_slots(job.drafter.tree.num_levels)
     emitted = record.output.shape[1] - record.histogram.shape[1] + height
     return SpecState(
         rows_for(job, start),
@@ -225,7 +225,7 @@ def _flow(start: Waiting) -> Generator[Run, None, None]:
     """
     job, timing, on_activity = start
     batch = job.continuous()
-    height = room(job.drafter.tree.num_levels)
+    height = slack_slots(job.drafter.tree.num_levels)
     progress = Progress.none(len(job.prompts), job.shape.max_emitted, height)
     waiting = deque(enumerate(zip(job.prompts, job.requests(), strict=True)))
     while waiting or batch.busy:

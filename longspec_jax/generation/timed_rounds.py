@@ -11,14 +11,14 @@ import numpy as np
 
 from longspec_jax.decoding import adaptive
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.engine import room
+from longspec_jax.decoding.engine import slack_slots
 from longspec_jax.decoding.policy import Measurement
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.generation import runner
 from longspec_jax.generation.job import Job
-from longspec_jax.generation.paces import TreePace
 from longspec_jax.generation.runner import Ready
+from longspec_jax.generation.timings import TreeTiming
 
 Arrays = TypeVar("Arrays")
 
@@ -36,11 +36,11 @@ LONG = 2.0
 def most_tokens(job: Job) -> int:
     """Tokens that a row of the call's buffers has room for."""
     longest = max(map(len, job.prompts))
-    beside = job.shape.capacity - longest - room(job.drafter.tree.num_levels)
+    beside = job.shape.capacity - longest - slack_slots(job.drafter.tree.num_levels)
     return min(job.shape.max_emitted, beside)
 
 
-def timed_pace(start: Ready, job: Job, streams: bool, timings: int) -> tuple[TreePace, Ready]:
+def timed_pace(start: Ready, job: Job, streams: bool, timings: int) -> tuple[TreeTiming, Ready]:
     """Time some rounds of a job, as it will run them, and give the prefilled call back.
 
     The fastest of so many ``timings`` counts; but for the first round, which may have to wait. They
@@ -58,7 +58,7 @@ def timed_pace(start: Ready, job: Job, streams: bool, timings: int) -> tuple[Tre
     total = sum(seen, Measurement())
     # The first round and what follows it may have to wait for the copy.
     seconds = min(part.seconds / part.rounds for part in seen[1:] or seen)
-    pace = TreePace(job.drafter.name, job.drafter.tree, seconds, total.tokens / total.row_rounds)
+    pace = TreeTiming(job.drafter.name, job.drafter.tree, seconds, total.tokens / total.row_rounds)
     before = replace(start.state, rows=replace(start.state.rows, cache=rows.cache))
     return pace, start._replace(state=before)
 

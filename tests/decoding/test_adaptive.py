@@ -14,7 +14,7 @@ import pytest
 from longspec_jax.config import PLAIN, DraftConfig, TreeConfig
 from longspec_jax.decoding import adaptive
 from longspec_jax.decoding.adaptive import candidates, decode_bursts, rehearse, smaller_tree
-from longspec_jax.decoding.engine import room
+from longspec_jax.decoding.engine import slack_slots
 from longspec_jax.decoding.policy import Choice, FastestWithinBudget, Measurement
 from longspec_jax.decoding.prefill import prefill
 from longspec_jax.decoding.record import SpecState
@@ -38,7 +38,7 @@ VOCABULARY = 13
 TREE = TreeConfig((4, 5, 3))
 TABLE = random_table(0, 97, VOCABULARY)
 NEAR = TABLE + 0.5 * random_table(1, 97, VOCABULARY)
-TIGHT = int((LENGTHS + NEW).max()) + room(TREE.num_levels)
+TIGHT = int((LENGTHS + NEW).max()) + slack_slots(TREE.num_levels)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import pytest
 from longspec_jax import PLAIN
 from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.generation import autotune, runner
-from longspec_jax.generation.paces import KnownPaces
+from longspec_jax.generation.timings import KnownTimings
 from tests.infer.toys import toy_spec
 
 OPTIONS = dict(max_new_tokens=40, temperature=1.0, seed=3, eos_token_id=[])
@@ -42,7 +42,7 @@ def spec(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
     jax.clear_caches()
     # The toy is shared with other tests: what it knows of trees and shapes is not.
-    own = {"_paces": KnownPaces(), "_warm": runner.WarmShapes()}
+    own = {"_paces": KnownTimings(), "_warm": runner.WarmShapes()}
     return dataclasses.replace(toy_spec(), tree=None, **own)
 
 

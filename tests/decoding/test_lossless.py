@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import PLAIN, TreeConfig
-from longspec_jax.decoding import beliefs
 from longspec_jax.decoding import prefill as prefill_lib
+from longspec_jax.decoding import round_noise
 from longspec_jax.decoding.adaptive import decode_bursts
-from longspec_jax.decoding.engine import room
+from longspec_jax.decoding.engine import slack_slots
 from longspec_jax.decoding.policy import Always
 from longspec_jax.decoding.prefill import prefill
 from longspec_jax.decoding.rows import Request
@@ -368,7 +368,7 @@ def test_a_reduced_draft_vocabulary_changes_no_token(models: Params) -> None:
 @pytest.mark.parametrize("folded", [False, True], ids=["whole", "folded"])
 @pytest.mark.parametrize("size", [None, 60])
 def test_a_draft_in_8_bits_changes_no_token(models: Params, size: int | None, folded: bool) -> None:
-    """Though its beliefs move, and it goes on to accept."""
+    """Though its noise moves, and it goes on to accept."""
     draft = models.draft
     if size is not None:
         part = np.random.default_rng(0).permutation(101)[:size]
@@ -455,13 +455,13 @@ def test_the_suite_catches_noise_that_depends_on_the_round(
     """Negative control: key the noise by anything but seed and position, and equality breaks."""
     target, tokens, req = LookupTarget(VOCABULARY), prompts(VOCABULARY), request(1.0)
     plain, _ = generate(target, NoDraft(), Params(TABLE, ()), tokens, LENGTHS, req)
-    honest = beliefs.noise
+    honest = round_noise.noise
 
     def shifted(sampling: Sampling, positions: jax.Array, vocabulary: int) -> jax.Array:
         # Every node of a round draws with the noise of the round's first position.
         return honest(sampling, jnp.broadcast_to(positions[:, :1], positions.shape), vocabulary)
 
-    monkeypatch.setattr(beliefs, "noise", shifted)
+    monkeypatch.setattr(round_noise, "noise", shifted)
     fresh = LookupDrafter(TreeConfig((5, 4)))  # A shape no other test has compiled.
     rows, _ = generate(target, fresh, Params(TABLE, TABLE), tokens, LENGTHS, req)
     assert any(not np.array_equal(a, b) for a, b in zip(rows, plain, strict=True))
@@ -473,7 +473,7 @@ def test_room_is_what_a_round_writes() -> None:
     params = Params(TABLE, TABLE)
     plain, _ = generate(target, NoDraft(), params, tokens, LENGTHS, request(), capacity=128)
     tree = TREES[0]
-    tight = int((LENGTHS + NEW).max()) + room(tree.num_levels)
+    tight = int((LENGTHS + NEW).max()) + slack_slots(tree.num_levels)
     rows, _ = generate(
         target, LookupDrafter(tree), params, tokens, LENGTHS, request(), capacity=tight
     )

@@ -73,19 +73,21 @@ def test_a_layer_sets_out_when_the_one_before_the_last_has_been_read() -> None:
     assert_moves_wait(jax.make_jaxpr(read_all)(both_caches()[1], QUERIES).eqns)
 
 
-def test_a_glance_at_spans_moves_layers_as_a_whole_pass_does() -> None:
+def test_a_partial_forward_at_spans_moves_layers_as_a_whole_pass_does() -> None:
     """One behind the other: where a selection is read in place, as when it is all there is."""
     params, nodes = random_target(CONFIG), jnp.zeros((BATCH, 3), jnp.int32)
     mask = jnp.broadcast_to(jnp.tri(3, dtype=bool), (BATCH, 3, 3))
 
-    def glance(cache: KVCache) -> jax.Array:
+    def partial_forward(cache: KVCache) -> jax.Array:
         seen, fresh = SinksAndRecent(1, 4)(LENGTHS), cache.rows(3)
         target = CachedTarget(CONFIG)
-        return target.glance(params, cache, nodes, nodes, seen, fresh, mask, 0).logits
+        return target.partial_forward(params, cache, nodes, nodes, seen, fresh, mask, 0).logits
 
     plain, host = both_caches()
-    assert_moves_wait(jax.make_jaxpr(glance)(host).eqns)
-    np.testing.assert_allclose(jax.jit(glance)(host), jax.jit(glance)(plain), rtol=1e-5, atol=1e-5)
+    assert_moves_wait(jax.make_jaxpr(partial_forward)(host).eqns)
+    np.testing.assert_allclose(
+        jax.jit(partial_forward)(host), jax.jit(partial_forward)(plain), rtol=1e-5, atol=1e-5
+    )
 
 
 def assert_moves_wait(equations: Any) -> None:

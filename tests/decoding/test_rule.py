@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.decoding.walk import walk
+from longspec_jax.drafters.accept import accept
 from longspec_jax.drafters.tree import Tree
 
 Distribution = dict[tuple[int, ...], float]
@@ -87,10 +87,10 @@ def enumerate_walk(parents: list[int], tokens: list[int], target: Conditional, v
     batch = Tree(
         *(jnp.repeat(leaf, len(draws), axis=0) for leaf in (tree.tokens, tree.parents, tree.mask))
     )
-    walked = walk(batch, jnp.asarray(draws, jnp.int32), levels=max(map(len, contexts)))
+    accepted_path = accept(batch, jnp.asarray(draws, jnp.int32), levels=max(map(len, contexts)))
     law: Distribution = defaultdict(float)
     for outcome, emitted, count in zip(
-        outcomes, np.asarray(walked.tokens), np.asarray(walked.count), strict=True
+        outcomes, np.asarray(accepted_path.tokens), np.asarray(accepted_path.count), strict=True
     ):
         weight = np.prod([target(c)[t] for c, t in zip(distinct, outcome, strict=True)])
         law[tuple(int(t) for t in emitted[:count])] += float(weight)
@@ -202,10 +202,10 @@ def test_walk_by_hand() -> None:
     tree = make_tree(parents, tokens)
     batch = Tree(*(jnp.repeat(leaf, 3, axis=0) for leaf in (tree.tokens, tree.parents, tree.mask)))
     draws = jnp.asarray([[5, 0, 7, 0, 8], [4, 5, 0, 0, 0], [6, 1, 1, 1, 1]], jnp.int32)
-    walked = walk(batch, draws, levels=2)
-    np.testing.assert_array_equal(walked.count, [3, 2, 1])
-    np.testing.assert_array_equal(walked.path[0], [0, 2, 4])
-    np.testing.assert_array_equal(walked.tokens[0], [5, 7, 8])
-    np.testing.assert_array_equal(walked.path[1, :2], [0, 1])
-    np.testing.assert_array_equal(walked.tokens[1, :2], [4, 5])
-    np.testing.assert_array_equal(walked.tokens[2, :1], [6])
+    accepted_path = accept(batch, draws, levels=2)
+    np.testing.assert_array_equal(accepted_path.count, [3, 2, 1])
+    np.testing.assert_array_equal(accepted_path.path[0], [0, 2, 4])
+    np.testing.assert_array_equal(accepted_path.tokens[0], [5, 7, 8])
+    np.testing.assert_array_equal(accepted_path.path[1, :2], [0, 1])
+    np.testing.assert_array_equal(accepted_path.tokens[1, :2], [4, 5])
+    np.testing.assert_array_equal(accepted_path.tokens[2, :1], [6])

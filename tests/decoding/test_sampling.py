@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.decoding.beliefs import RoundBeliefs
+from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.sampling import (
     NO_TOKEN,
     Sampling,
@@ -108,7 +108,7 @@ def test_a_perfect_draft_ranks_the_draw_first() -> None:
     s = sampling(50, 0.8, top_p=0.9)
     logits = jax.random.normal(jax.random.key(1), (50, 1, VOCABULARY))
     gumbel = noise(s, jnp.arange(50)[:, None], VOCABULARY)
-    scores = RoundBeliefs(gumbel, s).scores(logits, 0)
+    scores = RoundNoise(gumbel, s).scores(logits, 0)
     np.testing.assert_array_equal(scores.argmax(axis=-1), draw(logits, gumbel, s))
 
 

@@ -26,7 +26,7 @@ scored: list[int] = []
 """Depths of the levels that a search has scored, in order."""
 
 
-def beliefs(seed: int = 0) -> jax.Array:
+def noise(seed: int = 0) -> jax.Array:
     """Log-probabilities ``[B, levels, V]``: rows more and more certain, a level's nodes alike."""
     logits = jax.random.normal(jax.random.key(seed), (len(SHARPNESS), len(WIDTHS), VOCABULARY))
     return jax.nn.log_softmax(jnp.asarray(SHARPNESS)[:, None, None] * logits)
@@ -34,7 +34,7 @@ def beliefs(seed: int = 0) -> jax.Array:
 
 @partial(jax.jit, static_argnums=1)
 def searched(belief: jax.Array, config: TreeConfig) -> Tree:
-    """The tree of a search over these beliefs; notes which levels were scored."""
+    """The tree of a search over these noise; notes which levels were scored."""
 
     def score(memory: jax.Array, tree: Tree, nodes: slice, depth: int):
         jax.debug.callback(lambda: scored.append(depth), ordered=True)
@@ -78,7 +78,7 @@ def oracle(belief: jax.Array, row: int) -> tuple[set[tuple[int, ...]], int]:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_row_ends_with_the_level_that_adds_too_little(seed: int) -> None:
     """Each for itself; what is not grown is an orphan that sees itself alone."""
-    belief = beliefs(seed)
+    belief = noise(seed)
     config = TreeConfig(WIDTHS, BUDGET, THRESHOLD)
     tree = searched(belief, config)
     assert tree.tokens.shape == (len(SHARPNESS), BUDGET)
@@ -97,7 +97,7 @@ def test_a_row_ends_with_the_level_that_adds_too_little(seed: int) -> None:
 
 
 def test_levels_that_no_row_wants_are_not_scored() -> None:
-    belief, config = beliefs(), TreeConfig(WIDTHS, BUDGET, THRESHOLD)
+    belief, config = noise(), TreeConfig(WIDTHS, BUDGET, THRESHOLD)
     wanted = [oracle(belief, row)[1] for row in range(len(SHARPNESS))]
     for rows in ([0, 1], [0, 3], [0]):
         scored.clear()
@@ -108,7 +108,7 @@ def test_levels_that_no_row_wants_are_not_scored() -> None:
 
 def test_a_tree_does_not_depend_on_its_neighbours() -> None:
     """Nor do the nodes that are not grown, whether a neighbour grows their level or not."""
-    belief = beliefs()
+    belief = noise()
     for config in (TreeConfig(WIDTHS, BUDGET, THRESHOLD), TreeConfig(WIDTHS, None, THRESHOLD)):
         together = searched(belief, config)
         for row in range(len(SHARPNESS)):

@@ -18,15 +18,15 @@ budgeted = jax.jit(within_budget, static_argnums=2)
 
 @partial(jax.jit, static_argnums=1)
 def grown(
-    beliefs: jax.Array, widths: tuple[int, ...] = WIDTHS
+    noise: jax.Array, widths: tuple[int, ...] = WIDTHS
 ) -> tuple[Tree, list[jax.Array], jax.Array]:
-    """A tree by beam search over ``beliefs[level, B, w, V]``: itself, its totals, its scores."""
-    batch = beliefs.shape[1]
+    """A tree by beam search over ``noise[level, B, w, V]``: itself, its totals, its scores."""
+    batch = noise.shape[1]
     tree = plant(jnp.full((batch,), 6), TreeConfig(widths))
     total, totals = jnp.zeros((batch, 1)), []
     first, width = 0, 1
     for level, children in enumerate(widths):
-        scores = total[:, :, None] + beliefs[level, :, :width]
+        scores = total[:, :, None] + noise[level, :, :width]
         total, best = jax.lax.top_k(scores.reshape(batch, -1), children)
         parents, tokens = best // VOCABULARY, best % VOCABULARY
         tree = grow(tree, first + width, tokens, first + parents)

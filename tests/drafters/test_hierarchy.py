@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.beliefs import RoundBeliefs
-from longspec_jax.decoding.engine import propose_tree, round_beliefs
+from longspec_jax.decoding.engine import propose_tree, sampling_noise
 from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Beliefs, Drafter, Needs, NoDraft, Params, View
+from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params, SamplingNoise, View
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.selection import Spans
 from longspec_jax.drafters.selectors import SinksAndRecent
@@ -137,19 +137,19 @@ class Blind(SinksAndRecent):
         return Spans(nothing, nothing)
 
 
-class Stuck(RoundBeliefs):
+class Stuck(RoundNoise):
     """Its noise does not move on with the rounds."""
 
-    def after(self, steps: jax.Array, levels: int) -> RoundBeliefs:
+    def after(self, steps: jax.Array, levels: int) -> RoundNoise:
         return super().after(jnp.zeros_like(steps), levels)
 
 
 class Stale(Hierarchy):
     """Its rounds all use the noise of the first."""
 
-    def propose(self, params: Params, state: Any, view: View, beliefs: Beliefs) -> Tree:
-        assert isinstance(beliefs, RoundBeliefs)
-        stuck = Stuck(beliefs.noise, beliefs.sampling)
+    def propose(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
+        assert isinstance(noise, RoundNoise)
+        stuck = Stuck(noise.gumbel, noise.sampling)
         return super().propose(params, state, view, stuck)
 
 
@@ -187,18 +187,18 @@ class Diarist:
         write = jax.vmap(lambda page, at, new: page.at[at].set(new, mode="drop"))
         return tuple(write(page, at, new) for page, new in zip(state, told, strict=True))
 
-    def propose(self, params: Params, state: Any, view, beliefs) -> Tree:
+    def propose(self, params: Params, state: Any, view, noise) -> Tree:
         told = state, view.pending, view.position
         jax.debug.callback(lambda *told: self.seen.append(told), *told, ordered=True)
-        return StreamingDrafter(self.tree, SinksAndRecent(0, 4)).propose(params, (), view, beliefs)
+        return StreamingDrafter(self.tree, SinksAndRecent(0, 4)).propose(params, (), view, noise)
 
 
 @jax.jit
 def propose(params: Params, rows: Rows) -> Tree:
     """The chain that the hierarchy proposes; the diarist notes what it is told."""
     target = CachedTarget(CONFIG)
-    beliefs = round_beliefs(target, TOLD, rows)
-    return propose_tree(target, TOLD, params, rows, beliefs)
+    noise = sampling_noise(target, TOLD, rows)
+    return propose_tree(target, TOLD, params, rows, noise)
 
 
 DIARIST = Diarist()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.config import DraftConfig, TreeConfig
-from longspec_jax.drafters.base import Beliefs, Committed, Params
+from longspec_jax.drafters.base import Committed, Params, SamplingNoise
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter, ring_mask, ring_positions
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.drafters.selection import WorkingSet, everything
@@ -92,8 +92,8 @@ def _dense_logits(params, keys, values, length, text, last):
 
 
 @dataclass(frozen=True)
-class Listening(Beliefs):
-    """Beliefs at temperature 0 that note the logits they are asked about."""
+class Listening(SamplingNoise):
+    """SamplingNoise at temperature 0 that note the logits they are asked about."""
 
     heard: list[jax.Array]
 
@@ -143,16 +143,16 @@ def test_a_restricted_draft_proposes_the_best_of_its_vocabulary() -> None:
     state = after_prompts(drafter, params, tokens, lengths)
     outside = jnp.ones(TARGET.vocab_size, bool).at[vocabulary].set(False)
 
-    class Masked(Beliefs):
+    class Masked(SamplingNoise):
         def scores(self, logits: jax.Array, depth: int) -> jax.Array:
             return jnp.where(outside, -jnp.inf, logits)
 
-    class Restricted(Beliefs):
+    class Restricted(SamplingNoise):
         def among(self, tokens: jax.Array) -> "Among":
             np.testing.assert_array_equal(tokens, vocabulary)
             return Among()
 
-    class Among(Beliefs):
+    class Among(SamplingNoise):
         def scores(self, logits: jax.Array, depth: int) -> jax.Array:
             assert logits.shape[-1] == len(vocabulary)
             return logits

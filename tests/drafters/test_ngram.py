@@ -29,10 +29,10 @@ def proposed(texts: list[list[int]], tree: str) -> Any:
 @partial(jax.jit, static_argnums=0)
 def _proposed(drafter: NgramDrafter, tokens: Any, pending: Any, last: Any) -> Any:
     view: Any = SimpleNamespace(pending=pending, position=last)
-    beliefs: Any = None
+    noise: Any = None
     # Past the annotations: a view of nothing but its pending tokens.
     propose = getattr(NgramDrafter.propose, "__wrapped__", NgramDrafter.propose)
-    return propose(drafter, NONE, NgramState(tokens), view, beliefs)
+    return propose(drafter, NONE, NgramState(tokens), view, noise)
 
 
 def paths(tree: Any, row: int) -> set[tuple[int, ...]]:

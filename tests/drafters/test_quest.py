@@ -14,7 +14,7 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.attended import Attended
-from longspec_jax.drafters.base import Committed, Features, NoDraft, Params, looked
+from longspec_jax.drafters.base import Committed, Features, NoDraft, Params, run_before_round
 from longspec_jax.drafters.draft import OneOf, with_tree
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.quest import Quest
@@ -205,8 +205,8 @@ def test_a_choice_serves_until_the_next_one(kind: Any) -> None:
         return CacheView(CachedTarget(CONFIG), None, KVCache(keys, keys), *at, done)
 
     @jax.jit
-    def look(state: Any, length: jax.Array) -> Any:
-        return refreshed.look(state, seen(length))
+    def before_round(state: Any, length: jax.Array) -> Any:
+        return refreshed.before_round(state, seen(length))
 
     @partial(jax.jit, static_argnums=0)
     def table(selector: Any, state: Any, length: jax.Array) -> BlockTable:
@@ -216,20 +216,20 @@ def test_a_choice_serves_until_the_next_one(kind: Any) -> None:
     state = refreshed.begin(3, slots)
     asked = extend(state, committed(CONFIG, 9, [9] * 3)).asked
     state = replace(state, asked=asked)
-    first = look(state, start)
+    first = before_round(state, start)
     assert np.asarray(first.length).tolist() == [41, 50, 0]
     wanted = table(refreshed.retriever, state.asked, start).blocks
     np.testing.assert_array_equal(first.blocks[:2], wanted[:2])
     later = replace(first, asked=extend(first, committed(CONFIG, 9, [9] * 3, 1)).asked)
     further = jnp.array([49, 50 + 3 * 33, 60])
-    second = look(later, further)
+    second = before_round(later, further)
     assert np.asarray(second.length).tolist() == [41, 50 + 3 * 33, 0]
     np.testing.assert_array_equal(second.blocks[0], first.blocks[0])
     # Behind the four blocks, of which the last was its eleventh, stand the next ones.
     read = table(refreshed, second, further)
     assert (np.asarray(read.blocks[0])[..., 3:6] == [10, 11, 12]).all()
     assert int(read.length[0]) == 49 - 7 * 4
-    third = look(second, jnp.array([55, 50 + 3 * 34, 60]))
+    third = before_round(second, jnp.array([55, 50 + 3 * 34, 60]))
     assert np.asarray(third.length).tolist() == [55, 50 + 3 * 33, 0]
 
 
@@ -245,13 +245,13 @@ def test_one_of_several_drafters_chooses_as_it_does_alone() -> None:
     view = CacheView(target, None, target.allocate(1, slots), *at)
 
     @partial(jax.jit, static_argnums=0)
-    def look(drafter: Any, params: Params, state: Any) -> Any:
-        return looked(drafter, params, state, view)
+    def before_round(drafter: Any, params: Params, state: Any) -> Any:
+        return run_before_round(drafter, params, state, view)
 
-    found, wanted = look(several, params, state)[1], look(alone, own, state[1])
+    found, wanted = before_round(several, params, state)[1], before_round(alone, own, state[1])
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert int(found.selector.length[0]) == 29
-    plain = look(replace(several, tree=PLAIN), params, state)[1]
+    plain = before_round(replace(several, tree=PLAIN), params, state)[1]
     assert int(plain.selector.length[0]) == 0
 
 

@@ -62,7 +62,7 @@ def test_its_usual_trees_are_chains_with_the_draft_s_tree_behind() -> None:
     usual = loaded(retrieve=1024).usual
     for tree in (*usual.cpu, *usual.gpu, *usual.large):
         assert loaded(retrieve=1024).drafter(tree).tree == tree
-        assert tree.chain in (0, 8, 16, 24) and tree.end == StreamingDraft().usual.cpu[0]
+        assert tree.chain in (0, 8, 16, 24) and tree.end == StreamingDraft().default_trees.cpu[0]
 
 
 def test_how_long_its_chain_is_and_whether_it_pays_is_measured() -> None:
@@ -70,7 +70,7 @@ def test_how_long_its_chain_is_and_whether_it_pays_is_measured() -> None:
     usual = loaded(retrieve=1024).usual
     for trees in (usual.cpu, usual.gpu, usual.large):
         assert len({tree.chain for tree in trees}) > 2 and trees[-1].chain == 0
-    assert not usual.settled and StreamingDraft().usual.settled
+    assert not usual.settled and StreamingDraft().default_trees.settled
     drafter = loaded(retrieve=1024, retrieve_tree="chain:2").drafter(
         TreeConfig.parse("chain:9/4,2@12")
     )

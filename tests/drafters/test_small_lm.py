@@ -12,7 +12,7 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.base import Beliefs, Committed, Params
+from longspec_jax.drafters.base import Committed, Params, SamplingNoise
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.small_lm.state import SPARE, SmallLMState, allocate, append
 from longspec_jax.drafters.tree import Tree
@@ -41,8 +41,8 @@ def view_at(position: Any, length: Any = None) -> CacheView:
 
 
 @dataclass(frozen=True)
-class Listening(Beliefs):
-    """Beliefs at temperature 0 that note the logits they are asked about."""
+class Listening(SamplingNoise):
+    """SamplingNoise at temperature 0 that note the logits they are asked about."""
 
     heard: list[jax.Array]
 
@@ -227,12 +227,12 @@ def test_a_token_that_only_the_target_has_is_harmless() -> None:
 
     among: list[jax.Array] = []
 
-    class Wide(Beliefs):
+    class Wide(SamplingNoise):
         def among(self, tokens: jax.Array) -> "Among":
             among.append(tokens)
             return Among()
 
-    class Among(Beliefs):
+    class Among(SamplingNoise):
         def scores(self, logits: jax.Array, depth: int) -> jax.Array:
             assert logits.shape[-1] == 97
             return logits

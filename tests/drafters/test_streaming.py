@@ -68,29 +68,29 @@ class Overlapping(SinksAndRecent):
 class Misled(StreamingDrafter):
     """Its own positions are one too high."""
 
-    def propose(self, params, state, view: View, beliefs):
+    def propose(self, params, state, view: View, noise):
         assert isinstance(view, CacheView)
         view = dataclasses.replace(view, position=view.position + 1)
-        return super().propose(params, state, view, beliefs)
+        return super().propose(params, state, view, noise)
 
 
 @dataclass(frozen=True, eq=False)
 class Forgetful(CacheView):
     """No token sees its ancestors."""
 
-    def glance(self, tokens, positions, selection, fresh, mask, at, needs=NOTHING):
+    def partial_forward(self, tokens, positions, selection, fresh, mask, at, needs=NOTHING):
         own = jnp.arange(mask.shape[2]) == at + jnp.arange(mask.shape[1])[:, None]
-        return super().glance(tokens, positions, selection, fresh, mask & own, at, needs)
+        return super().partial_forward(tokens, positions, selection, fresh, mask & own, at, needs)
 
 
 class Orphaned(StreamingDrafter):
     """Draws what follows a token without its ancestors."""
 
-    def propose(self, params, state, view: View, beliefs):
+    def propose(self, params, state, view: View, noise):
         assert isinstance(view, CacheView)
         rows = view.pending, view.position, view.length, view.done
         view = Forgetful(view.target, view.params, view.cache, *rows)
-        return super().propose(params, state, view, beliefs)
+        return super().propose(params, state, view, noise)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,14 @@ import pytest
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.attended import AttendedState
-from longspec_jax.drafters.base import Committed, Drafter, Features, NoDraft, Params, looked
+from longspec_jax.drafters.base import (
+    Committed,
+    Drafter,
+    Features,
+    NoDraft,
+    Params,
+    run_before_round,
+)
 from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.kept import Kept
@@ -62,7 +69,7 @@ def looking(cache: WorkingCache, choice: Any, length: Any, slots: Any) -> Kept:
     keys[np.arange(rows), :, np.asarray(slots)] = 40.0
     length, query = jnp.asarray(length, jnp.int32), jnp.ones_like(choice.asked.query)
     view = view_of(jnp.zeros_like(length), length, jnp.asarray(keys), jnp.asarray(keys))
-    seen = cache.look(replace(choice, asked=AttendedState(query)), view)
+    seen = cache.before_round(replace(choice, asked=AttendedState(query)), view)
     assert seen is not None
     return seen
 
@@ -244,7 +251,7 @@ def test_only_the_active_one_of_several_drafters_looks() -> None:
     looks = []
 
     class Looks(NgramDrafter):
-        def look(self, params: Params, state: Any, view: Any) -> Any:
+        def before_round(self, params: Params, state: Any, view: Any) -> Any:
             looks.append(params.draft)
             return state + 1
 
@@ -252,8 +259,8 @@ def test_only_the_active_one_of_several_drafters_looks() -> None:
     both = OneOf(members, 2, PLAIN)
     params, length = Params(None, ("a", "b", "c")), jnp.zeros(1, jnp.int32)
     view = view_of(length, length, *[jnp.zeros((1, 1, 8, 2))] * 2)
-    assert looked(both, params, (0, 0, 0), view) == (0, 0, 1) and looks == ["c"]
-    assert looked(replace(both, active=0), params, (0, 0, 0), view) == (0, 0, 0)
+    assert run_before_round(both, params, (0, 0, 0), view) == (0, 0, 1) and looks == ["c"]
+    assert run_before_round(replace(both, active=0), params, (0, 0, 0), view) == (0, 0, 0)
 
 
 REFUSED = {

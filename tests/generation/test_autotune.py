@@ -16,8 +16,8 @@ from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.generation import autotune
 from longspec_jax.generation import paces as kept
 from longspec_jax.generation.activity import Tuned, Tuning
-from longspec_jax.generation.paces import KnownPaces, TreePace
 from longspec_jax.generation.runner import WarmShapes
+from longspec_jax.generation.timings import KnownTimings, TreeTiming
 from tests.infer.toys import bound_draft, toy_spec
 
 PAIR, FORK, CHAIN = TreeConfig((1, 1)), TreeConfig((2, 2)), TreeConfig((1, 1, 1))
@@ -65,10 +65,10 @@ def test_the_first_call_times_and_later_ones_know(folder, spec) -> None:
 @pytest.mark.parametrize("best", [PLAIN, FORK, CHAIN])
 def test_what_is_kept_decides(folder, spec, best, monkeypatch) -> None:
     paces = [
-        TreePace("longspec" if tree.widths else "plain", tree, 1.0 if tree == best else 3.0, 1.5)
+        TreeTiming("longspec" if tree.widths else "plain", tree, 1.0 if tree == best else 3.0, 1.5)
         for tree in (PLAIN, PAIR, FORK, CHAIN)
     ]
-    monkeypatch.setattr(KnownPaces, "find", lambda *_: tuple(paces))
+    monkeypatch.setattr(KnownTimings, "find", lambda *_: tuple(paces))
     result = spec.generate(PROMPT, **OPTIONS)
     assert [use.tree for use in result.stats.trees] == [best]
     compared = spec.compare(PROMPT, **OPTIONS)
@@ -91,8 +91,8 @@ def test_a_neighbour_that_slows_all_timings_of_a_tree_does_not_decide(
         return dataclasses.replace(pace, seconds=seconds), start
 
     monkeypatch.setattr(autotune, "timed_pace", disturbed)
-    monkeypatch.setattr(KnownPaces, "find", lambda *_: None)
-    monkeypatch.setattr(KnownPaces, "keep", lambda *_: None)
+    monkeypatch.setattr(KnownTimings, "find", lambda *_: None)
+    monkeypatch.setattr(KnownTimings, "keep", lambda *_: None)
     result = spec.generate(PROMPT, **OPTIONS)
     assert times == 2 * [PLAIN, CHAIN, PAIR, FORK]
     assert [use.tree for use in result.stats.trees] == [FORK]
@@ -115,8 +115,8 @@ def test_a_call_that_was_timed_is_not_lost_to_what_later_calls_need(
     beside = needed.needed_bytes + needed.draft_state_bytes + 1
     frees = iter([beside, needed.needed_bytes + room])
     monkeypatch.setattr(autotune, "free_bytes", lambda: next(frees))
-    monkeypatch.setattr(KnownPaces, "find", lambda *_: None)
-    monkeypatch.setattr(KnownPaces, "keep", lambda *_: None)
+    monkeypatch.setattr(KnownTimings, "find", lambda *_: None)
+    monkeypatch.setattr(KnownTimings, "keep", lambda *_: None)
     with monkeypatch.context() as patched:
         patched.setattr(WarmShapes, "prepare", prepared_once)
         result = dataclasses.replace(spec).generate(PROMPT, **OPTIONS)
@@ -125,10 +125,10 @@ def test_a_call_that_was_timed_is_not_lost_to_what_later_calls_need(
 
 
 def test_a_tree_must_clearly_pay() -> None:
-    plain = TreePace("plain", PLAIN, 1.0, 1.0)
-    assert autotune.best_pace([plain, TreePace("longspec", CHAIN, 2.0, 2.02)]) == plain
-    best = TreePace("longspec", CHAIN, 2.0, 2.2)
-    assert autotune.best_pace([plain, best, TreePace("ngram", WIDE, 2.0, 2.1)]) == best
+    plain = TreeTiming("plain", PLAIN, 1.0, 1.0)
+    assert autotune.best_pace([plain, TreeTiming("longspec", CHAIN, 2.0, 2.02)]) == plain
+    best = TreeTiming("longspec", CHAIN, 2.0, 2.2)
+    assert autotune.best_pace([plain, best, TreeTiming("ngram", WIDE, 2.0, 2.1)]) == best
 
 
 def test_nothing_is_timed_where_nothing_is_kept(monkeypatch, spec) -> None:
@@ -173,7 +173,7 @@ def test_a_short_call_is_not_worth_timing(folder, spec) -> None:
 
 
 def test_figures_are_read_as_they_were_written(tmp_path) -> None:
-    paces = (TreePace("plain", PLAIN, 0.5, 1.0), TreePace("longspec", DEFAULT_TREE, 0.75, 3.5))
+    paces = (TreeTiming("plain", PLAIN, 0.5, 1.0), TreeTiming("longspec", DEFAULT_TREE, 0.75, 3.5))
     kept.write_paces(tmp_path, KEY, paces)
     assert kept.read_paces(tmp_path, KEY) == paces
     assert kept.read_paces(tmp_path, {**KEY, "rows": 2}) is None
@@ -195,7 +195,7 @@ def test_figures_are_read_as_they_were_written(tmp_path) -> None:
     ids=["torn", "list", "negative", "text", "field", "many", "old", "other"],
 )
 def test_damaged_and_old_figures_are_measured_anew(tmp_path, damage) -> None:
-    kept.write_paces(tmp_path, KEY, [TreePace("plain", PLAIN, 0.5, 1.0)])
+    kept.write_paces(tmp_path, KEY, [TreeTiming("plain", PLAIN, 0.5, 1.0)])
     [file] = tmp_path.glob("*.json")
     file.write_text(damage(file.read_text()))
     assert kept.read_paces(tmp_path, KEY) is None
@@ -203,7 +203,7 @@ def test_damaged_and_old_figures_are_measured_anew(tmp_path, damage) -> None:
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    kept.write_paces(tmp_path / "file", KEY, [TreePace("plain", PLAIN, 0.5, 1.0)])
+    kept.write_paces(tmp_path / "file", KEY, [TreeTiming("plain", PLAIN, 0.5, 1.0)])
     assert kept.read_paces(tmp_path / "file", KEY) is None
 
 
@@ -212,8 +212,8 @@ def test_what_cannot_be_written_is_remembered(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     choices = {("plain", PLAIN), ("longspec", CHAIN)}
     known, paces = (
-        KnownPaces(),
-        (TreePace("plain", PLAIN, 0.5, 1.0), TreePace("longspec", CHAIN, 0.7, 2.0)),
+        KnownTimings(),
+        (TreeTiming("plain", PLAIN, 0.5, 1.0), TreeTiming("longspec", CHAIN, 0.7, 2.0)),
     )
     assert known.find(KEY, choices, tmp_path / "file") is None
     known.keep(KEY, paces, tmp_path / "file")
@@ -223,14 +223,14 @@ def test_what_cannot_be_written_is_remembered(tmp_path) -> None:
 
 @pytest.mark.parametrize("held", [[], [CHAIN], [PLAIN], [PLAIN, CHAIN, WIDE]], ids=str)
 def test_figures_of_other_trees_are_none(tmp_path, held) -> None:
-    kept.write_paces(tmp_path, KEY, [TreePace("ngram", tree, 0.5, 1.0) for tree in held])
-    assert KnownPaces().find(KEY, {("ngram", PLAIN), ("ngram", CHAIN)}, tmp_path) is None
+    kept.write_paces(tmp_path, KEY, [TreeTiming("ngram", tree, 0.5, 1.0) for tree in held])
+    assert KnownTimings().find(KEY, {("ngram", PLAIN), ("ngram", CHAIN)}, tmp_path) is None
 
 
 def test_figures_of_another_drafter_are_none(tmp_path) -> None:
-    kept.write_paces(tmp_path, KEY, [TreePace("ngram", CHAIN, 0.5, 1.0)])
-    assert KnownPaces().find(KEY, {("longspec", CHAIN)}, tmp_path) is None
-    assert KnownPaces().find(KEY, {("ngram", CHAIN)}, tmp_path) is not None
+    kept.write_paces(tmp_path, KEY, [TreeTiming("ngram", CHAIN, 0.5, 1.0)])
+    assert KnownTimings().find(KEY, {("longspec", CHAIN)}, tmp_path) is None
+    assert KnownTimings().find(KEY, {("ngram", CHAIN)}, tmp_path) is not None
 
 
 def test_inspect_shows_the_one_tree_that_was_settled_on(folder, spec) -> None:
@@ -244,10 +244,10 @@ def test_a_useless_draft_is_told_of_by_the_timing(folder, spec) -> None:
     notices = []
     spec._notices._warn = notices.append
     spec._notices.look_at_paces(
-        [TreePace("plain", PLAIN, 1.0, 1.0), TreePace("longspec", CHAIN, 2.0, 1.01)]
+        [TreeTiming("plain", PLAIN, 1.0, 1.0), TreeTiming("longspec", CHAIN, 2.0, 1.01)]
     )
     spec._notices.look_at_paces(
-        [TreePace("plain", PLAIN, 1.0, 1.0), TreePace("longspec", CHAIN, 2.0, 2.01)]
+        [TreeTiming("plain", PLAIN, 1.0, 1.0), TreeTiming("longspec", CHAIN, 2.0, 2.01)]
     )
     spec._notices.look_at_paces([])
     assert notices == ["at most 0.01 of the draft's tokens were accepted per round"]

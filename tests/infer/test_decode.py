@@ -28,8 +28,8 @@ from longspec_jax import (
 from longspec_jax.compilation import keep_programs
 from longspec_jax.embedded import DEMO
 from longspec_jax.generation.activity import Compiling, Tuned
-from longspec_jax.generation.paces import TreePace
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
+from longspec_jax.generation.timings import TreeTiming
 from longspec_jax.loading import load_tokenizer
 from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
 from tests.infer.toys import save_toy, toy_tokenizer
@@ -378,7 +378,7 @@ def test_what_is_under_way_and_what_was_settled(folders, monkeypatch, tmp_path, 
 
     def call(self, tokens, *, on_activity, **options):
         on_activity(Compiling())
-        paces = TreePace("plain", PLAIN, 0.01, 1.0), TreePace("longspec", tree, 0.01, 2.5)
+        paces = TreeTiming("plain", PLAIN, 0.01, 1.0), TreeTiming("longspec", tree, 0.01, 2.5)
         on_activity(Tuned("longspec", tree, paces))
         return first_token_only(self, tokens, **options)
 

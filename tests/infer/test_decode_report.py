@@ -18,8 +18,8 @@ from infer.wording import counted
 from longspec_jax import GenerateResult, MemoryPlan, Stats, StreamRound, TreeConfig, TreeUse
 from longspec_jax.generation.activity import Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
-from longspec_jax.generation.paces import TreePace
 from longspec_jax.generation.text import Piece
+from longspec_jax.generation.timings import TreeTiming
 from tests.kit import tiny_target_config
 
 
@@ -140,8 +140,8 @@ def test_why_a_tree() -> None:
     """The fastest, none, or the usual one where nothing was timed."""
     chain = TreeConfig((1, 1, 1))
     slow = (
-        TreePace("plain", TreeConfig(()), 0.01, 1.0),
-        TreePace("longspec", chain, 0.04, 2.0),
+        TreeTiming("plain", TreeConfig(()), 0.01, 1.0),
+        TreeTiming("longspec", chain, 0.04, 2.0),
     )
     assert tuned_line(Tuned("plain", TreeConfig(()), slow), "this shows it pay") == (
         "plain decoding: no tree pays for this model here, timed once: 100 tokens/s, 50 with tree "

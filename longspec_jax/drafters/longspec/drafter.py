@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import DraftConfig, TreeConfig
-from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, View
+from longspec_jax.drafters.base import Committed, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.beam import beam_search, nodes_run
 from longspec_jax.drafters.kept import Kept
 from longspec_jax.drafters.longspec.model import LongSpecParams
@@ -91,16 +91,18 @@ class LongSpecDrafter:
         ring = write(state.keys, slots, keys), write(state.values, slots, values)
         return LongSpecState(*ring, choice)
 
-    def look(self, params: Params, state: LongSpecState, view: View) -> LongSpecState:
+    def before_round(self, params: Params, state: LongSpecState, view: View) -> LongSpecState:
         """Choose what is read of the target's cache, where it is time."""
-        return replace(state, choice=self.working and self.working.look(state.choice, view))
+        return replace(state, choice=self.working and self.working.before_round(state.choice, view))
 
-    def propose(self, params: Params, state: LongSpecState, view: View, beliefs: Beliefs) -> Tree:
+    def propose(
+        self, params: Params, state: LongSpecState, view: View, noise: SamplingNoise
+    ) -> Tree:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
         window = self.config.window
         draft: LongSpecParams = params.draft
         if draft.vocabulary is not None:
-            beliefs = beliefs.among(draft.vocabulary)
+            noise = noise.among(draft.vocabulary)
         ring = ring_positions(view.position, window)
         # One buffer for ring and tree: a level's K/V are written behind the ring as it is run.
         room = nodes_run(self.tree)
@@ -127,7 +129,7 @@ class LongSpecDrafter:
                 return tree_attention(q, fresh, dtype=q.dtype, implementation=self.attention).out
 
             hidden = run(depth, tokens, attend_self, lambda q: self._attend_cross(q, past))
-            return rows, beliefs.scores(draft.logits(hidden), depth)
+            return rows, noise.scores(draft.logits(hidden), depth)
 
         return beam_search(view.pending, self.tree, score, rows, draft.vocabulary, self.attention)
 

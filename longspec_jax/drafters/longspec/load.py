@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from longspec_jax.config import DEFAULT_TREE, DraftConfig, TargetConfig, TreeConfig
-from longspec_jax.drafters.draft import Target, UsualTrees, is_large
+from longspec_jax.drafters.draft import DefaultTrees, Target, is_large
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.folded import foldable, table_bytes
 from longspec_jax.drafters.longspec.model import LongSpecParams
@@ -84,14 +84,14 @@ class LongSpecDraft:
         return self.params.own
 
     @property
-    def usual(self) -> UsualTrees:
+    def default_trees(self) -> DefaultTrees:
         """Chains and small trees where nodes cost; the paper's where they are nearly free.
 
         The more rows are decoded together, the fewer of its nodes pay.
         """
         small = TreeConfig((1, 1, 1)), TreeConfig((1, 1)), TreeConfig((2, 2))
         fewer = (replace(DEFAULT_TREE, budget=nodes) for nodes in (32, 16))
-        return UsualTrees(
+        return DefaultTrees(
             small,
             (TreeConfig((4, 4, 4)), DEFAULT_TREE),
             (DEFAULT_TREE,),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.drafters.draft import UsualTrees
+from longspec_jax.drafters.draft import DefaultTrees
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.working_cache import WorkingCache
 
@@ -23,10 +23,10 @@ class SmallLM:
     name: str = field(default="small_lm", init=False)
 
     @property
-    def usual(self) -> UsualTrees:
+    def default_trees(self) -> DefaultTrees:
         """Chains and narrow trees: a level costs a pass of all its layers."""
         chain, pair, tree = TreeConfig((1, 1, 1)), TreeConfig((1, 1)), TreeConfig((4, 4, 4))
-        return UsualTrees((chain, pair), (tree, chain), (TreeConfig((4, 8, 8, 8)), chain))
+        return DefaultTrees((chain, pair), (tree, chain), (TreeConfig((4, 8, 8, 8)), chain))
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError if it has more tokens than the target."""

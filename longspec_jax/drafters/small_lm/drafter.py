@@ -15,7 +15,7 @@ from jax.lax import dynamic_update_slice_in_dim
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.drafters.base import Beliefs, Committed, Needs, Params, Uncommitted, View
+from longspec_jax.drafters.base import Committed, Needs, Params, SamplingNoise, Uncommitted, View
 from longspec_jax.drafters.beam import beam_search, nodes_run
 from longspec_jax.drafters.small_lm.state import SPARE, SmallLMState, allocate, append
 from longspec_jax.drafters.tree import Tree
@@ -74,16 +74,18 @@ class SmallLMDrafter:
             state = replace(state, choice=self.working.learn(state.choice, committed))
         return append(state, output.keys, output.values, start, count)
 
-    def look(self, params: Params, state: SmallLMState, view: View) -> SmallLMState:
+    def before_round(self, params: Params, state: SmallLMState, view: View) -> SmallLMState:
         """Choose what is read of the cache, where it is time."""
         if self.working is None:
             return state
-        return replace(state, choice=self.working.look(state.choice, view))
+        return replace(state, choice=self.working.before_round(state.choice, view))
 
-    def propose(self, params: Params, state: SmallLMState, view: View, beliefs: Beliefs) -> Tree:
+    def propose(
+        self, params: Params, state: SmallLMState, view: View, noise: SamplingNoise
+    ) -> Tree:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
         if self.narrower:
-            beliefs = beliefs.among(jnp.arange(self.config.vocab_size))
+            noise = noise.among(jnp.arange(self.config.vocab_size))
         batch, room = view.pending.shape[0], nodes_run(self.tree)
         shape = (batch, room, self.config.num_kv_heads, self.config.head_width)
         empty = jnp.zeros(shape, jnp.dtype(self.config.dtype))
@@ -105,7 +107,7 @@ class SmallLMDrafter:
                 return speculative_attention(q, past[layer], fresh, implementation=self.attention)
 
             hidden = self._run(params.draft, tokens, positions, attend).hidden
-            scores = beliefs.scores(self._unembed(params.draft, hidden), depth)
+            scores = noise.scores(self._unembed(params.draft, hidden), depth)
             return Uncommitted(tuple(keys), tuple(values)), scores
 
         return beam_search(view.pending, self.tree, score, rows, implementation=self.attention)

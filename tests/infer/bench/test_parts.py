@@ -110,7 +110,7 @@ def test_the_verify_part_is_the_rounds_verification(model) -> None:
 
     @jax.jit
     def expected(params: Params, rows: Rows) -> jax.Array:
-        beliefs = engine.round_beliefs(model.target, drafter, rows)
-        return engine.verify_tree(model.target, drafter, params, rows, tree, beliefs)[1]
+        noise = engine.sampling_noise(model.target, drafter, rows)
+        return engine.verify_tree(model.target, drafter, params, rows, tree, noise)[1]
 
     np.testing.assert_array_equal(draws, expected(model.params, state.rows))

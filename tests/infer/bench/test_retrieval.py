@@ -76,12 +76,12 @@ def test_chains_are_confirmed_as_far_as_they_agree(agreement: float) -> None:
     draws = jnp.full((rows, levels + 1), 3)
     odds = Odds.of(AcceptanceLengths.geometric(3.0, 5), agreement, rows)
     rounds = jnp.arange(rows)
-    walked = agreeing_walk(tree, draws, levels, odds=odds, chain=levels, rounds=rounds)
-    count = np.asarray(walked.count)
+    accepted_path = agreeing_walk(tree, draws, levels, odds=odds, chain=levels, rounds=rounds)
+    count = np.asarray(accepted_path.count)
     wanted = sum(agreement**length for length in range(offered + 1))
     assert abs(count.mean() - wanted) < 0.2 and count.max() == offered + 1
     for row in (0, 1, 2):
-        tokens = np.asarray(walked.tokens)[row, : count[row]]
+        tokens = np.asarray(accepted_path.tokens)[row, : count[row]]
         assert tokens.tolist() == [1] * (count[row] - 1) + [3]
 
 
@@ -97,14 +97,14 @@ def test_behind_a_chain_that_is_confirmed_goes_on_what_the_draft_earns() -> None
     for agreement, sure in ((1.0, 1.0), (1e-6, 0.0)):
         odds = Odds.of(lengths, agreement, rows)
         rounds = jnp.arange(rows)
-        walked = agreeing_walk(tree, draws, 6, odds=odds, chain=4, rounds=rounds)
-        count = np.asarray(walked.count)
+        accepted_path = agreeing_walk(tree, draws, 6, odds=odds, chain=4, rounds=rounds)
+        count = np.asarray(accepted_path.count)
         share = [(count == number).mean() for number in (4, 5, 6)]
         first, second = lengths.probabilities[:2]
         wanted = np.array([first, second, 1 - first - second]) * sure
         np.testing.assert_allclose(share, wanted, atol=0.03)
         longest = int(count.argmax())
-        tokens = np.asarray(walked.tokens)[longest, : count[longest]].tolist()
+        tokens = np.asarray(accepted_path.tokens)[longest, : count[longest]].tolist()
         assert tokens == ([1, 1, 1, 2, 2, 5] if sure else [5])
 
 

@@ -15,7 +15,7 @@ from infer.bench.simulated import (
     simulated_step,
 )
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.engine import recorded_step, room
+from longspec_jax.decoding.engine import recorded_step, slack_slots
 from longspec_jax.decoding.prefill import prefill
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Request
@@ -44,7 +44,7 @@ def start() -> tuple[np.ndarray, SpecState]:
         jnp.asarray(tokens),
         jnp.array([11, 7]),
         request(),
-        capacity=11 + int(NEW.max()) + room(TREE.num_levels),
+        capacity=11 + int(NEW.max()) + slack_slots(TREE.num_levels),
         max_emitted=int(NEW.max()),
         chunk=4,
     )

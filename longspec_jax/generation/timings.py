@@ -22,7 +22,7 @@ DAYS = 30
 
 
 @dataclass(frozen=True)
-class TreePace:
+class TreeTiming:
     """What rounds of one drafter with one tree did."""
 
     drafter: str
@@ -40,19 +40,19 @@ class TreePace:
         return self.tokens / self.seconds
 
 
-class KnownPaces:
+class KnownTimings:
     """What this process knows of its trees: measured here, or read from what others kept."""
 
     def __init__(self) -> None:
         """Know nothing yet."""
-        self._known: dict[str, tuple[TreePace, ...]] = {}
+        self._known: dict[str, tuple[TreeTiming, ...]] = {}
 
     def find(
         self,
         key: Mapping[str, Any],
         choices: Collection[tuple[str, TreeConfig]],
         folder: Path | None,
-    ) -> tuple[TreePace, ...] | None:
+    ) -> tuple[TreeTiming, ...] | None:
         """The figures of a key, None if there are none to be trusted.
 
         Args:
@@ -68,14 +68,16 @@ class KnownPaces:
                 self._known[name] = kept
         return self._known.get(name)
 
-    def keep(self, key: Mapping[str, Any], paces: Sequence[TreePace], folder: Path | None) -> None:
+    def keep(
+        self, key: Mapping[str, Any], paces: Sequence[TreeTiming], folder: Path | None
+    ) -> None:
         """Remember the figures of a key, for other processes too where a folder is named."""
         self._known[_name(key)] = tuple(paces)
         if folder is not None:
             write_paces(folder, key, paces)
 
 
-def read_paces(folder: Path, key: Mapping[str, Any]) -> tuple[TreePace, ...] | None:
+def read_paces(folder: Path, key: Mapping[str, Any]) -> tuple[TreeTiming, ...] | None:
     """The kept figures of a key, None if there are none to be trusted.
 
     Args:
@@ -87,14 +89,14 @@ def read_paces(folder: Path, key: Mapping[str, Any]) -> tuple[TreePace, ...] | N
         if kept["key"] != json.loads(json.dumps(key)) or time.time() - kept["time"] > DAYS * 86400:
             return None
         paces = tuple(
-            TreePace(tree=TreeConfig(**pace.pop("tree")), **pace) for pace in kept["paces"]
+            TreeTiming(tree=TreeConfig(**pace.pop("tree")), **pace) for pace in kept["paces"]
         )
         return paces if all(map(_is_sound, paces)) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def write_paces(folder: Path, key: Mapping[str, Any], paces: Sequence[TreePace]) -> None:
+def write_paces(folder: Path, key: Mapping[str, Any], paces: Sequence[TreeTiming]) -> None:
     """Keep the figures of a key; a folder that cannot be written to keeps none."""
     file = _file(folder, key)
     whole = {"key": key, "time": time.time(), "paces": [asdict(pace) for pace in paces]}
@@ -103,7 +105,7 @@ def write_paces(folder: Path, key: Mapping[str, Any], paces: Sequence[TreePace])
         files.replace(file, json.dumps(whole, indent=1).encode())
 
 
-def _is_sound(pace: TreePace) -> bool:
+def _is_sound(pace: TreeTiming) -> bool:
     """Whether figures are numbers that rounds can have."""
     named = isinstance(pace.drafter, str)
     return named and 0 < pace.seconds < math.inf and 1 <= pace.tokens <= pace.tree.num_levels + 1

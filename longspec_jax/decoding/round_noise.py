@@ -12,8 +12,8 @@ from longspec_jax.ops.along import along
 
 
 @struct.dataclass
-class RoundBeliefs:
-    """A round's noise by depth; satisfies :class:`longspec_jax.drafters.base.Beliefs`."""
+class RoundNoise:
+    """A round's noise by depth; satisfies :class:`longspec_jax.drafters.base.SamplingNoise`."""
 
     noise: Leaf[Float[Array, "B h V"]]
     """Noise of the token below a node of each depth; one wide where no row
@@ -23,7 +23,7 @@ class RoundBeliefs:
     @classmethod
     def of_round(
         cls, sampling: Sampling, position: Lengths, levels: int, vocabulary: int
-    ) -> "RoundBeliefs":
+    ) -> "RoundNoise":
         """Below the token at ``position[b]``, where depth ``d`` draws position + d + 1."""
         steps = 1 + jnp.arange(levels + 1)
         return cls(noise(sampling, position[:, None] + steps, vocabulary), sampling)
@@ -55,13 +55,13 @@ class RoundBeliefs:
         best = scores.max(axis=-1)
         return jnp.where(jnp.isfinite(best), best - others, 0.0)
 
-    def among(self, tokens: Int[Array, " v"]) -> "RoundBeliefs":
+    def among(self, tokens: Int[Array, " v"]) -> "RoundNoise":
         """The same for logits of these tokens alone."""
         if not self.sampling.stochastic:
             return self
         return dataclasses.replace(self, noise=jnp.take(self.noise, tokens, axis=2))
 
-    def after(self, steps: Lengths, levels: int) -> "RoundBeliefs":
+    def after(self, steps: Lengths, levels: int) -> "RoundNoise":
         """The same for nodes below ``steps[b]`` more tokens, down to so many levels."""
         # Beyond the last depth there is nothing to draw, and what is known before must stay.
         at = jnp.minimum(steps[:, None] + jnp.arange(levels + 1), self.noise.shape[1] - 1)

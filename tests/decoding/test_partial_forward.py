@@ -15,7 +15,7 @@ import pytest
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.base import NOTHING, Features, Glance, Needs
+from longspec_jax.drafters.base import NOTHING, Features, Needs, PartialForward
 from longspec_jax.drafters.selection import Spans
 from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.models.target import Target
@@ -108,12 +108,12 @@ def chosen(selection: Spans, row: int) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnums=4)
-def _glance(
+def _partial_forward(
     params: Any, cache: KVCache, nodes: jax.Array, selection: Spans, needs: Needs
-) -> Glance:
+) -> PartialForward:
     length = jnp.asarray(LENGTHS)
     view = CacheView(TARGET, params, cache, nodes[:, 0], length, length, length < 0)
-    return view.glance(
+    return view.partial_forward(
         nodes[:, :4],
         view.position[:, None] + DEPTHS,
         selection,
@@ -124,15 +124,17 @@ def _glance(
     )
 
 
-def glance(setting: Setting, selection: Spans, needs: Needs = NEEDS) -> Glance:
+def partial_forward(setting: Setting, selection: Spans, needs: Needs = NEEDS) -> PartialForward:
     """The tree of ``MASK`` below the pending tokens, in one pass; on the host."""
     view = setting.view
-    return jax.device_get(_glance(view.params, view.cache, setting.nodes, selection, needs))
+    return jax.device_get(
+        _partial_forward(view.params, view.cache, setting.nodes, selection, needs)
+    )
 
 
-def test_a_glance_at_everything_is_a_verification(setting: Setting) -> None:
+def test_a_partial_forward_over_everything_is_a_verification(setting: Setting) -> None:
     view = setting.view
-    found = glance(setting, SinksAndRecent(3, 100)(view.length))
+    found = partial_forward(setting, SinksAndRecent(3, 100)(view.length))
     verified = jax.jit(partial(TARGET.verify, needs=NEEDS))(
         *(setting.params, view.cache, setting.nodes[:, :4], view.position[:, None] + DEPTHS),
         *(np.broadcast_to(MASK, (3, 4, 4)), view.length),
@@ -146,12 +148,12 @@ def test_a_glance_at_everything_is_a_verification(setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("selection", [SinksAndRecent(2, 4), SinksAndRecent(0, 3)], ids=str)
-def test_a_glance_sees_what_is_selected_and_no_more(
+def test_a_partial_forward_sees_what_is_selected_and_no_more(
     setting: Setting, selection: SinksAndRecent
 ) -> None:
     """In rows that are longer than the selection, about as long, and shorter."""
     spans = selection(setting.view.length)
-    found = glance(setting, spans)
+    found = partial_forward(setting, spans)
     for row in range(3):
         logits, features = expected(setting, row, chosen(spans, row), DEPTHS, MASK)
         assert relative_error(found.logits[row], logits) == close(0)
@@ -165,7 +167,7 @@ def test_the_spans_of_a_selection_may_be_several(setting: Setting) -> None:
     """An empty one among them."""
     start = jnp.array([[0, 4, 9], [1, 1, 5], [0, 0, 0]])
     spans = Spans(start, jnp.array([[2, 5, 14], [1, 3, 6], [1, 0, 0]]))
-    found = glance(setting, spans)
+    found = partial_forward(setting, spans)
     for row in range(3):
         logits, _ = expected(setting, row, chosen(spans, row), DEPTHS, MASK)
         assert relative_error(found.logits[row], logits) == close(0)
@@ -181,11 +183,11 @@ def test_levels_that_are_run_one_by_one_are_one_tree(setting: Setting) -> None:
             mask = jnp.broadcast_to(MASK[level], (3, *MASK[level].shape))
             positions = view.position[:, None] + DEPTHS[level]
             tokens = setting.nodes[:, level]
-            found = view.glance(tokens, positions, spans, fresh, mask, level.start)
+            found = view.partial_forward(tokens, positions, spans, fresh, mask, level.start)
             fresh, logits = found.fresh, [*logits, found.logits]
         return jnp.concatenate(logits, axis=1)
 
-    assert relative_error(one_by_one(), glance(setting, spans).logits) == close(0)
+    assert relative_error(one_by_one(), partial_forward(setting, spans).logits) == close(0)
 
 
 def test_a_view_from_further_on_sees_the_tokens_between(setting: Setting) -> None:
@@ -198,17 +200,17 @@ def test_a_view_from_further_on_sees_the_tokens_between(setting: Setting) -> Non
         return jnp.asarray(np.stack(found))
 
     @jax.jit
-    def further_on() -> tuple[jax.Array, jax.Array, Glance]:
+    def further_on() -> tuple[jax.Array, jax.Array, PartialForward]:
         ahead, done = view, np.zeros(3, np.int32)
         for part in parts.T:
             width = int(part.max())
-            found = ahead.glance(
+            found = ahead.partial_forward(
                 *(following(done, width), ahead.position[:, None] + np.arange(width), spans),
                 *(ahead.uncommitted(width), jnp.tri(width, dtype=bool)[None].repeat(3, 0), 0),
             )
             done = done + part
             ahead = ahead.ahead(following(done, 1)[:, 0], jnp.asarray(part), found.fresh)
-        found = ahead.glance(
+        found = ahead.partial_forward(
             *(following(done, 4), ahead.position[:, None] + DEPTHS, spans, ahead.uncommitted(4)),
             *(jnp.broadcast_to(MASK, (3, 4, 4)), 0),
         )
@@ -236,5 +238,5 @@ def test_what_is_asked_for_is_found_and_nothing_else(setting: Setting) -> None:
         mine = jax.tree.map(lambda f, row=row, n=length: f[row, :n], setting.features)
         assert jax.tree.all(jax.tree.map(lambda a, b: relative_error(a, b) < 1e-5, mine, features))
     spans = SinksAndRecent(2, 4)(setting.view.length)
-    found = glance(setting, spans, NOTHING)
+    found = partial_forward(setting, spans, NOTHING)
     assert jax.tree.leaves(found.features) == []

@@ -7,42 +7,33 @@ at its position, so the output is that of plain decoding whatever the draft prop
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import Int
 
 from longspec_jax.axes import Array
-from longspec_jax.drafters.base import Drafter, Lossy
 from longspec_jax.drafters.tree import Tree
 
 
-class Walk(NamedTuple):
+class AcceptedPath(NamedTuple):
     """The accepted path of every row, in a static height of levels + 1."""
 
     path: Int[Array, "B h"]
     """Tree nodes on the path, root first; entries beyond the count repeat the last node."""
     tokens: Int[Array, "B h"]
     """The target's draw at each node of the path: accepted tokens, then the bonus."""
-    # tuple.count is not missed.
+    # Shadows tuple.count on purpose.
     count: Int[Array, " B"]  # pyright: ignore[reportIncompatibleMethodOverride]
     """Tokens emitted, bonus included: 1 to levels + 1."""
 
 
-Walker: TypeAlias = Callable[[Tree, Array, int], Walk]
-"""``(tree, draws[B, T], levels) -> walk``: what :func:`walk` is."""
+AcceptRule: TypeAlias = Callable[[Tree, Array, int], AcceptedPath]
+"""``(tree, draws[B, T], levels) -> path``: the type of :func:`accept`."""
 
 
-def walker_of(drafter: Drafter) -> Walker:
-    """How the drafter's trees are walked: by the target's draws, unless it is a lossy one."""
-    if isinstance(drafter, Lossy):
-        return partial(trusting_walk, trusted=drafter.trusted)
-    return walk
-
-
-def walk(tree: Tree, draws: Int[Array, "B T"], levels: int) -> Walk:
-    """Walk the tree by the target's draws.
+def accept(tree: Tree, draws: Int[Array, "B T"], levels: int) -> AcceptedPath:
+    """Follow the target's draws down the tree.
 
     Args:
       tree: candidates below each row's pending token.
@@ -62,10 +53,12 @@ def walk(tree: Tree, draws: Int[Array, "B T"], levels: int) -> Walk:
         count += alive
         path.append(node)
     nodes = jnp.stack(path, axis=1)
-    return Walk(nodes, jnp.take_along_axis(draws, nodes, axis=1), count)
+    return AcceptedPath(nodes, jnp.take_along_axis(draws, nodes, axis=1), count)
 
 
-def trusting_walk(tree: Tree, draws: Int[Array, "B T"], levels: int, *, trusted: int) -> Walk:
+def accept_trusted(
+    tree: Tree, draws: Int[Array, "B T"], levels: int, *, trusted: int
+) -> AcceptedPath:
     """All of a chain, whatever the target drew, and from there on its draws: *not* lossless.
 
     SpecPV's (arXiv:2512.02337, section 3.3): what was verified in part is emitted, and the full
@@ -79,4 +72,4 @@ def trusting_walk(tree: Tree, draws: Int[Array, "B T"], levels: int, *, trusted:
     """
     offered = tree.parents[:, 1 : trusted + 1] >= 0
     taken = jnp.where(offered, tree.tokens[:, 1 : trusted + 1], draws[:, :trusted])
-    return walk(tree, jnp.concatenate([taken, draws[:, trusted:]], axis=1), levels)
+    return accept(tree, jnp.concatenate([taken, draws[:, trusted:]], axis=1), levels)
