@@ -28,14 +28,15 @@ from longspec_jax.arguments import (
 from longspec_jax.checks import whole_number
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
-from longspec_jax.decoding.adaptive import candidates, tallest
+from longspec_jax.decoding.candidates import candidates, tallest
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import Draft, drafters_of
 from longspec_jax.embedded import DEMO, DRAFTS
-from longspec_jax.generation import breakdown, comparison, inspection, runner
+from longspec_jax.generation import autotune, breakdown, comparison, inspection, run
 from longspec_jax.generation.activity import Activity, OnActivity, Tuned
-from longspec_jax.generation.autotune import may_time, ready_tuned, trees_to_time
+from longspec_jax.generation.autotune import may_time, start_tuned, trees_to_time
+from longspec_jax.generation.call import Call, Shape, plan_memory
 from longspec_jax.generation.collect import (
     RoundCollector,
     Streamer,
@@ -45,7 +46,6 @@ from longspec_jax.generation.collect import (
     stream_into,
 )
 from longspec_jax.generation.inputs import Inputs, check_positions, to_prompts
-from longspec_jax.generation.job import Job, Shape
 from longspec_jax.generation.memory import (
     MemoryPlan,
     check_fits,
@@ -55,9 +55,8 @@ from longspec_jax.generation.memory import (
 )
 from longspec_jax.generation.notices import Notices
 from longspec_jax.generation.options import GenerateOptions, resolve
-from longspec_jax.generation.planning import plan_of
 from longspec_jax.generation.result import GenerateResult, StreamRound
-from longspec_jax.generation.runner import Begin
+from longspec_jax.generation.run import Begin, Run
 from longspec_jax.generation.timings import KnownTimings
 from longspec_jax.loading import load_drafts, load_with_tokenizer
 from longspec_jax.weights.hf import load_stop_tokens
@@ -94,8 +93,8 @@ class LongSpec:
     """Whether the target's cache lies in the host's memory, for contexts that the device has no
     room for: two layers of it are on the device at a time, and the last one always. A pass takes as
     long as moving the cache takes (docs/retrieval.md). One device only."""
-    _warm: runner.WarmShapes = field(default_factory=runner.WarmShapes, repr=False)
-    _paces: KnownTimings = field(default_factory=KnownTimings, repr=False)
+    _warm: run.WarmShapes = field(default_factory=run.WarmShapes, repr=False)
+    _timings: KnownTimings = field(default_factory=KnownTimings, repr=False)
     _notices: Notices = field(default_factory=Notices, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -271,13 +270,14 @@ class LongSpec:
           **options: see :class:`~longspec_jax.generation.options.GenerateOptions`.
         """
         with ended(streamer):
-            job = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
+            call = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
             if streamer is not None:
-                on_round = stream_into(streamer, job.prompts, on_round)
-            begin = self._beginning(job, tree, adaptive, on_activity)
-            start = begin(on_round is not None)
-            result = collect(start.job, follow(start, self.tokenizer, on_round), self.tokenizer)
-        self._notices.look_at(result.stats)
+                on_round = stream_into(streamer, call.prompts, on_round)
+            begin = self._beginning(call, tree, adaptive, on_activity)
+            running = begin(on_round is not None)
+            follow(running, self.tokenizer, on_round)
+            result = collect(running, self.tokenizer)
+        self._learn(running)
         return result
 
     def stream(
@@ -295,18 +295,24 @@ class LongSpec:
 
         Close the generator to stop early.
         """
-        job = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
+        call = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
         # What is wrong with a call is said by the call, not by the first round.
-        return self._rounds(self._beginning(job, tree, adaptive, on_activity))
+        return self._rounds(self._beginning(call, tree, adaptive, on_activity))
 
     def _rounds(self, begin: Begin) -> Generator[StreamRound, None, None]:
-        start = begin(True)
-        collector = RoundCollector(start.job, self.tokenizer)
-        with closing(runner.run_rounds(start)) as runs:
-            for run in runs:
-                added = collector.add(run)
+        running = begin(True)
+        collector = RoundCollector(running, self.tokenizer)
+        with closing(running.rounds()) as rounds:
+            for now in rounds:
+                added = collector.add(now)
                 self._notices.look_at(added.stats)
                 yield added
+        self._learn(running)
+
+    def _learn(self, running: Run) -> None:
+        """Warn of a draft that does not help, and correct the kept timings by a finished run."""
+        self._notices.look_at(running.stats)
+        autotune.correct(self._timings, running)
 
     def compare(
         self,
@@ -326,15 +332,18 @@ class LongSpec:
         speculative run adds, and has both runs go round by round. Where no tree pays and none is
         named, both are the same plain run.
         """
-        job = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
-        if not job.drafter.tree.widths:
+        call = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
+        if not call.drafter.tree.widths:
             raise ValueError(
                 "nothing to compare: this call decodes plainly; load a draft and leave its tree "
                 "in place"
             )
-        begin = self._beginning(job, tree, adaptive, on_activity)
-        compared = comparison.run_both(begin, self._warm, self.tokenizer, on_round, on_activity)
-        self._notices.look_at(compared.speculative.stats)
+        begin = self._beginning(call, tree, adaptive, on_activity)
+        compared, runs = comparison.run_both(
+            begin, self._warm, self.tokenizer, on_round, on_activity
+        )
+        for running in dict.fromkeys(runs):
+            self._learn(running)
         return compared
 
     def inspect(
@@ -351,9 +360,9 @@ class LongSpec:
         Shows why a token was rejected; arguments as in :meth:`generate`. Slower than
         :meth:`stream`, because every round is computed twice.
         """
-        job = self._prepare(inputs, generation_config, tree, chat_template, options)
-        begin = self._beginning(job, tree, False, None)
-        return inspection.rounds(begin, len(job.prompts))
+        call = self._prepare(inputs, generation_config, tree, chat_template, options)
+        begin = self._beginning(call, tree, False, None)
+        return inspection.rounds(begin, len(call.prompts))
 
     def breakdown(
         self,
@@ -371,8 +380,8 @@ class LongSpec:
         than the rounds of :meth:`generate`, where they overlap.
         """
         whole_number("rounds", rounds)
-        job = self._prepare(inputs, generation_config, tree, chat_template, options)
-        return breakdown.timed(self._beginning(job, tree, False, None), rounds)
+        call = self._prepare(inputs, generation_config, tree, chat_template, options)
+        return breakdown.timed(self._beginning(call, tree, False, None), rounds)
 
     def score_gap(
         self,
@@ -395,10 +404,9 @@ class LongSpec:
         """
         if len(tokens) < 2:
             raise ValueError(f"a gap is measured behind 2 tokens or more, got {len(tokens)}")
-        job = self._prepare([list(tokens[:-1])], None, PLAIN, None, options)
-        start = runner.ready(job, self._warm, streams=False, rounds=False)
-        assert isinstance(start, runner.Ready), "a single row has a slot"
-        return comparison.score_gap(start, tokens[-1], plain, other)
+        call = self._prepare([list(tokens[:-1])], None, PLAIN, None, options)
+        running = run.start(call, self._warm, streams=False, rounds=False)
+        return comparison.score_gap(running, tokens[-1], plain, other)
 
     def check(
         self,
@@ -442,7 +450,7 @@ class LongSpec:
         chat_template: str | None,
         options: GenerateOptions,
         adaptive: bool = False,
-    ) -> Job:
+    ) -> Call:
         """Check everything a call was given, before anything runs."""
         config = self.target_config
         prompts = to_prompts(inputs, self.tokenizer, config.vocab_size, chat_template)
@@ -465,7 +473,7 @@ class LongSpec:
         target = self._target
         params = Params(self.target_params, draft)
         request = rows.request()
-        return Job(target, drafters, params, prompts, request, shape, plan, self.row_slots)
+        return Call(target, drafters, params, prompts, request, shape, plan, self.row_slots)
 
     @property
     def _target(self) -> CachedTarget:
@@ -474,22 +482,22 @@ class LongSpec:
         return CachedTarget(self.target_config, self.attention, mesh, self.offload)
 
     def _beginning(
-        self, job: Job, tree: Any, adaptive: bool, on_activity: OnActivity | None
+        self, call: Call, tree: Any, adaptive: bool, on_activity: OnActivity | None
     ) -> Begin:
         """What makes a prepared call ready to run, its drafter settled first if it is open."""
-        if adaptive or len(job.drafters) == 1 and (tree is not None or self.tree is not None):
-            return lambda streams: runner.ready(
-                job, self._warm, streams=streams, on_activity=on_activity
+        if adaptive or len(call.drafters) == 1 and (tree is not None or self.tree is not None):
+            return lambda streams: run.start(
+                call, self._warm, streams=streams, on_activity=on_activity
             )
 
         def tell(activity: Activity) -> None:
             if isinstance(activity, Tuned):
-                self._notices.look_at_paces(activity.paces)
+                self._notices.look_at_timings(activity.timings)
             if on_activity:
                 on_activity(activity)
 
-        return lambda streams: ready_tuned(
-            job, self._warm, self._paces, streams=streams, on_activity=tell
+        return lambda streams: start_tuned(
+            call, self._warm, self._timings, streams=streams, on_activity=tell
         )
 
     def _drafters(
@@ -536,4 +544,4 @@ class LongSpec:
         batches = [rows]
         if self.row_slots is not None and rows > self.row_slots:
             batches = [self.row_slots, 1]  # The one being prefilled is a batch of its own.
-        return plan_of(self._target, drafters, params, own, batches, shape)
+        return plan_memory(self._target, drafters, params, own, batches, shape)

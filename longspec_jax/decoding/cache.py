@@ -51,8 +51,8 @@ class KVCache:
         """What attention reads in a pass that asks for every layer once, in their order."""
         return lambda index, queries: (queries, self.layer(index, length))
 
-    def places(self, sharding: Any) -> Any:
-        """Where the arrays lie of a cache whose device's part lies as ``sharding`` says."""
+    def shardings(self, sharding: Any) -> Any:
+        """The sharding of every array, where the part on the device has this one."""
         return jax.tree.map(lambda _: sharding, self)
 
     def append(

@@ -56,7 +56,7 @@ class OffloadedCache(KVCache):
 
         return read
 
-    def places(self, sharding: Sharding) -> "OffloadedCache":
+    def shardings(self, sharding: Sharding) -> "OffloadedCache":
         """The host's memory beside the device, for all layers but the last."""
         host = sharding.with_memory_kind(HOST_MEMORY)
         layers: Any = (*[host] * (len(self.keys) - 1), sharding)

@@ -16,6 +16,7 @@ runs in long bursts would seem faster than what is merely looked at.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -260,3 +261,51 @@ class FastestWithinBudget:
         """Rounds of a burst: enough that waiting for the host does not show."""
         rounds = math.ceil(self.burst_seconds / self.estimates[index].pace(self.wait))
         return min(max(rounds, self.burst_rounds), self.longest_burst)
+
+
+class LateChoices:
+    """A policy's choices, where launches are queued before the last ones were read.
+
+    When the rounds that the policy chose are launched, the last of them are still running. The
+    policy then observes what was read by then, and the rest when that candidate runs again. If
+    nothing was read, one more round of the same candidate is launched.
+    """
+
+    def __init__(self, policy: Policy, candidates: int) -> None:
+        """Begin with the policy's first choice.
+
+        Args:
+          policy: chooses the candidate of every launch.
+          candidates: how many there are.
+        """
+        self.totals = (Measurement(),) * candidates
+        """What every candidate has done, as far as it was read."""
+        self._policy = policy
+        self._unobserved = [Measurement()] * candidates
+        self._choice = policy.choose()
+        self._missing = self._choice.rounds
+
+    def next(self, running: Sequence[Choice], most: int) -> Choice:
+        """The candidate and the rounds of the next launch.
+
+        Args:
+          running: the launches that were not read yet.
+          most: most rounds of a launch.
+        """
+        seen = self._unobserved[self._choice.candidate]
+        if self._missing <= 0 and seen.rounds:
+            self._policy = self._policy.observe(self._choice.candidate, seen)
+            self._unobserved[self._choice.candidate] = Measurement()
+            self._choice = self._policy.choose()
+            same = [run.rounds for run in running if run.candidate == self._choice.candidate]
+            self._missing = self._choice.rounds - sum(same)
+        rounds = min(max(self._missing, 1), most)
+        self._missing -= rounds
+        return Choice(self._choice.candidate, rounds)
+
+    def record(self, candidate: int, seen: Measurement) -> None:
+        """Note what a launch did; the policy observes it before its next choice."""
+        self._unobserved[candidate] += seen
+        totals = list(self.totals)
+        totals[candidate] += seen
+        self.totals = tuple(totals)

@@ -57,7 +57,7 @@ class RoundNoise:
 
     def among(self, tokens: Int[Array, " v"]) -> "RoundNoise":
         """The same for logits of these tokens alone."""
-        if not self.sampling.stochastic:
+        if not self.sampling.kind.stochastic:
             return self
         return dataclasses.replace(self, noise=jnp.take(self.noise, tokens, axis=2))
 

@@ -1,33 +1,80 @@
-"""Row slots: what persists of a row from round to round, and how rows come and go.
+"""Row slots on the device: the state of every row, where it lies, and how rows enter and leave.
 
-A batch is a number of slots, each of them vacant or held by one request. A newcomer's prompt is
-prefilled beside the others (:mod:`longspec_jax.decoding.prefill`), as the only row of a batch of
-its own and, if need be, one chunk between two of their rounds; :func:`insert` then moves it into a
-slot. What a row asks for is part of it, as arrays, so that requests with other options compile
-nothing anew.
-
-What one call records of its rounds is no part of this: see :mod:`longspec_jax.decoding.record`.
+A batch is a number of slots, each of them vacant or held by one request. Whatever a request may
+choose (sampling, stop tokens, budget) is data of its row, so that requests with other options
+compile nothing.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
+from longspec_jax.config import BATCH_AXES
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.home import Home
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.sampling import Sampling
 
 
+class RowShardings(NamedTuple):
+    """The shardings of a batch's arrays, the same before and after every program."""
+
+    cache: Sharding
+    """Of keys and values ``[B, K, S, H]``."""
+    rows: Sharding
+    """Of all other arrays ``[B, ...]``."""
+
+    @classmethod
+    def beside(cls, params: Any, batch: int) -> "RowShardings":
+        """The shardings of a batch that is decoded with these target parameters.
+
+        On a mesh, rows are spread over the batch axes where these divide the batch. Key/value
+        heads are spread as the projections that make them.
+
+        Args:
+          params: the target's.
+          batch: rows.
+        """
+        sharding = jax.tree.leaves(params)[0].sharding
+        if not isinstance(sharding, NamedSharding):
+            return cls(sharding, sharding)
+        mesh = sharding.mesh
+        shares = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+        rows = BATCH_AXES if batch % shares == 0 else None
+        return cls(NamedSharding(mesh, P(rows, "tp")), NamedSharding(mesh, P(rows)))
+
+    @property
+    def row_shards(self) -> int:
+        """How many groups of devices the rows are spread over."""
+        return _shards(self.rows)
+
+    @property
+    def cache_shards(self) -> int:
+        """How many groups of devices the cache is spread over."""
+        return _shards(self.cache)
+
+
+def _shards(sharding: Sharding) -> int:
+    if not isinstance(sharding, NamedSharding):
+        return 1
+    axes = jax.tree.leaves(tuple(sharding.spec))
+    return math.prod(sharding.mesh.shape[axis] for axis in axes)
+
+
 @struct.dataclass
 class Request:
-    """What each row of a batch asks for."""
+    """The options of each row of a batch."""
 
     sampling: Sampling
     stop_tokens: Leaf[Int[Array, "B n"]]
@@ -35,10 +82,21 @@ class Request:
     max_new_tokens: Leaf[Int[Array, " B"]]
     """Most tokens to emit."""
 
+    def row(self, index: int) -> "Request":
+        """The request of one row, as a batch of one."""
+        return jax.tree.map(lambda leaf: leaf[index : index + 1], self)
+
+
+def stack(requests: Sequence[Request]) -> Request:
+    """One request of several rows, from requests on the host."""
+    kind = reduce(or_, (one.sampling.kind for one in requests))
+    alike = [replace(one, sampling=one.sampling.of_kind(kind)) for one in requests]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *alike)
+
 
 @struct.dataclass
 class Rows:
-    """A batch of row slots. DONATED by every round."""
+    """A batch of row slots. DONATED by every launch."""
 
     cache: KVCache
     """K/V of the committed tokens."""
@@ -56,43 +114,48 @@ class Rows:
 
     @property
     def done(self) -> Bool[Array, " B"]:
-        """Which rows neither advance nor emit: they are at their end, or vacant."""
+        """Which rows neither advance nor emit: they have ended, or the slot is vacant."""
         return self.remaining <= 0
 
-    def kept_in(self, home: Home) -> "Rows":
-        """The same rows, their arrays held in their places inside a program."""
-        return jax.lax.with_sharding_constraint(self, self.places(home))
+    @property
+    def attended(self) -> Lengths:
+        """Cache slots that attention reads in each row: none of a row that is done."""
+        return jnp.where(self.done, 0, self.length)
 
-    def places(self, home: Home) -> Any:
-        """Where the arrays lie of rows that live there."""
-        places = jax.tree.map(lambda _: home.rows, self)
-        return replace(places, cache=self.cache.places(home.cache))
+    def constrained(self, shardings: RowShardings) -> "Rows":
+        """The same rows with their shardings pinned, inside a program."""
+        return jax.lax.with_sharding_constraint(self, self.shardings(shardings))
+
+    def shardings(self, shardings: RowShardings) -> Any:
+        """The sharding of every array."""
+        of_rows = jax.tree.map(lambda _: shardings.rows, self)
+        return replace(of_rows, cache=self.cache.shardings(shardings.cache))
 
 
-@program(static_argnames=("home",), donate_argnames=("rows",))
-def insert(home: Home, rows: Rows, slot: Array, newcomer: Rows) -> Rows:
-    """Move a prefilled row into a slot, over whatever was there.
+@program(static_argnames=("shardings",), donate_argnames=("rows",))
+def insert(shardings: RowShardings, rows: Rows, slot: Array, prefilled: Rows) -> Rows:
+    """Move a prefilled row into a slot, over the slot's last row.
 
-    All of the slot's memory is written: nothing of its last row remains, not-a-number included.
+    All of the slot's memory is written, so that nothing of its last row remains, NaN included.
 
     Args:
-      home: where the rows' arrays live.
+      shardings: of the batch.
       rows: the batch; donated.
-      slot: which; a traced number, so that all slots are one program.
-      newcomer: a batch of one row, of the same capacity and number of stop tokens.
+      slot: which; traced, so that all slots share one program.
+      prefilled: a batch of one row, of the same capacity and number of stop tokens.
     """
 
     def write(slots: Array, row: Array) -> Array:
-        if home.row_shares == 1:
+        if shardings.row_shards == 1:
             return jax.lax.dynamic_update_slice_in_dim(slots, row, slot, axis=0)
         # A slice of rows that lie on several devices would bring them all to each.
         here = jnp.arange(slots.shape[0]) == slot
         return jnp.where(here.reshape(-1, *[1] * (slots.ndim - 1)), row, slots)
 
-    return jax.tree.map(write, rows, newcomer).kept_in(home)
+    return jax.tree.map(write, rows, prefilled).constrained(shardings)
 
 
 def release(rows: Rows, slot: int) -> Rows:
-    """End a slot's row before its time: the slot is vacant from the next round on."""
+    """End a slot's row before its time: the slot is vacant from the next launch on."""
     here = np.arange(rows.remaining.shape[0]) == slot
     return replace(rows, remaining=jnp.where(here, 0, rows.remaining))

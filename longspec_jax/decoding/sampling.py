@@ -9,6 +9,9 @@ given the same noise, can aim at what the target is about to draw.
 Filters follow the order of transformers: temperature, then top-k, then top-p.
 """
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -23,6 +26,26 @@ TINY = float(jnp.finfo(jnp.float32).tiny)
 """The smallest normal number: the lowest temperature that samples."""
 
 
+class SamplingKind(NamedTuple):
+    """What the sampling of some rows needs; static, so that programs leave out what no row needs.
+
+    The host chooses it for every launch by the rows that are live then.
+    """
+
+    stochastic: bool = True
+    """Whether a row has a temperature above 0. Spares greedy rows the noise."""
+    filtered: bool = True
+    """Whether a row uses top-k or top-p. Spares the others a sort of the vocabulary."""
+
+    def __or__(self, other: "SamplingKind") -> "SamplingKind":
+        """What the rows of both need."""
+        return SamplingKind(*map(max, self, other))
+
+
+ANY_KIND = SamplingKind()
+"""Serves all rows."""
+
+
 @struct.dataclass
 class Sampling:
     """How each row of a batch draws its tokens."""
@@ -35,10 +58,12 @@ class Sampling:
     """Only the smallest set of most likely tokens with this mass; 1 for all."""
     seed: Leaf[UInt[Array, " B"]]
     """The row's random stream."""
-    stochastic: bool = struct.field(pytree_node=False, default=True)
-    """Static: whether any row has a temperature above 0. Spares greedy batches the noise."""
-    filtered: bool = struct.field(pytree_node=False, default=True)
-    """Static: whether any row uses top-k or top-p. Spares the others a sort over the vocabulary."""
+    kind: SamplingKind = struct.field(pytree_node=False, default=ANY_KIND)
+    """Static. The general one in :class:`~longspec_jax.decoding.rows.Rows`."""
+
+    def of_kind(self, kind: SamplingKind) -> "Sampling":
+        """The same sampling, computed by programs of another kind."""
+        return replace(self, kind=kind)
 
     @classmethod
     def greedy(cls, rows: int) -> "Sampling":
@@ -48,8 +73,7 @@ class Sampling:
             jnp.zeros(rows, jnp.int32),
             jnp.ones(rows),
             jnp.zeros(rows, jnp.uint32),
-            stochastic=False,
-            filtered=False,
+            SamplingKind(stochastic=False, filtered=False),
         )
 
 
@@ -57,7 +81,7 @@ def noise(
     sampling: Sampling, positions: Int[Array, "B P"], vocabulary: int
 ) -> Float[Array, "B P V"]:
     """Standard Gumbel noise for the tokens at the given absolute positions of each row."""
-    if not sampling.stochastic:
+    if not sampling.kind.stochastic:
         return jnp.zeros((*positions.shape, 1), jnp.float32)
 
     def draw(seed: Array, position: Array) -> Array:
@@ -73,7 +97,7 @@ def perturb(
     logits: Float[Array, "B T V"], gumbel: Float[Array, " B #T #V"], sampling: Sampling
 ) -> Float[Array, "B T V"]:
     """Scores whose argmax is the draw: filtered, tempered logits plus noise; plain ones at 0."""
-    if not sampling.stochastic:
+    if not sampling.kind.stochastic:
         return logits
     # Hardware may flush a subnormal temperature to zero, at which samples are the argmax anyway.
     greedy = (sampling.temperature < TINY)[:, None, None]
@@ -81,7 +105,7 @@ def perturb(
     # Below their maximum, so that a small temperature can send the others to -inf and never all to
     # inf.
     tempered = (logits - logits.max(axis=-1, keepdims=True)) / temperature
-    if sampling.filtered:
+    if sampling.kind.filtered:
         tempered = _filter(tempered, sampling)
     return jnp.where(greedy, logits, tempered + gumbel)
 

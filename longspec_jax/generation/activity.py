@@ -55,9 +55,21 @@ class Tuned:
     """The name of the drafter; ``plain`` if none pays."""
     tree: TreeConfig
     """The tree; without levels, plain decoding."""
-    paces: tuple[TreeTiming, ...]
+    timings: tuple[TreeTiming, ...]
     """What was timed now or before; empty if nothing could be, and the tree is the usual one."""
 
 
-Activity: TypeAlias = Compiling | Tuning | Tuned | Prefilling | DecodingPlainly
+@dataclass(frozen=True)
+class Slower:
+    """The call was slower than plain decoding; the next one of its kind times all trees again."""
+
+    drafter: str
+    """The name of the drafter that ran."""
+    tree: TreeConfig
+    """Its tree."""
+    speed: float
+    """Over plain decoding's, as it was timed."""
+
+
+Activity: TypeAlias = Compiling | Tuning | Tuned | Prefilling | DecodingPlainly | Slower
 OnActivity: TypeAlias = Callable[[Activity], None]

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 import jax
 
-from longspec_jax.decoding import engine
+from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.programs import program
-from longspec_jax.decoding.record import Emitted
+from longspec_jax.decoding.round import Emitted
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import CachedTarget, Verification
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.tree import Tree
-from longspec_jax.generation.runner import Begin, Ready
+from longspec_jax.generation.run import Begin
 from longspec_jax.ops.partitioned import use_mesh
 
 
@@ -33,7 +33,7 @@ class RoundParts:
     verify: float
     """The target's pass over the tree, its LM head and the draws."""
     commit: float
-    """Walking the tree, appending to the cache, and what the drafter learns."""
+    """Accepting a path, appending it to the cache, and the drafter's update."""
 
 
 def timed(begin: Begin, limit: int) -> RoundParts:
@@ -46,22 +46,24 @@ def timed(begin: Begin, limit: int) -> RoundParts:
     Raises:
       ValueError: if rows would wait for slots.
     """
-    start = begin(False)
-    if not isinstance(start, Ready):
+    run = begin(False)
+    call, rows = run.call, run.engine.rows
+    if call.waits:
         raise ValueError("rounds are timed where every row has a slot; leave row_slots out")
-    job, rows = start.job, start.state.rows
+    models = call.target, call.drafter, call.params
     parts: list[tuple[float, float, float]] = []
     while len(parts) <= limit and not rows.done.all():
         clock = [time.perf_counter()]
-        rows, tree, noise = _draft(job.target, job.drafter, job.params, rows)
+        rows, tree, noise = _draft(*models, rows)
         _wait(clock, tree.tokens)
-        verified, draws = _verify(job.target, job.drafter, job.params, rows, tree, noise)
+        verified, draws = _verify(*models, rows, tree, noise)
         _wait(clock, (verified, draws))
-        rows, emitted = _commit(job.target, job.drafter, job.params, rows, tree, verified, draws)
+        rows, emitted = _commit(*models, rows, tree, verified, draws)
         _wait(clock, (rows, emitted))
         if (emitted.tokens == NO_TOKEN).any():
             break  # The target's logits are not finite; decoding itself says so.
         parts.append((clock[1] - clock[0], clock[2] - clock[1], clock[3] - clock[2]))
+    run.engine.finish()
     counted = parts[1:]
     sums = map(sum, zip(*counted, strict=True)) if counted else (0.0,) * 3
     return RoundParts(len(counted), *sums)
@@ -78,9 +80,9 @@ def _draft(
 ) -> tuple[Rows, Tree, RoundNoise]:
     """The tree of a round, and the rows whose drafter has looked at the cache."""
     with use_mesh(target.mesh):
-        noise = engine.sampling_noise(target, drafter, rows)
-        rows = engine.look_at_cache(target, drafter, params, rows)
-        return rows, engine.propose_tree(target, drafter, params, rows, noise), noise
+        noise = round_lib.sampling_noise(target, drafter, rows)
+        rows = round_lib.look_at_cache(target, drafter, params, rows)
+        return rows, round_lib.propose_tree(target, drafter, params, rows, noise), noise
 
 
 @program(static_argnames=("target", "drafter"))
@@ -94,7 +96,7 @@ def _verify(
 ) -> tuple[Verification, jax.Array]:
     """The target's pass and its draws."""
     with use_mesh(target.mesh):
-        return engine.verify_tree(target, drafter, params, rows, tree, noise)
+        return round_lib.verify_tree(target, drafter, params, rows, tree, noise)
 
 
 @program(static_argnames=("target", "drafter"), donate_argnames=("rows",))
@@ -109,5 +111,5 @@ def _commit(
 ) -> tuple[Rows, Emitted]:
     """The rows after the round."""
     with use_mesh(target.mesh):
-        accepted_path = engine.accept_rule(drafter)(tree, draws, drafter.tree.num_levels)
-        return engine.commit_accepted(drafter, params, rows, verified, accepted_path)
+        accepted_path = round_lib.accept_rule(drafter)(tree, draws, drafter.tree.num_levels)
+        return round_lib.commit_accepted(drafter, params, rows, verified, accepted_path)

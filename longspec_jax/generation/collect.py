@@ -6,12 +6,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from longspec_jax.generation import runner
 from longspec_jax.generation.inputs import Prompts
-from longspec_jax.generation.job import Job
-from longspec_jax.generation.progress import Run, statistics
 from longspec_jax.generation.result import GenerateResult, StreamRound
-from longspec_jax.generation.runner import Ready, Waiting
+from longspec_jax.generation.run import Run
 from longspec_jax.generation.text import Detokenizer, Piece, continuation
 
 
@@ -27,43 +24,35 @@ class Streamer(Protocol):
         ...
 
 
-def collect(job: Job, run: Run, tokenizer: Any) -> GenerateResult:
-    """The result of a run.
+def collect(run: Run, tokenizer: Any) -> GenerateResult:
+    """The result of a run, where it has got to.
 
     Args:
-      job: the call.
-      run: where it has got to.
+      run: of any call.
       tokenizer: a transformers tokenizer, or None for no text.
     """
     progress = run.progress
-    sequences = _rows(progress.output, progress.emitted)
     text = [
         None if tokenizer is None else continuation(tokenizer, prompt.tolist(), tokens)
-        for prompt, tokens in zip(job.prompts, sequences, strict=True)
+        for prompt, tokens in zip(run.call.prompts, progress.tokens, strict=True)
     ]
-    drafted = _rows(progress.drafted, progress.emitted)
-    return GenerateResult(sequences, tuple(text), drafted, statistics(job, run))
+    sequences, drafted = tuple(map(tuple, progress.tokens)), tuple(map(tuple, progress.drafted))
+    return GenerateResult(sequences, tuple(text), drafted, run.stats)
 
 
-def follow(
-    start: Ready | Waiting, tokenizer: Any, on_round: Callable[[StreamRound], None] | None
-) -> Run:
-    """Run to the end: round by round if someone listens, in one executable otherwise.
+def follow(run: Run, tokenizer: Any, on_round: Callable[[StreamRound], None] | None) -> None:
+    """Run to the end.
 
     Args:
-      start: the call, ready to run.
+      run: ready to decode.
       tokenizer: a transformers tokenizer, or None for no text.
       on_round: called with what every round adds.
     """
-    if on_round is None:
-        return runner.run(start)
-    collector = RoundCollector(start.job, tokenizer)
-    last = None
-    with closing(runner.run_rounds(start)) as runs:
-        for last in runs:
-            on_round(collector.add(last))
-    assert last is not None, "a call has at least the round of its first token"
-    return last
+    collector = RoundCollector(run, tokenizer)
+    with closing(run.rounds()) as rounds:
+        for now in rounds:
+            if on_round is not None:
+                on_round(collector.add(now))
 
 
 @contextmanager
@@ -93,38 +82,32 @@ def stream_into(
 class RoundCollector:
     """Remembers what each row has shown, and returns what a round adds."""
 
-    def __init__(self, job: Job, tokenizer: Any):
+    def __init__(self, run: Run, tokenizer: Any) -> None:
         """Start before the first round.
 
         Args:
-          job: the call whose rounds will be collected.
+          run: whose rounds will be collected.
           tokenizer: a transformers tokenizer, or None for no text.
         """
-        rows = len(job.prompts)
-        self._job = job
-        self._texts = [
-            tokenizer and Detokenizer(tokenizer, prompt.tolist()) for prompt in job.prompts
-        ]
-        self._seen = np.zeros(rows, np.int32)
-        self._ended = np.zeros(rows, bool)
+        prompts = run.call.prompts
+        self._texts = [tokenizer and Detokenizer(tokenizer, row.tolist()) for row in prompts]
+        self._seen = [0] * len(prompts)
+        self._ended = [False] * len(prompts)
 
     def add(self, run: Run) -> StreamRound:
         """What the run has gained since the last call."""
-        progress = run.progress
-        tokens = _rows(progress.output, progress.emitted, self._seen)
-        drafted = _rows(progress.drafted, progress.emitted, self._seen)
-        pieces = tuple(map(_pieces, self._texts, tokens, drafted, progress.done & ~self._ended))
-        self._seen, self._ended = progress.emitted, progress.done
-        return StreamRound(tokens, drafted, pieces, statistics(self._job, run))
+        progress, seen = run.progress, self._seen
+        tokens = tuple(map(_behind, progress.tokens, seen))
+        drafted = tuple(map(_behind, progress.drafted, seen))
+        ending = [done > ended for done, ended in zip(progress.done, self._ended, strict=True)]
+        pieces = tuple(map(_pieces, self._texts, tokens, drafted, ending))
+        self._seen, self._ended = list(map(len, progress.tokens)), list(progress.done)
+        return StreamRound(tokens, drafted, pieces, run.stats)
 
 
-def _rows(
-    values: np.ndarray, stop: np.ndarray, start: np.ndarray | None = None
-) -> tuple[tuple[Any, ...], ...]:
-    """Every row of an output buffer from ``start`` to ``stop``, as Python values."""
-    start = np.zeros_like(stop) if start is None else start
-    bounds = zip(values, start, stop, strict=True)
-    return tuple(tuple(row[first:last].tolist()) for row, first, last in bounds)
+def _behind(row: Sequence[Any], start: int) -> tuple[Any, ...]:
+    """The entries of a row from ``start`` on."""
+    return tuple(row[start:])
 
 
 def _pieces(

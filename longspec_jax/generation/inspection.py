@@ -1,7 +1,7 @@
 """Look inside a round: the draft's candidates beside the target's draws.
 
 For every depth of the accepted path: what the draft proposed there, how likely the target finds
-each proposal, what the target drew, and hence why the walk went on or stopped.
+each proposal, what the target drew, and hence why the path went on or stopped.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.axes import Array
-from longspec_jax.decoding import engine
+from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, Params
-from longspec_jax.generation.runner import Begin, Ready, run_steps
+from longspec_jax.generation.run import Begin
 from longspec_jax.ops.partitioned import use_mesh
 
 
@@ -40,12 +40,12 @@ class DepthView:
 
     @property
     def accepted(self) -> bool:
-        """Whether a candidate carries the drawn token, so that the walk goes on."""
+        """Whether a candidate carries the drawn token, so that the path goes on."""
         return self.drawn in self.candidates
 
     @property
     def verdict(self) -> str:
-        """In words, how the walk goes on."""
+        """In words, how the path goes on."""
         if self.accepted:
             return f"accepted: candidate {self.candidates.index(self.drawn) + 1}"
         return (
@@ -63,7 +63,7 @@ class TreeView:
     draws: tuple[int, ...]
     """What the target drew behind every node."""
     path: tuple[int, ...]
-    """The nodes that the walk took, the root first."""
+    """The accepted nodes, the root first."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RoundView:
     pending: int
     """The token at the root of the tree."""
     depths: tuple[DepthView, ...]
-    """The path the walk took; the last entry is the bonus token."""
+    """The accepted path; the last entry is the bonus token."""
     tree: TreeView
 
 
@@ -93,13 +93,14 @@ def rounds(begin: Begin, rows: int) -> Iterator[RoundView]:
 
 
 def _views(begin: Begin) -> Iterator[RoundView]:
-    start = begin(False)
-    assert isinstance(start, Ready), "a single row has a slot"
-    job = start.job
-    for number, run in enumerate(run_steps(start)):
+    run = begin(True)
+    call, engine = run.call, run.engine
+    # A round is launched when the rows before it were seen.
+    engine.ahead = False
+    for number, _ in enumerate(run.rounds()):
         if not run.progress.done[0]:
-            seen = _examine(job.target, job.drafter, job.params, run.rows)
-            position = len(job.prompts[0]) + int(run.progress.emitted[0])
+            seen = _examine(call.target, call.drafter, call.params, engine.rows)
+            position = len(call.prompts[0]) + len(run.progress.tokens[0])
             yield _view(number, position, jax.device_get(seen))
 
 
@@ -107,13 +108,13 @@ def _views(begin: Begin) -> Iterator[RoundView]:
 def _examine(
     target: CachedTarget, drafter: Drafter, params: Params, rows: Rows
 ) -> dict[str, Array]:
-    """A round without its commit: the same tree, draws and walk as the step that follows."""
+    """A round without its commit: the same tree, draws and path as in the round that follows."""
     with use_mesh(target.mesh):
-        noise = engine.sampling_noise(target, drafter, rows)
-        rows = engine.look_at_cache(target, drafter, params, rows)
-        tree = engine.propose_tree(target, drafter, params, rows, noise)
-        verified, draws = engine.verify_tree(target, drafter, params, rows, tree, noise)
-    accepted_path = engine.accept_rule(drafter)(tree, draws, drafter.tree.num_levels)
+        noise = round_lib.sampling_noise(target, drafter, rows)
+        rows = round_lib.look_at_cache(target, drafter, params, rows)
+        tree = round_lib.propose_tree(target, drafter, params, rows, noise)
+        verified, draws = round_lib.verify_tree(target, drafter, params, rows, tree, noise)
+    accepted_path = round_lib.accept_rule(drafter)(tree, draws, drafter.tree.num_levels)
     probabilities = jax.nn.softmax(verified.logits, axis=-1)
     # At node i: the probability of what was drawn there; at node j: that of j under its parent.
     drawn = jnp.take_along_axis(probabilities, draws[..., None], axis=-1)[..., 0]

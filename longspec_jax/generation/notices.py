@@ -26,9 +26,9 @@ class Notices:
         if rounds >= ROUNDS and accepted <= USELESS * rounds:
             self._warn(f"{accepted} of the draft's tokens were accepted in {rounds} rounds")
 
-    def look_at_paces(self, paces: Sequence[TreeTiming]) -> None:
+    def look_at_timings(self, timings: Sequence[TreeTiming]) -> None:
         """Warn if no tree earned anything when they were timed."""
-        earned = [pace.tokens - 1 for pace in paces if pace.tree.widths]
+        earned = [timing.tokens - 1 for timing in timings if timing.tree.widths]
         if earned and max(earned) <= USELESS:
             self._warn(f"at most {max(earned):.2f} of the draft's tokens were accepted per round")
 

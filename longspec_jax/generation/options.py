@@ -14,7 +14,7 @@ import numpy as np
 
 from longspec_jax.checks import is_whole, shown, whole_number
 from longspec_jax.decoding.rows import Request
-from longspec_jax.decoding.sampling import Sampling
+from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.generation.ranges import SAMPLING
 from longspec_jax.generation.values import as_plain, by_row, in_row
 
@@ -109,8 +109,10 @@ class RowOptions:
             top_k=jnp.asarray(self.top_k),
             top_p=jnp.asarray(self.top_p),
             seed=jnp.asarray(self.seed),
-            stochastic=bool(vary.any()),
-            filtered=bool((vary & ((self.top_k > 0) | (self.top_p < 1))).any()),
+            kind=SamplingKind(
+                stochastic=bool(vary.any()),
+                filtered=bool((vary & ((self.top_k > 0) | (self.top_p < 1))).any()),
+            ),
         )
         return Request(sampling, jnp.asarray(stops), jnp.asarray(self.max_new_tokens))
 

@@ -42,7 +42,7 @@ def spec(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
     jax.clear_caches()
     # The toy is shared with other tests: what it knows of trees and shapes is not.
-    own = {"_paces": KnownTimings(), "_warm": runner.WarmShapes()}
+    own = {"_timings": KnownTimings(), "_warm": runner.WarmShapes()}
     return dataclasses.replace(toy_spec(), tree=None, **own)
 
 

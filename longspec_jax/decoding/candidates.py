@@ -1,0 +1,60 @@
+"""What a run may choose among: no tree, a smaller tree, and the drafters' own trees."""
+
+from collections.abc import Sequence
+
+import jax
+
+from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.drafters.base import Drafter
+from longspec_jax.drafters.draft import with_tree
+from longspec_jax.drafters.hierarchy import Hierarchy, on_one_level
+
+
+def smaller_tree(tree: TreeConfig) -> TreeConfig:
+    """A chain of half a tree's levels: most of what is accepted, where every node costs.
+
+    ``(4, 16, 16, 16, 16)`` becomes ``(1, 1, 1)``. Of a chain with a tree at its end it is half the
+    chain with the same tree.
+    """
+    if tree.chain:
+        half, end = -(-tree.chain // 2), tree.end
+        budget = None if end.budget is None else half + end.budget
+        return TreeConfig((1,) * half + end.widths, budget, tree.threshold, half)
+    return TreeConfig((1,) * -(-tree.num_levels // 2), chain=tree.chain)
+
+
+def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
+    """What a run may choose among: no tree, and the drafters; a smaller tree too of a single one.
+
+    Partial verification does not pay everywhere, so of a single hierarchy its draft's own tree is
+    one as well, verified on one level.
+
+    Args:
+      drafters: of which each differs from the others in its tree, or is one of several with a
+        common state (:class:`longspec_jax.drafters.draft.OneOf`).
+
+    Returns:
+      The candidates, the cheapest first.
+    """
+    own = list(drafters)
+    if len(own) == 1:
+        [alone] = own
+        own.insert(0, with_tree(alone, smaller_tree(alone.tree)))
+        if isinstance(alone, Hierarchy) and alone.levels:
+            own.append(with_tree(alone, on_one_level(alone.inner.tree)))
+    own.sort(key=lambda drafter: drafter.tree.num_nodes)
+    return tuple(dict.fromkeys([with_tree(own[0], PLAIN), *own]))
+
+
+def tallest(drafters: Sequence[Drafter]) -> Drafter:
+    """The drafter with the tallest tree, whose rounds need the most slack slots."""
+    return max(drafters, key=lambda drafter: drafter.tree.num_levels)
+
+
+def check_one_clock(candidates: int) -> None:
+    """Refuse a choice by the clock in a computation of several processes."""
+    if candidates > 1 and jax.process_count() > 1:
+        raise NotImplementedError(
+            f"{jax.process_count()} processes would each choose by their own clock and run "
+            "different programs; decode with one fixed tree instead"
+        )

@@ -1,0 +1,267 @@
+"""A speculative round: propose a tree, verify it, accept a path, commit it.
+
+:func:`spec_step` is the whole algorithm. Two programs launch it: :func:`one_round` is a straight
+line of operations, and :func:`many_rounds` loops on the device. Both return the rows and a report,
+the one small array that the host reads. Target and drafter are callables over arrays; a round knows
+no tokenizer, no checkpoint and no model family.
+
+Rows are independent: each has its own length, seed, sampling, stop tokens and budget. A row that is
+done neither advances nor reads its cache, and does not affect the others.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Bool, Int
+
+from longspec_jax.axes import Array, Leaf, Lengths
+from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.round_noise import RoundNoise
+from longspec_jax.decoding.rows import Rows
+from longspec_jax.decoding.sampling import ANY_KIND, NO_TOKEN, SamplingKind
+from longspec_jax.decoding.target import TargetModel, Verification
+from longspec_jax.decoding.view import CacheView
+from longspec_jax.drafters.accept import AcceptedPath, AcceptRule, accept, accept_trusted
+from longspec_jax.drafters.base import (
+    Committed,
+    Drafter,
+    Lossy,
+    Params,
+    SamplingNoise,
+    run_before_round,
+)
+from longspec_jax.drafters.tree import Tree, node_depths
+from longspec_jax.ops.along import along, last_along
+from longspec_jax.ops.partitioned import use_mesh
+
+MOST_ROUNDS = 256
+"""Most rounds of one launch: its report has a static size."""
+
+
+def slack_slots(levels: int) -> int:
+    """Cache slots that a row needs beyond prompt and new tokens: a round writes a static height."""
+    return levels + 1
+
+
+@struct.dataclass
+class Emitted:
+    """What one round emitted."""
+
+    tokens: Leaf[Int[Array, "B h"]]
+    """Garbage from ``count[b]`` on."""
+    count: Leaf[Lengths]
+    """How many; 0 where the row was done."""
+    accepted: Leaf[Lengths]
+    """How many of them, the first ones, were accepted draft tokens."""
+
+
+def spec_step(
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    kind: SamplingKind = ANY_KIND,
+    rule: AcceptRule | None = None,
+) -> tuple[Rows, Emitted]:
+    """One round for every row.
+
+    Args:
+      target: the target's static part.
+      drafter: the drafter's static part.
+      params: parameters of both.
+      rows: the rows before the round.
+      kind: what the live rows' sampling needs; static.
+      rule: how a path is accepted; by the target's draws if absent, unless the drafter is lossy.
+        Another rule serves to measure.
+
+    Returns:
+      The rows after the round, and what it emitted.
+    """
+    with use_mesh(target.mesh):
+        noise = sampling_noise(target, drafter, rows, kind)
+        rows = look_at_cache(target, drafter, params, rows)
+        tree = propose_tree(target, drafter, params, rows, noise)
+        verified, draws = verify_tree(target, drafter, params, rows, tree, noise)
+        path = (rule or accept_rule(drafter))(tree, draws, drafter.tree.num_levels)
+        return commit_accepted(drafter, params, rows, verified, path)
+
+
+def accept_rule(drafter: Drafter) -> AcceptRule:
+    """How a drafter's trees are accepted: by the target's draws, unless the drafter is lossy."""
+    if isinstance(drafter, Lossy):
+        return partial(accept_trusted, trusted=drafter.trusted)
+    return accept
+
+
+def sampling_noise(
+    target: TargetModel, drafter: Drafter, rows: Rows, kind: SamplingKind = ANY_KIND
+) -> RoundNoise:
+    """The noise of the draws below every row's pending token."""
+    levels, sampling = drafter.tree.num_levels, rows.sampling.of_kind(kind)
+    return RoundNoise.of_round(sampling, rows.length, levels, target.vocab_size)
+
+
+def look_at_cache(target: TargetModel, drafter: Drafter, params: Params, rows: Rows) -> Rows:
+    """The rows after the drafter took from the target's cache what it needs for the round."""
+    view = _view(target, params, rows)
+    return replace(rows, draft=run_before_round(drafter, params, rows.draft, view))
+
+
+def propose_tree(
+    target: TargetModel, drafter: Drafter, params: Params, rows: Rows, noise: SamplingNoise
+) -> Tree:
+    """The drafter's tree below every row's pending token."""
+    return drafter.propose(params, rows.draft, _view(target, params, rows), noise)
+
+
+def _view(target: TargetModel, params: Params, rows: Rows) -> CacheView:
+    at = rows.pending, rows.length, rows.attended, rows.done
+    return CacheView(target, params.target, rows.cache, *at)
+
+
+def verify_tree(
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    tree: Tree,
+    noise: RoundNoise,
+) -> tuple[Verification, Int[Array, "B T"]]:
+    """One target forward over the tree, and the target's draw at every node."""
+    depths = node_depths(tree, drafter.tree)
+    positions = rows.length[:, None] + depths
+    verified = target.verify(
+        params.target,
+        rows.cache,
+        tree.tokens,
+        positions,
+        tree.mask,
+        rows.attended,
+        drafter.needs,
+    )
+    return verified, noise.draw(verified.logits, depths)
+
+
+def commit_accepted(
+    drafter: Drafter, params: Params, rows: Rows, verified: Verification, path: AcceptedPath
+) -> tuple[Rows, Emitted]:
+    """Append the accepted path to cache and draft state."""
+    length = rows.length
+    count, stopped = _trim(path.tokens, path.count, rows)
+    # A round that was cut may have emitted accepted draft tokens alone, and no bonus.
+    accepted = jnp.minimum(count, path.count - 1)
+    block = jnp.concatenate([rows.pending[:, None], path.tokens[:, :-1]], axis=1)
+    # No token is below -1, so this is the length; but it waits for the draws. Where a row has one
+    # fresh slot, the compiler would append before it has read, and copy whole caches to be able to.
+    end = jnp.maximum(length, -2 - path.tokens[:, 0])
+    features = jax.tree.map(partial(along, path.path), verified.features)
+    last = last_along(path.tokens, count)
+    after = replace(
+        rows,
+        cache=rows.cache.commit(verified.keys, verified.values, path.path, end),
+        draft=drafter.extend(params, rows.draft, Committed(block, length, count, features)),
+        length=length + count,
+        pending=jnp.where(count > 0, last, rows.pending),
+        remaining=jnp.where(stopped, 0, rows.remaining - count),
+    )
+    return after, Emitted(path.tokens, count, accepted)
+
+
+def _trim(
+    tokens: Int[Array, "B h"], count: Lengths, rows: Rows
+) -> tuple[Lengths, Bool[Array, " B"]]:
+    """Cut a round's tokens after the first stop token or NO_TOKEN, and at the row's budget.
+
+    Returns:
+      How many remain, none where the row was done; and which rows met a stop token.
+    """
+    step = jnp.arange(tokens.shape[1])
+    stops = (tokens[:, :, None] == rows.stop_tokens[:, None, :]).any(axis=2)
+    stops |= tokens == NO_TOKEN
+    stops &= step < count[:, None]
+    first_stop = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1) + 1, tokens.shape[1] + 1)
+    count = jnp.minimum(count, rows.remaining)
+    return jnp.minimum(count, first_stop), first_stop <= count
+
+
+@program(static_argnames=("target", "drafter", "kind"), donate_argnames=("rows",))
+def one_round(
+    target: TargetModel, drafter: Drafter, kind: SamplingKind, params: Params, rows: Rows
+) -> tuple[Rows, Int[Array, "1 B n"]]:
+    """One round and its report, with no branch and no loop; the rows are donated.
+
+    A launch of it returns at once, so that the host can queue a round behind a running one. If
+    every row is done nothing is emitted or committed, but the round is computed all the same.
+    """
+    after, emitted = spec_step(target, drafter, params, rows, kind)
+    return after, _packed(emitted, after)[None]
+
+
+@program(static_argnames=("target", "drafter", "kind"), donate_argnames=("rows",))
+def many_rounds(
+    target: TargetModel,
+    drafter: Drafter,
+    kind: SamplingKind,
+    params: Params,
+    rows: Rows,
+    limit: Array,
+) -> tuple[Rows, Int[Array, "r B n"]]:
+    """At most ``limit`` rounds, fewer if every row is done; the rows are donated.
+
+    On a GPU the loop asks the host after every round whether to go on, so that a launch returns
+    only when its rounds are done.
+
+    Args:
+      target: the target's static part.
+      drafter: the drafter's static part.
+      kind: what the live rows' sampling needs; static.
+      params: parameters of both.
+      rows: the rows before the first round.
+      limit: 1 to :data:`MOST_ROUNDS`; traced, so that every number of rounds is one program.
+    """
+    batch, height = rows.pending.shape[0], drafter.tree.num_levels + 1
+    empty = jnp.zeros((MOST_ROUNDS, batch, 3 + height), jnp.int32)
+
+    def unfinished(carry: tuple[Array, Rows, Array]) -> Array:
+        done, rows, _ = carry
+        return (done < limit) & ~rows.done.all()
+
+    def advance(carry: tuple[Array, Rows, Array]) -> tuple[Array, Rows, Array]:
+        done, rows, report = carry
+        after, emitted = spec_step(target, drafter, params, rows, kind)
+        report = jax.lax.dynamic_update_index_in_dim(report, _packed(emitted, after), done, axis=0)
+        return done + 1, after, report
+
+    _, rows, report = jax.lax.while_loop(unfinished, advance, (jnp.int32(0), rows, empty))
+    return rows, report
+
+
+def _packed(emitted: Emitted, after: Rows) -> Int[Array, "B n"]:
+    """What a round did, as one array; see :class:`Report`."""
+    ends = jnp.stack([emitted.count, after.done, emitted.accepted], axis=1)
+    return jnp.concatenate([ends, emitted.tokens], axis=1)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launch did, on the host: ``r`` rounds."""
+
+    count: np.ndarray
+    """``[r, B]`` tokens that each row emitted, 0 where it was done."""
+    done: np.ndarray
+    """``[r, B]`` whether the row has met a stop token or its budget."""
+    accepted: np.ndarray
+    """``[r, B]`` how many tokens, the first ones, were accepted draft tokens."""
+    tokens: np.ndarray
+    """``[r, B, h]`` the emitted tokens; garbage from the count on."""
+
+    @classmethod
+    def of(cls, packed: np.ndarray) -> "Report":
+        """Unpack the report of :func:`one_round` or :func:`many_rounds`."""
+        # A round in which no row emits ends the loop, or was launched behind the last one.
+        packed = packed[(packed[:, :, 0] > 0).any(axis=1)]
+        return cls(packed[..., 0], packed[..., 1] != 0, packed[..., 2], packed[..., 3:])
