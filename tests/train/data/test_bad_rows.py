@@ -100,7 +100,9 @@ def test_packed_files_are_read_anew_when_their_content_changes(tmp_path: Path) -
         file.write(text.encode())
     assert said(load(tmp_path / "*.jsonl.*")) == ["good"] * 6
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "new"}\n\n5'))
-    with pytest.raises(ValueError, match="line 3 of .*a.jsonl.gz: the line is a int"):
+    with pytest.raises(
+        ValueError, match="line 3 of .*a.jsonl.gz: the line must be one JSON object, got "
+    ):
         load(tmp_path / "a.jsonl.gz")
     assert said(load(tmp_path / "a.jsonl.gz", max_bad_rows=1)) == ["new"]
 
