@@ -1,7 +1,8 @@
-"""Generation options under their Hugging Face names, checked, one value per row.
+"""Generation options under their Hugging Face names, checked, with one value per row.
 
-Everything may be a scalar for all rows or a sequence with one value per row. What speculative
-decoding cannot honour (beams, penalties, constraints) is refused by name, never ignored.
+An option is one value for all rows, or a sequence with one value per row. Options of transformers
+without an effect here are accepted. Those that speculative decoding does not support, such as
+beams, penalties and constraints, are refused by name.
 """
 
 import difflib
@@ -27,7 +28,7 @@ from longspec_jax.decoding.sampling import Sampling
 
 DEFAULT_NEW_TOKENS = 256
 TRANSFORMERS_TOP_K = 50
-"""The ``top_k`` of a GenerationConfig that names none, wherever transformers samples with it."""
+"""The ``top_k`` with which transformers samples from a GenerationConfig that sets none."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -118,7 +119,7 @@ class RowOptions:
     stop_tokens: tuple[tuple[int, ...], ...]
 
     def request(self) -> Request:
-        """The arrays the decode loop takes; stop sets are padded to few widths, few compiles."""
+        """The arrays of the decode loop; stop sets are padded to multiples of 4 to compile less."""
         widest = max(map(len, self.stop_tokens))
         stops = np.full((len(self.stop_tokens), -(-max(widest, 1) // 4) * 4), -1, np.int32)
         for row, tokens in zip(stops, self.stop_tokens, strict=True):
@@ -242,7 +243,7 @@ def _supported(
     if refused:
         named = ", ".join(f"{name}={shown(refused[name])}" for name in sorted(refused))
         raise NotImplementedError(
-            f"{named}: speculative decoding does not support it; leave it out, or decode with "
+            f"{named}: not supported by speculative decoding; leave out, or decode with "
             "transformers"
         )
     return found
@@ -268,7 +269,7 @@ def _rest(name: str, max_length: Any, prompt_lengths: Sequence[int]) -> list[int
 
 
 def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int) -> np.ndarray:
-    """Temperatures of the rows, with ``do_sample`` worked in."""
+    """Temperatures of the rows: 0 where ``do_sample`` chooses the most likely token."""
     sample = merged.get("do_sample")
     if not isinstance(sample, bool | np.bool_ | None):
         raise ValueError(
@@ -276,7 +277,7 @@ def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int)
             "temperature 0 draws the argmax"
         )
     if "temperature" in given and "do_sample" not in given:
-        sample = None  # An explicit temperature says by itself whether to sample.
+        sample = None  # A temperature in the call decides alone whether to sample.
     given_or_default = merged.get("temperature", 1.0 if sample else 0.0)
     values = _by_row("temperature", given_or_default, rows, SAMPLING["temperature"])
     array = np.asarray(values, np.float32)
@@ -293,7 +294,7 @@ def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int)
 
 
 def _check_no_filter(resolved: RowOptions, given: Mapping[str, Any]) -> None:
-    """Refuse to be told which tokens to draw from where the most likely one is taken."""
+    """Refuse filters in a call that draws no samples."""
     acts = {"top_k": (resolved.top_k > 0).any(), "top_p": (resolved.top_p < 1).any()}
     for name, act in acts.items():
         if name in given and act:
@@ -343,7 +344,7 @@ def _no_stop_set(value: Any) -> ValueError:
 
 
 def _check_vocabulary(stop_tokens: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Refuse to wait for a token that cannot come."""
+    """Refuse stop tokens outside the vocabulary."""
     for row, tokens in enumerate(stop_tokens):
         for token in tokens:
             if token >= vocab_size:
@@ -358,10 +359,10 @@ def _by_row(name: str, value: Any, rows: int, allowed: Whole | Real) -> list[Any
     """A number per row.
 
     Args:
-      name: of the option, as the user wrote it.
+      name: of the option.
       value: a number, or a sequence with one per row.
-      rows: how many.
-      allowed: what a number must be.
+      rows: number of rows.
+      allowed: the rule of one number.
 
     Raises:
       ValueError: for anything else.
@@ -388,5 +389,5 @@ def _by_row(name: str, value: Any, rows: int, allowed: Whole | Real) -> list[Any
 
 
 def _in_row(row: int, rows: int) -> str:
-    """Where a bad value stands: nothing to say if there is one row only."""
+    """The row of a bad value, for an error message; empty if there is only one."""
     return f" of row {row}" if rows > 1 else ""
