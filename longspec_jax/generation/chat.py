@@ -34,7 +34,7 @@ number."""
 EXPONENT = 64
 """Largest power."""
 UNBOUNDED = frozenset(
-    "center expandtabs format format_map ljust rjust round to_bytes translate urlize wordwrap "
+    "center encode expandtabs format format_map ljust rjust round to_bytes translate urlize wordwrap "
     "zfill".split()
 )
 """Methods of texts and numbers, and filters, that are refused: their results are as large as a
@@ -318,8 +318,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             _require_at_most(EXPONENT, _size(right))
         elif operator == "*":
             _require_at_most(CHARACTERS, _size(left) * _size(right))
-        elif operator == "%" and re.search(r"[0-9]{5}|\*", str(left)):
-            raise TemplateError(f"the format {shown(left)} has a field without a bound")
+        elif operator == "%" and isinstance(left, str) and re.search(r"[0-9]{5}|\*", left):
+            raise TemplateError(f"a field of the format {shown(left)} is too wide, or computed")
         result = super().call_binop(context, operator, left, right)
         _require_at_most(CHARACTERS, _size(result))
         return result

@@ -204,7 +204,7 @@ def test_other_threads_have_their_own_time(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        ("{{ '%d %% %5d%%' % (1, 2024) }}", "1 %  2024%"),
+        ("{{ '%d %% %5d%%' % (1, 2024) }} {{ 1234567 % 1000 }}", "1 %  2024% 567"),
         (r"{{ 'a\nb' | indent(2) }} {{ 'a\nb' | indent('> ', first=true) }}", "a\n  b > a\n> b"),
         ("{{ {'a': [1]} | tojson(indent=1) }}", '{\n "a": [\n  1\n ]\n}'),
     ],
