@@ -34,8 +34,8 @@ number."""
 EXPONENT = 64
 """Largest power."""
 UNBOUNDED = frozenset(
-    "center encode expandtabs format format_map ljust rjust round to_bytes translate urlize wordwrap "
-    "zfill".split()
+    "center encode expandtabs format format_map ljust rjust round to_bytes translate urlize "
+    "wordwrap zfill".split()
 )
 """Methods of texts and numbers, and filters, that are refused: their results are as large as a
 number says, or their time grows faster than the text."""
