@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from longspec_jax.generation import chat
-from longspec_jax.generation.chat import VICUNA_TEMPLATE, plain_messages, render, render_chat
+from longspec_jax.generation import template
+from longspec_jax.generation.chat import VICUNA_TEMPLATE, plain_messages, render_chat
+from longspec_jax.generation.template import render
 from tests.generation.test_text import byte_level
 
 LLAMA_3 = (
@@ -168,7 +169,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("case", ENDLESS)
 def test_endless_templates_are_stopped(case, monkeypatch) -> None:
-    monkeypatch.setattr(chat, "SECONDS", 0.2)
+    monkeypatch.setattr(template, "SECONDS", 0.2)
     tracer, begin = sys.gettrace(), time.monotonic()
     with pytest.raises(ValueError, match=r"the chat template cannot render .*; pass another one"):
         render_chat(with_template(ENDLESS[case]), MESSAGES)
@@ -177,7 +178,7 @@ def test_endless_templates_are_stopped(case, monkeypatch) -> None:
 
 
 def test_messages_larger_than_any_prompt_are_refused_before_they_are_rendered(monkeypatch) -> None:
-    monkeypatch.setattr(chat, "CHARACTERS", 100)
+    monkeypatch.setattr(template, "CHARACTERS", 100)
     assert render("{{ messages[0].content }}", {"messages": [{"content": "a" * 75}]}) == "a" * 75
     with pytest.raises(ValueError, match="stopped at a text or number beyond 100"):
         render_chat(with_template("{% if 0 %}{% endif %}"), [{"role": "user", "content": "a" * 99}])
@@ -185,13 +186,13 @@ def test_messages_larger_than_any_prompt_are_refused_before_they_are_rendered(mo
 
 def test_other_threads_have_their_own_time(monkeypatch) -> None:
     """A template that is stopped in one thread stops none in another."""
-    monkeypatch.setattr(chat, "SECONDS", 0.3)
+    monkeypatch.setattr(template, "SECONDS", 0.3)
     failed = []
 
     def endless() -> None:
         try:
             render(ENDLESS["loops in loops"], {})
-        except chat.TemplateError as error:
+        except template.TemplateError as error:
             failed.append(str(error))
 
     thread = threading.Thread(target=endless)
