@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import longspec_jax
-from longspec_jax.checks import Whole
+from longspec_jax.checks import SAMPLING, Whole
 from longspec_jax.commands import command_name
-from longspec_jax.config import ATTENTION, TreeConfig
+from longspec_jax.config import ATTENTION
 from longspec_jax.drafters.kinds import NAMED
 from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, DEMO_NAME, DRAFTS
-from longspec_jax.generation.ranges import SAMPLING
 from longspec_jax.mesh_argument import GRAMMAR as MESH_GRAMMAR
 from longspec_jax.mesh_argument import mesh_argument
 
@@ -136,7 +135,7 @@ def add_models(result: argparse.ArgumentParser, drafter_help: str) -> Any:
 def _add_trees(group: Any) -> None:
     group.add_argument(
         "--tree",
-        type=verified_tree,
+        type=tree_argument,
         help=f"what the draft proposes in a round: {GRAMMAR}. none: plain decoding. Without "
         "--tree, what turns out fastest on this machine, which may be none",
     )
@@ -228,17 +227,6 @@ def word_argument(text: str) -> str:
 def path_argument(text: str) -> str:
     """A file or folder, ``~`` for the home as in a shell."""
     return str(Path(text).expanduser()) if word_argument(text).startswith("~") else text
-
-
-def verified_tree(text: str) -> TreeConfig:
-    """A tree of which more than the root is verified, unless it is none."""
-    tree = tree_argument(text)
-    if tree.widths and tree.num_nodes == 1:
-        raise argparse.ArgumentTypeError(
-            f"{text} verifies the root alone, which the target knows already; write none for plain "
-            "decoding, or a budget from 2"
-        )
-    return tree
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -74,7 +74,8 @@ def _words(error: Exception) -> tuple[str, int]:
         if missing := missing_extra(error):
             return f"error: {missing}", BAD_INPUT
     if isinstance(error, USER_ERRORS):
-        return f"error: {error}", BAD_INPUT
+        # Python itself raises a MemoryError without a message.
+        return f"error: {str(error) or 'not enough memory'}", BAD_INPUT
     if isinstance(error, FloatingPointError):  # A model that overflows.
         return f"error: {error}", FAILED
     [first, *_] = [*str(error).splitlines(), ""]

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longspec_jax.checks import Real, Whole, shown
-from longspec_jax.generation.messages import plain_messages
-from longspec_jax.generation.ranges import SAMPLING, TOKEN
+from longspec_jax.checks import SAMPLING, TOKEN, Real, Whole, shown
+from longspec_jax.generation.chat import plain_messages
 
 ROLES = ("system", "user", "assistant")
 SOURCES = ("prompt", "messages", "input_ids")
@@ -115,7 +114,7 @@ def read_messages(source: str) -> Any:
 
 def _joined(messages: Any) -> Any:
     """The list of messages in an object that holds one, as chat files often do."""
-    return messages.get("messages") if isinstance(messages, dict) else messages
+    return messages.get("messages", messages) if isinstance(messages, dict) else messages
 
 
 def read_batch(path: str) -> list[Prompt]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from longspec_jax.generation.chat import VICUNA_TEMPLATE, render_chat
-from longspec_jax.generation.inputs import require_tokenizer, to_prompt
+from longspec_jax.generation.inputs import encode_text, require_tokenizer, to_prompt
 
 from .prompt_files import check_messages
 
@@ -62,7 +62,13 @@ STYLES: dict[str, Encode] = {
 }
 
 
-def encode(tokenizer: Any, vocab_size: int, item: Any, style: str | None = None) -> list[int]:
+def encode(
+    tokenizer: Any,
+    vocab_size: int,
+    item: Any,
+    style: str | None = None,
+    max_positions: int | None = None,
+) -> list[int]:
     """Token ids of one prompt.
 
     Args:
@@ -71,6 +77,7 @@ def encode(tokenizer: Any, vocab_size: int, item: Any, style: str | None = None)
       item: text, chat messages or token ids.
       style: a name from ``STYLES``; text then is a user's message. Without one, text stays as it is
         and messages take the tokenizer's own template.
+      max_positions: of the target; plain text that cannot fit is refused before it is tokenised.
     """
     if style is not None and isinstance(item, str):
         if not item:
@@ -78,8 +85,9 @@ def encode(tokenizer: Any, vocab_size: int, item: Any, style: str | None = None)
         item = [{"role": "user", "content": item}]
     if isinstance(item, Sequence) and item and isinstance(item[0], Mapping):
         item = STYLES[style or "native"](tokenizer, check_messages(item))
-    return to_prompt(item if item else [[]], tokenizer, vocab_size).tolist()
+    prompt = item if item else [[]]
+    return to_prompt(prompt, tokenizer, vocab_size, max_positions=max_positions).tolist()
 
 
 def _apply(tokenizer: Any, messages: Messages, template: str | None) -> list[int]:
-    return render_chat(tokenizer, messages, template)
+    return encode_text(tokenizer, render_chat(tokenizer, messages, template), special=False)

@@ -159,7 +159,9 @@ class Session:
     def _encode(self, prompt: Prompt) -> list[int]:
         config, style = self._spec.target_config, self._arguments.prompt_style
         with command_words([prompt.name], of=prompt.name):
-            return prompts_lib.encode(self._spec.tokenizer, config.vocab_size, prompt.item, style)
+            return prompts_lib.encode(
+                self._spec.tokenizer, config.vocab_size, prompt.item, style, config.max_positions
+            )
 
     def _columns(self, rows: Sequence[Prompt]) -> dict[str, list[Any]]:
         """The options of a batch, one value per row."""

@@ -53,9 +53,8 @@ from longspec_jax.generation.memory import (
     free_bytes,
     free_pinned_bytes,
 )
-from longspec_jax.generation.notices import Notices
 from longspec_jax.generation.options import GenerateOptions, resolve
-from longspec_jax.generation.result import GenerateResult, StreamRound
+from longspec_jax.generation.result import GenerateResult, Notices, StreamRound
 from longspec_jax.generation.run import Begin, Run
 from longspec_jax.generation.timings import KnownTimings
 from longspec_jax.loading import load_drafts, load_with_tokenizer

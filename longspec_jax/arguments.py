@@ -1,16 +1,16 @@
-"""What a ``LongSpec`` may be made of, refused in words before anything is read or computed.
+"""Checks of the arguments of ``LongSpec``, made before anything is read or computed.
 
-One table of rules for the constructors; the options of a call are checked by
+One table of rules for the constructors and calls. The generation options of a call are checked by
 :mod:`longspec_jax.generation.options`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from jax.sharding import Mesh
 
-from longspec_jax.checks import is_whole, shown
+from longspec_jax.checks import as_plain, is_whole, shown, whole_number
 from longspec_jax.config import ATTENTION, MESH_AXES, TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.kinds import NAMED, is_name
@@ -19,6 +19,8 @@ from longspec_jax.drafters.retrieval import RetrievalDraft
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LARGEST_CHUNK = 2048
 """Tokens of one prefill step that any target takes; more only if it has more positions."""
+LONGEST_SOURCE = 4096
+"""Characters of a path that operating systems take."""
 
 
 class _Rule(NamedTuple):
@@ -27,7 +29,12 @@ class _Rule(NamedTuple):
 
 
 def _is_source(value: Any) -> bool:
-    return isinstance(value, str | Path) and bool(str(value))
+    text = str(value)
+    return isinstance(value, str | Path) and 0 < len(text) <= LONGEST_SOURCE and "\0" not in text
+
+
+def _has_methods(value: Any, *names: str) -> bool:
+    return all(callable(getattr(value, name, None)) for name in names)
 
 
 def _is_tokenizer(value: Any) -> bool:
@@ -39,6 +46,9 @@ _REVISION = _Rule(
     lambda value: value is None or (isinstance(value, str) and value != ""),
     "the name of a branch, tag or commit on the hub",
 )
+_CALLBACK = _Rule(
+    lambda value: value is None or callable(value), "a function of one argument, or left out"
+)
 _RULES = {
     "target_config": _Rule(lambda value: isinstance(value, TargetConfig), "a TargetConfig"),
     "target": _Rule(_is_source, _SOURCE),
@@ -47,7 +57,10 @@ _RULES = {
         f"{_SOURCE}, or {', '.join(NAMED)}; or a list of these",
     ),
     "draft_options": _Rule(
-        lambda value: value is None or isinstance(value, Mapping),
+        lambda value: (
+            value is None
+            or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
+        ),
         'options of the draft by name, such as {"int8": True}',
     ),
     "dtype": _Rule(
@@ -81,14 +94,22 @@ _RULES = {
     "prefill_chunk": _Rule(
         lambda value: is_whole(value) and value >= 1, "a number of tokens, at least 1"
     ),
+    "adaptive": _Rule(lambda value: isinstance(value, bool), "True or False"),
+    "streamer": _Rule(
+        lambda value: value is None or _has_methods(value, "put", "end"),
+        "a transformers streamer, an object with the methods put and end",
+    ),
+    "on_round": _CALLBACK,
+    "on_activity": _CALLBACK,
 }
 
 
 def check_arguments(**values: Any) -> None:
-    """Refuse an argument of a constructor that is not what its name says.
+    """Refuse an argument of a constructor or a call that is not what its name says.
 
     Args:
-      **values: arguments of ``LongSpec`` or of ``LongSpec.from_pretrained``, by name.
+      **values: arguments of ``LongSpec``, of ``LongSpec.from_pretrained`` or of
+        ``LongSpec.generate``, by name.
 
     Raises:
       ValueError: names the argument, the value and what it must be.
@@ -159,6 +180,49 @@ def check_chunk(prefill_chunk: int, max_positions: int) -> None:
             f"prefill_chunk={prefill_chunk} is more than any prompt of this target "
             f"(max_positions={max_positions}) has use for; pass at most {most}"
         )
+
+
+def check_plan(rows: Any, prompt_tokens: Any, max_new_tokens: Any) -> None:
+    """Refuse sizes of a planned call that are not whole numbers from 1.
+
+    Raises:
+      ValueError: names the argument.
+    """
+    whole_number("rows", rows)
+    whole_number("prompt_tokens", prompt_tokens)
+    whole_number("max_new_tokens", max_new_tokens)
+
+
+def check_gap(tokens: Any, plain: Any, other: Any, vocab_size: int) -> list[int]:
+    """Refuse what is no row of tokens with two candidates for its next token.
+
+    Returns:
+      The tokens of the row.
+
+    Raises:
+      ValueError: names the argument.
+    """
+    row = as_plain(tokens)
+    if isinstance(row, str | bytes) or not isinstance(row, Sequence) or len(row) < 2:
+        raise ValueError(
+            f"tokens={shown(tokens)} must be the token ids of one row, prompt and text, at least 2"
+        )
+    whole_number("plain", plain, 0, vocab_size - 1)
+    whole_number("other", other, 0, vocab_size - 1)
+    return [whole_number("tokens", token, 0, vocab_size - 1) for token in row]
+
+
+def refuse_pickling(model: Any) -> NoReturn:
+    """Refuse to pickle or deep-copy a loaded model, which holds device arrays and programs.
+
+    Raises:
+      TypeError: always.
+    """
+    raise TypeError(
+        f"a {type(model).__name__} cannot be pickled or copied, as it holds arrays of the device "
+        "and compiled programs; load it again in the other process, or use dataclasses.replace "
+        "for one with other settings"
+    )
 
 
 def check_offload(mesh: Mesh | None, row_slots: int | None) -> None:

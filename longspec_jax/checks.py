@@ -79,6 +79,18 @@ class Word:
         return None if isinstance(value, str) and value else "a word"
 
 
+SAMPLING: dict[str, Whole | Real] = {
+    "max_new_tokens": Whole(1),
+    "temperature": Real(0.0, LARGEST_FLOAT32, ">= 0 (0 is greedy) and finite"),
+    "top_k": Whole(0, note=" (0 keeps all tokens)"),
+    "top_p": Real(0.0, 1.0, "in (0, 1] (1 keeps all tokens)", includes_least=False),
+    "seed": Whole(0, 2**32 - 1),
+}
+"""Values of the generation options, of the library, the commands and batch files alike."""
+TOKEN = Whole(0)
+"""Values of a token id; the size of the vocabulary is checked where the target is known."""
+
+
 def whole_number(name: str, value: Any, least: int = 1, most: int = LARGEST_WHOLE) -> int:
     """The value as an integer.
 
@@ -101,7 +113,15 @@ def finite_number(name: str, value: Any, least: float, most: float = LARGEST_NUM
     raise ValueError(f"{name}={shown(value)} must be a number from {least:g} to {most:g}")
 
 
+def as_plain(value: Any) -> Any:
+    """Python's own numbers and lists for an array of numpy, jax or torch."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def shown(value: Any) -> str:
-    """A value for a message: as Python writes it, cut where it is no longer read."""
-    text = repr(value)
+    """A value for a message: as Python writes it, cut after :data:`LONGEST_SHOWN` characters."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply to show"
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

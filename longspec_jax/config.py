@@ -210,6 +210,11 @@ class TreeConfig:
                 f"worth, from {SMALLEST_GAIN} to 1, got {shown(self.threshold)}; leave it out to "
                 f"grow all {self.num_levels} levels"
             )
+        if self.widths and self.num_nodes == 1:
+            raise ValueError(
+                f"the tree {self} verifies the root alone, which the target knows already; use "
+                "the tree none for plain decoding, or a budget of at least 2"
+            )
 
     def _check_chain(self, chain: Any) -> None:
         """Refuse a chain that the widths or the budget do not hold."""
@@ -218,10 +223,12 @@ class TreeConfig:
                 f"chain={shown(chain)} must be a number of first levels of width 1 in the tree "
                 f"{shown(self.widths)}; chain:4/2,3 has four of them before its 2,3"
             )
-        if self.budget is not None and is_whole(self.budget) and self.budget <= chain:
+        least = min(chain + 2, self.num_grown)
+        if self.budget is not None and is_whole(self.budget) and self.budget < least:
             raise ValueError(
-                f"a tree budget of {self.budget} leaves no node for what is at the end of a chain "
-                f"of {chain}, all of which is verified; allow at least {chain + 2}"
+                f"a tree budget of {self.budget} leaves no node for the tree at the end of a chain "
+                f"of {chain}: the root and the chain are always verified; allow at least "
+                f"{least}"
             )
 
     @classmethod

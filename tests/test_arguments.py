@@ -1,5 +1,7 @@
 """The parts of a ``LongSpec`` are refused in words, before anything is read."""
 
+import copy
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from longspec_jax import PLAIN, LongSpec, TreeConfig, make_mesh
-from longspec_jax.arguments import as_tree
+from longspec_jax.arguments import as_tree, check_arguments, check_gap, check_plan, refuse_pickling
 from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.kinds import LONGSPEC, SMALL_LM
 from longspec_jax.drafters.registry import load_draft, options_of
@@ -28,12 +30,18 @@ BAD: dict[str, list[Any]] = {
 }
 BAD_TO_LOAD: dict[str, list[Any]] = {
     **BAD,
-    "target": [None, "", 3, b"x", ["x"]],
+    "target": [None, "", 3, b"x", ["x"], "x" * 5000, "a\0b"],
     "draft": ["", 3, False, b"x", [], ["ngram", 3]],
     "dtype": ["int8", None, "", "fp16", np.float32, 16],
     "revision": ["", 3, True],
     "draft_revision": ["", 3, True],
-    "draft_options": ["int8", 3, ["int8"], True],
+    "draft_options": ["int8", 3, ["int8"], True, {5: 1}],
+}
+BAD_TO_CALL: dict[str, list[Any]] = {
+    "streamer": [object(), 3, "stdout", print],
+    "on_round": [5, "print", [print]],
+    "on_activity": [5, "print", [print]],
+    "adaptive": [None, 1, "yes"],
 }
 
 
@@ -63,6 +71,58 @@ def test_arguments_that_are_none(name, value) -> None:
     if name not in ("target", "draft"):
         with pytest.raises(ValueError, match=f"^{name}=.* must be "):
             LongSpec.demo(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), cases(BAD_TO_CALL))
+def test_arguments_of_a_call_that_are_none(name, value) -> None:
+    with pytest.raises(ValueError, match=f"^{name}=.* must be "):
+        check_arguments(**{name: value})
+
+
+def test_arguments_of_a_call_that_are_fine() -> None:
+    class Streamer:
+        put = end = print
+
+    check_arguments(streamer=Streamer(), on_round=print, on_activity=None, adaptive=True)
+    check_arguments(streamer=None, on_round=None, on_activity=[].append, adaptive=False)
+
+
+@pytest.mark.parametrize("name", ["rows", "prompt_tokens", "max_new_tokens"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "8", None, [8]])
+def test_sizes_of_a_plan(name, value) -> None:
+    sizes = dict(rows=1, prompt_tokens=1, max_new_tokens=1)
+    check_plan(**sizes)
+    with pytest.raises(ValueError, match=f"^{name}=.* must be a whole number from 1"):
+        check_plan(**{**sizes, name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, 1, 2), "^tokens=3 must be the token ids of one row"),
+        (("ab", 1, 2), "^tokens='ab' must be the token ids of one row"),
+        (([1], 1, 2), r"^tokens=\[1\] must be the token ids of one row, .* at least 2"),
+        (([[1, 2], [3]], 1, 2), r"^tokens=\[1, 2\] must be a whole number from 0 to 16"),
+        (([1, 17], 1, 2), "^tokens=17 must be a whole number from 0 to 16"),
+        (([1, 2], "a", 2), "^plain='a' must be a whole number from 0 to 16"),
+        (([1, 2], 1, -1), "^other=-1 must be a whole number from 0 to 16"),
+        (([1, 2], 1, None), "^other=None must be a whole number"),
+    ],
+    ids=str,
+)
+def test_tokens_of_a_gap(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_gap(*arguments, vocab_size=17)
+    assert check_gap(np.asarray([1, 16]), np.int64(0), 16, vocab_size=17) == [1, 16]
+
+
+def test_a_model_is_not_pickled() -> None:
+    class Model:
+        __getstate__ = refuse_pickling
+
+    for way in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match="a Model cannot be pickled or copied.*load it again"):
+            way(Model())
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,16 @@ def test_budgets_that_are_none(budget) -> None:
         TreeConfig(budget=budget)
 
 
+@pytest.mark.parametrize("text", ["4,16@1", "chain:3@1"])
+def test_a_budget_of_the_root_alone(text) -> None:
+    shape = TreeConfig.parse(text.removesuffix("@1"))
+    with pytest.raises(ValueError, match=f"^the tree {text} verifies the root alone.*at least 2$"):
+        TreeConfig.parse(text)
+    with pytest.raises(ValueError, match="verifies the root alone"):
+        TreeConfig(shape.widths, budget=1)
+    assert TreeConfig(shape.widths, budget=2).num_nodes == 2 and PLAIN == TreeConfig(())
+
+
 @pytest.mark.parametrize("threshold", [0, -0.5, 1.5, True, "0.7", math.nan, 1e-9])
 def test_thresholds_that_are_none(threshold) -> None:
     with pytest.raises(ValueError, match="threshold.*from 0.001 to 1, got .*leave it out"):
@@ -116,6 +126,7 @@ def test_a_chain_with_a_tree_at_its_end() -> None:
         (dict(widths=(1, 1), chain=-1), "chain=-1 must be a number of first levels"),
         (dict(widths=(1, 1), chain=True), "chain=True must be a number of first levels"),
         (dict(widths=(1, 1, 2), budget=2, chain=2), "budget of 2 leaves no node.*at least 4"),
+        (dict(widths=(1, 1, 2), budget=3, chain=2), "budget of 3 leaves no node.*at least 4"),
     ],
 )
 def test_chains_that_a_tree_does_not_begin_with(tree, message) -> None:

@@ -24,11 +24,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from longspec_jax.checks import Real, Whole
+from longspec_jax.checks import SAMPLING, Real, Whole
 from longspec_jax.commands import command_name
 from longspec_jax.config import TreeConfig
 from longspec_jax.extras import missing_extra
-from longspec_jax.generation.ranges import SAMPLING
 from longspec_jax.mesh_argument import GRAMMAR, mesh_argument
 
 COMMAND = command_name(__package__, "regenerate")

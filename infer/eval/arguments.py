@@ -5,11 +5,10 @@ import importlib.util
 from pathlib import Path
 
 import longspec_jax
-from longspec_jax.checks import Whole
+from longspec_jax.checks import SAMPLING, Whole
 from longspec_jax.commands import command_name
 from longspec_jax.config import PLAIN
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
-from longspec_jax.generation.ranges import SAMPLING
 
 from ..arguments import add_models, is_demo, path_argument, word_argument
 from ..boundary import Parser

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from longspec_jax.checks import shown
+
 
 @dataclass(frozen=True)
 class Wording:
@@ -52,8 +54,7 @@ def text_field(row: Mapping[str, Any], name: str, where: str) -> str:
         )
     value = row[name]
     if not isinstance(value, str):
-        kind = type(value).__name__
-        raise ValueError(f"{where}: {name!r} must be text and is a {kind}; convert it to a string")
+        raise ValueError(f"{where}: {name!r} must be text, got {shown(value)}; convert it first")
     if not value.strip():
         raise ValueError(f"{where}: {name!r} is empty; remove the row, or fill it in")
     return value

@@ -1,12 +1,75 @@
-"""Chat messages to token ids, by the template that comes with a tokenizer or another one."""
+"""Chat messages, checked, and their text by a chat template.
 
-from collections.abc import Mapping, Sequence
+Quick to import: the commands refuse bad messages before the library's slow imports.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from longspec_jax.checks import shown
-from longspec_jax.generation import template_sandbox
-from longspec_jax.generation.messages import plain_messages
-from longspec_jax.generation.tokens import encode_text
+
+CONTENT = 'text, or a list of parts {"type": "text", "text": ...}'
+
+
+def plain_messages(
+    messages: Any, where: str = "", shown: Callable[[Any], str] = shown
+) -> list[dict[str, Any]]:
+    """The messages, each with its content as one text; parts of text are joined.
+
+    Args:
+      messages: what the caller gave.
+      where: the file or option that holds them; error messages begin with it.
+      shown: writes a value for an error message.
+
+    Raises:
+      ValueError: for anything but a list of messages with role and content.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise ValueError(
+            f"{where or 'messages'} must be a list of objects with role and content, at least one, "
+            f"got {shown(messages)}"
+        )
+    prefix = f"{where}: " if where else ""
+    return [
+        _Message(f"{prefix}message {index}", shown).plain(message)
+        for index, message in enumerate(messages)
+    ]
+
+
+@dataclass(frozen=True)
+class _Message:
+    """One message of a conversation."""
+
+    name: str
+    shown: Callable[[Any], str]
+
+    def plain(self, message: Any) -> dict[str, Any]:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise ValueError(f"{self.name} must have role and content, got {self.shown(message)}")
+        role = message["role"]
+        if not isinstance(role, str):
+            raise ValueError(f"{self.name}: the role must be text, got {self.shown(role)}")
+        others = {key: value for key, value in message.items() if value is not None}
+        return {**others, "content": self._text(message["content"])}
+
+    def _text(self, content: Any) -> str:
+        if isinstance(content, str):
+            return content
+        if isinstance(content, list | tuple) and content:
+            return "".join(map(self._part, content))
+        raise ValueError(f"{self.name}: the content must be {CONTENT}, got {self.shown(content)}")
+
+    def _part(self, part: Any) -> str:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        text = part.get("text") if is_text else None
+        if isinstance(text, str):
+            return text
+        raise ValueError(
+            f'{self.name}: a part of the content must be {{"type": "text", "text": ...}}, got '
+            f"{self.shown(part)}; images and sound are not supported"
+        )
+
 
 VICUNA_TEMPLATE = (
     "{{ bos_token }}"
@@ -29,11 +92,10 @@ VICUNA_TEMPLATE = (
 
 def render_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None = None
-) -> list[int]:
-    """Token ids of a conversation, up to where the assistant's answer begins.
+) -> str:
+    """The text of a conversation, up to where the assistant's answer begins.
 
-    The ids are those of ``tokenizer.apply_chat_template``, but a template that would run for ever,
-    or fill the memory, is stopped.
+    It is the text of ``tokenizer.apply_chat_template``, which also holds the special tokens.
 
     Args:
       tokenizer: a transformers tokenizer.
@@ -42,7 +104,8 @@ def render_chat(
       template: a Jinja template instead of the tokenizer's own, or the name of one of its own.
 
     Raises:
-      ValueError: for what is no conversation, no template, or a template that cannot render it.
+      ValueError: for messages or a template that are none, and for a template that cannot render
+        the messages or exceeds a bound.
     """
     variables = {
         **getattr(tokenizer, "special_tokens_map", {}),
@@ -52,14 +115,15 @@ def render_chat(
         "add_generation_prompt": True,
     }
     source = _template(tokenizer, template)
+    from longspec_jax.generation.template import render  # Late: jinja2 is slow to import.
+
     try:
-        text = template_sandbox.render(source, variables)
-    except Exception as error:  # A template raises what Python raises: its author wrote a program.
+        return render(source, variables)
+    except Exception as error:  # A template is a program: it may raise anything.
         raise ValueError(
             f"the chat template cannot render these messages: {error} ({type(error).__name__}); "
             "pass another one as chat_template=, or the prompt as text"
         ) from error
-    return encode_text(tokenizer, text, special=False)
 
 
 def _template(tokenizer: Any, template: str | None) -> str:

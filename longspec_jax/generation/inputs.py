@@ -1,6 +1,6 @@
-"""Prompts from whatever a caller has: text, chat messages or token ids, one row or many.
+"""Token ids of prompts given as text, chat messages or token ids, one row or many.
 
-Rows keep their own length; nothing is padded, truncated or skipped here.
+Rows keep their own length: nothing is padded or truncated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from longspec_jax.checks import is_whole, shown
+from longspec_jax.checks import as_plain, is_whole, shown
 from longspec_jax.generation.chat import render_chat
-from longspec_jax.generation.tokens import encode_text
-from longspec_jax.generation.values import as_plain
 
 Inputs: TypeAlias = Any
 """Text, chat messages (``[{"role": ..., "content": ...}, ...]``), token ids, or a list of one of
@@ -22,8 +20,16 @@ Prompts: TypeAlias = tuple[np.ndarray, ...]
 """Token ids of every row, int32, not empty."""
 
 
+SHORT = 8
+"""Characters for each position below which a text is tokenised without a look at its length."""
+
+
 def to_prompts(
-    inputs: Inputs, tokenizer: Any, vocab_size: int, chat_template: str | None = None
+    inputs: Inputs,
+    tokenizer: Any,
+    vocab_size: int,
+    chat_template: str | None = None,
+    max_positions: int | None = None,
 ) -> Prompts:
     """Tokenise the inputs and check every row.
 
@@ -32,10 +38,13 @@ def to_prompts(
       tokenizer: a transformers tokenizer, or None if the inputs are token ids.
       vocab_size: width of the target's logits; every token id lies below.
       chat_template: a Jinja template for messages instead of the tokenizer's own.
+      max_positions: of the target; a text that cannot fit is refused before it is tokenised, which
+        may take minutes. Unchecked if absent.
 
     Raises:
-      ValueError: for no rows, an empty row, an id outside the vocabulary, text without a tokenizer
-        or chat template that could turn it into ids, or a chat template without messages.
+      ValueError: for no rows, an empty row, an id outside the vocabulary, a text that is too long,
+        text without a tokenizer or chat template that could turn it into ids, or a chat template
+        without messages.
     """
     items = _rows(inputs)
     if not items:
@@ -44,21 +53,26 @@ def to_prompts(
     rows = []
     for prefix, item in zip(where, items, strict=True):
         try:
-            rows.append(_encode(item, tokenizer, vocab_size, chat_template))
+            ids = _token_ids(item, tokenizer, chat_template, max_positions)
+            rows.append(_checked(ids, vocab_size))
         except ValueError as error:
             raise ValueError(f"{prefix}{error}") from error
     return tuple(rows)
 
 
 def to_prompt(
-    inputs: Inputs, tokenizer: Any, vocab_size: int, chat_template: str | None = None
+    inputs: Inputs,
+    tokenizer: Any,
+    vocab_size: int,
+    chat_template: str | None = None,
+    max_positions: int | None = None,
 ) -> np.ndarray:
-    """The token ids of a single row; arguments as in :func:`to_prompts`, whose errors it adds to.
+    """The token ids of a single row; arguments and errors as in :func:`to_prompts`.
 
     Raises:
-      ValueError: for more than one row.
+      ValueError: also for more than one row.
     """
-    row, *others = to_prompts(inputs, tokenizer, vocab_size, chat_template)
+    row, *others = to_prompts(inputs, tokenizer, vocab_size, chat_template, max_positions)
     if others:
         raise ValueError(
             f"one prompt is needed here, and {shown(inputs)} holds {1 + len(others)}; make each a "
@@ -119,20 +133,62 @@ def _kept(row: Any, mask: Any) -> Any:
     return [token for token, kept in zip(row, mask, strict=True) if kept]
 
 
-def _encode(row: Any, tokenizer: Any, vocab_size: int, chat_template: str | None) -> np.ndarray:
-    """Token ids of one row, not empty and within the vocabulary."""
+def _token_ids(
+    row: Any, tokenizer: Any, chat_template: str | None, max_positions: int | None
+) -> Any:
+    """Token ids of one row, not checked yet."""
     if isinstance(row, Sequence) and row and isinstance(row[0], Mapping):
-        ids = render_chat(require_tokenizer(tokenizer), row, chat_template)
-    elif chat_template is not None:
+        text = render_chat(require_tokenizer(tokenizer), row, chat_template)
+        return encode_text(tokenizer, text, special=False, max_positions=max_positions)
+    if chat_template is not None:
         raise ValueError(
             "chat_template= makes a prompt of chat messages, and this prompt is none; pass "
             '[{"role": "user", "content": ...}], or leave out the template'
         )
-    elif isinstance(row, str):
-        ids = encode_text(require_tokenizer(tokenizer), row) if row else []
-    else:
-        ids = row
-    return _checked(ids, vocab_size)
+    if not isinstance(row, str):
+        return row
+    if not row:
+        return []
+    return encode_text(require_tokenizer(tokenizer), row, max_positions=max_positions)
+
+
+def encode_text(
+    tokenizer: Any, text: str, *, special: bool = True, max_positions: int | None = None
+) -> list[int]:
+    """Token ids of a text.
+
+    Args:
+      tokenizer: a transformers tokenizer.
+      text: what to tokenise.
+      special: add what the tokenizer puts around a text, such as a beginning-of-text token.
+      max_positions: of the target, see :func:`to_prompts`.
+
+    Raises:
+      ValueError: for a text that is too long, and for half of a surrogate pair, which no UTF-8
+        text and no tokenizer can hold.
+    """
+    if max_positions is not None and len(text) > SHORT * max_positions:
+        _check_characters(tokenizer, len(text), max_positions)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has a lone surrogate, {text[error.start]!r}, at character {error.start}, "
+            "which is no character; read the text as UTF-8, or replace what cannot be read "
+            "(errors='replace')"
+        ) from error
+    return tokenizer(text, add_special_tokens=special)["input_ids"]
+
+
+def _check_characters(tokenizer: Any, characters: int, max_positions: int) -> None:
+    """Refuse a text of more characters than all positions hold, were every token the longest."""
+    longest = max(map(len, tokenizer.get_vocab()))
+    if characters > longest * max_positions:
+        raise ValueError(
+            f"a prompt of {characters} characters cannot fit: the target has "
+            f"max_positions={max_positions}, and the longest token of its tokenizer has {longest} "
+            f"characters; shorten the prompt to far less than {longest * max_positions} characters"
+        )
 
 
 def _checked(ids: Any, vocab_size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a call will need of device memory, known before anything is allocated."""
+"""Device memory that a call needs, computed before anything is allocated."""
 
 import math
 import os
@@ -15,14 +15,14 @@ from longspec_jax.ops.placement import free_device_bytes
 from longspec_jax.sizes import shown_bytes
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""The variable that says how much of the host's memory jax takes for a GPU."""
+"""Environment variable: how much of the host's memory jax uses for a GPU, in GiB."""
 PINNED_GIB = 64
-"""What it is if unset."""
+"""The limit if the variable is not set."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes a call takes on each of its devices: weights and caches exact, the rest an estimate."""
+    """Bytes that a call takes on each device: weights and caches exactly, the rest estimated."""
 
     batch: int
     capacity: int
@@ -30,38 +30,38 @@ class MemoryPlan:
     target_bytes: int
     """Weights of the target."""
     draft_bytes: int
-    """Weights of the draft, the tables it shares with the target not counted."""
+    """Weights of the draft, without the tables that it shares with the target."""
     cache_bytes: int
-    """The target's keys and values, as far as they are on the device: grows with the context."""
+    """The target's keys and values on the device. They grow with the context."""
     draft_state_bytes: int
-    """The draft's own state: of a LongSpec draft it does not grow with the context, with retrieval
-    it holds summaries of the cache's blocks."""
+    """The draft's own state. A LongSpec draft's does not grow with the context; with retrieval it
+    also holds summaries of the cache's blocks."""
     working_bytes: int
-    """Activations of a prefill chunk or logits of a tree, whichever is larger, an estimate; and
-    what is gathered of the cache for partial verification."""
+    """Activations of a prefill chunk or logits of a tree, whichever is larger, estimated; with
+    partial verification also the part of the cache that it copies."""
     host_cache_bytes: int = 0
-    """The target's keys and values in the host's memory, where the cache is offloaded."""
+    """The target's keys and values in the host's memory, if the cache is offloaded."""
 
     @property
     def total_bytes(self) -> int:
-        """Everything on the device."""
+        """All bytes on the device."""
         return self.target_bytes + self.draft_bytes + self.needed_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """What is not loaded yet when the call begins."""
+        """Bytes that the call allocates beside the loaded weights."""
         return self.cache_bytes + self.draft_state_bytes + self.working_bytes
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes that a pytree's arrays take on each of the devices they are spread over."""
+    """Bytes that a pytree's arrays take on each device of their sharding."""
     leaves = jax.tree.leaves(tree)
     shards = (math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
     return sum(size * leaf.dtype.itemsize for size, leaf in zip(shards, leaves, strict=True))
 
 
 def working_bytes(config: TargetConfig, batch: int, chunk: int, nodes: int) -> int:
-    """An estimate of the activations and logits alive at once."""
+    """Estimated bytes of the activations and logits that are alive at once."""
     width = 3 * config.mlp_width + 6 * config.model_width
     activations = batch * chunk * width * jnp.dtype(config.dtype).itemsize
     # Logits, noise, perturbed scores and one sorted or compared copy, float32.
@@ -70,10 +70,10 @@ def working_bytes(config: TargetConfig, batch: int, chunk: int, nodes: int) -> i
 
 
 def free_bytes(mesh: Mesh | None = None) -> int | None:
-    """Bytes that every device can still allocate; None where nothing says.
+    """Bytes that every device can still allocate; None if unknown.
 
     Args:
-      mesh: the devices, of which this process sees its own; the default one if absent.
+      mesh: the devices; those of this process count. The default device if absent.
     """
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
     on_device = free_device_bytes(devices)
@@ -84,9 +84,9 @@ def free_bytes(mesh: Mesh | None = None) -> int | None:
 
 
 def free_pinned_bytes() -> int | None:
-    """Bytes of the host's memory that a cache may take; None where nothing says.
+    """Bytes of the host's memory that a cache may take; None if unknown.
 
-    For a GPU jax takes no more than a limit of its own, which an environment variable sets.
+    For a GPU jax has a limit of its own, which an environment variable sets.
     """
     free = _free_host_bytes()
     if jax.default_backend() != "gpu":
@@ -96,7 +96,7 @@ def free_pinned_bytes() -> int | None:
 
 
 def _free_host_bytes() -> int | None:
-    """Bytes of main memory to be had, by the system's estimate and the container's limit."""
+    """Available bytes of main memory, by the system's estimate and the container's limit."""
     bounds = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -107,7 +107,7 @@ def _free_host_bytes() -> int | None:
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        # What files are cached in counts as used, and is given back when it is needed.
+        # Cached files count as used, but the system frees their memory when it is needed.
         lines = (group / "memory.stat").read_text().splitlines()
         [cached] = [line.split()[1] for line in lines if line.startswith("inactive_file ")]
         bounds.append(limit - used + int(cached))
@@ -125,7 +125,11 @@ def largest_context(plan: MemoryPlan, free: int) -> int:
 
 
 def check_fits(plan: MemoryPlan, free: int | None) -> None:
-    """Raise before an allocation that cannot succeed, naming the largest context that would."""
+    """Raise if a call does not fit on the device, and name the largest context that would.
+
+    Raises:
+      MemoryError: says the bytes, and what to change.
+    """
     if free is None or plan.needed_bytes <= free:
         return
     raise MemoryError(
@@ -137,22 +141,26 @@ def check_fits(plan: MemoryPlan, free: int | None) -> None:
 
 
 def check_host_fits(plan: MemoryPlan, free: int | None) -> None:
-    """Raise before an offloaded cache that the host's memory cannot hold."""
+    """Raise if an offloaded cache does not fit into the host's memory.
+
+    Raises:
+      MemoryError: says the bytes, and what to change.
+    """
     if free is None or plan.host_cache_bytes <= free:
         return
     slots = free // -(-plan.host_cache_bytes // plan.capacity)
     raise MemoryError(
         f"offload: {plan.batch} row(s) of {plan.capacity} cache slots need "
-        f"{shown_bytes(plan.host_cache_bytes)} of the host's memory, and {shown_bytes(free)} can "
-        f"be had, which is some {slots} tokens per row; use fewer rows or a shorter context, or, "
-        f"where the host has more, raise {PINNED_LIMIT} (GiB, {PINNED_GIB} if unset), the most "
-        "that jax takes of it for a GPU"
+        f"{shown_bytes(plan.host_cache_bytes)} of the host's memory, and {shown_bytes(free)} are "
+        f"available, enough for some {slots} tokens per row. Use fewer rows or a shorter context. "
+        f"If the host has more memory, raise {PINNED_LIMIT} (in GiB, {PINNED_GIB} if unset), the "
+        "limit of jax for a GPU"
     )
 
 
 def _remedy(plan: MemoryPlan, fits: int, free: int) -> str:
-    """What to do about a call that does not fit, of what is possible."""
-    # Beside the rows in their slots, one is being prefilled.
+    """What to change about a call that does not fit."""
+    # One more row is being prefilled beside those in the slots.
     slots, fewer = plan.batch * free // plan.needed_bytes - 1, ""
     if plan.batch > 1:
         fewer = (

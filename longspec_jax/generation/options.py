@@ -1,7 +1,8 @@
-"""Generation options under their Hugging Face names, checked, one value per row.
+"""Generation options under their Hugging Face names, checked, with one value per row.
 
-Everything may be a scalar for all rows or a sequence with one value per row. What speculative
-decoding cannot honour (beams, penalties, constraints) is refused by name, never ignored.
+An option is one value for all rows, or a sequence with one value per row. Options of transformers
+without an effect here are accepted. Those that speculative decoding does not support, such as
+beams, penalties and constraints, are refused by name.
 """
 
 import difflib
@@ -12,15 +13,22 @@ from typing import Any, TypedDict
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.checks import is_whole, shown, whole_number
+from longspec_jax.checks import (
+    SAMPLING,
+    Real,
+    Whole,
+    as_plain,
+    is_number,
+    is_whole,
+    shown,
+    whole_number,
+)
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
-from longspec_jax.generation.ranges import SAMPLING
-from longspec_jax.generation.values import as_plain, by_row, in_row
 
 DEFAULT_NEW_TOKENS = 256
 TRANSFORMERS_TOP_K = 50
-"""The ``top_k`` of a GenerationConfig that names none, wherever transformers samples with it."""
+"""The ``top_k`` with which transformers samples from a GenerationConfig that sets none."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -43,8 +51,10 @@ class GenerateOptions(TypedDict, total=False):
     """Tokens that end a row, or one set per row; the model's own if absent, ``[]`` for none."""
 
 
+SIMILAR = 0.75
+"""How alike an unknown name and the suggested one are at least."""
 _HARMLESS = {
-    # Bookkeeping, or what changes how transformers computes and not what it emits.
+    # Bookkeeping, what changes how transformers computes, and what acts on beams alone.
     "transformers_version",
     "_from_model_config",
     "pad_token_id",
@@ -58,21 +68,22 @@ _HARMLESS = {
     "compile_config",
     "low_memory",
     "is_assistant",
+    "early_stopping",
+    "length_penalty",
+    "num_beam_groups",
+    "diversity_penalty",
+    "synced_gpus",
 }
+"""Options of transformers that change no token here."""
 _NEUTRAL = {
-    # Values with which an unsupported option does nothing.
     "num_beams": 1,
-    "num_beam_groups": 1,
     "num_return_sequences": 1,
     "repetition_penalty": 1.0,
-    "length_penalty": 1.0,
-    "diversity_penalty": 0.0,
     "no_repeat_ngram_size": 0,
     "min_length": 0,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
-    "early_stopping": False,
     "encoder_repetition_penalty": 1.0,
     "encoder_no_repeat_ngram_size": 0,
     "renormalize_logits": False,
@@ -83,7 +94,17 @@ _NEUTRAL = {
     "output_scores": False,
     "output_logits": False,
     "min_new_tokens": 0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
 }
+"""Values at which unsupported options of transformers, vLLM and OpenAI's API have no effect."""
+_STOPS = "rows end at tokens, not at strings; pass the ids of stop tokens as eos_token_id="
+_HINTS = {
+    **dict.fromkeys(("stop", "stop_strings", "stopping_criteria"), _STOPS),
+    "stop_token_ids": "pass the ids of stop tokens as eos_token_id=",
+    "attention_mask": "pass what the tokenizer returned, with its input_ids, as the prompt",
+}
+"""What to do instead of passing an option that is known elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +119,7 @@ class RowOptions:
     stop_tokens: tuple[tuple[int, ...], ...]
 
     def request(self) -> Request:
-        """The arrays the decode loop takes; stop sets are padded to few widths, few compiles."""
+        """The arrays of the decode loop; stop sets are padded to multiples of 4 to compile less."""
         widest = max(map(len, self.stop_tokens))
         stops = np.full((len(self.stop_tokens), -(-max(widest, 1) // 4) * 4), -1, np.int32)
         for row, tokens in zip(stops, self.stop_tokens, strict=True):
@@ -142,11 +163,12 @@ def resolve(
     """
     _check_names(options)
     given = {key: value for key, value in options.items() if value is not None}
+    given = _supported(given, prompt_lengths)
     merged = {**_from_config(generation_config, prompt_lengths, given), **given}
     rows = len(prompt_lengths)
 
     def option(name: str, default: float, dtype: Any) -> np.ndarray:
-        return np.asarray(by_row(name, merged.get(name, default), rows, SAMPLING[name]), dtype)
+        return np.asarray(_by_row(name, merged.get(name, default), rows, SAMPLING[name]), dtype)
 
     temperature = _temperature(merged, given, rows)
     resolved = RowOptions(
@@ -166,18 +188,22 @@ def resolve(
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
+    """Refuse a name that neither this library nor transformers knows, with the nearest one."""
     known = list(GenerateOptions.__annotations__)
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-            raise TypeError(f"unknown generation option {name!r}; {hint}")
+    for name, value in options.items():
+        if value is not None and name in _HINTS:
+            raise NotImplementedError(f"{name}= is not supported: {_HINTS[name]}")
+        if name in {*known, *_HINTS, *_HARMLESS, *_NEUTRAL, "max_length"}:
+            continue
+        close = difflib.get_close_matches(name, known, 1, SIMILAR)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+        raise TypeError(f"unknown generation option {name!r}; {hint}")
 
 
 def _from_config(
     config: Any, prompt_lengths: Sequence[int], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options a transformers GenerationConfig sets; refuses those that cannot be honoured."""
+    """The options that a transformers GenerationConfig sets."""
     if config is None:
         return {}
     if isinstance(config, type) or not hasattr(config, "to_diff_dict"):
@@ -186,43 +212,66 @@ def _from_config(
             "options as keyword arguments, such as max_new_tokens=64"
         )
     values = {key: value for key, value in config.to_diff_dict().items() if value is not None}
-    # The default is no part of the difference; transformers applies it to whatever it samples.
+    # to_diff_dict leaves out the default, which transformers applies wherever it samples.
     top_k = getattr(config, "top_k", None)
     values["top_k"] = TRANSFORMERS_TOP_K if top_k is None else top_k
-    longest = values.pop("max_length", None)
-    if longest is not None and "max_new_tokens" not in {**values, **given}:
-        values["max_new_tokens"] = _rest(longest, prompt_lengths)
-    supported = {key: values.pop(key) for key in GenerateOptions.__annotations__ if key in values}
+    if "max_new_tokens" in given:
+        values.pop("max_length", None)
+    supported = _supported(values, prompt_lengths, "generation_config.")
     # Without do_sample=True transformers decodes greedily, whatever the temperature says.
-    supported.setdefault("do_sample", False)
-    refused = {
-        key: value
-        for key, value in values.items()
-        if key not in _HARMLESS and _NEUTRAL.get(key, ...) != value
-    }
+    return {"do_sample": False, **supported}
+
+
+def _supported(
+    values: Mapping[str, Any], prompt_lengths: Sequence[int], owner: str = ""
+) -> dict[str, Any]:
+    """The options of this library among those of transformers.
+
+    Args:
+      values: of options by name, none of them None.
+      prompt_lengths: tokens of every prompt.
+      owner: what the options belong to, for error messages.
+
+    Raises:
+      NotImplementedError: for an option of transformers that would change the output.
+    """
+    known = GenerateOptions.__annotations__
+    found = {key: value for key, value in values.items() if key in known}
+    if "max_length" in values and "max_new_tokens" not in values:
+        name = f"{owner}max_length"
+        found["max_new_tokens"] = _rest(name, values["max_length"], prompt_lengths)
+    others = values.keys() - known - _HARMLESS - {"max_length"}
+    refused = {f"{owner}{key}": values[key] for key in others if not _is_neutral(key, values[key])}
     if refused:
+        named = ", ".join(f"{name}={shown(refused[name])}" for name in sorted(refused))
         raise NotImplementedError(
-            f"the generation config sets {refused}, which speculative decoding does not support; "
-            "remove it from the config, or decode with transformers"
+            f"{named}: not supported by speculative decoding; leave out, or decode with "
+            "transformers"
         )
-    return supported
+    return found
 
 
-def _rest(max_length: Any, prompt_lengths: Sequence[int]) -> list[int]:
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether an option of transformers has no effect at this value."""
+    plain = isinstance(value, bool) or is_number(value)
+    return plain and name in _NEUTRAL and value == _NEUTRAL[name]
+
+
+def _rest(name: str, max_length: Any, prompt_lengths: Sequence[int]) -> list[int]:
     """The new tokens that a limit on prompt and new tokens together leaves each row."""
-    most = whole_number("generation_config.max_length", max_length)
+    most = whole_number(name, max_length)
     for row, length in enumerate(prompt_lengths):
         if length >= most:
             raise ValueError(
-                f"generation_config.max_length={most} must exceed the {length} tokens of the prompt"
-                f"{in_row(row, len(prompt_lengths))}, which it counts too; raise it, or pass "
+                f"{name}={most} must exceed the {length} tokens of the prompt"
+                f"{_in_row(row, len(prompt_lengths))}, which it counts too; raise it, or pass "
                 "max_new_tokens"
             )
     return [most - length for length in prompt_lengths]
 
 
 def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int) -> np.ndarray:
-    """Temperatures of the rows, with ``do_sample`` worked in."""
+    """Temperatures of the rows: 0 where ``do_sample`` chooses the most likely token."""
     sample = merged.get("do_sample")
     if not isinstance(sample, bool | np.bool_ | None):
         raise ValueError(
@@ -230,9 +279,9 @@ def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int)
             "temperature 0 draws the argmax"
         )
     if "temperature" in given and "do_sample" not in given:
-        sample = None  # An explicit temperature says by itself whether to sample.
+        sample = None  # A temperature in the call decides alone whether to sample.
     given_or_default = merged.get("temperature", 1.0 if sample else 0.0)
-    values = by_row("temperature", given_or_default, rows, SAMPLING["temperature"])
+    values = _by_row("temperature", given_or_default, rows, SAMPLING["temperature"])
     array = np.asarray(values, np.float32)
     if sample is None or (sample and array.all()):
         return array
@@ -247,7 +296,7 @@ def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int)
 
 
 def _check_no_filter(resolved: RowOptions, given: Mapping[str, Any]) -> None:
-    """Refuse to be told which tokens to draw from where the most likely one is taken."""
+    """Refuse filters in a call that draws no samples."""
     acts = {"top_k": (resolved.top_k > 0).any(), "top_p": (resolved.top_p < 1).any()}
     for name, act in acts.items():
         if name in given and act:
@@ -297,12 +346,50 @@ def _no_stop_set(value: Any) -> ValueError:
 
 
 def _check_vocabulary(stop_tokens: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Refuse to wait for a token that cannot come."""
+    """Refuse stop tokens outside the vocabulary."""
     for row, tokens in enumerate(stop_tokens):
         for token in tokens:
             if token >= vocab_size:
                 raise ValueError(
-                    f"eos_token_id={token}{in_row(row, len(stop_tokens))} is outside the target's "
+                    f"eos_token_id={token}{_in_row(row, len(stop_tokens))} is outside the target's "
                     f"vocabulary of {vocab_size}, so no row would ever end with it; pass an id "
                     "below, or eos_token_id=[] to never stop"
                 )
+
+
+def _by_row(name: str, value: Any, rows: int, allowed: Whole | Real) -> list[Any]:
+    """A number per row.
+
+    Args:
+      name: of the option.
+      value: a number, or a sequence with one per row.
+      rows: number of rows.
+      allowed: the rule of one number.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    value = as_plain(value)
+    given = [value] * rows
+    shared = isinstance(value, str | bytes) or not isinstance(value, Sequence)
+    if not shared:
+        given = list(value)
+        if len(given) != rows:
+            raise ValueError(
+                f"{name} has {len(given)} values for {rows} prompt{'s' * (rows != 1)}; pass one "
+                "number, or one per prompt"
+            )
+    whole = isinstance(allowed, Whole)
+    for row, one in enumerate(given):
+        if not is_number(one) or (whole and not is_whole(one)):
+            kind = "an integer" if is_number(one) else "a number"
+            where = "" if shared else _in_row(row, rows)
+            raise ValueError(f"{name}={shown(one)}{where} must be {kind}, or one number per row")
+        if words := allowed.refusal(one):
+            raise ValueError(f"{name}={one}{_in_row(row, rows)} must be {words}")
+    return [int(one) if whole else float(one) for one in given]
+
+
+def _in_row(row: int, rows: int) -> str:
+    """The row of a bad value, for an error message; empty if there is only one."""
+    return f" of row {row}" if rows > 1 else ""

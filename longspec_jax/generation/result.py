@@ -1,33 +1,42 @@
-"""What a call returns: tokens, text and the raw counts every derived number comes from."""
+"""What a call returns: tokens, text, raw counts and the numbers derived from them.
+
+Also the one warning that these numbers give rise to: about a draft that does not fit its target.
+"""
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.text import Piece
+from longspec_jax.generation.timings import TreeTiming
 
 ACCEPTANCE_DEFINITION = (
     "emitted tokens / target forward passes of the decode phase, bonus included, prefill excluded"
 )
-"""Printed wherever the acceptance length is."""
+"""Printed beside every acceptance length."""
 SHOWN = 40
-"""Characters of a text that a result shows of itself."""
+"""Characters of the text in the ``repr`` of a result."""
+ROUNDS = 64
+"""Rounds after which a draft is judged."""
+USELESS = 0.05
+"""A draft with fewer accepted tokens per round does not fit its target."""
 
 
 @dataclass(frozen=True)
 class TreeUse:
-    """What a drafter did in a call with one of its trees."""
+    """What one drafter with one tree did in a call."""
 
     drafter: str
-    """Its name; ``plain`` without a tree."""
+    """Name of the drafter; ``plain`` without a tree."""
     tree: TreeConfig
-    """Its shape; without levels, plain decoding."""
+    """Shape of the tree; without levels, plain decoding."""
     rounds: int
-    """Target passes, of all rows at once."""
+    """Target passes; a pass of a batch counts once."""
     tokens: int
-    """Emitted by all rows together."""
+    """Tokens emitted by all rows together."""
     seconds: float
 
 
@@ -37,25 +46,24 @@ class Stats:
 
     prompt_tokens: tuple[int, ...]
     new_tokens: tuple[int, ...]
-    """Emitted tokens; the first is drawn from the prefill, the others by decode rounds."""
+    """Emitted tokens. The prefill gives the first, decode rounds give the others."""
     target_passes: tuple[int, ...]
-    """Target forward passes of the decode phase a row took part in."""
+    """Target forward passes of the decode phase that the row took part in."""
     histograms: tuple[tuple[int, ...], ...]
     """Rounds of a row by accepted draft tokens: entry 0 counts the rounds that emitted the bonus
-    alone. A round cut short by a stop token or the budget counts what it emitted."""
+    alone. A round that a stop token or the budget cuts short counts what it emitted."""
     trees: tuple[TreeUse, ...]
-    """All that could be used: the tree asked for, or what ``adaptive`` chose among."""
+    """The trees that the call could use: the chosen one, or the candidates of ``adaptive``."""
     prefill_seconds: float
     decode_seconds: float
-    """Decode rounds alone: no prefill, no compilation, no detokenisation."""
+    """Decode rounds alone, without prefill, compilation and detokenisation."""
     compile_seconds: float
-    """The warm-up of shapes not seen before: compilation and one short run."""
+    """Warm-up of new shapes: compilation and one short run."""
     draft_state_bytes: int
-    """Measured from the arrays of the draft's state."""
+    """Bytes of the draft state's arrays, measured."""
     memory: MemoryPlan
     lossless: bool = True
-    """Whether the output is the target's own; only what is asked for by ``retrieve_verify=partial``
-    may change it."""
+    """Whether the output is the target's own. Only ``retrieve_verify=partial`` may change it."""
 
     @property
     def decode_tokens(self) -> int:
@@ -78,7 +86,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the decode rounds by their seconds, all rows together; NaN if none ran."""
+        """Tokens of the decode rounds per second, all rows together; NaN if no round ran."""
         return self.decode_tokens / self.decode_seconds if self.decode_tokens else math.nan
 
 
@@ -87,15 +95,15 @@ class GenerateResult:
     """Completions of a batch, one entry per row."""
 
     sequences: tuple[tuple[int, ...], ...]
-    """Emitted token ids, the prompt not included, a stop token included."""
+    """Emitted token ids, without the prompt, with a stop token."""
     text: tuple[str | None, ...]
-    """What the emitted tokens read behind the prompt; None without a tokenizer."""
+    """Text of the emitted tokens, which continues the prompt; None without a tokenizer."""
     drafted: tuple[tuple[bool, ...], ...]
     """Whether each emitted token was an accepted draft token."""
     stats: Stats
 
     def __repr__(self) -> str:
-        """One line: how much text, how it begins, how fast it came."""
+        """One line: number of tokens, beginning of the text, acceptance and speed."""
         stats = self.stats
         numbers = [
             _sizes(self.text, self.sequences),
@@ -108,22 +116,22 @@ class GenerateResult:
 
 @dataclass(frozen=True)
 class StreamRound:
-    """What one round added, one entry per row; the first round is the prefill's token."""
+    """What one round added, one entry per row; the first round holds the prefill's token."""
 
     tokens: tuple[tuple[int, ...], ...]
     drafted: tuple[tuple[bool, ...], ...]
     pieces: tuple[tuple[Piece, ...], ...]
-    """Released text by token; empty without a tokenizer and while a character is incomplete."""
+    """New text by token; empty without a tokenizer and while a character is incomplete."""
     stats: Stats
-    """Of the call so far."""
+    """Counts of the call so far."""
 
     @property
     def text(self) -> tuple[str, ...]:
-        """Released text of every row."""
+        """New text of every row."""
         return tuple("".join(piece.text for piece in row) for row in self.pieces)
 
     def __repr__(self) -> str:
-        """One line: what the round added; no text where no character became complete."""
+        """One line: number of tokens, and the new text if there is any."""
         text = self.text if any(self.pieces) else (None,) * len(self.tokens)
         return f"StreamRound({_sizes(text, self.tokens)})"
 
@@ -136,3 +144,35 @@ def _sizes(text: Sequence[str | None], tokens: Sequence[Sequence[int]]) -> str:
     if text[0] is not None:
         words.append(repr(text[0][:SHOWN]) + "..." * (len(text[0]) > SHOWN))
     return ", ".join(words)
+
+
+class Notices:
+    """Warns once about a draft whose tokens the target does not accept."""
+
+    def __init__(self) -> None:
+        """Start without a warning given."""
+        self._warned = False
+
+    def look_at(self, stats: Stats) -> None:
+        """Warn if a call of many rounds accepted next to none of the draft's tokens."""
+        rounds = sum(use.rounds for use in stats.trees if use.tree.widths)
+        accepted = sum(depth * count for depth, count in enumerate(stats.acceptance_histogram))
+        if rounds >= ROUNDS and accepted <= USELESS * rounds:
+            self._warn(f"{accepted} of the draft's tokens were accepted in {rounds} rounds")
+
+    def look_at_timings(self, timings: Sequence[TreeTiming]) -> None:
+        """Warn if next to no draft token was accepted while trees were timed."""
+        accepted = [timing.tokens - 1 for timing in timings if timing.tree.widths]
+        if accepted and max(accepted) <= USELESS:
+            self._warn(f"at most {max(accepted):.2f} of the draft's tokens were accepted per round")
+
+    def _warn(self, found: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{found}: this draft seems to belong to another target and slows decoding down; load "
+            "the draft that was trained for this target, or decode plainly",
+            UserWarning,
+            stacklevel=4,
+        )

@@ -1,17 +1,17 @@
-"""Text from tokens as they arrive: in all the text of the whole, never half a character.
+"""Text of tokens as they arrive, in whole characters; together exactly the text of all tokens.
 
-The text of a completion is the text of prompt and completion, without the longest beginning that it
-shares with the text of the prompt alone. A character that the prompt began and the completion ends
-is therefore the completion's.
+The text of a completion is the text of prompt and completion without the longest beginning that it
+shares with the text of the prompt alone. A character that begins in the prompt and ends in the
+completion therefore belongs to the completion.
 
-Text is released once no later token can change it. Two things can still change:
+Text is released once no later token can change it. Two kinds of text can still change:
 
-* A byte-level token may end inside a UTF-8 sequence, which decodes to one U+FFFD until it is whole.
-* A tokenizer with byte fallback (Llama-2, Vicuna, LongChat) decodes a run of ``<0xE2>`` tokens as
-one:
-  a single wrong byte turns every byte of the run into U+FFFD. A run is held until it has ended.
+* A byte-level token may end inside a UTF-8 sequence, which decodes to one U+FFFD until it is
+  complete.
+* A tokenizer with byte fallback (Llama-2, Vicuna, LongChat) decodes a run of ``<0xE2>`` tokens
+  together: one wrong byte turns every byte of the run into U+FFFD. A run is held until it ends.
 
-Decoding starts a few tokens back, never inside a run, so that the time is linear in the tokens.
+Decoding starts a few tokens back, never inside a run, so the time is linear in the tokens.
 """
 
 import functools
@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 CONTEXT = 8
-"""Tokens that are decoded before the first new one. SentencePiece drops the space at the start of
-what it decodes, and a UTF-8 sequence may have begun up to three tokens back."""
+"""Tokens that are decoded before the first new one: SentencePiece drops a space at the start, and a
+UTF-8 sequence may have begun up to three tokens back."""
 REPLACEMENT = "\ufffd"
-"""What an incomplete UTF-8 sequence decodes to."""
+"""Text of an incomplete UTF-8 sequence."""
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 """A token of byte fallback."""
 
@@ -51,7 +51,7 @@ class Detokenizer:
           prompt: the tokens before the first pushed one; the last few matter.
         """
         self._tokenizer = tokenizer
-        # Asked of every token, and answered by the tokenizer once for each.
+        # Needed for every token; the tokenizer computes each once.
         self._is_silent = functools.cache(functools.partial(_is_silent, tokenizer))
         self._is_byte = functools.cache(functools.partial(_is_byte, tokenizer))
         self._window = _tail(prompt, self._is_silent, self._is_byte)
@@ -71,14 +71,14 @@ class Detokenizer:
         return released
 
     def flush(self) -> str:
-        """Return what is still held back; the row has ended."""
+        """Return the text that was held back; the row has ended."""
         return self._release(self._text())
 
     def _text(self) -> str:
         return _decode(self._tokenizer, self._window)
 
     def _release(self, text: str) -> str:
-        """What is new in the text of the window."""
+        """The new part of the window's text."""
         if self._shown.startswith(text):
             return ""
         released, self._shown = _beyond(text, self._shown), text
@@ -86,21 +86,21 @@ class Detokenizer:
 
 
 def continuation(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text of ``tokens`` behind a prompt, see above."""
+    """The text of ``tokens`` that continue a prompt, as the module's first lines define it."""
     tests = functools.partial(_is_silent, tokenizer), functools.partial(_is_byte, tokenizer)
     context = _tail(prompt, *tests)
     return _beyond(_decode(tokenizer, [*context, *tokens]), _decode(tokenizer, context))
 
 
 def _beyond(text: str, shown: str) -> str:
-    """What ``text`` says behind the beginning that both share."""
+    """The rest of ``text`` behind the beginning that both share."""
     return text[len(os.path.commonprefix([text, shown])) :]
 
 
 def _tail(
     tokens: Sequence[int], is_silent: Callable[[int], bool], is_byte: Callable[[int], bool]
 ) -> list[int]:
-    """The last few tokens that have a text, from one that may begin a text of its own."""
+    """The last tokens that have a text, beginning with one that is not inside a run of bytes."""
     tail: list[int] = []
     for token in map(int, reversed(tokens)):
         if not is_silent(token):
@@ -111,15 +111,15 @@ def _tail(
 
 
 def _is_silent(tokenizer: Any, token: int) -> bool:
-    """Whether a token has no text anywhere: a special one, or an id that the tokenizer lacks.
+    """Whether a token never has a text: a special one, or an id that the tokenizer lacks.
 
-    Two in a row are decoded because a lone space may be dropped at the start.
+    Decodes it twice in a row, because a single space may be dropped at the start.
     """
     return not _decode(tokenizer, [token, token])
 
 
 def _is_byte(tokenizer: Any, token: int) -> bool:
-    """Whether a token stands for a byte, and joins its neighbours of this kind to characters."""
+    """Whether a token is one byte of byte fallback."""
     return BYTE.fullmatch(tokenizer.convert_ids_to_tokens(int(token)) or "") is not None
 
 

@@ -1,17 +1,16 @@
-"""Chat messages to tokens: what transformers gives, but no template runs for ever."""
+"""Chat messages to text: the text of transformers, with bounds on time and size."""
 
 import copy
-import json
-import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
 import pytest
 
-from longspec_jax.generation import template_sandbox
-from longspec_jax.generation.chat import VICUNA_TEMPLATE, render_chat
-from longspec_jax.generation.messages import plain_messages
+from longspec_jax.generation import template
+from longspec_jax.generation.chat import VICUNA_TEMPLATE, plain_messages, render_chat
+from longspec_jax.generation.template import render
 from tests.generation.test_text import byte_level
 
 LLAMA_3 = (
@@ -70,11 +69,12 @@ ODDS_AND_ENDS = """{% macro turn(role, text='') -%}<{{ role }}>{{ text }}
     {{ {'a': [1, 'é', none, true], 'b': ('<', "'")} | tojson(indent=2) }} {{ [1, none] }} {{ none }}
     {{ message | items | list }} {{ undefined }} {{ undefined is defined }}
     {{ "%s-%03d" % ('a', 7) }}
-    {{ "{} {:>5}".format(message.role, 3) }} {{ 'a,b'.split(',') | join('; ') }}
-    {{ 'a' * 3 }} {{ 2 ** 3 }}
+    {{ 'a,b'.split(',') | join('; ') }}
+    {{ 'a' * 3 }} {{ 2 ** 3 }} {{ 'a' ~ 1 ~ none ~ [2] }}
     {{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join }}
     {{ messages | map(attribute='role') | unique | sort | list }} {{ range(3) | list + [4] }}
-    {{ dict(a=1) }} {{ message.content | replace('a', 'bb') | indent(2) | upper }} {{ 7 // 2 % 2 }}
+    {{ dict(a=1) }} {{ namespace(self=1, format=2).format }}
+    {{ message.content | replace('a', 'bb') | indent(2) | upper }} {{ 7 // 2 % 2 }}
     {%- for a, b in [(1, 2), (3, 4)] if a > 1 recursive %}{{ a }}{{ b }}{% else %}none{% endfor %}
     {%- if loop.index > 2 %}{% break %}{% endif %}
 {%- endfor %}
@@ -105,9 +105,9 @@ def with_template(template: str | None) -> Any:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("messages", [MESSAGES, MESSAGES[1:], MESSAGES[:2]])
-def test_the_ids_are_those_of_transformers(style, messages) -> None:
+def test_the_text_is_that_of_transformers(style, messages) -> None:
     tokenizer = with_template(STYLES[style])
-    theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert render_chat(tokenizer, messages) == theirs
     assert render_chat(with_template(None), messages, STYLES[style]) == theirs
 
@@ -116,7 +116,7 @@ def test_templates_have_names() -> None:
     tokenizer = with_template(None)
     tokenizer.chat_template = {"default": QWEN_2, "other": "{{ messages[0].content }}"}
     assert render_chat(tokenizer, MESSAGES) == render_chat(tokenizer, MESSAGES, QWEN_2)
-    assert tokenizer.decode(render_chat(tokenizer, MESSAGES[3:], "other")) == " 饕 \n"
+    assert render_chat(tokenizer, MESSAGES[3:], "other") == " 饕 \n"
 
 
 LARGE = "{% set a = 'a' * 10**6 %}"
@@ -152,102 +152,66 @@ ENDLESS = {
     "list": "{{ [0] * 10**10 }}",
     "doubled": growing("n.s ~ n.s"),
     "added": growing("n.s + n.s"),
-    "lists": growing("[n.s, n.s]"),
-    "pairs": growing("(n.s, n.s)"),
-    "objects": growing("{1: n.s, 2: n.s}"),
+    "lists": growing("[n.s, n.s]") + "{{ n.s }}",
+    "objects": growing("{1: n.s, 2: n.s}") + "{{ n.s | tojson }}",
     "blocks": LARGE + "{% set b %}" + many("{{ a }}") + "{% endset %}",
     "own text": "{% set b %}" + many("x" * 10**4) + "{% endset %}",
     "method": "{{ 'a'.ljust(10**10) }}",
-    "filter": "{{ 'a' | center(10**10) }}",
-    "indent": "{{ [1] | tojson(indent=10**10) }}",
-    "bytes": "{{ (1).to_bytes(10**10, 'big') }}",
-    "tabs": r"{{ ('\t' * 1000).expandtabs(10**8) }}",
-    "slices": "{{ [1] | slice(10**10) | list }}",
+    "filter": "{{ 'a' | center(10000000000) }}",
+    "indent": r"{{ 'a\n' | indent(10000000000) }}",
+    "indent of JSON": "{{ [1] | tojson(indent=10000000000) }}",
     "width": "{{ '{:9999999999}'.format(1) }}",
-    "computed width": "{{ '{:{}}'.format(1, 10**10) }}",
     "percent": "{{ '%9999999999d' % 1 }}",
-    "percent filter": "{{ '%*d' | format(10**10, 1) }}",
-    "replace": LARGE + "{{ a.replace('a', a) }}",
-    "replace filter": LARGE + "{{ a | replace('a', a) }}",
-    "translate": LARGE + "{{ a.translate({97: a}) }}",
-    "digits": "{{ 1.5 | round(10**10, 'ceil') }}",
-    "join": LARGE + "{{ ([a] * 10**5) | join }}",
-    "joined by": LARGE + "{{ a.join(['b'] * 10**5) }}",
-    "mapped": LARGE + "{{ range(10**5) | map('string') | join(a) }}",
+    "computed percent": "{{ '%*d' % (10000000000, 1) }}",
+    "long": "x" * (2**26 + 1),
 }
 
 
 @pytest.mark.parametrize("case", ENDLESS)
 def test_endless_templates_are_stopped(case, monkeypatch) -> None:
-    monkeypatch.setattr(template_sandbox, "SECONDS", 0.2)
-    begin = time.monotonic()
+    monkeypatch.setattr(template, "SECONDS", 0.2)
+    tracer, begin = sys.gettrace(), time.monotonic()
     with pytest.raises(ValueError, match=r"the chat template cannot render .*; pass another one"):
         render_chat(with_template(ENDLESS[case]), MESSAGES)
     assert time.monotonic() - begin < 5
+    assert sys.gettrace() is tracer, "a debugger goes on"
 
 
-WIDE = {
-    "colons and digits": "{{ ((':' * 800) ~ ('1' * 800)) | format }}",
-    "open braces": "{{ ('{' * (10**6 - 1)).format(1) }}",
-    "keys without an end": "{{ ('%(' * 10**5) % {} }}",
-    "a key": "{{ '%(a)1000000000d' % {'a': 1} }}",
-    "a key with parentheses": "{{ '%(a(b))1000000000d' % {'a(b)': 1} }}",
-    "a key for a filter": "{{ '%(a)1000000000d' | format(a=1) }}",
-    "bytes": "{{ '%1000000000d'.encode() % 1 }}",
-    "precision": "{{ '%.1000000000f' % 1.0 }}",
-    "many fields": "{{ ('{0:>9999}' * 20000).format(1) }}",
-    "many keys": "{{ ('%(a)9999d' * 40000) % {'a': 1} }}",
-    "very many fields": "{{ ('{0:>9999}' * 10**6).format(1) }}",
-    "other digits": "{{ '{:٩٩٩٩٩٩٩٩٩٩}'.format(1) }}",
-    "large values": LARGE + "{{ ('%(a)s' * 10**4) % {'a': a} }}",
-    "large arguments": LARGE + "{{ ('{0}' * 10**4).format(a) }}",
-    "large items": LARGE + "{{ ('{a}' * 10**4).format_map({'a': a}) }}",
-    "large numbers": "{{ ('%(a)x' * 10**5) % {'a': 2 ** 60000} }}",
-    "numbers written out": "{{ [2 ** 14000] * 10**7 }}",
-    "text marked as safe": "{{ ('{:>1000000000}' | safe).format(1) }}",
-    "a safe method": "{{ ('a' | safe).ljust(10**9) }}",
-}
-LIMITED = """
-import json, resource, runpy, sys, time
-sandbox = runpy.run_path(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))
-for name, template in json.load(sys.stdin).items():
-    begin = time.process_time()
-    try:
-        text = sandbox["render"](template, {})
-        assert name == "colons and digits" and len(text) == 1600, name  # There is no field in it.
-    except sandbox["TooCostlyError"]:
-        pass
-    except (TypeError, ValueError) as error:  # What Python finds wrong with a format at once.
-        assert name in ("open braces", "keys without an end"), (name, error)
-    assert time.process_time() - begin < 1, name
-"""
+def test_messages_larger_than_any_prompt_are_refused_before_they_are_rendered(monkeypatch) -> None:
+    monkeypatch.setattr(template, "CHARACTERS", 100)
+    assert render("{{ messages[0].content }}", {"messages": [{"content": "a" * 75}]}) == "a" * 75
+    with pytest.raises(ValueError, match="stopped at a text or number beyond 100"):
+        render_chat(with_template("{% if 0 %}{% endif %}"), [{"role": "user", "content": "a" * 99}])
 
 
-def test_wide_formats_take_neither_time_nor_memory() -> None:
-    """In half a gigabyte, all Python needs included."""
-    found = subprocess.run(
-        [sys.executable, "-c", LIMITED, template_sandbox.__file__],
-        input=json.dumps(WIDE),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
+def test_other_threads_have_their_own_time(monkeypatch) -> None:
+    """A template that is stopped in one thread stops none in another."""
+    monkeypatch.setattr(template, "SECONDS", 0.3)
+    failed = []
+
+    def endless() -> None:
+        try:
+            render(ENDLESS["loops in loops"], {})
+        except template.TemplateError as error:
+            failed.append(str(error))
+
+    thread = threading.Thread(target=endless)
+    thread.start()
+    while thread.is_alive():
+        assert render("{{ 1 + 1 }}", {}) == "2"
+    assert failed == ["it was stopped after 0.3 seconds"]
 
 
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        ("{{ '%d %% %5d%%5d' % (1, 20240101) }}", "1 % 20240101%5d"),
-        ("{{ '%(a b)s 5551234567 %(a b)05.1f' % {'a b': 2} }}", "2 5551234567 002.0"),
-        ("{{ '%s-%s' | format('a', 'b') }} {{ '%(x)s' | format(x=3) }}", "a-b 3"),
-        ("{{ '{0:>4} {{5551234567}} {x[0]:.2f}'.format('a', x=[3]) }}", "   a {5551234567} 3.00"),
-        ("{{ '{a}'.format_map({'a': 1}) }}", "1"),
+        ("{{ '%d %% %5d%%' % (1, 2024) }} {{ 1234567 % 1000 }}", "1 %  2024% 567"),
+        (r"{{ 'a\nb' | indent(2) }} {{ 'a\nb' | indent('> ', first=true) }}", "a\n  b > a\n> b"),
+        ("{{ {'a': [1]} | tojson(indent=1) }}", '{\n "a": [\n  1\n ]\n}'),
     ],
 )
-def test_formats_are_what_python_makes_of_them(template, text) -> None:
-    assert template_sandbox.render(template, {}) == text
+def test_bounded_operations_are_those_of_python(template, text) -> None:
+    assert render(template, {}) == text
 
 
 @pytest.mark.parametrize(
@@ -280,9 +244,7 @@ def test_a_long_conversation_is_no_endless_one() -> None:
     """Twenty megabytes of text, or two thousand turns, are rendered."""
     tokenizer = with_template(QWEN_3)
     turns = [{"role": "user", "content": "a" * 10_000}] * 2000
-    text = template_sandbox.render(QWEN_3, {"messages": turns, "add_generation_prompt": True})
-    assert len(text) > 20_000_000
-    assert len(render_chat(tokenizer, [{"role": "user", "content": "a" * 100_000}])) > 100_000
+    assert len(render_chat(tokenizer, turns)) > 20_000_000
 
 
 def test_parts_of_text_are_joined() -> None:
@@ -310,7 +272,6 @@ def test_parts_of_text_are_joined() -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], "a part of the content must be"),
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "a part of the content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": ""}]}], "image"),
-        ([{"role": "user", "content": "a \ud800"}], r"a lone surrogate, '\\ud800', at character"),
     ],
 )
 def test_messages_that_are_none(messages, message) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from longspec_jax.checks import shown
 from longspec_jax.generation.inputs import check_positions, to_prompt, to_prompts
 from tests.infer.toys import toy_tokenizer
 
@@ -63,6 +64,9 @@ def test_single_rows(inputs) -> None:
 
 
 MESSAGES = [{"role": "user", "content": "ab"}]
+NESTED: list = []
+for _ in range(50_000):
+    NESTED = [NESTED]
 IDS_AND_MASKS = [
     ([1, 2, 3], [1, 1]),
     ([1, 2, 3], [[1, 1, 1], [1, 1, 1]]),
@@ -114,13 +118,16 @@ IDS_AND_MASKS = [
         ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "^the prompt is empty"),
         ("a\ud800b", "a lone surrogate, .* at character 1"),
         (["ab", "\udfff"], "^row 1: the text has a lone surrogate"),
+        ([{"role": "user", "content": "a \ud800"}], "a lone surrogate, .* at character 2"),
+        (NESTED, "got a list that is nested too deeply to show"),
+        ([{"role": "user", "content": NESTED}], "content must be .* got a list that is nested too"),
         ([[{"role": "user", "content": None}], MESSAGES], "^row 0: message 0: the content must be"),
         *(
             ({"input_ids": ids, "attention_mask": mask}, "attention_mask|cannot read")
             for ids, mask in IDS_AND_MASKS
         ),
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_refusals(inputs, message) -> None:
     with pytest.raises(ValueError, match=message):
@@ -133,6 +140,27 @@ def test_a_template_is_for_messages(inputs) -> None:
         ValueError, match="chat_template= makes a prompt of chat messages, and this"
     ):
         to_prompts(inputs, chatty(), 17, TEMPLATE)
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["text", "messages"])
+def test_a_text_that_cannot_fit_is_not_tokenised(special) -> None:
+    """The longest token of the toy has 5 characters, ``<end>``; 8 for each position may pass."""
+    tokenizer = chatty()
+    assert max(map(len, tokenizer.get_vocab())) == 5
+
+    def of(characters: int) -> Any:
+        text = "a" * characters
+        return ["ab", text if special else [{"role": "user", "content": text}]]
+
+    assert [len(row) for row in to_prompts(of(800), tokenizer, 17, max_positions=100)] == [2, 800]
+    tokenizer.__class__ = type("Untouched", (type(tokenizer),), {"__call__": untouched})
+    with pytest.raises(ValueError, match="^row 1: a prompt of 801 characters cannot fit: .*=100"):
+        to_prompts(of(801), tokenizer, 17, max_positions=100)
+
+
+def untouched(tokenizer: Any, text: str, **options: Any) -> Any:
+    assert len(text) < 800
+    return {"input_ids": [1]}
 
 
 def test_one_prompt_is_not_several() -> None:

@@ -100,8 +100,22 @@ def test_generation_config_values() -> None:
         (dict(seed=2**32), ValueError, "must be a whole number from 0 to 4294967295"),
         (dict(eos_token_id=[[1]]), ValueError, "1 stop sets for 2 prompts"),
         (dict(eos_token_id=-1), ValueError, r"pass eos_token_id=\[\]"),
-        (dict(num_beams=2), TypeError, "unknown generation option 'num_beams'"),
-        (dict(config=GenerationConfig(repetition_penalty=1.2)), NotImplementedError, "repetition"),
+        (dict(temprature=1), TypeError, "'temprature'; did you mean 'temperature'"),
+        (dict(max_tokens=9), TypeError, "'max_tokens'; did you mean 'max_new_tokens'"),
+        (dict(frobnicate=None), TypeError, "'frobnicate'; known are max_new_tokens, do_sample"),
+        (dict(stop="a"), NotImplementedError, "^stop= is not supported: rows end at tokens, .*eos"),
+        (dict(stop_strings=["a"]), NotImplementedError, "^stop_strings= is .* as eos_token_id="),
+        (dict(stop_token_ids=[3]), NotImplementedError, "pass the ids of stop tokens as eos_token"),
+        (dict(attention_mask=[1]), NotImplementedError, "what the tokenizer returned"),
+        (dict(num_beams=2), NotImplementedError, "^num_beams=2: not supported by"),
+        (dict(repetition_penalty="1"), NotImplementedError, "^repetition_penalty='1': not"),
+        (dict(no_repeat_ngram_size=np.asarray([0, 0])), NotImplementedError, "not supported"),
+        (
+            dict(config=GenerationConfig(repetition_penalty=1.2)),
+            NotImplementedError,
+            "^generation_config.repetition_penalty=1.2: not supported by speculative decoding",
+        ),
+        (dict(max_length=6), ValueError, "^max_length=6 must exceed the 7 tokens .* of row 1"),
         (
             dict(config=GenerationConfig(max_length=6)),
             ValueError,
@@ -113,6 +127,21 @@ def test_generation_config_values() -> None:
 def test_refusals(options, error, message) -> None:
     with pytest.raises(error, match=message):
         rows(**options)
+
+
+def test_keywords_of_transformers_without_effect_here() -> None:
+    """The same as in a GenerationConfig."""
+    neutral = dict(use_cache=True, num_beams=1, pad_token_id=0, repetition_penalty=1.0)
+    neutral |= dict(early_stopping=True, return_dict_in_generate=False, output_scores=False)
+    found = rows(**neutral, do_sample=True, stop=None, num_return_sequences=1)
+    assert found.temperature.tolist() == [1, 1] and found.max_new_tokens.tolist() == [256, 256]
+    assert rows(GenerationConfig(**neutral)).temperature.tolist() == [0, 0]
+    assert rows(max_length=20).max_new_tokens.tolist() == [15, 13]
+    assert rows(max_length=2, max_new_tokens=4).max_new_tokens.tolist() == [4, 4]
+    assert rows(GenerationConfig(max_new_tokens=3), max_length=20).max_new_tokens.tolist() == [
+        15,
+        13,
+    ]
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray, tuple])

@@ -198,7 +198,7 @@ def test_a_draft_that_is_never_right_is_told_once(monkeypatch) -> None:
     zeros = jax.tree.map(jnp.zeros_like, bound_draft(spec).params.layer)
     spec = rebound(spec, zeros, vocabulary=[16])
     options = dict(max_new_tokens=80, eos_token_id=[], temperature=1.0, top_k=3)
-    with pytest.warns(UserWarning, match="seems not to be this target's"):
+    with pytest.warns(UserWarning, match="seems to belong to another target"):
         spec.compare(PROMPT, **options)
     spec.generate(PROMPT, **options)  # A second warning would be an error.
     toy_spec().generate(PROMPT, **options)

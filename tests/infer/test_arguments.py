@@ -53,9 +53,9 @@ REFUSED = {
     # Trees.
     "--tree=4,4@0": "--tree: a tree budget counts the root and must be whole "
     "and at least 1 node, got 0",
-    "--tree=4,4@1": "--tree: 4,4@1 verifies the root alone, which the target "
-    "knows already; write none",
-    "--tree=chain:3@1": "--tree: chain:3@1 verifies the root alone",
+    "--tree=4,4@1": "--tree: the tree 4,4@1 verifies the root alone, which the target "
+    "knows already; use the tree none",
+    "--tree=chain:3@1": "--tree: the tree chain:3@1 verifies the root alone",
     **{
         f"--tree={text}": f"--tree: '{text}' must be the widths of a tree"
         for text in (

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from longspec_jax.checks import shown
+
 from .bad_rows import BadRows
 from .formats import Fields, Format, to_turns
 
@@ -88,5 +90,5 @@ def parse(line: bytes) -> Fields:
     except RecursionError as error:
         raise ValueError("the line nests too deeply; write one flat object a line") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"the line is a {type(fields).__name__}; write one object a line")
+        raise ValueError(f"the line must be one JSON object, got {shown(fields)}")
     return fields

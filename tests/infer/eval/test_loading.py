@@ -141,7 +141,7 @@ def test_without_the_packages_that_read_them(tmp_path: Path, monkeypatch) -> Non
     [
         ({"text": "x", "id": 1}, "a, line 3 lacks the field 'context'; it has id, text"),
         ({"context": " \n"}, "'context' is empty; remove the row"),
-        ({"context": 5}, "'context' must be text and is a int"),
+        ({"context": 5}, "'context' must be text, got 5"),
     ],
 )
 def test_fields_that_are_missing_or_empty(row: dict, words: str) -> None:

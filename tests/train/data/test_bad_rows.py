@@ -35,7 +35,7 @@ def said(documents: Documents) -> list[str]:
 GOOD = json.dumps({"text": "good"})
 BAD = {
     "not JSON": (b'{"text": ', "the line is not JSON .Expecting value at character 11"),
-    "a list": (b"[1]", "the line is a list; write one object a line"),
+    "a list": (b"[1]", "the line must be one JSON object, got \[1\]"),
     "no format": (b'{"body": "x"}', "a data row has the fields .'body'.; known formats"),
     "a number": (b'{"text": 5}', "text holds a value of type int where text belongs"),
     "no turns": (b'{"messages": []}', "messages holds no turns"),
@@ -100,7 +100,9 @@ def test_packed_files_are_read_anew_when_their_content_changes(tmp_path: Path) -
         file.write(text.encode())
     assert said(load(tmp_path / "*.jsonl.*")) == ["good"] * 6
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "new"}\n\n5'))
-    with pytest.raises(ValueError, match="line 3 of .*a.jsonl.gz: the line is a int"):
+    with pytest.raises(
+        ValueError, match="line 3 of .*a.jsonl.gz: the line must be one JSON object, got "
+    ):
         load(tmp_path / "a.jsonl.gz")
     assert said(load(tmp_path / "a.jsonl.gz", max_bad_rows=1)) == ["new"]
 
