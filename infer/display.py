@@ -15,8 +15,7 @@ from longspec_jax.generation.activity import (
     Tuned,
     Tuning,
 )
-
-from .status_line import StatusLine
+from longspec_jax.status_line import StatusLine
 
 if TYPE_CHECKING:  # Slow to import, and the screen says that it is being imported.
     from longspec_jax.generation.result import StreamRound

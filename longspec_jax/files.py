@@ -6,10 +6,14 @@ halfway leaves the old file as it was.
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+_RESULT = re.compile(rb'\s*(\{\s*("(headers?|interrupted)"|\Z)|\Z)')
+"""How files of results begin: those of the commands, and empty ones."""
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -54,3 +58,67 @@ def beside(path: Path) -> Path:
     unfinished = path.resolve().with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     unfinished.touch(exist_ok=False)
     return unfinished
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with ``~`` and ``~user`` replaced by the home folder.
+
+    Raises:
+      ValueError: if there is no such user, or no home.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"{path}: there is no home folder of that name; write the whole path"
+        ) from None
+
+
+def writable(path: Path, name: str, of_results: bool = True) -> Path:
+    """The path of a file that can be written, found out before the work that it is for.
+
+    Args:
+      path: of the file.
+      name: as the user typed it, for messages.
+      of_results: whether a file that is there must hold results; a foreign one is not replaced.
+
+    Raises:
+      ValueError: if it cannot be written, with the reason.
+    """
+    if name in ("", "-"):
+        raise ValueError(f"{name!r} must be the name of a file")
+    if path.is_dir():
+        raise ValueError(f"{name} is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{name} is a device and no file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{name}: its folder does not exist; make it first")
+    if of_results:
+        refuse_foreign(path, name)
+    try:
+        beside(path).unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{name} cannot be written ({error.strerror}); name another file"
+        ) from None
+    return path
+
+
+def refuse_foreign(path: Path, name: str) -> None:
+    """Refuse to replace a file that holds no results of ours.
+
+    Raises:
+      ValueError: if there is such a file.
+    """
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            begin = file.read(200)
+    except OSError:
+        return  # Whether it can be replaced is found out by writing beside it.
+    if not _RESULT.match(begin):
+        raise ValueError(
+            f"{name} is there and holds no results, and would be replaced; name another file, or "
+            "remove it first"
+        )

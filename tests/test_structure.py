@@ -12,6 +12,7 @@ LIBRARY = "longspec_jax"
 ALLOWED: dict[str, set[str]] = {
     "axes": set(),
     "checks": set(),
+    "cli": {"checks", "config", "extras", "files"},
     "commands": set(),
     "config": {"checks"},
     "embedded": set(),
@@ -20,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "recipes": set(),
     "sharding": {"axes", "config"},
     "sizes": set(),
+    "status_line": set(),
     "ops": {"axes", "config"},
     "models": {"axes", "config", "ops"},
     "drafters": {"axes", "checks", "config", "ops", "models", "sharding"},

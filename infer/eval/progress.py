@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longspec_jax.generation.activity import Activity, Compiling, Prefilling, Tuning
+from longspec_jax.status_line import StatusLine
 
-from ..status_line import StatusLine
 from ..wording import counted
 from .records import (
     PLAIN_METHOD,

@@ -5,11 +5,10 @@ import time
 
 import pytest
 
-from infer import status_line
 from infer.display import GREEN, RESET, Screen, described
-from infer.status_line import ERASE, StatusLine
-from longspec_jax import TreeConfig
+from longspec_jax import TreeConfig, status_line
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling, Tuned, Tuning
+from longspec_jax.status_line import ERASE, StatusLine
 
 
 class Terminal(io.StringIO):

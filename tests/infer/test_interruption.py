@@ -17,10 +17,10 @@ import pytest
 from infer import boundary, decode, interruption, models
 from infer.display import Screen
 from infer.session import NO_TEXT
-from infer.status_line import ERASE
 from longspec_jax import PLAIN, GenerateResult, LongSpec, MemoryPlan, Stats, StreamRound, TreeUse
 from longspec_jax.generation.comparison import Comparison
 from longspec_jax.generation.text import Piece
+from longspec_jax.status_line import ERASE
 from tests.children import environment
 from tests.infer.toys import save_toy
 

@@ -1,0 +1,196 @@
+"""What all commands share: arguments, refusals, exit statuses and signals."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from longspec_jax import cli
+from longspec_jax.checks import Real
+from longspec_jax.config import TreeConfig
+
+
+def parser() -> cli.Parser:
+    result = cli.Parser(prog="command")
+    result.add_argument(
+        "--temperature", type=cli.number(Real(0, 9, "0 to 9")), default=0.5, help="heat"
+    )
+    result.add_argument(
+        "--context", **cli.several(cli.COUNT, commas=True), default=[64], help="tokens"
+    )
+    result.add_argument("--draft", **cli.several(cli.path), help="a folder")
+    return result
+
+
+def test_lists_repeat_the_option_and_replace_the_default() -> None:
+    assert parser().parse_args([]).context == [64]
+    given = ["--context=1", "--context", "2", "--draft=a,b", "--draft=c"]
+    found = parser().parse_args(given)
+    assert found.context == [1, 2] and found.draft == ["a,b", "c"]
+    assert parser().parse_args(["--context=1,2"]).context == [1, 2]  # Commands as they once were.
+    assert parser().parse_args([]).context == [64]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--temprature=1"], "unknown option --temprature; did you mean --temperature?"),
+        (["--nothing_like_it"], "unknown option --nothing_like_it (--help"),
+        (["file"], "unexpected argument 'file'"),
+        (["--context=0"], "--context: 0 must be a whole number from 1"),
+        (["--draft", "~nobody_here/x"], "--draft: ~nobody_here/x: there is no home folder"),
+    ],
+)
+def test_mistakes_are_answered_with_the_nearest_option(argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parser().parse_args(argv)
+    assert message in str(error.value)
+
+
+def test_names_of_earlier_releases_work_and_are_not_shown() -> None:
+    assert parser().parse_args(["--drafter", "x", "--drafter=y"]).draft == ["x", "y"]
+    assert "drafter" not in parser().format_help()
+
+
+def test_help_shows_defaults_and_what_is_repeated() -> None:
+    text = " ".join(parser().format_help().split())
+    assert "default 0.5" in text and "default 64; repeat for several" in text
+
+
+def test_the_default_of_the_machine_is_shown_and_chosen() -> None:
+    default = cli.ByMachine([4096, 8192], [64])
+    assert str(default) == "default 4096, 8192, on a CPU 64"
+    arguments = argparse.Namespace(context=default, other=1)
+    assert vars(cli.settled(arguments, cpu=True)) == {"context": [64], "other": 1}
+    assert cli.settled(arguments, cpu=False).context == [4096, 8192]
+
+
+def test_options_of_a_draft() -> None:
+    pairs = [*map(cli.draft_option, ("int8", "vocabulary=64", "share=0.5", "x=False", "y=z"))]
+    assert cli.as_options(pairs) == {
+        "int8": True,
+        "vocabulary": 64,
+        "share": 0.5,
+        "x": False,
+        "y": "z",
+    }
+    with pytest.raises(ValueError, match="--draft_option int8 is given twice"):
+        cli.as_options([("int8", True), ("int8", False)])
+
+
+def test_trees_have_parts_with_an_effect() -> None:
+    assert cli.tree("4,16@8") == TreeConfig((4, 16), 8)
+    for text, words in (("4@9", "more nodes"), ("4+0.5", "has none"), ("x", "must be the widths")):
+        with pytest.raises(argparse.ArgumentTypeError, match=words):
+            cli.tree(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="drafts nothing"):
+        cli.drafting_tree("none")
+
+
+def test_names_are_suggested() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="did you mean mosaic"):
+        cli.one_of(["mosaic", "xla"])("mosiac")
+    with pytest.raises(argparse.ArgumentTypeError, match="choose from mosaic, xla"):
+        cli.one_of(["mosaic", "xla"])("")
+
+
+def raising(error: BaseException) -> int:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (ValueError("--x=1 is wrong"), 2, "error: --x=1 is wrong"),
+        (MemoryError(), 2, "error: out of memory"),
+        (OSError(), 1, "failed while running: OSError"),
+        (FloatingPointError("no numbers"), 1, "error: no numbers"),
+        (KeyError("x"), 1, "failed while running: KeyError: 'x'"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (cli.Stopped(signal.SIGTERM), 143, "interrupted"),
+        (cli.Stopped(signal.SIGHUP), 129, "interrupted"),
+    ],
+)
+def test_an_error_is_one_message_and_a_status(
+    error: BaseException, status: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(lambda: raising(error), []) == status
+    assert capsys.readouterr().err.startswith(words)
+
+
+def test_handlers_of_signals_are_put_back_and_what_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with cli.stop_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+STUBBORN = """
+import sys, time
+from longspec_jax import cli
+
+def work():
+    print("begun", flush=True)
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+
+def main():
+    try:
+        cli.run_in_thread(work)
+    except KeyboardInterrupt as stop:
+        return cli.leave(stop, lambda: print("saved", flush=True))
+
+sys.exit(cli.run(main))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_every_signal_saves_and_ends_whatever_the_work_does(number: int, status: int) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "begun\n"
+    begin = time.monotonic()
+    child.send_signal(number)
+    out, _ = child.communicate(timeout=30)
+    assert (out, child.returncode) == ("saved\n", status)
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_empty_ones(closed: str, tmp_path: Path) -> None:
+    code = (
+        "import sys; from longspec_jax import cli\n"
+        "def work():\n"
+        "    print('text'); sys.stdout.flush(); sys.stderr.flush(); sys.stdin.read(0)\n"
+        f"    open({str(tmp_path / 'done')!r}, 'w').write('x')\n"
+        "    raise ValueError('wrong')\n"
+        "sys.exit(cli.run(work))\n"
+    )
+    command = f'"{sys.executable}" -c "$CODE" {closed}'
+    found = subprocess.run(["sh", "-c", command], env={**os.environ, "CODE": code}, check=False)
+    assert found.returncode == 2
+    assert (tmp_path / "done").read_text() == "x"  # And not the text of a stream beside it.
+
+
+def test_libraries_are_quiet_unless_the_user_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's request to file a bug is one of its errors, which level 3 leaves out."""
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
+    cli.run(lambda: 0, [])
+    assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "3"
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
