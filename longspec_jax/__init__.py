@@ -22,7 +22,7 @@ _CONTENTS = {
     "MemoryPlan": "longspec_jax.generation.memory",
     # Shapes.
     "TargetConfig": "longspec_jax.config",
-    "DraftConfig": "longspec_jax.config",
+    "DraftConfig": "longspec_jax.drafters.longspec.config",
     "TreeConfig": "longspec_jax.config",
     "PLAIN": "longspec_jax.config",
     "PRESETS": "longspec_jax.config",
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from longspec_jax.config import (  # noqa: F401
         PLAIN,
         PRESETS,
-        DraftConfig,
         TargetConfig,
         TreeConfig,
     )
+    from longspec_jax.drafters.longspec.config import DraftConfig  # noqa: F401
     from longspec_jax.embedded import demo_prompts  # noqa: F401
     from longspec_jax.generation.comparison import Comparison  # noqa: F401
     from longspec_jax.generation.inspection import RoundView  # noqa: F401

@@ -1,10 +1,10 @@
-"""Frozen, hashable configurations of target, draft and tree, and the one table of known targets.
+"""Frozen, hashable configurations of target and tree, and the one table of known targets.
 
 A configuration is a legal static argument of ``jax.jit``. Fields are declared once, here; reading
-them from a Hugging Face ``config.json`` is :mod:`longspec_jax.weights.hf_config`'s work.
+them from a Hugging Face ``config.json`` is :mod:`longspec_jax.weights.hf_config`'s work. A draft's
+configuration lies beside the draft, such as :mod:`longspec_jax.drafters.longspec.config`.
 """
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ class TargetConfig:
         whole_number("vocab_size", self.vocab_size)
         whole_number("max_positions", self.max_positions)
         whole_number("num_layers", self.num_layers, most=MAX_LAYERS)
-        _check_layer(self)
+        check_layer(self)
 
     @property
     def num_groups(self) -> int:
@@ -105,47 +105,8 @@ class TargetConfig:
         return self.num_heads // self.num_kv_heads
 
 
-@dataclass(frozen=True)
-class DraftConfig:
-    """Shape of the one-layer LongSpec draft; all but the window follows the target."""
-
-    model_width: int
-    mlp_width: int
-    num_heads: int
-    num_kv_heads: int
-    head_width: int
-    rope_theta: float
-    rope_scaling: RopeScaling
-    norm_eps: float
-    dtype: str
-    window: int = 512
-    """A node sees the tokens at most this many positions behind it, and itself (LongSpec 3.1)."""
-
-    def __post_init__(self) -> None:
-        whole_number("window", self.window)
-        _check_layer(self)
-
-    @classmethod
-    def for_target(cls, target: TargetConfig, **overrides: Any) -> "DraftConfig":
-        """The draft that fits a target: same widths and heads, same rotary embedding."""
-        shared = {field.name for field in dataclasses.fields(cls)} - {"window"}
-        values = {name: getattr(target, name) for name in shared}
-        return cls(**{**values, **overrides})
-
-    def check_fits(self, target: TargetConfig) -> None:
-        """Raise unless this draft can read the target's embedding, head and last-layer K/V."""
-        for name in ("model_width", "num_kv_heads", "head_width", "rope_theta", "rope_scaling"):
-            ours, theirs = getattr(self, name), getattr(target, name)
-            if ours != theirs:
-                raise ValueError(
-                    f"the draft has {name}={ours} but the target {name}={theirs}. A draft reads "
-                    "its target's embeddings and last-layer keys, so it works only with the target "
-                    "it was trained for; load the draft that belongs to this target, or train one."
-                )
-
-
-def _check_layer(config: TargetConfig | DraftConfig) -> None:
-    """Raise unless the sizes and numbers that every layer has are such that it can be computed."""
+def check_layer(config: Any) -> None:
+    """Raise unless a layer of these sizes can be computed: of a target, or of a draft like it."""
     for name in ("model_width", "mlp_width", "num_heads", "num_kv_heads", "head_width"):
         whole_number(name, getattr(config, name))
     finite_number("rope_theta", config.rope_theta, 1)

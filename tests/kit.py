@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 
-from longspec_jax.config import DraftConfig, TargetConfig
+from longspec_jax.config import TargetConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Committed, Drafter, Params
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.models.layers import INITIAL_SCALE
 from longspec_jax.weights.tables import Table, draft_table, target_table

@@ -11,11 +11,11 @@ from longspec_jax.config import (
     DEFAULT_TREE,
     MAX_TREE_LEVELS,
     PLAIN,
-    DraftConfig,
     LinearRopeScaling,
     Llama3RopeScaling,
     TreeConfig,
 )
+from longspec_jax.drafters.longspec.config import DraftConfig
 from tests.kit import tiny_target_config
 
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.axes import Array
-from longspec_jax.config import DraftConfig, TargetConfig
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.models.target import head_logits, head_of
 from longspec_jax.ops.chunks import chunk_length, whole_chunks
 

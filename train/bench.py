@@ -25,7 +25,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from longspec_jax import files
-from longspec_jax.config import TARGETS, TINY, DraftConfig, TargetConfig
+from longspec_jax.config import TARGETS, TINY, TargetConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.mesh_argument import GRAMMAR, mesh_argument, written
 from longspec_jax.models.target import Target
 from longspec_jax.provenance import provenance

@@ -12,7 +12,8 @@ counts the keys that a causal query sees, and norms, rotations and softmax count
 from collections.abc import Sequence
 from typing import Any
 
-from longspec_jax.config import DraftConfig, TargetConfig
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 
 from .objectives import DraftObjective, TargetObjective
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from longspec_jax.config import DraftConfig, TargetConfig
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import (
     load_draft,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
+from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.offloaded import OffloadedCache
@@ -24,6 +24,7 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.draft import Draft
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.drafters.longspec.options import LongSpecOptions

@@ -10,7 +10,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from longspec_jax.config import DraftConfig, TargetConfig
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.export import write_model

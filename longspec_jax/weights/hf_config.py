@@ -15,11 +15,11 @@ from longspec_jax.checks import LARGEST_WHOLE, whole_number
 from longspec_jax.config import (
     MAX_LAYERS,
     SMALLEST_EPS,
-    DraftConfig,
     LinearRopeScaling,
     RopeScaling,
     TargetConfig,
 )
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.weights.hf_rope import KEYS as ROPE_KEYS
 from longspec_jax.weights.hf_rope import raw_rope, rope_scaling, rope_theta
 from longspec_jax.weights.json_files import JsonObject

@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from longspec_jax.config import DraftConfig, TargetConfig
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 
 Sizes: TypeAlias = dict[str, int]
 """Size of every axis letter."""

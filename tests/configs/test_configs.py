@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import configs
-from longspec_jax.config import PRESETS, TARGETS, DraftConfig, TargetConfig
+from longspec_jax.config import PRESETS, TARGETS, TargetConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.tables import draft_table, target_table
 from train.config import RunConfig, from_config

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.engine import decode
 from longspec_jax.decoding.prefill import prefill
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from tests.kit import tiny_target_config

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import PLAIN, DraftConfig, TreeConfig
+from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding import adaptive
 from longspec_jax.decoding.adaptive import candidates, decode_bursts, rehearse, smaller_tree
 from longspec_jax.decoding.engine import slack_slots
@@ -21,6 +21,7 @@ from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.draft import OneOf
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from tests.decoding.lossless import (
     LENGTHS,

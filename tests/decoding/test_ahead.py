@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import ahead
 from longspec_jax.decoding.adaptive import candidates
 from longspec_jax.decoding.ahead import Report, Rounds, one_round
@@ -19,6 +19,7 @@ from longspec_jax.decoding.record import Record, SpecState
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from tests.decoding.lossless import LENGTHS, MAX_EMITTED, assert_same
 from tests.decoding.lossless import request as requested

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longspec_jax.config import DraftConfig, TargetConfig, TreeConfig
+from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.adaptive import burst
 from longspec_jax.decoding.ahead import one_round
@@ -21,6 +21,7 @@ from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.attended import Attended
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.hierarchy import Hierarchy
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.quest import Quest
 from longspec_jax.drafters.selectors import SinksAndRecent

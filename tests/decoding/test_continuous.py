@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from infer.bench.compilations import compilations
-from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.adaptive import candidates
 from longspec_jax.decoding.ahead import one_round
@@ -21,6 +21,7 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.hierarchy import Hierarchy
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.selectors import SinksAndRecent

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.continuous import ContinuousBatch
 from longspec_jax.decoding.engine import decode
@@ -24,6 +24,7 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.hierarchy import Hierarchy
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.selectors import SinksAndRecent
 from longspec_jax.drafters.streaming import StreamingDrafter

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import DraftConfig
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.longspec import folded as module
 from longspec_jax.drafters.longspec import load as load_module
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.folded import foldable
 from longspec_jax.drafters.longspec.load import LongSpecDraft, load
 from longspec_jax.drafters.longspec.model import LongSpecParams

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import DraftConfig
 from longspec_jax.drafters.draft import Target, is_large
 from longspec_jax.drafters.longspec import load as load_module
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import load
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.longspec.options import LongSpecOptions

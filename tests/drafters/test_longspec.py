@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import Committed, Params, SamplingNoise
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter, ring_mask, ring_positions
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.drafters.selection import WorkingSet, everything

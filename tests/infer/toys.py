@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from longspec_jax import LongSpec, TreeConfig
-from longspec_jax.config import DraftConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import Target

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import DraftConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 from tests.kit import tiny_target_config
 from train.acceptance import Pair, simulated_acceptance
 from train.config import DraftSettings

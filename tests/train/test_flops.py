@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from longspec_jax.config import TARGETS, DraftConfig, TargetConfig
+from longspec_jax.config import TARGETS, TargetConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 from tests.kit import tiny_target_config
 from train.config import DraftSettings
 from train.flops import flops_per_token, peak_tokens_per_second

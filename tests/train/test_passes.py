@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from longspec_jax.config import DraftConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from tests.kit import tiny_target_config
 from train import passes

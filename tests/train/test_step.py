@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from longspec_jax.config import DraftConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.sharding import make_mesh, param_shardings, path_name
 from tests.kit import relative_error, tiny_target_config
 from train.config import DraftSettings, OptimizerConfig

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax.config import PRESETS, DraftConfig, LinearRopeScaling
+from longspec_jax.config import PRESETS, LinearRopeScaling
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.weights.hf import load_draft, save_draft
 from longspec_jax.weights.hf_config import hf_draft_config
 from tests.kit import tiny_target_config

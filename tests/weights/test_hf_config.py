@@ -5,7 +5,8 @@ import json
 import jax
 import pytest
 
-from longspec_jax.config import PRESETS, DraftConfig, LinearRopeScaling
+from longspec_jax.config import PRESETS, LinearRopeScaling
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.hf_config import hf_draft_config
 from longspec_jax.weights.json_files import JsonObject

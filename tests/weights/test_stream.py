@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import DraftConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.sharding import make_mesh, param_shardings
 from longspec_jax.weights import stream
 from longspec_jax.weights.checkpoint import open_tensors

@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.config import DraftConfig, TargetConfig
+from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.models.target import head_of
 

@@ -18,7 +18,7 @@ from flax import struct
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, Leaf
-from longspec_jax.config import DraftConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.ops.layer.angles import Angles
 from longspec_jax.ops.layer.residual_norm import add, residual_norm, rms_factor
 from longspec_jax.ops.layer.split_heads import Heads

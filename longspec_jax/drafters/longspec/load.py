@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from longspec_jax.config import DEFAULT_TREE, DraftConfig, TargetConfig, TreeConfig
+from longspec_jax.config import DEFAULT_TREE, TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Target, is_large
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.folded import foldable, table_bytes
 from longspec_jax.drafters.longspec.model import LongSpecParams

@@ -17,7 +17,7 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
-from longspec_jax.config import DraftConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.folded import FoldedLayer, fold
 from longspec_jax.models.layers import (
     GroupedQKV,

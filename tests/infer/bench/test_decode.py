@@ -18,8 +18,9 @@ from infer.bench.models import (
 )
 from infer.bench.shapes import SHAPES
 from infer.bench.simulated import AcceptanceLengths
-from longspec_jax.config import DraftConfig, TreeConfig
+from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import NoDraft
+from longspec_jax.drafters.longspec.config import DraftConfig
 
 TREE = TreeConfig((2, 3))
 KEYS = {

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import DraftConfig
 from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.models.target import head_logits, head_of
 from longspec_jax.weights.hf import load_target, save_draft

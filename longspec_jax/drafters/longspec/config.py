@@ -1,0 +1,47 @@
+"""Shape of the LongSpec draft: frozen and hashable, a legal static argument of ``jax.jit``."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from longspec_jax.checks import whole_number
+from longspec_jax.config import RopeScaling, TargetConfig, check_layer
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Shape of the one-layer LongSpec draft; all but the window follows the target."""
+
+    model_width: int
+    mlp_width: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    rope_theta: float
+    rope_scaling: RopeScaling
+    norm_eps: float
+    dtype: str
+    window: int = 512
+    """A node sees the tokens at most this many positions behind it, and itself (LongSpec 3.1)."""
+
+    def __post_init__(self) -> None:
+        whole_number("window", self.window)
+        check_layer(self)
+
+    @classmethod
+    def for_target(cls, target: TargetConfig, **overrides: Any) -> "DraftConfig":
+        """The draft that fits a target: same widths and heads, same rotary embedding."""
+        shared = {field.name for field in dataclasses.fields(cls)} - {"window"}
+        values = {name: getattr(target, name) for name in shared}
+        return cls(**{**values, **overrides})
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise unless this draft can read the target's embedding, head and last-layer K/V."""
+        for name in ("model_width", "num_kv_heads", "head_width", "rope_theta", "rope_scaling"):
+            ours, theirs = getattr(self, name), getattr(target, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"the draft has {name}={ours} but the target {name}={theirs}. A draft reads "
+                    "its target's embeddings and last-layer keys, so it works only with the target "
+                    "it was trained for; load the draft that belongs to this target, or train one."
+                )
