@@ -226,7 +226,6 @@ def _longspec_options(draft: Draft) -> dict[str, Any]:
     return {
         "draft_vocabulary": params.proposable,
         "draft_int8": params.int8,
-        "draft_folded": params.is_folded,
     }
 
 

@@ -129,9 +129,8 @@ def _random_longspec(
         layer,
         target,
         vocabulary=tokens,
-        # Only where they are named: a row says what it measured.
+        # Only where it is named: a row says what it measured.
         int8=bool(options.int8),
-        folded=bool(options.folded),
         working=options.working_cache(config),
     )
 

@@ -365,15 +365,14 @@ def test_a_reduced_draft_vocabulary_changes_no_token(models: Params) -> None:
         assert emitted_in_rounds(state) > 0
 
 
-@pytest.mark.parametrize("folded", [False, True], ids=["whole", "folded"])
 @pytest.mark.parametrize("size", [None, 60])
-def test_a_draft_in_8_bits_changes_no_token(models: Params, size: int | None, folded: bool) -> None:
+def test_a_draft_in_8_bits_changes_no_token(models: Params, size: int | None) -> None:
     """Though its noise moves, and it goes on to accept."""
     draft = models.draft
     if size is not None:
         part = np.random.default_rng(0).permutation(101)[:size]
         draft = draft.restricted(jnp.asarray(part, jnp.int32))
-    rounded = Params(models.target, draft.folded(DRAFT) if folded else draft.in_int8())
+    rounded = Params(models.target, draft.in_int8())
     tokens_are_those_of_plain_decoding(rounded, LongSpecDrafter(DRAFT, TREES[0]), EVERY)
 
 

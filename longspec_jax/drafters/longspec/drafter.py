@@ -110,7 +110,6 @@ class LongSpecDrafter:
         rooms = ((0, 0), (0, room), (0, 0), (0, 0))
         rows = jnp.pad(state.keys, rooms), jnp.pad(state.values, rooms)
         past = self._past(state, view)
-        run = draft.levels(self.config, view.position, self.tree.num_levels)
 
         def score(
             rows: tuple[Array, Array], tree: Tree, nodes: slice, depth: int
@@ -129,7 +128,8 @@ class LongSpecDrafter:
                 fresh = Fresh(*rows, mask)
                 return tree_attention(q, fresh, dtype=q.dtype, implementation=self.attention).out
 
-            hidden = run(depth, tokens, attend_self, lambda q: self._attend_cross(q, past))
+            attend_cross = partial(self._attend_cross, past)
+            hidden = draft.hidden(self.config, tokens, positions, attend_self, attend_cross)
             return rows, noise.scores(draft.logits(hidden), depth)
 
         return beam_search(view.pending, self.tree, score, rows, draft.vocabulary, self.attention)
@@ -142,7 +142,7 @@ class LongSpecDrafter:
         table = self.working.table(state.choice, view.length, keys.shape[2])
         return self.working.read(keys, values, table)
 
-    def _attend_cross(self, q: Array, past: Prefix) -> Array:
+    def _attend_cross(self, past: Prefix, q: Array) -> Array:
         return prefix_attention(q, past, dtype=q.dtype, implementation=self.attention).out
 
 
