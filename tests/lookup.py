@@ -15,8 +15,7 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import Prefilled, Verification
 from longspec_jax.drafters.base import NOTHING, Features, Needs, Params, PartialForward, Uncommitted
-from longspec_jax.drafters.budget import within_budget
-from longspec_jax.drafters.tree import grow, plant
+from longspec_jax.drafters.tree import grow, plant, within_budget
 from longspec_jax.ops.selection.continuations import best_continuations
 
 

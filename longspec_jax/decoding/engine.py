@@ -24,7 +24,6 @@ from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.accept import AcceptedPath, AcceptRule, accept, accept_trusted
 from longspec_jax.drafters.base import (
     Committed,
     Drafter,
@@ -33,7 +32,14 @@ from longspec_jax.drafters.base import (
     SamplingNoise,
     run_before_round,
 )
-from longspec_jax.drafters.tree import Tree, node_depths
+from longspec_jax.drafters.tree import (
+    AcceptedPath,
+    AcceptRule,
+    Tree,
+    accept,
+    accept_trusted,
+    node_depths,
+)
 from longspec_jax.ops.along import along, last_along
 from longspec_jax.ops.partitioned import use_mesh
 

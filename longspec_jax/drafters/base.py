@@ -19,9 +19,8 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeMask
 from longspec_jax.config import PLAIN, TreeConfig
-from longspec_jax.drafters.accept import AcceptedPath
 from longspec_jax.drafters.selection import Selection
-from longspec_jax.drafters.tree import Tree, plant
+from longspec_jax.drafters.tree import AcceptedPath, Tree, plant
 from longspec_jax.ops.attention.operands import Prefix
 
 

@@ -17,9 +17,8 @@ from jaxtyping import Bool, Int
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.drafters.base import Committed, Needs, Params, SamplingNoise, View
-from longspec_jax.drafters.budget import within_budget
 from longspec_jax.drafters.draft import DefaultTrees
-from longspec_jax.drafters.tree import Tree, grow, plant
+from longspec_jax.drafters.tree import Tree, grow, plant, within_budget
 from longspec_jax.ops.along import along
 
 CONTEXT = 8

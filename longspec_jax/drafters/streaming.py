@@ -21,10 +21,9 @@ from longspec_jax.drafters.base import (
     Uncommitted,
     View,
 )
-from longspec_jax.drafters.beam import beam_search, nodes_run
 from longspec_jax.drafters.draft import DefaultTrees
 from longspec_jax.drafters.selectors import SinksAndRecent
-from longspec_jax.drafters.tree import Tree
+from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 
 
 @dataclass(frozen=True)

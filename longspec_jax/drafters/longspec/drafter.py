@@ -18,11 +18,10 @@ from jaxtyping import Bool, Float, Int
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import Committed, Needs, Params, SamplingNoise, View
-from longspec_jax.drafters.beam import beam_search, nodes_run
 from longspec_jax.drafters.kept import Kept
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecParams
-from longspec_jax.drafters.tree import Tree
+from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.drafters.working_cache import WorkingCache
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix

@@ -16,9 +16,8 @@ from jax.lax import dynamic_update_slice_in_dim
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.drafters.base import Committed, Needs, Params, SamplingNoise, Uncommitted, View
-from longspec_jax.drafters.beam import beam_search, nodes_run
 from longspec_jax.drafters.small_lm.state import SPARE, SmallLMState, allocate, append
-from longspec_jax.drafters.tree import Tree
+from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.drafters.working_cache import WorkingCache
 from longspec_jax.models.target import Attend, Target, TargetOutput
 from longspec_jax.ops.attention.dispatch import chunk_attention, speculative_attention
