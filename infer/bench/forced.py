@@ -47,9 +47,6 @@ class _Listening(SamplingNoise):
     def draw(self, logits: Array, depths: Array) -> Array:
         return self.greedy.draw(logits, depths)
 
-    def lead(self, logits: Array, depths: Array) -> Array:
-        return self.greedy.lead(logits, depths)
-
     def among(self, tokens: Array) -> "_Listening":
         return self
 

@@ -28,7 +28,7 @@ from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Committed, Params, SamplingNoise, View
-from longspec_jax.drafters.hierarchy import Hierarchy, HierarchyState
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, HierarchyState
 from longspec_jax.drafters.tree import AcceptedPath, Tree, accept, node_depths
 
 from .simulated import GOLDEN, AcceptanceLengths

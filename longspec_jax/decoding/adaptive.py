@@ -28,7 +28,7 @@ from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.draft import with_tree
-from longspec_jax.drafters.hierarchy import Hierarchy, on_one_level
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, on_one_level
 
 
 class BurstResult(NamedTuple):

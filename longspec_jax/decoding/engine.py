@@ -24,14 +24,7 @@ from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.base import (
-    Committed,
-    Drafter,
-    Lossy,
-    Params,
-    SamplingNoise,
-    run_before_round,
-)
+from longspec_jax.drafters.base import Committed, Drafter, Params, SamplingNoise
 from longspec_jax.drafters.tree import (
     AcceptedPath,
     AcceptRule,
@@ -80,7 +73,7 @@ def spec_step(
 
 def accept_rule(drafter: Drafter) -> AcceptRule:
     """How a drafter's trees are accepted: by the target's draws, unless the drafter is lossy."""
-    if isinstance(drafter, Lossy):
+    if drafter.trusted:
         return partial(accept_trusted, trusted=drafter.trusted)
     return accept
 
@@ -102,7 +95,7 @@ def sampling_noise(target: TargetModel, drafter: Drafter, rows: Rows) -> RoundNo
 def look_at_cache(target: TargetModel, drafter: Drafter, params: Params, rows: Rows) -> Rows:
     """The rows after the drafter took from the target's cache what it needs for the round."""
     view = _view(target, params, rows)
-    return replace(rows, draft=run_before_round(drafter, params, rows.draft, view))
+    return replace(rows, draft=drafter.before_round(params, rows.draft, view))
 
 
 def propose_tree(

@@ -183,8 +183,8 @@ def subtree(tree: Tree, nodes: Int[Array, "B n"]) -> Tree:
 Memory = TypeVar("Memory")
 Score: TypeAlias = Callable[[Memory, Tree, slice, int], tuple[Memory, Array]]
 """``(memory, tree so far, nodes of the level, depth) -> memory, scores [B, w, V]``: scores of the
-tokens after each node, and what later levels need to know of the nodes. Scores are log-probabilities
-up to a constant of each node, so logits will do."""
+tokens after each node, and what later levels need to know of the nodes. Scores are
+log-probabilities up to a constant of each node, so logits will do."""
 Choose: TypeAlias = Callable[[Array, Array, int], tuple[Array, Array, Array]]
 """The op :func:`longspec_jax.ops.selection.continuations.best_continuations`, an implementation of
 it."""

@@ -9,7 +9,7 @@ import jax
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.home import Home
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Drafter, Params, gathered_slots
+from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.generation.job import Shape
 from longspec_jax.generation.memory import MemoryPlan, device_bytes, working_bytes
 from longspec_jax.ops.placement import tree_bytes
@@ -34,7 +34,7 @@ def plan_of(
       shape: of the call.
     """
     nodes = max(drafter.tree.num_nodes for drafter in drafters)
-    gathered = max(gathered_slots(drafter, shape.capacity) for drafter in drafters)
+    gathered = max(drafter.gathered_slots(shape.capacity) for drafter in drafters)
     cache = host = state = working = 0
     for batch in batches:
         home = Home.beside(params.target, batch)

@@ -12,7 +12,7 @@ from longspec_jax.decoding.policy import Measurement
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
-from longspec_jax.drafters.base import Drafter, Lossy, NoDraft
+from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.generation.job import Job
 from longspec_jax.generation.result import Stats, TreeUse
 from longspec_jax.ops.placement import tree_bytes
@@ -139,5 +139,5 @@ def statistics(job: Job, run: Run) -> Stats:
         compile_seconds=timing.compile,
         draft_state_bytes=tree_bytes(run.rows.draft),
         memory=job.memory,
-        lossless=not any(isinstance(drafter, Lossy) for drafter in job.drafters),
+        lossless=all(drafter.lossless for drafter in job.drafters),
     )

@@ -1,4 +1,4 @@
-"""A LongSpec draft, bound to its target and ready to use."""
+"""A LongSpec draft: its options, the draft bound to its target, and how it is loaded."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +13,26 @@ from longspec_jax.drafters.draft import DefaultTrees, Target, is_large
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.model import LongSpecParams
-from longspec_jax.drafters.longspec.options import LongSpecOptions
+from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
 from longspec_jax.drafters.vocabulary import check_vocabulary
-from longspec_jax.drafters.working_cache import WorkingCache
 from longspec_jax.sharding import param_shardings
+
+
+@dataclass(frozen=True)
+class LongSpecOptions(WorkingCacheOptions):
+    """Options of a LongSpec draft; all make it cheaper, and none changes a token.
+
+    With a working cache, cross-attention reads chosen chunks of the target's last layer.
+    """
+
+    vocabulary: int | None = None
+    """How many tokens it may propose: the first ones of the table beside the draft; all if absent.
+
+    ``python -m train.vocabulary`` makes the table. A smaller LM head is faster and misses some."""
+    int8: bool | None = None
+    """Read its weights and a copy of the target's LM head in 8 bits: half the bytes.
+
+    If absent, on a GPU with a large target in 16 bits, where it pays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,22 +74,22 @@ class LongSpecDraft:
             params = params.restricted(jnp.asarray(tokens))
         if int8:
             params = params.in_int8()
-        if mesh is not None and params.own is not layer:
+        if mesh is not None and params.own_params is not layer:
             copied = {name: getattr(params, name) for name in ("layer", "head")}
             shardings = param_shardings(mesh, copied)
             params = replace(params, **jax.device_put(copied, shardings))
         return cls(config, params, working=working)
 
     @property
-    def own(self) -> Any:
+    def own_params(self) -> Any:
         """The layer, and the rows of a reduced or int8 head."""
-        return self.params.own
+        return self.params.own_params
 
     @property
     def default_trees(self) -> DefaultTrees:
-        """Chains and small trees where nodes cost; the paper's where they are nearly free.
+        """Chains and small trees where nodes cost time; the paper's where they are nearly free.
 
-        The more rows are decoded together, the fewer of its nodes pay.
+        The more rows decode together, the fewer of its nodes pay.
         """
         small = TreeConfig((1, 1, 1)), TreeConfig((1, 1)), TreeConfig((2, 2))
         fewer = (replace(DEFAULT_TREE, budget=nodes) for nodes in (32, 16))
@@ -106,7 +122,7 @@ def load(
     Args:
       source: a folder or hub id.
       target: what it was trained for.
-      options: what is chosen about it.
+      options: its options.
       mesh: devices to spread it over; the first device if absent.
       revision: branch, tag or commit of a hub id.
 
@@ -136,5 +152,5 @@ def load(
 
 
 def pays_in_int8(target: Target) -> bool:
-    """Whether a draft is faster in 8 bits: where its levels take the time of reading weights."""
+    """Whether a draft is faster in 8 bits: where reading weights takes the time of its levels."""
     return is_large(target.params) and jnp.dtype(target.config.dtype).itemsize == 2

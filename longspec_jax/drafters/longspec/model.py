@@ -48,9 +48,9 @@ class LongSpecLayer(nn.Module):
 
     config: DraftConfig
     int8: bool = False
-    """Whether the products' weights are of 8 bits."""
+    """Whether the weights of the matmuls have 8 bits."""
     mlp_chunk: int = 0
-    """Most tokens of a device whose MLP activations exist at once; 0: all."""
+    """Most tokens of a device whose MLP activations exist at once; 0 for all."""
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -135,10 +135,10 @@ class LongSpecParams:
         return dataclasses.replace(self, head=rows, vocabulary=vocabulary)
 
     def in_int8(self) -> "LongSpecParams":
-        """Read copies of the layer's products and of the head in 8 bits; the target keeps its own.
+        """Copies of the layer's matmuls and of the head in 8 bits; the target keeps its own.
 
-        Half the bytes at every level. The head's rows are rounded one by one: it is the same before
-        and after :meth:`restricted`.
+        Half the bytes at every level. Each row of the head is rounded by itself, so the result is
+        the same before and after :meth:`restricted`.
 
         Raises:
           ValueError: if the draft is in 8 bits already.
@@ -197,8 +197,8 @@ class LongSpecParams:
         return layer.apply(params, embedded, positions, attend_self, attend_cross).hidden
 
     @property
-    def own(self) -> Any:
-        """What is not shared with the target: the layer, and the rows of a reduced or int8 head."""
+    def own_params(self) -> Any:
+        """Those not shared with the target: the layer, and the rows of a reduced or int8 head."""
         if self.vocabulary is None and not self.int8:
             return self.layer
         return self.layer, self.head, self.vocabulary
@@ -210,7 +210,7 @@ def _angles(config: DraftConfig, positions: Array) -> tuple[Array, Array]:
 
 
 def _rounded(layer: Any, name: str = "") -> Any:
-    """Parameters of :class:`LongSpecLayer` for its 8-bit products."""
+    """Parameters of :class:`LongSpecLayer` for its 8-bit matmuls."""
     if "kernel" not in layer:
         return {
             key: _rounded(value, key) if isinstance(value, Mapping) else value
