@@ -79,8 +79,7 @@ def add_models(result: argparse.ArgumentParser, drafter_help: str) -> Any:
         action="append",
         metavar="NAME[=VALUE]",
         help="an option of the draft's kind; none changes the text. LongSpec drafts: int8 reads "
-        "weights and LM head in 8 bits, the default for large targets on GPUs; folded looks up "
-        "what its first products make of a token, too, the default there where memory is plenty; "
+        "weights and LM head in 8 bits, the default for large targets on GPUs; "
         "vocabulary=N proposes the N most frequent tokens only, by the table saved beside the "
         "draft (python -m train.vocabulary). LongSpec drafts and small "
         "language models: working=1024 reads that many tokens of a long cache, in chunks that the "

@@ -157,7 +157,7 @@ class LongSpec:
             name of a kind without weights, such as ``ngram``. Of several a call runs the one that
             is fastest on this machine. Plain decoding if absent.
           draft_options: options of the draft's kind by name, such as those of
-            :class:`~longspec_jax.drafters.longspec.options.LongSpecOptions`; none changes a token.
+            :class:`~longspec_jax.drafters.longspec.load.LongSpecOptions`; none changes a token.
           dtype: of parameters and activations; ``auto`` is bfloat16 where the GPU has it, float16
             on older GPUs and float32 on a CPU.
           mesh: devices to spread the parameters over, from :func:`longspec_jax.make_mesh`.
@@ -539,7 +539,7 @@ class LongSpec:
 
     def _plan(self, rows: int, shape: Shape, drafters: Sequence[Drafter], draft: Any) -> MemoryPlan:
         """Bytes of a call, from shapes alone."""
-        params, own = Params(self.target_params, draft), [part.own for part in self.drafts]
+        params, own = Params(self.target_params, draft), [part.own_params for part in self.drafts]
         batches = [rows]
         if self.row_slots is not None and rows > self.row_slots:
             batches = [self.row_slots, 1]  # The one being prefilled is a batch of its own.

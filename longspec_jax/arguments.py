@@ -11,10 +11,9 @@ from typing import Any, NamedTuple, NoReturn
 from jax.sharding import Mesh
 
 from longspec_jax.checks import as_plain, is_whole, shown, whole_number
-from longspec_jax.config import ATTENTION, MESH_AXES, TargetConfig, TreeConfig
+from longspec_jax.config import ATTENTION, MESH_AXES, PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.kinds import NAMED, is_name
-from longspec_jax.drafters.retrieval import RetrievalDraft
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LARGEST_CHUNK = 2048
@@ -160,8 +159,7 @@ def check_drafts(drafts: Sequence[Any]) -> None:
                 f"draft={shown(draft)} must be a loaded draft, such as LongSpecDraft.bind(...) or "
                 "NgramDraft(); LongSpec.from_pretrained loads them from folders"
             )
-    lossy = [draft for draft in drafts if isinstance(draft, RetrievalDraft) and draft.lossy]
-    if lossy and len(drafts) > 1:
+    if len(drafts) > 1 and not all(draft.drafter(PLAIN).lossless for draft in drafts):
         raise ValueError(
             "draft: retrieve_verify=partial changes the text, which must not depend on what turns "
             "out fastest; name that draft alone"

@@ -138,9 +138,9 @@ class TreeConfig:
     number of accepted tokens by no more than this; what is not grown costs no draft pass where no
     row grows it. All levels are grown if absent."""
     chain: int | None = None
-    """How many of the levels are a chain with the tree of the others at its end, as partial
-    verification hands up (``chain:16/4,8``, :mod:`longspec_jax.drafters.hierarchy`): where a row's
-    chain is shorter, its tree begins higher. None for a tree that is grown as one."""
+    """How many of the first levels are a chain with the tree of the others at its end, as partial
+    verification proposes it (``chain:16/4,8``, :mod:`longspec_jax.drafters.retrieval.hierarchy`).
+    Where a row's chain is shorter, its tree begins higher. None for a tree that is grown as one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", _tree_widths(self.widths))

@@ -14,9 +14,16 @@ import jax.numpy as jnp
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import Prefilled, Verification
-from longspec_jax.drafters.base import NOTHING, Features, Needs, Params, PartialForward, Uncommitted
-from longspec_jax.drafters.budget import within_budget
-from longspec_jax.drafters.tree import grow, plant
+from longspec_jax.drafters.base import (
+    NOTHING,
+    DrafterBase,
+    Features,
+    Needs,
+    Params,
+    PartialForward,
+    Uncommitted,
+)
+from longspec_jax.drafters.tree import grow, plant, within_budget
 from longspec_jax.ops.selection.continuations import best_continuations
 
 
@@ -91,7 +98,7 @@ def _features(rows: jax.Array, needs: Needs) -> Features:
 
 
 @dataclass(frozen=True)
-class LookupDrafter:
+class LookupDrafter(DrafterBase):
     """Beam search over its own table: the target's (perfect), another (random), or its negative."""
 
     tree: TreeConfig
@@ -124,18 +131,12 @@ class LookupDrafter:
 
 
 @dataclass(frozen=True)
-class ConstantDrafter:
+class ConstantDrafter(DrafterBase):
     """Adversarial: every node carries the same token, so siblings are duplicates of each other."""
 
     tree: TreeConfig
     needs: Needs = NOTHING
     name: str = "lookup"
-
-    def begin(self, params, batch, capacity):
-        return ()
-
-    def extend(self, params, state, committed):
-        return ()
 
     def propose(self, params, state, view, noise):
         tree = plant(view.pending, self.tree)

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 import longspec_jax
 from infer.bench.compilations import compilations
 from longspec_jax import PLAIN, LongSpec, TreeConfig
-from longspec_jax.drafters.retrieval import RetrievalDraft, RetrievalOptions
+from longspec_jax.drafters.retrieval.draft import RetrievalDraft, RetrievalOptions
 from longspec_jax.generation import memory, runner
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
@@ -278,7 +278,7 @@ def test_a_draft_in_8_bits_changes_the_speed_alone(spec, batch, few) -> None:
     again = rounded.generate(PROMPTS, **WARM, eos_token_id=[])
     assert again.sequences == batch.sequences
     assert again.stats.acceptance_length > 1
-    own = sum(leaf.nbytes for leaf in jax.tree.leaves(bound_draft(rounded).own))
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(bound_draft(rounded).own_params))
     assert again.stats.memory.draft_bytes == own != batch.stats.memory.draft_bytes
     assert again.stats.memory.target_bytes == batch.stats.memory.target_bytes
     planned = rounded.memory_plan(3, 9, 24).draft_bytes

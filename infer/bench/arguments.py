@@ -168,9 +168,8 @@ def decode(parser: argparse.ArgumentParser) -> None:
         type=drafter_option,
         action="append",
         metavar="NAME[=VALUE]",
-        help="an option of the drafter's kind. longspec: int8 reads weights and LM head in 8 bits, "
-        "folded also looks up what its first products make of a token (here only where they are "
-        "named), vocabulary=N proposes N tokens only",
+        help="an option of the drafter's kind. longspec: int8 reads weights and LM head in 8 bits "
+        "(here only where it is named), vocabulary=N proposes N tokens only",
     )
     _add(parser, "--new_tokens", SEVERAL, ByMachine(192, 48), "tokens of one repetition")
     _add(parser, "--repetitions", COUNT, ByMachine(3, 2))
@@ -368,7 +367,7 @@ def retrieval(parser: argparse.ArgumentParser) -> None:
         type=drafter_option,
         action="append",
         metavar="NAME[=VALUE]",
-        help="an option of the LongSpec draft: int8, folded, vocabulary=N",
+        help="an option of the LongSpec draft: int8, vocabulary=N",
     )
     parser.add_argument(
         "--offload",

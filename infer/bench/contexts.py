@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from longspec_jax import LongSpec, TreeConfig, demo_prompts
-from longspec_jax.drafters.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.embedded import DRAFTS
 from longspec_jax.generation.comparison import Comparison
 

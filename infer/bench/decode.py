@@ -205,7 +205,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "drafter": model.draft.name,
         **_longspec_options(model.draft),
         "target_bytes": weights,
-        "draft_bytes": tree_bytes(model.draft.own),
+        "draft_bytes": tree_bytes(model.draft.own_params),
         "cache_bytes": cache_bytes(config, setting.batch, setting.capacity),
         "draft_state_bytes": _state_bytes(bench),
         "plain_step_bytes": read + seen,
@@ -226,7 +226,6 @@ def _longspec_options(draft: Draft) -> dict[str, Any]:
     return {
         "draft_vocabulary": params.proposable,
         "draft_int8": params.int8,
-        "draft_folded": params.is_folded,
     }
 
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from longspec_jax.config import TargetConfig
-from longspec_jax.drafters.longspec.options import LongSpecOptions
+from longspec_jax.drafters.longspec.load import LongSpecOptions
 from longspec_jax.drafters.registry import options_of, separated
-from longspec_jax.drafters.small_lm.options import SmallLMOptions
+from longspec_jax.drafters.small_lm.load import SmallLMOptions
 
 from .arguments import KINDS
 from .values import DTYPES

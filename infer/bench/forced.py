@@ -20,8 +20,8 @@ from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.accept import AcceptedPath
 from longspec_jax.drafters.base import Drafter, Params, SamplingNoise
+from longspec_jax.drafters.tree import AcceptedPath
 
 
 class Verdict(NamedTuple):
@@ -46,9 +46,6 @@ class _Listening(SamplingNoise):
 
     def draw(self, logits: Array, depths: Array) -> Array:
         return self.greedy.draw(logits, depths)
-
-    def lead(self, logits: Array, depths: Array) -> Array:
-        return self.greedy.lead(logits, depths)
 
     def among(self, tokens: Array) -> "_Listening":
         return self

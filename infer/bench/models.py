@@ -25,13 +25,11 @@ from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.load import LongSpecDraft
+from longspec_jax.drafters.longspec.load import LongSpecDraft, LongSpecOptions
 from longspec_jax.drafters.longspec.model import LongSpecLayer
-from longspec_jax.drafters.longspec.options import LongSpecOptions
 from longspec_jax.drafters.registry import separated
-from longspec_jax.drafters.retrieval import RetrievalDraft
-from longspec_jax.drafters.small_lm.draft import SmallLM
-from longspec_jax.drafters.small_lm.options import SmallLMOptions
+from longspec_jax.drafters.retrieval.draft import RetrievalDraft
+from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.models.target import Target
 from longspec_jax.ops.placement import HOST_MEMORY, tree_bytes
@@ -129,9 +127,8 @@ def _random_longspec(
         layer,
         target,
         vocabulary=tokens,
-        # Only where they are named: a row says what it measured.
+        # Only where it is named: a row says what it measured.
         int8=bool(options.int8),
-        folded=bool(options.folded),
         working=options.working_cache(config),
     )
 

@@ -24,8 +24,8 @@ from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.longspec.load import LongSpecDraft
-from longspec_jax.drafters.small_lm.draft import SmallLM
-from longspec_jax.drafters.working_options import WorkingCacheOptions
+from longspec_jax.drafters.retrieval.working_cache import WorkingCacheOptions
+from longspec_jax.drafters.small_lm.load import SmallLM
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 
 from ..haystack import NeedleDocument, needle_document

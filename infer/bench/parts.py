@@ -19,10 +19,9 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import engine
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.target import CachedTarget, Verification
-from longspec_jax.drafters.accept import AcceptedPath
 from longspec_jax.drafters.base import NOTHING, Needs, Params
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.tree import Tree, plant
+from longspec_jax.drafters.tree import AcceptedPath, Tree, plant
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.dispatch import prefix_attention, speculative_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix

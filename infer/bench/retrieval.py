@@ -42,10 +42,8 @@ from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.kept import Kept
-from longspec_jax.drafters.quest import Quest
-from longspec_jax.drafters.refreshed import every
-from longspec_jax.drafters.retrieval import behind_chain
+from longspec_jax.drafters.retrieval.blocks import CachedSelection, Quest, every
+from longspec_jax.drafters.retrieval.draft import behind_chain
 from longspec_jax.ops.selection.blocks import BlockBudget
 
 from ..wording import counted
@@ -380,8 +378,8 @@ def _repeated(model: Model, turns: int, ask: Any) -> Part:
 
     def program(params: Params, rows: Rows) -> Any:
         state = rows.draft.real.selector
-        if isinstance(state, Kept):
-            state = state.asked
+        if isinstance(state, CachedSelection):
+            state = state.retriever
 
         def asked(length: jax.Array) -> Any:
             at = rows.pending, length, length, rows.done

@@ -24,9 +24,8 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.engine import spec_step
 from longspec_jax.decoding.record import Emitted, SpecState
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.accept import AcceptedPath, accept
 from longspec_jax.drafters.base import Drafter, Params
-from longspec_jax.drafters.tree import Tree, node_depths
+from longspec_jax.drafters.tree import AcceptedPath, Tree, accept, node_depths
 
 GOLDEN = 2654435769
 """2**32 divided by the golden ratio: multiples of it, modulo 2**32, fill the range evenly."""
@@ -110,7 +109,7 @@ def simulated_walk(
 ) -> AcceptedPath:
     """The path to the first node of the drawn depth, as if the target had drawn its tokens.
 
-    The first three arguments are those of :func:`longspec_jax.drafters.accept.accept`, which runs
+    The first three arguments are those of :func:`longspec_jax.drafters.tree.accept`, which runs
     too, so that its cost is part of the round.
     """
     if edges.size > levels:

@@ -27,10 +27,9 @@ from longspec_jax.decoding.engine import spec_step
 from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.accept import AcceptedPath, accept
 from longspec_jax.drafters.base import Committed, Params, SamplingNoise, View
-from longspec_jax.drafters.hierarchy import Hierarchy, HierarchyState
-from longspec_jax.drafters.tree import Tree, node_depths
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, HierarchyState
+from longspec_jax.drafters.tree import AcceptedPath, Tree, accept, node_depths
 
 from .simulated import GOLDEN, AcceptanceLengths
 
@@ -114,7 +113,7 @@ def agreeing_walk(
 ) -> AcceptedPath:
     """What a full pass of these odds confirms of a chain and accepts behind it, and a bonus.
 
-    The first three arguments are those of :func:`longspec_jax.drafters.accept.accept`; the tree's
+    The first three arguments are those of :func:`longspec_jax.drafters.tree.accept`; the tree's
     first levels are a chain of so many.
     """
     offered = (tree.parents[:, 1 : chain + 1] >= 0).sum(axis=1, dtype=jnp.int32)

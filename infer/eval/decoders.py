@@ -140,7 +140,9 @@ class LibraryDecoder:
             source,
             None if tree is None or not tree.widths else str(tree),
             None if tree is None else tree.num_nodes,
-            dict(options) if draft is not None and (draft.own or len(spec.drafts) == 1) else {},
+            dict(options)
+            if draft is not None and (draft.own_params or len(spec.drafts) == 1)
+            else {},
         )
         own = replace(spec, draft=draft)
         if chosen.method.attention is not None:

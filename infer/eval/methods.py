@@ -172,7 +172,7 @@ def by_kind(drafts: Sequence[Draft]) -> dict[str, Draft]:
     Raises:
       ValueError: for two of one kind, which methods could not tell apart.
     """
-    from longspec_jax.drafters.retrieval import RetrievalDraft
+    from longspec_jax.drafters.retrieval.draft import RetrievalDraft
 
     found: dict[str, Draft] = {}
     for draft in drafts:

@@ -7,7 +7,7 @@ import jax
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.drafters.base import Drafter
 from longspec_jax.drafters.draft import with_tree
-from longspec_jax.drafters.hierarchy import Hierarchy, on_one_level
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, on_one_level
 
 
 def smaller_tree(tree: TreeConfig) -> TreeConfig:

@@ -25,16 +25,15 @@ from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import ANY_KIND, NO_TOKEN, SamplingKind
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.accept import AcceptedPath, AcceptRule, accept, accept_trusted
-from longspec_jax.drafters.base import (
-    Committed,
-    Drafter,
-    Lossy,
-    Params,
-    SamplingNoise,
-    run_before_round,
+from longspec_jax.drafters.base import Committed, Drafter, Params, SamplingNoise
+from longspec_jax.drafters.tree import (
+    AcceptedPath,
+    AcceptRule,
+    Tree,
+    accept,
+    accept_trusted,
+    node_depths,
 )
-from longspec_jax.drafters.tree import Tree, node_depths
 from longspec_jax.ops.along import along, last_along
 from longspec_jax.ops.partitioned import use_mesh
 
@@ -92,7 +91,7 @@ def spec_step(
 
 def accept_rule(drafter: Drafter) -> AcceptRule:
     """How a drafter's trees are accepted: by the target's draws, unless the drafter is lossy."""
-    if isinstance(drafter, Lossy):
+    if drafter.trusted:
         return partial(accept_trusted, trusted=drafter.trusted)
     return accept
 
@@ -108,7 +107,7 @@ def sampling_noise(
 def look_at_cache(target: TargetModel, drafter: Drafter, params: Params, rows: Rows) -> Rows:
     """The rows after the drafter took from the target's cache what it needs for the round."""
     view = _view(target, params, rows)
-    return replace(rows, draft=run_before_round(drafter, params, rows.draft, view))
+    return replace(rows, draft=drafter.before_round(params, rows.draft, view))
 
 
 def propose_tree(

@@ -41,20 +41,6 @@ class RoundNoise:
         """The draws from these logits at nodes of these depths."""
         return draw(logits, self._noise_at(depths), self.sampling)
 
-    def lead(
-        self, logits: Float[Array, "B T V"], depths: Int[Array, "#B T"]
-    ) -> Float[Array, "B T"]:
-        """How far what would be drawn from these logits is ahead of every other token, in nats.
-
-        At temperature 0 a lead in the logits themselves; nothing is ahead of numbers that are not
-        finite.
-        """
-        scores = perturb(logits, self._noise_at(depths), self.sampling)
-        drawn = jnp.argmax(scores, axis=-1, keepdims=True)
-        others = jnp.where(jnp.arange(scores.shape[-1]) == drawn, -jnp.inf, scores).max(axis=-1)
-        best = scores.max(axis=-1)
-        return jnp.where(jnp.isfinite(best), best - others, 0.0)
-
     def among(self, tokens: Int[Array, " v"]) -> "RoundNoise":
         """The same for logits of these tokens alone."""
         if not self.sampling.kind.stochastic:

@@ -19,8 +19,14 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding import offloaded
 from longspec_jax.decoding.cache import CacheBytes, KVCache
-from longspec_jax.drafters.base import NOTHING, Features, Needs, PartialForward, Uncommitted
-from longspec_jax.drafters.selection import Selection
+from longspec_jax.drafters.base import (
+    NOTHING,
+    Features,
+    Needs,
+    PartialForward,
+    Selection,
+    Uncommitted,
+)
 from longspec_jax.models.target import Attend, Target, TargetOutput
 from longspec_jax.ops.attention.dispatch import (
     chunk_attention,

@@ -12,10 +12,8 @@ from jaxtyping import Bool, Int
 from longspec_jax.axes import Array, CacheSlots, Lengths, TreeMask
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.drafters.accept import AcceptedPath, accept
-from longspec_jax.drafters.base import NOTHING, Needs, PartialForward, Uncommitted
-from longspec_jax.drafters.selection import Selection
-from longspec_jax.drafters.tree import Tree
+from longspec_jax.drafters.base import NOTHING, Needs, PartialForward, Selection, Uncommitted
+from longspec_jax.drafters.tree import AcceptedPath, Tree, accept
 from longspec_jax.ops.attention.operands import Prefix
 
 

@@ -1,28 +1,26 @@
-"""What the decode loop asks of a drafter, and the drafter that proposes nothing.
+"""The interface of a drafter, and the drafter that proposes nothing.
 
 A drafter proposes a tree of candidate tokens each round. It cannot change the output, only the
-speed: the target's own draws walk its tree. Whatever state it keeps is its own pytree, which learns
-of committed tokens in one way alone, :meth:`Drafter.extend`, be they a chunk of a prompt or a
-round's accepted path.
+speed: the target's own draws decide which path is accepted. A drafter's state is its own pytree. It
+learns of committed tokens in one way only, :meth:`Drafter.extend`, for a chunk of a prompt and for
+the accepted path of a round alike.
 
-What it may use of the target it declares beforehand (:class:`Needs`) or is handed in a round
-(:class:`View`). Drafters compose: one may hold another, and run the target over a part of its cache
-to improve on it (:mod:`longspec_jax.drafters.hierarchy`).
+A drafter declares what it needs of the target's forward (:class:`Needs`), and gets the target's
+cache in a round (:class:`View`). Drafters compose: one may hold another, and run the target over a
+part of its cache to improve on it (:mod:`longspec_jax.drafters.retrieval.hierarchy`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from flax import struct
 from jaxtyping import Bool, Float, Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, TreeMask
+from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeMask
 from longspec_jax.config import PLAIN, TreeConfig
-from longspec_jax.drafters.accept import AcceptedPath
-from longspec_jax.drafters.selection import Selection
-from longspec_jax.drafters.tree import Tree, plant
-from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.drafters.tree import AcceptedPath, Tree, plant
+from longspec_jax.ops.attention.operands import Prefix, Reading
 
 
 @struct.dataclass
@@ -35,7 +33,7 @@ class Params:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter wants to learn of committed tokens; nothing else is computed for it."""
+    """What a drafter needs to learn of committed tokens; nothing else is computed for it."""
 
     hidden: tuple[int, ...] = ()
     """Layers after which it takes the hidden states; the first is 0."""
@@ -44,11 +42,11 @@ class Needs:
     keys: tuple[int, ...] = ()
     """Layers whose keys it takes, rotary applied."""
     recent: int | None = None
-    """How many of the last committed tokens its state depends on; all of them if absent. Chunks of
-    a prompt that lie before are not shown to it."""
+    """How many of the last committed tokens its state depends on; all of them if absent. It does
+    not get chunks of a prompt that end before these."""
 
     def __or__(self, other: "Needs") -> "Needs":
-        """What two drafters want together."""
+        """What two drafters need together."""
         whole = self.recent is None or other.recent is None
         return Needs(
             tuple(sorted({*self.hidden, *other.hidden})),
@@ -59,7 +57,7 @@ class Needs:
 
     @property
     def of_a_pass(self) -> "Needs":
-        """The same needs of whichever tokens: what one pass computes, and one program serves."""
+        """The needs of one forward, whichever its tokens: equal ones share programs."""
         return replace(self, recent=None)
 
 
@@ -68,7 +66,7 @@ NOTHING = Needs(recent=0)
 
 
 class Features(NamedTuple):
-    """What a target pass found at its tokens, by layer; only what was asked for is there."""
+    """What a forward of the target computed at its tokens, by layer; holds what was needed only."""
 
     hidden: Mapping[int, Float[Array, "B n D"]] = {}
     """The residual stream after the layer."""
@@ -79,13 +77,13 @@ class Features(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """Tokens that joined the prefix, with what the target's pass over them found."""
+    """Tokens that joined the prefix, with what the target's forward computed at them."""
 
     tokens: Int[Array, "B n"]
     """Garbage from ``count[b]`` on."""
     start: Lengths
     """Position of each row's first token."""
-    # tuple.count is not missed.
+    # Shadows tuple.count on purpose.
     count: Lengths  # pyright: ignore[reportIncompatibleMethodOverride]
     """How many of the tokens joined; 0 for a row that did not advance."""
     features: Features = Features()
@@ -93,26 +91,20 @@ class Committed(NamedTuple):
 
 @runtime_checkable
 class SamplingNoise(Protocol):
-    """What is known of a round's draws beforehand: their noise, temperatures and filters.
+    """The noise, temperatures and filters of a round's draws, known before the target runs.
 
     Depth ``d`` is about the token that follows a node of depth ``d``.
     """
 
     def scores(self, logits: Float[Array, "B w V"], depth: int) -> Float[Array, "B w V"]:
-        """How likely the target is to draw each token, for a draft whose logits these are.
+        """How likely the target draws each token, estimated from a draft's logits.
 
-        Logarithms of probabilities, up to a constant of each node.
+        Log-probabilities up to a constant of each node.
         """
         ...
 
     def draw(self, logits: Float[Array, "B T V"], depths: Int[Array, "#B T"]) -> Int[Array, "B T"]:
-        """What the target would draw from these logits at nodes of these depths."""
-        ...
-
-    def lead(
-        self, logits: Float[Array, "B T V"], depths: Int[Array, "#B T"]
-    ) -> Float[Array, "B T"]:
-        """How far what would be drawn from these logits is ahead of every other token, in nats."""
+        """What the target draws from these logits at nodes of these depths."""
         ...
 
     def among(self, tokens: Int[Array, " v"]) -> "SamplingNoise":
@@ -132,17 +124,43 @@ class Uncommitted(NamedTuple):
 
 
 class PartialForward(NamedTuple):
-    """What a pass of the target over a part of its cache yields."""
+    """What a forward of the target over a part of its cache yields."""
 
     logits: Float[Array, "B T V"]
     fresh: Uncommitted
-    """Those that were given, the tokens' own written among them."""
+    """The given ones, with those of the tokens written among them."""
     features: Features
 
 
 @runtime_checkable
+class ReadableCache(Protocol):
+    """A cache as a selection reads it; see :class:`longspec_jax.decoding.cache.KVCache`."""
+
+    def reading(self, length: Lengths) -> Reading:
+        """What attention reads in a forward: of every layer the slots up to ``length[b]``."""
+        ...
+
+
+ReadParts: TypeAlias = Callable[[int, Queries], tuple[Queries, Sequence[Prefix]]]
+"""A :class:`Reading` of several prefixes, which attention reads one after the other."""
+
+
+@runtime_checkable
+class Selection(Protocol):
+    """A part of every row's committed tokens; no token is in it twice."""
+
+    def reading(self, cache: ReadableCache) -> ReadParts:
+        """What attention reads in a forward."""
+        ...
+
+    def apart(self, layer: int) -> Prefix | None:
+        """What it holds of a layer (-1: the last), if that is a copy apart from the cache."""
+        ...
+
+
+@runtime_checkable
 class View(Protocol):
-    """What a drafter sees when it proposes, and what it can have the target do."""
+    """What a drafter sees when it proposes, and what the target can run for it."""
 
     @property
     def pending(self) -> Int[Array, " B"]:
@@ -158,13 +176,13 @@ class View(Protocol):
     def length(self) -> Lengths:
         """Cache slots of each row that hold committed tokens.
 
-        It is the position, unless a drafter has another go on from tokens that are not committed.
+        Equal to the position, except in a view :meth:`ahead` of the committed tokens.
         """
         ...
 
     @property
     def done(self) -> Bool[Array, " B"]:
-        """Rows of which nothing is emitted any more, whatever is proposed: not worth a pass."""
+        """Rows that have ended: nothing more is emitted, so they are not worth a forward."""
         ...
 
     @property
@@ -178,11 +196,11 @@ class View(Protocol):
         ...
 
     def last_layer(self) -> Prefix:
-        """What a draft reads of the target's last layer: all of the cache, or what is selected."""
+        """What a draft reads of the target's last layer: all of the cache, or the selection."""
         ...
 
     def uncommitted(self, tokens: int) -> Uncommitted:
-        """Room for so many tokens outside the cache."""
+        """Zeros for the keys and values of so many tokens outside the cache."""
         ...
 
     def partial_forward(
@@ -201,43 +219,46 @@ class View(Protocol):
           tokens: their ids.
           positions: their positions.
           selection: the cache slots that all of them see.
-          fresh: other fresh tokens' keys and values; those of these tokens are written at ``at``.
-          mask: ``[B, T, U]`` which fresh tokens each sees, itself among them.
-          at: where these tokens stand among the fresh ones.
+          fresh: keys and values of all fresh tokens; those of these tokens are written at ``at``.
+          mask: ``[B, T, U]`` which fresh tokens each of them sees, itself included.
+          at: index of the first of these tokens among the fresh ones.
           needs: what to return of them beside the logits.
         """
         ...
 
     def accept(self, tree: Tree, draws: Int[Array, "B T"], levels: int) -> AcceptedPath:
-        """The path that draws take through a tree of so many levels."""
+        """The path through a tree of so many levels that these draws accept."""
         ...
 
     def ahead(self, pending: Int[Array, " B"], steps: Lengths, past: Uncommitted) -> "View":
         """The same cache, seen from ``steps[b]`` tokens further on, which are not in it.
 
         Args:
-          pending: the token that stands there.
-          steps: how many tokens further on; the last pending token is the first of them.
-          past: their keys and values, garbage from ``steps[b]`` on. Every glance sees them.
+          pending: the pending token there.
+          steps: how many tokens further on; the pending token of this view is the first of them.
+          past: their keys and values, garbage from ``steps[b]`` on; partial forwards see them.
         """
         ...
 
     def within(self, selection: Selection) -> "View":
-        """The same, but that drafts read of the last layer what was selected, if it lies apart.
+        """The same view, whose :meth:`last_layer` is the selection, if that is a copy.
 
-        They take part in passes over that selection: reading all of a long cache at every level of
-        a tree would cost more than such a pass does.
+        Drafts inside a partial round use it: reading all of a long cache at every level of a tree
+        would cost more than the partial forward does.
         """
         ...
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Pure functions of parameters and state; the object itself is static and hashable."""
+    """Pure functions of parameters and state; the object itself is static and hashable.
+
+    Implementations inherit :class:`DrafterBase`, which holds what most of them have in common.
+    """
 
     @property
     def name(self) -> str:
-        """Of its kind, as it is told."""
+        """Name of the drafter kind."""
         ...
 
     @property
@@ -247,7 +268,7 @@ class Drafter(Protocol):
 
     @property
     def needs(self) -> Needs:
-        """What it wants to learn of committed tokens."""
+        """What it needs to learn of committed tokens."""
         ...
 
     def begin(self, params: Params, batch: int, capacity: int) -> Any:
@@ -264,72 +285,66 @@ class Drafter(Protocol):
         """The state after more tokens were committed: a chunk of a prompt, or an accepted path."""
         ...
 
+    def before_round(self, params: Params, state: Any, view: View) -> Any:
+        """The state before a round, which may take something from the target's cache."""
+        ...
+
     def propose(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
         """Candidate continuations of the pending tokens: ``tree.num_nodes`` nodes with the root."""
         ...
 
-
-@runtime_checkable
-class BeforeRound(Protocol):
-    """A drafter whose state takes something from the target's cache, too."""
-
-    def before_round(self, params: Params, state: Any, view: View) -> Any:
-        """The state after a look at the target's cache, before every round."""
+    def gathered_slots(self, capacity: int) -> int:
+        """Slots of every layer of the target's cache that it copies in a round."""
         ...
-
-
-def run_before_round(drafter: Drafter, params: Params, state: Any, view: View) -> Any:
-    """The drafter's state, ready for a round; what of it remains is kept with the rows."""
-    return drafter.before_round(params, state, view) if isinstance(drafter, BeforeRound) else state
-
-
-@runtime_checkable
-class Gathering(Protocol):
-    """A drafter in whose rounds a part of the target's cache is held a second time."""
-
-    def gathers(self, capacity: int) -> int:
-        """Slots of every layer that are, of a cache with so many."""
-        ...
-
-
-def gathered_slots(drafter: Drafter, capacity: int) -> int:
-    """Slots of the target's cache that a drafter holds a second time."""
-    return drafter.gathers(capacity) if isinstance(drafter, Gathering) else 0
-
-
-@runtime_checkable
-class Lossy(Protocol):
-    """A drafter whose proposals are taken for the target's draws: the output is *not* its own.
-
-    Nothing else in the library changes a token; whoever reports a result says that this does.
-    """
 
     @property
-    def changes_the_output(self) -> str:
-        """By what, in words."""
+    def lossless(self) -> bool:
+        """Whether the output is the target's own. Reports must show a drafter that is not."""
         ...
 
     @property
     def trusted(self) -> int:
-        """How many of the first levels of its trees are taken so: a chain."""
+        """First levels of its trees that are emitted whatever the target draws; 0 if lossless."""
         ...
 
 
+class DrafterBase:
+    """What a drafter has by default: no state, no copies of the cache, a lossless output."""
+
+    def begin(self, params: Params, batch: int, capacity: int) -> Any:
+        """No state."""
+        return ()
+
+    def extend(self, params: Params, state: Any, committed: Committed) -> Any:
+        """The same state: it learns nothing of committed tokens."""
+        return state
+
+    def before_round(self, params: Params, state: Any, view: View) -> Any:
+        """The same state: it takes nothing from the target's cache."""
+        return state
+
+    def gathered_slots(self, capacity: int) -> int:
+        """No copies."""
+        return 0
+
+    @property
+    def lossless(self) -> bool:
+        """The target's own draws are emitted."""
+        return True
+
+    @property
+    def trusted(self) -> int:
+        """No level."""
+        return 0
+
+
 @dataclass(frozen=True)
-class NoDraft:
+class NoDraft(DrafterBase):
     """Proposes the pending token alone: plain decoding, through the same step."""
 
     name: str = field(default="plain", init=False)
     tree: TreeConfig = field(default=PLAIN, init=False)
     needs: Needs = field(default=NOTHING, init=False)
-
-    def begin(self, params: Params, batch: int, capacity: int) -> tuple[()]:
-        """No state."""
-        return ()
-
-    def extend(self, params: Params, state: tuple[()], committed: Committed) -> tuple[()]:
-        """No state."""
-        return ()
 
     def propose(self, params: Params, state: tuple[()], view: View, noise: SamplingNoise) -> Tree:
         """The root without children."""

@@ -1,8 +1,7 @@
-"""A loaded draft of any kind: what the library, the commands and the benchmarks take.
+"""A loaded draft of any kind, as the library, the commands and the benchmarks use it.
 
-They know none of its knobs: a draft comes with its parameters, makes drafters of any tree, and says
-which trees tend to pay. Several drafts together are candidates of one call, which runs the one that
-turns out fastest.
+They know none of its options: a draft has its parameters, makes a drafter for any tree, and says
+which trees usually pay. Of several drafts a call runs the one that is fastest.
 """
 
 from collections.abc import Sequence
@@ -15,29 +14,27 @@ from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
     Drafter,
+    DrafterBase,
     Needs,
     Params,
     SamplingNoise,
     View,
-    gathered_slots,
-    run_before_round,
 )
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.ops.placement import tree_bytes
 
 LARGE = 2_000_000_000
-"""Bytes of a target from which on a GPU reads weights for most of a round: nodes are nearly free
-there and the default tree pays, so that nothing needs to be timed, and a draft of half the bytes is
-the faster one."""
+"""Bytes of a target from which a GPU spends most of a round on reading weights. Nodes are nearly
+free there, so the default tree pays without timing, and a draft of half the bytes is faster."""
 
 
 def is_large(target_params: Any) -> bool:
-    """Whether rounds of a target are bound by reading its weights: on a GPU, from a size on."""
+    """Whether rounds of a target are bound by reading its weights: large ones on a GPU."""
     return jax.default_backend() != "cpu" and tree_bytes(target_params) >= LARGE
 
 
 class Target(NamedTuple):
-    """A loaded target, as what is loaded for it sees it."""
+    """A loaded target, as the loaders of drafts see it."""
 
     config: TargetConfig
     params: Any
@@ -47,18 +44,18 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class DefaultTrees:
-    """Trees that tend to pay, by machine; the first is the one where nothing can be timed."""
+    """Trees that usually pay, by machine; the first is used where nothing can be timed."""
 
     cpu: tuple[TreeConfig, ...]
     gpu: tuple[TreeConfig, ...]
-    """For a target so small that a GPU spends its time on launches."""
+    """For a small target, where a GPU spends its time on launches."""
     large: tuple[TreeConfig, ...]
-    """For a target whose weights a GPU reads for most of a round: nodes are nearly free there."""
+    """For a large target, where a GPU spends its time on reading weights: nodes are nearly free."""
     settled: bool = True
-    """Whether the first one of such a target pays wherever it runs, so that none is timed."""
+    """Whether the first large one pays on every machine, so that none is timed."""
     together: tuple[TreeConfig, ...] = ()
-    """For such a target that decodes several rows together, all their nodes in one pass: nodes cost
-    there. As for one row where there are none."""
+    """For a large target that decodes several rows together: their nodes share a forward, so nodes
+    cost time. Those for one row if empty."""
 
 
 @runtime_checkable
@@ -67,47 +64,47 @@ class Draft(Protocol):
 
     @property
     def name(self) -> str:
-        """Of its kind, as it is told: ``longspec``, ``ngram``."""
+        """Name of the draft kind: ``longspec``, ``ngram``."""
         ...
 
     @property
     def params(self) -> Any:
-        """What its drafters find as ``params.draft``; may hold arrays of the target."""
+        """What its drafters get as ``params.draft``; may hold arrays of the target."""
         ...
 
     @property
-    def own(self) -> Any:
-        """The part of the parameters that the target does not hold."""
+    def own_params(self) -> Any:
+        """The parameters that are not shared with the target."""
         ...
 
     @property
     def default_trees(self) -> DefaultTrees:
-        """Which trees tend to pay."""
+        """Which trees usually pay."""
         ...
 
     def check_fits(self, target: TargetConfig) -> None:
-        """Raise ValueError if it is no draft for this target."""
+        """Raise ValueError if it does not belong to this target."""
         ...
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> Drafter:
         """The drafter that grows this tree.
 
         Args:
-          tree: shape of its trees; without levels it proposes nothing, and keeps its state.
+          tree: shape of its trees; without levels it proposes nothing, but its state still learns.
           attention: attention implementation; chosen automatically if absent.
         """
         ...
 
 
 @dataclass(frozen=True)
-class OneOf:
-    """One of several drafters proposes; all of them learn what is committed.
+class OneOf(DrafterBase):
+    """One of several drafters proposes; all of them learn of committed tokens.
 
-    Candidates of a call differ in ``active`` and ``tree`` alone, and share one state.
+    Candidates of a call differ only in ``active`` and ``tree``, and share one state.
     """
 
     members: tuple[Drafter, ...]
-    """Without trees of their own."""
+    """Drafters of plain trees; the active one grows :attr:`tree`."""
     active: int
     tree: TreeConfig
     needs: Needs = field(init=False)
@@ -145,14 +142,14 @@ class OneOf:
         )
 
     def before_round(self, params: Params, state: tuple[Any, ...], view: View) -> tuple[Any, ...]:
-        """The active member looks; another one will when it is its turn."""
+        """Prepare the active member; another one is prepared when it is active."""
         own, index = of_member(params, self.active), self.active
-        seen = run_before_round(self.alone, own, state[index], view)
-        return (*state[:index], seen, *state[index + 1 :])
+        ready = self.alone.before_round(own, state[index], view)
+        return (*state[:index], ready, *state[index + 1 :])
 
-    def gathers(self, capacity: int) -> int:
-        """What the active member does."""
-        return gathered_slots(self.alone, capacity)
+    def gathered_slots(self, capacity: int) -> int:
+        """The active member's."""
+        return self.alone.gathered_slots(capacity)
 
     def propose(
         self, params: Params, state: tuple[Any, ...], view: View, noise: SamplingNoise

@@ -1,10 +1,10 @@
 """Prompt lookup: what followed the last few tokens where they stood before in the same row.
 
-No weights, nothing to train, any target. Long prompts are quoted, code repeats its names, and a
-reasoning model repeats itself; there a continuation is found for the price of comparing the row's
-tokens with its last eight (Saxena, "Prompt Lookup Decoding", 2023). Several places may match: their
-continuations are merged into one tree, in which a path counts for more the longer its context
-matched and the more places agree on it.
+It has no weights and serves any target. Answers quote long prompts, code repeats its names, and a
+reasoning model repeats itself: there comparing the row's tokens with its last eight finds a
+continuation (Saxena, "Prompt Lookup Decoding", 2023). Several places may match. Their continuations
+are merged into one tree, in which a path scores higher the longer its context matched and the more
+places agree on it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -16,16 +16,22 @@ from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.drafters.base import Committed, Needs, Params, SamplingNoise, View
-from longspec_jax.drafters.budget import within_budget
+from longspec_jax.drafters.base import (
+    Committed,
+    DrafterBase,
+    Needs,
+    Params,
+    SamplingNoise,
+    View,
+)
 from longspec_jax.drafters.draft import DefaultTrees
-from longspec_jax.drafters.tree import Tree, grow, plant
+from longspec_jax.drafters.tree import Tree, grow, plant, within_budget
 from longspec_jax.ops.along import along
 
 CONTEXT = 8
-"""Longest suffix that is compared."""
+"""Tokens of the suffix that are compared at most."""
 RISE = 3.0
-"""How much more a place counts for every token more that matched."""
+"""Factor on the weight of a place per additional matched token."""
 
 
 @struct.dataclass
@@ -37,7 +43,7 @@ class NgramState:
 
 
 @dataclass(frozen=True)
-class NgramDrafter:
+class NgramDrafter(DrafterBase):
     """Proposes the continuations of the earlier places that match the row's end best."""
 
     tree: TreeConfig
@@ -47,9 +53,8 @@ class NgramDrafter:
     def __post_init__(self) -> None:
         if self.tree.threshold is not None:
             raise ValueError(
-                f"tree {self.tree} ends where a further level is not expected to gain "
-                f"{self.tree.threshold:g} tokens, and ngram has no probabilities to expect it by; "
-                f"write {replace(self.tree, threshold=None)}"
+                f"tree {self.tree}: ngram has no probabilities to estimate the gain of a level "
+                f"from (+{self.tree.threshold:g}); write {replace(self.tree, threshold=None)}"
             )
 
     def begin(self, params: Params, batch: int, capacity: int) -> NgramState:
@@ -80,15 +85,15 @@ class NgramDrafter:
 
 @dataclass(frozen=True)
 class NgramDraft:
-    """Prompt lookup as a draft: it needs nothing of the target, and fits all."""
+    """Prompt lookup as a draft; it has no parameters and fits every target."""
 
     name: str = field(default="ngram", init=False)
     params: tuple[()] = field(default=(), init=False)
-    own: tuple[()] = field(default=(), init=False)
+    own_params: tuple[()] = field(default=(), init=False)
 
     @property
     def default_trees(self) -> DefaultTrees:
-        """Several continuations, of which few nodes are verified where nodes cost."""
+        """Several continuations; few nodes of them are verified where nodes cost time."""
         few, some, many = (TreeConfig((8,) * 8, budget) for budget in (6, 16, 64))
         return DefaultTrees((few,), (some,), (many,))
 
@@ -149,13 +154,13 @@ def _merged(
 ) -> Tree:
     """The trie of the continuations, of each level its best nodes.
 
-    A node's score is the trust in all places that agree on its path. One that repeats another,
-    or has no parent in the tree, is no node: it gets no parent, and no walk comes to it.
+    A node's score is the summed weight of all places that agree on its path. A node that repeats
+    another, or whose parent is not in the tree, gets no parent, so no path reaches it.
     """
     batch, places = matched.shape
     found, length = matched > 0, matched.astype(jnp.float32)
-    # A place is worth more the longer it matched, and is trusted for less with every step.
-    trust = jnp.where(found, RISE**length, 0.0)
+    # A place weighs more the longer it matched, and less with every step.
+    weight = jnp.where(found, RISE**length, 0.0)
     fading = length / (length + 1)
     same = jnp.ones((batch, places, places), bool)
     node = jnp.zeros((batch, places), jnp.int32)
@@ -163,8 +168,8 @@ def _merged(
     for depth, width in enumerate(shape.widths):
         token = continuations[:, :, depth]
         same &= token[:, :, None] == token[:, None, :]
-        trust = trust * fading
-        agreed = jnp.where(same, trust[:, None, :], 0.0).sum(axis=2)
+        weight = weight * fading
+        agreed = jnp.where(same, weight[:, None, :], 0.0).sum(axis=2)
         score = jnp.where(alive & _is_first(same), jnp.log(agreed), -jnp.inf)
         total, chosen = jax.lax.top_k(score, width)
         kept = jnp.isfinite(total)

@@ -18,7 +18,7 @@ from longspec_jax.drafters.kinds import (
     Kind,
     is_name,
 )
-from longspec_jax.drafters.retrieval import OPTION, RetrievalDraft, RetrievalOptions
+from longspec_jax.drafters.retrieval.draft import OPTION, RetrievalDraft, RetrievalOptions
 
 EMBEDDING = "model.embed_tokens.weight"
 """What every language model's weights hold, and no LongSpec draft's."""

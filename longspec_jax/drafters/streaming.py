@@ -1,9 +1,9 @@
 """The target as its own drafter, over the first and the last tokens of its cache.
 
-With a short span of a long cache to read, a pass of the target takes little more than reading its
-weights, and it often draws what it would draw from all of the cache. This is the self-speculation
-of MagicDec (arXiv:2408.11049) with the cache of StreamingLLM (arXiv:2309.17453): no weights and no
-state, and nothing is copied, for the spans are read where they lie.
+A forward of the target over a short part of a long cache takes little more than reading the
+weights, and often draws what the whole cache would. This is the self-speculation of MagicDec
+(arXiv:2408.11049) with the cache of StreamingLLM (arXiv:2309.17453). It has no weights and no
+state, and copies nothing: the spans are read where they lie.
 """
 
 from dataclasses import dataclass, field
@@ -14,24 +14,23 @@ from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.drafters.base import (
     NOTHING,
-    Committed,
+    DrafterBase,
     Needs,
     Params,
     SamplingNoise,
     Uncommitted,
     View,
 )
-from longspec_jax.drafters.beam import beam_search, nodes_run
 from longspec_jax.drafters.draft import DefaultTrees
-from longspec_jax.drafters.selectors import SinksAndRecent
-from longspec_jax.drafters.tree import Tree
+from longspec_jax.drafters.retrieval.selection import SinksAndRecent
+from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 
 
 @dataclass(frozen=True)
-class StreamingDrafter:
-    """Proposes trees by beam search over the log-probability of the target's partial passes.
+class StreamingDrafter(DrafterBase):
+    """Proposes trees by beam search over the log-probability of the target's partial forwards.
 
-    A level costs a pass of the target, however narrow it is: chains and narrow trees pay.
+    A level costs a forward of the target, however narrow it is: chains and narrow trees pay.
     """
 
     tree: TreeConfig
@@ -39,14 +38,6 @@ class StreamingDrafter:
     """Which committed tokens a level sees, beside its own ancestors."""
     name: str = field(default="streaming", init=False)
     needs: Needs = field(default=NOTHING, init=False)
-
-    def begin(self, params: Params, batch: int, capacity: int) -> tuple[()]:
-        """No state."""
-        return ()
-
-    def extend(self, params: Params, state: tuple[()], committed: Committed) -> tuple[()]:
-        """No state."""
-        return ()
 
     def propose(self, params: Params, state: tuple[()], view: View, noise: SamplingNoise) -> Tree:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
@@ -65,22 +56,22 @@ class StreamingDrafter:
 
 @dataclass(frozen=True)
 class StreamingDraft:
-    """The target itself as a draft: it fits all targets and has nothing of its own."""
+    """The target itself as a draft; it has no parameters of its own and fits every target."""
 
     sinks: int = SinksAndRecent.sinks
-    """First tokens of the row that a partial pass sees."""
+    """First tokens of the row that a partial forward sees."""
     recent: int = SinksAndRecent.recent
     """Last tokens of the row that it sees."""
     name: str = field(default="streaming", init=False)
     params: tuple[()] = field(default=(), init=False)
-    own: tuple[()] = field(default=(), init=False)
+    own_params: tuple[()] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        SinksAndRecent(self.sinks, self.recent)  # Refuses what it cannot be.
+        SinksAndRecent(self.sinks, self.recent)  # Raises for what it cannot be.
 
     @property
     def default_trees(self) -> DefaultTrees:
-        """Chains: a level costs a pass over the target's weights, however few its nodes are."""
+        """Chains: a level costs a forward of the target, however few its nodes are."""
         chains = tuple(TreeConfig((1,) * levels) for levels in (2, 3, 4))
         return DefaultTrees(chains, chains, chains)
 

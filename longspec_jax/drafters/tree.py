@@ -1,22 +1,44 @@
-"""The draft tree: dynamic tokens and parents in a static shape.
+"""The draft tree: how it is grown, cut to a budget, and accepted.
 
-Node 0 is the root, the pending token. A level's nodes follow the previous level's, so a grown
-node's depth is known at trace time from :class:`TreeConfig`, while its token, its parent and
-therefore the ancestor mask are device arrays that differ from row to row and round to round
-(LongSpec appendix E: nodes that fall out of the beam get no children, and nothing moves). Where a
-budget has chosen among the grown nodes (:mod:`longspec_jax.drafters.budget`), or the tree hangs at
-the end of a chain (:func:`at_end`), depths differ as well.
+Node 0 is the root, the pending token. Tokens, parents and masks are device arrays in a static
+shape: they differ from row to row and round to round. A level's nodes follow the previous level's,
+so the depth of a grown node is known at trace time from :class:`~longspec_jax.config.TreeConfig`
+(LongSpec, appendix E). Depths differ by row where a budget chose among the nodes, or where the tree
+hangs at the end of a chain (:func:`at_end`).
+
+**Growing.** :func:`beam_search` serves every drafter with a model: the model scores the nodes of a
+level, and the best continuations of all paths become the next level. With a threshold the depth
+follows the text (OPT-Tree, arXiv:2406.17276): the exponential of a node's cumulative
+log-probability estimates how likely the node is to be accepted, and the sum over the verified nodes
+estimates the accepted tokens of a round. A row stops growing when a level adds at most the
+threshold to this sum. A level that no row grows is not scored. A node that is not grown has no
+parent, so no path reaches it.
+
+**Budget.** The target verifies only the best nodes of every row (EAGLE-2 reranks its tree in this
+way): a verification takes its time by whole tiles of query rows, so 64 nodes may be cheaper than
+69. A cumulative log-probability is never above its parent's, so the best nodes form a tree. The
+output does not depend on it: a node that is kept without its parent is never reached.
+
+**Accepting.** The target draws the next token at every node. From the root, the accepted path
+follows the child that carries the drawn token, and stops at the first node without such a child,
+whose draw is the bonus token. There is no accept ratio and no residual distribution: every emitted
+token is the target's own draw at its position, so the output is that of plain decoding.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config import TreeConfig
+from longspec_jax.ops.selection.continuations import best_continuations
+from longspec_jax.ops.selection.ranking import top_by_rank
 
 
 @struct.dataclass
@@ -26,8 +48,7 @@ class Tree:
     tokens: Leaf[Int[Array, "B T"]]
     """Token of every node; column 0 is the pending token."""
     parents: Leaf[Int[Array, "B T"]]
-    """Index of every node's parent; -1 for the root and for nodes not grown
-    yet."""
+    """Index of every node's parent; -1 for the root and for nodes not grown."""
     mask: Leaf[Bool[Array, "B T T"]]
     """``mask[b, i, j]`` where node ``j`` is node ``i`` or its ancestor."""
 
@@ -70,7 +91,7 @@ def at_end(chain: Tree, count: Int[Array, " B"], end: Tree) -> Tree:
 
     Args:
       chain: of :func:`branch`; in each row ``count[b]`` links of it count.
-      count: may be more than the chain has nodes for: no walk comes to such a row's tree.
+      count: may be more than the chain has nodes for: no path reaches such a row's tree.
       end: its nodes but the root follow the chain's.
     """
     nodes = chain.tokens.shape[1]
@@ -88,7 +109,7 @@ def at_end(chain: Tree, count: Int[Array, " B"], end: Tree) -> Tree:
 
 
 def node_depths(tree: Tree, config: TreeConfig) -> Int[Array, "#B T"]:
-    """Depth of every node; one row for all where it is known beforehand.
+    """Depth of every node; one row for all where no depth varies.
 
     Args:
       tree: a grown tree, or the part of it within the budget.
@@ -97,3 +118,222 @@ def node_depths(tree: Tree, config: TreeConfig) -> Int[Array, "#B T"]:
     if config.varies:
         return tree.mask.sum(axis=2, dtype=jnp.int32) - 1  # A node sees itself and its ancestors.
     return jnp.asarray(config.depths, jnp.int32)[None]
+
+
+def within_budget(tree: Tree, totals: Sequence[Float[Array, "B _"]], config: TreeConfig) -> Tree:
+    """The nodes of a grown tree that are verified: ``config.num_nodes``, the root among them.
+
+    Args:
+      tree: all ``config.num_grown`` nodes.
+      totals: cumulative log-probabilities of the levels below the root, first level first.
+      config: widths and budget; without one the tree is returned as it is.
+    """
+    if not config.selective:
+        return tree
+    root = jnp.zeros((tree.tokens.shape[0], 1), jnp.float32)
+    scores = jnp.concatenate([root, *totals], axis=1)
+    return subtree(tree, best_nodes(scores, config.num_nodes))
+
+
+def expected_acceptance(
+    totals: Sequence[Float[Array, "B _"]], config: TreeConfig
+) -> Float[Array, " B"]:
+    """Expected accepted tokens of the best nodes of the levels so far.
+
+    A node is accepted with all its ancestors or not at all, so the expectation is the sum of the
+    nodes' own probabilities (OPT-Tree, arXiv:2406.17276, theorem 3.1).
+
+    Args:
+      totals: cumulative log-probabilities of the levels grown so far, first level first.
+      config: whose budget says how many nodes are verified.
+    """
+    grown = jnp.concatenate(totals, axis=1)
+    best, _ = top_by_rank(grown, min(config.num_nodes - 1, grown.shape[1]))
+    return jnp.exp(best).sum(axis=1)
+
+
+def best_nodes(scores: Float[Array, "B T"], count: int) -> Int[Array, "B n"]:
+    """The root and the ``count - 1`` best other nodes, in ascending order.
+
+    Ties go to the lower index. Parents come before their children, so a kept node's ancestors are
+    kept wherever no score is above its parent's, minus infinity included.
+    """
+    root = jnp.arange(scores.shape[1]) == 0
+    _, nodes = top_by_rank(jnp.where(root, jnp.inf, scores), count)
+    return jnp.sort(nodes, axis=1)
+
+
+def subtree(tree: Tree, nodes: Int[Array, "B n"]) -> Tree:
+    """The tree of the given nodes, node ``nodes[b, i]`` of row ``b`` becoming node ``i``.
+
+    Args:
+      tree: any tree.
+      nodes: in ascending order, the root first; a node whose parent is missing gets parent -1.
+    """
+    parents = jnp.take_along_axis(tree.parents, nodes, axis=1)
+    found = parents[:, :, None] == nodes[:, None, :]
+    rows = jnp.take_along_axis(tree.mask, nodes[:, :, None], axis=1)
+    return Tree(
+        tokens=jnp.take_along_axis(tree.tokens, nodes, axis=1),
+        parents=jnp.where(found.any(axis=2), jnp.argmax(found, axis=2), -1).astype(jnp.int32),
+        mask=jnp.take_along_axis(rows, nodes[:, None, :], axis=2),
+    )
+
+
+Memory = TypeVar("Memory")
+Score: TypeAlias = Callable[[Memory, Tree, slice, int], tuple[Memory, Array]]
+"""``(memory, tree so far, nodes of the level, depth) -> memory, scores [B, w, V]``: scores of the
+tokens after each node, and what later levels need to know of the nodes. Scores are
+log-probabilities up to a constant of each node, so logits will do."""
+Choose: TypeAlias = Callable[[Array, Array, int], tuple[Array, Array, Array]]
+"""The op :func:`longspec_jax.ops.selection.continuations.best_continuations`, an implementation of
+it."""
+Level: TypeAlias = tuple[Memory, Tree, Float[Array, "B _"]]
+"""Memory, the tree so far, and cumulative log-probabilities of its last level."""
+
+
+def nodes_run(config: TreeConfig) -> int:
+    """Nodes that are scored, the root among them: all but those of the last level."""
+    return config.num_grown - (config.widths or (0,))[-1]
+
+
+def beam_search(
+    pending: Int[Array, " B"],
+    config: TreeConfig,
+    score: Score[Memory],
+    memory: Memory,
+    vocabulary: Int[Array, " v"] | None = None,
+    implementation: str | None = None,
+) -> Tree:
+    """The tree of the best paths below the pending tokens, of which the budget's nodes remain.
+
+    Args:
+      pending: the root of every row.
+      config: widths, budget and threshold.
+      score: called level by level, from the root on; not for the last level.
+      memory: a pytree passed from call to call, such as the keys and values of scored nodes.
+      vocabulary: the tokens that scores are about; token ``i`` is the i-th if absent.
+      implementation: of the choice among a level's continuations, as of the attention ops.
+    """
+    choose = partial(best_continuations, implementation=implementation)
+    batch, first, totals = pending.shape[0], 0, []
+    at = memory, plant(pending, config), jnp.zeros((batch, 1), jnp.float32)
+    going, expected = jnp.ones((batch,), bool), jnp.zeros((batch,), jnp.float32)
+    for depth, children in enumerate(config.widths):
+        deepen = partial(_deepen, score, choose, depth, first, children, vocabulary)
+        if config.threshold is None or depth == 0:
+            at = deepen(at)
+        else:
+            deepen, skip = partial(_deepen_some, deepen, going), partial(_skip, children)
+            at = jax.lax.cond(going.any(), deepen, skip, at)
+        totals.append(at[2])
+        if config.threshold is not None and depth + 1 < config.num_levels:
+            before, expected = expected, expected_acceptance(totals, config)
+            going &= expected - before > config.threshold
+        first += 1 if depth == 0 else config.widths[depth - 1]
+    return within_budget(_with_seen_selves(at[1], config), totals, config)
+
+
+def _deepen(
+    score: Score[Memory],
+    choose: Choose,
+    depth: int,
+    first: int,
+    children: int,
+    vocabulary: Int[Array, " v"] | None,
+    at: Level[Memory],
+) -> Level[Memory]:
+    """Grow the level below the nodes from ``first`` on."""
+    memory, tree, total = at
+    width = total.shape[1]
+    with jax.named_scope(f"draft_level_{depth + 1}"):
+        memory, scores = score(memory, tree, slice(first, first + width), depth)
+        total, parents, tokens = choose(scores, total, children)
+        if vocabulary is not None:
+            tokens = jnp.take(vocabulary, tokens)
+        return memory, grow(tree, first + width, tokens, first + parents), total
+
+
+def _deepen_some(
+    deepen: Callable[[Level[Memory]], Level[Memory]], rows: Bool[Array, " B"], at: Level[Memory]
+) -> Level[Memory]:
+    """Grow a level in some rows; the other rows stay as they were."""
+    memory, tree, total = deepen(at)
+
+    def in_rows(new: Array, old: Array) -> Array:
+        return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    total = jnp.where(rows[:, None], total, -jnp.inf)
+    return memory, jax.tree.map(in_rows, tree, at[1]), total
+
+
+def _skip(children: int, at: Level[Memory]) -> Level[Memory]:
+    """Leave a level out in all rows."""
+    memory, tree, total = at
+    return memory, tree, jnp.full((total.shape[0], children), -jnp.inf)
+
+
+def _with_seen_selves(tree: Tree, config: TreeConfig) -> Tree:
+    """Let nodes that may not have been grown see themselves: every query must see something."""
+    if config.threshold is None:
+        return tree
+    return replace(tree, mask=tree.mask | jnp.eye(config.num_grown, dtype=bool))
+
+
+class AcceptedPath(NamedTuple):
+    """The accepted path of every row, in a static height of levels + 1."""
+
+    path: Int[Array, "B h"]
+    """Tree nodes on the path, root first; entries beyond the count repeat the last node."""
+    tokens: Int[Array, "B h"]
+    """The target's draw at each node of the path: accepted tokens, then the bonus."""
+    # Shadows tuple.count on purpose.
+    count: Int[Array, " B"]  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Tokens emitted, bonus included: 1 to levels + 1."""
+
+
+AcceptRule: TypeAlias = Callable[[Tree, Array, int], AcceptedPath]
+"""``(tree, draws[B, T], levels) -> path``: the type of :func:`accept`."""
+
+
+def accept(tree: Tree, draws: Int[Array, "B T"], levels: int) -> AcceptedPath:
+    """Follow the target's draws down the tree.
+
+    Args:
+      tree: candidates below each row's pending token.
+      draws: the target's draw at every node.
+      levels: levels of the tree below its root.
+    """
+    batch = draws.shape[0]
+    node = jnp.zeros((batch,), jnp.int32)
+    alive = jnp.ones((batch,), bool)
+    count = jnp.ones((batch,), jnp.int32)
+    path = [node]
+    for _ in range(levels):
+        drawn = jnp.take_along_axis(draws, node[:, None], axis=1)
+        child = (tree.parents == node[:, None]) & (tree.tokens == drawn)
+        alive &= child.any(axis=1)
+        node = jnp.where(alive, jnp.argmax(child, axis=1).astype(jnp.int32), node)
+        count += alive
+        path.append(node)
+    nodes = jnp.stack(path, axis=1)
+    return AcceptedPath(nodes, jnp.take_along_axis(draws, nodes, axis=1), count)
+
+
+def accept_trusted(
+    tree: Tree, draws: Int[Array, "B T"], levels: int, *, trusted: int
+) -> AcceptedPath:
+    """Accept a whole chain whatever the target drew, then follow its draws: *not* lossless.
+
+    The rule of SpecPV (arXiv:2512.02337, section 3.3): tokens that a partial pass verified are
+    emitted, and the full pass only repairs their keys and values.
+
+    Args:
+      tree: a chain, maybe with a tree at its end.
+      draws: the target's draw at every node.
+      levels: levels of the tree below its root.
+      trusted: how many first levels are accepted so.
+    """
+    offered = tree.parents[:, 1 : trusted + 1] >= 0
+    taken = jnp.where(offered, tree.tokens[:, 1 : trusted + 1], draws[:, :trusted])
+    return accept(tree, jnp.concatenate([taken, draws[:, trusted:]], axis=1), levels)

@@ -18,7 +18,7 @@ from longspec_jax.decoding.prefill import prefill_programs, rows_outline
 from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, RowShardings
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Drafter, NoDraft, Params, gathered_slots
+from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf, of_member
 from longspec_jax.generation.inputs import Prompts
 from longspec_jax.generation.memory import MemoryPlan, device_bytes, working_bytes
@@ -210,7 +210,7 @@ def plan_memory(
       shape: of the call.
     """
     nodes = max(drafter.tree.num_nodes for drafter in drafters)
-    gathered = max(gathered_slots(drafter, shape.capacity) for drafter in drafters)
+    gathered = max(drafter.gathered_slots(shape.capacity) for drafter in drafters)
     cache = host = state = working = 0
     for batch in batches:
         shardings = RowShardings.beside(params.target, batch)

@@ -20,7 +20,7 @@ import numpy as np
 from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.engine import Engine, StepOutput
 from longspec_jax.decoding.programs import RECENT
-from longspec_jax.drafters.base import Drafter, Lossy, NoDraft
+from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling
 from longspec_jax.generation.call import Call
 from longspec_jax.generation.result import Stats, TreeUse
@@ -153,7 +153,7 @@ class Run:
             compile_seconds=self.compile_seconds,
             draft_state_bytes=tree_bytes(engine.rows.draft),
             memory=call.memory,
-            lossless=not any(isinstance(drafter, Lossy) for drafter in call.drafters),
+            lossless=all(drafter.lossless for drafter in call.drafters),
         )
 
     def branch(self, call: Call, *, own_cache: bool, **options: Any) -> "Run":

@@ -13,7 +13,7 @@ from longspec_jax.decoding.record import SpecState
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.selectors import SinksAndRecent
+from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from tests.kit import tiny_target_config
 from tests.lookup import random_table

@@ -18,16 +18,15 @@ from longspec_jax.decoding.record import Record, SpecState
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.attended import Attended
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.quest import Quest
-from longspec_jax.drafters.selectors import SinksAndRecent
+from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.selection import SinksAndRecent
+from longspec_jax.drafters.retrieval.working_cache import WorkingCache
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
-from longspec_jax.drafters.working_cache import WorkingCache
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 
@@ -103,7 +102,7 @@ def test_no_cache_sized_copy(batch: int, way: str, plain: bool) -> None:
 STREAMING = StreamingDrafter(TreeConfig((2, 1)), SinksAndRecent(3, 64))
 CHAIN = TreeConfig((1,) * 3)
 QUEST = Hierarchy(STREAMING, Quest(CONFIG, BlockBudget(128, 8, 16, 8)), CHAIN)
-ATTENDED = Hierarchy(STREAMING, Attended(CONFIG, BlockBudget(128, 8, 16, 8)), CHAIN)
+ATTENDED = Hierarchy(STREAMING, AttentionRetriever(CONFIG, BlockBudget(128, 8, 16, 8)), CHAIN)
 
 
 @pytest.mark.parametrize(

@@ -17,21 +17,17 @@ from longspec_jax.decoding.prefill import prefill
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.attended import Attended
 from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf
-from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.lossy import LossyHierarchy
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.quest import Quest
-from longspec_jax.drafters.refreshed import Refreshed
+from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest, Refreshed
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
 from longspec_jax.ops.selection.blocks import BlockBudget
-from longspec_jax.ops.selection.extremes import largest
 from tests.decoding.lossless import (
     CONFIG,
     DRAFT,
@@ -222,10 +218,12 @@ RETRIEVED = {
         LongSpecDrafter(DRAFT, TreeConfig((3, 2))), Quest(CONFIG, SOME), TreeConfig((1,) * 7)
     ),
     "quest-ngram": Hierarchy(
-        NgramDrafter(TreeConfig((2, 2))), Quest(CONFIG, FEW, largest, queries=2), TREES[1]
+        NgramDrafter(TreeConfig((2, 2))), Quest(CONFIG, FEW, queries=2), TREES[1]
     ),
-    "attended-streaming": Hierarchy(
-        StreamingDrafter(TreeConfig((2,)), SHORT), Attended(CONFIG, SOME), TreeConfig((1,) * 5), 0.1
+    "attention-streaming": Hierarchy(
+        StreamingDrafter(TreeConfig((2,)), SHORT),
+        AttentionRetriever(CONFIG, SOME),
+        TreeConfig((1,) * 5),
     ),
     "quest-end": Hierarchy(
         LongSpecDrafter(DRAFT, TreeConfig((3, 2))),
@@ -282,10 +280,10 @@ def test_a_cache_in_the_hosts_memory_changes_no_token(models: Params, drafter: D
     assert kinds == ["pinned_host", "device"] * 2
 
 
-def lossy(budget: BlockBudget, tree: str) -> LossyHierarchy:
+def lossy(budget: BlockBudget, tree: str) -> Hierarchy:
     """Published partial verification, of the target's own chains."""
     inner = StreamingDrafter(TreeConfig((1,)), SHORT)
-    return LossyHierarchy(inner, Quest(CONFIG, budget), TreeConfig.parse(tree))
+    return Hierarchy(inner, Quest(CONFIG, budget), TreeConfig.parse(tree), verify_all=False)
 
 
 @pytest.mark.parametrize("tree", ["chain:6", "chain:6/2,2@9"])
@@ -365,15 +363,14 @@ def test_a_reduced_draft_vocabulary_changes_no_token(models: Params) -> None:
         assert emitted_in_rounds(state) > 0
 
 
-@pytest.mark.parametrize("folded", [False, True], ids=["whole", "folded"])
 @pytest.mark.parametrize("size", [None, 60])
-def test_a_draft_in_8_bits_changes_no_token(models: Params, size: int | None, folded: bool) -> None:
+def test_a_draft_in_8_bits_changes_no_token(models: Params, size: int | None) -> None:
     """Though its noise moves, and it goes on to accept."""
     draft = models.draft
     if size is not None:
         part = np.random.default_rng(0).permutation(101)[:size]
         draft = draft.restricted(jnp.asarray(part, jnp.int32))
-    rounded = Params(models.target, draft.folded(DRAFT) if folded else draft.in_int8())
+    rounded = Params(models.target, draft.in_int8())
     tokens_are_those_of_plain_decoding(rounded, LongSpecDrafter(DRAFT, TREES[0]), EVERY)
 
 

@@ -12,7 +12,7 @@ from longspec_jax.decoding import offloaded
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.offloaded import OffloadedCache
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.selectors import SinksAndRecent
+from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.ops.placement import on_host
 from tests.kit import random_target, tiny_target_config
 

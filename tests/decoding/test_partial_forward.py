@@ -16,8 +16,7 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import NOTHING, Features, Needs, PartialForward
-from longspec_jax.drafters.selection import Spans
-from longspec_jax.drafters.selectors import SinksAndRecent
+from longspec_jax.drafters.retrieval.selection import SinksAndRecent, Spans
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.operands import Fresh
 from longspec_jax.ops.attention.reference import tree_attention

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.accept import accept
-from longspec_jax.drafters.tree import Tree
+from longspec_jax.drafters.tree import Tree, accept
 
 Distribution = dict[tuple[int, ...], float]
 Conditional = Callable[[tuple[int, ...]], np.ndarray]

@@ -23,12 +23,12 @@ from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, Params
-from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.selectors import SinksAndRecent
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.selection import SinksAndRecent
+from longspec_jax.drafters.retrieval.working_cache import WorkingCache
 from longspec_jax.drafters.streaming import StreamingDrafter
-from longspec_jax.drafters.working_cache import WorkingCache
 from longspec_jax.ops.layer import (
     append_rows,
     append_rows_pallas,

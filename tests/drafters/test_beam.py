@@ -10,12 +10,11 @@ import pytest
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
-from longspec_jax.drafters.beam import beam_search
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
-from longspec_jax.drafters.tree import Tree, node_depths
+from longspec_jax.drafters.tree import Tree, beam_search, node_depths
 from tests.decoding import lossless
 from tests.kit import draft_params, random_draft, random_target
 

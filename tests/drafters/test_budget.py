@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.drafters.budget import best_nodes, subtree, within_budget
-from longspec_jax.drafters.tree import Tree, grow, node_depths, plant
+from longspec_jax.drafters.tree import (
+    Tree,
+    best_nodes,
+    grow,
+    node_depths,
+    plant,
+    subtree,
+    within_budget,
+)
 
 WIDTHS = (3, 5, 4)
 VOCABULARY = 7

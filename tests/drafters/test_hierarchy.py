@@ -15,10 +15,17 @@ from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params, SamplingNoise, View
-from longspec_jax.drafters.hierarchy import Hierarchy
-from longspec_jax.drafters.selection import Spans
-from longspec_jax.drafters.selectors import SinksAndRecent
+from longspec_jax.drafters.base import (
+    Drafter,
+    DrafterBase,
+    Needs,
+    NoDraft,
+    Params,
+    SamplingNoise,
+    View,
+)
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.selection import SinksAndRecent, Spans
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import Target
@@ -149,7 +156,7 @@ class Stale(Hierarchy):
 
     def propose(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
         assert isinstance(noise, RoundNoise)
-        stuck = Stuck(noise.gumbel, noise.sampling)
+        stuck = Stuck(noise.noise, noise.sampling)
         return super().propose(params, state, view, stuck)
 
 
@@ -166,7 +173,7 @@ def test_a_mistake_lowers_what_is_accepted(broken: str) -> None:
 
 
 @dataclass(frozen=True)
-class Diarist:
+class Diarist(DrafterBase):
     """Draws chains of its own, and keeps what it is told: by position, in ``state``."""
 
     tree: TreeConfig = TreeConfig((1, 1))
@@ -264,11 +271,6 @@ def test_a_tree_that_is_no_chain_is_refused(text: str) -> None:
         Hierarchy(NoDraft(), ALL, TreeConfig.parse(text))
 
 
-def test_a_lead_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="lead=nan must be 0 or more"):
-        Hierarchy(NoDraft(), ALL, CHAIN, lead=float("nan"))
-
-
 def test_it_is_a_drafter_with_the_needs_and_the_state_of_the_inner_one() -> None:
     inner = Diarist()
     drafter = Hierarchy(inner)
@@ -287,17 +289,6 @@ def test_a_chain_shorter_than_a_round_is_one_round() -> None:
     """Of which it takes what it has room for."""
     drafter = Hierarchy(LookupDrafter(TreeConfig((1, 1, 1))), ALL, TreeConfig((1, 1)))
     assert is_perfect(histogram(drafter, MIXED))
-
-
-def test_a_row_stops_where_it_is_not_sure() -> None:
-    """A lead that no token has is one round; one that all have is no limit."""
-    inner, levels = LookupDrafter(TreeConfig((1,))), np.arange(5)
-    free, wide, never = (
-        histogram(Hierarchy(inner, ALL, CHAIN, lead), MIXED) for lead in (0.0, 1e-9, 1e9)
-    )
-    np.testing.assert_array_equal(free, wide)
-    # The draft is perfect: two tokens of the one round, and then a token that is garbage.
-    assert never @ levels / never.sum() < 2.5 < free @ levels / free.sum()
 
 
 def test_rows_that_are_done_keep_nobody_waiting() -> None:

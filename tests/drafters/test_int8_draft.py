@@ -10,9 +10,8 @@ import pytest
 from longspec_jax.drafters.draft import Target, is_large
 from longspec_jax.drafters.longspec import load as load_module
 from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.load import load
+from longspec_jax.drafters.longspec.load import LongSpecOptions, load
 from longspec_jax.drafters.longspec.model import LongSpecParams
-from longspec_jax.drafters.longspec.options import LongSpecOptions
 from longspec_jax.ops.products.int8 import Int8Rows
 from longspec_jax.sharding import make_mesh, param_shardings
 from longspec_jax.weights.hf import save_draft
@@ -49,7 +48,7 @@ def test_own_leaves_out_what_the_target_has(params: LongSpecParams) -> None:
     def beside_the_layer(params: LongSpecParams) -> int:
         own, layer = (
             sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-            for tree in (params.own, params.layer)
+            for tree in (params.own_params, params.layer)
         )
         return own - layer
 

@@ -13,7 +13,7 @@ from longspec_jax.drafters.base import Committed, Params, SamplingNoise
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter, ring_mask, ring_positions
 from longspec_jax.drafters.longspec.model import LongSpecLayer
-from longspec_jax.drafters.selection import WorkingSet, everything
+from longspec_jax.drafters.retrieval.selection import WorkingSet, everything
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention.operands import Fresh, Prefix

@@ -13,16 +13,13 @@ from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
-from longspec_jax.drafters.attended import Attended
-from longspec_jax.drafters.base import Committed, Features, NoDraft, Params, run_before_round
+from longspec_jax.drafters.base import Committed, Features, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf, with_tree
-from longspec_jax.drafters.hierarchy import Hierarchy
-from longspec_jax.drafters.quest import Quest
-from longspec_jax.drafters.refreshed import Refreshed
-from longspec_jax.drafters.selection import Spans, WorkingSet
-from longspec_jax.drafters.selectors import Retriever, Selector
+from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest, Refreshed, Retriever
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.selection import Selector, Spans, WorkingSet
 from longspec_jax.drafters.streaming import StreamingDrafter
-from longspec_jax.ops.selection import extremes, reference
+from longspec_jax.ops.selection import reference
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable
 from tests.decoding.lossless import (
     CONFIG,
@@ -57,7 +54,7 @@ def every_third(config: Any, budget: BlockBudget) -> Refreshed:
     return Refreshed(Quest(config, budget), 3)
 
 
-@pytest.mark.parametrize("kind", [Quest, Attended, every_third])
+@pytest.mark.parametrize("kind", [Quest, AttentionRetriever, every_third])
 @pytest.mark.parametrize("budget", [ROOMY, BlockBudget(512, 4, 8, 4)], ids=["gathered", "in-place"])
 def test_what_sees_every_token_once_is_perfect(kind: Any, budget: BlockBudget) -> None:
     """In rows that have fewer blocks than could be read: one token twice would be another hash."""
@@ -130,7 +127,7 @@ def test_summaries_after_decoding_are_those_of_the_cache(chunk: int) -> None:
         wanted = reference.extremes_of(keys, length, TIGHT.block)
         np.testing.assert_array_equal(found.extremes.highest[:, :, layer], wanted[0])
         np.testing.assert_array_equal(found.extremes.lowest[:, :, layer], wanted[1])
-    assert (found.asked >= 1).all() and (found.asked <= 3).all()
+    assert (found.count >= 1).all() and (found.count <= 3).all()
 
 
 def committed(config: Any, tokens: int, count: Any, seed: int = 0) -> Committed:
@@ -151,13 +148,13 @@ def test_the_last_queries_ask_and_rows_that_stand_still_keep_theirs() -> None:
     first = committed(CONFIG, 9, [9, 2, 0])
     extend = jax.jit(quest.extend)
     state = extend(quest.begin(3, 32), first)
-    assert np.asarray(state.asked).tolist() == [3, 2, 0]
+    assert np.asarray(state.count).tolist() == [3, 2, 0]
     for layer in range(CONFIG.num_layers):
         asked = first.features.queries[layer]
         np.testing.assert_array_equal(state.queries[0, :, layer], asked[0, 6:9])
         np.testing.assert_array_equal(state.queries[1, :2, layer], asked[1, :2])
     after = extend(state, committed(CONFIG, 1, [0, 1, 0], seed=1))
-    assert np.asarray(after.asked).tolist() == [3, 1, 0]
+    assert np.asarray(after.count).tolist() == [3, 1, 0]
     np.testing.assert_array_equal(after.queries[0], state.queries[0])
 
 
@@ -180,18 +177,15 @@ def test_every_head_of_every_layer_reads_the_block_that_its_query_wants() -> Non
     cache = tuple(keys[layer].swapaxes(1, 2) for layer in layers)
     at = jnp.array([0]), jnp.array([slots]), jnp.array([slots]), jnp.array([False])
     view = CacheView(CachedTarget(CONFIG), None, KVCache(cache, cache), *at)
-    for reduction in (extremes.mean, extremes.last, extremes.largest):
-        choose = replace(quest, reduction=reduction).choose
-        found = jax.jit(lambda state, choose=choose: choose(state, view))(state)
-        assert isinstance(found, WorkingSet) and int(found.length[0]) == 16
-        for layer, head in wanted:
-            block = wanted[layer, head]
-            read = np.asarray(found.keys[layer])[0, head]
-            mine = np.asarray(cache[layer])[0, head].reshape(12, 4, -1)
-            np.testing.assert_array_equal(read, mine[[0, 10, block, 11]].reshape(16, -1))
+    found = jax.jit(lambda state: quest.choose(state, view))(state)
+    assert isinstance(found, WorkingSet) and int(found.length[0]) == 16
+    for (layer, head), block in wanted.items():
+        read = np.asarray(found.keys[layer])[0, head]
+        mine = np.asarray(cache[layer])[0, head].reshape(12, 4, -1)
+        np.testing.assert_array_equal(read, mine[[0, 10, block, 11]].reshape(16, -1))
 
 
-@pytest.mark.parametrize("kind", [Quest, Attended])
+@pytest.mark.parametrize("kind", [Quest, AttentionRetriever])
 def test_a_choice_serves_until_the_next_one(kind: Any) -> None:
     """Two full passes; done rows choose nothing, and early who got on too far."""
     refreshed, slots = Refreshed(kind(CONFIG, TIGHT), 2), 128
@@ -214,13 +208,13 @@ def test_a_choice_serves_until_the_next_one(kind: Any) -> None:
 
     extend, start = jax.jit(refreshed.extend), jnp.array([41, 50, 60])
     state = refreshed.begin(3, slots)
-    asked = extend(state, committed(CONFIG, 9, [9] * 3)).asked
-    state = replace(state, asked=asked)
+    asked = extend(state, committed(CONFIG, 9, [9] * 3)).retriever
+    state = replace(state, retriever=asked)
     first = before_round(state, start)
     assert np.asarray(first.length).tolist() == [41, 50, 0]
-    wanted = table(refreshed.retriever, state.asked, start).blocks
+    wanted = table(refreshed.retriever, state.retriever, start).blocks
     np.testing.assert_array_equal(first.blocks[:2], wanted[:2])
-    later = replace(first, asked=extend(first, committed(CONFIG, 9, [9] * 3, 1)).asked)
+    later = replace(first, retriever=extend(first, committed(CONFIG, 9, [9] * 3, 1)).retriever)
     further = jnp.array([49, 50 + 3 * 33, 60])
     second = before_round(later, further)
     assert np.asarray(second.length).tolist() == [41, 50 + 3 * 33, 0]
@@ -246,7 +240,7 @@ def test_one_of_several_drafters_chooses_as_it_does_alone() -> None:
 
     @partial(jax.jit, static_argnums=0)
     def before_round(drafter: Any, params: Params, state: Any) -> Any:
-        return run_before_round(drafter, params, state, view)
+        return drafter.before_round(params, state, view)
 
     found, wanted = before_round(several, params, state)[1], before_round(alone, own, state[1])
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -257,7 +251,7 @@ def test_one_of_several_drafters_chooses_as_it_does_alone() -> None:
 
 def test_the_last_token_asks_for_all_layers() -> None:
     """Of the last layer; a row that stands still goes on asking what it asked."""
-    attended, told = Attended(CONFIG, TIGHT), committed(CONFIG, 9, [9, 2, 0])
+    attended, told = AttentionRetriever(CONFIG, TIGHT), committed(CONFIG, 9, [9, 2, 0])
     state = attended.extend(attended.begin(3, 32), told)
     asked = told.features.queries[CONFIG.num_layers - 1]
     np.testing.assert_array_equal(state.query[:2], jnp.stack([asked[0, 8], asked[1, 1]]))
@@ -266,7 +260,7 @@ def test_the_last_token_asks_for_all_layers() -> None:
     assert attended.needs.keys == () and attended.needs.recent == 1
 
 
-@pytest.mark.parametrize("kind", [Quest, Attended])
+@pytest.mark.parametrize("kind", [Quest, AttentionRetriever])
 def test_it_is_a_selector_and_refuses_what_cannot_be(kind: Any) -> None:
     assert isinstance(kind(CONFIG, TIGHT), Retriever)
     assert isinstance(Refreshed(kind(CONFIG, TIGHT), 2), Selector)
@@ -287,7 +281,7 @@ def test_it_says_how_much_of_the_cache_it_copies(selector: Selector) -> None:
             selector.begin(1, capacity), CacheView(CachedTarget(CONFIG), None, cache, *at)
         )
         copied = found.keys[0].shape[2] if isinstance(found, WorkingSet) else 0
-        assert selector.gathers(capacity) == copied
+        assert selector.gathered_slots(capacity) == copied
 
 
 def test_a_cache_within_the_budget_is_read_where_it_lies() -> None:

@@ -7,15 +7,12 @@ import pytest
 from longspec_jax.arguments import check_drafts
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.decoding.adaptive import candidates
-from longspec_jax.drafters.attended import Attended
-from longspec_jax.drafters.base import Lossy
 from longspec_jax.drafters.draft import Draft, Target, with_tree
-from longspec_jax.drafters.hierarchy import Hierarchy
 from longspec_jax.drafters.ngram import NgramDraft
-from longspec_jax.drafters.quest import Quest
-from longspec_jax.drafters.refreshed import Refreshed
 from longspec_jax.drafters.registry import load_draft
-from longspec_jax.drafters.retrieval import RetrievalDraft, behind_chain
+from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest, Refreshed
+from longspec_jax.drafters.retrieval.draft import RetrievalDraft, behind_chain
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.kit import tiny_target_config
@@ -31,11 +28,11 @@ def loaded(**options: object) -> RetrievalDraft:
 
 
 def test_a_draft_keeps_its_own_options() -> None:
-    draft = loaded(recent=64, retrieve=1024, retrieve_tree="2,1", retrieve_lead=0.5)
+    draft = loaded(recent=64, retrieve=1024, retrieve_tree="2,1")
     drafter = draft.drafter(CHAIN)
     assert isinstance(drafter, Hierarchy) and isinstance(drafter.inner, StreamingDrafter)
     assert drafter.inner.selection.recent == 64 and drafter.inner.tree.widths == (2, 1)
-    assert drafter.selector == Quest(CONFIG, BlockBudget(1024)) and drafter.lead == 0.5
+    assert drafter.selector == Quest(CONFIG, BlockBudget(1024))
     assert draft.name == drafter.name == "hierarchy of streaming"
     assert with_tree(drafter, PLAIN).tree == PLAIN
 
@@ -43,7 +40,7 @@ def test_a_draft_keeps_its_own_options() -> None:
 def test_what_sees_what_can_be_chosen() -> None:
     options = dict(retrieve_block=16, retrieve_sinks=0, retrieve_recent=32)
     drafter = loaded(retrieve=64, retrieve_by="attention", **options).drafter(CHAIN)
-    assert drafter.selector == Attended(CONFIG, BlockBudget(64, 0, 32, 16))
+    assert drafter.selector == AttentionRetriever(CONFIG, BlockBudget(64, 0, 32, 16))
     every_fourth = loaded(retrieve=1024, retrieve_refresh=4).drafter(CHAIN)
     assert every_fourth.selector == Refreshed(Quest(CONFIG, BlockBudget(1024)), 4)
 
@@ -51,15 +48,16 @@ def test_what_sees_what_can_be_chosen() -> None:
 def test_the_lossy_option_says_what_it_is() -> None:
     draft = loaded(retrieve=1024, retrieve_verify="partial")
     drafter = draft.drafter(CHAIN)
-    assert isinstance(drafter, Lossy) and draft.lossy and not loaded(retrieve=1024).lossy
+    assert not drafter.lossless and drafter.trusted == 8
+    assert loaded(retrieve=1024).drafter(CHAIN).lossless
     assert draft.name == drafter.name == "hierarchy of streaming, not lossless"
-    assert isinstance(with_tree(drafter, PLAIN), Lossy)
+    assert not with_tree(drafter, PLAIN).lossless
     with pytest.raises(ValueError, match="retrieve_verify=partial changes the text, which must"):
         check_drafts([draft, NgramDraft()])
 
 
 def test_its_usual_trees_are_chains_with_the_draft_s_tree_behind() -> None:
-    usual = loaded(retrieve=1024).usual
+    usual = loaded(retrieve=1024).default_trees
     for tree in (*usual.cpu, *usual.gpu, *usual.large):
         assert loaded(retrieve=1024).drafter(tree).tree == tree
         assert tree.chain in (0, 8, 16, 24) and tree.end == StreamingDraft().default_trees.cpu[0]
@@ -67,7 +65,7 @@ def test_its_usual_trees_are_chains_with_the_draft_s_tree_behind() -> None:
 
 def test_how_long_its_chain_is_and_whether_it_pays_is_measured() -> None:
     """By what settles a call's tree, on large targets too, and by what chooses during a run."""
-    usual = loaded(retrieve=1024).usual
+    usual = loaded(retrieve=1024).default_trees
     for trees in (usual.cpu, usual.gpu, usual.large):
         assert len({tree.chain for tree in trees}) > 2 and trees[-1].chain == 0
     assert not usual.settled and StreamingDraft().default_trees.settled
@@ -100,7 +98,6 @@ def test_a_chain_and_its_tree_share_the_usual_nodes() -> None:
         (dict(retrieve=1024, retrieve_verify="no"), "retrieve_verify='no' must be one of full, pa"),
         (dict(retrieve=1024, retrieve_tree="4*4"), "'4*4' must be the widths of a tree"),
         (dict(retrieve=1024, retrieve_refresh=0), "retrieve_refresh=0 must be at least 1"),
-        (dict(retrieve=1024, retrieve_lead=-1), "retrieve_lead=-1 must be 0 or more"),
         (dict(retrieve=1024, retrieved=1), "'retrieved' is no option of streaming with retrieve"),
         (dict(retrieve=True), "retrieve=True must be a whole number"),
         (dict(retrieve=1024, chunk=3), "'chunk' is no option of streaming; it has sinks, recent"),

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.selectors import SinksAndRecent
+from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 
 
 def counted(selection: SinksAndRecent, length: int, capacity: int = 16) -> list[int]:

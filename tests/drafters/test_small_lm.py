@@ -13,8 +13,13 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Committed, Params, SamplingNoise
-from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
-from longspec_jax.drafters.small_lm.state import SPARE, SmallLMState, allocate, append
+from longspec_jax.drafters.small_lm.drafter import (
+    SPARE,
+    SmallLMDrafter,
+    SmallLMState,
+    allocate,
+    append,
+)
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention

@@ -13,10 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.small_lm.draft import SmallLM
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
-from longspec_jax.drafters.small_lm.load import load
-from longspec_jax.drafters.small_lm.options import AS_IT_IS, SmallLMOptions
+from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions, load
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import save_target
 from tests.kit import random_target, tiny_target_config
@@ -26,8 +24,8 @@ CONFIG = tiny_target_config(num_layers=1, model_width=20)
 TREE = TreeConfig((2,))
 
 
-def load_small_lm(folder, target, options=AS_IT_IS, *, tokenizer=None, mesh=None) -> SmallLM:
-    return load(folder, Target(target, None, tokenizer), options, mesh=mesh)
+def load_small_lm(folder, target, options=None, *, tokenizer=None, mesh=None) -> SmallLM:
+    return load(folder, Target(target, None, tokenizer), options or SmallLMOptions(), mesh=mesh)
 
 
 def tokenizer(words: int = 90, special: str = "<end>", **changes: str) -> Tokenizer:
@@ -53,7 +51,7 @@ def small_model(folder: Path, made: Tokenizer | None = None, **overrides: Any) -
 
 def test_what_is_loaded_is_the_whole_small_model(tmp_path: Path) -> None:
     loaded = load_small_lm(small_model(tmp_path), TARGET)
-    assert loaded.config == CONFIG and not loaded.narrower and loaded.own is loaded.params
+    assert loaded.config == CONFIG and not loaded.narrower and loaded.own_params is loaded.params
     jax.tree.map(np.testing.assert_array_equal, loaded.params, random_target(CONFIG, seed=7))
     assert loaded.drafter(TREE, "xla") == SmallLMDrafter(CONFIG, TREE, "xla")
 

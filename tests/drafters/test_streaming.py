@@ -12,8 +12,7 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import NOTHING, Drafter, Params, View
-from longspec_jax.drafters.selection import Spans
-from longspec_jax.drafters.selectors import SinksAndRecent
+from longspec_jax.drafters.retrieval.selection import SinksAndRecent, Spans
 from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
 from tests.decoding.lossless import CONFIG, LENGTHS, TABLE, VOCABULARY, generate, prompts
 from tests.decoding.lossless import request as requested

@@ -10,24 +10,22 @@ import pytest
 
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.attended import AttendedState
 from longspec_jax.drafters.base import (
     Committed,
     Drafter,
     Features,
     NoDraft,
     Params,
-    run_before_round,
 )
 from longspec_jax.drafters.draft import OneOf
-from longspec_jax.drafters.hierarchy import Hierarchy
-from longspec_jax.drafters.kept import Kept
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.longspec.options import LongSpecOptions
+from longspec_jax.drafters.longspec.load import LongSpecOptions
 from longspec_jax.drafters.ngram import NgramDrafter
+from longspec_jax.drafters.retrieval.blocks import CachedSelection, LastQuery
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.working_cache import WorkingCache
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
-from longspec_jax.drafters.small_lm.options import SmallLMOptions
-from longspec_jax.drafters.working_cache import WorkingCache
+from longspec_jax.drafters.small_lm.load import SmallLMOptions
 from longspec_jax.ops.attention.operands import Fresh
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
 from tests.decoding import lossless
@@ -45,7 +43,7 @@ def working(target: Any = ONE_LAYER, **options: int) -> WorkingCache:
     return cache
 
 
-def slots_read(cache: WorkingCache, choice: Kept | None, length: Any) -> list[list[int]]:
+def slots_read(cache: WorkingCache, choice: CachedSelection | None, length: Any) -> list[list[int]]:
     """The slots of every row's working cache, found by reading their own numbers."""
     rows = len(length)
     numbers = jnp.broadcast_to(jnp.arange(SLOTS, dtype=jnp.float32)[:, None], (rows, 1, SLOTS, 1))
@@ -56,20 +54,20 @@ def slots_read(cache: WorkingCache, choice: Kept | None, length: Any) -> list[li
     return [row[:count].tolist() for row, count in zip(found, prefix.length, strict=True)]
 
 
-def attending(cache: WorkingCache, length: Any, slots: Any) -> Kept:
+def attending(cache: WorkingCache, length: Any, slots: Any) -> CachedSelection:
     """What was chosen where the target attends to one slot of every row."""
     return looking(cache, cache.begin(len(length)), length, slots)
 
 
-def looking(cache: WorkingCache, choice: Any, length: Any, slots: Any) -> Kept:
+def looking(cache: WorkingCache, choice: Any, length: Any, slots: Any) -> CachedSelection:
     """A look at a target's cache in which the row's query attends to one slot alone."""
     rows, config = len(length), cache.target
     shape = (rows, config.num_kv_heads, SLOTS, config.head_width)
     keys = np.full(shape, -1.0, np.float32)
     keys[np.arange(rows), :, np.asarray(slots)] = 40.0
-    length, query = jnp.asarray(length, jnp.int32), jnp.ones_like(choice.asked.query)
+    length, query = jnp.asarray(length, jnp.int32), jnp.ones_like(choice.retriever.query)
     view = view_of(jnp.zeros_like(length), length, jnp.asarray(keys), jnp.asarray(keys))
-    seen = cache.before_round(replace(choice, asked=AttendedState(query)), view)
+    seen = cache.before_round(replace(choice, retriever=LastQuery(query)), view)
     assert seen is not None
     return seen
 
@@ -95,7 +93,7 @@ def test_rows_choose_when_it_is_their_time() -> None:
     first = attending(cache, [150, 150], [60, 60])
     second = looking(cache, first, [155, 155], [100, 100])
     np.testing.assert_array_equal(second.blocks, first.blocks)
-    third = looking(cache, second, [160, 190], [100, 100])  # More than USUAL_ROUND a round.
+    third = looking(cache, second, [160, 190], [100, 100])  # More than TOKENS_A_ROUND a round.
     np.testing.assert_array_equal(third.blocks[0], first.blocks[0])
     assert 100 // CHUNK in np.asarray(third.blocks[1]) and int(third.length[1]) == 190
     fourth = looking(cache, third, [165, 195], [100, 20])
@@ -153,11 +151,11 @@ def test_the_query_of_the_last_token_that_joined_is_kept() -> None:
     committed = Committed(
         jnp.zeros((3, 4), jnp.int32), jnp.zeros(3, jnp.int32), count, Features({}, {0: queries})
     )
-    new = cache.learn(old, committed)
+    new = cache.extend(old, committed)
     assert new is not None
-    np.testing.assert_array_equal(new.asked.query[0], queries[0, 3])
-    np.testing.assert_array_equal(new.asked.query[1], old.asked.query[1])
-    np.testing.assert_array_equal(new.asked.query[2], queries[2, 1])
+    np.testing.assert_array_equal(new.retriever.query[0], queries[0, 3])
+    np.testing.assert_array_equal(new.retriever.query[1], old.retriever.query[1])
+    np.testing.assert_array_equal(new.retriever.query[2], queries[2, 1])
 
 
 def test_a_choice_is_of_one_size_whatever_the_capacity() -> None:
@@ -259,8 +257,8 @@ def test_only_the_active_one_of_several_drafters_looks() -> None:
     both = OneOf(members, 2, PLAIN)
     params, length = Params(None, ("a", "b", "c")), jnp.zeros(1, jnp.int32)
     view = view_of(length, length, *[jnp.zeros((1, 1, 8, 2))] * 2)
-    assert run_before_round(both, params, (0, 0, 0), view) == (0, 0, 1) and looks == ["c"]
-    assert run_before_round(replace(both, active=0), params, (0, 0, 0), view) == (0, 0, 0)
+    assert both.before_round(params, (0, 0, 0), view) == (0, 0, 1) and looks == ["c"]
+    assert replace(both, active=0).before_round(params, (0, 0, 0), view) == (0, 0, 0)
 
 
 REFUSED = {

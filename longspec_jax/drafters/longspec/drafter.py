@@ -1,10 +1,9 @@
 """The LongSpec drafter: beam search with one layer and a ring of its own K/V.
 
-Self-attention sees the last 512 tokens; cross-attention reads the target's last-layer cache in
-place, so that the draft stores nothing that grows with the context (LongSpec section 3.1); or it
-reads the chunks of it that the target attends to, or what was selected for a partial pass.
-Self-attention keys and values depend on (token, position) alone: a prompt costs its last 512 tokens
-and no more, and committed tokens can be embedded afresh.
+Self-attention sees the last 512 tokens. Cross-attention reads the target's last-layer cache in
+place, so the draft stores nothing that grows with the context (LongSpec section 3.1); or it reads
+the chunks of it that the target attends to, or the selection of a partial forward. Self-attention
+keys and values depend on (token, position) alone: of a prompt only the last 512 tokens are run.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,13 +16,19 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TreeConfig
-from longspec_jax.drafters.base import Committed, Needs, Params, SamplingNoise, View
-from longspec_jax.drafters.beam import beam_search, nodes_run
-from longspec_jax.drafters.kept import Kept
+from longspec_jax.drafters.base import (
+    Committed,
+    DrafterBase,
+    Needs,
+    Params,
+    SamplingNoise,
+    View,
+)
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecParams
-from longspec_jax.drafters.tree import Tree
-from longspec_jax.drafters.working_cache import WorkingCache
+from longspec_jax.drafters.retrieval.blocks import CachedSelection
+from longspec_jax.drafters.retrieval.working_cache import WorkingCache
+from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 
@@ -38,12 +43,12 @@ class LongSpecState:
 
     keys: Leaf[Float[Array, "B W K H"]]
     values: Leaf[Float[Array, "B W K H"]]
-    choice: Kept | None = None
+    choice: CachedSelection | None = None
     """What is read of the target's cache, if not all is; a few numbers."""
 
 
 @dataclass(frozen=True)
-class LongSpecDrafter:
+class LongSpecDrafter(DrafterBase):
     """Proposes trees by beam search over the draft's cumulative log-probability."""
 
     config: DraftConfig
@@ -88,12 +93,12 @@ class LongSpecDrafter:
         # Tokens beyond the count go to a slot that does not exist, and are dropped.
         slots = jnp.where(offsets < committed.count[:, None], positions % window, window)
         write = jax.vmap(lambda ring, at, fresh: ring.at[at].set(fresh, mode="drop"))
-        choice = self.working and self.working.learn(state.choice, committed)
+        choice = self.working and self.working.extend(state.choice, committed)
         ring = write(state.keys, slots, keys), write(state.values, slots, values)
         return LongSpecState(*ring, choice)
 
     def before_round(self, params: Params, state: LongSpecState, view: View) -> LongSpecState:
-        """Choose what is read of the target's cache, where it is time."""
+        """Choose what is read of the target's cache, in the rows that need it."""
         return replace(state, choice=self.working and self.working.before_round(state.choice, view))
 
     def propose(
@@ -106,11 +111,10 @@ class LongSpecDrafter:
             noise = noise.among(draft.vocabulary)
         ring = ring_positions(view.position, window)
         # One buffer for ring and tree: a level's K/V are written behind the ring as it is run.
-        room = nodes_run(self.tree)
-        rooms = ((0, 0), (0, room), (0, 0), (0, 0))
-        rows = jnp.pad(state.keys, rooms), jnp.pad(state.values, rooms)
+        nodes_kept = nodes_run(self.tree)
+        slack = ((0, 0), (0, nodes_kept), (0, 0), (0, 0))
+        rows = jnp.pad(state.keys, slack), jnp.pad(state.values, slack)
         past = self._past(state, view)
-        run = draft.levels(self.config, view.position, self.tree.num_levels)
 
         def score(
             rows: tuple[Array, Array], tree: Tree, nodes: slice, depth: int
@@ -118,7 +122,7 @@ class LongSpecDrafter:
             tokens = tree.tokens[:, nodes]
             positions = jnp.broadcast_to(view.position[:, None] + depth, tokens.shape)
             inside = ring_mask(ring, positions, window)
-            mask = jnp.concatenate([inside, tree.mask[:, nodes, :room]], axis=2)
+            mask = jnp.concatenate([inside, tree.mask[:, nodes, :nodes_kept]], axis=2)
 
             def attend_self(q: Array, k: Array, v: Array) -> Array:
                 nonlocal rows
@@ -129,7 +133,8 @@ class LongSpecDrafter:
                 fresh = Fresh(*rows, mask)
                 return tree_attention(q, fresh, dtype=q.dtype, implementation=self.attention).out
 
-            hidden = run(depth, tokens, attend_self, lambda q: self._attend_cross(q, past))
+            attend_cross = partial(self._attend_cross, past)
+            hidden = draft.hidden(self.config, tokens, positions, attend_self, attend_cross)
             return rows, noise.scores(draft.logits(hidden), depth)
 
         return beam_search(view.pending, self.tree, score, rows, draft.vocabulary, self.attention)
@@ -142,7 +147,7 @@ class LongSpecDrafter:
         table = self.working.table(state.choice, view.length, keys.shape[2])
         return self.working.read(keys, values, table)
 
-    def _attend_cross(self, q: Array, past: Prefix) -> Array:
+    def _attend_cross(self, past: Prefix, q: Array) -> Array:
         return prefix_attention(q, past, dtype=q.dtype, implementation=self.attention).out
 
 

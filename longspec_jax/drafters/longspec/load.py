@@ -1,4 +1,4 @@
-"""A LongSpec draft, bound to its target and ready to use."""
+"""A LongSpec draft: its options, the draft bound to its target, and how it is loaded."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,17 +12,27 @@ from longspec_jax.config import DEFAULT_TREE, TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Target, is_large
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
-from longspec_jax.drafters.longspec.folded import foldable, table_bytes
 from longspec_jax.drafters.longspec.model import LongSpecParams
-from longspec_jax.drafters.longspec.options import LongSpecOptions
+from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
 from longspec_jax.drafters.vocabulary import check_vocabulary
-from longspec_jax.drafters.working_cache import WorkingCache
-from longspec_jax.ops.placement import free_device_bytes
 from longspec_jax.sharding import param_shardings
 
-FREE_SHARE = 20
-"""Tables nobody asked for take at most one part in so many of the memory that is free, for a draft
-a tenth faster: a cache is worth more where memory is short."""
+
+@dataclass(frozen=True)
+class LongSpecOptions(WorkingCacheOptions):
+    """Options of a LongSpec draft; all make it cheaper, and none changes a token.
+
+    With a working cache, cross-attention reads chosen chunks of the target's last layer.
+    """
+
+    vocabulary: int | None = None
+    """How many tokens it may propose: the first ones of the table beside the draft; all if absent.
+
+    ``python -m train.vocabulary`` makes the table. A smaller LM head is faster and misses some."""
+    int8: bool | None = None
+    """Read its weights and a copy of the target's LM head in 8 bits: half the bytes.
+
+    If absent, on a GPU with a large target in 16 bits, where it pays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +54,6 @@ class LongSpecDraft:
         *,
         vocabulary: Any = None,
         int8: bool = False,
-        folded: bool = False,
         working: WorkingCache | None = None,
         mesh: Mesh | None = None,
     ) -> "LongSpecDraft":
@@ -56,39 +65,31 @@ class LongSpecDraft:
           target_params: the target's parameters, whose embedding and LM head the draft reads.
           vocabulary: ids of the tokens that it may propose, ``[v]``; all if absent.
           int8: read the layer and a copy of the LM head in 8 bits.
-          folded: the same, with the first products in tables of all tokens.
           working: what cross-attention reads of the target's cache; all of it if absent.
           mesh: what the parameters are spread over; one device if absent.
-
-        Raises:
-          ValueError: if a folded draft is to be spread, or its tables were too large.
         """
-        if folded:
-            _check_alone(mesh)
         params = LongSpecParams.beside(target_params, layer)
         if vocabulary is not None:
             tokens = check_vocabulary(vocabulary, params.embedding.shape[0])
             params = params.restricted(jnp.asarray(tokens))
-        if folded:
-            params = params.folded(config)
-        elif int8:
+        if int8:
             params = params.in_int8()
-        if mesh is not None and params.own is not layer:
+        if mesh is not None and params.own_params is not layer:
             copied = {name: getattr(params, name) for name in ("layer", "head")}
             shardings = param_shardings(mesh, copied)
             params = replace(params, **jax.device_put(copied, shardings))
         return cls(config, params, working=working)
 
     @property
-    def own(self) -> Any:
+    def own_params(self) -> Any:
         """The layer, and the rows of a reduced or int8 head."""
-        return self.params.own
+        return self.params.own_params
 
     @property
     def default_trees(self) -> DefaultTrees:
-        """Chains and small trees where nodes cost; the paper's where they are nearly free.
+        """Chains and small trees where nodes cost time; the paper's where they are nearly free.
 
-        The more rows are decoded together, the fewer of its nodes pay.
+        The more rows decode together, the fewer of its nodes pay.
         """
         small = TreeConfig((1, 1, 1)), TreeConfig((1, 1)), TreeConfig((2, 2))
         fewer = (replace(DEFAULT_TREE, budget=nodes) for nodes in (32, 16))
@@ -121,7 +122,7 @@ def load(
     Args:
       source: a folder or hub id.
       target: what it was trained for.
-      options: what is chosen about it.
+      options: its options.
       mesh: devices to spread it over; the first device if absent.
       revision: branch, tag or commit of a hub id.
 
@@ -132,8 +133,6 @@ def load(
     from longspec_jax.weights import hf
     from longspec_jax.weights.draft_vocabulary import load_draft_vocabulary
 
-    if options.folded:
-        _check_alone(mesh)
     vocabulary = None
     if options.vocabulary is not None:
         limits = target.config.vocab_size, options.vocabulary
@@ -141,39 +140,17 @@ def load(
     config, layer = hf.load_draft(
         source, target.config, dtype=target.config.dtype, mesh=mesh, revision=revision
     )
-    int8, folded = _bits_and_folding(options, target, layer, mesh)
     return LongSpecDraft.bind(
         config,
         layer,
         target.params,
         vocabulary=vocabulary,
-        int8=int8,
-        folded=folded,
+        int8=pays_in_int8(target) if options.int8 is None else options.int8,
         working=options.working_cache(target.config),
         mesh=mesh,
     )
 
 
-def _bits_and_folding(
-    options: LongSpecOptions, target: Target, layer: Any, mesh: Mesh | None
-) -> tuple[bool, bool]:
-    """Whether the draft is in 8 bits, and folded; where nothing is asked for, where it pays."""
-    pays = pays_in_int8(target)
-    int8 = bool(options.folded) or (pays if options.int8 is None else options.int8)
-    if options.folded is not None:
-        return int8, options.folded
-    if not (int8 and pays and mesh is None and foldable(layer, target.config.vocab_size)):
-        return int8, False
-    free = free_device_bytes(jax.local_devices()[:1])
-    tables = sum(table_bytes(layer, target.config.vocab_size))
-    return int8, free is not None and FREE_SHARE * tables <= free
-
-
-def _check_alone(mesh: Mesh | None) -> None:
-    if mesh is not None:
-        raise ValueError("a folded draft is for one device; leave folded out, or the mesh")
-
-
 def pays_in_int8(target: Target) -> bool:
-    """Whether a draft is faster in 8 bits: where its levels take the time of reading weights."""
+    """Whether a draft is faster in 8 bits: where reading weights takes the time of its levels."""
     return is_large(target.params) and jnp.dtype(target.config.dtype).itemsize == 2

@@ -7,8 +7,7 @@ norm. Self-attention comes first, so its keys and values depend on (token, posit
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.drafters.longspec.folded import FoldedLayer, fold
 from longspec_jax.models.layers import (
     GroupedQKV,
     Int8Projection,
@@ -28,7 +26,6 @@ from longspec_jax.models.layers import (
     rotary_angles,
 )
 from longspec_jax.models.target import HEADS, head_logits, head_of
-from longspec_jax.ops.layer.angles import Angles
 from longspec_jax.ops.layer.residual_norm import add
 from longspec_jax.ops.layer.split_heads import rotate, split_heads
 from longspec_jax.ops.partitioned import placed
@@ -46,21 +43,14 @@ class DraftOutput(NamedTuple):
     """Self-attention values ``[B, T, K, H]``."""
 
 
-RunLevel: TypeAlias = Callable[
-    [int, Array, Callable[[Array, Array, Array], Array], Callable[[Array], Array]], Array
-]
-"""``(depth, tokens [B, T], attend_self, attend_cross) -> hidden [B, T, D]``, for nodes of a level,
-with attention as of :class:`LongSpecLayer`."""
-
-
 class LongSpecLayer(nn.Module):
     """The draft layer as a pure function of embeddings; attention patterns are the caller's."""
 
     config: DraftConfig
     int8: bool = False
-    """Whether the products' weights are of 8 bits."""
+    """Whether the weights of the matmuls have 8 bits."""
     mlp_chunk: int = 0
-    """Most tokens of a device whose MLP activations exist at once; 0: all."""
+    """Most tokens of a device whose MLP activations exist at once; 0 for all."""
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -121,7 +111,7 @@ class LongSpecParams:
     """The draft's own parameters and the two tables it shares with the target."""
 
     layer: Any
-    """Parameters of :class:`LongSpecLayer`, or a :class:`FoldedLayer`."""
+    """Parameters of :class:`LongSpecLayer`."""
     embedding: Leaf[Float[Array, "V D"]]
     """The target's embedding table."""
     head: Leaf[Float[Array, "v D"]] | Int8Rows
@@ -145,31 +135,17 @@ class LongSpecParams:
         return dataclasses.replace(self, head=rows, vocabulary=vocabulary)
 
     def in_int8(self) -> "LongSpecParams":
-        """Read copies of the layer's products and of the head in 8 bits; the target keeps its own.
+        """Copies of the layer's matmuls and of the head in 8 bits; the target keeps its own.
 
-        Half the bytes at every level. The head's rows are rounded one by one: it is the same before
-        and after :meth:`restricted`.
+        Half the bytes at every level. Each row of the head is rounded by itself, so the result is
+        the same before and after :meth:`restricted`.
 
         Raises:
           ValueError: if the draft is in 8 bits already.
         """
-        head = self._rounded_head()
-        return dataclasses.replace(self, layer=_rounded(self.layer), head=head)
-
-    def folded(self, config: DraftConfig) -> "LongSpecParams":
-        """As :meth:`in_int8`, with the first products in tables of all tokens.
-
-        Raises:
-          ValueError: if the draft is in 8 bits already, or a table too large for its kernels.
-        """
-        head = self._rounded_head()
-        layer = fold(self.layer, self.embedding, config.norm_eps)
-        return dataclasses.replace(self, layer=layer, head=head)
-
-    def _rounded_head(self) -> Int8Rows:
         if isinstance(self.head, Int8Rows):
-            raise ValueError("the draft is in 8 bits already; call in_int8 or folded once")
-        return Int8Rows.of(self.head)
+            raise ValueError("the draft is in 8 bits already; call in_int8 once")
+        return dataclasses.replace(self, layer=_rounded(self.layer), head=Int8Rows.of(self.head))
 
     @property
     def proposable(self) -> int:
@@ -179,13 +155,8 @@ class LongSpecParams:
 
     @property
     def int8(self) -> bool:
-        """Whether this is the result of :meth:`in_int8` or :meth:`folded`."""
+        """Whether this is the result of :meth:`in_int8`."""
         return isinstance(self.head, Int8Rows)
-
-    @property
-    def is_folded(self) -> bool:
-        """Whether this is the result of :meth:`folded`."""
-        return isinstance(self.layer, FoldedLayer)
 
     def logits(self, hidden: Array) -> Array:
         """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
@@ -197,41 +168,37 @@ class LongSpecParams:
         self, config: DraftConfig, tokens: Array, positions: Array
     ) -> tuple[Array, Array]:
         """Self-attention keys and values of tokens ``[B, T]`` at positions ``[B, T]``."""
-        if isinstance(self.layer, FoldedLayer):
-            return self.layer.keys_values(tokens, Angles(*_angles(config, positions)))
         layer: Any = LongSpecLayer(config, self.int8)
         embedded = jnp.take(self.embedding, tokens, axis=0)
         return layer.apply(
             {"params": self.layer}, embedded, positions, method=LongSpecLayer.keys_values
         )
 
-    def levels(self, config: DraftConfig, first: Array, count: int) -> RunLevel:
-        """What runs the layer over the nodes of a level.
+    def hidden(
+        self,
+        config: DraftConfig,
+        tokens: Array,
+        positions: Array,
+        attend_self: Callable[[Array, Array, Array], Array],
+        attend_cross: Callable[[Array], Array],
+    ) -> Array:
+        """What the LM head reads of tokens ``[B, T]``, ``[B, T, D]``.
 
         Args:
           config: of the draft.
-          first: position of the root in every row, ``[B]``; a level's nodes stand at their depth
-            behind it.
-          count: levels that may be run.
+          tokens: their ids.
+          positions: their positions, ``[B, T]``.
+          attend_self: as of :class:`LongSpecLayer`.
+          attend_cross: the same.
         """
-        if isinstance(self.layer, FoldedLayer):
-            # Once for all levels: launches count.
-            angles = Angles(*_angles(config, first[:, None] + jnp.arange(count)))
-            return partial(self.layer.run, config, self.embedding, angles)
-
-        def run(depth: int, tokens: Array, attend_self: Any, attend_cross: Any) -> Array:
-            positions = jnp.broadcast_to(first[:, None] + depth, tokens.shape)
-            embedded = jnp.take(self.embedding, tokens, axis=0)
-            layer: Any = LongSpecLayer(config, self.int8)
-            return layer.apply(
-                {"params": self.layer}, embedded, positions, attend_self, attend_cross
-            ).hidden
-
-        return run
+        layer: Any = LongSpecLayer(config, self.int8)
+        embedded = jnp.take(self.embedding, tokens, axis=0)
+        params = {"params": self.layer}
+        return layer.apply(params, embedded, positions, attend_self, attend_cross).hidden
 
     @property
-    def own(self) -> Any:
-        """What is not shared with the target: the layer, and the rows of a reduced or int8 head."""
+    def own_params(self) -> Any:
+        """Those not shared with the target: the layer, and the rows of a reduced or int8 head."""
         if self.vocabulary is None and not self.int8:
             return self.layer
         return self.layer, self.head, self.vocabulary
@@ -243,7 +210,7 @@ def _angles(config: DraftConfig, positions: Array) -> tuple[Array, Array]:
 
 
 def _rounded(layer: Any, name: str = "") -> Any:
-    """Parameters of :class:`LongSpecLayer` for its 8-bit products."""
+    """Parameters of :class:`LongSpecLayer` for its 8-bit matmuls."""
     if "kernel" not in layer:
         return {
             key: _rounded(value, key) if isinstance(value, Mapping) else value

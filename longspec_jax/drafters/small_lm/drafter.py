@@ -1,32 +1,63 @@
 """The small-model drafter: beam search with a whole language model of its own, and its own cache.
 
 The classic of speculative decoding (Leviathan et al. 2023, Chen et al. 2023) with trees. The model
-shares nothing with the target but the tokenizer, so any published model of the same family serves;
-in return its cache grows with the context. Of a long one it may read a part that the target's
-attention chooses (SpecExtend), as fast as a short one; the whole is kept to choose from.
+shares only the tokenizer with the target, so any published model of the same family serves. Its
+cache grows with the context. Of a long cache it may read a part that the target's attention chooses
+(SpecExtend), as fast as a short cache; the whole cache is kept to choose from.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.lax import dynamic_update_slice_in_dim
 
-from longspec_jax.axes import Array, Lengths
+from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.drafters.base import Committed, Needs, Params, SamplingNoise, Uncommitted, View
-from longspec_jax.drafters.beam import beam_search, nodes_run
-from longspec_jax.drafters.small_lm.state import SPARE, SmallLMState, allocate, append
-from longspec_jax.drafters.tree import Tree
-from longspec_jax.drafters.working_cache import WorkingCache
+from longspec_jax.drafters.base import (
+    Committed,
+    DrafterBase,
+    Needs,
+    Params,
+    SamplingNoise,
+    Uncommitted,
+    View,
+)
+from longspec_jax.drafters.retrieval.blocks import CachedSelection
+from longspec_jax.drafters.retrieval.working_cache import WorkingCache
+from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.models.target import Attend, Target, TargetOutput
 from longspec_jax.ops.attention.dispatch import chunk_attention, speculative_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
+from longspec_jax.ops.layer.append_rows import append_rows
+
+SPARE = 64
+"""Slack slots behind those of committed tokens, where short blocks that are not kept are written.
+More than the longest accepted path, and a multiple of 8, as kernels need it."""
+
+
+@struct.dataclass
+class SmallLMState:
+    """Keys and values of committed tokens, one array a layer. DONATED by what returns a new one.
+
+    Which slots hold committed tokens follows from the committed length alone, as in the target's
+    cache. Memory beyond it may hold anything.
+    """
+
+    keys: tuple[Leaf[CacheSlots], ...]
+    """Of every layer, rotary applied."""
+    values: tuple[Leaf[CacheSlots], ...]
+    """Of every layer."""
+    choice: CachedSelection | None = None
+    """Which of them are read, if not all are."""
 
 
 @dataclass(frozen=True)
-class SmallLMDrafter:
+class SmallLMDrafter(DrafterBase):
     """Proposes trees by beam search over the small model's cumulative log-probability.
 
     ``params.draft`` holds the parameters of its :class:`~longspec_jax.models.target.Target`.
@@ -38,14 +69,14 @@ class SmallLMDrafter:
     attention: str | None = None
     """Attention implementation; chosen automatically if absent."""
     narrower: bool = False
-    """Whether the target has tokens that the small model has not."""
+    """Whether the small model lacks tokens of the target."""
     working: WorkingCache | None = None
     """What is read of a long cache; all of it if absent."""
     name: str = field(default="small_lm", init=False)
 
     @property
     def needs(self) -> Needs:
-        """All tokens, and what a working cache is chosen by."""
+        """All tokens, and the queries that choose a working cache."""
         return Needs(queries=self.working.queries if self.working else ())
 
     def begin(self, params: Params, batch: int, capacity: int) -> SmallLMState:
@@ -71,11 +102,11 @@ class SmallLMDrafter:
 
         output = self._run(params.draft, tokens, positions, attend)
         if self.working is not None:
-            state = replace(state, choice=self.working.learn(state.choice, committed))
+            state = replace(state, choice=self.working.extend(state.choice, committed))
         return append(state, output.keys, output.values, start, count)
 
     def before_round(self, params: Params, state: SmallLMState, view: View) -> SmallLMState:
-        """Choose what is read of the cache, where it is time."""
+        """Choose what is read of the cache, in the rows that need it."""
         if self.working is None:
             return state
         return replace(state, choice=self.working.before_round(state.choice, view))
@@ -86,8 +117,8 @@ class SmallLMDrafter:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
         if self.narrower:
             noise = noise.among(jnp.arange(self.config.vocab_size))
-        batch, room = view.pending.shape[0], nodes_run(self.tree)
-        shape = (batch, room, self.config.num_kv_heads, self.config.head_width)
+        batch, nodes_kept = view.pending.shape[0], nodes_run(self.tree)
+        shape = (batch, nodes_kept, self.config.num_kv_heads, self.config.head_width)
         empty = jnp.zeros(shape, jnp.dtype(self.config.dtype))
         # The cache goes as far as the pending token, the target's may not.
         past = self._past(state, view.position)
@@ -97,7 +128,7 @@ class SmallLMDrafter:
             rows: Uncommitted, tree: Tree, nodes: slice, depth: int
         ) -> tuple[Uncommitted, Array]:
             keys, values = list(rows.keys), list(rows.values)
-            tokens, mask = tree.tokens[:, nodes], tree.mask[:, nodes, :room]
+            tokens, mask = tree.tokens[:, nodes], tree.mask[:, nodes, :nodes_kept]
             positions = jnp.broadcast_to(view.position[:, None] + depth, tokens.shape)
 
             def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
@@ -123,7 +154,7 @@ class SmallLMDrafter:
         return tuple(self.working.read(keys, values, table) for keys, values in layers)
 
     def _run(self, params: Any, tokens: Array, positions: Array, attend: Attend) -> TargetOutput:
-        # A token that the small model has not is read as its last one.
+        # A token that the small model lacks is read as its last one.
         known = jnp.minimum(tokens, self.config.vocab_size - 1)
         output: Any = Target(self.config).apply({"params": params}, known, positions, attend)
         return output
@@ -131,3 +162,70 @@ class SmallLMDrafter:
     def _unembed(self, params: Any, hidden: Array) -> Array:
         logits: Any = Target(self.config).apply({"params": params}, hidden, method="unembed")
         return logits
+
+
+def allocate(config: TargetConfig, batch: int, capacity: int, block: int = 1) -> SmallLMState:
+    """Zeros for rows of so many tokens; uninitialised memory could hold NaNs.
+
+    Args:
+      config: the small model's.
+      batch: rows.
+      capacity: tokens of a row.
+      block: the slots are a multiple of this.
+    """
+    slots = -(-(capacity + SPARE) // block) * block
+    shape = (batch, config.num_kv_heads, slots, config.head_width)
+    dtype = jnp.dtype(config.dtype)
+    keys = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+    values = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+    return SmallLMState(keys, values)
+
+
+def append(
+    state: SmallLMState,
+    keys: Sequence[Array],
+    values: Sequence[Array],
+    start: Lengths,
+    count: Lengths,
+) -> SmallLMState:
+    """Write ``count[b]`` of the rows ``L x [B, n, K, H]`` from slot ``start[b]`` on.
+
+    A row without a count keeps all its slots whatever its start, and no token that a row has no
+    slot for is written over another one.
+    """
+    layers, given = len(keys), keys[0].shape[1]
+    caches, fresh = (*state.keys, *state.values), (*keys, *values)
+    write = _append_block if given <= SPARE else _append_chunk
+    # No layer's slots may be written before they were read, or the compiler copies whole caches.
+    # The last layer's keys are the result of all that was read.
+    known = jnp.isfinite(keys[-1][:, 0, 0, 0])
+    written = write(caches, fresh, start, jnp.where(known, count, 0))
+    return replace(state, keys=written[:layers], values=written[layers:])
+
+
+def _append_block(
+    caches: Sequence[Array], fresh: Sequence[Array], start: Lengths, count: Lengths
+) -> tuple[Array, ...]:
+    """All of a short block as one op; beyond the count it is garbage behind the new length."""
+    given, slots = fresh[0].shape[1], caches[0].shape[2]
+    at = jnp.minimum(jnp.where(count > 0, start, slots), slots - given)
+    path = jnp.broadcast_to(jnp.arange(given), (start.shape[0], given))
+    return append_rows(caches, fresh, path, at)
+
+
+def _append_chunk(
+    caches: Sequence[Array], fresh: Sequence[Array], start: Lengths, count: Lengths
+) -> tuple[Array, ...]:
+    """A chunk of a prompt, of any size: exactly the tokens that joined."""
+    offsets, slots = jnp.arange(fresh[0].shape[1]), caches[0].shape[2]
+    # Slots that do not exist are dropped; they differ, so that all of them do.
+    dropped = slots + offsets
+    at = jnp.where(offsets < count[:, None], start[:, None] + offsets, dropped)
+
+    def write_row(cache: Array, rows: Array, at: Array) -> Array:
+        rows = rows.swapaxes(0, 1)
+        return cache.at[:, at].set(rows, mode="drop", unique_indices=True)
+
+    return tuple(
+        jax.vmap(write_row)(cache, rows, at) for cache, rows in zip(caches, fresh, strict=True)
+    )

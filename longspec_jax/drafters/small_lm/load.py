@@ -1,27 +1,85 @@
-"""Load a small model for a target, and refuse one that could not draft for it.
+"""A small language model that drafts: its options, the draft, and how it is loaded.
 
-The two must mean the same by a token id. Ids are the same where the tokenizers are; where one comes
-without a tokenizer, vocabularies of one size are trusted to be. Models of one family are padded to
-different widths (Qwen2.5: 151936 and 152064), which matters to nothing but the width of the logits.
+Target and small model must mean the same by a token id. Their tokenizers are compared; where one
+comes without a tokenizer, vocabularies of one size are taken to be the same. Models of one family
+are padded to different widths (Qwen2.5: 151936 and 152064), which only changes the width of the
+logits.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from longspec_jax.config import TargetConfig
-from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.small_lm.draft import SmallLM
-from longspec_jax.drafters.small_lm.options import AS_IT_IS, SmallLMOptions
+from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.drafters.draft import DefaultTrees, Target
+from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
+from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.weights.hf import load_target
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import read_json
+
+
+@dataclass(frozen=True)
+class SmallLMOptions(WorkingCacheOptions):
+    """How a small model is loaded, and how much of its cache it reads."""
+
+    dtype: str | None = None
+    """Of its parameters, activations and cache; the target's if absent."""
+    context: int | None = None
+    """Tokens of the longest text it will draft for, prompt and new ones; the target's whole range
+    if absent. A model that was made for fewer positions is refused."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.context is not None and self.context < 1:
+            raise ValueError(
+                f"context={self.context} must be at least 1: it is the length in tokens of the "
+                "longest text that the small model drafts for; leave it out for the target's range"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class SmallLM:
+    """A small model and its parameters."""
+
+    config: TargetConfig
+    params: Any = field(repr=False)
+    """Of its :class:`longspec_jax.models.target.Target`."""
+    narrower: bool = False
+    """Whether the small model lacks tokens of the target."""
+    working: WorkingCache | None = None
+    """What a proposal reads of its cache; all of it if absent."""
+    name: str = field(default="small_lm", init=False)
+
+    @property
+    def default_trees(self) -> DefaultTrees:
+        """Chains and narrow trees: a level costs a forward of all its layers."""
+        chain, pair, tree = TreeConfig((1, 1, 1)), TreeConfig((1, 1)), TreeConfig((4, 4, 4))
+        return DefaultTrees((chain, pair), (tree, chain), (TreeConfig((4, 8, 8, 8)), chain))
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise ValueError if it has more tokens than the target."""
+        if self.config.vocab_size > target.vocab_size:
+            raise ValueError(
+                f"the small model has vocab_size={self.config.vocab_size}, the target "
+                f"{target.vocab_size}; load a small model of the target's own family"
+            )
+
+    @property
+    def own_params(self) -> Any:
+        """All of them: none is shared with the target."""
+        return self.params
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> SmallLMDrafter:
+        """The drafter that grows this tree."""
+        return SmallLMDrafter(self.config, tree, attention, self.narrower, self.working)
 
 
 class Tokens(NamedTuple):
@@ -30,14 +88,14 @@ class Tokens(NamedTuple):
     numbers: Mapping[str, int]
     """The id of every token."""
     special: AbstractSet[str]
-    """Those that are not compared: models name them at leisure, and Llama 3 reserves what Llama 3.1
+    """Those that are not compared: models name them freely, and Llama 3 reserves what Llama 3.1
     uses."""
 
 
 def load(
     source: str | Path,
     target: Target,
-    options: SmallLMOptions = AS_IT_IS,
+    options: SmallLMOptions = SmallLMOptions(),
     *,
     mesh: Mesh | None = None,
     revision: str | None = None,
@@ -47,9 +105,9 @@ def load(
     Args:
       source: a folder with ``config.json`` and weights, or a hub id.
       target: what it will draft for.
-      options: how.
-      mesh: the target's devices, each of which gets the whole small model: reading it takes less
-        time than putting results together.
+      options: its options.
+      mesh: the target's devices. Each gets the whole small model: reading it takes less time than
+        joining results.
       revision: branch, tag or commit of a hub id.
 
     Raises:
@@ -74,8 +132,8 @@ def check_range(source: str | Path, config: TargetConfig, context: int) -> None:
     if config.max_positions < context:
         raise ValueError(
             f"{source}: the small model was made for {config.max_positions} positions and is to "
-            f"draft for texts of up to {context} tokens, at whose end its guesses would be "
-            f"worthless; load one with a longer range, or say context={config.max_positions} if "
+            f"draft for texts of up to {context} tokens; beyond its range its guesses are "
+            f"worthless. Load one with a longer range, or set context={config.max_positions} if "
             "no text is longer than that"
         )
 
@@ -113,7 +171,7 @@ def check_vocabulary(
 
 
 def within(config: TargetConfig, params: Any, vocab_size: int) -> tuple[TargetConfig, Any]:
-    """The small model without the tokens that the target has not, which are padding."""
+    """The small model without the tokens that the target lacks, which are padding."""
     if config.vocab_size <= vocab_size:
         return config, params
     tables = {name: params[name][:vocab_size] for name in ("embedding", "head") if name in params}

@@ -10,8 +10,7 @@ Blocks lead, layers follow: what is read and written of a block is then one piec
 layers at once.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +37,6 @@ class Probe:
 
     positive: Leaf[Float[Array, "B L K R H"]]
     negative: Leaf[Float[Array, "B L K R H"]]
-
-
-Reduction: TypeAlias = Callable[[Float[Array, "B Q L N H"], Bool[Array, "B Q"], int], Probe]
-"""``(queries, which of them count, key/value heads) -> probe``: :func:`mean`, :func:`last` or
-:func:`largest`. Query heads that share keys are averaged, then the queries are as it says; the best
-of the ``R`` remaining ones is the score."""
 
 
 def no_extremes(
@@ -87,23 +80,14 @@ def extend_extremes(
 
 
 def mean(queries: Float[Array, "B Q L N H"], counts: Bool[Array, "B Q"], kv_heads: int) -> Probe:
-    """All queries on average: SpecPV's choice. Queries of none that counts ask nothing."""
+    """The mean of the queries that count, as SpecPV has it; zeros where none counts.
+
+    Query heads that share keys are averaged first.
+    """
     asked = jnp.where(counts[:, None, None, :, None], 1.0, 0.0)
     total = jnp.maximum(asked.sum(axis=3, keepdims=True), 1)
     probe = _signs(queries, kv_heads)
     return jax.tree.map(lambda part: (part * asked).sum(axis=3, keepdims=True) / total, probe)
-
-
-def last(queries: Float[Array, "B Q L N H"], counts: Bool[Array, "B Q"], kv_heads: int) -> Probe:
-    """The last query that counts."""
-    return mean(queries, jnp.arange(counts.shape[1]) == _last(counts)[:, None], kv_heads)
-
-
-def largest(queries: Float[Array, "B Q L N H"], counts: Bool[Array, "B Q"], kv_heads: int) -> Probe:
-    """Each query for itself: a block's score is the highest that any of them gives it."""
-    # One that does not count asks what another asks: asking nothing would be a score of 0.
-    place = jnp.where(counts, jnp.arange(counts.shape[1]), _last(counts)[:, None])
-    return _signs(along(place, queries), kv_heads)
 
 
 def bound_scores(probe: Probe, extremes: Extremes) -> Float[Array, "B L K n"]:
@@ -114,11 +98,6 @@ def bound_scores(probe: Probe, extremes: Extremes) -> Float[Array, "B L K n"]:
     highest, lowest = (part[:, :, :, :, None] for part in (extremes.highest, extremes.lowest))
     bounds = (probe.positive[:, None] * highest + probe.negative[:, None] * lowest).sum(axis=-1)
     return bounds.max(axis=-1).transpose(0, 2, 3, 1)
-
-
-def _last(counts: Bool[Array, "B Q"]) -> Lengths:
-    """The last query that counts; the first if none does."""
-    return jnp.where(counts, jnp.arange(counts.shape[1]), 0).max(axis=1)
 
 
 def _signs(queries: Float[Array, "B Q L N H"], kv_heads: int) -> Probe:

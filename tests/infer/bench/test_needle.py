@@ -18,7 +18,7 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Params
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
-from longspec_jax.drafters.small_lm.options import SmallLMOptions
+from longspec_jax.drafters.small_lm.load import SmallLMOptions
 from longspec_jax.embedded import DEMO
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention

@@ -129,17 +129,15 @@ def test_keys_that_do_not_join_leave_no_trace() -> None:
     assert jnp.isneginf(found.highest[1]).all() and jnp.isposinf(found.lowest[1]).all()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "last", "largest"])
-def test_scores_are_the_reduced_bounds_of_the_queries(reduction: str) -> None:
+def test_scores_are_the_mean_bounds_of_the_queries() -> None:
     """Of one query and one block the bound is by hand; rows have 5, 1, 3 and no queries."""
     keys = caches()
     queries = drawn(5, BATCH, 5, LAYERS, HEADS * GROUPS, WIDTH)
     counts = jnp.arange(5) < jnp.array([5, 1, 3, 0])[:, None]
     queries = jnp.where(counts[:, :, None, None, None], queries, 7.0)
     summary = summarised(keys, LENGTHS, 4)
-    probe = getattr(extremes, reduction)(queries, counts, HEADS)
+    probe = extremes.mean(queries, counts, HEADS)
     found = np.asarray(extremes.bound_scores(probe, summary))
-    reduce = {"mean": np.mean, "last": lambda all_: all_[-1], "largest": np.max}[reduction]
     high, low = np.asarray(summary.highest), np.asarray(summary.lowest)
     for row in range(3):
         for block in range(-(-int(LENGTHS[row]) // 4)):
@@ -151,7 +149,7 @@ def test_scores_are_the_reduced_bounds_of_the_queries(reduction: str) -> None:
                     np.mean([reference.bound(q, high[at], low[at]) for q in heads])
                     for heads in asked
                 ]
-                np.testing.assert_allclose(found[row, layer, head, block], reduce(bounds), 1e-4)
+                np.testing.assert_allclose(found[row, layer, head, block], np.mean(bounds), 1e-4)
 
 
 def test_no_key_of_a_block_exceeds_its_bound() -> None:

@@ -1,7 +1,7 @@
-"""Any draft, checked by the target over retrieved context before the target checks it whole.
+"""A draft of any kind that the target verifies over retrieved context before it verifies in full.
 
-What is chosen here is chosen beside the draft's own options: ``retrieve=4096`` makes a
-:class:`~longspec_jax.drafters.hierarchy.Hierarchy` of it.
+The options here stand beside the draft's own: ``retrieve=4096`` makes a
+:class:`~longspec_jax.drafters.retrieval.hierarchy.Hierarchy` of it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -11,21 +11,17 @@ import jax
 
 from longspec_jax.checks import shown
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TargetConfig, TreeConfig
-from longspec_jax.drafters.attended import Attended
-from longspec_jax.drafters.base import Lossy
 from longspec_jax.drafters.draft import DefaultTrees, Draft
-from longspec_jax.drafters.hierarchy import Hierarchy, on_one_level
-from longspec_jax.drafters.lossy import LossyHierarchy
-from longspec_jax.drafters.quest import Quest
-from longspec_jax.drafters.refreshed import every
-from longspec_jax.drafters.selectors import Selector
+from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest, every
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, on_one_level
+from longspec_jax.drafters.retrieval.selection import Selector
 from longspec_jax.ops.selection.blocks import BlockBudget
 
-SELECTORS = {"quest": Quest, "attention": Attended}
-"""What ``retrieve_by`` may name: bounds of every layer and head, or the last token's attention."""
+RETRIEVERS = {"quest": Quest, "attention": AttentionRetriever}
+"""Values of ``retrieve_by``: bounds of every layer and head, or the last token's attention."""
 
-HIERARCHIES = {"full": Hierarchy, "partial": LossyHierarchy}
-"""What ``retrieve_verify`` may name: what a token must have passed to be emitted."""
+VERIFY = ("full", "partial")
+"""Values of ``retrieve_verify``: the verification that a token must pass to be emitted."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +29,8 @@ class RetrievalOptions:
     """How much of the cache partial verification sees, and what it verifies."""
 
     retrieve: int
-    """Tokens that a partial pass sees of every row, sinks and recent ones included; a multiple of
-    the block."""
+    """Tokens of every row that a partial forward sees, a multiple of the block; includes sinks and
+    recent ones."""
     retrieve_by: str = "quest"
     """How blocks are chosen: ``quest`` or ``attention``."""
     retrieve_block: int = BlockBudget.block
@@ -44,29 +40,28 @@ class RetrievalOptions:
     retrieve_recent: int = BlockBudget.recent
     """Last tokens of a row, always seen."""
     retrieve_refresh: int = 1
-    """Full passes from one choice of blocks to the next; what is committed between is seen."""
+    """Full verifications from one choice of blocks to the next; tokens committed in between are
+    seen."""
     retrieve_tree: str | None = None
-    """Tree of the draft that partial passes verify; its usual one on this machine if absent. The
-    call's tree is the chain that a full pass verifies."""
+    """Tree of the draft that partial forwards verify; its default on this machine if absent. The
+    call's tree is the chain that the full verification checks."""
     retrieve_verify: str = "full"
     """``full``, or ``partial`` as SpecPV was published, which changes the text: *not lossless*."""
-    retrieve_lead: float = 0.0
-    """See :attr:`longspec_jax.drafters.hierarchy.Hierarchy.lead`."""
 
     def __post_init__(self) -> None:
-        if self.retrieve_by not in SELECTORS:
+        if self.retrieve_by not in RETRIEVERS:
             raise ValueError(
-                f"retrieve_by={shown(self.retrieve_by)} must be one of {', '.join(SELECTORS)}"
+                f"retrieve_by={shown(self.retrieve_by)} must be one of {', '.join(RETRIEVERS)}"
             )
-        if self.retrieve_verify not in HIERARCHIES:
+        if self.retrieve_verify not in VERIFY:
             raise ValueError(
                 f"retrieve_verify={shown(self.retrieve_verify)} must be one of "
-                f"{', '.join(HIERARCHIES)}; with partial the text is not the target's own"
+                f"{', '.join(VERIFY)}; with partial the text is not the target's own"
             )
         if self.retrieve_refresh < 1:
             raise ValueError(
                 f"retrieve_refresh={self.retrieve_refresh} must be at least 1: blocks are chosen "
-                "every so many full passes"
+                "every so many full verifications"
             )
         try:
             _ = self.budget
@@ -84,14 +79,14 @@ class RetrievalOptions:
 
 
 def behind_chain(levels: int, tree: TreeConfig) -> TreeConfig:
-    """A tree at the end of a chain, both in no more nodes than the usual tree of a large target."""
+    """A tree at the end of a chain; together at most the nodes of a large target's default tree."""
     whole = TreeConfig((1,) * levels + tree.widths, threshold=tree.threshold, chain=levels)
     nodes = min(levels + tree.num_nodes, DEFAULT_TREE.num_nodes)
     return replace(whole, budget=nodes) if nodes < whole.num_nodes else whole
 
 
 OPTION = "retrieve"
-"""What the names of these options begin with; the one that all others are about."""
+"""Names of these options begin with it; the option that all others depend on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +94,7 @@ class RetrievalDraft:
     """A draft of any kind with partial verification over retrieved context."""
 
     inner: Draft
-    """What partial passes verify."""
+    """What partial forwards verify."""
     target: TargetConfig
     options: RetrievalOptions
     name: str = field(init=False)
@@ -108,26 +103,21 @@ class RetrievalDraft:
         object.__setattr__(self, "name", self.drafter(PLAIN).name)
 
     @property
-    def lossy(self) -> bool:
-        """Whether the text is not the target's own."""
-        return isinstance(self.drafter(PLAIN), Lossy)
-
-    @property
     def params(self) -> Any:
         """The inner draft's."""
         return self.inner.params
 
     @property
-    def own(self) -> Any:
+    def own_params(self) -> Any:
         """The inner draft's."""
-        return self.inner.own
+        return self.inner.own_params
 
     @property
     def default_trees(self) -> DefaultTrees:
-        """Chains of two to four rounds between full passes, with the inner draft's tree behind.
+        """The inner draft's tree alone, and behind chains of two to four partial rounds.
 
-        And that tree alone: at contexts that are not long partial verification does not pay. As
-        that depends on the context, all are timed on large targets, too.
+        Partial verification pays at long contexts only. So all of them are timed, on large targets
+        too.
         """
         own = self.inner.default_trees
 
@@ -142,7 +132,7 @@ class RetrievalDraft:
         )
 
     def check_fits(self, target: TargetConfig) -> None:
-        """Raise ValueError if the inner draft does not fit, or this was made for another target."""
+        """Raise ValueError if it does not belong to this target."""
         self.inner.check_fits(target)
         if target != self.target:
             raise ValueError(
@@ -151,23 +141,22 @@ class RetrievalDraft:
             )
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> Hierarchy:
-        """The drafter that hands up this chain, and what is at its end.
+        """The drafter that proposes this chain, with the tree at its end.
 
         Raises:
           ValueError: if it does not begin with a chain.
         """
         inner = self.inner.drafter(self._inner_tree, attention)
-        kind = HIERARCHIES[self.options.retrieve_verify]
-        return kind(inner, self._selector, tree, self.options.retrieve_lead)
+        return Hierarchy(inner, self._selector, tree, self.options.retrieve_verify == "full")
 
     @property
     def _selector(self) -> Selector:
-        chosen = SELECTORS[self.options.retrieve_by](self.target, self.options.budget)
+        chosen = RETRIEVERS[self.options.retrieve_by](self.target, self.options.budget)
         return every(self.options.retrieve_refresh, chosen)
 
     @property
     def _inner_tree(self) -> TreeConfig:
         if self.options.retrieve_tree is not None:
             return TreeConfig.parse(self.options.retrieve_tree)
-        usual = self.inner.default_trees
-        return (usual.cpu if jax.default_backend() == "cpu" else usual.large)[0]
+        trees = self.inner.default_trees
+        return (trees.cpu if jax.default_backend() == "cpu" else trees.large)[0]

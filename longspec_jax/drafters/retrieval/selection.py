@@ -1,0 +1,183 @@
+"""Parts of a cache that a partial forward reads, and what chooses them.
+
+Some parts are read where they lie in the cache, as spans of its slots; others are gathered into a
+compact copy. Attention takes either as prefixes: another way of reading is another type here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Int
+
+from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, Queries
+from longspec_jax.drafters.base import (
+    NOTHING,
+    Committed,
+    Needs,
+    ReadableCache,
+    ReadParts,
+    Selection,
+    View,
+)
+from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable
+from longspec_jax.ops.selection.gather import gather_blocks
+
+
+@struct.dataclass
+class Spans:
+    """Spans of cache slots that do not overlap; an empty one starts where it ends."""
+
+    start: Leaf[Int[Array, "B n"]]
+    """First slot of every span."""
+    stop: Leaf[Int[Array, "B n"]]
+    """Slot behind its last one."""
+
+    def reading(self, cache: ReadableCache) -> ReadParts:
+        """The cache itself, once a span."""
+        read = cache.reading(self.stop[:, 0])
+        bounds = [*zip(self.start.T, self.stop.T, strict=True)]
+
+        def spans(layer: int, queries: Queries) -> tuple[Queries, Sequence[Prefix]]:
+            queries, whole = read(layer, queries)
+            return queries, [replace(whole, start=start, length=stop) for start, stop in bounds]
+
+        return spans
+
+    def apart(self, layer: int) -> None:
+        """Nothing: spans are read where they lie."""
+
+
+@struct.dataclass
+class WorkingSet:
+    """Gathered keys and values; rotary positions are in the keys, so their order is free."""
+
+    keys: tuple[Leaf[CacheSlots], ...]
+    """Of every layer."""
+    values: tuple[Leaf[CacheSlots], ...]
+    """Of every layer."""
+    length: Leaf[Lengths]
+    """How many of its slots hold tokens, the same in every layer."""
+
+    def reading(self, cache: ReadableCache) -> ReadParts:
+        """A layer's part of it, and nothing of the cache."""
+        return lambda layer, queries: (queries, [self.apart(layer)])
+
+    def apart(self, layer: int) -> Prefix:
+        """A layer's part of it."""
+        return Prefix(self.keys[layer], self.values[layer], self.length)
+
+
+def everything(length: Lengths) -> Spans:
+    """All committed tokens, where they lie."""
+    return Spans(jnp.zeros_like(length)[:, None], length[:, None])
+
+
+def end_to_end(
+    keys: Sequence[CacheSlots], values: Sequence[CacheSlots], table: BlockTable, block: int
+) -> WorkingSet:
+    """The blocks of every layer, laid end to end.
+
+    Args:
+      keys: of every layer.
+      values: of every layer.
+      table: of all layers alike ``[B, k]``, or of every layer and head ``[B, L, K, k]``.
+      block: slots of a block.
+    """
+    tables = [table] * len(keys)
+    if table.blocks.ndim > 2:
+        tables = [BlockTable(table.blocks[:, i], table.length) for i in range(len(keys))]
+    found = [
+        tuple(gather_blocks(slots, own, block) for slots, own in zip(all_, tables, strict=True))
+        for all_ in (keys, values)
+    ]
+    return WorkingSet(found[0], found[1], table.length)
+
+
+def of_blocks(budget: BlockBudget, view: View, table: Callable[[View], BlockTable]) -> Selection:
+    """A table's blocks of every layer, laid end to end; all tokens where the cache is no larger.
+
+    Args:
+      budget: of the table.
+      view: of the cache.
+      table: chooses the blocks; called only if some are left out.
+    """
+    if not budget.gathers(view.keys[0].shape[2]):
+        return everything(view.length)
+    return end_to_end(view.keys, view.values, table(view), budget.block)
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """Chooses what partial forwards read: pure functions of a state; the object is hashable."""
+
+    @property
+    def needs(self) -> Needs:
+        """What it wants to learn of committed tokens."""
+        ...
+
+    def begin(self, batch: int, capacity: int) -> Any:
+        """The state of rows without a token, every leaf ``[B, ...]``."""
+        ...
+
+    def extend(self, state: Any, committed: Committed) -> Any:
+        """The state after more tokens were committed: a chunk of a prompt, or an accepted path."""
+        ...
+
+    def before_round(self, state: Any, view: View) -> Any:
+        """The state before a round: before every full verification and what leads to it."""
+        ...
+
+    def choose(self, state: Any, view: View) -> Selection:
+        """What partial forwards see of the ``view.length[b]`` tokens in the cache."""
+        ...
+
+    def gathered_slots(self, capacity: int) -> int:
+        """Slots that it copies of a cache with ``capacity``; 0 where it reads them in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class SinksAndRecent:
+    """The first tokens of a row, which attention falls back on, and the last (StreamingLLM)."""
+
+    sinks: int = 32
+    recent: int = 1024
+    needs: Needs = field(default=NOTHING, init=False)
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.recent < 1:
+            raise ValueError(
+                f"sinks={self.sinks} must be at least 0 and recent={self.recent} at least 1: a "
+                "draft that sees no recent token has nothing to go on"
+            )
+
+    def __call__(self, length: Lengths) -> Spans:
+        """The spans in rows of ``length[b]`` committed tokens."""
+        sinks = jnp.minimum(length, self.sinks)
+        recent = jnp.maximum(sinks, length - self.recent)
+        start = jnp.stack([jnp.zeros_like(sinks), recent], axis=1)
+        return Spans(start, jnp.stack([sinks, length], axis=1))
+
+    def begin(self, batch: int, capacity: int) -> tuple[()]:
+        """No state."""
+        return ()
+
+    def extend(self, state: tuple[()], committed: Committed) -> tuple[()]:
+        """No state."""
+        return ()
+
+    def before_round(self, state: tuple[()], view: View) -> tuple[()]:
+        """No state."""
+        return ()
+
+    def choose(self, state: tuple[()], view: View) -> Spans:
+        """The spans of the rows in view."""
+        return self(view.length)
+
+    def gathered_slots(self, capacity: int) -> int:
+        """None."""
+        return 0

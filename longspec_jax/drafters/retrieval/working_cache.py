@@ -1,0 +1,201 @@
+"""A working cache: the part of a long cache that a drafter reads, chosen by the target's attention.
+
+A small draft is slow over a long cache, and most of the cache misleads it. It needs what the target
+attends to: SpecExtend (arXiv:2505.20776, section 2.2, "cross-model retrieval") scores the blocks of
+a text by the attention that the last accepted token's query pays them in the target's last layer,
+and lets the draft see the best ones. Neither model is trained for it.
+
+Keys are stored with their rotary angles applied at the token's true position, so that blocks laid
+end to end are exactly the text with gaps; nothing is computed again.
+
+Sinks and recent tokens are always read. Tokens that are committed after a choice are read behind it
+until the next one, so that no token before the pending one is missing. Without choices this is the
+cache of StreamingLLM (arXiv:2309.17453): the sinks, and recent tokens for the rest of the budget.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jaxtyping import Int
+
+from longspec_jax.axes import Array, CacheSlots, Lengths
+from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
+from longspec_jax.drafters.base import Committed, View
+from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, CachedSelection, LastQuery
+from longspec_jax.ops.attention.operands import Prefix
+from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, followed
+from longspec_jax.ops.selection.gather import gather_blocks
+
+TOKENS_A_ROUND = 8
+"""Tokens of a round for which a choice has slack behind it; rounds that yield more bring the next
+choice forward."""
+
+
+@dataclass(frozen=True)
+class WorkingCache:
+    """How much of a cache is read, and how often it is chosen."""
+
+    budget: BlockBudget
+    refresh: int
+    """Rounds from choice to choice; 0 for none: sinks and recent tokens alone."""
+    target: TargetConfig
+    """Whose last layer's attention chooses."""
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """The layers of the target whose queries are needed."""
+        return self._retriever.needs.queries if self.refresh else ()
+
+    def begin(self, batch: int) -> CachedSelection | None:
+        """Rows that have chosen nothing yet; None where nothing is ever chosen."""
+        if not self.refresh:
+            return None
+        return CachedSelection.empty(self._retriever.empty(batch), batch, self.budget.blocks)
+
+    def extend(
+        self, choice: CachedSelection | None, committed: Committed
+    ) -> CachedSelection | None:
+        """Keep the query of the last token that joined."""
+        if choice is None:
+            return None
+        return replace(choice, retriever=self._retriever.extend(choice.retriever, committed))
+
+    def before_round(self, choice: CachedSelection | None, view: View) -> CachedSelection | None:
+        """Choose anew in the rows that need it."""
+        if choice is None:
+            return None
+
+        def choose(state: LastQuery) -> Int[Array, "B k"]:
+            found = self._retriever.table(state, view).blocks
+            return jnp.pad(found, ((0, 0), (0, self.budget.blocks - found.shape[1])))
+
+        # A proposal may go on by so many tokens before the next check.
+        end = view.position + MAX_TREE_LEVELS + 1
+        rows = choice.needs_refresh(self.refresh, end, self.budget.block, self._slack)
+        return choice.refresh(rows, view.length, choose)
+
+    def table(self, choice: CachedSelection | None, length: Lengths, slots: int) -> BlockTable:
+        """The blocks that are read in rows of ``length[b]`` tokens.
+
+        Args:
+          choice: the chosen blocks; the last blocks in their place where nothing was chosen.
+          length: tokens that the cache holds, at least as many as at the choice.
+          slots: of the cache.
+        """
+        block, index = self.budget.block, jnp.arange(self.budget.blocks)
+        left_out = jnp.maximum(-(-length // block) - self.budget.blocks, 0)
+        blocks = index + jnp.where(index < self.budget.sinks // block, 0, left_out[:, None])
+        then = length
+        if choice is not None:
+            chosen = choice.length > 0
+            blocks = jnp.where(chosen[:, None], choice.blocks, blocks)
+            then = jnp.where(chosen, choice.length, length)
+        count = self.budget.blocks_of(slots)
+        return followed(BlockTable(blocks, then), length, self._slack, block, count)
+
+    def read(self, keys: CacheSlots, values: CacheSlots, table: BlockTable) -> Prefix:
+        """The blocks of one layer's cache, laid end to end."""
+        block = self.budget.block
+        found = gather_blocks(keys, table, block), gather_blocks(values, table, block)
+        return Prefix(*found, table.length)
+
+    @property
+    def _retriever(self) -> AttentionRetriever:
+        return AttentionRetriever(self.target, self.budget)
+
+    @property
+    def _slack(self) -> int:
+        """Blocks behind a choice, for what is committed until the next one."""
+        tokens = self.refresh and MAX_TREE_LEVELS + 1 + self.refresh * TOKENS_A_ROUND
+        return -(-tokens // self.budget.block)
+
+
+CHUNK, REFRESH = 32, 4
+"""SpecExtend's defaults for a draft of 68 M parameters (appendix E.1 there)."""
+SMALLEST_CHUNK, LARGEST_CHUNK = 8, 256
+"""Kernels take multiples of the first, caches have multiples of the second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkingCacheOptions:
+    """How much of a cache a draft reads, the same options for every kind that can.
+
+    ``working=1024`` is SpecExtend's setting, with ``refresh=0`` it is the cache of StreamingLLM.
+    """
+
+    working: int | None = None
+    """Tokens of the cache that are read, sinks and recent ones included; all if absent. It is a
+    multiple of the chunk, like the next two."""
+    sinks: int | None = None
+    """First tokens that are always read; a chunk if absent."""
+    recent: int | None = None
+    """Last tokens that are always read; an eighth of the working ones if absent."""
+    chunk: int | None = None
+    """Neighbouring tokens that are chosen together, a power of two from 8 to 256; 32 if absent."""
+    refresh: int | None = None
+    """Rounds from one choice by the target's attention to the next; 4 if absent. 0 reads sinks and
+    recent tokens only."""
+
+    def __post_init__(self) -> None:
+        if self.working is None:
+            for name in ("sinks", "recent", "chunk", "refresh"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(
+                        f"{name}={value} is about a working cache, and without one the whole cache "
+                        "is read; say working=1024 as well, or leave it out"
+                    )
+        else:
+            self._budget()
+
+    def working_cache(self, target: TargetConfig) -> WorkingCache | None:
+        """The working cache of these options; None for the whole cache.
+
+        Args:
+          target: whose attention chooses.
+        """
+        if self.working is None:
+            return None
+        return WorkingCache(self._budget(), self._refresh, target)
+
+    @property
+    def _refresh(self) -> int:
+        return REFRESH if self.refresh is None else self.refresh
+
+    def _budget(self) -> BlockBudget:
+        """Which blocks are read.
+
+        Raises:
+          ValueError: if the options contradict each other.
+        """
+        assert self.working is not None
+        chunk = CHUNK if self.chunk is None else self.chunk
+        if not SMALLEST_CHUNK <= chunk <= LARGEST_CHUNK or chunk & (chunk - 1):
+            raise ValueError(
+                f"chunk={chunk} must be a power of two from {SMALLEST_CHUNK} to {LARGEST_CHUNK}: "
+                f"kernels take multiples of {SMALLEST_CHUNK} tokens, caches are of multiples of "
+                f"{LARGEST_CHUNK}"
+            )
+        sinks = chunk if self.sinks is None else self.sinks
+        recent = max(chunk, self.working // 8 // chunk * chunk)
+        if not self._refresh:
+            if self.recent is not None:
+                raise ValueError(
+                    f"recent={self.recent}: with refresh=0 all but the sinks are recent; leave it "
+                    "out"
+                )
+            recent = self.working - sinks
+        elif self.recent is not None:
+            recent = self.recent
+        for name, value in (("working", self.working), ("sinks", sinks), ("recent", recent)):
+            if value % chunk:
+                raise ValueError(
+                    f"{name}={value} must be a multiple of chunk={chunk}, such as "
+                    f"{value - value % chunk or chunk}"
+                )
+        if recent < chunk or self.working < sinks + recent + bool(self._refresh) * chunk:
+            raise ValueError(
+                f"working={self.working} tokens must hold sinks={sinks}, at least a chunk of "
+                f"{chunk} recent ones (recent={recent}) and, unless refresh=0, another one that is "
+                "chosen; allow more, or a smaller chunk"
+            )
+        return BlockBudget(self.working, sinks, recent, chunk)
