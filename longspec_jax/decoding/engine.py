@@ -313,8 +313,10 @@ class Engine:
         if decode:
             self._launch_rounds(begun)
         queued = int(self.ahead and len(self._flights) > before)
+        # A prompt's chunk and its first token may have been launched beside the rounds.
+        most = queued + 2 if self.ahead else 0
         outputs: list[StepOutput] = []
-        while len(self._flights) > queued and (not outputs or len(self._flights) > queued + 2):
+        while len(self._flights) > (most if outputs else queued):
             outputs += self._land()
         return outputs
 
@@ -438,7 +440,8 @@ class Engine:
             return MOST_ROUNDS
         if math.isnan(self._round_seconds):
             return FIRST_ROUNDS
-        return min(max(int(LAUNCH_SECONDS / self._round_seconds), 1), MOST_ROUNDS)
+        rounds = int(LAUNCH_SECONDS / max(self._round_seconds, 1e-6))
+        return min(max(rounds, 1), MOST_ROUNDS)
 
     def _launch(self, choice: Choice, kind: SamplingKind) -> tuple[Rows, Array]:
         models = self.target, self.drafters[choice.candidate], kind, self.params, self.rows
@@ -542,13 +545,15 @@ class Engine:
         own = {"streams": self.streams, "ahead": self.ahead, "clock": self._clock, **options}
         sizes = {"slots": self.slots, "capacity": self.capacity, "chunk": self.chunk}
         other = Engine(self.target, drafters, params, stop_width=self._stop_width, **sizes, **own)
-        rows = replace(self.rows, draft=draft)
-        cache = rows.cache
-        rows = jax.tree.map(jnp.copy, replace(rows, cache=()))
+        shared = self.rows.cache
+        rows = jax.tree.map(
+            lambda part: part if part is shared and not own_cache else jax.tree.map(jnp.copy, part),
+            replace(self.rows, draft=draft),
+            is_leaf=lambda part: part is shared,
+        )
         if tokens is not None:
             rows = replace(rows, remaining=jnp.full_like(rows.remaining, tokens))
-        cache = jax.tree.map(jnp.copy, cache) if own_cache else cache
-        other._rows, other._held = replace(rows, cache=cache), list(self._held)
+        other._rows, other._held = rows, list(self._held)
         other._requests, other._next_id = dict(self._requests), self._next_id
         other._left = {id: tokens or left for id, left in self._left.items()}
         return other

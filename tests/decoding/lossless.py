@@ -1,5 +1,7 @@
 """What is decoded to compare speculation with plain decoding: three unlike rows of tiny models."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -7,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.engine import decode
-from longspec_jax.decoding.prefill import prefill
-from longspec_jax.decoding.record import SpecState
-from longspec_jax.decoding.rows import Request
-from longspec_jax.decoding.sampling import Sampling
+from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.rows import Request, Rows
+from longspec_jax.decoding.sampling import Sampling, SamplingKind
+from longspec_jax.drafters.base import Drafter
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
@@ -27,7 +28,6 @@ TREES = [
 ]
 LENGTHS = np.array([19, 7, 1], np.int32)
 NEW = np.array([31, 23, 17], np.int32)
-MAX_EMITTED = 31  # One size for all tests: each new one would be another compilation.
 TABLE = random_table(0, 97, VOCABULARY)
 DRAFT_TABLES = {
     "perfect": TABLE,
@@ -64,8 +64,10 @@ def request(
         spread(top_k, jnp.int32),
         spread(top_p, jnp.float32),
         jnp.asarray(seeds, jnp.uint32),
-        stochastic=bool(np.any(np.asarray(temperature) > 0)),
-        filtered=bool(np.any(np.asarray(top_k) > 0) or np.any(np.asarray(top_p) < 1)),
+        SamplingKind(
+            stochastic=bool(np.any(np.asarray(temperature) > 0)),
+            filtered=bool(np.any(np.asarray(top_k) > 0) or np.any(np.asarray(top_p) < 1)),
+        ),
     )
     return Request(sampling, jnp.asarray(stop, jnp.int32), jnp.asarray(new, jnp.int32))
 
@@ -76,25 +78,82 @@ def prompts(vocabulary: int, lengths: np.ndarray = LENGTHS, seed: int = 0) -> np
     return np.random.default_rng(seed).integers(0, vocabulary, shape).astype(np.int32)
 
 
-def generate(target, drafter, params, tokens, lengths, req, capacity=128, chunk=8):
-    """Emitted tokens of every row, and the final state."""
-    state = prefill(
-        target,
-        drafter,
-        params,
-        jnp.asarray(tokens),
-        jnp.asarray(lengths),
-        req,
+@dataclass(frozen=True)
+class Counts:
+    """What a run emitted, as arrays of all rows."""
+
+    output: np.ndarray
+    drafted: np.ndarray
+    emitted: np.ndarray
+    rounds: np.ndarray
+    histogram: np.ndarray
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A run at its end."""
+
+    rows: Rows
+    record: Counts
+
+
+def engine_of(
+    target: Any,
+    drafters: Sequence[Drafter],
+    params: Any,
+    tokens: Any,
+    lengths: Any,
+    req: Request,
+    capacity: int = 128,
+    chunk: int = 8,
+    **options: Any,
+) -> Engine:
+    """An engine to which the rows are submitted, all of them together."""
+    engine = Engine(
+        *(target, drafters, params),
+        slots=len(lengths),
         capacity=capacity,
-        max_emitted=MAX_EMITTED,
         chunk=chunk,
+        stop_width=req.stop_tokens.shape[1],
+        **{"streams": False, "together": True, **options},
     )
-    state = decode(target, drafter, params, state)
-    rows = [
-        np.asarray(state.record.output)[b, : int(state.record.emitted[b])]
-        for b in range(len(lengths))
-    ]
-    return rows, state
+    host = jax.device_get(req)
+    for row, length in enumerate(np.asarray(lengths)):
+        engine.submit(np.asarray(tokens)[row, :length], host.row(row))
+    return engine
+
+
+def run(engine: Engine, rows: int = 3) -> tuple[list[np.ndarray], Decoded]:
+    """Emitted tokens of every row, and the end of the run."""
+    height = engine.drafter.tree.num_levels + 1
+    tokens: list[list[int]] = [[] for _ in range(rows)]
+    drafted: list[list[bool]] = [[] for _ in range(rows)]
+    histogram = np.zeros((rows, height), int)
+    while engine.busy:
+        for output in engine.step():
+            tokens[output.id] += output.tokens.tolist()
+            drafted[output.id] += output.drafted.tolist()
+            for accepted in output.rounds:
+                histogram[output.id, accepted] += 1
+    engine.finish()
+    emitted = np.asarray(list(map(len, tokens)))
+    record = Counts(
+        _padded(tokens, int), _padded(drafted, bool), emitted, histogram.sum(axis=1), histogram
+    )
+    return [np.asarray(row) for row in tokens], Decoded(engine.rows, record)
+
+
+def _padded(rows: list[list[Any]], dtype: Any) -> np.ndarray:
+    whole = np.zeros((len(rows), max(map(len, rows))), dtype)
+    for row, values in zip(whole, rows, strict=True):
+        row[: len(values)] = values
+    return whole
+
+
+def generate(target, drafter, params, tokens, lengths, req, capacity=128, chunk=8):
+    """Emitted tokens of every row, and the end of the run."""
+    given = tokens, lengths, req, capacity, chunk
+    return run(engine_of(target, [drafter], params, *given), len(lengths))
 
 
 def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
@@ -114,6 +173,6 @@ EVERY = [
 """Every row of the batch is greedy once, once filtered at 0.7, once free at 1: of one program."""
 
 
-def emitted_in_rounds(state: SpecState) -> int:
+def emitted_in_rounds(state: Decoded) -> int:
     """Accepted draft tokens, but for a row's last round, which its budget may cut."""
     return int((state.record.emitted - 1 - state.record.rounds).sum())

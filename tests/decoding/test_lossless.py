@@ -10,10 +10,8 @@ import pytest
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding import round_noise
-from longspec_jax.decoding.adaptive import decode_bursts
-from longspec_jax.decoding.engine import slack_slots
-from longspec_jax.decoding.policy import Always
 from longspec_jax.decoding.prefill import prefill
+from longspec_jax.decoding.round import slack_slots
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
@@ -35,7 +33,6 @@ from tests.decoding.lossless import (
     EVERY,
     GREEDY,
     LENGTHS,
-    MAX_EMITTED,
     MIXED,
     NEW,
     SHORT,
@@ -47,9 +44,11 @@ from tests.decoding.lossless import (
     WINDOW,
     assert_same,
     emitted_in_rounds,
+    engine_of,
     generate,
     prompts,
     request,
+    run,
 )
 from tests.kit import draft_params, random_draft, random_target
 from tests.lookup import ConstantDrafter, LookupDrafter, LookupTarget
@@ -149,27 +148,15 @@ def test_a_first_token_that_stops_ends_the_row() -> None:
     assert int(state.record.rounds[0]) == int(state.record.rounds[1]) == 0
 
 
-def test_streaming_and_the_device_loop_agree() -> None:
+def test_launches_of_one_round_and_of_many_agree() -> None:
     target, tokens, req = LookupTarget(VOCABULARY), prompts(VOCABULARY), request(0.7)
     drafter, params = LookupDrafter(TREES[0]), Params(TABLE, DRAFT_TABLES["near"])
     rows, final = generate(target, drafter, params, tokens, LENGTHS, req)
-    start = prefill(
-        target,
-        drafter,
-        params,
-        jnp.asarray(tokens),
-        jnp.asarray(LENGTHS),
-        req,
-        capacity=128,
-        max_emitted=MAX_EMITTED,
-        chunk=8,
-    )
-    counts, last = [np.asarray(start.record.emitted)], start
-    for last, _ in decode_bursts(target, (drafter,), params, start, Always(), stride=1):
-        counts.append(np.asarray(last.record.emitted))
-    assert_same([np.asarray(last.record.output)[b, : counts[-1][b]] for b in range(3)], rows)
+    engine = engine_of(target, [drafter], params, tokens, LENGTHS, req, streams=True)
+    streamed, last = run(engine)
+    assert_same(streamed, rows)
     np.testing.assert_array_equal(last.record.histogram, final.record.histogram)
-    assert all((after >= before).all() for before, after in zip(counts, counts[1:], strict=False))
+    np.testing.assert_array_equal(last.record.drafted, final.record.drafted)
 
 
 @pytest.mark.parametrize("requests", [GREEDY, EVERY], ids=["greedy", "every"])
@@ -431,7 +418,7 @@ def test_draft_state_bytes_do_not_depend_on_the_context(models: Params) -> None:
     for length, capacity in ((23, 128), (401, 640)):
         lengths = np.array([length], np.int32)
         req = request(seeds=(1,), stop=((-1,),), new=(3,))
-        state = prefill(
+        rows = prefill(
             target,
             drafter,
             models,
@@ -439,10 +426,9 @@ def test_draft_state_bytes_do_not_depend_on_the_context(models: Params) -> None:
             jnp.asarray(lengths),
             req,
             capacity=capacity,
-            max_emitted=MAX_EMITTED,
             chunk=64,
         )
-        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(state.rows.draft)))
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(rows.draft)))
     assert sizes[0] == sizes[1] == 2 * WINDOW * CONFIG.num_kv_heads * CONFIG.head_width * 4
 
 
@@ -464,7 +450,7 @@ def test_the_suite_catches_noise_that_depends_on_the_round(
     assert any(not np.array_equal(a, b) for a, b in zip(rows, plain, strict=True))
 
 
-def test_room_is_what_a_round_writes() -> None:
+def test_slack_slots_are_what_a_round_writes() -> None:
     """A cache filled to the brim: the last round must not be clamped back over the prefix."""
     target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
     params = Params(TABLE, TABLE)
