@@ -155,7 +155,7 @@ def test_the_empty_tree_of_a_loaded_pair_is_plain_decoding(monkeypatch) -> None:
 
 @pytest.mark.parametrize("chunk", [2049, 10**9])
 def test_a_prefill_step_no_prompt_can_fill(chunk) -> None:
-    with pytest.raises(ValueError, match=f"^prefill_chunk={chunk} is more .*pass at most 2048$"):
+    with pytest.raises(ValueError, match=f"^prefill_chunk={chunk} is longer .*pass at most 2048$"):
         made(prefill_chunk=chunk)
     made(prefill_chunk=2048)
     LongSpec(tiny_target_config(max_positions=4096), None, prefill_chunk=4096)
