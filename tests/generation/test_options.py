@@ -26,7 +26,7 @@ def test_defaults_are_greedy() -> None:
     assert found.temperature.tolist() == [0, 0] and found.max_new_tokens.tolist() == [256, 256]
     assert found.stop_tokens == ((2,), (2,)) and found.top_p.tolist() == [1, 1]
     request = found.request()
-    assert not request.sampling.stochastic and not request.sampling.filtered
+    assert not request.sampling.kind.stochastic and not request.sampling.kind.filtered
     assert request.stop_tokens.tolist() == [[2, -1, -1, -1]] * 2
 
 
@@ -35,12 +35,12 @@ def test_values_by_row() -> None:
     assert found.temperature.tolist() == [0, 0.5] and found.seed.tolist() == [1, 2**32 - 1]
     assert found.stop_tokens == ((1, 2), ())
     request = found.request()
-    assert request.sampling.stochastic and request.sampling.filtered
+    assert request.sampling.kind.stochastic and request.sampling.kind.filtered
     assert str(request.sampling.seed.dtype) == "uint32"
 
 
 def test_filters_of_greedy_rows_are_not_computed() -> None:
-    assert not rows(top_k=[5, 0], temperature=[0, 1.0]).request().sampling.filtered
+    assert not rows(top_k=[5, 0], temperature=[0, 1.0]).request().sampling.kind.filtered
 
 
 @pytest.mark.parametrize(("value", "sets"), [(3, (3,)), ([3, 4], (3, 4)), ([], ()), ({3}, (3,))])
