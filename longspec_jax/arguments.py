@@ -214,14 +214,14 @@ def check_gap(tokens: Any, plain: Any, other: Any, vocab_size: int) -> list[int]
     return [whole_number("tokens", token, 0, vocab_size - 1) for token in row]
 
 
-def refuse_pickling(model: Any) -> NoReturn:
-    """Refuse to pickle or deep-copy a loaded model, which holds device arrays and programs.
+def refuse_pickling(self: Any) -> NoReturn:
+    """Refuse to pickle or copy a loaded model; the ``__getstate__`` of its class.
 
     Raises:
       TypeError: always.
     """
     raise TypeError(
-        f"a {type(model).__name__} cannot be pickled or copied, as it holds arrays of the device "
+        f"a {type(self).__name__} cannot be pickled or copied, as it holds arrays of the device "
         "and compiled programs; load it again in the other process, or use dataclasses.replace "
         "for one with other settings"
     )
