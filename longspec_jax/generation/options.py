@@ -32,7 +32,12 @@ TRANSFORMERS_TOP_K = 50
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of ``generate`` and ``stream``."""
+    """Keyword arguments of ``generate`` and ``stream``.
+
+    Options of transformers that have no effect here are accepted too: ``use_cache=True``,
+    ``num_beams=1``, ``pad_token_id`` and others. ``max_length`` limits prompt and new tokens
+    together.
+    """
 
     max_new_tokens: int | Sequence[int]
     """Most tokens to emit; 256 if absent."""
