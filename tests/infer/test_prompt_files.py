@@ -94,6 +94,7 @@ def test_lines_of_a_batch_end_with_a_line_feed_alone(tmp_path) -> None:
             '{"prompt": "a", "tempreature": 1}',
             "batch.jsonl, line 1: unknown key 'tempreature'; did you mean",
         ),
+        ('{"prompt": "a", "stop": ["x"]}', "unknown key 'stop'; options are max_new_tokens"),
         ('{"prompt": "a", "messages": []}', "exactly one of prompt, messages, input_ids"),
         ("{", "line 1 is not valid JSON"),
         ("", "holds no prompts"),
