@@ -361,17 +361,7 @@ def _check_vocabulary(stop_tokens: Sequence[Sequence[int]], vocab_size: int) -> 
 
 
 def _by_row(name: str, value: Any, rows: int, allowed: Whole | Real) -> list[Any]:
-    """A number per row.
-
-    Args:
-      name: of the option.
-      value: a number, or a sequence with one per row.
-      rows: number of rows.
-      allowed: the rule of one number.
-
-    Raises:
-      ValueError: for anything else.
-    """
+    """A number per row, from one for all rows or a sequence with one per row."""
     value = as_plain(value)
     given = [value] * rows
     shared = isinstance(value, str | bytes) or not isinstance(value, Sequence)
