@@ -4,7 +4,6 @@ Everything that can be said without a model is said here, before one is loaded, 
 option, the file and its line.
 """
 
-import difflib
 import json
 import sys
 from collections import Counter
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longspec_jax.checks import SAMPLING, TOKEN, Real, Whole, shown
+from longspec_jax.checks import SAMPLING, TOKEN, Real, Whole, nearest, shown
 from longspec_jax.generation.chat import plain_messages
 
 ROLES = ("system", "user", "assistant")
@@ -175,8 +174,8 @@ def _token_ids(value: Any, where: str) -> list[int]:
 def _option(key: str, value: Any, where: str) -> Any:
     """A generation option of a row."""
     if key not in ROW_OPTIONS:
-        close = difflib.get_close_matches(key, [*ROW_OPTIONS, *SOURCES], 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(ROW_OPTIONS)}"
+        close = nearest(key, [*ROW_OPTIONS, *SOURCES])
+        hint = f"did you mean {close!r}?" if close else f"options are {', '.join(ROW_OPTIONS)}"
         raise ValueError(f"{where}: unknown key {key!r}; {hint}")
     where = f"{where}: {key}"
     if value is None:

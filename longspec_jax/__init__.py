@@ -1,7 +1,7 @@
 """Lossless long-context speculative decoding (LongSpec) in JAX.
 
-The public names, as a table of contents. They are imported on first use, so that ``import
-longspec_jax`` is quick and the configurations can be read without touching a device.
+This file lists the public names. Each is imported on first use, so ``import longspec_jax`` is
+quick, and the configurations can be read without a device.
 """
 
 import importlib
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 
 def _check_versions(jax: str, flax: str) -> None:
-    """Refuse the one pair of releases that pip accepts and that fails at import."""
+    """Refuse a pair of releases that pip installs together and that fails at import."""
     new_jax, old_flax = _numbers(jax) >= (0, 11, 1), _numbers(flax) <= (0, 12, 8)
     if new_jax and old_flax:
         raise ImportError(
@@ -82,7 +82,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _required(package: str) -> str:
-    """The version of a package that nothing works without."""
+    """The installed version of a required package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -96,7 +96,7 @@ _check_versions(_required("jax"), _required("flax"))
 
 
 def _version() -> str:
-    """The installed release; a checkout that was never installed has none."""
+    """The installed release; ``0+not.installed`` for a checkout that was never installed."""
     try:
         return metadata.version("longspec_jax")
     except metadata.PackageNotFoundError:

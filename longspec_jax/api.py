@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from longspec_jax.arguments import (
@@ -23,7 +24,10 @@ from longspec_jax.arguments import (
     check_arguments,
     check_chunk,
     check_drafts,
+    check_gap,
     check_offload,
+    check_plan,
+    refuse_pickling,
 )
 from longspec_jax.checks import whole_number
 from longspec_jax.compilation import keep_programs
@@ -123,6 +127,8 @@ class LongSpec:
                 f"{self.target_config.vocab_size}; "
                 "load the tokenizer that belongs to this target"
             )
+
+    __getstate__ = refuse_pickling
 
     @property
     def drafts(self) -> tuple[Draft, ...]:
@@ -268,6 +274,9 @@ class LongSpec:
           chat_template: a Jinja template for messages instead of the tokenizer's own.
           **options: see :class:`~longspec_jax.generation.options.GenerateOptions`.
         """
+        check_arguments(
+            adaptive=adaptive, streamer=streamer, on_round=on_round, on_activity=on_activity
+        )
         with ended(streamer):
             call = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
             if streamer is not None:
@@ -294,6 +303,7 @@ class LongSpec:
 
         Close the generator to stop early.
         """
+        check_arguments(adaptive=adaptive, on_activity=on_activity)
         call = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
         # What is wrong with a call is said by the call, not by the first round.
         return self._rounds(self._beginning(call, tree, adaptive, on_activity))
@@ -331,6 +341,7 @@ class LongSpec:
         speculative run adds, and has both runs go round by round. Where no tree pays and none is
         named, both are the same plain run.
         """
+        check_arguments(adaptive=adaptive, on_round=on_round, on_activity=on_activity)
         call = self._prepare(inputs, generation_config, tree, chat_template, options, adaptive)
         if not call.drafter.tree.widths:
             raise ValueError(
@@ -401,11 +412,10 @@ class LongSpec:
           The difference of their scores, noise and temperature included: how far from a tie the
           draw was. None if filters left out one of the two.
         """
-        if len(tokens) < 2:
-            raise ValueError(f"a gap is measured behind 2 tokens or more, got {len(tokens)}")
-        call = self._prepare([list(tokens[:-1])], None, PLAIN, None, options)
+        row = check_gap(tokens, plain, other, self.target_config.vocab_size)
+        call = self._prepare([row[:-1]], None, PLAIN, None, options)
         running = run.start(call, self._warm, streams=False, rounds=False)
-        return comparison.score_gap(running, tokens[-1], plain, other)
+        return comparison.score_gap(running, row[-1], plain, other)
 
     def check(
         self,
@@ -434,6 +444,9 @@ class LongSpec:
         tree: TreeConfig | Sequence[int] | str | None = None,
     ) -> MemoryPlan:
         """What :meth:`generate` takes on the device for rows of ``prompt_tokens`` tokens."""
+        check_plan(rows, prompt_tokens, max_new_tokens)
+        positions = self.target_config.max_positions
+        check_positions([prompt_tokens], np.asarray([max_new_tokens]), positions)
         drafters, params = self._drafters(tree, rows, adaptive=False)
         drafter = tallest(drafters)
         levels = drafter.tree.num_levels
@@ -452,7 +465,9 @@ class LongSpec:
     ) -> Call:
         """Check everything a call was given, before anything runs."""
         config = self.target_config
-        prompts = to_prompts(inputs, self.tokenizer, config.vocab_size, chat_template)
+        prompts = to_prompts(
+            inputs, self.tokenizer, config.vocab_size, chat_template, config.max_positions
+        )
         lengths = [len(row) for row in prompts]
         rows = resolve(options, generation_config, lengths, self.stop_tokens, config.vocab_size)
         check_positions(lengths, rows.max_new_tokens, config.max_positions)

@@ -17,7 +17,7 @@ from longspec_jax.drafters.kinds import NAMED, is_name
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LARGEST_CHUNK = 2048
-"""Tokens of one prefill step that any target takes; more only if it has more positions."""
+"""Most tokens of one prefill step, unless the target has more positions."""
 LONGEST_SOURCE = 4096
 """Characters of a path that operating systems take."""
 
@@ -129,7 +129,7 @@ def as_sources(draft: Any) -> tuple[Any, ...]:
 def check_about_drafts(
     sources: Sequence[Any], options: Mapping[str, Any] | None, revision: str | None
 ) -> None:
-    """Refuse what is said about a draft where there is none, or none that it could mean.
+    """Refuse options of a draft without a draft, and a revision without a draft with weights.
 
     Raises:
       ValueError: names the argument.
@@ -148,7 +148,7 @@ def check_about_drafts(
 
 
 def check_drafts(drafts: Sequence[Any]) -> None:
-    """Refuse what is no loaded draft, and two of the same kind.
+    """Refuse values that are no loaded drafts, two drafts of a kind, and a lossy one among others.
 
     Raises:
       ValueError: names the value.
@@ -171,12 +171,16 @@ def check_drafts(drafts: Sequence[Any]) -> None:
 
 
 def check_chunk(prefill_chunk: int, max_positions: int) -> None:
-    """Refuse a prefill step that no prompt of this target could fill."""
+    """Refuse a prefill step longer than any prompt of this target.
+
+    Raises:
+      ValueError: names the argument.
+    """
     most = max(LARGEST_CHUNK, max_positions)
     if prefill_chunk > most:
         raise ValueError(
-            f"prefill_chunk={prefill_chunk} is more than any prompt of this target "
-            f"(max_positions={max_positions}) has use for; pass at most {most}"
+            f"prefill_chunk={prefill_chunk} is longer than any prompt of this target "
+            f"(max_positions={max_positions}); pass at most {most}"
         )
 
 
@@ -192,7 +196,7 @@ def check_plan(rows: Any, prompt_tokens: Any, max_new_tokens: Any) -> None:
 
 
 def check_gap(tokens: Any, plain: Any, other: Any, vocab_size: int) -> list[int]:
-    """Refuse what is no row of tokens with two candidates for its next token.
+    """Check a row of tokens and two candidates for its next token.
 
     Returns:
       The tokens of the row.
@@ -210,39 +214,39 @@ def check_gap(tokens: Any, plain: Any, other: Any, vocab_size: int) -> list[int]
     return [whole_number("tokens", token, 0, vocab_size - 1) for token in row]
 
 
-def refuse_pickling(model: Any) -> NoReturn:
-    """Refuse to pickle or deep-copy a loaded model, which holds device arrays and programs.
+def refuse_pickling(self: Any) -> NoReturn:
+    """Refuse to pickle or copy a loaded model; the ``__getstate__`` of its class.
 
     Raises:
       TypeError: always.
     """
     raise TypeError(
-        f"a {type(model).__name__} cannot be pickled or copied, as it holds arrays of the device "
+        f"a {type(self).__name__} cannot be pickled or copied, as it holds arrays of the device "
         "and compiled programs; load it again in the other process, or use dataclasses.replace "
         "for one with other settings"
     )
 
 
 def check_offload(mesh: Mesh | None, row_slots: int | None) -> None:
-    """Refuse what a cache in the host's memory cannot be had with.
+    """Refuse arguments that an offloaded cache does not support.
 
     Raises:
       ValueError: names the argument.
     """
     if mesh is not None:
         raise ValueError(
-            f"offload=True keeps the cache of one device in the host's memory, and mesh="
-            f"{dict(mesh.shape)} has several hold a share of it each; drop one of the two"
+            f"offload=True supports one device, and mesh={dict(mesh.shape)} spreads the cache over "
+            "several; drop one of the two"
         )
     if row_slots is not None:
         raise ValueError(
-            f"offload=True decodes the rows that it was given at once, and row_slots={row_slots} "
-            "would move newcomers from cache to cache; drop one of the two"
+            f"offload=True decodes all rows at once, and row_slots={row_slots} has some of them "
+            "wait; drop one of the two"
         )
 
 
 def as_tree(value: Any) -> TreeConfig:
-    """A tree from what a call may name it by: itself, its text, or the widths of its levels.
+    """A tree from a TreeConfig, its text, or the widths of its levels.
 
     Raises:
       ValueError: for anything else.

@@ -4,7 +4,9 @@ Python takes ``True`` for 1, ``nan`` for any comparison and ``"8"`` for a size u
 away breaks; these functions say the name, the value and the rule where the value came in.
 """
 
+import difflib
 import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,8 @@ LARGEST_NUMBER = 1e30
 LARGEST_FLOAT32 = 3.4028234663852886e38
 LONGEST_SHOWN = 80
 """Characters of a value in a message."""
+SIMILAR = 0.75
+"""Least similarity of a suggested name, as difflib measures it: ``stop`` is not ``top_p``."""
 
 
 def is_whole(value: Any) -> bool:
@@ -111,6 +115,11 @@ def finite_number(name: str, value: Any, least: float, most: float = LARGEST_NUM
     if is_number(value) and least <= value <= most:  # Not true of NaN.
         return float(value)
     raise ValueError(f"{name}={shown(value)} must be a number from {least:g} to {most:g}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one probably means; None if no name is similar."""
+    return next(iter(difflib.get_close_matches(name, [*known], 1, SIMILAR)), None)
 
 
 def as_plain(value: Any) -> Any:

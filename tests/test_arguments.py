@@ -155,7 +155,7 @@ def test_the_empty_tree_of_a_loaded_pair_is_plain_decoding(monkeypatch) -> None:
 
 @pytest.mark.parametrize("chunk", [2049, 10**9])
 def test_a_prefill_step_no_prompt_can_fill(chunk) -> None:
-    with pytest.raises(ValueError, match=f"^prefill_chunk={chunk} is more .*pass at most 2048$"):
+    with pytest.raises(ValueError, match=f"^prefill_chunk={chunk} is longer .*pass at most 2048$"):
         made(prefill_chunk=chunk)
     made(prefill_chunk=2048)
     LongSpec(tiny_target_config(max_positions=4096), None, prefill_chunk=4096)
@@ -237,3 +237,30 @@ def test_drafts_without_weights_are_named() -> None:
         made(draft=[draft, draft])
     with pytest.raises(ValueError, match="draft_revision='v1' is the version of a draft"):
         LongSpec.from_pretrained("no/target", "ngram", draft_revision="v1")
+
+
+def test_a_call_is_checked_before_anything_runs() -> None:
+    spec = toy_spec()
+    with pytest.raises(ValueError, match="^streamer=.* must be a transformers streamer"):
+        spec.generate("a", streamer=object())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="a prompt of 8193 characters cannot fit"):
+        spec.check("a" * 8193)
+    for call in (spec.generate, spec.compare):
+        with pytest.raises(ValueError, match="^on_round=5 must be a function"):
+            call("a", on_round=5)
+    for call in (spec.generate, spec.stream, spec.compare):
+        with pytest.raises(ValueError, match="^on_activity=5 must be a function"):
+            call("a", on_activity=5)
+        with pytest.raises(ValueError, match="^adaptive='yes' must be True or False"):
+            call("a", adaptive="yes")
+    with pytest.raises(ValueError, match="^plain=17 must be a whole number from 0 to 16"):
+        spec.score_gap([3, 4], 17, 3)
+    with pytest.raises(ValueError, match="^tokens=3 must be the token ids of one row"):
+        spec.score_gap(3, 1, 2)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="^rows=0 must be a whole number"):
+        spec.memory_plan(0, 4, 3)
+    with pytest.raises(ValueError, match="lower max_new_tokens to at most 24"):
+        spec.memory_plan(1, 1000, 25)
+    for way in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match="a LongSpec cannot be pickled or copied"):
+            way(spec)

@@ -1,6 +1,8 @@
-"""From what a caller passes to arrays for the decode loop, and from its state to results.
+"""Calls of the Python interface, from text to text.
 
-``inputs`` turns text, messages and token ids into prompts; ``options`` the sampling arguments into
-a :class:`~longspec_jax.decoding.engine.Request`; ``runner`` warms up, runs and times; ``result``,
-``text`` and ``inspection`` describe what came out; ``memory`` says beforehand whether it fits.
+``inputs`` turns text, chat messages (``chat``, ``template``) and token ids into prompts, and
+``options`` resolves the generation options of every row. ``call`` holds a checked call with its
+sizes, ``memory`` checks that it fits, and ``run`` runs it on an engine. ``autotune`` chooses the
+tree, and ``timings`` keeps what was measured. ``collect``, ``text`` and ``result`` make the result;
+``comparison``, ``inspection`` and ``breakdown`` look at a run more closely.
 """

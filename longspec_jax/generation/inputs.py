@@ -18,10 +18,8 @@ these for a batch; also what a transformers tokenizer returns (``input_ids``,
 
 Prompts: TypeAlias = tuple[np.ndarray, ...]
 """Token ids of every row, int32, not empty."""
-
-
 SHORT = 8
-"""Characters for each position below which a text is tokenised without a look at its length."""
+"""A text of at most so many characters per position is tokenised without a check of its length."""
 
 
 def to_prompts(

@@ -5,7 +5,6 @@ without an effect here are accepted. Those that speculative decoding does not su
 beams, penalties and constraints, are refused by name.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -20,6 +19,7 @@ from longspec_jax.checks import (
     as_plain,
     is_number,
     is_whole,
+    nearest,
     shown,
     whole_number,
 )
@@ -32,7 +32,12 @@ TRANSFORMERS_TOP_K = 50
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of ``generate`` and ``stream``."""
+    """Keyword arguments of ``generate`` and ``stream``.
+
+    Options of transformers that have no effect here are accepted too: ``use_cache=True``,
+    ``num_beams=1``, ``pad_token_id`` and others. ``max_length`` limits prompt and new tokens
+    together.
+    """
 
     max_new_tokens: int | Sequence[int]
     """Most tokens to emit; 256 if absent."""
@@ -51,8 +56,6 @@ class GenerateOptions(TypedDict, total=False):
     """Tokens that end a row, or one set per row; the model's own if absent, ``[]`` for none."""
 
 
-SIMILAR = 0.75
-"""How alike an unknown name and the suggested one are at least."""
 _HARMLESS = {
     # Bookkeeping, what changes how transformers computes, and what acts on beams alone.
     "transformers_version",
@@ -195,8 +198,8 @@ def _check_names(options: Mapping[str, Any]) -> None:
             raise NotImplementedError(f"{name}= is not supported: {_HINTS[name]}")
         if name in {*known, *_HINTS, *_HARMLESS, *_NEUTRAL, "max_length"}:
             continue
-        close = difflib.get_close_matches(name, known, 1, SIMILAR)
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+        close = nearest(name, known)
+        hint = f"did you mean {close!r}?" if close else f"known are {', '.join(known)}"
         raise TypeError(f"unknown generation option {name!r}; {hint}")
 
 
@@ -358,17 +361,7 @@ def _check_vocabulary(stop_tokens: Sequence[Sequence[int]], vocab_size: int) -> 
 
 
 def _by_row(name: str, value: Any, rows: int, allowed: Whole | Real) -> list[Any]:
-    """A number per row.
-
-    Args:
-      name: of the option.
-      value: a number, or a sequence with one per row.
-      rows: number of rows.
-      allowed: the rule of one number.
-
-    Raises:
-      ValueError: for anything else.
-    """
+    """A number per row, from one for all rows or a sequence with one per row."""
     value = as_plain(value)
     given = [value] * rows
     shared = isinstance(value, str | bytes) or not isinstance(value, Sequence)

@@ -29,8 +29,8 @@ SECONDS = 5.0
 CHARACTERS = 2**26
 """Longest text that a template takes or makes, well over ten million tokens; also its largest
 number."""
-EXPONENT = 64
-"""Largest power."""
+SMALL = 64
+"""Largest exponent, and largest indentation of JSON."""
 UNBOUNDED = frozenset(
     "center encode expandtabs format format_map ljust rjust round to_bytes translate urlize "
     "wordwrap zfill".split()
@@ -80,10 +80,10 @@ def _size(value: Any) -> float:
 
 
 def _walked(value: Any) -> Any:
-    """The value, once all that it holds was visited, which takes time that is bounded.
+    """The value, after a visit of all that it holds, which can be stopped; ``repr`` cannot.
 
-    Python's own way of writing a list cannot be stopped. One that holds another twice, which holds
-    another twice, and so on, takes little memory and endless time.
+    A list that holds a list twice, which holds a list twice, and so on, is small in memory but
+    endless to write.
     """
     waiting = [value]
     while waiting:
@@ -111,7 +111,7 @@ def _indented(text: str, width: int | str = 4, *options: bool, **named: bool) ->
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
     """JSON as it is: jinja2's own filter escapes what has a meaning in HTML."""
-    _require_at_most(EXPONENT, _size(indent or 0))
+    _require_at_most(SMALL, _size(indent or 0))
     return json.dumps(_walked(value), ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -188,7 +188,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
-            _require_at_most(EXPONENT, _size(right))
+            _require_at_most(SMALL, _size(right))
         elif operator == "*":
             _require_at_most(CHARACTERS, _size(left) * _size(right))
         elif operator == "%" and isinstance(left, str) and re.search(r"[0-9]{5}|\*", left):

@@ -56,6 +56,10 @@ def test_messages_inline_or_in_a_file(tmp_path) -> None:
     assert prompt_files.read_messages(str(path)) == CHAT == inline
     with pytest.raises(ValueError, match="not valid JSON"):
         prompt_files.read_messages("[{]")
+    with pytest.raises(ValueError, match="^--messages must be a list of objects .* got {}$"):
+        prompt_files.read_messages("{}")
+    with pytest.raises(ValueError, match="^--messages is nested too deeply"):
+        prompt_files.read_messages("[" * 50_000)
     with pytest.raises(FileNotFoundError, match="--messages: .*absent.json cannot be read"):
         prompt_files.read_messages(str(tmp_path / "absent.json"))
 
@@ -90,6 +94,7 @@ def test_lines_of_a_batch_end_with_a_line_feed_alone(tmp_path) -> None:
             '{"prompt": "a", "tempreature": 1}',
             "batch.jsonl, line 1: unknown key 'tempreature'; did you mean",
         ),
+        ('{"prompt": "a", "stop": ["x"]}', "unknown key 'stop'; options are max_new_tokens"),
         ('{"prompt": "a", "messages": []}', "exactly one of prompt, messages, input_ids"),
         ("{", "line 1 is not valid JSON"),
         ("", "holds no prompts"),

@@ -70,6 +70,8 @@ def test_text_stays_text_unless_a_style_is_chosen() -> None:
     assert prompts.encode(LLAMA, 999, [3, 4]) == [3, 4]
     with pytest.raises(ValueError, match="one prompt is needed here"):
         prompts.encode(LLAMA, 999, [[3, 4], [5]])
+    with pytest.raises(ValueError, match="a prompt of 801 characters cannot fit: .*_positions=100"):
+        prompts.encode(LLAMA, 999, "a" * 801, max_positions=100)
 
 
 def test_native_template() -> None:
