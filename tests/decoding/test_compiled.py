@@ -2,21 +2,20 @@
 
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
-from longspec_jax.decoding.adaptive import burst
-from longspec_jax.decoding.ahead import one_round
-from longspec_jax.decoding.engine import decode
 from longspec_jax.decoding.prefill import prefill, vacant
 from longspec_jax.decoding.programs import RECENT
-from longspec_jax.decoding.record import Record, SpecState
+from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.decoding.rows import Request
-from longspec_jax.decoding.sampling import Sampling
+from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.longspec.config import DraftConfig
@@ -39,14 +38,14 @@ def compiled_loop(
     batch: int,
     capacity: int,
     *,
-    way: str = "loop",
+    streams: bool = False,
     plain: bool = False,
     drafter: Drafter | None = None,
     small: TreeConfig | None = None,
     working: WorkingCache | None = None,
     config: TargetConfig = CONFIG,
 ) -> jax.stages.Compiled:
-    """The decode loop for a cache of this capacity, a burst of it or a single round."""
+    """Many rounds for a cache of this capacity, or a single one."""
     draft = DraftConfig.for_target(config, window=11)
     target, drafter = CachedTarget(config), drafter or LongSpecDrafter(draft, TreeConfig((3, 2)))
     table = random_target(config)
@@ -56,18 +55,10 @@ def compiled_loop(
     if small is not None:
         drafter = SmallLMDrafter(SMALL, small, working=working)
         params = Params(table, random_target(SMALL))
-    request = Request(Sampling.greedy(batch), jnp.full((batch, 1), -1), jnp.full(batch, 5))
-
-    def begun() -> SpecState:
-        rows = vacant(target, drafter, params, request, batch=batch, capacity=capacity)
-        return SpecState(rows, Record.begin(rows.pending, 5, drafter.tree.num_levels + 1))
-
-    state = jax.eval_shape(begun)
-    if way == "burst":
-        return burst.lower(target, drafter, params, state, jnp.int32(16)).compile()
-    if way == "round":
-        return one_round.lower(target, drafter, params, state.rows).compile()
-    return decode.lower(target, drafter, params, state).compile()
+    empty = partial(vacant, target, drafter, params, batch=batch, capacity=capacity, stop_width=1)
+    args = target, drafter, SamplingKind(False, False), params, jax.eval_shape(empty)
+    lowered = one_round.lower(*args) if streams else many_rounds.lower(*args, np.int32(16))
+    return lowered.compile()
 
 
 def cache_sized(text: str, batch: int, capacity: int, config: TargetConfig = CONFIG) -> list[str]:
@@ -82,19 +73,21 @@ def cache_sized(text: str, batch: int, capacity: int, config: TargetConfig = CON
 
 
 @pytest.mark.parametrize(
-    ("batch", "way", "plain"),
+    ("batch", "streams", "plain"),
     [
-        (1, "loop", False),
-        (3, "burst", False),
-        (3, "round", False),
-        (1, "burst", True),
-        (1, "round", True),
-        (3, "round", True),
+        (1, False, False),
+        (3, False, False),
+        (3, True, False),
+        (1, False, True),
+        (1, True, True),
+        (3, True, True),
     ],
 )
-def test_no_cache_sized_copy(batch: int, way: str, plain: bool) -> None:
+def test_no_cache_sized_copy(batch: int, streams: bool, plain: bool) -> None:
     """Plain decoding too: what it is compared with must not be slowed down."""
-    small, large = (compiled_loop(batch, size, way=way, plain=plain) for size in (2048, 4096))
+    small, large = (
+        compiled_loop(batch, size, streams=streams, plain=plain) for size in (2048, 4096)
+    )
     assert cache_sized(large.as_text(), batch, 4096) == []
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
 
@@ -175,7 +168,7 @@ def test_partial_passes_with_the_kernels_copy_nothing(drafter: Drafter, batch: i
 def test_no_cache_sized_copy_with_the_kernels(batch: int, heads: int, way: str) -> None:
     """Thirty heads make 150 rows of a key/value head: the Hopper kernel, where there is one."""
     config = tiny_target_config(num_heads=heads, head_width=64, dtype="bfloat16")
-    compiled = compiled_loop(batch, 8192, way=way, config=config)
+    compiled = compiled_loop(batch, 8192, streams=way == "round", config=config)
     assert "append_rows" in compiled.as_text()
     assert cache_sized(compiled.as_text(), batch, 8192, config) == []
 
@@ -194,7 +187,7 @@ def test_prompts_seeds_and_budgets_do_not_compile_again() -> None:
     params = Params(table, draft_params(random_draft(DRAFT), table))
     with RECENT.limited(0):
         pass  # No program of an earlier test drops out while they are counted.
-    counted = (decode, prefill_lib._prefill_chunk, prefill_lib._start)
+    counted = (many_rounds, prefill_lib._prefill_chunk, prefill_lib._start)
     before = [program._cache_size() for program in counted]
     for length, budget, seed, temperature in ((3, 5, 0, 0.5), (1, 2, 7, 1.0), (9, 4, 1, 0.0)):
         sampling = Sampling(
@@ -202,17 +195,16 @@ def test_prompts_seeds_and_budgets_do_not_compile_again() -> None:
             jnp.zeros(1, jnp.int32),
             jnp.ones(1),
             jnp.full(1, seed, jnp.uint32),
-            filtered=False,
+            SamplingKind(filtered=False),
         )
         request = Request(sampling, jnp.full((1, 1), -1), jnp.full(1, budget, jnp.int32))
-        state = prefill(
+        rows = prefill(
             *(target, drafter, params, jnp.zeros((1, length), jnp.int32), jnp.full(1, length)),
             request,
             capacity=32,
-            max_emitted=5,
             chunk=4,
         )
-        decode(target, drafter, params, state)
+        many_rounds(target, drafter, request.sampling.kind, params, rows, np.int32(budget))
     assert [program._cache_size() - n for program, n in zip(counted, before, strict=True)] == [
         1
     ] * 3

@@ -13,7 +13,8 @@ import pytest
 
 from longspec_jax import PLAIN
 from longspec_jax.decoding.compiling import compile_side_by_side
-from longspec_jax.generation import autotune, runner
+from longspec_jax.generation import autotune
+from longspec_jax.generation import run as run_lib
 from longspec_jax.generation.timings import KnownTimings
 from tests.infer.toys import toy_spec
 
@@ -42,7 +43,7 @@ def spec(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
     jax.clear_caches()
     # The toy is shared with other tests: what it knows of trees and shapes is not.
-    own = {"_timings": KnownTimings(), "_warm": runner.WarmShapes()}
+    own = {"_timings": KnownTimings(), "_warm": run_lib.WarmShapes()}
     return dataclasses.replace(toy_spec(), tree=None, **own)
 
 
@@ -112,7 +113,7 @@ def test_a_first_call_compiles_every_program_once(spec, streams) -> None:
     on_round = (lambda added: None) if streams else None
     with compiled() as found:
         result = spec.generate(PROMPT, **OPTIONS, on_round=on_round)
-    assert found["jit(one_round)" if streams else "jit(burst)"] == 4
+    assert found["jit(one_round)" if streams else "jit(many_rounds)"] == 4
     assert found["jit(_prefill_chunk)"] == found["jit(_start)"] == 1
     assert 1 <= found["jit(_extend)"] <= 2
     with compiled() as found:
@@ -129,8 +130,8 @@ def test_named_trees_are_compiled_once_too(spec, streams, adaptive) -> None:
     options = dict(OPTIONS, tree=(2, 2), adaptive=adaptive, on_round=on_round)
     with compiled() as found:
         result = spec.generate(PROMPT, **options)
-    assert found["jit(one_round)" if streams else "jit(burst)"] == (3 if adaptive else 1)
-    for name in ("_prefill_chunk", "_extend", "_start", "_begin_record"):
+    assert found["jit(one_round)" if streams else "jit(many_rounds)"] == (3 if adaptive else 1)
+    for name in ("_prefill_chunk", "_extend", "_start"):
         assert found[f"jit({name})"] == 1, name
     assert result.sequences == spec.generate(PROMPT, tree=PLAIN, **OPTIONS).sequences
 
@@ -140,7 +141,7 @@ def test_programs_that_were_cleared_are_compiled_beforehand_again(spec) -> None:
     jax.clear_caches()
     with compiled() as found:
         again = spec.generate(PROMPT, tree=(2, 2), **OPTIONS)
-    assert found["jit(burst)"] == found["jit(_prefill_chunk)"] == 1
+    assert found["jit(many_rounds)"] == found["jit(_prefill_chunk)"] == 1
     assert again.sequences == first.sequences
 
 
@@ -148,7 +149,7 @@ def test_what_a_compiler_says_ends_the_call(spec, monkeypatch) -> None:
     def refuse(programs) -> None:
         compile_side_by_side([*programs, refused()])
 
-    for module in (autotune, runner):
+    for module in (autotune, run_lib):
         monkeypatch.setattr(module, "compile_side_by_side", refuse)
     for tree in (None, (2, 2)):
         with pytest.raises(ValueError, match="no such instruction"):

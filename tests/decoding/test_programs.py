@@ -10,9 +10,10 @@ import pytest
 
 from infer.bench.compilations import compilations
 from longspec_jax import PLAIN
-from longspec_jax.decoding import adaptive, programs
 from longspec_jax.decoding import prefill as prefill_lib
+from longspec_jax.decoding import programs
 from longspec_jax.decoding.programs import RECENT, Program, Recent, program
+from longspec_jax.decoding.round import many_rounds
 from tests.footprint import Footprint
 from tests.infer.toys import toy_spec
 
@@ -128,7 +129,7 @@ def test_mappings_stay_bounded_and_results_right() -> None:
 
 def test_calls_whose_programs_were_let_go_are_warmed_again_and_say_the_same() -> None:
     """A limit of one call's five programs: every second call compiles, outside what is timed."""
-    spec, counted = toy_spec(), (prefill_lib._prefill_chunk, prefill_lib._start, adaptive.burst)
+    spec, counted = toy_spec(), (prefill_lib._prefill_chunk, prefill_lib._start, many_rounds)
     options = dict(max_new_tokens=9, tree=PLAIN, eos_token_id=[])
     with RECENT.limited(5):
         first, again, other, back = (
