@@ -14,7 +14,8 @@ import longspec_jax
 from infer.bench.compilations import compilations
 from longspec_jax import PLAIN, LongSpec, TreeConfig
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft, RetrievalOptions
-from longspec_jax.generation import memory, runner
+from longspec_jax.generation import memory
+from longspec_jax.generation.run import WarmShapes
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
 from tests.kit import tiny_target_config
@@ -433,7 +434,7 @@ def test_contents_can_be_imported() -> None:
 
 
 def test_rows_beyond_the_slots_wait_and_say_the_same(spec) -> None:
-    """Through every way of a call; their memory is that of the slots and of one newcomer."""
+    """Through every way of a call; memory is that of the slots and of one that is prefilled."""
     flowing = dataclasses.replace(spec, row_slots=2)
     prompts = [[3, 4, 5], [6] * 40, [7, 8], [9, 10, 11, 12]]
     options = dict(max_new_tokens=[9, 3, 7, 1], temperature=[0, 1.0, 0.7, 0], seed=[1, 2, 3, 4])
@@ -454,7 +455,7 @@ def test_rows_beyond_the_slots_wait_and_say_the_same(spec) -> None:
 
 def test_slots_that_are_not_needed_change_nothing(spec) -> None:
     """Each number of rows is a shape of its own, compiled before it is timed."""
-    roomy = dataclasses.replace(spec, row_slots=8, _warm=runner.WarmShapes())
+    roomy = dataclasses.replace(spec, row_slots=8, _warm=WarmShapes())
     compiled = [
         roomy.generate([[3, 4]] * rows, max_new_tokens=5).stats.compile_seconds for rows in (1, 2)
     ]
@@ -463,7 +464,7 @@ def test_slots_that_are_not_needed_change_nothing(spec) -> None:
 
 
 def test_the_plan_of_slots_on_a_mesh() -> None:
-    """Half of the slots' rows on each device, and all of the newcomer's."""
+    """Half of the slots' rows on each device, and all of the one that is prefilled."""
     target = toy_spec(num_heads=4, model_width=32, mlp_width=54, vocab_size=18)
     mesh = make_mesh(data=2)
     params = jax.device_put(target.target_params, param_shardings(mesh, target.target_params))

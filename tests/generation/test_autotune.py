@@ -11,12 +11,13 @@ import pytest
 
 from longspec_jax import PLAIN, TreeConfig, make_mesh
 from longspec_jax.config import DEFAULT_TREE
+from longspec_jax.decoding.policy import Measurement
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.generation import autotune
-from longspec_jax.generation import paces as kept
-from longspec_jax.generation.activity import Tuned, Tuning
-from longspec_jax.generation.runner import WarmShapes
+from longspec_jax.generation import timings as kept
+from longspec_jax.generation.activity import Slower, Tuned, Tuning
+from longspec_jax.generation.run import WarmShapes
 from longspec_jax.generation.timings import KnownTimings, TreeTiming
 from tests.infer.toys import bound_draft, toy_spec
 
@@ -31,7 +32,16 @@ KEY = {"device": "cpu", "rows": 1}
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
-    return tmp_path / "paces"
+    return tmp_path / "timings"
+
+
+CORRECT = autotune.correct
+
+
+@pytest.fixture(autouse=True)
+def uncorrected(monkeypatch):
+    """Runs on a busy machine correct nothing, except where that is tested."""
+    monkeypatch.setattr(autotune, "correct", lambda known, run: None)
 
 
 @pytest.fixture
@@ -45,10 +55,10 @@ def test_the_first_call_times_and_later_ones_know(folder, spec) -> None:
     timed = [activity.tree for activity in told if isinstance(activity, Tuning)]
     assert timed == 2 * [PLAIN, CHAIN, PAIR, FORK]
     [settled] = [activity for activity in told if isinstance(activity, Tuned)]
-    assert [pace.tree for pace in settled.paces] == timed[:4]
-    assert settled.tree == autotune.best_pace(settled.paces).tree
-    assert all(pace.seconds > 0 and 1 <= pace.tokens <= 4 for pace in settled.paces)
-    assert settled.paces[0].tokens == 1.0
+    assert [timing.tree for timing in settled.timings] == timed[:4]
+    assert settled.tree == autotune.best_timing(settled.timings).tree
+    assert all(timing.seconds > 0 and 1 <= timing.tokens <= 4 for timing in settled.timings)
+    assert settled.timings[0].tokens == 1.0
     assert [use.tree for use in first.stats.trees] == [settled.tree]
     assert first.sequences == spec.generate(PROMPT, tree=PLAIN, **OPTIONS).sequences
     [file] = folder.glob("*.json")
@@ -64,11 +74,11 @@ def test_the_first_call_times_and_later_ones_know(folder, spec) -> None:
 
 @pytest.mark.parametrize("best", [PLAIN, FORK, CHAIN])
 def test_what_is_kept_decides(folder, spec, best, monkeypatch) -> None:
-    paces = [
+    timings = [
         TreeTiming("longspec" if tree.widths else "plain", tree, 1.0 if tree == best else 3.0, 1.5)
         for tree in (PLAIN, PAIR, FORK, CHAIN)
     ]
-    monkeypatch.setattr(KnownTimings, "find", lambda *_: tuple(paces))
+    monkeypatch.setattr(KnownTimings, "find", lambda *_: tuple(timings))
     result = spec.generate(PROMPT, **OPTIONS)
     assert [use.tree for use in result.stats.trees] == [best]
     compared = spec.compare(PROMPT, **OPTIONS)
@@ -81,16 +91,15 @@ def test_a_neighbour_that_slows_all_timings_of_a_tree_does_not_decide(
     folder, spec, monkeypatch
 ) -> None:
     """Some time later it is timed again, and the fastest counts."""
-    timed, times = autotune.timed_pace, []
+    timed, times = autotune.time_tree, []
 
-    def disturbed(start, job, *args, **options):
-        pace, start = timed(start, job, *args, **options)
-        tree = job.drafter.tree
+    def disturbed(run, choice, timings):
+        timing, tree = timed(run, choice, timings), choice.drafter.tree
         seconds = 0.01 if tree == FORK and tree in times else 0.1
         times.append(tree)
-        return dataclasses.replace(pace, seconds=seconds), start
+        return dataclasses.replace(timing, seconds=seconds)
 
-    monkeypatch.setattr(autotune, "timed_pace", disturbed)
+    monkeypatch.setattr(autotune, "time_tree", disturbed)
     monkeypatch.setattr(KnownTimings, "find", lambda *_: None)
     monkeypatch.setattr(KnownTimings, "keep", lambda *_: None)
     result = spec.generate(PROMPT, **OPTIONS)
@@ -105,10 +114,10 @@ def test_a_call_that_was_timed_is_not_lost_to_what_later_calls_need(
     """A second cache is for their prefill: made where it seems to fit, and done without if not."""
     prepare, prepared = WarmShapes.prepare, []
 
-    def prepared_once(warm, job, streams=False, rounds=True) -> float:
+    def prepared_once(warm, call, streams=False, rounds=True) -> float:
         if not rounds:
-            return prepare(warm, job, streams, rounds)
-        prepared.append(job.drafter.tree)
+            return prepare(warm, call, streams, rounds)
+        prepared.append(call.drafter.tree)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for a second cache")
 
     needed = spec.memory_plan(1, len(PROMPT.encode()), 40)
@@ -126,9 +135,9 @@ def test_a_call_that_was_timed_is_not_lost_to_what_later_calls_need(
 
 def test_a_tree_must_clearly_pay() -> None:
     plain = TreeTiming("plain", PLAIN, 1.0, 1.0)
-    assert autotune.best_pace([plain, TreeTiming("longspec", CHAIN, 2.0, 2.02)]) == plain
+    assert autotune.best_timing([plain, TreeTiming("longspec", CHAIN, 2.0, 2.02)]) == plain
     best = TreeTiming("longspec", CHAIN, 2.0, 2.2)
-    assert autotune.best_pace([plain, best, TreeTiming("ngram", WIDE, 2.0, 2.1)]) == best
+    assert autotune.best_timing([plain, best, TreeTiming("ngram", WIDE, 2.0, 2.1)]) == best
 
 
 def test_nothing_is_timed_where_nothing_is_kept(monkeypatch, spec) -> None:
@@ -140,29 +149,29 @@ def test_nothing_is_timed_where_nothing_is_kept(monkeypatch, spec) -> None:
     assert [use.tree for use in result.stats.trees] == [CHAIN]
 
 
-def test_machines_have_their_usual_tree(folder, monkeypatch) -> None:
+def test_machines_have_their_default_tree(folder, monkeypatch) -> None:
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (10**6, 10**9))
-    usual = bound_draft(toy_spec()).usual
+    defaults = bound_draft(toy_spec()).default_trees
     assert (
-        autotune.trees_to_time(usual, small, None)
-        == autotune.trees_to_time(usual, large, None)
-        == usual.cpu
+        autotune.trees_to_time(defaults, small, None)
+        == autotune.trees_to_time(defaults, large, None)
+        == defaults.cpu
     )
-    assert autotune.trees_to_time(usual, small, make_mesh()) == (CHAIN,)
+    assert autotune.trees_to_time(defaults, small, make_mesh()) == (CHAIN,)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    assert autotune.trees_to_time(usual, small, None) == (WIDE, DEFAULT_TREE)
-    assert autotune.trees_to_time(usual, large, None) == (DEFAULT_TREE,)
-    assert autotune.trees_to_time(usual, large, None, rows=3) == (DEFAULT_TREE,)
-    assert autotune.trees_to_time(usual, large, None, rows=3, others=True) == (DEFAULT_TREE,)
-    assert autotune.trees_to_time(usual, small, None, rows=4) == (WIDE, DEFAULT_TREE)
-    together = autotune.trees_to_time(usual, large, None, rows=4)
+    assert autotune.trees_to_time(defaults, small, None) == (WIDE, DEFAULT_TREE)
+    assert autotune.trees_to_time(defaults, large, None) == (DEFAULT_TREE,)
+    assert autotune.trees_to_time(defaults, large, None, rows=3) == (DEFAULT_TREE,)
+    assert autotune.trees_to_time(defaults, large, None, rows=3, others=True) == (DEFAULT_TREE,)
+    assert autotune.trees_to_time(defaults, small, None, rows=4) == (WIDE, DEFAULT_TREE)
+    together = autotune.trees_to_time(defaults, large, None, rows=4)
     assert [tree.num_nodes for tree in together] == [64, 32, 16]
     assert {tree.widths for tree in together} == {DEFAULT_TREE.widths}
-    assert autotune.trees_to_time(usual, large, make_mesh(), rows=4) == (DEFAULT_TREE,)
-    lookup = NgramDraft().usual  # Of a kind that says nothing of several rows.
+    assert autotune.trees_to_time(defaults, large, make_mesh(), rows=4) == (DEFAULT_TREE,)
+    lookup = NgramDraft().default_trees  # Of a kind that says nothing of several rows.
     assert autotune.trees_to_time(lookup, large, None, rows=32) == lookup.large
     monkeypatch.setenv("LONGSPEC_CACHE", "off")
-    assert autotune.trees_to_time(usual, small, None) == (WIDE,)
+    assert autotune.trees_to_time(defaults, small, None) == (WIDE,)
 
 
 def test_a_short_call_is_not_worth_timing(folder, spec) -> None:
@@ -173,11 +182,14 @@ def test_a_short_call_is_not_worth_timing(folder, spec) -> None:
 
 
 def test_figures_are_read_as_they_were_written(tmp_path) -> None:
-    paces = (TreeTiming("plain", PLAIN, 0.5, 1.0), TreeTiming("longspec", DEFAULT_TREE, 0.75, 3.5))
-    kept.write_paces(tmp_path, KEY, paces)
-    assert kept.read_paces(tmp_path, KEY) == paces
-    assert kept.read_paces(tmp_path, {**KEY, "rows": 2}) is None
-    assert kept.read_paces(tmp_path / "absent", KEY) is None
+    timings = (
+        TreeTiming("plain", PLAIN, 0.5, 1.0),
+        TreeTiming("longspec", DEFAULT_TREE, 0.75, 3.5),
+    )
+    kept.write_timings(tmp_path, KEY, timings)
+    assert kept.read_timings(tmp_path, KEY) == timings
+    assert kept.read_timings(tmp_path, {**KEY, "rows": 2}) is None
+    assert kept.read_timings(tmp_path / "absent", KEY) is None
 
 
 @pytest.mark.parametrize(
@@ -195,40 +207,40 @@ def test_figures_are_read_as_they_were_written(tmp_path) -> None:
     ids=["torn", "list", "negative", "text", "field", "many", "old", "other"],
 )
 def test_damaged_and_old_figures_are_measured_anew(tmp_path, damage) -> None:
-    kept.write_paces(tmp_path, KEY, [TreeTiming("plain", PLAIN, 0.5, 1.0)])
+    kept.write_timings(tmp_path, KEY, [TreeTiming("plain", PLAIN, 0.5, 1.0)])
     [file] = tmp_path.glob("*.json")
     file.write_text(damage(file.read_text()))
-    assert kept.read_paces(tmp_path, KEY) is None
+    assert kept.read_timings(tmp_path, KEY) is None
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    kept.write_paces(tmp_path / "file", KEY, [TreeTiming("plain", PLAIN, 0.5, 1.0)])
-    assert kept.read_paces(tmp_path / "file", KEY) is None
+    kept.write_timings(tmp_path / "file", KEY, [TreeTiming("plain", PLAIN, 0.5, 1.0)])
+    assert kept.read_timings(tmp_path / "file", KEY) is None
 
 
 def test_what_cannot_be_written_is_remembered(tmp_path) -> None:
     """A home that cannot be written to must not have every call timed again."""
     (tmp_path / "file").write_text("")
     choices = {("plain", PLAIN), ("longspec", CHAIN)}
-    known, paces = (
+    known, timings = (
         KnownTimings(),
         (TreeTiming("plain", PLAIN, 0.5, 1.0), TreeTiming("longspec", CHAIN, 0.7, 2.0)),
     )
     assert known.find(KEY, choices, tmp_path / "file") is None
-    known.keep(KEY, paces, tmp_path / "file")
-    assert known.find(KEY, choices, tmp_path / "file") == paces
-    assert known.find(KEY, choices, None) == paces
+    known.keep(KEY, timings, tmp_path / "file")
+    assert known.find(KEY, choices, tmp_path / "file") == timings
+    assert known.find(KEY, choices, None) == timings
 
 
 @pytest.mark.parametrize("held", [[], [CHAIN], [PLAIN], [PLAIN, CHAIN, WIDE]], ids=str)
 def test_figures_of_other_trees_are_none(tmp_path, held) -> None:
-    kept.write_paces(tmp_path, KEY, [TreeTiming("ngram", tree, 0.5, 1.0) for tree in held])
+    kept.write_timings(tmp_path, KEY, [TreeTiming("ngram", tree, 0.5, 1.0) for tree in held])
     assert KnownTimings().find(KEY, {("ngram", PLAIN), ("ngram", CHAIN)}, tmp_path) is None
 
 
 def test_figures_of_another_drafter_are_none(tmp_path) -> None:
-    kept.write_paces(tmp_path, KEY, [TreeTiming("ngram", CHAIN, 0.5, 1.0)])
+    kept.write_timings(tmp_path, KEY, [TreeTiming("ngram", CHAIN, 0.5, 1.0)])
     assert KnownTimings().find(KEY, {("longspec", CHAIN)}, tmp_path) is None
     assert KnownTimings().find(KEY, {("ngram", CHAIN)}, tmp_path) is not None
 
@@ -243,13 +255,13 @@ def test_inspect_shows_the_one_tree_that_was_settled_on(folder, spec) -> None:
 def test_a_useless_draft_is_told_of_by_the_timing(folder, spec) -> None:
     notices = []
     spec._notices._warn = notices.append
-    spec._notices.look_at_paces(
+    spec._notices.look_at_timings(
         [TreeTiming("plain", PLAIN, 1.0, 1.0), TreeTiming("longspec", CHAIN, 2.0, 1.01)]
     )
-    spec._notices.look_at_paces(
+    spec._notices.look_at_timings(
         [TreeTiming("plain", PLAIN, 1.0, 1.0), TreeTiming("longspec", CHAIN, 2.0, 2.01)]
     )
-    spec._notices.look_at_paces([])
+    spec._notices.look_at_timings([])
     assert notices == ["at most 0.01 of the draft's tokens were accepted per round"]
 
 
@@ -264,14 +276,16 @@ def told_trees(spec, prompts, **options) -> tuple[list, list[Tuned]]:
 @pytest.fixture
 def large(spec, monkeypatch):
     """The toy in the place of a large target on a GPU, with a small tree and two budgets of it."""
-    usual = dataclasses.replace(bound_draft(spec).usual, large=(FORK,), together=(FORK, *FEWER))
+    defaults = dataclasses.replace(
+        bound_draft(spec).default_trees, large=(FORK,), together=(FORK, *FEWER)
+    )
     monkeypatch.setattr(autotune, "is_large", lambda params: True)
-    monkeypatch.setattr(LongSpecDraft, "usual", usual)
+    monkeypatch.setattr(LongSpecDraft, "default_trees", defaults)
     return spec
 
 
 def test_several_rows_of_a_large_target_choose_a_budget(folder, large) -> None:
-    """Once for a power of two of rows and of context; three rows run the usual tree untimed."""
+    """Once for a power of two of rows and of context; three rows run the default tree untimed."""
     rows = [PROMPT, PROMPT * 2, PROMPT, "ab"]
     settled = [Tuned("longspec", FORK, ())]
     assert told_trees(large, rows[:3], max_new_tokens=90) == ([], settled)
@@ -280,8 +294,8 @@ def test_several_rows_of_a_large_target_choose_a_budget(folder, large) -> None:
     assert not list(folder.glob("*.json"))
     timed, [first] = told_trees(large, rows, max_new_tokens=128)
     assert timed == 2 * [PLAIN, FORK, *FEWER]
-    assert [pace.tree for pace in first.paces] == timed[:4]
-    assert first.tree == autotune.best_pace(first.paces).tree
+    assert [timing.tree for timing in first.timings] == timed[:4]
+    assert first.tree == autotune.best_timing(first.timings).tree
     [file] = folder.glob("*.json")
     kept_key = json.loads(file.read_text())["key"]
     assert (kept_key["rows"], kept_key["context"]) == (4, 512)
@@ -321,3 +335,55 @@ def test_timing_takes_no_second_cache_and_leaves_the_first_as_it_was(
     assert timed == 2 * [PLAIN, CHAIN, PAIR, FORK]
     assert copied and not [shape for shape in copied if needed.capacity in shape]
     assert [*found] == [*spec.generate(rows, tree=PLAIN, **OPTIONS).sequences]
+
+
+PLAINLY = TreeTiming("plain", PLAIN, 1.0, 1.0, 30)
+
+
+def test_a_run_corrects_what_was_kept(tmp_path) -> None:
+    """Its rounds count more than those of the timing, and the better tree is another one then."""
+    known = KnownTimings()
+    known.keep(KEY, [PLAINLY, TreeTiming("longspec", CHAIN, 1.0, 3.0, 30)], tmp_path)
+    seen = Measurement(rounds=60, row_rounds=60, tokens=90, seconds=75.0)
+    assert known.correct(KEY, "longspec", CHAIN, seen, tmp_path) is None
+    [plain, chain] = kept.read_timings(tmp_path, KEY)
+    assert plain == PLAINLY
+    assert chain.seconds == pytest.approx((30 * 1.0 + 60 * 1.25) / 90)
+    assert chain.tokens == pytest.approx((30 * 3.0 + 60 * 1.5) / 90) and chain.rounds == 90
+    for few in (Measurement(), Measurement(15, 15, 15, 99.0)):
+        assert known.correct(KEY, "longspec", CHAIN, few, tmp_path) is None
+    assert kept.read_timings(tmp_path, KEY) == (plain, chain)
+
+
+def test_a_run_slower_than_plain_decoding_has_all_trees_timed_again(tmp_path) -> None:
+    known = KnownTimings()
+    timings = PLAINLY, TreeTiming("longspec", CHAIN, 1.0, 3.0, 30)
+    known.keep(KEY, timings, tmp_path)
+    slow = Measurement(rounds=40, row_rounds=40, tokens=80, seconds=100.0)
+    assert known.correct(KEY, "longspec", CHAIN, slow, tmp_path) == pytest.approx(0.8)
+    assert kept.read_timings(tmp_path, KEY) is None
+    assert known.find(KEY, {("plain", PLAIN), ("longspec", CHAIN)}, tmp_path) is None
+    assert known.correct(KEY, "longspec", CHAIN, slow, tmp_path) is None, "nothing is kept"
+
+
+def test_a_call_that_was_slower_says_so_and_the_next_one_times_again(
+    folder, spec, monkeypatch
+) -> None:
+    monkeypatch.setattr(autotune, "correct", CORRECT)
+    told = []
+    options = {**OPTIONS, "on_activity": told.append}
+    spec.generate(PROMPT, **options)
+    [file] = folder.glob("*.json")
+    whole = json.loads(file.read_text())
+    for timing in whole["timings"]:
+        # Plain decoding seems a thousand times as fast as it is, a tree twice as fast as that.
+        timing["seconds"] = 1e-6 if not timing["tree"]["widths"] else 1e-6 * timing["tokens"] / 2
+    file.write_text(json.dumps(whole))
+    told.clear()
+    again = dataclasses.replace(spec, _timings=KnownTimings())
+    again.generate(PROMPT, **options)
+    [slower] = [activity for activity in told if isinstance(activity, Slower)]
+    assert 0 < slower.speed < 0.5 and slower.tree.widths and not file.exists()
+    told.clear()
+    again.generate(PROMPT, **options)
+    assert [activity for activity in told if isinstance(activity, Tuning)]
