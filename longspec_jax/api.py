@@ -33,6 +33,8 @@ from longspec_jax.checks import whole_number
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.decoding.candidates import candidates, tallest
+from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.policy import Always, FastestWithinBudget
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import Draft, drafters_of
@@ -58,6 +60,7 @@ from longspec_jax.generation.memory import (
     free_pinned_bytes,
 )
 from longspec_jax.generation.options import GenerateOptions, resolve
+from longspec_jax.generation.requests import STOP_WIDTH, RequestEngine, shape_for
 from longspec_jax.generation.result import GenerateResult, Notices, StreamRound
 from longspec_jax.generation.run import Begin, Run
 from longspec_jax.generation.timings import KnownTimings
@@ -355,6 +358,57 @@ class LongSpec:
         for running in dict.fromkeys(runs):
             self._learn(running)
         return compared
+
+    def engine(
+        self,
+        *,
+        slots: int,
+        max_tokens: int,
+        tree: TreeConfig | Sequence[int] | str | None = None,
+        adaptive: bool = False,
+        prefills: int = 1,
+    ) -> RequestEngine:
+        """Row slots through which requests pass: submit, step, cancel, close.
+
+        Args:
+          slots: requests that are decoded at once; others wait.
+          max_tokens: most tokens of a request, prompt and new ones.
+          tree: as in :meth:`generate`; the first draft's default tree for this machine if absent.
+          adaptive: choose among this tree, a smaller one and plain decoding by the tokens per
+            second of each.
+          prefills: prompts that may be under way at once, the shortest first; each takes a row of
+            memory beside the slots.
+
+        Raises:
+          MemoryError: if the slots do not fit.
+        """
+        for name, value in (("slots", slots), ("max_tokens", max_tokens), ("prefills", prefills)):
+            whole_number(name, value)
+        drafters, draft = self._drafters(tree, slots, adaptive)
+        drafters = drafters if adaptive else drafters[:1]
+        shape = shape_for(max_tokens, tallest(drafters).tree.num_levels, self.prefill_chunk)
+        params = Params(self.target_params, draft)
+        own = [part.own_params for part in self.drafts]
+        batches = [slots, *[1] * prefills]
+        plan = plan_memory(self._target, drafters, params, own, batches, shape)
+        check_fits(plan, free_bytes(self.mesh))
+        policy = FastestWithinBudget.over(len(drafters)) if len(drafters) > 1 else Always()
+        engine = Engine(
+            *(self._target, drafters, params),
+            slots=slots,
+            capacity=shape.capacity,
+            chunk=shape.chunk,
+            stop_width=STOP_WIDTH,
+            prefills=prefills,
+            policy=policy,
+        )
+        return RequestEngine(
+            engine,
+            self.tokenizer,
+            max_tokens=max_tokens,
+            max_positions=self.target_config.max_positions,
+            stop_tokens=self.stop_tokens,
+        )
 
     def inspect(
         self,

@@ -1,0 +1,172 @@
+"""Requests of text, messages or token ids over an engine: what a server drives.
+
+with spec.engine(slots=4, max_tokens=4096) as engine:
+first = engine.submit("Once upon a time", max_new_tokens=64, temperature=0.8, seed=1)
+while engine.busy:
+for output in engine.step():
+print(output.id, output.text, end="", flush=True)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+from longspec_jax.decoding.cache import bucket_capacity
+from longspec_jax.decoding.engine import Engine, StepOutput
+from longspec_jax.decoding.round import slack_slots
+from longspec_jax.drafters.base import NoDraft
+from longspec_jax.generation.call import SMALLEST_CHUNK, Shape
+from longspec_jax.generation.inputs import Inputs, check_positions, to_prompts
+from longspec_jax.generation.options import GenerateOptions, resolve
+from longspec_jax.generation.result import TreeUse
+from longspec_jax.generation.text import Detokenizer
+
+STOP_WIDTH = 8
+"""Most stop tokens of a request."""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What a request has gained in a step."""
+
+    id: int
+    """The request's, as :meth:`RequestEngine.submit` returned it."""
+    tokens: tuple[int, ...]
+    text: str
+    """Text that became complete; empty without a tokenizer and while a character is incomplete."""
+    drafted: tuple[bool, ...]
+    """Whether each token was an accepted draft token."""
+    rounds: tuple[int, ...]
+    """Accepted draft tokens of every round; none for the first token, which the prefill draws."""
+    finish: str | None
+    """None while the request runs; ``stop`` after a stop token, ``length`` at ``max_new_tokens``,
+    ``error`` where the target's logits were not finite."""
+
+
+def shape_for(max_tokens: int, levels: int, chunk: int) -> Shape:
+    """The static sizes of an engine.
+
+    Args:
+      max_tokens: most tokens of a request, prompt and new ones.
+      levels: of the tallest tree that may run.
+      chunk: tokens of a prefill step; fewer where no prompt is as long.
+    """
+    chunk = min(chunk, max(SMALLEST_CHUNK, 1 << (max_tokens - 1).bit_length()))
+    slots = max(max_tokens + slack_slots(levels), -(-max_tokens // chunk) * chunk)
+    return Shape(bucket_capacity(slots), chunk)
+
+
+class RequestEngine:
+    """Requests that come and go; made by :meth:`longspec_jax.LongSpec.engine`. A context manager.
+
+    The text of a request depends on target, prompt, options and seed, not on its neighbours.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        *,
+        max_tokens: int,
+        max_positions: int,
+        stop_tokens: Sequence[int],
+    ) -> None:
+        """Serve requests of text over an engine.
+
+        Args:
+          engine: with vacant slots.
+          tokenizer: a transformers tokenizer, or None for token ids alone.
+          max_tokens: most tokens of a request, prompt and new ones.
+          max_positions: of the target.
+          stop_tokens: what ends a request that names no ``eos_token_id``.
+        """
+        self.engine = engine
+        self._tokenizer, self._stop_tokens = tokenizer, stop_tokens
+        self._max_tokens = min(max_tokens, max_positions)
+        self._texts: dict[int, Detokenizer] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return self.engine.busy
+
+    @property
+    def trees(self) -> tuple[TreeUse, ...]:
+        """What every candidate tree has done so far."""
+        names = (d.name if d.tree.widths else NoDraft().name for d in self.engine.drafters)
+        uses = zip(names, self.engine.drafters, self.engine.totals, strict=True)
+        return tuple(TreeUse(n, d.tree, t.rounds, t.tokens, t.seconds) for n, d, t in uses)
+
+    def submit(
+        self,
+        inputs: Inputs,
+        generation_config: Any = None,
+        *,
+        chat_template: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> int:
+        """Queue a request; the next steps prefill its prompt and decode it.
+
+        Args:
+          inputs: text, chat messages or token ids, of one row.
+          generation_config: a transformers ``GenerationConfig``; keyword arguments win over it.
+          chat_template: a Jinja template for messages instead of the tokenizer's own.
+          **options: see :class:`~longspec_jax.generation.options.GenerateOptions`.
+
+        Returns:
+          The number of the request.
+
+        Raises:
+          ValueError: if the request is not one row, does not fit the engine's ``max_tokens``, or an
+            option is wrong.
+        """
+        vocab_size = self.engine.target.vocab_size
+        rows = to_prompts(inputs, self._tokenizer, vocab_size, chat_template, self._max_tokens)
+        if len(rows) != 1:
+            raise ValueError(f"a request is one row and {len(rows)} were given; submit each")
+        [prompt] = rows
+        found = resolve(options, generation_config, [len(prompt)], self._stop_tokens, vocab_size)
+        check_positions([len(prompt)], found.max_new_tokens, self._max_tokens)
+        id = self.engine.submit(prompt, found.request())
+        if self._tokenizer is not None:
+            self._texts[id] = Detokenizer(self._tokenizer, prompt.tolist())
+        return id
+
+    def step(self) -> list[RequestOutput]:
+        """Launch what is due and return what requests have gained; call it while :attr:`busy`."""
+        return list(map(self._output, self.engine.step()))
+
+    def cancel(self, id: int) -> None:
+        """End a request before its time; nothing more is reported of it."""
+        self.engine.cancel(id)
+        self._texts.pop(id, None)
+
+    def prepare(self) -> None:
+        """Compile everything before the first request: greedy, sampled and filtered rounds."""
+        for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.5)):
+            self.submit(
+                [0], max_new_tokens=2, eos_token_id=[], temperature=temperature, top_p=top_p
+            )
+            while self.busy:
+                self.step()
+
+    def close(self) -> None:
+        """Let go of all arrays."""
+        self.engine.close()
+
+    def __enter__(self) -> "RequestEngine":
+        """The engine itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the engine."""
+        self.close()
+
+    def _output(self, output: StepOutput) -> RequestOutput:
+        tokens, text = output.tokens.tolist(), ""
+        if (own := self._texts.get(output.id)) is not None:
+            text = "".join(map(own.push, tokens if output.finish != "error" else tokens[:-1]))
+            if output.finish is not None:
+                text += self._texts.pop(output.id).flush()
+        drafted = tuple(output.drafted.tolist())
+        return RequestOutput(output.id, tuple(tokens), text, drafted, output.rounds, output.finish)
