@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from longspec_jax import PLAIN, LongSpec, TreeConfig, make_mesh
 from longspec_jax.arguments import as_tree, check_arguments, check_gap, check_plan, refuse_pickling
 from longspec_jax.drafters.draft import Draft, Target
-from longspec_jax.drafters.kinds import LONGSPEC, SMALL_LM
-from longspec_jax.drafters.registry import load_draft, options_of
+from longspec_jax.drafters.registry import LONGSPEC, SMALL_LM, options_of
+from longspec_jax.loading import load_draft
 from tests.infer.toys import rebound, toy_spec, toy_tokenizer
 from tests.kit import tiny_target_config
 
@@ -188,7 +188,7 @@ def test_parts_that_are_fine() -> None:
 
 
 OPTIONS = {
-    "'int4' is no option of no/draft; it has working, sinks, recent, chunk": {"int4": True},
+    "unknown option 'int4' for no/draft; it has working, sinks, recent, chunk": {"int4": True},
     "int8=1 must be True or False": {"int8": 1},
     "int8='yes' must be True or False": {"int8": "yes"},
     "vocabulary=True must be a whole number": {"vocabulary": True},
@@ -210,7 +210,7 @@ def test_options_that_a_kind_of_draft_does_not_have(message, options) -> None:
         ({"recent": None}, "recent=None must be a whole number"),
         ({"recent": 0}, "sinks=32 must be at least 0 and recent=0 at least 1"),
         ({"sinks": -1}, "sinks=-1 must be a whole number from 0"),
-        ({"name": "other"}, "'name' is no option of streaming; it has sinks, recent"),
+        ({"name": "other"}, "unknown option 'name' for streaming; it has sinks, recent"),
     ],
     ids=str,
 )
@@ -231,7 +231,7 @@ def test_drafts_without_weights_are_named() -> None:
     draft = load_draft("ngram", Target(tiny_target_config(), None), {})
     assert draft.name == "ngram" and isinstance(draft, Draft)
     assert made(draft=draft).drafts == (draft,)
-    with pytest.raises(ValueError, match="no option of ngram; it has none"):
+    with pytest.raises(ValueError, match="unknown option 'int8' for ngram; it has none"):
         load_draft("ngram", Target(tiny_target_config(), None), {"int8": True})
     with pytest.raises(ValueError, match="two of the kind ngram"):
         made(draft=[draft, draft])

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "drafters": {"axes", "checks", "config", "ops", "models", "sharding"},
     "compilation": set(),
     "decoding": {"axes", "config", "ops", "models", "drafters", "sharding"},
-    "weights": {"axes", "checks", "config", "models", "drafters", "sharding"},
+    "weights": {"axes", "checks", "config", "models", "sharding"},
     "loading": {
         "axes",
         "checks",
@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 """What each part of the library may import besides itself; parts not listed may import all."""
-LOADERS = {"load", "registry"}
+LOADERS = {"load", "checkpoint", "vocabulary"}
 """Files of the drafters that read weights; all others are handed them."""
 ENTRY = {
     "train": {"infer", "configs"},

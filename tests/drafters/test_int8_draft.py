@@ -9,12 +9,12 @@ import pytest
 
 from longspec_jax.drafters.draft import Target, is_large
 from longspec_jax.drafters.longspec import load as load_module
+from longspec_jax.drafters.longspec.checkpoint import save_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecOptions, load
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.ops.products.int8 import Int8Rows
 from longspec_jax.sharding import make_mesh, param_shardings
-from longspec_jax.weights.hf import save_draft
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 
 TARGET = tiny_target_config()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longspec_jax.weights.draft_vocabulary import FILE, load_draft_vocabulary
+from longspec_jax.drafters.vocabulary import FILE, load_draft_vocabulary
 from longspec_jax.weights.hf import save_target
 from tests.kit import tiny_target_config
 from tests.weights.random_params import random_target

@@ -7,8 +7,9 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec.checkpoint import draft_table
 from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.weights.tables import Table, draft_table, target_table
+from longspec_jax.weights.tables import Table, target_table
 
 
 def random_target(config: TargetConfig, seed: int = 0) -> Any:

@@ -10,9 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from longspec_jax.config import PRESETS, LinearRopeScaling
+from longspec_jax.drafters.longspec.checkpoint import hf_draft_config, load_draft, save_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.weights.hf import load_draft, save_draft
-from longspec_jax.weights.hf_config import hf_draft_config
 from tests.kit import tiny_target_config
 from tests.models.draft_oracle import Shape, random_state
 from tests.weights.random_params import random_draft

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from longspec_jax.weights.draft_vocabulary import (
+from longspec_jax.drafters.vocabulary import (
     FILE,
     load_draft_vocabulary,
     save_draft_vocabulary,

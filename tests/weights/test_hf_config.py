@@ -6,9 +6,10 @@ import jax
 import pytest
 
 from longspec_jax.config import PRESETS, LinearRopeScaling
+from longspec_jax.drafters.longspec import checkpoint
+from longspec_jax.drafters.longspec.checkpoint import hf_draft_config
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.weights import hf_config
-from longspec_jax.weights.hf_config import hf_draft_config
 from longspec_jax.weights.json_files import JsonObject
 from tests.kit import tiny_target_config
 
@@ -137,7 +138,7 @@ def target_config(values, dtype=None):
 
 def draft_config(values, target):
     """The draft that a parsed file describes."""
-    return hf_config.draft_config(JsonObject(values), target)
+    return checkpoint.draft_config(JsonObject(values), target)
 
 
 def stop_tokens(values, generation=None):

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec import checkpoint
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_stop_tokens, load_target, save_target
@@ -78,8 +79,13 @@ FILES = {
     "linear": BASE | {"rope_scaling": LINEAR},
     "llama3": BASE | {"rope_scaling": LLAMA3},
     "five": BASE | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
-    "window": BASE | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
-    "mistral": BASE | {"architectures": ["MistralForCausalLM"]},
+    "window": BASE
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+    },
+    "mistral": BASE | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
     "by type": BASE | {"architectures": None, "head_dim": None},
 }
 TARGET = tiny_target_config()
@@ -104,7 +110,7 @@ def _target(raw):
 
 
 def _draft(raw):
-    return hf_config.draft_config(raw, TARGET)
+    return checkpoint.draft_config(raw, TARGET)
 
 
 @pytest.mark.parametrize("read", [_target, _draft], ids=["target", "draft"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.sharding import make_mesh
-from longspec_jax.weights import export
+from longspec_jax.weights import params as export
 from longspec_jax.weights.hf import load_target, save_target
 from tests.models.hf_models import FAMILIES, KV_HEADS, make_model, save_model, torch, transformers
 

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longspec_jax.drafters.longspec.checkpoint import load_draft, save_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.sharding import make_mesh, param_shardings
-from longspec_jax.weights import stream
+from longspec_jax.weights import params as stream
 from longspec_jax.weights.checkpoint import open_tensors
-from longspec_jax.weights.hf import load_draft, load_target, save_draft, save_target
-from longspec_jax.weights.stream import assemble, load_params
+from longspec_jax.weights.hf import load_target, save_target
+from longspec_jax.weights.params import assemble, load_params
 from longspec_jax.weights.tables import target_table
 from tests.kit import tiny_target_config
 from tests.weights.random_params import random_draft, random_target
