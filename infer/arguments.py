@@ -9,7 +9,7 @@ import longspec_jax
 from longspec_jax.checks import SAMPLING, Whole
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION
-from longspec_jax.drafters.kinds import NAMED
+from longspec_jax.drafters.registry import NAMED
 from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, DEMO_NAME, DRAFTS
 from longspec_jax.mesh_argument import GRAMMAR as MESH_GRAMMAR
 from longspec_jax.mesh_argument import mesh_argument

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from longspec_jax.config import PLAIN
-from longspec_jax.drafters.kinds import is_name
+from longspec_jax.drafters.registry import is_name
 from longspec_jax.embedded import DRAFTS
 
 from .arguments import has_draft, is_demo

@@ -28,9 +28,9 @@ _CONTENTS = {
     "PRESETS": "longspec_jax.config",
     # Weights and devices.
     "load_target": "longspec_jax.weights.hf",
-    "load_draft": "longspec_jax.weights.hf",
+    "load_draft": "longspec_jax.drafters.longspec.checkpoint",
     "save_target": "longspec_jax.weights.hf",
-    "save_draft": "longspec_jax.weights.hf",
+    "save_draft": "longspec_jax.drafters.longspec.checkpoint",
     "make_mesh": "longspec_jax.sharding",
 }
 # The imports below, which only type checkers see, repeat the names for them.
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         TargetConfig,
         TreeConfig,
     )
+    from longspec_jax.drafters.longspec.checkpoint import load_draft, save_draft  # noqa: F401
     from longspec_jax.drafters.longspec.config import DraftConfig  # noqa: F401
     from longspec_jax.embedded import demo_prompts  # noqa: F401
     from longspec_jax.generation.comparison import Comparison  # noqa: F401
@@ -57,12 +58,7 @@ if TYPE_CHECKING:
         TreeUse,
     )
     from longspec_jax.sharding import make_mesh  # noqa: F401
-    from longspec_jax.weights.hf import (  # noqa: F401
-        load_draft,
-        load_target,
-        save_draft,
-        save_target,
-    )
+    from longspec_jax.weights.hf import load_target, save_target  # noqa: F401
 
 
 def _check_versions(jax: str, flax: str) -> None:

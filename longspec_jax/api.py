@@ -38,7 +38,7 @@ from longspec_jax.decoding.policy import Always, FastestWithinBudget
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import Draft, drafters_of
-from longspec_jax.embedded import DEMO, DRAFTS
+from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, demo_drafts
 from longspec_jax.generation import autotune, breakdown, comparison, inspection, run
 from longspec_jax.generation.activity import Activity, OnActivity, Tuned
 from longspec_jax.generation.autotune import may_time, start_tuned, trees_to_time
@@ -64,7 +64,7 @@ from longspec_jax.generation.requests import STOP_WIDTH, RequestEngine, shape_fo
 from longspec_jax.generation.result import GenerateResult, Notices, StreamRound
 from longspec_jax.generation.run import Begin, Run
 from longspec_jax.generation.timings import KnownTimings
-from longspec_jax.loading import load_drafts, load_with_tokenizer
+from longspec_jax.loading import check_draft_options, load_drafts, load_with_tokenizer
 from longspec_jax.weights.hf import load_stop_tokens
 
 
@@ -205,6 +205,7 @@ class LongSpec:
         tree = None if tree is None else as_tree(tree)
         keep_programs()
         stop_tokens = load_stop_tokens(target, revision=revision)
+        check_draft_options(sources, draft_options or {}, draft_revision)
         loaded = load_with_tokenizer(
             target, dtype, tokenizer=tokenizer, mesh=mesh, revision=revision
         )
@@ -239,7 +240,8 @@ class LongSpec:
                 f"the demo model is missing from {DEMO}; reinstall the package, or make one with "
                 "longspec-train --config=demo (python -m train.run in a checkout)"
             )
-        options = {"draft": [DRAFTS["demo"], "ngram"], "dtype": "float32", **options}
+        options = {"draft": DEMO_DRAFTERS, "dtype": "float32", **options}
+        options["draft"] = demo_drafts(options["draft"])
         return cls.from_pretrained(DEMO / "target", **options)
 
     def generate(

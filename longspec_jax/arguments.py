@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from longspec_jax.checks import as_plain, is_whole, shown, whole_number
 from longspec_jax.config import ATTENTION, MESH_AXES, PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import Draft
-from longspec_jax.drafters.kinds import NAMED, is_name
+from longspec_jax.drafters.registry import NAMED, is_name
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LARGEST_CHUNK = 2048

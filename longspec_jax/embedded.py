@@ -5,6 +5,7 @@ Quick to import: what is refused before the library's slow imports must know whe
 
 import functools
 from pathlib import Path
+from typing import Any
 
 DEMO = Path(__file__).parent / "demo"
 """Folders of the models, and ``prompts`` that were held out from their training."""
@@ -14,6 +15,16 @@ DRAFTS = {DEMO_NAME: DEMO / "draft", "demo_small_lm": DEMO / "small_lm"}
 """What was trained to draft for the demo's target: a LongSpec draft, and a small language model."""
 DEMO_DRAFTERS = DEMO_NAME, "ngram"
 """What may propose for the demo where nothing is named."""
+
+
+def demo_drafts(draft: Any) -> Any:
+    """The drafts that an argument names, one or several, with folders in place of the demo's names.
+
+    Anything that is no name of the demo's drafts is left as it is.
+    """
+    if isinstance(draft, list | tuple):
+        return [demo_drafts(each) for each in draft]
+    return DRAFTS[draft] if isinstance(draft, str) and draft in DRAFTS else draft
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What loading needs beside the weights: a dtype, a tokenizer, room in memory."""
+"""Loading: a target and its tokenizer, drafts of any kind, and whether memory suffices."""
 
 import math
 import os
@@ -15,12 +15,22 @@ from jax.sharding import Mesh
 from longspec_jax.checks import LARGEST_NUMBER
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.draft import Draft, Target
-from longspec_jax.drafters.kinds import is_name
-from longspec_jax.drafters.registry import load_draft
+from longspec_jax.drafters.registry import (
+    ARCHITECTURES,
+    LONGSPEC,
+    NAMED,
+    SMALL_LM,
+    Kind,
+    is_name,
+    options_of,
+    separated,
+)
+from longspec_jax.drafters.retrieval.draft import RetrievalDraft, RetrievalOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
 from longspec_jax.sizes import shown_bytes
 from longspec_jax.weights import hf
+from longspec_jax.weights.checkpoint import holds
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import JsonObject, read_json
@@ -54,7 +64,7 @@ def load_with_tokenizer(
 ) -> Target:
     """Load a target, and the tokenizer beside it at the same time.
 
-    What tokenizers are read with takes seconds to import; a GPU takes seconds to start.
+    The tokenizer's library takes seconds to import, and a GPU takes seconds to start.
 
     Args:
       source: a folder or hub id.
@@ -66,14 +76,14 @@ def load_with_tokenizer(
     if tokenizer is not None:
         return Target(*load_target(source, dtype, mesh=mesh, revision=revision), tokenizer)
     pool = ThreadPoolExecutor(1)
-    # Here, not in the thread: a variable must not be set while a GPU's start reads others.
+    # Here, not in the thread: the environment must not change while the start of a GPU reads it.
     with _without_advice():
         try:
             reading = pool.submit(load_tokenizer, source, revision)
             config, params = load_target(source, dtype, mesh=mesh, revision=revision)
             return Target(config, params, reading.result())
         finally:
-            pool.shutdown(wait=False)  # A target that is refused is so at once.
+            pool.shutdown(wait=False)  # A bad target is refused at once.
 
 
 def load_drafts(
@@ -93,13 +103,83 @@ def load_drafts(
       mesh: devices to spread them over; the first device if absent.
       revision: branch, tag or commit of the hub.
     """
+    return tuple(
+        load_draft(source, target, own, mesh=mesh, revision=version)
+        for source, own, version in _with_options(sources, options, revision)
+    )
 
-    def load(source: str | Path) -> Draft:
-        own = {} if is_name(source) and len(sources) > 1 else options
-        version = None if is_name(source) else revision
-        return load_draft(source, target, own, mesh=mesh, revision=version)
 
-    return tuple(map(load, sources))
+def check_draft_options(
+    sources: Sequence[str | Path], options: Mapping[str, Any], revision: str | None = None
+) -> None:
+    """Raise for a draft that is missing or options that it does not have, before weights are read.
+
+    Arguments as of :func:`load_drafts`.
+    """
+    for source, own, version in _with_options(sources, options, revision):
+        _kind_and_options(source, own, version)
+
+
+def load_draft(
+    source: str | Path,
+    target: Target,
+    options: Mapping[str, Any],
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> Draft:
+    """Load a draft of any kind.
+
+    With ``retrieve`` among the options the target verifies its trees over retrieved context before
+    it verifies in full.
+
+    Args:
+      source: the name of a kind without weights, or a folder or hub id.
+      target: what it proposes for.
+      options: of its kind, and those of
+        :class:`~longspec_jax.drafters.retrieval.draft.RetrievalOptions`, by name.
+      mesh: devices to spread it over; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      FileNotFoundError: if there is no such draft, or one of its files is missing.
+      ValueError: for an unknown option or a wrong value, or a draft of another target.
+    """
+    kind, chosen, retrieval = _kind_and_options(source, options, revision)
+    draft = chosen
+    if not is_name(source):
+        draft = kind.load(source, target, chosen, mesh=mesh, revision=revision)
+    return draft if retrieval is None else RetrievalDraft(draft, target.config, retrieval)
+
+
+def _with_options(
+    sources: Sequence[str | Path], options: Mapping[str, Any], revision: str | None
+) -> Iterator[tuple[str | Path, Mapping[str, Any], str | None]]:
+    """Every draft with its options and its version."""
+    for source in sources:
+        named = is_name(source)
+        yield source, {} if named and len(sources) > 1 else options, None if named else revision
+
+
+def _kind_and_options(
+    source: str | Path, options: Mapping[str, Any], revision: str | None
+) -> tuple[Kind, Any, RetrievalOptions | None]:
+    """A draft's kind, its own options and those about retrieval; reads no weights."""
+    own, retrieval = separated(options, str(source))
+    kind = NAMED[str(source)] if is_name(source) else _kind_of(local_folder(source, revision))
+    return kind, options_of(kind, own, str(source)), retrieval
+
+
+_EMBEDDING = "model.embed_tokens.weight"
+"""A tensor of every language model, and of no LongSpec draft."""
+
+
+def _kind_of(folder: Path) -> Kind:
+    """The kind of a folder's draft."""
+    names = read_json(folder / "config.json").texts("architectures")
+    kind = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), LONGSPEC)
+    # The published LongSpec drafts may name their target's architecture; they have no embedding.
+    return kind if kind is not SMALL_LM or holds(folder, _EMBEDDING) else LONGSPEC
 
 
 _SETTINGS = "tokenizer_config.json"
@@ -144,10 +224,10 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
 
 
 def _is_generic(folder: Path, settings: JsonObject) -> bool:
-    """Whether tokenizer.json says all there is to know of a tokenizer, as Llama 3's does.
+    """Whether tokenizer.json alone defines the tokenizer, as Llama 3's does.
 
-    Then its own class, by which transformers would read it in the end, spares the automatic one's
-    imports: PyTorch, where it is installed, and what belongs to it, which take seconds.
+    Its class is the one that transformers' automatic class would choose. Naming it avoids the
+    imports of the automatic one, such as PyTorch, which take seconds.
     """
     config = folder / "config.json"
     if settings.values.get("tokenizer_class") != _GENERIC or not config.is_file():
@@ -158,10 +238,9 @@ def _is_generic(folder: Path, settings: JsonObject) -> bool:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Import transformers without its advice, unless it is switched off already.
+    """Silence a warning of transformers, unless it is switched off already.
 
-    Without PyTorch it says that models will not be available, which is untrue of ours; whoever
-    imports it alone is still told.
+    Without PyTorch it warns that no models are available, which is wrong for ours.
     """
     before = os.environ.get(_ADVICE)
     if before:
@@ -177,7 +256,7 @@ def _without_advice() -> Iterator[None]:
 
 
 def _check_settings(settings: JsonObject) -> None:
-    """Refuse a tokenizer that is code: transformers would ask for leave and then run it."""
+    """Refuse a tokenizer with code of its own: transformers would ask and then run it."""
     settings.text("tokenizer_class", "")
     settings.number("model_max_length", LARGEST_NUMBER)
     named = settings.values.get("auto_map")
@@ -185,13 +264,13 @@ def _check_settings(settings: JsonObject) -> None:
         raise settings.error(
             "auto_map",
             "names code that would split the text, and code that comes with a model is never run",
-            "remove the entry if tokenizer.json says it all, or load the tokenizer yourself and "
+            "remove the entry if tokenizer.json is complete, or load the tokenizer yourself and "
             "pass tokenizer=",
         )
 
 
 def _culprit(folder: Path, error: Exception) -> Path:
-    """The file that made a tokenizer fail, as far as that can be told."""
+    """The file that most likely made a tokenizer fail."""
     if any(kind.__name__ == "StrictDataclassError" for kind in type(error).__mro__):
         return folder / "config.json"  # Which transformers reads to choose the tokenizer's class.
     from tokenizers import Tokenizer

@@ -17,10 +17,11 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Committed, Drafter, Params
+from longspec_jax.drafters.longspec.checkpoint import draft_table
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.models.layers import INITIAL_SCALE
-from longspec_jax.weights.tables import Table, draft_table, target_table
+from longspec_jax.weights.tables import Table, target_table
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 2e-3}
 """Largest relative error against float64, by dtype; never loosened quietly."""

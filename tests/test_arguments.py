@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 from longspec_jax import PLAIN, LongSpec, TreeConfig, make_mesh
 from longspec_jax.arguments import as_tree, check_arguments, check_gap, check_plan, refuse_pickling
 from longspec_jax.drafters.draft import Draft, Target
-from longspec_jax.drafters.kinds import LONGSPEC, SMALL_LM
-from longspec_jax.drafters.registry import load_draft, options_of
+from longspec_jax.drafters.registry import LONGSPEC, SMALL_LM, options_of
+from longspec_jax.embedded import DRAFTS
+from longspec_jax.loading import load_draft
 from tests.infer.toys import rebound, toy_spec, toy_tokenizer
 from tests.kit import tiny_target_config
 
@@ -188,7 +189,7 @@ def test_parts_that_are_fine() -> None:
 
 
 OPTIONS = {
-    "'int4' is no option of no/draft; it has working, sinks, recent, chunk": {"int4": True},
+    "unknown option 'int4' for no/draft; it has working, sinks, recent, chunk": {"int4": True},
     "int8=1 must be True or False": {"int8": 1},
     "int8='yes' must be True or False": {"int8": "yes"},
     "vocabulary=True must be a whole number": {"vocabulary": True},
@@ -210,13 +211,41 @@ def test_options_that_a_kind_of_draft_does_not_have(message, options) -> None:
         ({"recent": None}, "recent=None must be a whole number"),
         ({"recent": 0}, "sinks=32 must be at least 0 and recent=0 at least 1"),
         ({"sinks": -1}, "sinks=-1 must be a whole number from 0"),
-        ({"name": "other"}, "'name' is no option of streaming; it has sinks, recent"),
+        ({"name": "other"}, "unknown option 'name' for streaming; it has sinks, recent"),
     ],
     ids=str,
 )
 def test_options_of_a_draft_without_weights(options, message) -> None:
     with pytest.raises(ValueError, match=f"^draft_options: {re.escape(message)}"):
         load_draft("streaming", Target(tiny_target_config(), None), options)
+
+
+def test_options_of_a_draft_are_checked_before_weights_are_read(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(
+        "longspec_jax.api.load_with_tokenizer", lambda *_, **__: pytest.fail("read")
+    )
+    for draft, options, message in (
+        ("ngram", {"int8": True}, "unknown option 'int8' for ngram"),
+        ("streaming", {"recent": 0}, "recent=0 at least 1"),
+        ("streaming", {"retrieve": 7}, "retrieve=7: 7 slots"),
+        ("demo", {"vocabulary": "x"}, "vocabulary='x' must be a whole number"),
+        (["demo", "ngram"], {"folded": True}, "unknown option 'folded' for .*; it has"),
+        ("demo", {5: 1}, "unknown option 5 for "),
+    ):
+        with pytest.raises(ValueError, match=f"^draft_options: {message}"):
+            LongSpec.demo(draft=draft, draft_options=options)
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        LongSpec.demo(draft=tmp_path / "missing")
+
+
+def test_the_demo_takes_the_names_that_the_command_takes(monkeypatch) -> None:
+    named = []
+    monkeypatch.setattr(LongSpec, "from_pretrained", lambda *_, draft, **__: named.append(draft))
+    for draft in ("demo", ["demo_small_lm", "ngram"], ("demo",), None, 3):
+        LongSpec.demo(draft=draft)
+    LongSpec.demo()
+    small, own = DRAFTS["demo_small_lm"], DRAFTS["demo"]
+    assert named == [own, [small, "ngram"], [own], None, 3, [own, "ngram"]]
 
 
 def test_options_of_a_small_model() -> None:
@@ -231,7 +260,7 @@ def test_drafts_without_weights_are_named() -> None:
     draft = load_draft("ngram", Target(tiny_target_config(), None), {})
     assert draft.name == "ngram" and isinstance(draft, Draft)
     assert made(draft=draft).drafts == (draft,)
-    with pytest.raises(ValueError, match="no option of ngram; it has none"):
+    with pytest.raises(ValueError, match="unknown option 'int8' for ngram; it has none"):
         load_draft("ngram", Target(tiny_target_config(), None), {"int8": True})
     with pytest.raises(ValueError, match="two of the kind ngram"):
         made(draft=[draft, draft])

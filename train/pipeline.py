@@ -16,15 +16,10 @@ import jax
 from jax.sharding import Mesh
 
 from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec.checkpoint import load_draft, save_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.sharding import make_mesh
-from longspec_jax.weights.hf import (
-    load_draft,
-    load_target,
-    load_target_config,
-    save_draft,
-    save_target,
-)
+from longspec_jax.weights.hf import load_target, load_target_config, save_target
 
 from .card import write_card
 from .checkpoint import Checkpoints

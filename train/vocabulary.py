@@ -20,9 +20,8 @@ import numpy as np
 from jaxtyping import Int
 
 from longspec_jax.commands import command_name
-from longspec_jax.drafters.vocabulary import most_frequent
+from longspec_jax.drafters.vocabulary import most_frequent, save_draft_vocabulary
 from longspec_jax.extras import missing_packages
-from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
 from longspec_jax.weights.hf import load_stop_tokens
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder

@@ -14,7 +14,7 @@ from typing import Any
 from longspec_jax.checks import LARGEST_FLOAT32, Real, Whole
 from longspec_jax.commands import command_name
 from longspec_jax.config import ATTENTION, DEFAULT_TREE, TreeConfig
-from longspec_jax.drafters.kinds import LONGSPEC, NAMED, SMALL_LM, Kind
+from longspec_jax.drafters.registry import LONGSPEC, NAMED, SMALL_LM, Kind
 from longspec_jax.embedded import DEMO_NAME
 from longspec_jax.mesh_argument import GRAMMAR as MESH_GRAMMAR
 from longspec_jax.mesh_argument import mesh_argument

@@ -1,117 +1,105 @@
-"""From a name or a folder to a loaded draft, whatever its kind."""
+"""The kinds of drafts, and their options: one table, which imports none of them.
+
+To add a kind, add its folder (or file) here and its entry below. A kind without weights has a name.
+One with weights is identified by the ``architectures`` of its ``config.json``.
+:mod:`longspec_jax.loading` loads drafts with this table.
+"""
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args
 
-from jax.sharding import Mesh
-
 from longspec_jax.checks import LARGEST_NUMBER, Real, Truth, Whole, Word, shown
-from longspec_jax.drafters.draft import Draft, Target
-from longspec_jax.drafters.kinds import (
-    ARCHITECTURES,
-    LONGSPEC,
-    NAMED,
-    SMALL_LM,
-    Kind,
-    is_name,
-)
-from longspec_jax.drafters.retrieval.draft import OPTION, RetrievalDraft, RetrievalOptions
 
-EMBEDDING = "model.embed_tokens.weight"
-"""What every language model's weights hold, and no LongSpec draft's."""
-RULES = {
+
+@dataclass(frozen=True)
+class Kind:
+    """Where a kind of draft lives."""
+
+    options: str
+    """Module and dataclass of its options, with a colon between. For a kind without weights this is
+    the draft itself."""
+    loader: str = ""
+    """Module and function that load a draft with weights, such as
+    :func:`longspec_jax.drafters.longspec.load.load`."""
+
+    @property
+    def options_type(self) -> type[Any]:
+        """The dataclass of its options."""
+        return _imported(self.options)
+
+    @property
+    def load(self) -> Any:
+        """The function that loads a draft."""
+        return _imported(self.loader)
+
+
+def _imported(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(importlib.import_module(f"longspec_jax.drafters.{module}"), name)
+
+
+LONGSPEC = Kind("longspec.load:LongSpecOptions", "longspec.load:load")
+SMALL_LM = Kind("small_lm.load:SmallLMOptions", "small_lm.load:load")
+NAMED = {
+    "ngram": Kind("ngram:NgramDraft"),
+    "streaming": Kind("streaming:StreamingDraft"),
+}
+"""Kinds without weights."""
+ARCHITECTURES = {
+    "LongSpecDraft": LONGSPEC,
+    "LlamaForCausalLM": SMALL_LM,
+    "MistralForCausalLM": SMALL_LM,
+    "Qwen2ForCausalLM": SMALL_LM,
+    "Qwen3ForCausalLM": SMALL_LM,
+}
+"""Kinds with weights. The published LongSpec drafts name no architecture of their own, so any other
+architecture means one of them."""
+
+RETRIEVE = "retrieve"
+"""The option that turns on retrieval; names of the others about it begin with it."""
+_RETRIEVAL = "retrieval.draft:RetrievalOptions"
+_RULES = {
     bool: Truth(),
     int: Whole(0),
     float: Real(0, LARGEST_NUMBER, "0 or more"),
     str: Word(),
 }
-"""What options may be, by the type of their field; a dataclass of options may ask for more."""
+"""Values of options by the type of their field; a dataclass of options may check more."""
 
 
-def load_draft(
-    source: str | Path,
-    target: Target,
-    options: Mapping[str, Any],
-    *,
-    mesh: Mesh | None = None,
-    revision: str | None = None,
-) -> Draft:
-    """Load a draft of any kind.
-
-    With ``retrieve`` among the options it is one whose trees the target checks over retrieved
-    context before it checks them whole.
-
-    Args:
-      source: the name of a kind without weights, or a folder or hub id.
-      target: what it will propose for.
-      options: of its kind, and those of
-        :class:`longspec_jax.drafters.retrieval.RetrievalOptions`, by name.
-      mesh: devices to spread it over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
-
-    Raises:
-      FileNotFoundError: if there is no such draft, or one of its files is missing.
-      ValueError: if an option is not its kind's, or the draft does not belong to the target.
-    """
-    own, retrieval = separated(options, str(source))
-    draft = _load(source, target, own, mesh, revision)
-    return draft if retrieval is None else RetrievalDraft(draft, target.config, retrieval)
+def is_name(source: Any) -> bool:
+    """Whether a source is the name of a kind without weights, and no folder."""
+    return isinstance(source, str) and source in NAMED
 
 
-def separated(
-    options: Mapping[str, Any], draft: str
-) -> tuple[Mapping[str, Any], RetrievalOptions | None]:
-    """A draft's own options, and those about retrieval if there is to be any.
+def separated(options: Mapping[str, Any], draft: str) -> tuple[Mapping[str, Any], Any]:
+    """A draft's own options, and those about retrieval.
 
     Args:
       options: by name.
-      draft: what it was named by, for the message.
+      draft: its name or folder, for the message.
+
+    Returns:
+      The draft's own options, by name; and the
+      :class:`~longspec_jax.drafters.retrieval.draft.RetrievalOptions`, or None without retrieval.
 
     Raises:
-      ValueError: for an option about retrieval that there is not, or that cannot be.
+      ValueError: for an unknown option about retrieval, or a wrong value.
     """
-    about = {name: value for name, value in options.items() if name.startswith(OPTION)}
+    about = {name: options[name] for name in options if str(name).startswith(RETRIEVE)}
     if not about:
         return options, None
-    if OPTION not in about:
+    if RETRIEVE not in about:
         raise ValueError(
-            f"draft_options: {next(iter(about))} is about retrieval, which {OPTION}=4096 asks for; "
-            f"name {OPTION} as well"
+            f"draft_options: {next(iter(about))} needs retrieval, which {RETRIEVE}=4096 turns on; "
+            f"name {RETRIEVE} as well"
         )
     own = {name: value for name, value in options.items() if name not in about}
-    return own, _checked(RetrievalOptions, about, f"{draft} with {OPTION}")
-
-
-def _load(
-    source: str | Path,
-    target: Target,
-    options: Mapping[str, Any],
-    mesh: Mesh | None,
-    revision: str | None,
-) -> Draft:
-    """A draft on its own."""
-    if is_name(source):
-        return options_of(NAMED[str(source)], options, str(source))
-    from longspec_jax.weights.hub import local_folder
-
-    folder = local_folder(source, revision)
-    kind = _kind_of(folder)
-    chosen = options_of(kind, options, str(source))
-    return kind.load(source, target, chosen, mesh=mesh, revision=revision)
-
-
-def _kind_of(folder: Path) -> Kind:
-    """The kind of a folder's draft."""
-    from longspec_jax.weights.checkpoint import holds
-    from longspec_jax.weights.json_files import read_json
-
-    names = read_json(folder / "config.json").texts("architectures")
-    kind = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), LONGSPEC)
-    # The published LongSpec drafts may name their target's architecture; they have no embedding.
-    return kind if kind is not SMALL_LM or holds(folder, EMBEDDING) else LONGSPEC
+    return own, _checked(_imported(_RETRIEVAL), about, f"{draft} with {RETRIEVE}")
 
 
 def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
@@ -120,22 +108,22 @@ def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
     Args:
       kind: of the draft.
       values: by name.
-      draft: what it was named by, for the message.
+      draft: its name or folder, for the message.
 
     Raises:
-      ValueError: for an option it does not have, or a value that it cannot have.
+      ValueError: for an unknown option, or a wrong value.
     """
     return _checked(kind.options_type, values, draft)
 
 
 def _checked(options_type: type[Any], values: Mapping[str, Any], draft: str) -> Any:
-    """A dataclass of options from values whose types are checked by its fields' annotations."""
+    """A dataclass of options from values, whose types its annotations give."""
     fields = {field.name: field for field in dataclasses.fields(options_type) if field.init}
     for name, value in values.items():
         if name not in fields:
             known = ", ".join(fields) or "none"
             raise ValueError(
-                f"draft_options: {shown(name)} is no option of {draft}; it has {known}"
+                f"draft_options: unknown option {shown(name)} for {draft}; it has {known}"
             )
         if words := _refusal(value, fields[name].type):
             raise ValueError(f"draft_options: {name}={shown(value)} must be {words}")
@@ -146,11 +134,11 @@ def _checked(options_type: type[Any], values: Mapping[str, Any], draft: str) -> 
 
 
 def _refusal(value: Any, annotation: Any) -> str | None:
-    """What a value must be to be in a field; None for one that will do."""
+    """What a value must be to be in a field; None if it fits."""
     types = set(get_args(annotation) or (annotation,))
     optional = NoneType in types
     if value is None and optional:
         return None
     [kind] = types - {NoneType}
-    words = RULES[kind].refusal(value)
+    words = _RULES[kind].refusal(value)
     return f"{words}, or left out" if words and optional else words

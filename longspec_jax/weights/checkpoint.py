@@ -1,19 +1,38 @@
 """Weight files of a folder as one set of named tensors that can be read by slice.
 
 Knows files and formats, not models. Safetensors are read through a memory map, so that a slice
-costs its own bytes and nothing else.
+costs its own bytes and nothing else. ``.bin`` and ``.pth`` files need torch; they are pickles, read
+with ``weights_only=True``, which runs none of their code.
 """
 
+import pickle
 import re
+import zipfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
+import jax.numpy as jnp
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from longspec_jax.weights.json_files import read_json
-from longspec_jax.weights.tensors import Tensor, Tensors
-from longspec_jax.weights.torch_files import open_torch
+
+Index: TypeAlias = tuple[slice, ...]
+
+
+class Tensor(NamedTuple):
+    """One stored tensor: what it is, and how to read a part of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """NumPy's name, such as ``bfloat16``."""
+    read: Callable[[Index], np.ndarray]
+    file: Path
+
+
+Tensors: TypeAlias = dict[str, Tensor]
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -92,7 +111,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _open_file(path: Path, stack: ExitStack) -> Tensors:
     """The tensors of one file."""
-    return _open_safetensors(path, stack) if path.suffix == ".safetensors" else open_torch(path)
+    return _open_safetensors(path, stack) if path.suffix == ".safetensors" else _open_torch(path)
 
 
 def _open_safetensors(path: Path, stack: ExitStack) -> Tensors:
@@ -132,3 +151,53 @@ def holds(folder: Path, tensor: str) -> bool:
     """Whether a folder's weights have a tensor of this name."""
     with ExitStack() as stack:
         return tensor in open_tensors(folder, stack)
+
+
+def _open_torch(path: Path) -> Tensors:
+    """The tensors of one file, memory-mapped where its format allows.
+
+    Raises:
+      ValueError: if torch is not installed, the file is damaged or holds anything but tensors.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise ValueError(
+            f"{path} is a torch pickle and torch is not installed; install torch, or convert the "
+            "model to safetensors"
+        ) from error
+    try:
+        # Files older than torch 1.6 are no zip archives and cannot be mapped.
+        mapped = zipfile.is_zipfile(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        # Torch's own message advises to switch the protection off: it is chained, not repeated.
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) is damaged, or holds more than tensors, which "
+            "weights_only=True does not load; download it again, or use safetensors"
+        ) from error
+    strange = _strange(state, torch)
+    if strange:
+        raise ValueError(f"{path} must be a flat dictionary of tensors, but holds {strange}")
+    return {name: _torch_tensor(path, tensor, torch) for name, tensor in state.items()}
+
+
+def _strange(state: Any, torch: Any) -> str | None:
+    """What in a loaded file is not a named tensor."""
+    if not isinstance(state, dict):
+        return f"a {type(state).__name__}"
+    others = {k: type(v).__name__ for k, v in state.items() if not isinstance(v, torch.Tensor)}
+    return str(others) if others else None
+
+
+def _torch_tensor(path: Path, tensor: Any, torch: Any) -> Tensor:
+    """One torch tensor as a readable one."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+
+    def read(index: Index) -> np.ndarray:
+        part = tensor.detach()[index].contiguous()  # Saved parameters still want gradients.
+        if dtype == "bfloat16":  # NumPy has no bfloat16 of its own: pass the bits.
+            return part.view(torch.int16).numpy().view(jnp.bfloat16)
+        return part.numpy()
+
+    return Tensor(tuple(tensor.shape), dtype, read, path)

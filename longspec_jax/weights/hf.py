@@ -1,4 +1,4 @@
-"""Load targets and drafts from Hugging Face folders or hub ids, and save them as such.
+"""Load targets from Hugging Face folders or hub ids, and save them as such.
 
 Nothing is guessed, skipped or cast in silence: the configuration must be one this library computes
 exactly, the tensors must be exactly those it describes, and every value must be finite.
@@ -11,15 +11,12 @@ from typing import Any
 from jax.sharding import Mesh
 
 from longspec_jax.config import TargetConfig
-from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.weights import hf_config
 from longspec_jax.weights.checkpoint import open_tensors
-from longspec_jax.weights.export import write_model
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import read_json
-from longspec_jax.weights.match import check_layers, check_tensors, strip_draft_prefix
-from longspec_jax.weights.stream import load_params
-from longspec_jax.weights.tables import draft_table, target_table
+from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.tables import check_layers, check_tensors, target_table
 
 
 def load_target(
@@ -63,42 +60,6 @@ def load_target_config(
     return hf_config.target_config(read_json(folder / "config.json"), dtype)
 
 
-def load_draft(
-    source: str | Path,
-    target: TargetConfig,
-    *,
-    dtype: str | None = None,
-    mesh: Mesh | None = None,
-    revision: str | None = None,
-) -> tuple[DraftConfig, Any]:
-    """Load a draft in the format of the LongSpec release.
-
-    Args:
-      source: a folder with ``config.json`` and weights, or a hub id.
-      target: the configuration of its target.
-      dtype: to which the weights are cast; the target's dtype if absent, because the draft computes
-        on the target's embeddings and keys.
-      mesh: devices to shard over by the project's rules; the first device if absent.
-      revision: branch, tag or commit of a hub id.
-
-    Returns:
-      The configuration and the parameters of :class:`longspec_jax.drafters.longspec.LongSpecLayer`.
-
-    Raises:
-      FileNotFoundError: if the draft or one of its files is missing.
-      ValueError: if the draft does not belong to the target, or its files are damaged or do not fit
-        together.
-    """
-    folder = local_folder(source, revision)
-    config = hf_config.draft_config(read_json(folder / "config.json"), target, dtype)
-    config.check_fits(target)
-    table = draft_table(config)
-    with ExitStack() as stack:
-        tensors = strip_draft_prefix(open_tensors(folder, stack))
-        check_tensors(table, tensors, str(source))
-        return config, load_params(table, tensors, config.dtype, mesh)
-
-
 def save_target(
     folder: str | Path, config: TargetConfig, params: Any, *, stop_tokens: tuple[int, ...] = ()
 ) -> None:
@@ -112,21 +73,6 @@ def save_target(
     """
     raw = hf_config.hf_config(config, stop_tokens)
     write_model(Path(folder).expanduser(), target_table(config), params, config.dtype, raw)
-
-
-def save_draft(
-    folder: str | Path, config: DraftConfig, params: Any, *, target: TargetConfig | None = None
-) -> None:
-    """Save a draft in the format of the LongSpec release; tensors that nothing reads are zeros.
-
-    Args:
-      folder: made if absent; weights in it are replaced, other files stay.
-      config: the draft's configuration.
-      params: its parameters, of any sharding.
-      target: its target; recorded, so that loading it with another vocabulary is refused.
-    """
-    raw = hf_config.hf_draft_config(config, target)
-    write_model(Path(folder).expanduser(), draft_table(config), params, config.dtype, raw)
 
 
 def load_stop_tokens(source: str | Path, *, revision: str | None = None) -> tuple[int, ...]:

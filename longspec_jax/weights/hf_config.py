@@ -1,30 +1,30 @@
 """Hugging Face ``config.json`` to our configurations and back.
 
-Two dialects are read: transformers 4 (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and
-transformers 5 (``rope_parameters``, ``dtype``). The older one is written, because both versions
-read it. A model that this library would compute differently from its authors is refused, never
-approximated: each refusal names the values, the rule and what to do.
+Two dialects are read. transformers 4 has ``rope_theta``, ``rope_scaling`` and ``torch_dtype``;
+transformers 5 has ``rope_parameters`` and ``dtype``. The older one is written, because both
+versions read it. Old LongChat files have ``rope_condense_ratio``, which is linear scaling. A model
+that this library would compute differently from its authors is refused, never approximated: each
+refusal names the values, the rule and what to do.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from longspec_jax.checks import LARGEST_WHOLE, whole_number
+from longspec_jax.checks import LARGEST_WHOLE, shown, whole_number
 from longspec_jax.config import (
+    LARGEST_FACTOR,
     MAX_LAYERS,
     SMALLEST_EPS,
+    SMALLEST_FACTOR,
     LinearRopeScaling,
+    Llama3RopeScaling,
     RopeScaling,
     TargetConfig,
 )
-from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.weights.hf_rope import KEYS as ROPE_KEYS
-from longspec_jax.weights.hf_rope import raw_rope, rope_scaling, rope_theta
 from longspec_jax.weights.json_files import JsonObject
 
-C = TypeVar("C", TargetConfig, DraftConfig)
+C = TypeVar("C")
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -78,7 +78,8 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
     raw.require((*_WIDTHS.values(), "max_position_embeddings"), architecture)
-    _check_refused(raw, _REFUSED_TARGET)
+    check_refused(raw, REFUSED_TARGET)
+    _check_model_type(raw, architecture)
     scaling = rope_scaling(raw)
     max_positions = _max_positions(raw, scaling)
     _check_window(raw, family, max_positions)
@@ -87,17 +88,17 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
         field: raw.whole(key, most=limits.get(key, LARGEST_WHOLE)) for field, key in _WIDTHS.items()
     }
     width, heads = sizes["model_width"], sizes["num_heads"]
-    return _build(
+    return build(
         raw,
         TargetConfig,
         architecture=architecture,
         **sizes,
         num_kv_heads=raw.whole("num_key_value_heads", heads),
-        head_width=_head_width(raw, width, heads, family.head_width),
+        head_width=head_width(raw, width, heads, family.head_width),
         max_positions=max_positions,
         rope_theta=rope_theta(raw),
         rope_scaling=scaling,
-        norm_eps=_norm_eps(raw, 1e-6),
+        norm_eps=norm_eps(raw, 1e-6),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         tied_embeddings=raw.flag("tie_word_embeddings", False),
@@ -138,76 +139,6 @@ def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> dict[s
     return raw
 
 
-def draft_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None) -> DraftConfig:
-    """The draft that a ``config.json`` describes; what the file leaves out follows the target.
-
-    Args:
-      raw: the parsed file, in the dialect of a target's.
-      target: the target the draft will work with.
-      dtype: of parameters and activations; the target's if absent, whatever the file says, because
-        the draft computes on the target's embeddings and keys.
-
-    Raises:
-      ValueError: if the file describes a draft for another vocabulary, or an unknown rotary
-        scaling.
-    """
-    vocab_size = raw.whole("vocab_size", target.vocab_size)
-    if vocab_size != target.vocab_size:
-        raise ValueError(
-            f"{raw.origin}: the draft was made for vocab_size={vocab_size}, the target has "
-            f"{target.vocab_size}. A draft shares its target's vocabulary: load the draft that "
-            "belongs to this target"
-        )
-    # The release's drafts have biases whatever their file says about the target's.
-    _check_refused(raw, _REFUSED)
-    width = raw.whole("hidden_size", target.model_width)
-    heads = raw.whole("num_attention_heads", target.num_heads)
-    # The published drafts divide width by heads; ours may name a head width, as Qwen3 needs.
-    inherited = None if raw.has("hidden_size") else target.head_width
-    has_rope = any(raw.has(key) for key in ROPE_KEYS)
-    return _build(
-        raw,
-        functools.partial(DraftConfig.for_target, target),
-        model_width=width,
-        mlp_width=raw.whole("intermediate_size", target.mlp_width),
-        num_heads=heads,
-        num_kv_heads=raw.whole("num_key_value_heads", target.num_kv_heads),
-        head_width=_head_width(raw, width, heads, inherited),
-        rope_theta=rope_theta(raw) if has_rope else target.rope_theta,
-        rope_scaling=rope_scaling(raw) if has_rope else target.rope_scaling,
-        norm_eps=_norm_eps(raw, target.norm_eps),
-        dtype=check_dtype(dtype or target.dtype),
-        window=raw.whole("longspec_window", 512),
-    )
-
-
-def hf_draft_config(config: DraftConfig, target: TargetConfig | None = None) -> dict[str, Any]:
-    """A ``config.json`` for an exported draft, readable as a Llama or Qwen2 configuration.
-
-    Args:
-      config: the draft.
-      target: its target, if known: records the vocabulary, so that a wrong pairing is noticed.
-    """
-    family = FAMILIES.get(target.architecture) if target else None
-    return {
-        "architectures": ["LongSpecDraft"],
-        "model_type": family.model_type if family else "llama",
-        **({"vocab_size": target.vocab_size} if target else {}),
-        **({"max_position_embeddings": target.max_positions} if target else {}),
-        "hidden_size": config.model_width,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_width,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "torch_dtype": config.dtype,
-        "longspec_window": config.window,
-        **raw_rope(config.rope_theta, config.rope_scaling),
-    }
-
-
 def stop_tokens(raw: JsonObject, generation: JsonObject | None = None) -> tuple[int, ...]:
     """Tokens that end a generation: ``generation_config.json``'s if any, else the model's."""
     vocab_size = raw.whole("vocab_size", LARGEST_WHOLE)
@@ -244,7 +175,7 @@ def _max_positions(raw: JsonObject, scaling: RopeScaling) -> int:
     return named if named > base else scaled
 
 
-def _head_width(raw: JsonObject, width: int, heads: int, default: int | None) -> int:
+def head_width(raw: JsonObject, width: int, heads: int, default: int | None) -> int:
     """The head width that the file names, or the default, or model width / heads."""
     if not raw.has("head_dim") and default is None and width % heads:
         rule = f"must divide hidden_size={width} where head_dim is not given"
@@ -252,7 +183,7 @@ def _head_width(raw: JsonObject, width: int, heads: int, default: int | None) ->
     return raw.whole("head_dim", default or width // heads)
 
 
-def _norm_eps(raw: JsonObject, default: float) -> float:
+def norm_eps(raw: JsonObject, default: float) -> float:
     """The epsilon of the norms."""
     return raw.number("rms_norm_eps", default, SMALLEST_EPS, 1)
 
@@ -277,26 +208,35 @@ def _architecture(raw: JsonObject) -> str:
     return name
 
 
+def _check_model_type(raw: JsonObject, architecture: str) -> None:
+    """Refuse a ``model_type`` of another family: other libraries choose the class by it."""
+    family = FAMILIES[architecture]
+    if raw.text("model_type", family.model_type) != family.model_type:
+        rule = f"contradicts architectures, {architecture}: its model_type is {family.model_type!r}"
+        raise raw.error("model_type", rule, "correct the one that is wrong")
+
+
 def _unsupported(name: str | None) -> str:
     return (
         f"architecture {name!r} is not supported; supported are {', '.join(FAMILIES)}. A model of "
-        "another class with the same layers can be loaded after its config.json names one of these"
+        "another class with the same layers can be loaded after its config.json names one of these "
+        "and its model_type"
     )
 
 
-_REMEDY = "load a model without it"
-_REFUSED = {
-    "hidden_act": ("silu", "no other activation is computed", _REMEDY),
-    "partial_rotary_factor": (1.0, "heads are rotated whole", _REMEDY),
+REMEDY = "load a model without it"
+REFUSED = {
+    "hidden_act": ("silu", "no other activation is computed", REMEDY),
+    "partial_rotary_factor": (1.0, "heads are rotated whole", REMEDY),
     "quantization_config": (
         None,
         "quantised weights are not read",
         "load the unquantised checkpoint",
     ),
 }
-_REFUSED_TARGET = _REFUSED | {
-    "attention_bias": (False, "no bias is added to the attention output", _REMEDY),
-    "mlp_bias": (False, "no biases are added in the MLP", _REMEDY),
+REFUSED_TARGET = REFUSED | {
+    "attention_bias": (False, "no bias is added to the attention output", REMEDY),
+    "mlp_bias": (False, "no biases are added in the MLP", REMEDY),
     "auto_map": (
         None,
         "code that comes with a model is never run, and may compute something else",
@@ -306,14 +246,14 @@ _REFUSED_TARGET = _REFUSED | {
 """Keys that change the arithmetic: the supported value, what holds here, what to do."""
 
 
-def _check_refused(raw: JsonObject, refused: dict[str, tuple[Any, str, str]]) -> None:
+def check_refused(raw: JsonObject, refused: dict[str, tuple[Any, str, str]]) -> None:
     """Refuse what would change the arithmetic."""
     for key, (supported, rule, remedy) in refused.items():
         if raw.has(key) and raw.values[key] != supported:
             raise raw.error(key, f"is not supported, only {key}={supported!r}: {rule}", remedy)
 
 
-def _build(raw: JsonObject, make: Callable[..., C], **fields: Any) -> C:
+def build(raw: JsonObject, make: Callable[..., C], **fields: Any) -> C:
     """A configuration; where it refuses how its fields fit together, file and keys are named."""
     try:
         return make(**fields)
@@ -354,3 +294,81 @@ def _dtype(raw: JsonObject, dtype: str | None) -> str:
         rule = f"is not supported; parameters are one of {', '.join(DTYPES)}"
         raise raw.error(key, rule, "pass dtype= to choose one")
     return named
+
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_condense_ratio")
+"""Every key that says something about the rotary embedding."""
+
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_OTHER = "load another model"
+
+
+def rope_theta(raw: JsonObject) -> float:
+    """The rotary base."""
+    parameters = raw.part("rope_parameters")
+    named = parameters if parameters.has("rope_theta") else raw
+    return named.number("rope_theta", 10000.0, least=1)
+
+
+def rope_scaling(raw: JsonObject) -> RopeScaling:
+    """The rotary scaling.
+
+    Raises:
+      ValueError: if it is of a type this library does not compute, or a number is missing.
+    """
+    entry = raw.part("rope_parameters" if raw.has("rope_parameters") else "rope_scaling")
+    kind = entry.text("rope_type", entry.text("type", "default"))
+    condense = raw.number("rope_condense_ratio", 1.0, 1, LARGEST_FACTOR)
+    if entry.number("partial_rotary_factor", 1.0) != 1:
+        raise entry.error(
+            "partial_rotary_factor", "is not supported: heads are rotated whole", _OTHER
+        )
+    for key, part in entry.values.items():
+        if isinstance(part, dict):
+            raise entry.error(key, "is not supported: all layers rotate alike, by numbers", _OTHER)
+    if kind == "default":
+        return None if condense == 1 else LinearRopeScaling(condense)
+    if kind == "linear":
+        entry.require(("factor",), "linear rope scaling")
+        factor = entry.number("factor", least=1, most=LARGEST_FACTOR)
+        if condense in (1, factor):
+            return LinearRopeScaling(factor)
+    if kind == "llama3" and condense == 1:
+        return _llama3(entry)
+    raise ValueError(
+        f"{entry.origin}: the type {kind!r} in {shown(dict(entry.values))} with "
+        f"rope_condense_ratio={condense:g} is not supported; supported are the types default, "
+        "linear and llama3, alone. A model whose scaling is optional, as Qwen's yarn, runs within "
+        "its original context once the entry is removed from config.json"
+    )
+
+
+def _llama3(entry: JsonObject) -> Llama3RopeScaling:
+    """Llama 3.1's scaling."""
+    entry.require(_LLAMA3_KEYS, "llama3 rope scaling")
+    factor, low, high, original = _LLAMA3_KEYS
+    slow = entry.number(low, least=SMALLEST_FACTOR, most=LARGEST_FACTOR)
+    fast = entry.number(high, least=SMALLEST_FACTOR, most=LARGEST_FACTOR)
+    if fast <= slow:
+        raise entry.error(high, f"must be above {low}={slow:g}")
+    stretch = entry.number(factor, least=1, most=LARGEST_FACTOR)
+    return Llama3RopeScaling(stretch, slow, fast, entry.whole(original))
+
+
+def raw_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
+    """The inverse, in transformers 4's dialect, which transformers 5 reads too."""
+    match scaling:
+        case None:
+            entry = None
+        case LinearRopeScaling(factor):
+            # Exactly these two keys: transformers before 4.43 accepts no others.
+            entry = {"type": "linear", "factor": factor}
+        case Llama3RopeScaling():
+            numbers = (
+                scaling.factor,
+                scaling.low_freq_factor,
+                scaling.high_freq_factor,
+                scaling.original_max_positions,
+            )
+            entry = {"rope_type": "llama3", **dict(zip(_LLAMA3_KEYS, numbers, strict=True))}
+    return {"rope_theta": theta, "rope_scaling": entry}

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
+from longspec_jax.checks import shown
+
 _FILES = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.txt", "draft_vocabulary.safetensors")
 _SAFETENSORS = ("model.safetensors", "model-*.safetensors")
 _PICKLES = ("pytorch_model*.bin", "draft_model_weights.pth")
@@ -22,12 +24,19 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
       ValueError: if a revision is given for a folder.
     """
     folder = _expanded(source)
-    if folder.is_file():
+    try:
+        is_file, is_folder = folder.is_file(), folder.is_dir()
+    except (OSError, ValueError) as error:  # A name that is too long, or that has a null byte.
+        raise FileNotFoundError(
+            f"{shown(str(source))} is not a folder ({_reason(error)}); name a folder with "
+            "config.json and weights, or a hub id of the form owner/model"
+        ) from error
+    if is_file:
         raise NotADirectoryError(
             f"{folder} is a file, not a folder; name the folder that holds config.json and the "
             "weights"
         )
-    if folder.is_dir():
+    if is_folder:
         if revision is not None:
             raise ValueError(
                 f"revision={revision!r} chooses a version of a hub id, but {source} is a folder; "
@@ -44,10 +53,11 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
 
 
 def _expanded(source: str | Path) -> Path:
-    """The path that a person's ``~`` stands for."""
+    """The path, ``~`` being a home folder."""
     if not isinstance(source, str | Path) or not str(source).strip():
         raise ValueError(
-            f"a model is a folder or a hub id of the form owner/model, got {source!r}; name one"
+            "a model is a folder or a hub id of the form owner/model, got "
+            f"{shown(source)}; name one"
         )
     try:
         return Path(source).expanduser()
@@ -55,6 +65,12 @@ def _expanded(source: str | Path) -> Path:
         raise FileNotFoundError(
             f"{source} is not a folder: {error}; write the folder out instead of ~"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """An error's first line without the system's number and the path, or its type."""
+    text = getattr(error, "strerror", None) or str(error)
+    return text.strip().splitlines()[0] if text.strip() else type(error).__name__
 
 
 def _download(name: str, revision: str | None) -> Path:
@@ -66,10 +82,9 @@ def _download(name: str, revision: str | None) -> Path:
         if not any(any(folder.glob(pattern)) for pattern in _SAFETENSORS):
             snapshot_download(name, revision=revision, allow_patterns=[*_FILES, *_PICKLES])
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FileNotFoundError(
             f"{name!r} is neither a folder here nor could it be fetched from the Hugging Face hub "
-            f"({reason}). Check the name; for a gated model log in with `hf auth login`; offline "
-            "(HF_HUB_OFFLINE), download it first and pass its folder"
+            f"({_reason(error)}). Check the name; for a gated model log in with `hf auth login`; "
+            "offline (HF_HUB_OFFLINE), download it first and pass its folder"
         ) from error
     return folder

@@ -1,7 +1,7 @@
-"""A JSON object as found in a file: every value is checked where it is read, and an error names it.
+"""A JSON object of a file: every value is checked where it is read, and an error names it.
 
-Nothing downstream meets a string for a size, NaN for an epsilon or ``true`` for a number. Null and
-absent mean the same, as they do to transformers.
+A size is never a string, an epsilon never NaN, and a number never ``true``. Null and absent mean
+the same, as in transformers.
 """
 
 import json
@@ -119,7 +119,7 @@ def read_json(path: Path) -> JsonObject:
             "download the whole model again, or name the folder that has both"
         )
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
         strange = _not_finite(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
@@ -130,6 +130,16 @@ def read_json(path: Path) -> JsonObject:
     if strange:
         raise ValueError(f"{path}: {strange} is not a finite number, as JSON's are; {REMEDY}")
     return JsonObject(value, str(path))
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; raises where a key is given twice: readers disagree about which one counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"the key {shown(twice)} is given {names.count(twice)} times")
+    return found
 
 
 def _not_finite(value: Any, name: str = "") -> str | None:

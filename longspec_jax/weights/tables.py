@@ -1,18 +1,26 @@
-"""The name tables: which Hugging Face tensor is which block of which of our parameters.
+"""Name tables: which stored tensor is which block of which parameter; strict matching with them.
 
 A table is data, written in the axis letters of :mod:`longspec_jax.axes`, and read in both
 directions. ``(K G H) D`` is a stored matrix whose rows run over key/value heads, their query groups
 and the head width; ``D K * H`` is our parameter, in which the sources are laid side by side along
 the starred axis: the groups ``G`` of the queries, then one slot each for key and value.
+
+Every stored tensor must be read or listed as dropped, every parameter must be filled, and all
+shapes must agree. All mismatches are reported together: a wrong model is easier to recognise so.
 """
 
 import math
 import re
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
 
 from longspec_jax.config import TargetConfig
-from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.sharding import path_name
+from longspec_jax.weights.checkpoint import Tensors
 
 Sizes: TypeAlias = dict[str, int]
 """Size of every axis letter."""
@@ -79,22 +87,22 @@ class Table:
 
 
 _QKV = ("self_attn.q_proj", "(K G H)"), ("self_attn.k_proj", "(K H)"), ("self_attn.v_proj", "(K H)")
-_QKV_KERNEL = tuple((f"{name}.weight", f"{rows} D") for name, rows in _QKV)
-_QKV_BIAS = tuple((f"{name}.bias", rows) for name, rows in _QKV)
+QKV_KERNEL = tuple((f"{name}.weight", f"{rows} D") for name, rows in _QKV)
+QKV_BIAS_PARTS = tuple((f"{name}.bias", rows) for name, rows in _QKV)
 _GATE_UP = (("mlp.gate_proj.weight", "F D"), ("mlp.up_proj.weight", "F D"))
-_MLP = (
+MLP = (
     Rule("mlp/gate_up/kernel", "D * F", _GATE_UP),
     Rule("mlp/down/kernel", "F D", (("mlp.down_proj.weight", "D F"),)),
 )
 
 LAYER = (
     Rule("attention_norm/scale", "D", (("input_layernorm.weight", "D"),)),
-    Rule("attention/qkv/fused/kernel", "D K * H", _QKV_KERNEL),
+    Rule("attention/qkv/fused/kernel", "D K * H", QKV_KERNEL),
     Rule("attention/out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
     Rule("mlp_norm/scale", "D", (("post_attention_layernorm.weight", "D"),)),
-    *_MLP,
+    *MLP,
 )
-QKV_BIAS = (Rule("attention/qkv/fused/bias", "K * H", _QKV_BIAS),)
+QKV_BIAS = (Rule("attention/qkv/fused/bias", "K * H", QKV_BIAS_PARTS),)
 QK_NORM = (
     Rule("attention/q_norm/scale", "H", (("self_attn.q_norm.weight", "H"),)),
     Rule("attention/k_norm/scale", "H", (("self_attn.k_norm.weight", "H"),)),
@@ -105,52 +113,23 @@ MODEL = (
 )
 HEAD = (Rule("head", "V D", (("lm_head.weight", "V D"),)),)
 
-DRAFT = (
-    Rule("self_norm/scale", "D", (("input_layernorm.weight", "D"),)),
-    Rule("self_qkv/fused/kernel", "D K * H", _QKV_KERNEL),
-    Rule("self_qkv/fused/bias", "K * H", _QKV_BIAS),
-    Rule("self_out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
-    Rule("cross_norm/scale", "D", (("post_self_attention_layernorm.weight", "D"),)),
-    Rule("cross_q/kernel", "D N H", (("cross_attn.q_proj.weight", "(N H) D"),)),
-    Rule("cross_q/bias", "N H", (("cross_attn.q_proj.bias", "(N H)"),)),
-    Rule("cross_out/kernel", "N H D", (("cross_attn.o_proj.weight", "D (N H)"),)),
-    Rule("mlp_norm/scale", "D", (("post_cross_attention_layernorm.weight", "D"),)),
-    *_MLP,
-)
-DRAFT_DEAD = (
-    ("cross_attn.k_proj.weight", "(K H) D"),
-    ("cross_attn.k_proj.bias", "(K H)"),
-    ("cross_attn.v_proj.weight", "(K H) D"),
-    ("cross_attn.v_proj.bias", "(K H)"),
-)
-"""Stored by the release and read by nobody: cross-attention reads the target's keys and values."""
-DRAFT_PREFIXES = ("", "glide.", "draft_model.", "model.")
-"""What the classes of the release put before the draft's names."""
-
 ROTARY = {r"(.*\.)?rotary_emb\.inv_freq": "rotary frequencies follow from the configuration"}
 TIED_HEAD = {r"lm_head\.weight": "the LM head is the embedding table"}
 
 
 def target_table(config: TargetConfig) -> Table:
     """The table of a target: our ``layers_i/...`` from ``model.layers.i....``."""
-    sizes = _sizes(config) | {"V": config.vocab_size}
+    sizes = layer_sizes(config) | {"V": config.vocab_size}
     layer = LAYER + QKV_BIAS * config.qkv_bias + QK_NORM * config.qk_norm
-    leaves = [_bind(rule, sizes) for rule in MODEL + HEAD * (not config.tied_embeddings)]
+    leaves = [bind(rule, sizes) for rule in MODEL + HEAD * (not config.tied_embeddings)]
     for index in range(config.num_layers):
         ours, theirs = f"layers_{index}/", f"model.layers.{index}."
-        leaves += [_bind(rule, sizes, ours, theirs) for rule in layer]
+        leaves += [bind(rule, sizes, ours, theirs) for rule in layer]
     return Table(tuple(leaves), ROTARY | (TIED_HEAD if config.tied_embeddings else {}))
 
 
-def draft_table(config: DraftConfig) -> Table:
-    """The table of a draft: the 20 tensors of the released format, without a prefix."""
-    sizes = _sizes(config)
-    dead = {name: _shape(axes, sizes) for name, axes in DRAFT_DEAD}
-    return Table(tuple(_bind(rule, sizes) for rule in DRAFT), ROTARY, dead)
-
-
-def _sizes(config: TargetConfig | DraftConfig) -> Sizes:
-    """Sizes of the letters that target and draft share."""
+def layer_sizes(config: Any) -> Sizes:
+    """Sizes of the letters of a layer, by the fields of a target's or a draft's configuration."""
     return {
         "D": config.model_width,
         "F": config.mlp_width,
@@ -162,7 +141,7 @@ def _sizes(config: TargetConfig | DraftConfig) -> Sizes:
     }
 
 
-def _bind(rule: Rule, sizes: Sizes, ours: str = "", theirs: str = "") -> Leaf:
+def bind(rule: Rule, sizes: Sizes, ours: str = "", theirs: str = "") -> Leaf:
     """Give a rule its sizes and its full names."""
     axes = rule.axes.split()
     stack = axes.index("*") if "*" in axes else 0
@@ -190,6 +169,84 @@ def _groups(stored: str) -> list[list[str]]:
     return [(several or one).split() for several, one in re.findall(r"\(([^)]*)\)|(\S+)", stored)]
 
 
-def _shape(stored: str, sizes: Sizes) -> tuple[int, ...]:
+def stored_shape(stored: str, sizes: Sizes) -> tuple[int, ...]:
     """Shape of a stored tensor."""
     return tuple(math.prod(sizes[letter] for letter in group) for group in _groups(stored))
+
+
+FLOATING = ("bfloat16", "float16", "float32", "float64")
+MOST_REPORTED = 8
+"""Problems of one kind that are spelled out; the others are counted."""
+
+
+def check_layers(config: TargetConfig, tensors: Tensors, file: Path) -> None:
+    """Raise if a configuration has more layers than files could hold, before they are listed."""
+    if config.num_layers > len(tensors):
+        layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
+        raise ValueError(
+            f"{file}: num_hidden_layers={config.num_layers}, but the weights beside it hold "
+            f"{len(tensors)} tensors of {len(layers)} layers; use the file that was saved with them"
+        )
+
+
+def check_tensors(table: Table, tensors: Tensors, origin: str, dtype: str | None = None) -> None:
+    """Raise unless the tensors are exactly those of the table.
+
+    Args:
+      table: the table of the model that its configuration describes.
+      tensors: the stored tensors, prefix removed.
+      origin: where they come from, for the message.
+      dtype: what they must be stored in; any floating dtype if absent.
+    """
+    parts = table.parts
+    shapes = {name: part.shape for name, part in parts.items()} | table.dead
+    missing = [f"missing {name} {shapes[name]}" for name in sorted(set(parts) - set(tensors))]
+    unexpected, wrong = [], []
+    for name, tensor in sorted(tensors.items()):
+        if name not in shapes:
+            if not table.drops(name):
+                unexpected.append(f"unexpected {name} {tensor.shape}")
+        elif tensor.shape != shapes[name]:
+            wrong.append(f"{name} is {tensor.shape}, must be {shapes[name]}")
+        elif name in parts and tensor.dtype not in FLOATING:
+            wrong.append(f"{name} is stored as {tensor.dtype}, must be floating point")
+        elif name in parts and dtype is not None and tensor.dtype != dtype:
+            wrong.append(f"{name} is {tensor.dtype}, config.json says {dtype}: pass dtype=")
+    _report(
+        (missing, unexpected, wrong),
+        f"the tensors of {origin} are not those its config.json describes",
+        "The files belong to another model, are incomplete, or are not of a supported family",
+    )
+
+
+def check_params(table: Table, params: Any, dtype: str) -> dict[str, jax.Array]:
+    """The parameters by path; raises unless they are exactly those of the table."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    found = {path_name(path): leaf for path, leaf in paths}
+    shapes = {leaf.path: leaf.shape for leaf in table.leaves}
+    missing = [f"missing {path} {shapes[path]}" for path in sorted(set(shapes) - set(found))]
+    unexpected, wrong = [], []
+    for path, leaf in sorted(found.items()):
+        if path not in shapes:
+            unexpected.append(f"unexpected {path} {leaf.shape}")
+        elif leaf.shape != shapes[path]:
+            wrong.append(f"{path} is {leaf.shape}, must be {shapes[path]}")
+        elif leaf.dtype != jnp.dtype(dtype):
+            wrong.append(f"{path} is {leaf.dtype}, the configuration says {dtype}")
+    _report(
+        (missing, unexpected, wrong),
+        "the parameters do not fit their configuration",
+        "Save them with the configuration they were made with, and cast them to its dtype",
+    )
+    return found
+
+
+def _report(kinds: tuple[list[str], ...], what: str, remedy: str) -> None:
+    """Raise one error for all problems, the first few of every kind spelled out."""
+    lines = []
+    for problems in kinds:
+        lines += problems[:MOST_REPORTED]
+        if len(problems) > MOST_REPORTED:
+            lines.append(f"and {len(problems) - MOST_REPORTED} more like these")
+    if lines:
+        raise ValueError(f"{what}:\n  " + "\n  ".join(lines) + f"\n{remedy}.")

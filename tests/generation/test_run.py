@@ -11,6 +11,7 @@ import pytest
 from infer.bench.compilations import compilations
 from longspec_jax import PLAIN, LongSpec
 from longspec_jax.decoding.engine import Engine
+from longspec_jax.drafters.longspec.checkpoint import save_draft
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
 from longspec_jax.generation.call import Call, Shape
 from longspec_jax.generation.run import Run
@@ -31,7 +32,7 @@ def folders(tmp_path_factory):
     hf.save_target(folder / "t", spec.target_config, spec.target_params, stop_tokens=(STOP,))
     toy_tokenizer().save_pretrained(folder / "t")
     draft = bound_draft(spec)
-    hf.save_draft(folder / "d", draft.config, draft.params.layer, target=spec.target_config)
+    save_draft(folder / "d", draft.config, draft.params.layer, target=spec.target_config)
     return folder / "t", folder / "d"
 
 

@@ -26,12 +26,12 @@ from longspec_jax import (
     demo_prompts,
 )
 from longspec_jax.compilation import keep_programs
+from longspec_jax.drafters.vocabulary import save_draft_vocabulary
 from longspec_jax.embedded import DEMO
 from longspec_jax.generation.activity import Compiling, Tuned
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.generation.timings import TreeTiming
 from longspec_jax.loading import load_tokenizer
-from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
 from tests.infer.toys import save_toy, toy_tokenizer
 
 ROOT = Path(__file__).parents[2]

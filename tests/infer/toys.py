@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from longspec_jax import LongSpec, TreeConfig
+from longspec_jax.drafters.longspec.checkpoint import save_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.drafters.longspec.model import LongSpecLayer
@@ -106,5 +107,5 @@ def save_toy(folder: Path) -> tuple[Path, Path]:
     hf.save_target(target, spec.target_config, spec.target_params, stop_tokens=(STOP,))
     toy_tokenizer().save_pretrained(target)
     bound = bound_draft(spec)
-    hf.save_draft(draft, bound.config, bound.params.layer, target=spec.target_config)
+    save_draft(draft, bound.config, bound.params.layer, target=spec.target_config)
     return target, draft

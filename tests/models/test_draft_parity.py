@@ -11,11 +11,11 @@ from safetensors.numpy import save_file
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.longspec.checkpoint import load_draft
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.model import LongSpecLayer, LongSpecParams
 from longspec_jax.ops.attention.dispatch import causal_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh
-from longspec_jax.weights.hf import load_draft
 from tests.kit import after_prompts, greedy_beliefs, tiny_target_config, view_of
 from tests.models.draft_oracle import DraftOracle, Shape, random_state
 

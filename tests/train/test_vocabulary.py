@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longspec_jax.weights.draft_vocabulary import FILE, load_draft_vocabulary
+from longspec_jax.drafters.vocabulary import FILE, load_draft_vocabulary
 from longspec_jax.weights.hf import save_target
-from tests.kit import tiny_target_config
-from tests.weights.random_params import random_target
+from tests.kit import random_target, tiny_target_config
 from train import vocabulary
 from train.data.tokenizer import train_tokenizer
 

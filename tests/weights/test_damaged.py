@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax.weights import export
-from longspec_jax.weights.hf import load_draft, load_stop_tokens, load_target, save_target
-from tests.kit import tiny_target_config
-from tests.weights.random_params import random_target
+from longspec_jax.drafters.longspec.checkpoint import load_draft
+from longspec_jax.weights import params as export
+from longspec_jax.weights.hf import load_stop_tokens, load_target, save_target
+from tests.kit import random_target, tiny_target_config
 
 CONFIG = tiny_target_config()
 

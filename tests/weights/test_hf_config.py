@@ -6,9 +6,10 @@ import jax
 import pytest
 
 from longspec_jax.config import PRESETS, LinearRopeScaling
+from longspec_jax.drafters.longspec import checkpoint
+from longspec_jax.drafters.longspec.checkpoint import hf_draft_config
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.weights import hf_config
-from longspec_jax.weights.hf_config import hf_draft_config
 from longspec_jax.weights.json_files import JsonObject
 from tests.kit import tiny_target_config
 
@@ -137,7 +138,7 @@ def target_config(values, dtype=None):
 
 def draft_config(values, target):
     """The draft that a parsed file describes."""
-    return hf_config.draft_config(JsonObject(values), target)
+    return checkpoint.draft_config(JsonObject(values), target)
 
 
 def stop_tokens(values, generation=None):
@@ -160,8 +161,9 @@ def test_both_dialects_mean_the_same(family, rope):
     assert target_config(new | dict(dtype="float32", rope_parameters=five)) == old
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize(
+    ("family", "rope"), [*zip(FAMILIES, [*ROPES, "plain"], strict=True), ("Llama", "llama3")]
+)
 def test_transformers_reads_our_config_as_we_do(tmp_path, family, rope):
     """Whatever version is installed here, its own reading of our file describes the same model."""
     transformers = pytest.importorskip("transformers", reason="reads the written config.json")
@@ -207,6 +209,10 @@ REFUSED = {
     "unknown architecture": (
         dict(architectures=["MixtralForCausalLM"]),
         "'MixtralForCausalLM' is not supported; supported are LlamaForCausalLM, MistralForCausalLM",
+    ),
+    "two families": (
+        dict(model_type="qwen2"),
+        "model_type='qwen2' contradicts architectures, LlamaForCausalLM: its model_type is 'llama'",
     ),
     "no architecture": (dict(architectures=None, model_type=None), "supported are Llama"),
     "missing widths": (

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import PRESETS
+from longspec_jax.drafters.longspec.checkpoint import draft_table
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import path_name
-from longspec_jax.weights.tables import draft_table, target_table
+from longspec_jax.weights.tables import target_table
 from tests.kit import tiny_target_config
 
 TARGETS = {

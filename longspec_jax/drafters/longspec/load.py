@@ -10,11 +10,12 @@ from jax.sharding import Mesh
 
 from longspec_jax.config import DEFAULT_TREE, TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Target, is_large
+from longspec_jax.drafters.longspec.checkpoint import load_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
-from longspec_jax.drafters.vocabulary import check_vocabulary
+from longspec_jax.drafters.vocabulary import check_vocabulary, load_draft_vocabulary
 from longspec_jax.sharding import param_shardings
 
 
@@ -130,14 +131,11 @@ def load(
       FileNotFoundError: if the draft, one of its files or its table of tokens is missing.
       ValueError: if it does not belong to the target, or a file is damaged.
     """
-    from longspec_jax.weights import hf
-    from longspec_jax.weights.draft_vocabulary import load_draft_vocabulary
-
     vocabulary = None
     if options.vocabulary is not None:
         limits = target.config.vocab_size, options.vocabulary
         vocabulary = load_draft_vocabulary(source, *limits, revision=revision)
-    config, layer = hf.load_draft(
+    config, layer = load_draft(
         source, target.config, dtype=target.config.dtype, mesh=mesh, revision=revision
     )
     return LongSpecDraft.bind(

@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float, Int
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
 from longspec_jax.drafters.base import Committed, Needs, Selection, View
-from longspec_jax.drafters.retrieval.selection import of_blocks
+from longspec_jax.drafters.retrieval.selection import Selector, of_blocks
 from longspec_jax.ops.along import along, last_along
 from longspec_jax.ops.selection.attended import attended_scores
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, choose_blocks, followed
@@ -43,42 +43,24 @@ from longspec_jax.ops.selection.extremes import (
 
 
 @dataclass(frozen=True)
-class Retriever:
-    """Chooses blocks; subclasses keep a state and score the blocks. A selector by itself."""
+class Retriever(Selector):
+    """A selector that chooses the best blocks; subclasses score them (:meth:`table`).
+
+    ``begin`` raises ValueError if the cache is no whole number of blocks.
+    """
 
     config: TargetConfig
     """The target's."""
     budget: BlockBudget = BlockBudget()
 
     @property
-    def needs(self) -> Needs:
-        """What it wants to learn of committed tokens."""
-        raise NotImplementedError
-
-    @property
     def heads(self) -> tuple[int, ...]:
         """Axes of a row's table that choose separately: layers and key/value heads, or none."""
         return ()
 
-    def begin(self, batch: int, capacity: int) -> Any:
-        """The state of rows without a token.
-
-        Raises:
-          ValueError: if the cache is no whole number of blocks.
-        """
-        raise NotImplementedError
-
-    def extend(self, state: Any, committed: Committed) -> Any:
-        """The state after more tokens were committed."""
-        raise NotImplementedError
-
     def table(self, state: Any, view: View) -> BlockTable:
         """The best blocks ``[B, *heads, k]``."""
         raise NotImplementedError
-
-    def before_round(self, state: Any, view: View) -> Any:
-        """The same state: it needs nothing but the committed tokens."""
-        return state
 
     def choose(self, state: Any, view: View) -> Selection:
         """The best blocks of every layer, laid end to end."""
@@ -264,7 +246,7 @@ class CachedSelection:
 
 
 @dataclass(frozen=True)
-class Refreshed:
+class Refreshed(Selector):
     """Lets a retriever choose every ``refresh`` full verifications."""
 
     retriever: Retriever
@@ -329,6 +311,6 @@ class Refreshed:
         return -(-tokens // self.retriever.budget.block)
 
 
-def every(refresh: int, retriever: Retriever) -> Retriever | Refreshed:
+def every(refresh: int, retriever: Retriever) -> Selector:
     """A selector that lets a retriever choose every ``refresh`` full verifications."""
     return retriever if refresh == 1 else Refreshed(retriever, refresh)

@@ -85,10 +85,6 @@ def behind_chain(levels: int, tree: TreeConfig) -> TreeConfig:
     return replace(whole, budget=nodes) if nodes < whole.num_nodes else whole
 
 
-OPTION = "retrieve"
-"""Names of these options begin with it; the option that all others depend on."""
-
-
 @dataclass(frozen=True, eq=False)
 class RetrievalDraft:
     """A draft of any kind with partial verification over retrieved context."""

@@ -5,8 +5,8 @@ compact copy. Attention takes either as prefixes: another way of reading is anot
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
@@ -110,43 +110,44 @@ def of_blocks(budget: BlockBudget, view: View, table: Callable[[View], BlockTabl
     return end_to_end(view.keys, view.values, table(view), budget.block)
 
 
-@runtime_checkable
-class Selector(Protocol):
-    """Chooses what partial forwards read: pure functions of a state; the object is hashable."""
+class Selector:
+    """Chooses what partial forwards read: pure functions of a state; the object is hashable.
+
+    By default it keeps no state and copies nothing.
+    """
 
     @property
     def needs(self) -> Needs:
-        """What it wants to learn of committed tokens."""
-        ...
+        """What it needs to learn of committed tokens."""
+        return NOTHING
 
     def begin(self, batch: int, capacity: int) -> Any:
         """The state of rows without a token, every leaf ``[B, ...]``."""
-        ...
+        return ()
 
     def extend(self, state: Any, committed: Committed) -> Any:
         """The state after more tokens were committed: a chunk of a prompt, or an accepted path."""
-        ...
+        return state
 
     def before_round(self, state: Any, view: View) -> Any:
-        """The state before a round: before every full verification and what leads to it."""
-        ...
+        """The state before every full verification and the partial ones that lead to it."""
+        return state
 
     def choose(self, state: Any, view: View) -> Selection:
         """What partial forwards see of the ``view.length[b]`` tokens in the cache."""
-        ...
+        raise NotImplementedError
 
     def gathered_slots(self, capacity: int) -> int:
         """Slots that it copies of a cache with ``capacity``; 0 where it reads them in place."""
-        ...
+        return 0
 
 
 @dataclass(frozen=True)
-class SinksAndRecent:
+class SinksAndRecent(Selector):
     """The first tokens of a row, which attention falls back on, and the last (StreamingLLM)."""
 
     sinks: int = 32
     recent: int = 1024
-    needs: Needs = field(default=NOTHING, init=False)
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.recent < 1:
@@ -162,22 +163,6 @@ class SinksAndRecent:
         start = jnp.stack([jnp.zeros_like(sinks), recent], axis=1)
         return Spans(start, jnp.stack([sinks, length], axis=1))
 
-    def begin(self, batch: int, capacity: int) -> tuple[()]:
-        """No state."""
-        return ()
-
-    def extend(self, state: tuple[()], committed: Committed) -> tuple[()]:
-        """No state."""
-        return ()
-
-    def before_round(self, state: tuple[()], view: View) -> tuple[()]:
-        """No state."""
-        return ()
-
     def choose(self, state: tuple[()], view: View) -> Spans:
         """The spans of the rows in view."""
         return self(view.length)
-
-    def gathered_slots(self, capacity: int) -> int:
-        """None."""
-        return 0

@@ -59,7 +59,7 @@ BAD = {
     "--drafter_option: vocabulary=513 must be 1 to 512, the tokens of the target": (
         "decode --shape=tiny --drafter_option=vocabulary=513"
     ),
-    "--drafter_option: 'int8' is no option of ngram; it has none": (
+    "--drafter_option: unknown option 'int8' for ngram; it has none": (
         "decode --shape=tiny --drafter=ngram --drafter_option=int8"
     ),
     "--drafter_option: recent='many' must be a whole number": (

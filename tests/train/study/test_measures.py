@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.longspec.checkpoint import save_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.models.target import head_logits, head_of
-from longspec_jax.weights.hf import load_target, save_draft
+from longspec_jax.weights.hf import load_target
 from tests.train.tiny import save_tiny_target
 from train import reproduce
 from train.acceptance import Pair, implied_length, simulated_acceptance

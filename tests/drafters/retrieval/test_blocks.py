@@ -54,8 +54,16 @@ def every_third(config: Any, budget: BlockBudget) -> Refreshed:
     return Refreshed(Quest(config, budget), 3)
 
 
-@pytest.mark.parametrize("kind", [Quest, AttentionRetriever, every_third])
-@pytest.mark.parametrize("budget", [ROOMY, BlockBudget(512, 4, 8, 4)], ids=["gathered", "in-place"])
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [
+        (Quest, ROOMY),
+        (AttentionRetriever, ROOMY),
+        (every_third, ROOMY),
+        (every_third, BlockBudget(512, 4, 8, 4)),
+    ],
+    ids=["quest", "attention", "every-third", "in-place"],
+)
 def test_what_sees_every_token_once_is_perfect(kind: Any, budget: BlockBudget) -> None:
     """In rows that have fewer blocks than could be read: one token twice would be another hash."""
     drafter, params = over(kind(LOOKUP, budget)), Params(TABLE, TABLE)

@@ -10,12 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from longspec_jax.config import PRESETS, LinearRopeScaling
+from longspec_jax.drafters.longspec.checkpoint import hf_draft_config, load_draft, save_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.weights.hf import load_draft, save_draft
-from longspec_jax.weights.hf_config import hf_draft_config
-from tests.kit import tiny_target_config
+from tests.kit import random_draft, tiny_target_config
 from tests.models.draft_oracle import Shape, random_state
-from tests.weights.random_params import random_draft
 
 TARGET = tiny_target_config()
 DRAFT = DraftConfig.for_target(TARGET)
@@ -89,11 +87,13 @@ def loaded(tmp_path_factory):
     return load_draft(folder, TARGET)[1]
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+CASES = [*((prefix, "safetensors") for prefix in PREFIXES), *(("glide.", kind) for kind in KINDS)]
+
+
+@pytest.mark.parametrize(("prefix", "kind"), dict.fromkeys(CASES))
 def test_every_prefix_and_file_kind(tmp_path, loaded, prefix, kind):
     _write_config(tmp_path)
-    kind(tmp_path, {prefix + name: value for name, value in STATE.items()})
+    KINDS[kind](tmp_path, {prefix + name: value for name, value in STATE.items()})
     config, params = load_draft(tmp_path, TARGET)
     assert config == DRAFT
     jax.tree.map(np.testing.assert_array_equal, params, loaded)
@@ -227,6 +227,19 @@ def test_a_released_size_is_refused_before_anything_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="rope_scaling=LinearRopeScaling"):
         load_draft(tmp_path, longchat)
+
+
+def test_a_draft_of_two_layers_is_refused(tmp_path):
+    """One of ours has one layer; the release copies its target's number."""
+    _safetensors(tmp_path, STATE)
+    _write_config(tmp_path, num_hidden_layers=2)
+    with pytest.raises(ValueError, match="num_hidden_layers=2 must be 1: a LongSpec draft has one"):
+        load_draft(tmp_path, TARGET)
+    _write_config(tmp_path, num_hidden_layers=3, architectures=["LlamaForCausalLM"])
+    with pytest.raises(ValueError, match="num_hidden_layers=3 must be 1"):
+        load_draft(tmp_path, TARGET)
+    _write_config(tmp_path, num_hidden_layers=2, architectures=["LlamaForCausalLM"])
+    assert load_draft(tmp_path, TARGET)[0] == DRAFT
 
 
 def test_missing_config(tmp_path):

@@ -6,14 +6,14 @@ import pytest
 
 from longspec_jax.arguments import check_drafts
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
-from longspec_jax.decoding.adaptive import candidates
+from longspec_jax.decoding.candidates import candidates
 from longspec_jax.drafters.draft import Draft, Target, with_tree
 from longspec_jax.drafters.ngram import NgramDraft
-from longspec_jax.drafters.registry import load_draft
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest, Refreshed
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft, behind_chain
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
+from longspec_jax.loading import load_draft
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.kit import tiny_target_config
 
@@ -93,14 +93,20 @@ def test_a_chain_and_its_tree_share_the_usual_nodes() -> None:
     [
         (dict(retrieve=512), "retrieve=512: 512 slots cannot hold sinks=32 and recent=512"),
         (dict(retrieve=1000), "retrieve=1000: 1000 slots must be whole blocks of 32 slots"),
-        (dict(retrieve_block=16), "retrieve_block is about retrieval, which retrieve=4096 asks"),
+        (dict(retrieve_block=16), "retrieve_block needs retrieval, which retrieve=4096 turns"),
         (dict(retrieve=1024, retrieve_by="luck"), "retrieve_by='luck' must be one of quest, att"),
         (dict(retrieve=1024, retrieve_verify="no"), "retrieve_verify='no' must be one of full, pa"),
         (dict(retrieve=1024, retrieve_tree="4*4"), "'4*4' must be the widths of a tree"),
         (dict(retrieve=1024, retrieve_refresh=0), "retrieve_refresh=0 must be at least 1"),
-        (dict(retrieve=1024, retrieved=1), "'retrieved' is no option of streaming with retrieve"),
+        (
+            dict(retrieve=1024, retrieved=1),
+            "unknown option 'retrieved' for streaming with retrieve",
+        ),
         (dict(retrieve=True), "retrieve=True must be a whole number"),
-        (dict(retrieve=1024, chunk=3), "'chunk' is no option of streaming; it has sinks, recent"),
+        (
+            dict(retrieve=1024, chunk=3),
+            "unknown option 'chunk' for streaming; it has sinks, recent",
+        ),
     ],
     ids=str,
 )

@@ -1,0 +1,221 @@
+"""LongSpec drafts in the format of the release: ``config.json``, 20 tensors, in and out."""
+
+import functools
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.weights.checkpoint import Tensors, open_tensors
+from longspec_jax.weights.hf_config import (
+    FAMILIES,
+    REFUSED,
+    ROPE_KEYS,
+    build,
+    check_dtype,
+    check_refused,
+    head_width,
+    norm_eps,
+    raw_rope,
+    rope_scaling,
+    rope_theta,
+)
+from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.json_files import JsonObject, read_json
+from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.tables import (
+    MLP,
+    QKV_BIAS_PARTS,
+    QKV_KERNEL,
+    ROTARY,
+    Rule,
+    Table,
+    bind,
+    check_tensors,
+    layer_sizes,
+    stored_shape,
+)
+
+ARCHITECTURE = "LongSpecDraft"
+"""What our exports name as their architecture. The published drafts carry their target's file."""
+
+_RULES = (
+    Rule("self_norm/scale", "D", (("input_layernorm.weight", "D"),)),
+    Rule("self_qkv/fused/kernel", "D K * H", QKV_KERNEL),
+    Rule("self_qkv/fused/bias", "K * H", QKV_BIAS_PARTS),
+    Rule("self_out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
+    Rule("cross_norm/scale", "D", (("post_self_attention_layernorm.weight", "D"),)),
+    Rule("cross_q/kernel", "D N H", (("cross_attn.q_proj.weight", "(N H) D"),)),
+    Rule("cross_q/bias", "N H", (("cross_attn.q_proj.bias", "(N H)"),)),
+    Rule("cross_out/kernel", "N H D", (("cross_attn.o_proj.weight", "D (N H)"),)),
+    Rule("mlp_norm/scale", "D", (("post_cross_attention_layernorm.weight", "D"),)),
+    *MLP,
+)
+_DEAD = (
+    ("cross_attn.k_proj.weight", "(K H) D"),
+    ("cross_attn.k_proj.bias", "(K H)"),
+    ("cross_attn.v_proj.weight", "(K H) D"),
+    ("cross_attn.v_proj.bias", "(K H)"),
+)
+"""Stored by the release and never read: cross-attention reads the target's keys and values."""
+_PREFIXES = ("", "glide.", "draft_model.", "model.")
+"""Prefixes that the classes of the release put before the draft's names."""
+
+
+def load_draft(
+    source: str | Path,
+    target: TargetConfig,
+    *,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> tuple[DraftConfig, Any]:
+    """Load a draft in the format of the LongSpec release.
+
+    Args:
+      source: a folder with ``config.json`` and weights, or a hub id.
+      target: the configuration of its target.
+      dtype: to which the weights are cast; the target's dtype if absent, because the draft computes
+        on the target's embeddings and keys.
+      mesh: devices to shard over by the project's rules; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Returns:
+      The configuration, and the parameters of
+      :class:`~longspec_jax.drafters.longspec.model.LongSpecLayer`.
+
+    Raises:
+      FileNotFoundError: if the draft or one of its files is missing.
+      ValueError: if the draft does not belong to the target, or its files are damaged or do not fit
+        together.
+    """
+    folder = local_folder(source, revision)
+    config = draft_config(read_json(folder / "config.json"), target, dtype)
+    config.check_fits(target)
+    table = draft_table(config)
+    with ExitStack() as stack:
+        tensors = without_prefix(open_tensors(folder, stack))
+        check_tensors(table, tensors, str(source))
+        return config, load_params(table, tensors, config.dtype, mesh)
+
+
+def save_draft(
+    folder: str | Path, config: DraftConfig, params: Any, *, target: TargetConfig | None = None
+) -> None:
+    """Save a draft in the format of the LongSpec release; tensors that nothing reads are zeros.
+
+    Args:
+      folder: made if absent; weights in it are replaced, other files stay.
+      config: the draft's configuration.
+      params: its parameters, of any sharding.
+      target: its target; recorded, so that loading it with another vocabulary is refused.
+    """
+    raw = hf_draft_config(config, target)
+    write_model(Path(folder).expanduser(), draft_table(config), params, config.dtype, raw)
+
+
+def draft_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None) -> DraftConfig:
+    """The draft that a ``config.json`` describes; what the file leaves out follows the target.
+
+    Args:
+      raw: the parsed file, in the dialect of a target's.
+      target: the target the draft will work with.
+      dtype: of parameters and activations; the target's if absent, whatever the file says, because
+        the draft computes on the target's embeddings and keys.
+
+    Raises:
+      ValueError: if the file describes a draft for another vocabulary, or an unknown rotary
+        scaling.
+    """
+    vocab_size = raw.whole("vocab_size", target.vocab_size)
+    if vocab_size != target.vocab_size:
+        raise ValueError(
+            f"{raw.origin}: the draft was made for vocab_size={vocab_size}, the target has "
+            f"{target.vocab_size}. A draft shares its target's vocabulary: load the draft that "
+            "belongs to this target"
+        )
+    _check_layers(raw, target)
+    # The release's drafts have biases whatever their file says about the target's.
+    check_refused(raw, REFUSED)
+    width = raw.whole("hidden_size", target.model_width)
+    heads = raw.whole("num_attention_heads", target.num_heads)
+    # The published drafts divide width by heads; ours may name a head width, as Qwen3 needs.
+    inherited = None if raw.has("hidden_size") else target.head_width
+    has_rope = any(raw.has(key) for key in ROPE_KEYS)
+    return build(
+        raw,
+        functools.partial(DraftConfig.for_target, target),
+        model_width=width,
+        mlp_width=raw.whole("intermediate_size", target.mlp_width),
+        num_heads=heads,
+        num_kv_heads=raw.whole("num_key_value_heads", target.num_kv_heads),
+        head_width=head_width(raw, width, heads, inherited),
+        rope_theta=rope_theta(raw) if has_rope else target.rope_theta,
+        rope_scaling=rope_scaling(raw) if has_rope else target.rope_scaling,
+        norm_eps=norm_eps(raw, target.norm_eps),
+        dtype=check_dtype(dtype or target.dtype),
+        window=raw.whole("longspec_window", 512),
+    )
+
+
+def hf_draft_config(config: DraftConfig, target: TargetConfig | None = None) -> dict[str, Any]:
+    """A ``config.json`` for an exported draft, readable as a Llama or Qwen2 configuration.
+
+    Args:
+      config: the draft.
+      target: its target, if known: records the vocabulary, so that a wrong pairing is noticed.
+    """
+    family = FAMILIES.get(target.architecture) if target else None
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": family.model_type if family else "llama",
+        **({"vocab_size": target.vocab_size} if target else {}),
+        **({"max_position_embeddings": target.max_positions} if target else {}),
+        "hidden_size": config.model_width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "torch_dtype": config.dtype,
+        "longspec_window": config.window,
+        **raw_rope(config.rope_theta, config.rope_scaling),
+    }
+
+
+def _check_layers(raw: JsonObject, target: TargetConfig) -> None:
+    """Refuse a number of layers that is neither the draft's one nor that of its target's file."""
+    layers = raw.whole("num_hidden_layers", 1)
+    copied = target.num_layers if ARCHITECTURE not in raw.texts("architectures") else 1
+    if layers not in (1, copied):
+        rule = "must be 1: a LongSpec draft has one layer"
+        raise raw.error("num_hidden_layers", rule)
+
+
+def draft_table(config: DraftConfig) -> Table:
+    """The table of a draft: the 20 tensors of the released format, without a prefix."""
+    sizes = layer_sizes(config)
+    dead = {name: stored_shape(axes, sizes) for name, axes in _DEAD}
+    return Table(tuple(bind(rule, sizes) for rule in _RULES), ROTARY, dead)
+
+
+def without_prefix(tensors: Tensors) -> Tensors:
+    """The tensors under the names of the released format, whichever prefix they carry."""
+
+    def carried(prefix: str) -> int:
+        return sum(name.startswith(f"{prefix}cross_attn.") for name in tensors)
+
+    prefix = max(_PREFIXES, key=carried)
+
+    def stripped(name: str) -> str:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+        # No name of the format, so that it is reported and does not replace the draft's own.
+        return f"{name} (beside {prefix}*)"
+
+    return {stripped(name): tensor for name, tensor in tensors.items()}
