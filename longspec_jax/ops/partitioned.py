@@ -85,12 +85,12 @@ def partitioned(rule: str) -> Callable[[Op], Op]:
     return decorate
 
 
-def placed(terms: str, *arrays: Array) -> tuple[Array, ...]:
-    """Say how arrays lie on the mesh in use: batch rows, heads, vocabulary and MLP width cut.
+def with_sharding(terms: str, *arrays: Array) -> tuple[Array, ...]:
+    """Cut arrays over the mesh in use: their batch rows, heads, vocabulary and MLP width.
 
-    Of activations the compiler would otherwise infer it from the weights, and where these are cut
-    along the model's width compute every device's rows on every device. Weights that are read more
-    than once are gathered here, and not every time.
+    Without it the compiler would infer the sharding of activations from the weights. Where these
+    are cut along the model's width it would compute every device's rows on every device. Weights
+    that are read more than once are gathered here, once.
 
     Args:
       terms: of each array, as in :func:`partitioned`; the vocabulary is ``v``, the MLP's width

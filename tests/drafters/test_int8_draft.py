@@ -12,7 +12,7 @@ from longspec_jax.drafters.longspec import load as load_module
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecOptions, load
 from longspec_jax.drafters.longspec.model import LongSpecParams
-from longspec_jax.ops.products.int8 import Int8Rows
+from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
 from longspec_jax.sharding import make_mesh, param_shardings
 from longspec_jax.weights.hf import save_draft
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
@@ -70,7 +70,7 @@ def test_a_rounded_head_lies_as_the_head_does() -> None:
     again = Int8Rows.of(spread)
     jax.tree.map(np.testing.assert_array_equal, again, head)
     hidden = jax.random.normal(jax.random.key(0), (3, 6))
-    ours, theirs = placed.product(hidden), head.product(hidden)
+    ours, theirs = int8_matmul(hidden, placed), int8_matmul(hidden, head)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 

@@ -18,7 +18,7 @@ from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
-from longspec_jax.ops.products.int8 import Int8Rows
+from longspec_jax.ops.matmul.int8 import Int8Rows
 from tests.kit import (
     after_prompts,
     draft_params,
