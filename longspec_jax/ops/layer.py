@@ -1,9 +1,9 @@
 """The small ops of a layer, each one launch in a decode step on a GPU.
 
-XLA makes two or three kernels of each, which together are a tenth of a decode step over one token:
-the arithmetic is nothing, the launches count. For the few rows of a decode step on a GPU one Pallas
-kernel does it (:mod:`longspec_jax.ops.layer_pallas`). The functions in plain JAX, ``..._xla``, are
-the definitions and run everywhere else.
+XLA makes two or three kernels of each, whose launches take a tenth of a decode step over one token.
+For the few rows of a decode step on a GPU one Pallas kernel does it
+(:mod:`longspec_jax.ops.layer_pallas`). The functions in plain JAX, ``..._xla``, are the definitions
+and run everywhere else.
 """
 
 from collections.abc import Sequence

@@ -28,8 +28,9 @@ class Prefix:
 
 
 Reading: TypeAlias = Callable[[int, Queries], tuple[Queries, Prefix]]
-"""``(layer, its queries) -> the queries, what they read``, for every layer once, in their order.
-Attention takes these queries, not its own: that is how a cache knows what has been read."""
+"""``(layer, its queries) -> the queries, what they read``, called once for every layer in order.
+Attention must use the returned queries: a cache in host memory learns from them when a layer was
+read."""
 
 
 @struct.dataclass
@@ -62,8 +63,8 @@ class Partial(NamedTuple):
     """Softmax attention over one set of keys, ready to be merged with another set's."""
 
     out: Float[Array, "B T N H"]
-    """The attention output normalised over this set alone; zero where no key was seen. float32,
-    unless the call asked for another type because nothing is merged."""
+    """The attention output normalised over this set alone; zero where no key was seen. float32 if it
+    is to be merged."""
     lse: Float[Array, "B T N"]
     """Natural log of the sum of exponentiated scores, float32; -inf where no key was seen."""
 

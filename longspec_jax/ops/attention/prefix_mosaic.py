@@ -11,11 +11,11 @@ In a light item (:mod:`longspec_jax.ops.attention.prefix_items`) each warpgroup 
 and the blocks of the ring are the first one's and the second one's alternately. A warpgroup waits
 for the other's blocks, too, and gives them back unread: a place is filled again only when both have
 seen what was in it, so that nobody misses a phase of a barrier. Nobody waits in a circle, either.
-Let A(s) be the first warpgroup's products, with the values of its step s - 1 and the keys of its
+Let A(s) be the first warpgroup's matmuls, with the values of its step s - 1 and the keys of its
 step s, and B(s) the second one's. The turns enforce the order A(0), B(0), A(1), B(1), ... A block
-is given back by its reader when the product is done, and by the other warpgroup at a turn of its
-own, when its next products begin at the latest. The block two places later, which has to wait for
-that in a ring of two places, is for the products after those. A warpgroup whose split is the
+is given back by its reader when the matmul is done, and by the other warpgroup at a turn of its
+own, when its next matmuls begin at the latest. The block two places later, which has to wait for
+that in a ring of two places, is for the matmuls after those. A warpgroup whose split is the
 shorter one goes on taking its turns and giving back, so that both take as many turns.
 """
 

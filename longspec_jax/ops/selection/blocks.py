@@ -34,11 +34,11 @@ class BlockBudget:
     """How many cache slots of a row are read, in whole blocks."""
 
     slots: int = 4096
-    """Of all blocks together, sinks and recent ones included."""
+    """Slots of all blocks together, sinks and recent ones included."""
     sinks: int = 32
-    """First slots, which attention falls back on (StreamingLLM)."""
+    """The first slots, which are always read (StreamingLLM)."""
     recent: int = 512
-    """Slots of the last blocks, the one that is being filled among them."""
+    """Slots of the last blocks, which are always read; the last one may be partly filled."""
     block: int = 32
     """Slots of a block."""
 
@@ -65,18 +65,18 @@ class BlockBudget:
 
     @property
     def blocks(self) -> int:
-        """Blocks that are read of a long row."""
+        """How many blocks a long row reads."""
         return self.slots // self.block
 
     def gathers(self, capacity: int) -> int:
-        """Slots that are copied of a cache with so many; 0 where it is within the budget."""
+        """How many slots of a cache are copied; 0 if the budget holds the whole cache."""
         return self.slots if self.slots < capacity else 0
 
     def blocks_of(self, capacity: int) -> int:
-        """Blocks of a cache with so many slots.
+        """Blocks of a cache with this many slots.
 
         Raises:
-          ValueError: if they are not whole ones.
+          ValueError: if the slots are not whole blocks.
         """
         if capacity % self.block:
             raise ValueError(
@@ -91,23 +91,22 @@ class BlockTable:
     """The blocks that a row reads, and how many of their slots hold committed tokens."""
 
     blocks: Leaf[Int[Array, "B *heads k"]]
-    """Different ones, the row's last block behind all others that it has; then any it has not."""
+    """Distinct blocks. The row's own come first, its last one behind the others; the rest pad."""
     length: Leaf[Lengths]
-    """Committed tokens in the blocks, laid end to end: they come before all other slots."""
+    """Committed tokens in these blocks. Laid end to end, they come before all other slots."""
 
 
 def followed(
     chosen: BlockTable, length: Lengths, behind: int, block: int, count: int
 ) -> BlockTable:
-    """Blocks that were chosen earlier, and behind them those that came since.
+    """An earlier choice of blocks, followed by the blocks that were committed since.
 
-    The last block of the choice may not have been full then: what came first has filled it.
+    The last block of the choice may have been partly filled; the first new tokens filled it.
 
     Args:
-      chosen: ``blocks`` as they were chosen, and in ``length`` the row's committed tokens then, of
-        all its blocks.
-      length: committed tokens now, at least as many.
-      behind: blocks that there is room for behind the choice.
+      chosen: the earlier choice, whose ``length`` is all tokens the row had committed then.
+      length: committed tokens now.
+      behind: how many newer blocks fit behind the choice.
       block: slots of a block.
       count: blocks of the cache.
     """
@@ -128,11 +127,11 @@ def followed(
 def choose_blocks(
     scores: Float[Array, "B *heads n"], length: Lengths, budget: BlockBudget
 ) -> BlockTable:
-    """The first and the last blocks of every row, and of the others those that score highest.
+    """The first and the last blocks of every row, and those of the others that score highest.
 
     Args:
-      scores: of every block; of a block without committed tokens it may be anything. The axes
-        between choose each for themselves.
+      scores: of every block; anything for a block without committed tokens. Every index of the
+        axes between has a choice of its own.
       length: committed tokens of every row.
       budget: how many blocks.
     """

@@ -1,9 +1,9 @@
 """The best continuations of all paths of a draft's level, as one op of its beam search.
 
-The best entries lie in the blocks of neighbouring tokens with the best maxima. So all but a few
-thousand of ``w * V`` continuations are read once and compared with nothing. XLA makes some twenty
-kernels of it, which on a GPU is a third of a draft's level: the arithmetic is nothing, the launches
-count. There Pallas kernels do it in three.
+The best entries lie in the blocks of neighbouring tokens with the best maxima. So only a few
+thousand of ``w * V`` continuations are compared, and the rest are read once. XLA makes some twenty
+kernels of it, whose launches take a third of a draft's level on a GPU. There our Pallas kernels do
+it in three.
 """
 
 import math
@@ -20,7 +20,7 @@ from longspec_jax.ops.hardware import require_decode_step
 from longspec_jax.ops.partitioned import one_device
 
 SMALL_VOCABULARY = 4096
-"""Up to here searching in blocks saves nothing."""
+"""Up to here a search in blocks is no faster."""
 MOST_NODES = 64
 """Of a level, for the kernels: they compare every node's entries with every other's in one tile."""
 TopK: TypeAlias = Callable[[Array, int], tuple[Array, Array]]
