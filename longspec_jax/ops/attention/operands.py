@@ -29,8 +29,7 @@ class Prefix:
 
 Reading: TypeAlias = Callable[[int, Queries], tuple[Queries, Prefix]]
 """``(layer, its queries) -> the queries, what they read``, called once for every layer in order.
-Attention must use the returned queries: a cache in host memory learns from them when a layer was
-read."""
+Attention must use the returned queries: through them a cache in host memory orders its reads."""
 
 
 @struct.dataclass
@@ -63,8 +62,8 @@ class Partial(NamedTuple):
     """Softmax attention over one set of keys, ready to be merged with another set's."""
 
     out: Float[Array, "B T N H"]
-    """The attention output normalised over this set alone; zero where no key was seen. float32 if it
-    is to be merged."""
+    """The attention output normalised over this set alone; zero where no key was seen. float32 if
+    it is to be merged."""
     lse: Float[Array, "B T N"]
     """Natural log of the sum of exponentiated scores, float32; -inf where no key was seen."""
 
