@@ -32,7 +32,7 @@ from longspec_jax.ops.attention.online_softmax import (
     update,
     visit_fresh,
 )
-from longspec_jax.ops.attention.operands import TREE, Fresh, Partial
+from longspec_jax.ops.attention.operands import TREE_AXES, Fresh, Partial
 from longspec_jax.ops.attention.packing import Problem, flat_rows, pack, refuse_unsupported
 from longspec_jax.ops.attention.splits import (
     counters,
@@ -47,7 +47,7 @@ from longspec_jax.ops.partitioned import partitioned
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "dtype", "tile", "interpret"))
-@partitioned(TREE)
+@partitioned(TREE_AXES)
 def tree_attention(
     q: Queries,
     fresh: Fresh,

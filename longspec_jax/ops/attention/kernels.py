@@ -18,7 +18,14 @@ from jaxtyping import Float
 from longspec_jax.axes import Array, Queries, TreeRows
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import fresh_pallas, prefix_pallas, tiles
-from longspec_jax.ops.attention.operands import CHUNK, PREFIX, SPECULATIVE, Fresh, Partial, Prefix
+from longspec_jax.ops.attention.operands import (
+    CHUNK_AXES,
+    PREFIX_AXES,
+    SPECULATIVE_AXES,
+    Fresh,
+    Partial,
+    Prefix,
+)
 from longspec_jax.ops.attention.packing import Problem, refuse_unsupported
 from longspec_jax.ops.attention.splits import merge_splits
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
@@ -26,7 +33,7 @@ from longspec_jax.ops.partitioned import partitioned
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "dtype", "tile", "hopper", "interpret"))
-@partitioned(PREFIX)
+@partitioned(PREFIX_AXES)
 def prefix_attention(
     q: Queries,
     prefix: Prefix,
@@ -59,7 +66,7 @@ def prefix_attention(
 @functools.partial(
     jax.jit, static_argnames=("scale", "prefix_tile", "tree_tile", "hopper", "interpret")
 )
-@partitioned(SPECULATIVE)
+@partitioned(SPECULATIVE_AXES)
 def speculative_attention(
     q: Queries,
     prefix: Prefix,
@@ -92,7 +99,7 @@ def speculative_attention(
 @functools.partial(
     jax.jit, static_argnames=("scale", "prefix_tile", "chunk_tile", "hopper", "interpret")
 )
-@partitioned(CHUNK)
+@partitioned(CHUNK_AXES)
 def chunk_attention(
     q: Queries,
     prefix: Prefix,

@@ -50,10 +50,10 @@ class Fresh:
         return cls(keys, values, jnp.broadcast_to(causal, (batch, tokens, tokens)))
 
 
-PREFIX = "b t (k g) h, b k s h, b k s h, b -> b t (k g) h, b t (k g)"
-TREE = "b t (k g) h, b u k h, b u k h, b t u -> b t (k g) h, b t (k g)"
-SPECULATIVE = "b t (k g) h, b k s h, b k s h, b, b u k h, b u k h, b t u -> b t (k g) h"
-CHUNK = "b t (k g) h, b k s h, b k s h, b, b t k h, b t k h -> b t (k g) h"
+PREFIX_AXES = "b t (k g) h, b k s h, b k s h, b -> b t (k g) h, b t (k g)"
+TREE_AXES = "b t (k g) h, b u k h, b u k h, b t u -> b t (k g) h, b t (k g)"
+SPECULATIVE_AXES = "b t (k g) h, b k s h, b k s h, b, b u k h, b u k h, b t u -> b t (k g) h"
+CHUNK_AXES = "b t (k g) h, b k s h, b k s h, b, b t k h, b t k h -> b t (k g) h"
 """The axes of queries, of the fields above and of the results, for
 :func:`longspec_jax.ops.partitioned.partitioned`."""
 

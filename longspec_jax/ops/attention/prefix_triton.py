@@ -19,7 +19,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jax.typing import DTypeLike
 
 from longspec_jax.axes import Queries
-from longspec_jax.ops.attention.operands import PREFIX, Partial, Prefix
+from longspec_jax.ops.attention.operands import PREFIX_AXES, Partial, Prefix
 from longspec_jax.ops.attention.packing import refuse_unsupported
 from longspec_jax.ops.attention.tiles import PrefixTile, triton_prefix_tile
 from longspec_jax.ops.hardware import require_ampere
@@ -28,7 +28,7 @@ from longspec_jax.ops.partitioned import partitioned
 MERGE_ROWS = 16
 
 
-@partitioned(PREFIX)
+@partitioned(PREFIX_AXES)
 def prefix_attention(
     q: Queries,
     prefix: Prefix,
