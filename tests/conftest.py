@@ -7,6 +7,8 @@ import gc
 import os
 import signal
 import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
 from typing import Any
 
@@ -56,6 +58,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["LONGSPEC_CACHE"] = "off"  # Nothing that an earlier run kept, nothing timed.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+
+class TritonModules(MetaPathFinder):
+    """Finds modules with Triton kernels before the hook that executes annotations does.
+
+    Triton compiles the source of the function that it decorates, and cannot read a wrapper.
+    """
+
+    NAMES = ("longspec_jax.ops.attention.prefix_triton",)
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(fullname, path, target) if fullname in self.NAMES else None
+
+
 try:
     import beartype  # noqa: F401
     from jaxtyping import install_import_hook
@@ -68,3 +83,4 @@ else:
     install_import_hook(
         ["longspec_jax.ops", "longspec_jax.decoding", "longspec_jax.drafters"], "beartype.beartype"
     )
+    sys.meta_path.insert(0, TritonModules())

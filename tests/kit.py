@@ -21,12 +21,21 @@ from longspec_jax.drafters.longspec.checkpoint import draft_table
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.models.layers import INITIAL_SCALE
+from longspec_jax.ops.hardware import require_hopper
 from longspec_jax.weights.tables import Table, target_table
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 2e-3}
 """Largest relative error against float64, by dtype; never loosened quietly."""
 COMPILED = [pytest.param(True, id="interpret"), pytest.param(False, marks=pytest.mark.gpu)]
 """Whether a kernel is interpreted: everywhere, and compiled on a GPU."""
+
+
+def hopper_or_skip() -> None:
+    """Skip the test where the kernels that are written for Hopper GPUs cannot run."""
+    try:
+        require_hopper("this kernel")
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
 
 
 def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:

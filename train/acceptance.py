@@ -19,7 +19,7 @@ from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.models.target import head_logits, head_of
-from longspec_jax.ops.chunks import chunk_length, whole_chunks
+from longspec_jax.ops.slicing import chunk_length, whole_chunks
 
 from .passes import Draws, TargetView, run_draft, run_target
 from .transforms import plain_positions

@@ -19,9 +19,9 @@ from jaxtyping import Float
 
 from longspec_jax.axes import Array
 from longspec_jax.models.target import head_logits
-from longspec_jax.ops.chunks import chunk_length, cut, put, whole_chunks
+from longspec_jax.ops.matmul.few_rows import matmul_precision
 from longspec_jax.ops.partitioned import row_shares
-from longspec_jax.ops.products.skinny import matmul_precision
+from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
 
 HEAD_GRADIENT = "head_gradient"
 """Under this name :func:`jax.checkpoint` can keep the gradient, and with it spare the products."""

@@ -15,7 +15,7 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import Target, head_of
-from longspec_jax.ops.partitioned import placed
+from longspec_jax.ops.partitioned import with_sharding
 
 from .acceptance import Pair, simulated_acceptance
 from .config import DraftSettings
@@ -54,7 +54,7 @@ class TargetObjective:
         positions = plain_positions((1, batch.tokens.shape[0]), batch.tokens.shape[1])[0]
         hidden = run_target(self.config, params, batch.tokens, positions).hidden
         labels, weights = next_token_labels(*batch)
-        [head] = placed("v d", head_of(params))
+        [head] = with_sharding("v d", head_of(params))
         loss = cross_entropy_sum(
             hidden, head, labels, weights, chunk=self.loss_chunk, head_gradient=True
         )
@@ -119,7 +119,7 @@ class DraftObjective:
         view = run_target(self.target, frozen, batch.tokens, draws.positions, self.mlp_chunk)
         view = jax.lax.stop_gradient(view)
         labels, weights = next_token_labels(*batch)
-        [head] = placed("v d", head_of(frozen))
+        [head] = with_sharding("v d", head_of(frozen))
 
         run = partial(run_draft, self.draft, params, frozen, batch.tokens, mlp_chunk=self.mlp_chunk)
 

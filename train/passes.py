@@ -11,7 +11,7 @@ from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.dispatch import causal_attention
-from longspec_jax.ops.partitioned import placed, row_shares
+from longspec_jax.ops.partitioned import row_shares, with_sharding
 
 from .transforms import shifted_attention
 
@@ -55,7 +55,7 @@ class TrainedTarget(Target):
 
     def embed(self, tokens: Array) -> Array:
         """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
-        [embedded] = placed("b t d", _lookup(self.embedding, tokens))
+        [embedded] = with_sharding("b t d", _lookup(self.embedding, tokens))
         return embedded
 
 
@@ -127,7 +127,7 @@ def run_draft(
         layer = jax.checkpoint(layer, policy=_is_costly)
     with jax.named_scope("draft"):
         embedded = jax.lax.stop_gradient(jnp.take(frozen["embedding"], tokens, axis=0))
-        [embedded] = placed("b t d", embedded)
+        [embedded] = with_sharding("b t d", embedded)
         return layer(params, embedded, draws, view.keys, view.values)
 
 

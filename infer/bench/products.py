@@ -4,10 +4,10 @@ The four products of a layer with random weights and few rows. One compiled prog
 same rows by many distinct weights, together larger than the GPU's second-level cache, and returns
 every product; several executions are queued back to back. The time of a product is the median
 over repetitions of that total divided by the number of products. ``ours`` is what the model calls
-(``longspec_jax.ops.products.skinny``), its summands not added up, since the norm that reads them
-does so as it goes; ``xla`` is its definition in plain JAX. The gate of a SwiGLU belongs to the
-product. With ``--int8`` they are the products of a draft in 8 bits
-(``longspec_jax.ops.products.int8``) and its LM head's. The roof is the time of reading the weights
+(``longspec_jax.ops.matmul.few_rows``), its split-K partials not added up, since the norm that
+reads them does so as it goes; ``xla`` is its definition in plain JAX. The gate of a SwiGLU
+belongs to the product. With ``--int8`` they are the products of a draft in 8 bits
+(``longspec_jax.ops.matmul.int8``) and its LM head's. The roof is the time of reading the weights
 once at the bandwidth measured in this run.
 """
 
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.config import TargetConfig
-from longspec_jax.ops.products import int8, skinny
+from longspec_jax.ops.matmul import few_rows, int8
 
 from ..wording import counted
 from .arguments import settled
@@ -39,18 +39,18 @@ CPU_SECONDS = 1.0
 Op = Callable[..., jax.Array]
 """``(x, *weights) -> product``."""
 OPS: dict[str, tuple[Op, Op]] = {
-    "qkv": (skinny.product, skinny.composed),
-    "out": (skinny.summands, skinny.composed),
-    "gate_up": (skinny.gated_product, skinny.composed_gate),
-    "down": (skinny.summands, skinny.composed),
+    "qkv": (few_rows.matmul, few_rows.matmul_xla),
+    "out": (few_rows.matmul_partials, few_rows.matmul_xla),
+    "gate_up": (few_rows.gated_matmul, few_rows.gated_matmul_xla),
+    "down": (few_rows.matmul_partials, few_rows.matmul_xla),
 }
 """Ours and XLA's, by the product's place in a layer."""
 INT8_OPS: dict[str, tuple[Op, Op]] = {
-    "qkv": (int8.int8_product, int8.composed),
-    "out": (int8.int8_summands, int8.composed),
-    "gate_up": (int8.int8_gated_product, int8.composed_gate),
-    "down": (int8.int8_summands, int8.composed),
-    "head": (int8.int8_product, int8.composed),
+    "qkv": (int8.int8_matmul, int8.int8_matmul_xla),
+    "out": (int8.int8_matmul_partials, int8.int8_matmul_xla),
+    "gate_up": (int8.int8_gated_matmul, int8.int8_gated_matmul_xla),
+    "down": (int8.int8_matmul_partials, int8.int8_matmul_xla),
+    "head": (int8.int8_matmul, int8.int8_matmul_xla),
 }
 """The same with weights of 8 bits, ``[outputs, inputs]``, and a scale for every output."""
 
@@ -138,11 +138,11 @@ def _weights(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Ar
 
 
 @functools.partial(jax.jit, static_argnames=("shape",))
-def _int8_weights(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+def _int8_weights(key: jax.Array, shape: tuple[int, ...]) -> tuple[int8.Int8Rows]:
     """The same for one with weights of 8 bits."""
     inputs, *outputs = shape
     steps = jax.random.randint(key, (math.prod(outputs), inputs), -127, 128, jnp.int8)
-    return steps, jnp.full(steps.shape[:1], WEIGHT_SCALE / 127)
+    return (int8.Int8Rows(steps, jnp.full(steps.shape[:1], WEIGHT_SCALE / 127)),)
 
 
 def _seconds(op: Op, x: jax.Array, weights: list[tuple[jax.Array, ...]]) -> float:

@@ -18,7 +18,7 @@ from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, TreeRows
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Uncommitted
 from longspec_jax.ops.attention.operands import Prefix, Reading
-from longspec_jax.ops.layer.append_rows import append_rows
+from longspec_jax.ops.layer import append_rows
 
 
 class CacheBytes(NamedTuple):

@@ -21,10 +21,10 @@ from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, TreeRows
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding import cache as cache_lib
 from longspec_jax.decoding.cache import CacheBytes, KVCache, append_chunk
-from longspec_jax.ops.along import along
 from longspec_jax.ops.attention.operands import Prefix, Reading
-from longspec_jax.ops.layer.append_rows import append_rows
+from longspec_jax.ops.layer import append_rows
 from longspec_jax.ops.placement import HOST_MEMORY, to_device, to_host
+from longspec_jax.ops.slicing import along
 
 STAGED_LAYERS = 2
 """Layers that are on the device at a time: the one that attention reads, and the next."""

@@ -34,8 +34,8 @@ from longspec_jax.drafters.tree import (
     accept_trusted,
     node_depths,
 )
-from longspec_jax.ops.along import along, last_along
 from longspec_jax.ops.partitioned import use_mesh
+from longspec_jax.ops.slicing import along, last_along
 
 MOST_ROUNDS = 256
 """Most rounds of one launch: its report has a static size."""

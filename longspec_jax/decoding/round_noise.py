@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.decoding.sampling import Sampling, draw, noise, perturb
-from longspec_jax.ops.along import along
+from longspec_jax.ops.slicing import along
 
 
 @struct.dataclass

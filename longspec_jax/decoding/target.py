@@ -34,8 +34,7 @@ from longspec_jax.ops.attention.dispatch import (
     speculative_attention,
     tree_attention,
 )
-from longspec_jax.ops.attention.merge import merge
-from longspec_jax.ops.attention.operands import Fresh
+from longspec_jax.ops.attention.operands import Fresh, merge
 
 
 class Verification(NamedTuple):

@@ -26,7 +26,7 @@ from longspec_jax.drafters.base import (
 )
 from longspec_jax.drafters.draft import DefaultTrees
 from longspec_jax.drafters.tree import Tree, grow, plant, within_budget
-from longspec_jax.ops.along import along
+from longspec_jax.ops.slicing import along
 
 CONTEXT = 8
 """Tokens of the suffix that are compared at most."""

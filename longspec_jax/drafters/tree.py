@@ -37,8 +37,7 @@ from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config import TreeConfig
-from longspec_jax.ops.selection.continuations import best_continuations
-from longspec_jax.ops.selection.ranking import top_by_rank
+from longspec_jax.ops.selection.continuations import best_continuations, top_by_rank
 
 
 @struct.dataclass

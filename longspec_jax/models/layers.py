@@ -14,11 +14,16 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, RopeScaling
-from longspec_jax.ops.layer.residual_norm import residual_norm, rms_norm
+from longspec_jax.ops.layer import residual_norm, rms_norm
+from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
+from longspec_jax.ops.matmul.few_rows import gated_matmul, matmul, matmul_partials
+from longspec_jax.ops.matmul.int8 import (
+    Int8Rows,
+    int8_gated_matmul,
+    int8_matmul,
+    int8_matmul_partials,
+)
 from longspec_jax.ops.partitioned import row_shares
-from longspec_jax.ops.products.chunked_mlp import chunked_mlp
-from longspec_jax.ops.products.int8 import Int8Rows
-from longspec_jax.ops.products.skinny import gated_product, product, summands
 
 INITIAL_SCALE = 0.02
 
@@ -34,7 +39,7 @@ class RMSNorm(nn.Module):
         return rms_norm(jnp.asarray(x), self.weights(x.shape[-1]), self.eps).astype(self.dtype)
 
     def add(self, x: Array, delta: Array | None) -> tuple[Array, Array]:
-        """Add a sublayer's output, as summands ``[S, ..., width]`` and where there is one.
+        """Add a sublayer's output, split-K partials ``[S, ..., width]`` or none.
 
         Returns:
           The stream with the output added, and its norm.
@@ -62,15 +67,15 @@ class Projection(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Map ``[..., *in_axes]`` to ``[..., *out_axes]``."""
         kernel, bias = self.weights()
-        return product(self._flat(x), kernel, bias)
+        return matmul(self._flat(x), kernel, bias)
 
-    def summands(self, x: Array) -> Array:
-        """Arrays ``[S, ..., out]`` whose sum is the mapped input; one axis out, no bias."""
-        return summands(self._flat(x), self.weights()[0])
+    def partials(self, x: Array) -> Array:
+        """Split-K partials ``[S, ..., out]`` of the mapped input; one axis out, no bias."""
+        return matmul_partials(self._flat(x), self.weights()[0])
 
     def gated(self, x: Array) -> Array:
         """The second half of the mapped input, ``[..., 2, F]``, times the silu of the first."""
-        return gated_product(self._flat(x), self.weights()[0])
+        return gated_matmul(self._flat(x), self.weights()[0])
 
     @nn.compact
     def weights(self) -> tuple[Array, Array | None]:
@@ -87,7 +92,7 @@ class Projection(nn.Module):
 
 
 class Int8Projection(nn.Module):
-    """A :class:`Projection` with weights of 8 bits (:mod:`longspec_jax.ops.products.int8`).
+    """A :class:`Projection` with weights of 8 bits (:mod:`longspec_jax.ops.matmul.int8`).
 
     Its parameters are rounded from those of a projection; there are no others to begin with.
     """
@@ -101,16 +106,16 @@ class Int8Projection(nn.Module):
         """Map ``[..., *in_axes]`` to ``[..., *out_axes]``."""
         flat = self._flat(x)
         bias = self.get_variable("params", "bias").reshape(-1) if self.bias else None
-        out = self._rows().product(flat, bias, dtype=self.dtype)
+        out = int8_matmul(flat, self._rows(), bias, dtype=self.dtype)
         return out.reshape(*flat.shape[:-1], *self.out_axes)
 
-    def summands(self, x: Array) -> Array:
+    def partials(self, x: Array) -> Array:
         """As of :class:`Projection`."""
-        return self._rows().summands(self._flat(x))
+        return int8_matmul_partials(self._flat(x), self._rows())
 
     def gated(self, x: Array) -> Array:
         """As of :class:`Projection`."""
-        return self._rows().gated_product(self._flat(x))
+        return int8_gated_matmul(self._flat(x), self._rows())
 
     def _rows(self) -> Int8Rows:
         """Weights ``[prod(out_axes), prod(in_axes)]``."""
@@ -130,7 +135,7 @@ class SwiGLU(nn.Module):
     hidden: int
     dtype: jnp.dtype
     projection: Callable[..., Any] = Projection
-    """What the products are made with."""
+    """Class of the projections."""
     chunk: int = 0
     """Most tokens of a device whose gates exist at once, for training on long rows; 0: all."""
 
@@ -140,18 +145,18 @@ class SwiGLU(nn.Module):
         self.down = self.projection((self.hidden,), (self.width,), self.dtype)
 
     def __call__(self, x: Array) -> Array:
-        """Map ``[..., D]`` to summands ``[S, ..., D]`` of the result."""
+        """Map ``[..., D]`` to split-K partials ``[S, ..., D]`` of the result."""
         if self.chunk and x.shape[0] * x.shape[1] > self.chunk * row_shares(x.shape[0]):
             kernels = self.gate_up.weights()[0], self.down.weights()[0]
             return chunked_mlp(x, *kernels, chunk=self.chunk)[None]
-        return self.down.summands(self.gate_up.gated(x))
+        return self.down.partials(self.gate_up.gated(x))
 
 
 class GroupedQKV(nn.Module):
     """Query, key and value heads in one projection, grouped by key/value head: ``[D, K, G+2, H]``.
 
-    The grouping keeps a key/value head and its queries together, so that the single fused product
-    still shards over key/value heads.
+    The grouping keeps a key/value head and its queries together, so that the one fused
+    projection still shards over key/value heads.
     """
 
     width: int
@@ -161,7 +166,7 @@ class GroupedQKV(nn.Module):
     dtype: jnp.dtype
     bias: bool
     projection: Callable[..., Any] = Projection
-    """What the product is made with."""
+    """Class of the projection."""
 
     @nn.compact
     def __call__(self, x: Array) -> Array:

@@ -24,10 +24,9 @@ from longspec_jax.models.layers import (
     SwiGLU,
     rotary_angles,
 )
-from longspec_jax.ops.layer.residual_norm import add
-from longspec_jax.ops.layer.split_heads import part, rotate, split_heads
-from longspec_jax.ops.partitioned import placed
-from longspec_jax.ops.products.skinny import matmul_precision
+from longspec_jax.ops.layer import add, rotate, split_heads, split_qkv
+from longspec_jax.ops.matmul.few_rows import matmul_precision
+from longspec_jax.ops.partitioned import with_sharding
 
 HEADS = "b t (k g) h, b t k h, b t k h"
 """The axes of fresh queries, keys and values."""
@@ -36,7 +35,7 @@ Attend: TypeAlias = Callable[[int, Array, Array, Array], Array]
 
 
 class TargetOutput(NamedTuple):
-    """What one pass over ``T`` fresh tokens yields."""
+    """What one forward pass over ``T`` fresh tokens yields."""
 
     hidden: Array
     """Hidden states after the final norm, ``[B, T, D]``; :meth:`Target.unembed` makes logits."""
@@ -45,7 +44,7 @@ class TargetOutput(NamedTuple):
     values: tuple[Array, ...]
     """Fresh values of every layer, ``L x [B, T, K, H]``."""
     kept: dict[int, Array]
-    """The residual stream ``[B, T, D]`` after the layers that were asked for."""
+    """The residual stream ``[B, T, D]`` after the layers of ``keep``."""
 
 
 class Attention(nn.Module):
@@ -70,14 +69,14 @@ class Attention(nn.Module):
         angles: tuple[Array, Array],
         attend: Callable[[Array, Array, Array], Array],
     ) -> tuple[Array, Array, Array]:
-        """Return summands ``[S, B, T, D]`` of the projected output, fresh keys and values."""
+        """Return partials ``[S, B, T, D]`` of the projected output, fresh keys and values."""
         if self.config.qk_norm:
-            q, k, v = part(self.qkv(x))
+            q, k, v = split_qkv(self.qkv(x))
             q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
         else:
             q, k, v = split_heads(self.qkv(x), *angles)
-        q, k, v = placed(HEADS, q, k, v)
-        return self.out.summands(attend(q, k, v)), k, v
+        q, k, v = with_sharding(HEADS, q, k, v)
+        return self.out.partials(attend(q, k, v)), k, v
 
 
 class Layer(nn.Module):
@@ -103,12 +102,12 @@ class Layer(nn.Module):
     ) -> tuple[Array, Array, Array, Array]:
         """Return the residual stream ``[B, T, D]``, its increment, and the fresh keys and values.
 
-        The stream between layers is ``x`` and the summands of its increment, ``[S, B, T, D]``: the
-        next norm adds and normalises in one op.
+        The stream between layers is ``x`` and the split-K partials of its increment,
+        ``[S, B, T, D]``: the next norm adds and normalises in one op.
         """
-        x, normalised = placed("b t d, b t d", *self.attention_norm.add(x, delta))
+        x, normalised = with_sharding("b t d, b t d", *self.attention_norm.add(x, delta))
         attended, k, v = self.attention(normalised, angles, attend)
-        x, normalised = placed("b t d, b t d", *self.mlp_norm.add(x, attended))
+        x, normalised = with_sharding("b t d, b t d", *self.mlp_norm.add(x, attended))
         return x, self.mlp(normalised), k, v
 
 
@@ -134,7 +133,7 @@ class Target(nn.Module):
 
     def embed(self, tokens: Array) -> Array:
         """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
-        [embedded] = placed("b t d", jnp.take(self.embedding, tokens, axis=0))
+        [embedded] = with_sharding("b t d", jnp.take(self.embedding, tokens, axis=0))
         return embedded
 
     def __call__(
@@ -163,7 +162,7 @@ class Target(nn.Module):
             values.append(v)
             if index in keep:
                 kept[index] = add(x, delta)
-        [hidden] = placed("b t d", self.final_norm.add(x, delta)[1])
+        [hidden] = with_sharding("b t d", self.final_norm.add(x, delta)[1])
         return TargetOutput(hidden, tuple(keys), tuple(values), kept)
 
     def unembed(self, hidden: Array) -> Array:

@@ -1,1 +1,1 @@
-"""Arithmetic on arrays: attention, matrix products, small ops; knows no models and no caches."""
+"""Arithmetic on arrays: attention, matmuls, small ops of a layer; knows no models and no caches."""

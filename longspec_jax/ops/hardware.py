@@ -1,6 +1,10 @@
-"""What our kernels ask of the machine, in one place."""
+"""What our kernels need to know about the machine, in one place.
+
+The ``require_...`` functions refuse with a sentence, as :mod:`longspec_jax.ops.dispatch` wants it.
+"""
 
 import importlib.util
+import warnings
 from typing import Any
 
 import jax
@@ -10,13 +14,15 @@ AMPERE = (8, 0)
 """The first NVIDIA generation with bfloat16 matrix units and asynchronous copies."""
 HOPPER = (9, 0)
 MULTIPROCESSORS = 132
-"""Of an H100 or H200; what matters is that tiles are a pure function of the shape."""
+"""Of an H100 or H200. Tiles must be a pure function of the shape, whatever the GPU."""
 SHARED_BYTES = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (8, 6): 99 << 10}
 """Shared memory a program may use, by compute capability; the least of them where unknown."""
 WARPGROUP_ROWS = 64
 """Rows of one warpgroup: the height of Hopper's matrix instruction."""
+KERNEL_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+"""What our Triton kernels compute in."""
 DECODE_ROWS = 512
-"""Up to so many rows a layer's small ops are bound by their launches."""
+"""Up to this many rows a layer's small ops are bound by their launches."""
 
 
 def compute_capability() -> tuple[int, int] | None:
@@ -28,50 +34,63 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def require_ampere(kernel: str) -> tuple[int, int]:
-    """Return the compute capability, or refuse with the reason."""
+    """Return the compute capability; refuse machines without the Triton kernels' features."""
     found = compute_capability()
     if found is None:
         raise NotImplementedError(
-            f"{kernel} compiles for NVIDIA GPUs and this process computes on "
-            f"{jax.default_backend()!r}; choose implementation='xla'"
+            f"{kernel} needs an NVIDIA GPU and this process computes on "
+            f"{jax.default_backend()!r}; choose 'xla'"
         )
     if found < AMPERE:
         raise NotImplementedError(
             f"{kernel} needs compute capability {AMPERE[0]}.{AMPERE[1]} or newer, this GPU has "
-            f"{found[0]}.{found[1]}; choose implementation='xla'"
+            f"{found[0]}.{found[1]}; choose 'xla'"
         )
     return found
 
 
 def require_hopper(kernel: str) -> None:
-    """Refuse other machines with the reason."""
+    """Refuse machines that are not of the Hopper generation, and older versions of jax."""
     found = compute_capability()
     if found is None or found[0] != HOPPER[0]:
         raise NotImplementedError(
             f"{kernel} is written for compute capability 9.x and this process computes on "
             f"{jax.default_backend()!r} ({found}); choose another implementation"
         )
+    if not mosaic_is_supported():
+        raise NotImplementedError(f"{kernel} needs jax 0.11 or newer and this is {jax.__version__}")
 
 
-def decodes_on_ampere(rows: int, dtype: Any) -> bool:
-    """Whether an op over so many rows belongs to a decode step on a GPU that our kernels serve."""
-    return rows <= DECODE_ROWS and has_kernels(dtype)
+def require_decode_step(kernel: str, rows: int, dtype: Any) -> None:
+    """Refuse machines without our Triton kernels, and ops over more rows than a decode step has."""
+    require_ampere(kernel)
+    if dtype not in KERNEL_DTYPES:
+        raise NotImplementedError(f"{kernel} takes bfloat16, float16 and float32, not {dtype}")
+    if rows > DECODE_ROWS:
+        raise NotImplementedError(f"{kernel} takes up to {DECODE_ROWS} rows, not {rows}")
 
 
 def has_kernels(dtype: Any) -> bool:
     """Whether this is a GPU that our Triton kernels serve, in this dtype."""
-    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return False
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return False
-    return (compute_capability() or (0, 0)) >= AMPERE
-
-
-def is_hopper() -> bool:
-    """Whether the default device is of the generation the Mosaic GPU kernels are written for."""
-    return (compute_capability() or (0, 0))[0] == HOPPER[0]
+    return dtype in KERNEL_DTYPES and (compute_capability() or (0, 0)) >= AMPERE
 
 
 def mosaic_is_supported() -> bool:
-    """Whether this jax has the Mosaic GPU interface that the Hopper kernel is written for."""
+    """Whether this jax has the Mosaic GPU interface that the Hopper kernels are written for."""
     return jax.__version_info__ >= (0, 11)
+
+
+def triton_params(warps: int, stages: int) -> Any:
+    """Compiler parameters of a Pallas kernel that is written for Triton.
+
+    They choose Triton by name, and silence the warning about its announced removal. The successor
+    for that day is :mod:`longspec_jax.ops.attention.prefix_triton`.
+    """
+    from jax.experimental.pallas import triton as pltriton  # Later versions of jax may lack it.
+
+    warnings.filterwarnings(
+        "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
+    )
+    return pltriton.CompilerParams(num_warps=warps, num_stages=stages)

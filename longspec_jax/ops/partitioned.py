@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from longspec_jax.axes import Array
 from longspec_jax.config import BATCH_AXES
 
-Op = TypeVar("Op", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 Term = tuple[tuple[str, ...], ...]
 """The axes of one array; the query heads are two of them, ``("k", "g")``."""
 
@@ -33,7 +33,7 @@ CUT = {"b": BATCH_AXES, "k": ("tp",), "v": ("tp",), "f": ("tp",)}
 """The axes of operands that are cut, and the axes of the mesh over which."""
 
 
-def partitioned(rule: str) -> Callable[[Op], Op]:
+def partitioned(rule: str) -> Callable[[Function], Function]:
     """Let every device of the mesh in use compute its share of an op.
 
     Args:
@@ -47,7 +47,7 @@ def partitioned(rule: str) -> Callable[[Op], Op]:
         [_parse(term) for term in side.split(",")] for side in rule.split("->", maxsplit=1)
     )
 
-    def decorate(op: Op) -> Op:
+    def decorate(op: Function) -> Function:
         signature = inspect.signature(op)
 
         @functools.wraps(op)
@@ -80,17 +80,17 @@ def partitioned(rule: str) -> Callable[[Op], Op]:
             )(*arrays)
             return jax.tree.unflatten(results_structure, leaves)
 
-        return cast(Op, call)
+        return cast(Function, call)
 
     return decorate
 
 
-def placed(terms: str, *arrays: Array) -> tuple[Array, ...]:
-    """Say how arrays lie on the mesh in use: batch rows, heads, vocabulary and MLP width cut.
+def with_sharding(terms: str, *arrays: Array) -> tuple[Array, ...]:
+    """Cut arrays over the mesh in use: their batch rows, heads, vocabulary and MLP width.
 
-    Of activations the compiler would otherwise infer it from the weights, and where these are cut
-    along the model's width compute every device's rows on every device. Weights that are read more
-    than once are gathered here, and not every time.
+    Without it the compiler would infer the sharding of activations from the weights. Where these
+    are cut along the model's width it would compute every device's rows on every device. Weights
+    that are read more than once are gathered here, once.
 
     Args:
       terms: of each array, as in :func:`partitioned`; the vocabulary is ``v``, the MLP's width
@@ -108,10 +108,10 @@ def placed(terms: str, *arrays: Array) -> tuple[Array, ...]:
 
 
 def use_mesh(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Say, while a program is traced, over which mesh its arrays are spread.
+    """Name the mesh over which a program's arrays are spread, while it is traced.
 
-    Tracing cannot see it. What traces must itself depend on the mesh (as a static argument),
-    because programs are kept by their arguments.
+    Tracing cannot see the mesh. The traced function must take it as a static argument, because jax
+    keeps programs by their arguments.
 
     Args:
       mesh: an abstract one of the axes :data:`longspec_jax.config.MESH_AXES`; None leaves the one
@@ -121,7 +121,7 @@ def use_mesh(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any
 
 
 def row_shares(rows: int) -> int:
-    """Groups of devices of the mesh in use among which this many batch rows are shared out."""
+    """How many groups of devices of the mesh in use share this many batch rows."""
     if one_device():
         return 1
     mesh = jax.sharding.get_abstract_mesh()
@@ -130,7 +130,7 @@ def row_shares(rows: int) -> int:
 
 
 def one_device() -> bool:
-    """Whether there is nothing to cut for: no mesh, one of one device, or a share of one."""
+    """Whether arrays are whole here: no mesh, one of one device, or inside a device's share."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual
 

@@ -26,14 +26,7 @@ from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
 from longspec_jax.drafters.streaming import StreamingDrafter
-from longspec_jax.ops.layer import (
-    append_rows,
-    append_rows_pallas,
-    residual_norm,
-    residual_norm_pallas,
-    split_heads,
-    split_heads_pallas,
-)
+from longspec_jax.ops import layer, layer_pallas
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
@@ -54,15 +47,10 @@ PROMPT = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]])
 
 def interpret_layer_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the small ops of a layer as interpreted kernels too."""
-    for op, kernel in (
-        (append_rows, append_rows_pallas),
-        (residual_norm, residual_norm_pallas),
-        (split_heads, split_heads_pallas),
-    ):
-        name = op.__name__.rpartition(".")[2]
-        interpreted = functools.partial(getattr(kernel, name), interpret=True)
-        monkeypatch.setattr(kernel, name, interpreted)
-        monkeypatch.setattr(op, "decodes_on_ampere", lambda rows, dtype: True)
+    monkeypatch.setattr(layer, "require_decode_step", lambda kernel, rows, dtype: None)
+    for name in ("append_rows", "residual_norm", "split_heads"):
+        interpreted = functools.partial(getattr(layer_pallas, name), interpret=True)
+        monkeypatch.setattr(layer_pallas, name, interpreted)
 
 
 def longspec(attention: str | None) -> Drafter:

@@ -24,7 +24,7 @@ from longspec_jax.drafters.tree import Tree
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
-from longspec_jax.ops.products.int8 import Int8Rows
+from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.kit import (
     after_prompts,
@@ -319,7 +319,7 @@ def test_a_rounded_head_lies_as_the_head_does() -> None:
     again = Int8Rows.of(spread)
     jax.tree.map(np.testing.assert_array_equal, again, head)
     hidden = jax.random.normal(jax.random.key(0), (3, 6))
-    ours, theirs = placed.product(hidden), head.product(hidden)
+    ours, theirs = int8_matmul(hidden, placed), int8_matmul(hidden, head)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 

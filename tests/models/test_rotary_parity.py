@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.models.layers import rotary_angles
-from longspec_jax.ops.layer.split_heads import rotate
+from longspec_jax.ops.layer import rotate
 from longspec_jax.weights.hf_config import rope_scaling, rope_theta
 from longspec_jax.weights.json_files import JsonObject
 from tests.models.hf_models import torch, transformers

@@ -86,8 +86,8 @@ def test_attention(pair):
         expected = model.model.layers[0].self_attn(
             hidden_states=torch.from_numpy(x), position_embeddings=angles, attention_mask=mask
         )[0]
-    summands = _run(Attention(config), params["layers_0"]["attention"], x)
-    np.testing.assert_allclose(summands.sum(axis=0), expected.numpy(), atol=TIGHT)
+    partials = _run(Attention(config), params["layers_0"]["attention"], x)
+    np.testing.assert_allclose(partials.sum(axis=0), expected.numpy(), atol=TIGHT)
 
 
 def test_layer(pair):

@@ -10,21 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax.compilation import keep_programs
-from longspec_jax.ops.attention import kernels, tiles, tree_pallas
+from longspec_jax.ops import layer_pallas
+from longspec_jax.ops.attention import fresh_pallas, kernels, tiles
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 from longspec_jax.ops.hardware import mosaic_is_supported
-from longspec_jax.ops.layer import (
-    append_rows_pallas,
-    residual_norm_pallas,
-    split_heads_pallas,
-    table_heads_pallas,
-    table_query_pallas,
-)
-from longspec_jax.ops.layer.angles import Angles
-from longspec_jax.ops.products import int8_pallas
-from longspec_jax.ops.products.int8 import Int8Rows
-from longspec_jax.ops.products.tiles import int8_tile, product_tile
+from longspec_jax.ops.matmul import few_rows_mosaic, int8_pallas
 from longspec_jax.ops.selection import continuations, continuations_pallas
 from tests.ops.attention.oracle import HEADS, TOKENS
 
@@ -109,7 +100,7 @@ def test_a_kernel_is_kept_under_one_text(tmp_path) -> None:
 
     def tree(q, fresh, mask):
         tile = TreeTile(16, 16, 4, 4, 2)
-        return tree_pallas.tree_attention(q, Fresh(fresh, fresh, mask), tile=tile)
+        return fresh_pallas.tree_attention(q, Fresh(fresh, fresh, mask), tile=tile)
 
     def joined(q, fresh, mask, cache, length):
         operands = Prefix(cache, cache, length), Fresh(fresh, fresh, mask)
@@ -129,11 +120,12 @@ def test_a_kernel_is_kept_under_one_text(tmp_path) -> None:
             jax.config.update(name, value)
 
 
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("heads", [(32, 8), (28, 4)])
 @pytest.mark.parametrize("tokens", [48, 2048])
-@pytest.mark.parametrize("of", [(128, "bfloat16"), (256, "bfloat16"), (64, "float32")])
-def test_chunks_lower_for_cuda(heads, tokens, of) -> None:
-    width, dtype = of
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(128, "bfloat16"), (256, "bfloat16"), (64, "float32")]
+)
+def test_chunks_lower_for_cuda(heads, tokens, width, dtype) -> None:
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     q, rows = operand((1, tokens, heads[0], width)), operand((1, tokens, heads[1], width))
     cache, length = operand((1, heads[1], 8192, width)), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -154,9 +146,9 @@ def test_layer_ops_lower_for_cuda() -> None:
 
     def call(x, scale, qkv, cos, sin, rows, caches, path, length):
         return (
-            residual_norm_pallas.residual_norm(x, x[None], scale, eps=1e-5),
-            split_heads_pallas.split_heads(qkv, cos, sin),
-            append_rows_pallas.append_rows(caches, rows, path, length),
+            layer_pallas.residual_norm(x, x[None], scale, eps=1e-5),
+            layer_pallas.split_heads(qkv, cos, sin),
+            layer_pallas.append_rows(caches, rows, path, length),
         )
 
     arguments = (
@@ -167,28 +159,6 @@ def test_layer_ops_lower_for_cuda() -> None:
         angles,
     )
     assert lowered(call, *arguments, [rows] * 65, [caches] * 65, *path).count("custom_call @") == 4
-
-
-def test_table_ops_lower_for_cuda() -> None:
-    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    real = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    heads, queries = (
-        Int8Rows(jax.ShapeDtypeStruct((*of, 128), jnp.int8), real(of))
-        for of in ((152064, 8, 7), (152064, 40))
-    )
-    angles = Angles(real((1, 5, 64)), real((1, 5, 64)))
-    tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32)
-
-    def call(heads, heads_bias, queries, bias, embedding, tokens, summands, angles):
-        stream = (queries, bias, embedding, tokens, summands, angles)
-        return (
-            table_heads_pallas.table_heads(heads, heads_bias, tokens, angles, place=2),
-            table_query_pallas.table_query(*stream, place=2, eps=1e-5, kv_heads=8),
-        )
-
-    biases = operand((8, 7, 128)), operand((40, 128))
-    arguments = (heads, biases[0], queries, biases[1], operand((152064, 5120)), tokens)
-    assert lowered(call, *arguments, real((2, 1, 16, 10240)), angles).count("custom_call @") == 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -216,21 +186,14 @@ def test_continuations_lower_for_cuda(nodes, vocabulary, count, dtype) -> None:
         (4096, 11008, True, False, False),
     ],
 )
-def test_skinny_products_lower_for_cuda(rows, contracted, columns, gated, split, bias) -> None:
-    from longspec_jax.ops.products import skinny_mosaic
-
+def test_matmuls_of_few_rows_lower_for_cuda(rows, contracted, columns, gated, split, bias) -> None:
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     x = operand((rows, contracted))
     weights = operand((contracted, 2, columns) if gated else (contracted, columns))
-    tile = product_tile(rows, contracted, columns, gated=gated, split=split)
-    assert tile is not None
+    tile = few_rows_mosaic.matmul_tile(rows, contracted, columns, gated=gated, split=split)
 
     def call(x, weights, bias):
-        if gated:
-            return skinny_mosaic.gated_product(x, weights, tile=tile)
-        if split:
-            return skinny_mosaic.summands(x, weights, tile=tile)
-        return skinny_mosaic.product(x, weights, bias, tile=tile)
+        return few_rows_mosaic.matmul(x, weights, bias, tile=tile)
 
     text = lowered(call, x, weights, operand((columns,)) if bias else None)
     assert text.count("custom_call @mosaic_gpu") == 1
@@ -249,10 +212,10 @@ def test_skinny_products_lower_for_cuda(rows, contracted, columns, gated, split,
         (1000, 5001, False, False, False),
     ],
 )
-def test_int8_products_lower_for_cuda(contracted, outputs, gated, split, bias) -> None:
+def test_int8_matmuls_lower_for_cuda(contracted, outputs, gated, split, bias) -> None:
     x = jax.ShapeDtypeStruct((16, contracted), jnp.bfloat16)
     weights = jax.ShapeDtypeStruct((outputs * (2 if gated else 1), contracted), jnp.int8)
     scale = jax.ShapeDtypeStruct(weights.shape[:1], jnp.float32)
-    tile = int8_tile(16, contracted, outputs, gated=gated, split=split)
-    call = functools.partial(int8_pallas.product, tile=tile, gated=gated, dtype=x.dtype)
+    tile = int8_pallas.int8_tile(16, contracted, outputs, gated=gated, split=split)
+    call = functools.partial(int8_pallas.int8_matmul, tile=tile, gated=gated, dtype=x.dtype)
     assert lowered(call, x, weights, scale, scale if bias else None).count("custom_call @") == 1

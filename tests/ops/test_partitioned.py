@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspec_jax.ops.attention import kernels, tree_pallas
+from longspec_jax.ops import layer_pallas
+from longspec_jax.ops.attention import fresh_pallas, kernels
 from longspec_jax.ops.attention.operands import Fresh, Prefix
-from longspec_jax.ops.layer import append_rows_pallas, residual_norm_pallas, split_heads_pallas
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import BATCH, make_mesh
 
@@ -24,7 +24,6 @@ SPECS = dict(
     q=P(DATA, None, "tp"),
     slots=P(DATA, "tp"),
     length=P(DATA),
-    start=P(DATA),
     rows=P(DATA, None, "tp"),
     mask=P(DATA),
     path=P(DATA),
@@ -47,7 +46,6 @@ def operands(kv_heads: int = 2, groups: int = 2) -> dict[str, jax.Array]:
         q=normal(2, TOKENS, kv_heads * groups, WIDTH),
         slots=normal(2, kv_heads, SLOTS, WIDTH),
         length=jnp.asarray([61, 17]),
-        start=jnp.asarray([40, 0]),
         rows=normal(2, KEYS, kv_heads, WIDTH),
         mask=jnp.asarray(random.random((2, TOKENS, KEYS)) < 0.5),
         path=jnp.asarray([[0, 4], [2, 3]]),
@@ -77,13 +75,10 @@ def every_op(**x: jax.Array) -> Any:
     return (
         attention(**x),
         prefix(x["q"], Prefix(slots, slots, length)),
-        prefix(x["q"], Prefix(slots, slots, length, x["start"])),
-        tree_pallas.tree_attention(x["q"], Fresh(rows, rows, x["mask"]), interpret=True),
-        split_heads_pallas.split_heads(x["qkv"], x["cos"], x["cos"], interpret=True),
-        residual_norm_pallas.residual_norm(
-            x["x"], x["x"][None], x["scale"], eps=1e-5, interpret=True
-        ),
-        append_rows_pallas.append_rows(
+        fresh_pallas.tree_attention(x["q"], Fresh(rows, rows, x["mask"]), interpret=True),
+        layer_pallas.split_heads(x["qkv"], x["cos"], x["cos"], interpret=True),
+        layer_pallas.residual_norm(x["x"], x["x"][None], x["scale"], eps=1e-5, interpret=True),
+        layer_pallas.append_rows(
             [slots, 2 * slots, slots], [rows, rows, 2 * rows], x["path"], length, interpret=True
         ),
     )
@@ -109,19 +104,16 @@ def expected(op: Callable[..., Any], kv_heads: int, groups: int = 2) -> Any:
     return jax.jit(op)(**operands(kv_heads, groups))
 
 
-@pytest.mark.parametrize(
-    ("axes", "groups"), [(dict(tp=2), 2), (dict(data=2, tp=2), 1)], ids=["tp", "data-tp"]
-)
-def test_shares_are_computed_where_they_lie(axes: dict[str, int], groups: int) -> None:
-    mesh = make_mesh(**axes)
-    arrays = put(mesh, operands(2, groups))
+def test_shares_are_computed_where_they_lie() -> None:
+    mesh = make_mesh(data=2, tp=2)
+    arrays = put(mesh, operands())
     with use_mesh(mesh.abstract_mesh):
         compiled = jax.jit(every_op).lower(**arrays).compile()
     assert collectives(compiled.as_text()) == set()
     actual = compiled(**arrays)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
-    jax.tree.map(close, actual, expected(every_op, 2, groups))
-    q, prefix, _, _, (_, k, _), (total, _), (cache, *_) = actual
+    jax.tree.map(close, actual, expected(every_op, 2))
+    q, prefix, _, (_, k, _), (total, _), (cache, *_) = actual
     for array in (q, prefix.out, prefix.lse, k):
         where = NamedSharding(mesh, P(DATA, None, "tp"))
         assert array.sharding.is_equivalent_to(where, array.ndim)
@@ -144,7 +136,6 @@ def test_without_the_rule_operands_are_gathered() -> None:
 @pytest.mark.parametrize(
     ("kv_heads", "specs"),
     [
-        pytest.param(3, dict(slots=P(), rows=P(), qkv=P()), id="three heads on two devices"),
         pytest.param(1, dict(slots=P(), rows=P(), qkv=P()), id="one head on two devices"),
         pytest.param(2, dict(slots=P(None, None, None, "tp"), q=P("tp")), id="other axes cut"),
     ],
@@ -165,7 +156,7 @@ def test_one_device_runs_the_op_itself() -> None:
 
     x = operands()
     arguments = (x["q"], Fresh(x["rows"], x["rows"], x["mask"]))
-    ours = tree_pallas.tree_attention
+    ours = fresh_pallas.tree_attention
     plain = jax.jit(ours.__wrapped__.__wrapped__, static_argnames=("interpret",))
     assert lowered(ours) == lowered(plain)
 

@@ -12,22 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.ops import hardware
-from longspec_jax.ops.attention import kernels, tree_pallas
+from longspec_jax.ops import layer_pallas
+from longspec_jax.ops.attention import fresh_pallas, kernels
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
-from longspec_jax.ops.layer import (
-    residual_norm_pallas,
-    split_heads_pallas,
-    table_heads_pallas,
-    table_query_pallas,
-)
-from longspec_jax.ops.layer.angles import Angles
-from longspec_jax.ops.products import int8_pallas, skinny
-from longspec_jax.ops.products.int8 import Int8Rows, round_rows
-from longspec_jax.ops.products.tiles import int8_tile
+from longspec_jax.ops.matmul import few_rows, int8_pallas
+from longspec_jax.ops.matmul.int8 import round_rows
 from longspec_jax.ops.selection import continuations_pallas
-from tests.kit import COMPILED, normal
+from tests.kit import COMPILED, hopper_or_skip, normal
 
 MOST = 16
 """Rows, or tokens of a row; every kernel here takes them in one tile or more."""
@@ -35,7 +27,7 @@ PREFIX_TILE, TREE_TILE = PrefixTile((16,), 32, 64, 4, 2), TreeTile(16, 32, 4, 4,
 
 bfloat16 = functools.partial(normal, dtype="bfloat16")
 Q, K, V = bfloat16(0, 1, MOST, 6, 64), bfloat16(1, 1, 2, 131, 64), bfloat16(2, 1, 2, 131, 64)
-PREFIX = Prefix(K, V, jnp.asarray([117]), None)
+PREFIX = Prefix(K, V, jnp.asarray([117]))
 FRESH_K, FRESH_V = bfloat16(3, 1, MOST, 2, 64), bfloat16(4, 1, MOST, 2, 64)
 MASK = jnp.tril(jax.random.bernoulli(jax.random.key(5), 0.5, (1, MOST, MOST)))
 
@@ -45,13 +37,8 @@ def fresh(rows: int) -> Fresh:
     return Fresh(FRESH_K[:, :rows], FRESH_V[:, :rows], MASK[:, :rows, :rows])
 
 
-def prefix(rows: int, interpret: bool) -> list[jax.Array]:
-    found = kernels.prefix_attention(Q[:, :rows], PREFIX, tile=PREFIX_TILE, interpret=interpret)
-    return [part[0] for part in found]
-
-
 def tree(rows: int, interpret: bool) -> list[jax.Array]:
-    found = tree_pallas.tree_attention(
+    found = fresh_pallas.tree_attention(
         Q[:, :rows], fresh(rows), tile=TREE_TILE, interpret=interpret
     )
     return [part[0] for part in found]
@@ -87,52 +74,28 @@ def int8(
     outputs, width = 96, 600
     weights, scale = round_rows(normal(6, outputs, width))
     # The tile that is chosen: from one row to all of them it is the same.
-    tile = int8_tile(rows, width, outputs // (2 if gated else 1), gated=gated, split=split)
+    tile = int8_pallas.int8_tile(
+        rows, width, outputs // (2 if gated else 1), gated=gated, split=split
+    )
     options = dict(tile=tile, gated=gated, dtype=jnp.bfloat16, interpret=interpret)
-    return list(int8_pallas.product(bfloat16(7, MOST, width)[:rows], weights, scale, **options))
+    return list(int8_pallas.int8_matmul(bfloat16(7, MOST, width)[:rows], weights, scale, **options))
 
 
 def norm(rows: int, interpret: bool) -> list[jax.Array]:
-    x, summands = bfloat16(8, 1, MOST, 100), normal(9, 3, 1, MOST, 100)
-    found = residual_norm_pallas.residual_norm(
-        *(x[:, :rows], summands[:, :, :rows], bfloat16(10, 100)), eps=1e-5, interpret=interpret
+    x, partials = bfloat16(8, 1, MOST, 100), normal(9, 3, 1, MOST, 100)
+    found = layer_pallas.residual_norm(
+        *(x[:, :rows], partials[:, :, :rows], bfloat16(10, 100)), eps=1e-5, interpret=interpret
     )
     return [part[0] for part in found]
 
 
 def heads(rows: int, interpret: bool) -> list[jax.Array]:
     angle = normal(11, 1, MOST, 12)[:, :rows]
-    found = split_heads_pallas.split_heads(
+    found = layer_pallas.split_heads(
         *(bfloat16(12, 1, MOST, 3, 6, 24)[:, :rows], jnp.cos(angle), jnp.sin(angle)),
         interpret=interpret,
     )
     return [part[0] for part in found]
-
-
-TOKENS = jnp.arange(MOST)[None] * 5 % 29
-
-
-def table_of_heads(rows: int, interpret: bool) -> list[jax.Array]:
-    table = Int8Rows.of(normal(15, 29, 3, 6, 24))
-    found = table_heads_pallas.table_heads(
-        *(table, bfloat16(16, 3, 6, 24), TOKENS[:, :rows], turned(17)), place=1, interpret=interpret
-    )
-    return [part[0] for part in found]
-
-
-def table_of_queries(rows: int, interpret: bool) -> list[jax.Array]:
-    tables = Int8Rows.of(normal(18, 29, 12, 24)), bfloat16(19, 12, 24), bfloat16(20, 29, 100)
-    summands = normal(21, 3, 1, MOST, 100 + 12 * 24)[:, :, :rows]
-    found = table_query_pallas.table_query(
-        *(*tables, TOKENS[:, :rows], summands, turned(22)),
-        **dict(place=1, eps=1e-5, kv_heads=3, interpret=interpret),
-    )
-    return [part[0] for part in found]
-
-
-def turned(seed: int) -> Angles:
-    angle = normal(seed, 1, 2, 12)
-    return Angles(jnp.cos(angle), jnp.sin(angle))
 
 
 def continuations(rows: int, interpret: bool) -> list[jax.Array]:
@@ -145,18 +108,14 @@ def continuations(rows: int, interpret: bool) -> list[jax.Array]:
 
 
 KERNELS = {
-    "prefix": prefix,
     "tree": tree,
     "speculative": speculative,
     "joined": joined,
     "chunk": chunk,
-    "int8": int8,
     "int8 gated": functools.partial(int8, gated=True),
-    "int8 summands": functools.partial(int8, split=True),
+    "int8 partials": functools.partial(int8, split=True),
     "norm": norm,
     "heads": heads,
-    "table of heads": table_of_heads,
-    "table of queries": table_of_queries,
     "continuations": continuations,
 }
 
@@ -173,18 +132,17 @@ def test_a_row_keeps_its_bits(
 
 @pytest.mark.gpu
 def test_a_row_keeps_its_bits_in_the_hopper_kernels() -> None:
-    if not (hardware.is_hopper() and hardware.mosaic_is_supported()):
-        pytest.skip("written for Hopper GPUs and jax 0.11 or newer")
+    hopper_or_skip()
     q, keys, values = (
         bfloat16(0, 1, 69, 32, 128),
         bfloat16(1, 1, 8, 4096, 128),
         bfloat16(2, 1, 8, 4096, 128),
     )
-    cache = Prefix(keys, values, jnp.asarray([4001]), None)
+    cache = Prefix(keys, values, jnp.asarray([4001]))
     run = functools.partial(kernels.prefix_attention, tile=MosaicTile(2, 128, 512, 2))
     x, weights = bfloat16(3, 64, 4096), bfloat16(4, 4096, 4096) / 64
     for few, whole in (
         *zip(run(q[:, :5], cache), run(q, cache), strict=True),
-        (skinny.summands(x[:8], weights), skinny.summands(x, weights)),
+        (few_rows.matmul_partials(x[:8], weights), few_rows.matmul_partials(x, weights)),
     ):
         np.testing.assert_array_equal(np.float32(few), np.float32(whole[:, : few.shape[1]]))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.ops.chunks import chunk_length
+from longspec_jax.ops.slicing import chunk_length
 from tests.kit import relative_error, tiny_target_config
 from train.acceptance import Pair, _count
 from train.losses import (

@@ -26,10 +26,9 @@ from longspec_jax.models.layers import (
     rotary_angles,
 )
 from longspec_jax.models.target import HEADS, head_logits, head_of
-from longspec_jax.ops.layer.residual_norm import add
-from longspec_jax.ops.layer.split_heads import rotate, split_heads
-from longspec_jax.ops.partitioned import placed
-from longspec_jax.ops.products.int8 import Int8Rows
+from longspec_jax.ops.layer import add, rotate, split_heads
+from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
+from longspec_jax.ops.partitioned import with_sharding
 
 
 class DraftOutput(NamedTuple):
@@ -90,13 +89,15 @@ class LongSpecLayer(nn.Module):
           attend_cross: ``q -> out`` over the target's last-layer keys and values.
         """
         angles = _angles(self.config, positions)
-        q, k, v = placed(HEADS, *split_heads(self.self_qkv(self.self_norm(embedded)), *angles))
-        attended = self.self_out.summands(attend_self(q, k, v))
-        x, normalised = placed("b t d, b t d", *self.cross_norm.add(embedded, attended))
-        cross_q, *_ = placed(HEADS, rotate(self.cross_q(normalised), angles), k, v)
-        attended = self.cross_out.summands(attend_cross(cross_q))
-        x, normalised = placed("b t d, b t d", *self.mlp_norm.add(x, attended))
-        [hidden] = placed("b t d", add(x, self.mlp(normalised)))
+        q, k, v = with_sharding(
+            HEADS, *split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
+        )
+        attended = self.self_out.partials(attend_self(q, k, v))
+        x, normalised = with_sharding("b t d, b t d", *self.cross_norm.add(embedded, attended))
+        cross_q, *_ = with_sharding(HEADS, rotate(self.cross_q(normalised), angles), k, v)
+        attended = self.cross_out.partials(attend_cross(cross_q))
+        x, normalised = with_sharding("b t d, b t d", *self.mlp_norm.add(x, attended))
+        [hidden] = with_sharding("b t d", add(x, self.mlp(normalised)))
         return DraftOutput(hidden, k, v)
 
     def keys_values(self, embedded: Array, positions: Array) -> tuple[Array, Array]:
@@ -161,7 +162,7 @@ class LongSpecParams:
     def logits(self, hidden: Array) -> Array:
         """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
         if isinstance(self.head, Int8Rows):
-            return self.head.product(hidden)
+            return int8_matmul(hidden, self.head)
         return head_logits(self.head, hidden)
 
     def keys_values(

@@ -30,16 +30,18 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
 from longspec_jax.drafters.base import Committed, Needs, Selection, View
 from longspec_jax.drafters.retrieval.selection import Selector, of_blocks
-from longspec_jax.ops.along import along, last_along
-from longspec_jax.ops.selection.attended import attended_scores
-from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, choose_blocks, followed
-from longspec_jax.ops.selection.extremes import (
+from longspec_jax.ops.selection.blocks import (
+    BlockBudget,
+    BlockTable,
     Extremes,
+    attended_scores,
     bound_scores,
+    choose_blocks,
     extend_extremes,
-    mean,
+    followed,
     no_extremes,
 )
+from longspec_jax.ops.slicing import along, last_along
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,7 @@ class Quest(Retriever):
     def table(self, state: QuestState, view: View) -> BlockTable:
         """The best blocks of every layer and key/value head, ``[B, L, K, k]``."""
         counts = jnp.arange(self.queries) < state.count[:, None]
-        probe = mean(state.queries, counts, self.config.num_kv_heads)
-        scores = bound_scores(probe, state.extremes)
+        scores = bound_scores(state.queries, counts, state.extremes)
         return choose_blocks(scores, view.length, self.budget)
 
 

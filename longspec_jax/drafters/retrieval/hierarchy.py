@@ -40,7 +40,7 @@ from longspec_jax.drafters.base import (
 from longspec_jax.drafters.draft import with_tree
 from longspec_jax.drafters.retrieval.selection import Selector, SinksAndRecent
 from longspec_jax.drafters.tree import Tree, at_end, branch, node_depths, plant
-from longspec_jax.ops.along import along, last_along
+from longspec_jax.ops.slicing import along, last_along
 
 
 class HierarchyState(NamedTuple):

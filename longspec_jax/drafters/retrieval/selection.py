@@ -23,8 +23,7 @@ from longspec_jax.drafters.base import (
     View,
 )
 from longspec_jax.ops.attention.operands import Prefix
-from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable
-from longspec_jax.ops.selection.gather import gather_blocks
+from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, gather_blocks
 
 
 @struct.dataclass

@@ -23,8 +23,7 @@ from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
 from longspec_jax.drafters.base import Committed, View
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, CachedSelection, LastQuery
 from longspec_jax.ops.attention.operands import Prefix
-from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, followed
-from longspec_jax.ops.selection.gather import gather_blocks
+from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, followed, gather_blocks
 
 TOKENS_A_ROUND = 8
 """Tokens of a round for which a choice has slack behind it; rounds that yield more bring the next

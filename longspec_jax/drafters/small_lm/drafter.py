@@ -33,7 +33,7 @@ from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.models.target import Attend, Target, TargetOutput
 from longspec_jax.ops.attention.dispatch import chunk_attention, speculative_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
-from longspec_jax.ops.layer.append_rows import append_rows
+from longspec_jax.ops.layer import append_rows
 
 SPARE = 64
 """Slack slots behind those of committed tokens, where short blocks that are not kept are written.

@@ -1,20 +1,12 @@
-"""The attention ops of the project: validate, choose an implementation, refuse with the reason.
+"""The attention ops of the project: check the operands, choose an implementation.
 
 ``prefix_attention`` and ``tree_attention`` return mergeable partial results; the decode step uses
 their union, ``speculative_attention`` (LongSpec section 3.3). ``chunk_attention`` serves prefill
 and ``causal_attention`` training. :mod:`longspec_jax.ops.attention.reference` defines what each
-computes.
-
-An implementation is a module that provides the op under the same name and raises
-``NotImplementedError`` with a sentence for what it cannot do; it is imported on first use, so that
-a missing backend is one more such sentence. Without an explicit choice the first implementation
-that accepts the call is used; an explicit choice never falls back.
+computes, and :mod:`longspec_jax.ops.dispatch` chooses.
 """
 
-import dataclasses
-import functools
-import importlib
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,120 +15,89 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, Queries, TreeRows
-from longspec_jax.ops.attention.merge import Partial, merge
-from longspec_jax.ops.attention.operands import Fresh, Prefix
+from longspec_jax.ops.attention import attention_xla, reference
+from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
+from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.hardware import require_ampere
 
 
-@dataclasses.dataclass(frozen=True)
-class Implementation:
-    """Where an implementation of an op lives.
+def _prefix_kernels(*operands: Any, **options: Any) -> Partial:
+    from longspec_jax.ops.attention import kernels
 
-    Attributes:
-      module: the module's full name.
-      options: what the op is always called with.
-    """
-
-    module: str
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __call__(self, op: str, *args: Any, **options: Any) -> Any:
-        """Call the op, or refuse because its backend is not installed."""
-        try:
-            module = importlib.import_module(self.module)
-        except ImportError as error:
-            raise NotImplementedError(f"{self.module} cannot be imported: {error}") from error
-        return getattr(module, op)(*args, **options, **self.options)
+    return kernels.prefix_attention(*operands, **options)
 
 
-@dataclasses.dataclass(frozen=True)
-class Merged:
-    """Speculative attention as the merge of what two implementations find.
+def _tree_kernel(*operands: Any, **options: Any) -> Partial:
+    from longspec_jax.ops.attention import fresh_pallas
 
-    Attributes:
-      prefix: attends to the prefix.
-      tree: attends to the tree.
-    """
-
-    prefix: Implementation
-    tree: Implementation
-
-    def __call__(
-        self, op: str, q: Queries, prefix: Prefix, fresh: Fresh, *, scale: float | None
-    ) -> Float[Array, "B T N H"]:
-        """Compute both parts and merge them."""
-        seen = self.prefix("prefix_attention", q, prefix, scale=scale)
-        tree = self.tree("tree_attention", q, fresh, scale=scale)
-        return merge(seen, tree).out.astype(q.dtype)
+    return fresh_pallas.tree_attention(*operands, **options)
 
 
-@dataclasses.dataclass(frozen=True)
-class Masked:
-    """Chunk attention as speculative attention under a causal mask.
+def _speculative_kernels(*operands: Any, **options: Any) -> Array:
+    from longspec_jax.ops.attention import kernels
 
-    Attributes:
-      speculative: what attends.
-    """
-
-    speculative: Implementation | Merged
-
-    def __call__(
-        self,
-        op: str,
-        q: Queries,
-        prefix: Prefix,
-        keys: TreeRows,
-        values: TreeRows,
-        *,
-        scale: float | None,
-    ) -> Float[Array, "B T N H"]:
-        """Attend to what the mask shows."""
-        causal = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
-        fresh = Fresh(keys, values, jnp.broadcast_to(causal, (q.shape[0], *causal.shape)))
-        return self.speculative("speculative_attention", q, prefix, fresh, scale=scale)
+    return kernels.speculative_attention(*operands, **options)
 
 
-_OPS = "longspec_jax.ops.attention"
-_REFERENCE = Implementation(f"{_OPS}.reference")
-_KERNELS = Implementation(f"{_OPS}.kernels")
-_HOPPER_KERNELS = Implementation(f"{_OPS}.kernels", {"hopper": True})
-_INTERPRETED_KERNELS = Implementation(f"{_OPS}.kernels", {"interpret": True})
-_TREE_KERNEL = Implementation(f"{_OPS}.tree_pallas")
-_TREE_XLA = Implementation(f"{_OPS}.tree_xla")
+def _chunk_kernels(*operands: Any, **options: Any) -> Array:
+    from longspec_jax.ops.attention import kernels
 
-PREFIX_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "pallas": _KERNELS,
-    "mosaic": _HOPPER_KERNELS,
-    "triton": Implementation(f"{_OPS}.prefix_triton"),
-    "xla": Implementation(f"{_OPS}.prefix_xla"),
-    "reference": _REFERENCE,
-    "interpret": _INTERPRETED_KERNELS,
-}
-TREE_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "pallas": _TREE_KERNEL,
-    "mosaic": _TREE_KERNEL,
-    "triton": _TREE_KERNEL,
-    "xla": _TREE_XLA,
-    "reference": _REFERENCE,
-    "interpret": Implementation(f"{_OPS}.tree_pallas", {"interpret": True}),
-}
-SPECULATIVE_IMPLEMENTATIONS: dict[str, Implementation | Merged] = {
-    "pallas": _KERNELS,
-    "mosaic": _HOPPER_KERNELS,
-    "triton": Merged(PREFIX_IMPLEMENTATIONS["triton"], _TREE_XLA),
-    "xla": Merged(PREFIX_IMPLEMENTATIONS["xla"], _TREE_XLA),
-    "reference": _REFERENCE,
-    "interpret": _INTERPRETED_KERNELS,
-}
-CHUNK_IMPLEMENTATIONS: dict[str, Implementation | Masked] = {
-    "pallas": _KERNELS,
-    "mosaic": _HOPPER_KERNELS,
-    "triton": Masked(SPECULATIVE_IMPLEMENTATIONS["triton"]),
-    "xla": Masked(SPECULATIVE_IMPLEMENTATIONS["xla"]),
-    "reference": Masked(SPECULATIVE_IMPLEMENTATIONS["reference"]),
-    "interpret": _INTERPRETED_KERNELS,
-}
-AUTOMATIC = ("pallas", "xla")
-"""The implementations that are tried, in this order, when none is named."""
+    return kernels.chunk_attention(*operands, **options)
+
+
+def _prefix_triton(*operands: Any, **options: Any) -> Partial:
+    require_ampere("the jax-triton prefix kernel")
+    try:
+        from longspec_jax.ops.attention import prefix_triton
+
+        return prefix_triton.prefix_attention(*operands, **options)
+    except ImportError as error:
+        raise NotImplementedError(
+            f"the jax-triton prefix kernel cannot be imported ({error}); install jax-triton 0.3.1 "
+            "and triton 3.6 beside jax with GPU support, or choose another implementation"
+        ) from error
+
+
+PREFIX = Op(
+    "prefix_attention",
+    automatic={"pallas": _prefix_kernels, "xla": attention_xla.prefix_attention},
+    by_name={
+        "mosaic": partial(_prefix_kernels, hopper=True),
+        "triton": _prefix_triton,
+        "reference": reference.prefix_attention,
+        "interpret": partial(_prefix_kernels, interpret=True),
+    },
+)
+TREE = Op(
+    "tree_attention",
+    automatic={"pallas": _tree_kernel, "xla": attention_xla.tree_attention},
+    by_name={
+        "mosaic": _tree_kernel,
+        "triton": _tree_kernel,
+        "reference": reference.tree_attention,
+        "interpret": partial(_tree_kernel, interpret=True),
+    },
+)
+SPECULATIVE = Op(
+    "speculative_attention",
+    automatic={"pallas": _speculative_kernels, "xla": attention_xla.speculative_attention},
+    by_name={
+        "mosaic": partial(_speculative_kernels, hopper=True),
+        "triton": partial(attention_xla.speculative_attention, attend=_prefix_triton),
+        "reference": reference.speculative_attention,
+        "interpret": partial(_speculative_kernels, interpret=True),
+    },
+)
+CHUNK = Op(
+    "chunk_attention",
+    automatic={"pallas": _chunk_kernels, "xla": attention_xla.chunk_attention},
+    by_name={
+        "mosaic": partial(_chunk_kernels, hopper=True),
+        "triton": partial(attention_xla.chunk_attention, attend=_prefix_triton),
+        "reference": reference.chunk_attention,
+        "interpret": partial(_chunk_kernels, interpret=True),
+    },
+)
 
 
 def prefix_attention(
@@ -154,7 +115,7 @@ def prefix_attention(
       prefix: the cached tokens.
       scale: factor on the scores; ``H ** -0.5`` if absent.
       dtype: of the output; what is to be merged wants float32.
-      implementation: a name from ``PREFIX_IMPLEMENTATIONS``; chosen automatically if absent.
+      implementation: a name of ``config.ATTENTION``; chosen automatically if absent.
 
     Returns:
       The partial result; ``out = 0`` and ``lse = -inf`` for rows that see no slot.
@@ -164,8 +125,8 @@ def prefix_attention(
       NotImplementedError: if the chosen implementation cannot take this call; says why.
     """
     _check_prefix(q, prefix)
-    options = dict(scale=scale, dtype=jnp.dtype(dtype))
-    return _run(PREFIX_IMPLEMENTATIONS, implementation, "prefix_attention", q, prefix, **options)
+    options = dict(scale=scale, dtype=jnp.dtype(dtype), implementation=implementation)
+    return _run(PREFIX, q, prefix, **options)
 
 
 def tree_attention(
@@ -182,8 +143,8 @@ def tree_attention(
     queries.
     """
     _check_fresh(q, fresh)
-    options = dict(scale=scale, dtype=jnp.dtype(dtype))
-    return _run(TREE_IMPLEMENTATIONS, implementation, "tree_attention", q, fresh, **options)
+    options = dict(scale=scale, dtype=jnp.dtype(dtype), implementation=implementation)
+    return _run(TREE, q, fresh, **options)
 
 
 def speculative_attention(
@@ -197,14 +158,13 @@ def speculative_attention(
     """Attention of tree nodes to the committed prefix and, masked, to the tree itself.
 
     Args and errors as in :func:`prefix_attention` and :func:`tree_attention`, of which this is the
-    merged result, in the dtype of the queries. On a GPU all is one kernel or, of more than a few
-    rows, two.
+    merged result, in the dtype of the queries. On a GPU this is one kernel for a few
+    rows and two for more.
     """
     _check_prefix(q, prefix)
     _check_fresh(q, fresh)
     _check_together(prefix, fresh.keys)
-    op = "speculative_attention"
-    return _run(SPECULATIVE_IMPLEMENTATIONS, implementation, op, q, prefix, fresh, scale=scale)
+    return _run(SPECULATIVE, q, prefix, fresh, scale=scale, implementation=implementation)
 
 
 def chunk_attention(
@@ -224,27 +184,21 @@ def chunk_attention(
       keys: the chunk's own, one for each query.
       values: likewise.
       scale: factor on the scores; ``H ** -0.5`` if absent.
-      implementation: a name from ``CHUNK_IMPLEMENTATIONS``; chosen automatically if absent.
+      implementation: as in :func:`prefix_attention`.
 
     Raises:
       ValueError, NotImplementedError: as :func:`prefix_attention`.
     """
     _check_prefix(q, prefix)
-    _check_rows(q, keys, values)
+    _check_pair(q, keys, values, "[B, T, K, H]", keys.shape[2])
     _check_together(prefix, keys)
     if keys.shape[1] != q.shape[1]:
         raise ValueError(f"a chunk of {q.shape[1]} queries has as many keys, not {keys.shape[1]}")
-    op = "chunk_attention"
-    return _run(CHUNK_IMPLEMENTATIONS, implementation, op, q, prefix, keys, values, scale=scale)
+    return _run(CHUNK, q, prefix, keys, values, scale=scale, implementation=implementation)
 
 
 def causal_attention(
-    q: Queries,
-    k: TreeRows,
-    v: TreeRows,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
+    q: Queries, k: TreeRows, v: TreeRows, *, window: int | None = None, scale: float | None = None
 ) -> Float[Array, "B T N H"]:
     """Differentiable causal attention over whole sequences, for training.
 
@@ -265,23 +219,15 @@ def causal_attention(
 
 def _check_prefix(q: Queries, prefix: Prefix) -> None:
     """Refuse a cache that does not fit the queries."""
-    k, v = prefix.keys, prefix.values
-    _check_heads(q, k.shape[1], k.shape[3], k.dtype)
-    if k.shape != v.shape or k.dtype != v.dtype or k.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"keys {k.shape} {k.dtype}, values {v.shape} {v.dtype} and queries {q.shape} must "
-            "share the batch, and keys and values their dtype and whole shape [B, K, S, H]"
-        )
-    for name in ("length", "start"):
-        bound = getattr(prefix, name)
-        if bound is not None and bound.shape != q.shape[:1]:
-            raise ValueError(f"{name} {bound.shape} must have one number a row, {q.shape[:1]}")
+    _check_pair(q, prefix.keys, prefix.values, "[B, K, S, H]", prefix.keys.shape[1])
+    if prefix.length.shape != q.shape[:1]:
+        raise ValueError(f"length {prefix.length.shape} must have one number a row, {q.shape[:1]}")
 
 
 def _check_fresh(q: Queries, fresh: Fresh) -> None:
     """Refuse fresh keys that do not fit the queries, and a mask that does not fit both."""
     k, mask = fresh.keys, fresh.mask
-    _check_rows(q, k, fresh.values)
+    _check_pair(q, k, fresh.values, "[B, U, K, H]", k.shape[2])
     if mask.shape != (q.shape[0], q.shape[1], k.shape[1]) or mask.dtype != jnp.bool_:
         raise ValueError(
             f"mask {mask.shape} {mask.dtype} must be boolean [B, T, U] = "
@@ -289,13 +235,20 @@ def _check_fresh(q: Queries, fresh: Fresh) -> None:
         )
 
 
-def _check_rows(q: Queries, k: TreeRows, v: TreeRows) -> None:
-    """Refuse fresh keys that do not fit the queries."""
-    _check_heads(q, k.shape[2], k.shape[3], k.dtype)
+def _check_pair(q: Array, k: Array, v: Array, axes: str, kv_heads: int) -> None:
+    """Refuse keys and values that do not fit each other or the queries."""
+    if q.shape[2] % kv_heads or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"{q.shape[2]} query heads of width {q.shape[3]} do not group over {kv_heads} "
+            f"key/value heads of width {k.shape[3]}: one must be a multiple of the other, widths "
+            "equal"
+        )
+    if q.dtype != k.dtype:
+        raise ValueError(f"queries are {q.dtype} and keys {k.dtype}; cast one of them explicitly")
     if k.shape != v.shape or k.dtype != v.dtype or k.shape[0] != q.shape[0]:
         raise ValueError(
             f"keys {k.shape} {k.dtype}, values {v.shape} {v.dtype} and queries {q.shape} must "
-            "share the batch, and keys and values their dtype and whole shape [B, U, K, H]"
+            f"share the batch, and keys and values their dtype and whole shape {axes}"
         )
 
 
@@ -308,42 +261,12 @@ def _check_together(prefix: Prefix, keys: TreeRows) -> None:
         )
 
 
-def _check_heads(q: Array, kv_heads: int, width: int, dtype: jnp.dtype) -> None:
-    """Refuse queries that cannot be grouped over the key/value heads."""
-    if q.shape[2] % kv_heads or q.shape[3] != width:
-        raise ValueError(
-            f"{q.shape[2]} query heads of width {q.shape[3]} do not group over {kv_heads} "
-            f"key/value heads of width {width}: one must be a multiple of the other, widths equal"
-        )
-    if q.dtype != dtype:
-        raise ValueError(f"queries are {q.dtype} and keys {dtype}; cast one of them explicitly")
+def _run(op: Op, *operands: Any, **options: Any) -> Any:
+    """Run an op that cannot be differentiated."""
+    return op(*_without_gradient(op.name, operands), **options)
 
 
-def _run(
-    implementations: Mapping[str, Implementation | Merged | Masked],
-    choice: str | None,
-    op: str,
-    *operands: Any,
-    **options: Any,
-) -> Any:
-    """Call the chosen implementation, or the first that does not refuse."""
-    operands = _without_gradient(op, operands)
-    if choice is not None:
-        if choice not in implementations:
-            raise ValueError(
-                f"{op} has no implementation {choice!r}; choose one of {sorted(implementations)}"
-            )
-        return implementations[choice](op, *operands, **options)
-    refusals = []
-    for name in AUTOMATIC:
-        try:
-            return implementations[name](op, *operands, **options)
-        except NotImplementedError as refusal:
-            refusals.append(f"{name}: {refusal}")
-    raise NotImplementedError(f"no implementation of {op} takes this call. " + "; ".join(refusals))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _without_gradient(op: str, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     """Pass operands on, and refuse to be differentiated."""
     return operands

@@ -1,9 +1,9 @@
 """Attention by the Pallas kernels: a prefix's splits, then their merge or the tree's kernel.
 
-Which kernel computes the splits is said by the tile: Triton's from Ampere on, or the one that is
-written for Hopper. What the prefix kernel leaves goes to a small kernel that merges it or, in
-speculative attention, to the tree kernel, which starts its softmax from it: two kernels in all. The
-chunk kernel does so for prefill. Of few rows, as in a plain step, all is one kernel.
+The tile chooses the kernel that computes the splits: Triton's from Ampere on, or the one that is
+written for Hopper. What it leaves goes to a small kernel that merges it or, in speculative
+attention, to the tree kernel, which starts its softmax from it: two kernels in all. The chunk
+kernel does so for prefill. Few rows, as in a plain step, take one kernel.
 
 Jitted, so that the equal layers of a model are traced and lowered once.
 """
@@ -17,27 +17,23 @@ from jaxtyping import Float
 
 from longspec_jax.axes import Array, Queries, TreeRows
 from longspec_jax.ops import hardware
-from longspec_jax.ops.attention import (
-    chunk_pallas,
-    joined_pallas,
-    prefix_pallas,
-    tiles,
-    tree_pallas,
+from longspec_jax.ops.attention import fresh_pallas, prefix_pallas, tiles
+from longspec_jax.ops.attention.operands import (
+    CHUNK_AXES,
+    PREFIX_AXES,
+    SPECULATIVE_AXES,
+    Fresh,
+    Partial,
+    Prefix,
 )
-from longspec_jax.ops.attention.merge import Partial
-from longspec_jax.ops.attention.operands import CHUNK, PREFIX, SPECULATIVE, Fresh, Prefix
-from longspec_jax.ops.attention.packing import PackedShape, refuse_unsupported
+from longspec_jax.ops.attention.packing import Problem, refuse_unsupported
 from longspec_jax.ops.attention.splits import merge_splits
-from longspec_jax.ops.attention.tiles import (
-    MosaicTile,
-    PrefixTile,
-    TreeTile,
-)
+from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 from longspec_jax.ops.partitioned import partitioned
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "dtype", "tile", "hopper", "interpret"))
-@partitioned(PREFIX)
+@partitioned(PREFIX_AXES)
 def prefix_attention(
     q: Queries,
     prefix: Prefix,
@@ -48,9 +44,7 @@ def prefix_attention(
     hopper: bool = False,
     interpret: bool = False,
 ) -> Partial:
-    """Attend to ``start[b] <= s < length[b]``; see :func:`reference.prefix_attention`.
-
-    One kernel or two, of which the second merges.
+    """Attend to ``s < length[b]`` in one kernel, or in two, of which the second merges.
 
     Args:
       q: query tokens.
@@ -61,34 +55,18 @@ def prefix_attention(
       hopper: take the Hopper kernel whatever the shape.
       interpret: run the kernels step by step on any platform.
     """
-    _, tokens, heads, width = q.shape
-    kv_heads, slots = prefix.keys.shape[1:3]
     tile = tile or _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
-    if isinstance(tile, PrefixTile) and joined_pallas.takes(tile):
-        out, lse = joined_pallas.attend(
-            *(q, prefix, None),
-            scale=width**-0.5 if scale is None else scale,
-            tile=tile,
-            dtype=dtype,
-            interpret=interpret,
-        )
+    problem = _problem(q, prefix, scale, tile, interpret)
+    if isinstance(tile, PrefixTile) and prefix_pallas.joins(tile):
+        out, lse = prefix_pallas.joined_attention(q, prefix, None, tile, problem, dtype)
         return Partial(out.reshape(q.shape), lse.reshape(q.shape[:3]))
-    partials = _split_attention(q, prefix, scale, tile, interpret=interpret)
-    shape = PackedShape(tokens=tokens, heads=heads, kv_heads=kv_heads)
-    return merge_splits(
-        *(partials, prefix.length, prefix.start),
-        shape=shape,
-        split=tile.split,
-        slots=slots,
-        dtype=dtype,
-        interpret=interpret,
-    )
+    return merge_splits(_partials(q, prefix, tile, problem), prefix.length, problem, dtype)
 
 
 @functools.partial(
     jax.jit, static_argnames=("scale", "prefix_tile", "tree_tile", "hopper", "interpret")
 )
-@partitioned(SPECULATIVE)
+@partitioned(SPECULATIVE_AXES)
 def speculative_attention(
     q: Queries,
     prefix: Prefix,
@@ -102,39 +80,26 @@ def speculative_attention(
 ) -> Float[Array, "B T N H"]:
     """One softmax over the prefix and, masked, the tree; one kernel or two.
 
-    Options as in :func:`prefix_attention`, with a tile for each kernel; who gives a tile for the
-    second one gets two.
+    Options as in :func:`prefix_attention`, with a tile for each kernel; a tile for the second one
+    makes it two.
     """
-    _, tokens, heads, width = q.shape
-    kv_heads, slots = prefix.keys.shape[1:3]
-    factor = width**-0.5 if scale is None else scale
-    _refuse_start(prefix)
     tile = prefix_tile or _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
-    if tree_tile is None and isinstance(tile, PrefixTile) and joined_pallas.takes(tile):
-        out, _ = joined_pallas.attend(
-            q, prefix, fresh, scale=factor, tile=tile, dtype=q.dtype, interpret=interpret
-        )
+    problem = _problem(q, prefix, scale, tile, interpret)
+    if tree_tile is None and isinstance(tile, PrefixTile) and prefix_pallas.joins(tile):
+        out, _ = prefix_pallas.joined_attention(q, prefix, fresh, tile, problem, q.dtype)
         return out.reshape(q.shape)
-    partials = _split_attention(q, prefix, scale, tile, interpret=interpret)
+    past = prefix.length.astype(jnp.int32), *_partials(q, prefix, tile, problem)
     if tree_tile is None:
-        sizes = (tokens, heads, kv_heads, width, fresh.keys.shape[1], q.dtype.itemsize)
-        tree_tile = tiles.tree_tile(*sizes)
-    out, _ = tree_pallas.attend(
-        *(q, fresh, (prefix.length.astype(jnp.int32), *partials)),
-        tile=tree_tile,
-        scale=factor,
-        split=tile.split,
-        slots=slots,
-        dtype=q.dtype,
-        interpret=interpret,
-    )
+        sizes = problem.tokens, problem.heads, problem.kv_heads, q.shape[3]
+        tree_tile = tiles.tree_tile(*sizes, fresh.keys.shape[1], q.dtype.itemsize)
+    out, _ = fresh_pallas.attend_to_tree(q, fresh, past, tree_tile, problem, q.dtype)
     return out.reshape(q.shape)
 
 
 @functools.partial(
     jax.jit, static_argnames=("scale", "prefix_tile", "chunk_tile", "hopper", "interpret")
 )
-@partitioned(CHUNK)
+@partitioned(CHUNK_AXES)
 def chunk_attention(
     q: Queries,
     prefix: Prefix,
@@ -151,30 +116,13 @@ def chunk_attention(
 
     Options as in :func:`prefix_attention`, with a tile for each kernel.
     """
-    _, tokens, heads, width = q.shape
-    kv_heads, slots = prefix.keys.shape[1:3]
-    _refuse_start(prefix)
     tile = prefix_tile or _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
-    partials = _split_attention(q, prefix, scale, tile, interpret=interpret)
+    problem = _problem(q, prefix, scale, tile, interpret)
+    past = prefix.length.astype(jnp.int32), *_partials(q, prefix, tile, problem)
     if chunk_tile is None:
-        chunk_tile = tiles.chunk_tile(tokens, heads, kv_heads, width, q.dtype.itemsize)
-    return chunk_pallas.attend(
-        *(q, keys, values, (prefix.length.astype(jnp.int32), *partials)),
-        tile=chunk_tile,
-        scale=width**-0.5 if scale is None else scale,
-        split=tile.split,
-        slots=slots,
-        interpret=interpret,
-    )
-
-
-def _refuse_start(prefix: Prefix) -> None:
-    """Raise for a prefix whose first slots are not seen."""
-    if prefix.start is not None:
-        raise NotImplementedError(
-            "the fused kernels see every slot from the first on; choose implementation='xla' for a "
-            "prefix with a start"
-        )
+        sizes = problem.tokens, problem.heads, problem.kv_heads, q.shape[3]
+        chunk_tile = tiles.chunk_tile(*sizes, q.dtype.itemsize)
+    return fresh_pallas.attend_to_chunk(q, keys, values, past, chunk_tile, problem)
 
 
 def _choose_tile(
@@ -182,8 +130,7 @@ def _choose_tile(
 ) -> PrefixTile | MosaicTile:
     """The heuristic's tile for this GPU; refuses where there is none.
 
-    The Hopper kernel takes no lower bound, interpret mode does not run it and older versions of jax
-    cannot express it.
+    Interpret mode does not run the Hopper kernel, and older versions of jax cannot express it.
     """
     _, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
@@ -192,30 +139,28 @@ def _choose_tile(
         return tiles.mosaic_prefix_tile(tokens, heads, kv_heads, slots)
     capability = hardware.AMPERE if interpret else hardware.require_ampere("the Pallas kernels")
     sizes = (tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
-    if prefix.start is not None or interpret or not hardware.mosaic_is_supported():
+    if interpret or not hardware.mosaic_is_supported():
         return tiles.triton_prefix_tile(*sizes)
     return tiles.prefix_tile(*sizes)
 
 
-def _split_attention(
-    q: Queries,
-    prefix: Prefix,
-    scale: float | None,
-    tile: PrefixTile | MosaicTile,
-    *,
-    interpret: bool,
+def _problem(
+    q: Queries, prefix: Prefix, scale: float | None, tile: PrefixTile | MosaicTile, interpret: bool
+) -> Problem:
+    kv_heads, slots = prefix.keys.shape[1:3]
+    return Problem.of(q, kv_heads, scale, slots=slots, split=tile.split, interpret=interpret)
+
+
+def _partials(
+    q: Queries, prefix: Prefix, tile: PrefixTile | MosaicTile, problem: Problem
 ) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
     """Partial results of every split by the kernel that the tile is for."""
-    k, v, length, start = prefix.keys, prefix.values, prefix.length, prefix.start
-    refuse_unsupported(q, k.shape[1])
+    operands = q, prefix.keys, prefix.values, prefix.length
+    refuse_unsupported(q, problem.kv_heads)
     if isinstance(tile, PrefixTile):
-        return prefix_pallas.split_attention(
-            *(q, k, v, length, start), scale=scale, tile=tile, interpret=interpret
-        )
-    if start is not None or interpret:
-        raise NotImplementedError(
-            "the Mosaic GPU kernel takes no lower bound and does not run in interpret mode"
-        )
+        return prefix_pallas.split_attention(*operands, tile, problem)
+    if problem.interpret:
+        raise NotImplementedError("the Mosaic GPU kernel does not run in interpret mode")
     from longspec_jax.ops.attention import prefix_mosaic  # Older versions lack its backend.
 
-    return prefix_mosaic.split_attention(q, k, v, length, scale=scale, tile=tile)
+    return prefix_mosaic.split_attention(*operands, tile, problem)

@@ -1,19 +1,65 @@
-"""The running softmax of the Triton kernels.
+"""What the attention kernels for Triton share: reading rows, and the softmax over slots or keys.
 
-Inside a kernel scores and maxima are in base 2, in which the hardware exponentiates; what
-:func:`finish` returns is natural.
+Inside a kernel scores and maxima are in base 2; what :func:`finish` returns is natural.
 """
 
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-LOG2_E = math.log2(math.e)
+from longspec_jax.ops.attention.packing import LOG2_E, PackedShape, Problem
+from longspec_jax.ops.attention.tiles import PrefixTile
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 """Running maximum [R], sum [R] and unnormalised output [R, H] of an online softmax, in base 2."""
+
+Head = tuple[jax.Array, jax.Array]
+"""A batch row and one of its key/value heads."""
+
+Rows = tuple[jax.Array, jax.Array]
+"""Numbers of some packed rows, and which of them there are."""
+
+
+def load_queries(
+    q_ref: Any, head: Head, first: jax.Array, counts: tuple[int, ...], shape: PackedShape
+) -> tuple[list[jax.Array], list[Rows]]:
+    """The packed queries of a key/value head from row ``first`` on, in parts of ``counts``.
+
+    Returns:
+      For each part its queries, ``[R, H]`` with ``H`` a power of two, zero where there are none;
+      and its rows.
+    """
+    width = q_ref.shape[3]
+    h = jnp.arange(pl.next_power_of_2(width))
+    queries, parts = [], []
+    for count in counts:
+        packed = first + jnp.arange(count)
+        valid = packed < shape.packed
+        mask = valid[:, None] & (h < width)[None, :]
+        source = q_ref.at[*head, packed[:, None], h[None, :]]
+        queries.append(pltriton.load(source, mask=mask, other=0.0))
+        parts.append((packed, valid))
+        first += count
+    return queries, parts
+
+
+def store_rows(
+    out_ref: Any,
+    lse_ref: Any,
+    place: tuple[jax.Array | int, ...],
+    rows: Rows,
+    found: tuple[jax.Array, jax.Array],
+) -> None:
+    """Write the output and log-sum-exp of the rows that there are, at ``[*place, row]``."""
+    (row, valid), (out, lse) = rows, found
+    h = jnp.arange(out.shape[1])
+    mask = valid[:, None] & (h < out_ref.shape[-1])[None, :]
+    out = out.astype(out_ref.dtype)
+    pltriton.store(out_ref.at[*place, row[:, None], h[None, :]], out, mask=mask)
+    pltriton.store(lse_ref.at[*place, row], lse, mask=valid)
 
 
 def empty_state(rows: int, width: int) -> State:
@@ -52,8 +98,8 @@ def finite(top: jax.Array) -> jax.Array:
     return jnp.where(top == -jnp.inf, 0.0, top)
 
 
-def product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Matrix product with float32 accumulation; float32 operands are multiplied exactly."""
+def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Multiply matrices, accumulating in float32; float32 operands are multiplied exactly."""
     return jax.lax.dot_general(
         a,
         b,
@@ -70,5 +116,142 @@ def update(state: State, scores: jax.Array, v: jax.Array, interpret: bool) -> St
     shift = finite(new_top)
     weight = exp2(scores - shift[:, None], interpret)
     keep = exp2(top - shift, interpret)
-    acc = acc * keep[:, None] + product(weight.astype(v.dtype), v, (1, 0))
+    acc = acc * keep[:, None] + matmul(weight.astype(v.dtype), v, (1, 0))
     return new_top, total * keep + weight.sum(axis=1), acc
+
+
+def slots_of_split(
+    split: jax.Array, length: jax.Array, problem: Problem
+) -> tuple[jax.Array, jax.Array]:
+    """The slots of a split that a row of this length sees: ``lower <= s < upper``."""
+    lower = split * problem.split
+    return lower, jnp.minimum(jnp.minimum(length, problem.slots), lower + problem.split)
+
+
+def attend_to_slots(
+    queries: list[jax.Array],
+    k_ref: Any,
+    v_ref: Any,
+    head: Head,
+    states: list[State],
+    lower: jax.Array,
+    upper: jax.Array,
+    tile: PrefixTile,
+    problem: Problem,
+) -> list[State]:
+    """The softmax of each part of the rows after the slots ``lower <= s < upper``.
+
+    Each part has queries ``[R, H]``, with ``H`` a power of two, and its softmax so far. Keys and
+    values are caches ``[B, K, S, H]``; ``lower`` begins a block of ``tile.slots``.
+    """
+    width, padded = k_ref.shape[3], queries[0].shape[1]
+    h = jnp.arange(padded)
+    within = (h < width)[None, :]
+
+    def visit(offset: jax.Array, states: list[State], edge: bool) -> list[State]:
+        slot = offset + jnp.arange(tile.slots)
+        seen = slot < upper
+        # Slots beyond the length may hold anything, NaN included: they are never read.
+        mask = within if not edge else within & seen[:, None]
+        plain = not edge and padded == width
+
+        def read(ref: Any) -> jax.Array:
+            source = ref.at[*head, slot[:, None], h[None, :]]
+            if plain:
+                return pltriton.load(source)
+            return pltriton.load(source, mask=mask, other=0.0)
+
+        k = read(k_ref)
+        scores = [matmul(q, k, (1, 1)) * problem.scale for q in queries]
+        if edge:
+            scores = [jnp.where(seen[None, :], s, -jnp.inf) for s in scores]
+        return _update_whole(states, scores, read(v_ref), problem.interpret)
+
+    # Whole blocks need no mask; at most one partial block at the end does.
+    first, whole = lower // tile.slots, upper // tile.slots
+    states = jax.lax.fori_loop(
+        first, whole, lambda block, s: visit(block * tile.slots, s, edge=False), states
+    )
+    ragged = upper > jnp.maximum(whole * tile.slots, lower)
+    return jax.lax.fori_loop(
+        0, ragged.astype(jnp.int32), lambda _, s: visit(whole * tile.slots, s, edge=True), states
+    )
+
+
+def _update_whole(
+    states: list[State], scores: list[jax.Array], v: jax.Array, interpret: bool
+) -> list[State]:
+    """The softmax of each part of the rows after one more block, of which it sees a slot."""
+    new = []
+    for s, (top, total, acc) in zip(scores, states, strict=True):
+        # Every visited block holds a slot the row sees, so this maximum is finite.
+        new_top = jnp.maximum(top, s.max(axis=1))
+        weight = exp2(s - new_top[:, None], interpret)
+        keep = exp2(top - new_top, interpret)
+        total = total * keep + weight.sum(axis=1)
+        acc = acc * keep[:, None] + matmul(weight.astype(v.dtype), v, (1, 0))
+        new.append((new_top, total, acc))
+    return new
+
+
+def attend_to_fresh(
+    q: jax.Array,
+    rows: Rows,
+    refs: Any,
+    head: Head,
+    state: State,
+    *,
+    steps: jax.Array | int,
+    block: int,
+    problem: Problem,
+) -> State:
+    """The softmax of some rows after ``steps`` blocks of ``block`` fresh keys, from the first on.
+
+    Packed queries are ``[R, H]``, with ``H`` a power of two; ``refs`` are fresh keys and values,
+    ``[B, U, K, H]``, and their mask, ``[B, T, U]``.
+    """
+
+    def step(index: jax.Array, state: State) -> State:
+        tree = read_fresh(refs, head, rows, index, block=block, width=q.shape[1], shape=problem)
+        return visit_fresh(q, state, *tree, problem)
+
+    return jax.lax.fori_loop(0, steps, step, state)
+
+
+def read_fresh(
+    refs: Any,
+    head: Head,
+    rows: Rows,
+    index: jax.Array | int,
+    *,
+    block: int,
+    width: int,
+    shape: PackedShape,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One block of fresh tokens: which of them each packed row sees, their keys and values."""
+    k_ref, v_ref, mask_ref = refs
+    (batch, kv_head), (packed, valid) = head, rows
+    h = jnp.arange(width)
+    within = (h < k_ref.shape[3])[None, :]
+    key = index * block + jnp.arange(block)
+    exists = key < k_ref.shape[1]
+    seen = pltriton.load(
+        mask_ref.at[batch, (packed // shape.groups)[:, None], key[None, :]],
+        mask=valid[:, None] & exists[None, :],
+        other=False,
+    )
+    place = (batch, key[:, None], kv_head, h[None, :])
+    k = pltriton.load(k_ref.at[place], mask=exists[:, None] & within, other=0.0)
+    # Values that no query of the tile sees may be NaN, which a weight of 0 would not silence.
+    wanted = (seen.astype(jnp.int32).max(axis=0) > 0)[:, None]
+    # Read before they are silenced, so that the reads do not wait for the mask's.
+    v = pltriton.load(v_ref.at[place], mask=exists[:, None] & within, other=0.0)
+    return seen, k, jnp.where(wanted, v, jnp.zeros_like(v))
+
+
+def visit_fresh(
+    q: jax.Array, state: State, seen: jax.Array, k: jax.Array, v: jax.Array, problem: Problem
+) -> State:
+    """The softmax after one block of fresh tokens."""
+    scores = jnp.where(seen, matmul(q, k, (1, 1)) * problem.scale, -jnp.inf)
+    return update(state, scores, v, problem.interpret)

@@ -1,37 +1,40 @@
-"""What queries attend to: tokens in a cache, and tokens that are not in it yet.
+"""What attention takes and gives: cached tokens, fresh tokens, and results that can be merged.
 
-Every implementation of an op takes these two, so that another kind of cache is another type here.
+Attention over a union of disjoint key sets is a weighted mean of the attention over each set,
+the weights being the softmax of their log-sum-exps (LongSpec section 3.3, "Aggregation"). A row
+that saw no key carries ``out = 0`` and ``lse = -inf``: the neutral element of the merge.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Float
 
-from longspec_jax.axes import CacheSlots, Leaf, Lengths, Queries, TreeMask, TreeRows
+from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, Queries, TreeMask, TreeRows
 
 
 @struct.dataclass
 class Prefix:
-    """One layer's committed tokens; row ``b`` sees its slots ``start[b] <= s < length[b]``."""
+    """One layer's committed tokens; row ``b`` sees its slots ``s < length[b]``."""
 
     keys: Leaf[CacheSlots]
     """Rotary applied."""
     values: Leaf[CacheSlots]
     length: Leaf[Lengths]
     """Slots that hold committed tokens; memory beyond may hold anything."""
-    start: Leaf[Lengths] | None = None
-    """The first slot each row sees; 0 if absent."""
 
 
 Reading: TypeAlias = Callable[[int, Queries], tuple[Queries, Prefix]]
-"""``(layer, its queries) -> the queries, what they read``, for every layer once, in their order.
-Attention takes these queries, not its own: that is how a cache knows what has been read."""
+"""``(layer, its queries) -> the queries, what they read``, called once for every layer in order.
+Attention must use the returned queries: through them a cache in host memory orders its reads."""
 
 
 @struct.dataclass
 class Fresh:
-    """One layer's tokens of this very pass: a tree's nodes, or a chunk of a prompt."""
+    """One layer's tokens of this forward pass: a tree's nodes, or a chunk of a prompt."""
 
     keys: Leaf[TreeRows]
     """Rotary applied."""
@@ -39,10 +42,45 @@ class Fresh:
     mask: Leaf[TreeMask]
     """True where query ``t`` sees key ``u``."""
 
+    @classmethod
+    def causal(cls, keys: TreeRows, values: TreeRows) -> "Fresh":
+        """A chunk of a prompt: every token sees itself and those before it."""
+        batch, tokens = keys.shape[:2]
+        causal = jnp.tril(jnp.ones((tokens, tokens), bool))
+        return cls(keys, values, jnp.broadcast_to(causal, (batch, tokens, tokens)))
 
-PREFIX = "b t (k g) h, b k s h, b k s h, b, b -> b t (k g) h, b t (k g)"
-TREE = "b t (k g) h, b u k h, b u k h, b t u -> b t (k g) h, b t (k g)"
-SPECULATIVE = "b t (k g) h, b k s h, b k s h, b, b, b u k h, b u k h, b t u -> b t (k g) h"
-CHUNK = "b t (k g) h, b k s h, b k s h, b, b, b t k h, b t k h -> b t (k g) h"
-"""Which axes are the same in queries, the fields above and results, whatever implements the op; see
+
+PREFIX_AXES = "b t (k g) h, b k s h, b k s h, b -> b t (k g) h, b t (k g)"
+TREE_AXES = "b t (k g) h, b u k h, b u k h, b t u -> b t (k g) h, b t (k g)"
+SPECULATIVE_AXES = "b t (k g) h, b k s h, b k s h, b, b u k h, b u k h, b t u -> b t (k g) h"
+CHUNK_AXES = "b t (k g) h, b k s h, b k s h, b, b t k h, b t k h -> b t (k g) h"
+"""The axes of queries, of the fields above and of the results, for
 :func:`longspec_jax.ops.partitioned.partitioned`."""
+
+
+class Partial(NamedTuple):
+    """Softmax attention over one set of keys, ready to be merged with another set's."""
+
+    out: Float[Array, "B T N H"]
+    """The attention output normalised over this set alone; zero where no key was seen. float32 if
+    it is to be merged."""
+    lse: Float[Array, "B T N"]
+    """Natural log of the sum of exponentiated scores, float32; -inf where no key was seen."""
+
+    def in_dtype(self, dtype: DTypeLike) -> "Partial":
+        """The same with an output of this type."""
+        return self._replace(out=self.out.astype(dtype))
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Combine the partial results of two disjoint key sets; exact in real arithmetic."""
+    top = jnp.maximum(a.lse, b.lse)
+    # -inf - (-inf) is NaN; a row that neither side saw keeps weight zero on both.
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    weight_a = jnp.exp(a.lse - shift)
+    weight_b = jnp.exp(b.lse - shift)
+    total = weight_a + weight_b
+    scale = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
+    out = a.out * (weight_a * scale)[..., None] + b.out * (weight_b * scale)[..., None]
+    lse = jnp.where(total > 0, shift + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    return Partial(out, lse)

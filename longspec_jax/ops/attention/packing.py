@@ -1,12 +1,13 @@
 """How query rows are packed, and which the GPU kernels take.
 
-The query heads that read one key/value head are rows of one matrix product, so that each key and
-value is read once for all of them. The Pallas kernels take their queries packed, which costs
-nothing where they were unpacked before, as they are by the kernel that parts and rotates heads
-(:mod:`longspec_jax.ops.layer.split_heads_pallas`).
+The query heads that read one key/value head are rows of one matmul, so that each key and value is
+read once for all of them. The Pallas kernels take their queries packed. That costs nothing where
+they were unpacked just before, as by the kernel that splits and rotates heads
+(:mod:`longspec_jax.ops.layer_pallas`).
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,13 @@ from longspec_jax.axes import Array, Queries
 
 MAX_WIDTH = 256
 MAX_GROUP = 16
+LOG2_E = math.log2(math.e)
+"""Inside of the kernels scores are in base 2, in which the hardware exponentiates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedShape:
-    """How query rows are packed: the heads that read one key/value head are rows of one product."""
+    """How query rows are packed: the heads that read one key/value head are rows of one matmul."""
 
     tokens: int
     heads: int
@@ -37,6 +40,39 @@ class PackedShape:
         return self.tokens * self.groups
 
 
+@dataclasses.dataclass(frozen=True)
+class Problem(PackedShape):
+    """What every program of an attention kernel knows, beside its tile.
+
+    Attributes:
+      scale: factor on the scores, in base 2.
+      slots: of the cache, if there is one.
+      split: of these, the slots of one split.
+      interpret: whether the kernel runs step by step, on any platform.
+    """
+
+    scale: float
+    slots: int
+    split: int
+    interpret: bool
+
+    @classmethod
+    def of(
+        cls,
+        q: Queries,
+        kv_heads: int,
+        scale: float | None,
+        *,
+        slots: int,
+        split: int,
+        interpret: bool,
+    ) -> "Problem":
+        """The problem of these queries; ``scale`` is natural, ``H ** -0.5`` if absent."""
+        _, tokens, heads, width = q.shape
+        factor = (width**-0.5 if scale is None else scale) * LOG2_E
+        return cls(tokens, heads, kv_heads, factor, slots, split, interpret)
+
+
 def pack(q: Queries, kv_heads: int) -> Float[Array, "B K R H"]:
     """Queries in the order of :class:`PackedShape`'s rows, those of a key/value head together."""
     batch, tokens, heads, width = q.shape
@@ -45,23 +81,20 @@ def pack(q: Queries, kv_heads: int) -> Float[Array, "B K R H"]:
 
 
 def unpack(packed: Float[Array, "B K R H"], tokens: int) -> Queries:
-    """What :func:`pack` packed."""
+    """Queries in their usual shape: inverts :func:`pack`."""
     batch, kv_heads, rows, width = packed.shape
     grouped = packed.reshape(batch, kv_heads, tokens, rows // tokens, width)
     return grouped.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, -1, width)
 
 
 def flat_rows(packed: jax.Array, kv_head: jax.Array, shape: PackedShape) -> jax.Array:
-    """Places of packed rows on the flattened [T N] axis."""
+    """Indices of packed rows on the flattened [T N] axis."""
     token, group = packed // shape.groups, packed % shape.groups
     return token * shape.heads + kv_head * shape.groups + group
 
 
 def packed_rows(flat: jax.Array, shape: PackedShape) -> tuple[jax.Array, jax.Array]:
-    """Key/value heads and packed rows of places on the flattened [T N] axis.
-
-    What :func:`flat_rows` was given.
-    """
+    """Key/value heads and packed rows of the flattened [T N] axis: inverts :func:`flat_rows`."""
     kv_head = flat % shape.heads // shape.groups
     return kv_head, flat // shape.heads * shape.groups + flat % shape.groups
 

@@ -1,11 +1,16 @@
-"""Prefix attention on NVIDIA GPUs: FlashDecoding as a Pallas kernel for Triton.
+"""Prefix attention on NVIDIA GPUs: FlashDecoding as Pallas kernels for Triton.
 
 The cache is cut into splits of a fixed number of slots. One program attends with a tile of packed
-query rows (the queries of every token and every head that read one key/value head) to one split
-and leaves a float32 partial result, which :mod:`longspec_jax.ops.attention.splits` merges.
+query rows (the queries of every token and every head that read one key/value head) to one split.
+Programs whose split lies behind the row's length exit at once and write nothing, so time follows
+the rows' lengths and not the capacity.
 
-Programs whose split lies outside ``start <= s < length`` exit at once and write nothing, so time
-follows the rows' lengths and not the capacity.
+:func:`split_attention` leaves a float32 partial result of every split. :func:`joined_attention`
+is for few query rows, as of a plain step, of which a second launch takes a tenth of the time at 4k:
+attention to the prefix, to fresh tokens under a mask, and their merge in one launch. There the
+program of a row's last split, which is seldom a whole one, begins with the fresh tokens. The last
+program of a row tile to arrive merges the splits in ascending order: the order in which programs
+arrive changes nothing but which one merges.
 """
 
 import functools
@@ -14,95 +19,178 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries
-from longspec_jax.ops.attention import bounds
 from longspec_jax.ops.attention.online_softmax import (
-    LOG2_E,
+    attend_to_fresh,
+    attend_to_slots,
     empty_state,
     finish,
+    load_queries,
+    slots_of_split,
+    store_rows,
 )
-from longspec_jax.ops.attention.packing import PackedShape, pack
-from longspec_jax.ops.attention.row_access import load_queries, store_rows
-from longspec_jax.ops.attention.slots import attend_to_slots, slots_of_split
+from longspec_jax.ops.attention.operands import Fresh, Prefix
+from longspec_jax.ops.attention.packing import Problem, flat_rows, pack, refuse_unsupported
+from longspec_jax.ops.attention.splits import (
+    MERGE_ROWS,
+    counters,
+    leave_and_merge,
+    partial_results,
+    reached_splits,
+)
 from longspec_jax.ops.attention.tiles import PrefixTile
-from longspec_jax.ops.triton_compiler import compiler_params
+from longspec_jax.ops.hardware import triton_params
 
 
 def split_attention(
-    q: Queries,
-    k: CacheSlots,
-    v: CacheSlots,
-    length: Lengths,
-    start: Lengths | None = None,
-    *,
-    scale: float | None = None,
-    tile: PrefixTile,
-    interpret: bool = False,
+    q: Queries, k: CacheSlots, v: CacheSlots, length: Lengths, tile: PrefixTile, problem: Problem
 ) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
     """Partial results of every split, unmerged, each with its natural log-sum-exp.
 
-    ``R`` counts the packed rows of :class:`PackedShape`. The entries of splits that a row does not
-    reach are never written: read only the splits of :func:`bounds.reached_splits`.
+    ``R`` counts the packed rows of :class:`Problem`. The entries of splits that a row does not
+    reach are never written: read only those of ``reached_splits``.
     """
-    batch, tokens, heads, width = q.shape
-    kv_heads, slots = k.shape[1], k.shape[2]
-    splits = pl.cdiv(slots, tile.split)
-    shape = PackedShape(tokens=tokens, heads=heads, kv_heads=kv_heads)
-    kernel = functools.partial(
-        _split_kernel,
-        shape=shape,
-        tile=tile,
-        scale=(width**-0.5 if scale is None else scale) * LOG2_E,
-        interpret=interpret,
-    )
+    batch, kv_heads, slots, width = k.shape
+    splits, packed = pl.cdiv(slots, tile.split), problem.packed
     return pl.pallas_call(
-        bounds.with_optional_start(kernel, start),
+        functools.partial(_split_kernel, tile=tile, problem=problem),
         # Programs that share a split are neighbours, so its keys and values are read from memory
         # once and from the second-level cache afterwards.
-        grid=(pl.cdiv(shape.packed, tile.total_rows), splits, kv_heads * batch),
+        grid=(pl.cdiv(packed, tile.total_rows), splits, kv_heads * batch),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, splits, kv_heads, shape.packed, width), jnp.float32),
-            jax.ShapeDtypeStruct((batch, splits, kv_heads, shape.packed), jnp.float32),
+            jax.ShapeDtypeStruct((batch, splits, kv_heads, packed, width), jnp.float32),
+            jax.ShapeDtypeStruct((batch, splits, kv_heads, packed), jnp.float32),
         ),
-        compiler_params=compiler_params(tile.warps, tile.stages),
-        interpret=interpret,
+        compiler_params=triton_params(tile.warps, tile.stages),
+        interpret=problem.interpret,
         name="prefix_attention",
-    )(*bounds.operands(length, start), pack(q, kv_heads), k, v)
+    )(length.astype(jnp.int32), pack(q, kv_heads), k, v)
 
 
 def _split_kernel(
     length_ref: Any,
-    start_ref: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
     out_ref: Any,
     lse_ref: Any,
     *,
-    shape: PackedShape,
     tile: PrefixTile,
-    scale: float,
-    interpret: bool,
+    problem: Problem,
 ) -> None:
     """Attend with one row tile of one key/value head to one split."""
     row_tile, split = pl.program_id(0), pl.program_id(1)
-    batch, kv_head = head = pl.program_id(2) // shape.kv_heads, pl.program_id(2) % shape.kv_heads
-    length, start = length_ref[batch], None if start_ref is None else start_ref[batch]
-    lower, upper = slots_of_split(split, length, start, tile=tile, slots=k_ref.shape[2])
+    kv_heads = problem.kv_heads
+    batch, kv_head = head = pl.program_id(2) // kv_heads, pl.program_id(2) % kv_heads
+    lower, upper = slots_of_split(split, length_ref[batch], problem)
 
     def attend() -> None:
-        queries, parts = load_queries(q_ref, head, row_tile * tile.total_rows, tile.rows, shape)
+        queries, parts = load_queries(q_ref, head, row_tile * tile.total_rows, tile.rows, problem)
         states = [empty_state(*q.shape) for q in queries]
-        states = attend_to_slots(
-            *(queries, k_ref, v_ref, head, states, lower, upper),
-            bounded=start is not None,
-            tile=tile,
-            scale=scale,
-            interpret=interpret,
-        )
+        states = attend_to_slots(queries, k_ref, v_ref, head, states, lower, upper, tile, problem)
         for state, rows in zip(states, parts, strict=True):
             store_rows(out_ref, lse_ref, (batch, split, kv_head), rows, finish(state))
 
     pl.when(lower < upper)(attend)
+
+
+def joins(tile: PrefixTile) -> bool:
+    """Whether one program merges a row tile as fast as several would in a launch of their own.
+
+    64 rows of 4 splits take equally long either way, of 16 splits 5 us longer in one.
+    """
+    return tile.rows == (MERGE_ROWS,)
+
+
+def joined_attention(
+    q: Queries,
+    prefix: Prefix,
+    fresh: Fresh | None,
+    tile: PrefixTile,
+    problem: Problem,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "B R H"], Float[Array, "B R"]]:
+    """Attend to the slots ``s < length`` and to the fresh tokens, where there are any.
+
+    Returns:
+      Outputs of type ``dtype`` and natural log-sum-exps of the flattened [T N] axis; 0 and -inf for
+      rows that see nothing.
+    """
+    batch, tokens, heads, width = q.shape
+    kv_heads, slots = prefix.keys.shape[1:3]
+    refuse_unsupported(q, kv_heads)
+    splits, row_tiles = pl.cdiv(slots, tile.split), pl.cdiv(problem.packed, tile.total_rows)
+    length = prefix.length.astype(jnp.int32)
+    operands = [length, pack(q, kv_heads), prefix.keys, prefix.values]
+    if fresh is not None:
+        operands += [fresh.keys, fresh.values, fresh.mask]
+    arrived = counters(batch, kv_heads, row_tiles)
+    out, lse, *_ = pl.pallas_call(
+        functools.partial(_joined_kernel, tile=tile, problem=problem),
+        # Programs that share a split are neighbours, as in the prefix kernel.
+        grid=(row_tiles, splits, kv_heads * batch),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, tokens * heads, width), dtype),
+            jax.ShapeDtypeStruct((batch, tokens * heads), jnp.float32),
+            *partial_results(batch, splits, kv_heads, problem.packed, width, arrived),
+        ),
+        input_output_aliases={len(operands): 4},
+        compiler_params=triton_params(tile.warps, tile.stages),
+        interpret=problem.interpret,
+        name="joined_attention",
+    )(*operands, arrived)
+    return out, lse
+
+
+def _joined_kernel(
+    length_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    *refs: Any,
+    tile: PrefixTile,
+    problem: Problem,
+) -> None:
+    """Attend with one row tile of one key/value head to one split, and merge if it is the last."""
+    *fresh_refs, _, out_ref, lse_ref = refs[:-3]
+    row_tile, split = pl.program_id(0), pl.program_id(1)
+    kv_heads = problem.kv_heads
+    batch, kv_head = head = pl.program_id(2) // kv_heads, pl.program_id(2) % kv_heads
+    length = length_ref[batch]
+    lower, upper = slots_of_split(split, length, problem)
+    # A row that sees no slot is the first program's.
+    splits = jnp.maximum(reached_splits(length, problem), 1)
+
+    def attend() -> None:
+        first = row_tile * tile.total_rows
+        (q,), (rows,) = load_queries(q_ref, head, first, (MERGE_ROWS,), problem)
+        state = empty_state(*q.shape)
+        if fresh_refs:
+            keys = fresh_refs[0].shape[1]
+            block = min(tile.slots, max(16, pl.next_power_of_2(keys)))
+            state = attend_to_fresh(
+                *(q, rows, fresh_refs, head, state),
+                steps=(split == splits - 1).astype(jnp.int32) * pl.cdiv(keys, block),
+                block=block,
+                problem=problem,
+            )
+        (state,) = attend_to_slots([q], k_ref, v_ref, head, [state], lower, upper, tile, problem)
+        packed, valid = rows
+        flat = flat_rows(packed, kv_head, problem), valid
+
+        @pl.when(splits == 1)
+        def _() -> None:
+            store_rows(out_ref, lse_ref, (batch,), flat, finish(state))
+
+        @pl.when(splits > 1)
+        def _() -> None:
+            leave_and_merge(
+                *(refs[-3:], (out_ref, lse_ref), head, row_tile),
+                *(split, splits, rows, flat, state),
+                interpret=problem.interpret,
+            )
+
+    pl.when(split < splits)(attend)

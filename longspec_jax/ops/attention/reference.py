@@ -10,42 +10,29 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
 from longspec_jax.axes import Array, Queries, TreeRows
-from longspec_jax.ops.attention.merge import Partial
-from longspec_jax.ops.attention.operands import Fresh, Prefix
+from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 
 
 def prefix_attention(
-    q: Queries,
-    prefix: Prefix,
-    *,
-    scale: float | None = None,
-    dtype: DTypeLike = jnp.float32,
+    q: Queries, prefix: Prefix, *, scale: float | None = None, dtype: DTypeLike = jnp.float32
 ) -> Partial:
-    """Every query of row ``b`` sees the cache slots ``start[b] <= s < length[b]``."""
+    """Every query of row ``b`` sees the cache slots ``s < length[b]``."""
     seen = _seen(q, prefix)
     keys, values = prefix.keys.swapaxes(1, 2), prefix.values.swapaxes(1, 2)
     return _dense(q, keys, values, seen, scale).in_dtype(dtype)
 
 
 def tree_attention(
-    q: Queries,
-    fresh: Fresh,
-    *,
-    scale: float | None = None,
-    dtype: DTypeLike = jnp.float32,
+    q: Queries, fresh: Fresh, *, scale: float | None = None, dtype: DTypeLike = jnp.float32
 ) -> Partial:
     """Query ``t`` sees key ``u`` where ``mask[b, t, u]`` is true."""
     return _dense(q, fresh.keys, fresh.values, fresh.mask, scale).in_dtype(dtype)
 
 
 def speculative_attention(
-    q: Queries,
-    prefix: Prefix,
-    fresh: Fresh,
-    *,
-    scale: float | None = None,
+    q: Queries, prefix: Prefix, fresh: Fresh, *, scale: float | None = None
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the slots ``start[b] <= s < length[b]`` and the masked tree rows."""
+    """One softmax over the slots ``s < length[b]`` and the masked tree rows."""
     k = jnp.concatenate([prefix.keys.swapaxes(1, 2), fresh.keys], axis=1)
     v = jnp.concatenate([prefix.values.swapaxes(1, 2), fresh.values], axis=1)
     mask = jnp.concatenate([_seen(q, prefix), fresh.mask], axis=2)
@@ -53,13 +40,15 @@ def speculative_attention(
     return out.astype(q.dtype)
 
 
+def chunk_attention(
+    q: Queries, prefix: Prefix, keys: TreeRows, values: TreeRows, *, scale: float | None = None
+) -> Float[Array, "B T N H"]:
+    """Speculative attention under a causal mask."""
+    return speculative_attention(q, prefix, Fresh.causal(keys, values), scale=scale)
+
+
 def causal_attention(
-    q: Queries,
-    k: TreeRows,
-    v: TreeRows,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
+    q: Queries, k: TreeRows, v: TreeRows, *, window: int | None = None, scale: float | None = None
 ) -> Float[Array, "B T N H"]:
     """Query ``t`` sees keys ``u <= t``, and with a window only those with ``t - u <= window``."""
     distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]
@@ -74,8 +63,6 @@ def _seen(q: Queries, prefix: Prefix) -> Bool[Array, "B T S"]:
     """The slots that every query of a row sees."""
     slots = jnp.arange(prefix.keys.shape[2])
     seen = slots < prefix.length[:, None]
-    if prefix.start is not None:
-        seen &= slots >= prefix.start[:, None]
     return jnp.broadcast_to(seen[:, None, :], (q.shape[0], q.shape[1], slots.size))
 
 

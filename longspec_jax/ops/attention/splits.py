@@ -1,7 +1,9 @@
-"""Merging the partial results of a prefix's splits.
+"""Partial results of a prefix's splits, or of blocks of fresh keys, and their merge.
 
-As a kernel of its own (:func:`merge_splits`), or as the beginning of another (:func:`load_merged`).
-Only splits that hold a slot the row sees were ever written; only they are read, in ascending order.
+A kernel of its own merges them (:func:`merge_splits`), or the beginning of another
+(:func:`load_merged`), or the last program of the launch that made them (:func:`leave_and_merge`).
+Only splits that hold a slot of the row, ``s < length``, were ever written; only they are read, in
+ascending order.
 """
 
 import functools
@@ -15,65 +17,58 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, Lengths
-from longspec_jax.ops.attention import bounds
-from longspec_jax.ops.attention.bounds import reached_splits
-from longspec_jax.ops.attention.merge import Partial
 from longspec_jax.ops.attention.online_softmax import (
-    LOG2_E,
+    Head,
+    Rows,
     State,
     empty_state,
     exp2,
     finish,
     finite,
+    store_rows,
 )
-from longspec_jax.ops.attention.packing import PackedShape, packed_rows
-from longspec_jax.ops.attention.row_access import Rows, store_rows
-from longspec_jax.ops.triton_compiler import compiler_params
+from longspec_jax.ops.attention.operands import Partial
+from longspec_jax.ops.attention.packing import LOG2_E, Problem, packed_rows
+from longspec_jax.ops.hardware import triton_params
 
 MERGE_ROWS = 16
 MERGE_PARTIALS = 8
 
 
+def reached_splits(length: jax.Array, problem: Problem) -> jax.Array:
+    """How many splits hold a slot that a row of this length sees."""
+    return (jnp.minimum(length, problem.slots) + problem.split - 1) // problem.split
+
+
 def merge_splits(
     partials: tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]],
     length: Lengths,
-    start: Lengths | None,
-    *,
-    shape: PackedShape,
-    split: int,
-    slots: int,
+    problem: Problem,
     dtype: DTypeLike,
-    interpret: bool,
 ) -> Partial:
-    """The whole prefix's result from its splits', ``split`` of ``slots`` cache slots each.
-
-    The output is of type ``dtype``.
-    """
+    """The whole prefix's result from its splits', the output of type ``dtype``."""
     out, lse = partials
     batch, width = out.shape[0], out.shape[4]
-    kernel = functools.partial(
-        _merge_kernel, shape=shape, split=split, slots=slots, interpret=interpret
-    )
+    flat = problem.tokens * problem.heads
     merged, merged_lse = pl.pallas_call(
-        bounds.with_optional_start(kernel, start),
-        grid=(pl.cdiv(shape.tokens * shape.heads, MERGE_ROWS), batch),
+        functools.partial(_merge_kernel, problem=problem),
+        grid=(pl.cdiv(flat, MERGE_ROWS), batch),
         out_shape=(
-            jax.ShapeDtypeStruct((batch, shape.tokens * shape.heads, width), dtype),
-            jax.ShapeDtypeStruct((batch, shape.tokens * shape.heads), jnp.float32),
+            jax.ShapeDtypeStruct((batch, flat, width), dtype),
+            jax.ShapeDtypeStruct((batch, flat), jnp.float32),
         ),
-        compiler_params=compiler_params(warps=4, stages=2),
-        interpret=interpret,
+        compiler_params=triton_params(warps=4, stages=2),
+        interpret=problem.interpret,
         name="merge_splits",
-    )(*bounds.operands(length, start), out, lse)
-    rows = (batch, shape.tokens, shape.heads)
+    )(length.astype(jnp.int32), out, lse)
+    rows = (batch, problem.tokens, problem.heads)
     return Partial(merged.reshape(*rows, width), merged_lse.reshape(rows))
 
 
 def load_merged(
     out_ref: Any,
     lse_ref: Any,
-    first: jax.Array | int,
-    last: jax.Array | int,
+    count: jax.Array | int,
     batch: jax.Array,
     kv_head: jax.Array,
     rows: Rows,
@@ -81,18 +76,10 @@ def load_merged(
     chunk: int,
     interpret: bool,
 ) -> State:
-    """Merge the splits ``first <= p < last`` of some rows, ``chunk`` at a time, in ascending order.
+    """Merge the first ``count`` splits of some rows, in ascending order.
 
-    Args:
-      out_ref: the splits' outputs, ``[B, P, K, R, H]``.
-      lse_ref: their log-sum-exps, ``[B, P, K, R]``.
-      first: the first split.
-      last: the first split beyond.
-      batch: the batch row.
-      kv_head: the key/value head, or one for each row.
-      rows: the packed rows.
-      chunk: how many splits are on their way at once.
-      interpret: whether this is no GPU.
+    Splits have outputs ``[B, P, K, R, H]`` and log-sum-exps ``[B, P, K, R]``; ``chunk`` of them are
+    read at once. ``kv_head`` is one key/value head, or one for each row.
     """
     packed, valid = rows
     width = out_ref.shape[4]
@@ -103,11 +90,11 @@ def load_merged(
 
     def visit(index: jax.Array, state: State) -> State:
         # Unrolled, so that every read of a chunk is in flight before the first is used.
-        splits = [first + index * chunk + i for i in range(chunk)]
+        splits = [index * chunk + i for i in range(chunk)]
         sums = [
             pltriton.load(
                 lse_ref.at[batch, split, kv_head, packed],
-                mask=valid & (split < last),
+                mask=valid & (split < count),
                 other=-jnp.inf,
             )
             * LOG2_E
@@ -116,7 +103,7 @@ def load_merged(
         outs = [
             pltriton.load(
                 out_ref.at[batch, split, kv_rows, packed[:, None], h[None, :]],
-                mask=mask & (split < last),
+                mask=mask & (split < count),
                 other=0.0,
             )
             for split in splits
@@ -132,32 +119,98 @@ def load_merged(
         return new_top, total, acc
 
     state = empty_state(packed.shape[0], h.shape[0])
-    return jax.lax.fori_loop(0, pl.cdiv(last - first, chunk), visit, state)
+    return jax.lax.fori_loop(0, pl.cdiv(count, chunk), visit, state)
 
 
 def _merge_kernel(
     length_ref: Any,
-    start_ref: Any,
     out_ref: Any,
     lse_ref: Any,
     merged_ref: Any,
     merged_lse_ref: Any,
     *,
-    shape: PackedShape,
-    split: int,
-    slots: int,
-    interpret: bool,
+    problem: Problem,
 ) -> None:
     """Merge the splits of a few rows of the flattened [T N] axis."""
     batch = pl.program_id(1)
     row = pl.program_id(0) * MERGE_ROWS + jnp.arange(MERGE_ROWS)
-    valid = row < shape.tokens * shape.heads
-    kv_head, packed = packed_rows(row, shape)
-    start = None if start_ref is None else start_ref[batch]
-    splits = reached_splits(length_ref[batch], start, split=split, slots=slots)
+    valid = row < problem.tokens * problem.heads
+    kv_head, packed = packed_rows(row, problem)
+    splits = reached_splits(length_ref[batch], problem)
     state = load_merged(
-        *(out_ref, lse_ref, *splits, batch, kv_head, (packed, valid)),
+        *(out_ref, lse_ref, splits, batch, kv_head, (packed, valid)),
         chunk=MERGE_PARTIALS,
-        interpret=interpret,
+        interpret=problem.interpret,
     )
     store_rows(merged_ref, merged_lse_ref, (batch,), (row, valid), finish(state))
+
+
+def counters(batch: int, kv_heads: int, row_tiles: int) -> jax.Array:
+    """The last operand of such a launch, which is its last result, too."""
+    return jnp.zeros((batch, kv_heads, row_tiles), jnp.int32)
+
+
+def partial_results(
+    batch: int, splits: int, kv_heads: int, rows: int, width: int, counters: jax.Array
+) -> list[jax.ShapeDtypeStruct]:
+    """The last results of such a launch: of every split, and the counters."""
+    return [
+        jax.ShapeDtypeStruct((batch, splits, kv_heads, rows, width), jnp.float32),
+        jax.ShapeDtypeStruct((batch, splits, kv_heads, rows), jnp.float32),
+        jax.ShapeDtypeStruct(counters.shape, counters.dtype),
+    ]
+
+
+def leave_and_merge(
+    refs: Any,
+    results: tuple[Any, Any],
+    head: Head,
+    row_tile: jax.Array,
+    split: jax.Array,
+    count: jax.Array | int,
+    rows: Rows,
+    flat: Rows,
+    state: State,
+    *,
+    interpret: bool,
+) -> None:
+    """Write what a split's program found and, as the last one of its rows, all of them merged.
+
+    Programs start in any order and none can wait for another. Each counts itself as arrived when it
+    has written. The one that finds all others counted is the last, and may read what all wrote.
+
+    Args:
+      refs: of :func:`partial_results`.
+      results: the merged outputs and log-sum-exps, ``[B, R, H]`` and ``[B, R]``.
+      head: the batch row and its key/value head.
+      row_tile: which of its row tiles.
+      split: which split this is.
+      count: how many splits these rows have.
+      rows: the packed rows.
+      flat: where they are in the results.
+      state: what the program found.
+      interpret: whether this is no GPU.
+    """
+    partial_ref, partial_lse_ref, arrived_ref = refs
+    batch, kv_head = head
+    place = batch, split, kv_head
+    store_rows(partial_ref, partial_lse_ref, place, rows, finish(state))
+
+    @pl.when(_last_to_arrive(arrived_ref, (*head, row_tile), count, interpret))
+    def _() -> None:
+        merged = load_merged(
+            *(partial_ref, partial_lse_ref, count, batch, kv_head, rows),
+            chunk=MERGE_PARTIALS,
+            interpret=interpret,
+        )
+        store_rows(*results, (batch,), flat, finish(merged))
+
+
+def _last_to_arrive(
+    arrived_ref: Any, place: tuple[jax.Array, ...], count: jax.Array | int, interpret: bool
+) -> jax.Array:
+    """Count this program as arrived, and say whether all ``count`` are now."""
+    if not interpret:
+        pltriton.debug_barrier()  # One thread speaks for all: they must have written by then.
+    # At the scope of the GPU, releasing what was written before and acquiring what others released.
+    return pltriton.atomic_add(arrived_ref, place, jnp.int32(1)) == count - 1

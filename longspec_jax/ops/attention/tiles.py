@@ -186,7 +186,7 @@ def triton_prefix_tile(
     packed = tokens * heads // kv_heads
     padded = 1 << (width - 1).bit_length()
     if itemsize > 2:
-        # Exact float32 products run on the vector units: small tiles, no pipeline to feed.
+        # Exact float32 matmuls run on the vector units: small tiles, no pipeline to feed.
         rows, slots, warps = (16,), 32, 4
     elif packed <= 64 or padded > 128:
         rows, slots, warps = (min(64, max(16, 1 << (packed - 1).bit_length())),), 64, 4

@@ -1,28 +1,30 @@
 """The best continuations of all paths of a draft's level, as one op of its beam search.
 
-The best entries lie in the blocks of neighbouring tokens with the best maxima, so of ``w * V``
-continuations all but a few thousand are read once and compared with nothing. XLA makes some twenty
-kernels of it, which on a GPU is a third of a draft's level: the arithmetic is nothing, the launches
-count. There Pallas kernels do it in three.
+The best entries lie in the blocks of neighbouring tokens with the best maxima. So only a few
+thousand of ``w * V`` continuations are compared, and the rest are read once. XLA makes some twenty
+kernels of it, whose launches take a third of a draft's level on a GPU. There our Pallas kernels do
+it in three.
 """
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.hardware import decodes_on_ampere
+from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.hardware import require_decode_step
 from longspec_jax.ops.partitioned import one_device
-from longspec_jax.ops.selection.ranking import TopK, top_by_rank
 
 SMALL_VOCABULARY = 4096
-"""Up to here searching in blocks saves nothing."""
-INTERPRETED = {None: False, "pallas": False, "mosaic": False, "interpret": True}
-"""Whether the kernels run step by step, by the implementations that leave room for them."""
+"""Up to here a search in blocks is no faster."""
 MOST_NODES = 64
 """Of a level, for the kernels: they compare every node's entries with every other's in one tile."""
+TopK: TypeAlias = Callable[[Array, int], tuple[Array, Array]]
+"""``(values[..., n], count) -> (best, indices)``, as ``lax.top_k``: ties go to the lower index."""
 
 
 def best_continuations(
@@ -39,41 +41,26 @@ def best_continuations(
       totals: cumulative log-probabilities of the nodes.
       count: how many; ties go to the lower node, then to the lower token. Where fewer tokens are
         possible, impossible ones fill up.
-      implementation: as of the attention ops. Those that are named after Pallas kernels, and none,
-        take the kernels where they serve; all others plain JAX.
+      implementation: the drafter's choice for attention. None, and the names of Pallas kernels,
+        take our kernels where they can run; all other names take plain JAX.
 
     Returns:
       The pairs' cumulative log-probabilities, none above its node's, float32; their nodes; and
       their tokens.
     """
-    batch, nodes, vocabulary = scores.shape
+    _, nodes, vocabulary = scores.shape
     if nodes * vocabulary < count:
         raise ValueError(
             f"a level of {count} nodes cannot follow one of {nodes} over a vocabulary of "
             f"{vocabulary}: "
             f"there are only {nodes * vocabulary} continuations. Use a narrower tree."
         )
-    block = block_size(vocabulary)
-    if (
-        implementation in INTERPRETED
-        and vocabulary > SMALL_VOCABULARY
-        and max(nodes, count) <= MOST_NODES
-        and count <= nodes * -(-vocabulary // block)
-        and one_device()
-    ):
-        interpret = INTERPRETED[implementation]
-        if interpret or decodes_on_ampere(batch * nodes, scores.dtype):
-            from longspec_jax.ops.selection import (
-                continuations_pallas,  # Its backend may be absent.
-            )
-
-            options = dict(count=count, block=block, interpret=interpret)
-            return continuations_pallas.best_continuations(scores, totals, **options)
-    return composed(scores, totals, count)
+    choice = None if implementation in (None, "pallas", "mosaic") else "xla"
+    return CONTINUATIONS(scores, totals, count, implementation=choice)
 
 
-def composed(scores: Array, totals: Array, count: int) -> tuple[Array, Array, Array]:
-    """The op in plain JAX: its definition, and what runs everywhere but in a GPU's decode step."""
+def best_continuations_xla(scores: Array, totals: Array, count: int) -> tuple[Array, Array, Array]:
+    """:func:`best_continuations` in plain JAX."""
     reached = cumulative(scores, totals)
     if scores.shape[2] <= SMALL_VOCABULARY:
         return _best_per_row(reached, count)
@@ -128,3 +115,47 @@ def _best_in_blocks(values: Array, count: int, block: int) -> tuple[Array, Array
     best, at = top_by_rank(survivors.reshape(batch, -1), count, order)
     place = jnp.take_along_axis(place, at, axis=1)
     return best, place // padded, place % padded
+
+
+def top_by_rank(
+    values: Float[Array, "*rows n"], count: int, order: Int[Array, "*#rows n"] | None = None
+) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
+    """``lax.top_k`` of a few hundred numbers per row by comparing all pairs.
+
+    A million comparisons are one small reduction on a GPU; ``lax.top_k`` of 2048 numbers took 73 us
+    on an H200, four times per round.
+
+    Args:
+      values: none of them NaN.
+      count: how many of the best; there must be as many.
+      order: ties go to the number that is lower in this; to the lower index if absent.
+    """
+    place = jnp.arange(values.shape[-1])
+    order = place if order is None else order
+    mine, other = values[..., :, None], values[..., None, :]
+    ahead = (other > mine) | ((other == mine) & (order[..., None, :] < order[..., :, None]))
+    rank = ahead.sum(axis=-1, dtype=jnp.int32)
+    hit = rank[..., None, :] == jnp.arange(count)[:, None]
+    index = jnp.where(hit, place, 0).sum(axis=-1, dtype=jnp.int32)
+    return jnp.take_along_axis(values, index, axis=-1), index
+
+
+def _kernels(scores: Array, totals: Array, count: int) -> tuple[Array, Array, Array]:
+    batch, nodes, vocabulary = scores.shape
+    block = block_size(vocabulary)
+    require_decode_step("the kernels that choose continuations", batch * nodes, scores.dtype)
+    if vocabulary <= SMALL_VOCABULARY:
+        raise NotImplementedError(f"{vocabulary} tokens are not more than {SMALL_VOCABULARY}")
+    if max(nodes, count) > MOST_NODES or count > nodes * -(-vocabulary // block):
+        raise NotImplementedError(
+            f"the kernels choose up to {MOST_NODES} of as many nodes, and no more than there are "
+            f"blocks of {block} tokens"
+        )
+    if not one_device():
+        raise NotImplementedError("the kernels run on one device")
+    from longspec_jax.ops.selection import continuations_pallas
+
+    return continuations_pallas.best_continuations(scores, totals, count=count, block=block)
+
+
+CONTINUATIONS = Op("best_continuations", {"pallas": _kernels, "xla": best_continuations_xla})

@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.triton_compiler import compiler_params
+from longspec_jax.ops.hardware import triton_params
 
 Entries: TypeAlias = tuple[Array, Array]
 """Values and places of some entries of a table."""
@@ -69,7 +69,7 @@ def best_continuations(
             kernel,
             grid=grid,
             out_shape=tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes),
-            compiler_params=compiler_params(warps=warps, stages=1),
+            compiler_params=triton_params(warps=warps, stages=1),
             interpret=interpret,
             name=name,
         )

@@ -13,19 +13,19 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.triton_compiler import compiler_params
+from longspec_jax.ops.hardware import triton_params
 
 
 def gather(
     whole: Float[Array, "B K n b H"], blocks: Int[Array, "B K k"], interpret: bool = False
 ) -> Float[Array, "B K k b H"]:
-    """See :func:`longspec_jax.ops.selection.gather.composed`; the result is on the device."""
+    """See :func:`longspec_jax.ops.selection.blocks.gather_xla`; the result is on the device."""
     shape = (*blocks.shape, *whole.shape[3:])
     return pl.pallas_call(
         _kernel,
         grid=blocks.shape,
         out_shape=jax.ShapeDtypeStruct(shape, whole.dtype),
-        compiler_params=compiler_params(warps=4, stages=1),
+        compiler_params=triton_params(warps=4, stages=1),
         interpret=interpret,
         name="gather_blocks",
     )(blocks.astype(jnp.int32), whole)

@@ -19,7 +19,6 @@ from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest, Re
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import Selector, Spans, WorkingSet
 from longspec_jax.drafters.streaming import StreamingDrafter
-from longspec_jax.ops.selection import reference
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable
 from tests.decoding.lossless import (
     CONFIG,
@@ -34,6 +33,7 @@ from tests.decoding.lossless import request as requested
 from tests.drafters.test_streaming import is_perfect
 from tests.kit import random_target, tiny_target_config
 from tests.lookup import LookupDrafter, LookupTarget
+from tests.ops.selection import oracle
 
 LOOKUP = tiny_target_config(num_layers=1, num_heads=1, num_kv_heads=1, head_width=2)
 """Of the lookup model's cache all but the width, which is 1."""
@@ -132,7 +132,7 @@ def test_summaries_after_decoding_are_those_of_the_cache(chunk: int) -> None:
     found, length = state.rows.draft.selector, state.rows.length
     assert len({*np.asarray(length).tolist()}) == 3
     for layer, keys in enumerate(state.rows.cache.keys):
-        wanted = reference.extremes_of(keys, length, TIGHT.block)
+        wanted = oracle.extremes_of(keys, length, TIGHT.block)
         np.testing.assert_array_equal(found.extremes.highest[:, :, layer], wanted[0])
         np.testing.assert_array_equal(found.extremes.lowest[:, :, layer], wanted[1])
     assert (found.count >= 1).all() and (found.count <= 3).all()

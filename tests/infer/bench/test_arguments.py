@@ -18,9 +18,10 @@ from infer.bench.attention_torch import TORCH
 from infer.result_file import result_file
 from longspec_jax.config import ATTENTION, DEFAULT_TREE
 from longspec_jax.ops.attention.dispatch import (
-    PREFIX_IMPLEMENTATIONS,
-    SPECULATIVE_IMPLEMENTATIONS,
-    TREE_IMPLEMENTATIONS,
+    CHUNK,
+    PREFIX,
+    SPECULATIVE,
+    TREE,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -170,8 +171,8 @@ def test_the_tree_is_the_one_that_is_named_or_the_default() -> None:
 
 
 def test_the_names_that_are_known_without_jax_are_those_there_are() -> None:
-    for known in (PREFIX_IMPLEMENTATIONS, TREE_IMPLEMENTATIONS, SPECULATIVE_IMPLEMENTATIONS):
-        assert tuple(known) == ATTENTION
+    for op in (PREFIX, TREE, SPECULATIVE, CHUNK):
+        assert op.implementations.keys() == set(ATTENTION)
     assert bench_arguments.ATTENTION_CANDIDATES == (*CANDIDATES, *TORCH)
     assert bench_arguments.DECLARATIONS.keys() == bench.BENCHMARKS.keys()
 

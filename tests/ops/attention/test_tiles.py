@@ -1,9 +1,16 @@
-"""Tiles of the attention kernels: pure functions of the shape that the hardware can take."""
+"""Tiles of the attention kernels, and how the Hopper prefix kernel divides its work."""
 
+import collections
+
+import jax.numpy as jnp
 import pytest
 
 from longspec_jax.ops.attention import tiles
+from longspec_jax.ops.attention.prefix_items import Item, Work
+from longspec_jax.ops.attention.tiles import MosaicTile
 from tests.ops.attention.oracle import HEADS, TOKENS
+
+SPLIT = 256
 
 
 def test_prefix_tile_is_pure_and_bounded_by_the_capacity() -> None:
@@ -44,3 +51,59 @@ def test_tiles_refuse_what_the_hardware_cannot_take() -> None:
         tiles.MosaicTile(4, 64, 128, 3)
     with pytest.raises(ValueError, match="power of two"):
         tiles.TreeTile(16, 64, 3, 4, 2)
+
+
+def items(warpgroups: int, groups: int, slots: int, lengths: list[int]) -> tuple[Work, list[Item]]:
+    """All items of three key/value heads, and one number more than there are."""
+    tile = MosaicTile(warpgroups, 128, SPLIT, 2)
+    work = Work(tile, batch=len(lengths), kv_heads=3, rows=64 * groups, slots=slots, scale=1.0)
+    past, found = jnp.int32(0), []
+    for index in range(work.items + 1):
+        found.append(work.item(jnp.int32(index), jnp.asarray(lengths), past))
+        past += found[-1].steps
+    return work, found
+
+
+@pytest.mark.parametrize("slots", [256, 1000, 1280])
+@pytest.mark.parametrize(("warpgroups", "groups"), [(1, 1), (2, 1), (2, 2), (2, 3), (2, 5), (3, 4)])
+def test_every_row_attends_to_every_split_once(warpgroups: int, groups: int, slots: int) -> None:
+    work, found = items(warpgroups, groups, slots, [slots, slots + 7])
+    assert int(found.pop().steps) == 0
+    seen = collections.Counter()
+    for item in found:
+        for lane, part in enumerate((item.first, item.second)):
+            if part is None or part.steps == 0:
+                continue
+            assert lane == 0 or item.light
+            rows = [int(item.row) // 64 + i for i in range(1 if item.light else warpgroups)]
+            for group in rows:
+                if group < groups:
+                    seen[int(item.batch), int(item.kv_head), group, int(part.split)] += 1
+            assert int(part.lower) == int(part.split) * SPLIT
+            assert int(part.seen) == min(SPLIT, slots - int(part.lower))
+            assert int(part.whole) == int(part.seen) // 128
+            assert int(part.steps) == -(-int(part.seen) // 128)
+    assert len(seen) == 2 * 3 * groups * work.splits and set(seen.values()) == {1}
+
+
+def test_items_of_a_split_are_neighbours() -> None:
+    """Five groups of rows are two row tiles, and one that two splits share."""
+    _, found = items(2, 5, 3 * SPLIT, [3 * SPLIT])
+    assert [(int(item.first.split), int(item.row), bool(item.light)) for item in found[:8]] == [
+        *((0, 0, False), (0, 128, False), (0, 256, True), (1, 0, False), (1, 128, False)),
+        *((2, 0, False), (2, 128, False), (2, 256, True)),
+    ]
+
+
+@pytest.mark.parametrize("length", [0, 1, 128, 129, 256, 257, 384, 500, 512])
+def test_the_ring_has_a_place_for_every_step_in_the_order_of_fetching(length: int) -> None:
+    _, found = items(2, 3, 2 * SPLIT, [length])
+    for item in found:
+        assert item.second is not None and int(item.first.steps) >= int(item.second.steps)
+        places = []
+        for step in range(int(item.first.steps)):
+            places.append(int(item.place(step, 0)))
+            if step < int(item.second.steps):
+                places.append(int(item.place(step, 1)))
+        past = int(item.past)
+        assert places == list(range(past, past + int(item.steps)))

@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.ops.selection import continuations, continuations_pallas, reference
-from longspec_jax.ops.selection.continuations import SMALL_VOCABULARY, block_size
-from longspec_jax.ops.selection.ranking import top_by_rank
+from longspec_jax.ops import hardware
+from longspec_jax.ops.selection import continuations, continuations_pallas
+from longspec_jax.ops.selection.continuations import SMALL_VOCABULARY, block_size, top_by_rank
+from tests.ops.selection import oracle
 
 Op = Callable[[jax.Array, jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]]
 INF = np.inf
 
 
 def plain(scores: jax.Array, totals: jax.Array, count: int) -> tuple:
-    return jax.jit(continuations.composed, static_argnums=2)(scores, totals, count)
+    return jax.jit(continuations.best_continuations_xla, static_argnums=2)(scores, totals, count)
 
 
 def kernels(interpret: bool, scores: jax.Array, totals: jax.Array, count: int) -> tuple:
@@ -45,7 +46,7 @@ def drawn(seed: int, batch: int, nodes: int, vocabulary: int) -> tuple[np.ndarra
 def check(op: Op, scores: np.ndarray, totals: np.ndarray, count: int) -> np.ndarray:
     """Equal pairs in equal order; the totals. Values differ by nothing or by more than rounding."""
     operands = jnp.asarray(scores), jnp.asarray(totals)
-    wanted = reference.best_continuations(*operands, count + 1)
+    wanted = oracle.best_continuations(*operands, count + 1)
     finite = np.where(np.isneginf(wanted[0]), -1e9, wanted[0])
     gaps = -np.diff(finite, axis=1)
     assert ((gaps == 0) | (gaps > 1e-5)).all(), "the test's numbers leave the order open"
@@ -62,10 +63,8 @@ def check(op: Op, scores: np.ndarray, totals: np.ndarray, count: int) -> np.ndar
 @pytest.mark.parametrize(
     ("shape", "count"),
     [
-        ((2, 1, 5000), 4),
         ((2, 3, 5000), 7),
         ((2, 16, 4099), 16),
-        ((1, 4, 32000), 16),
         ((1, 1, 130), 2),
     ],
     ids=str,
@@ -158,9 +157,7 @@ def test_half_precision(op: Op) -> None:
     jax.tree.map(np.testing.assert_array_equal, found[1:], wanted[1:])
 
 
-@pytest.mark.parametrize(
-    ("shape", "count"), [((2, 5, 13), 7), ((3, 1, 4096), 4), ((1, 2, 4097), 200)], ids=str
-)
+@pytest.mark.parametrize(("shape", "count"), [((2, 5, 13), 7), ((1, 2, 4097), 70)], ids=str)
 def test_sizes_without_kernels(shape: tuple[int, ...], count: int) -> None:
     """Small vocabularies, and more continuations than there are blocks."""
     check(continuations.best_continuations, *drawn(sum(shape), *shape), count)
@@ -176,10 +173,10 @@ def test_kernels_are_used_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> N
 
     def noted(scores: jax.Array, totals: jax.Array, **options: int) -> tuple:
         used.append(options)
-        return continuations.composed(scores, totals, options["count"])
+        return continuations.best_continuations_xla(scores, totals, options["count"])
 
     monkeypatch.setattr(continuations_pallas, "best_continuations", noted)
-    monkeypatch.setattr(continuations, "decodes_on_ampere", lambda rows, dtype: True)
+    monkeypatch.setattr(hardware, "compute_capability", lambda: (8, 0))
 
     def uses(shape: tuple[int, ...], count: int, name: str | None = "pallas") -> bool:
         before = len(used)
@@ -188,9 +185,8 @@ def test_kernels_are_used_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> N
         jax.eval_shape(op, scores, totals)
         return len(used) > before
 
-    assert uses((1, 4, 5000), 16) and used == [{"count": 16, "block": 128, "interpret": False}]
-    assert uses((1, 4, 5000), 16, "interpret") and used[-1]["interpret"]
-    assert uses((1, 4, 5000), 16, None) and not used[-1]["interpret"]
+    assert uses((1, 4, 5000), 16) and used == [{"count": 16, "block": 128}]
+    assert uses((1, 4, 5000), 16, None)
     assert not uses((1, 4, 5000), 16, "xla") and not uses((1, 4, 5000), 16, "reference")
     assert not uses((1, 4, SMALL_VOCABULARY), 16)
     assert not uses((1, 65, 5000), 16) and not uses((1, 4, 5000), 65)

@@ -1,0 +1,141 @@
+"""Attention in plain XLA, which runs on every platform.
+
+The prefix is an online softmax over blocks of cache slots. Scores exist for one block of slots at a
+time, and blocks past the longest row are never visited, so neither memory nor time depends on the
+cache's capacity. A block that a row does not see leaves that row's running state bit for bit
+unchanged, which makes a row's result independent of its neighbours' lengths. Fresh tokens are one
+masked softmax over a few hundred keys. :mod:`longspec_jax.ops.attention.reference` defines each op.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from longspec_jax.axes import Array, Queries, TreeRows
+from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix, merge
+from longspec_jax.ops.attention.packing import pack, unpack
+
+BLOCK = 1024
+"""Cache slots per step: large enough for efficient matmuls, small beside any long prefix."""
+
+
+def prefix_attention(
+    q: Queries, prefix: Prefix, *, scale: float | None = None, dtype: DTypeLike = jnp.float32
+) -> Partial:
+    """Attend to ``s < length[b]``."""
+    k, v, length = prefix.keys, prefix.values, prefix.length
+    batch, tokens, heads, width = q.shape
+    kv_heads, slots = k.shape[1], k.shape[2]
+    factor = width**-0.5 if scale is None else scale
+    block = min(BLOCK, slots)
+    rows = (heads // kv_heads) * tokens
+    packed = pack(q, kv_heads)
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    def visit(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        top, total, out = state
+        # The last block may be shifted back to stay inside the cache; ``fresh`` skips the overlap.
+        offset = jnp.minimum(index * block, slots - block)
+        slot = offset + jnp.arange(block)
+        fresh = slot >= index * block
+        seen = fresh & (slot < length[:, None])
+        k_block = jax.lax.dynamic_slice_in_dim(k, offset, block, axis=2)
+        v_block = jax.lax.dynamic_slice_in_dim(v, offset, block, axis=2)
+        # Slots behind the mask may hold anything, NaN included.
+        v_block = jnp.where(seen[:, None, :, None], v_block, jnp.zeros_like(v_block))
+        scores = jnp.einsum(
+            "BKRH,BKSH->BKRS",
+            packed,
+            k_block,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        scores = jnp.where(seen[:, None, None, :], scores * factor, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(axis=-1))
+        shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
+        weights = jnp.exp(scores - shift[..., None])
+        keep = jnp.exp(top - shift)
+        added = jnp.einsum(
+            "BKRS,BKSH->BKRH",
+            weights.astype(v.dtype),
+            v_block,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return new_top, total * keep + weights.sum(axis=-1), out * keep[..., None] + added
+
+    state = (
+        jnp.full((batch, kv_heads, rows), -jnp.inf, jnp.float32),
+        jnp.zeros((batch, kv_heads, rows), jnp.float32),
+        jnp.zeros((batch, kv_heads, rows, width), jnp.float32),
+    )
+    last = (jnp.clip(length.max(), 0, slots) + block - 1) // block
+    top, total, out = jax.lax.fori_loop(0, last, visit, state)
+    empty = total == 0
+    out = out / jnp.where(empty, 1.0, total)[..., None]
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
+    lse = unpack(lse[..., None], tokens)[..., 0]
+    return Partial(unpack(out, tokens), lse).in_dtype(dtype)
+
+
+def tree_attention(
+    q: Queries, fresh: Fresh, *, scale: float | None = None, dtype: DTypeLike = jnp.float32
+) -> Partial:
+    """Attend where the mask is true."""
+    k, v, mask = fresh.keys, fresh.values, fresh.mask
+    batch, tokens, heads, width = q.shape
+    kv_heads = k.shape[2]
+    factor = width**-0.5 if scale is None else scale
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
+    scores = jnp.einsum(
+        "BTKGH,BUKH->BKGTU", grouped, k, precision=precision, preferred_element_type=jnp.float32
+    )
+    scores = jnp.where(mask[:, None, None], scores * factor, -jnp.inf)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))
+    total = weights.sum(axis=-1, keepdims=True)
+    empty = total == 0
+    # Rows no query sees may hold anything, NaN included.
+    v = jnp.where(mask.any(axis=1)[:, :, None, None], v, jnp.zeros_like(v))
+    out = jnp.einsum(
+        "BKGTU,BUKH->BKGTH",
+        weights.astype(v.dtype),
+        v,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    out = (out / jnp.where(empty, 1.0, total)).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
+    lse = lse[..., 0].transpose(0, 3, 1, 2).reshape(batch, tokens, heads)
+    return Partial(out, lse).in_dtype(dtype)
+
+
+def speculative_attention(
+    q: Queries,
+    prefix: Prefix,
+    fresh: Fresh,
+    *,
+    scale: float | None = None,
+    attend: Callable[..., Partial] = prefix_attention,
+) -> Float[Array, "B T N H"]:
+    """Merge attention to the prefix, by ``attend``, and to the fresh tokens."""
+    merged = merge(attend(q, prefix, scale=scale), tree_attention(q, fresh, scale=scale))
+    return merged.out.astype(q.dtype)
+
+
+def chunk_attention(
+    q: Queries,
+    prefix: Prefix,
+    keys: TreeRows,
+    values: TreeRows,
+    *,
+    scale: float | None = None,
+    attend: Callable[..., Partial] = prefix_attention,
+) -> Float[Array, "B T N H"]:
+    """Speculative attention under a causal mask."""
+    fresh = Fresh.causal(keys, values)
+    return speculative_attention(q, prefix, fresh, scale=scale, attend=attend)

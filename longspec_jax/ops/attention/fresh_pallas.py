@@ -1,0 +1,250 @@
+"""Attention to fresh tokens on NVIDIA GPUs: a tree or a prompt's chunk, in Pallas for Triton.
+
+A tree is a few hundred keys under an arbitrary boolean mask (LongSpec section 3.3). Without a
+prefix, keys that one step does not hold are split over programs, as a prefix's are. A chunk is a
+few thousand tokens under the causal mask: tiles are large, what lies behind a tile's last token is
+not read, and no mask is. Each row's online softmax may start from the prefix's split partials, so
+that prefix, fresh tokens and merge together are two kernels per layer.
+
+Jitted, so that the equal layers of a model are traced and lowered once.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from longspec_jax.axes import Array, Queries, TreeRows
+from longspec_jax.ops.attention.online_softmax import (
+    State,
+    attend_to_fresh,
+    empty_state,
+    finish,
+    load_queries,
+    matmul,
+    read_fresh,
+    store_rows,
+    update,
+    visit_fresh,
+)
+from longspec_jax.ops.attention.operands import TREE_AXES, Fresh, Partial
+from longspec_jax.ops.attention.packing import Problem, flat_rows, pack, refuse_unsupported
+from longspec_jax.ops.attention.splits import (
+    counters,
+    leave_and_merge,
+    load_merged,
+    partial_results,
+    reached_splits,
+)
+from longspec_jax.ops.attention.tiles import TreeTile, tree_tile
+from longspec_jax.ops.hardware import require_ampere, triton_params
+from longspec_jax.ops.partitioned import partitioned
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "dtype", "tile", "interpret"))
+@partitioned(TREE_AXES)
+def tree_attention(
+    q: Queries,
+    fresh: Fresh,
+    *,
+    scale: float | None = None,
+    dtype: DTypeLike = jnp.float32,
+    tile: TreeTile | None = None,
+    interpret: bool = False,
+) -> Partial:
+    """Attend where the mask is true; see :func:`reference.tree_attention`."""
+    kv_heads, keys = fresh.keys.shape[2], fresh.keys.shape[1]
+    refuse_unsupported(q, kv_heads)
+    batch, tokens, heads, width = q.shape
+    if not interpret and tile is None:
+        require_ampere("the Pallas-Triton tree kernel")
+    tile = tile or tree_tile(tokens, heads, kv_heads, width, keys, q.dtype.itemsize)
+    problem = Problem.of(q, kv_heads, scale, slots=0, split=0, interpret=interpret)
+    out, lse = attend_to_tree(q, fresh, (), tile, problem, dtype)
+    return Partial(out.reshape(q.shape), lse.reshape(batch, tokens, heads))
+
+
+def attend_to_tree(
+    q: Queries,
+    fresh: Fresh,
+    prefix: tuple[Array, ...],
+    tile: TreeTile,
+    problem: Problem,
+    dtype: DTypeLike,
+) -> tuple[Array, Array]:
+    """Launch the kernel: outputs of type ``dtype`` and log-sum-exps of the flattened [T N] axis.
+
+    ``prefix`` is nothing, or the row lengths and the partial results of the prefix's splits. With
+    nothing, keys that one step does not hold are split over programs.
+    """
+    batch, tokens, heads, width = q.shape
+    kv_heads, keys = fresh.keys.shape[2], fresh.keys.shape[1]
+    blocks = 1 if prefix else pl.cdiv(keys, tile.keys)
+    row_tiles = pl.cdiv(problem.packed, tile.rows)
+    operands = [pack(q, kv_heads), fresh.keys, fresh.values, fresh.mask, *prefix]
+    results = [
+        jax.ShapeDtypeStruct((batch, tokens * heads, width), dtype),
+        jax.ShapeDtypeStruct((batch, tokens * heads), jnp.float32),
+    ]
+    if blocks > 1:
+        arrived = counters(batch, kv_heads, row_tiles)
+        operands.append(arrived)
+        results += partial_results(batch, blocks, kv_heads, problem.packed, width, arrived)
+    out, lse, *_ = pl.pallas_call(
+        functools.partial(_tree_kernel, tile=tile, problem=problem, blocks=blocks),
+        grid=(row_tiles * blocks, kv_heads, batch),
+        out_shape=results,
+        input_output_aliases={len(operands) - 1: 4} if blocks > 1 else {},
+        compiler_params=triton_params(tile.warps, tile.stages),
+        interpret=problem.interpret,
+        name="speculative_attention" if prefix else "tree_attention",
+    )(*operands)
+    return out, lse
+
+
+def _tree_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    mask_ref: Any,
+    *refs: Any,
+    tile: TreeTile,
+    problem: Problem,
+    blocks: int,
+) -> None:
+    """Attend with a tile of packed query rows of one key/value head to every tree key.
+
+    Or, where the keys are split over programs, to those of one of several ``blocks``, which the
+    last program to arrive merges.
+    """
+    refs, merging = (refs[1:3], refs[3:]) if blocks > 1 else (refs, ())
+    *prefix_refs, out_ref, lse_ref = refs
+    kv_head, batch = pl.program_id(1), pl.program_id(2)
+    mine = pl.program_id(0) % blocks
+    head, keys = (batch, kv_head), k_ref.shape[1]
+    first = pl.program_id(0) // blocks * tile.rows
+    (q,), (rows,) = load_queries(q_ref, head, first, (tile.rows,), problem)
+    whole = blocks > 1 or keys <= tile.keys
+    fresh_refs = k_ref, v_ref, mask_ref
+    width = q.shape[1]
+    tree = None
+    if whole:
+        tree = read_fresh(fresh_refs, head, rows, mine, block=tile.keys, width=width, shape=problem)
+    if prefix_refs:
+        length_ref, partial_ref, partial_lse_ref = prefix_refs
+        splits = reached_splits(length_ref[batch], problem)
+        state = load_merged(
+            *(partial_ref, partial_lse_ref, splits, *head, rows),
+            chunk=tile.partials,
+            interpret=problem.interpret,
+        )
+    else:
+        state = empty_state(*q.shape)
+    if tree is not None:
+        state = visit_fresh(q, state, *tree, problem)
+    else:
+        state = attend_to_fresh(
+            *(q, rows, fresh_refs, head, state),
+            steps=pl.cdiv(keys, tile.keys),
+            block=tile.keys,
+            problem=problem,
+        )
+    packed, valid = rows
+    flat = flat_rows(packed, kv_head, problem), valid
+    if not merging:
+        store_rows(out_ref, lse_ref, (batch,), flat, finish(state))
+        return
+    leave_and_merge(
+        *(merging, (out_ref, lse_ref), head, pl.program_id(0) // blocks),
+        *(mine, blocks, rows, flat, state),
+        interpret=problem.interpret,
+    )
+
+
+def attend_to_chunk(
+    q: Queries,
+    keys: TreeRows,
+    values: TreeRows,
+    prefix: tuple[Array, ...],
+    tile: TreeTile,
+    problem: Problem,
+) -> Float[Array, "B T N H"]:
+    """Launch the kernel.
+
+    Args:
+      q: the chunk's queries.
+      keys: the chunk's own, as many as queries.
+      values: likewise.
+      prefix: the rows' cached tokens before the chunk, and what the prefix kernel left for these
+        queries: the partial results of its splits.
+      tile: how a program works.
+      problem: with the prefix's splits and the factor on the scores.
+    """
+    batch, tokens, heads, width = q.shape
+    out = pl.pallas_call(
+        functools.partial(_chunk_kernel, tile=tile, problem=problem),
+        grid=(pl.cdiv(problem.packed, tile.rows), problem.kv_heads, batch),
+        out_shape=jax.ShapeDtypeStruct((batch, tokens * heads, width), q.dtype),
+        compiler_params=triton_params(tile.warps, tile.stages),
+        interpret=problem.interpret,
+        name="chunk_attention",
+    )(pack(q, problem.kv_heads), keys, values, *prefix)
+    return out.reshape(q.shape)
+
+
+def _chunk_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    length_ref: Any,
+    partial_ref: Any,
+    partial_lse_ref: Any,
+    out_ref: Any,
+    *,
+    tile: TreeTile,
+    problem: Problem,
+) -> None:
+    """Attend with a tile of packed query rows of one key/value head to the keys up to their own."""
+    # The last tokens see the most keys: their programs begin first.
+    index = pl.num_programs(0) - 1 - pl.program_id(0)
+    kv_head, batch = pl.program_id(1), pl.program_id(2)
+    (q,), (rows,) = load_queries(q_ref, (batch, kv_head), index * tile.rows, (tile.rows,), problem)
+    packed, valid = rows
+    token = packed // problem.groups
+    h = jnp.arange(q.shape[1])
+    within = (h < q_ref.shape[3])[None, :]
+
+    def visit(block: jax.Array, state: State, *, whole: bool) -> State:
+        key = block * tile.keys + jnp.arange(tile.keys)
+        place = (batch, key[:, None], kv_head, h[None, :])
+        exists = within if whole else (key < problem.tokens)[:, None] & within
+        k = pltriton.load(k_ref.at[place], mask=exists, other=0.0)
+        v = pltriton.load(v_ref.at[place], mask=exists, other=0.0)
+        scores = matmul(q, k, (1, 1)) * problem.scale
+        if not whole:
+            scores = jnp.where(key[None, :] <= token[:, None], scores, -jnp.inf)
+        return update(state, scores, v, problem.interpret)
+
+    splits = reached_splits(length_ref[batch], problem)
+    state = load_merged(
+        *(partial_ref, partial_lse_ref, splits, batch, kv_head, rows),
+        chunk=tile.partials,
+        interpret=problem.interpret,
+    )
+    first = index * tile.rows // problem.groups
+    last = (index * tile.rows + tile.rows - 1) // problem.groups
+    last = jnp.minimum(last, problem.tokens - 1)
+    # Keys up to the tile's first token are seen by all of its rows.
+    seen, end = (first + 1) // tile.keys, last // tile.keys + 1
+    state = jax.lax.fori_loop(0, seen, functools.partial(visit, whole=True), state)
+    state = jax.lax.fori_loop(seen, end, functools.partial(visit, whole=False), state)
+    out, _ = finish(state)
+    row, mask = flat_rows(packed, kv_head, problem), valid[:, None] & within
+    pltriton.store(
+        out_ref.at[batch, row[:, None], h[None, :]], out.astype(out_ref.dtype), mask=mask
+    )

@@ -1,0 +1,178 @@
+"""The small ops of a layer, each one launch in a decode step on a GPU.
+
+XLA makes two or three kernels of each, whose launches take a tenth of a decode step over one token.
+For the few rows of a decode step on a GPU one Pallas kernel does it
+(:mod:`longspec_jax.ops.layer_pallas`). The functions in plain JAX, ``..._xla``, are the definitions
+and run everywhere else.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
+from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.hardware import require_decode_step
+
+MAX_WIDTH = 16384
+"""One program of the norm's kernel holds a whole row in registers."""
+Heads = tuple[Array, Array, Array]
+"""Queries ``[B, T, N, H]``, keys and values ``[B, T, K, H]``."""
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def residual_norm(
+    x: Float[Array, "*rows D"],
+    partials: Float[Array, "S *rows D"],
+    scale: Float[Array, " D"],
+    eps: float,
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """Add a sublayer's output to the residual stream and normalise the sum.
+
+    Args:
+      x: the residual stream.
+      partials: split-K partials of what is added (:mod:`longspec_jax.ops.matmul.few_rows`).
+      scale: the norm's weights.
+      eps: added to the mean square.
+
+    Returns:
+      ``x + partials.sum(0)`` and its RMS norm, both in the dtype of ``x``; differentiable.
+    """
+    return RESIDUAL_NORM(x, partials, scale, eps)
+
+
+@residual_norm.defjvp
+def _differentiate_norm(eps: float, primals: tuple, tangents: tuple) -> tuple:
+    return jax.jvp(partial(residual_norm_xla, eps=eps), primals, tangents)
+
+
+def residual_norm_xla(x: Array, partials: Array, scale: Array, eps: float) -> tuple[Array, Array]:
+    """:func:`residual_norm` in plain JAX."""
+    total = add(x, partials)
+    return total, rms_norm(total, scale, eps)
+
+
+def add(x: Array, partials: Array) -> Array:
+    """``x + partials.sum(0)`` in the dtype of ``x``, rounded once."""
+    if partials.shape[0] == 1:
+        return x + partials[0]
+    return (x.astype(jnp.float32) + partials.sum(axis=0)).astype(x.dtype)
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """``x / rms(x) * scale`` over the last axis, computed in float32, in the dtype of ``x``."""
+    wide = x.astype(jnp.float32)
+    factor = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * factor * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+@jax.custom_jvp
+def split_heads(
+    qkv: Float[Array, "B T K G2 H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+) -> Heads:
+    """Split queries, keys and values, and rotate queries and keys by the tokens' positions.
+
+    Args:
+      qkv: the fused projection: per key/value head its queries, then its key, then its value.
+      cos: cosine of the rotary angles, float32.
+      sin: sine of the rotary angles, float32.
+
+    Returns:
+      Rotated queries ``[B, T, N, H]`` and keys ``[B, T, K, H]``, and values ``[B, T, K, H]``;
+      differentiable.
+    """
+    return SPLIT_HEADS(qkv, cos, sin)
+
+
+@split_heads.defjvp
+def _differentiate_heads(primals: tuple, tangents: tuple) -> tuple:
+    return jax.jvp(split_heads_xla, primals, tangents)
+
+
+def split_heads_xla(qkv: Array, cos: Array, sin: Array) -> Heads:
+    """:func:`split_heads` in plain JAX."""
+    q, k, v = split_qkv(qkv)
+    return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
+
+
+def split_qkv(qkv: Float[Array, "B T K G2 H"]) -> Heads:
+    """Queries, keys and values of the fused projection, none rotated."""
+    batch, tokens, kv_heads, slots, width = qkv.shape
+    q = qkv[:, :, :, : slots - 2].reshape(batch, tokens, kv_heads * (slots - 2), width)
+    return q, qkv[:, :, :, -2], qkv[:, :, :, -1]
+
+
+def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
+    """Rotate the pairs ``(x[i], x[i + H/2])`` of every head of ``x[B, T, heads, H]``."""
+    cos, sin = (table[:, :, None, :] for table in angles)
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def append_rows(
+    caches: Sequence[CacheSlots],
+    fresh: Sequence[TreeRows],
+    path: Int[Array, "B h"],
+    length: Lengths,
+) -> tuple[CacheSlots, ...]:
+    """Write fresh rows ``path[b]`` at slots ``length[b] ... length[b] + h - 1`` of every cache.
+
+    Args:
+      caches: keys or values of the layers, all of one shape; updated in place where they may be.
+      fresh: the layers' fresh rows.
+      path: the rows to append, in order.
+      length: where; the caller guarantees ``length + h <= S``.
+    """
+    return APPEND_ROWS(caches, fresh, path, length)
+
+
+def append_rows_xla(
+    caches: Sequence[CacheSlots], fresh: Sequence[TreeRows], path: Array, length: Array
+) -> tuple[CacheSlots, ...]:
+    """:func:`append_rows` in plain JAX."""
+
+    def write_row(slots: Array, fresh: Array, path: Array, at: Array) -> Array:
+        rows = fresh[path].swapaxes(0, 1)
+        return jax.lax.dynamic_update_slice_in_dim(slots, rows, at, axis=1)
+
+    def write(slots: Array, fresh: Array) -> Array:
+        if slots.shape[0] == 1:  # A plain slice update; vmap would turn it into a scatter.
+            return write_row(slots[0], fresh[0], path[0], length[0])[None]
+        return jax.vmap(write_row)(slots, fresh, path, length)
+
+    return tuple(map(write, caches, fresh))
+
+
+def _residual_norm_pallas(x: Array, partials: Array, scale: Array, eps: float) -> Any:
+    require_decode_step("the norm's kernel", x.size // x.shape[-1], x.dtype)
+    if x.shape[-1] > MAX_WIDTH:
+        raise NotImplementedError(f"the norm's kernel takes widths up to {MAX_WIDTH}")
+    from longspec_jax.ops import layer_pallas
+
+    return layer_pallas.residual_norm(x, partials, scale, eps=eps)
+
+
+def _split_heads_pallas(qkv: Array, cos: Array, sin: Array) -> Heads:
+    require_decode_step("the kernel that splits heads", qkv.shape[0] * qkv.shape[1], qkv.dtype)
+    from longspec_jax.ops import layer_pallas
+
+    return layer_pallas.split_heads(qkv, cos, sin)
+
+
+def _append_rows_pallas(
+    caches: Sequence[CacheSlots], fresh: Sequence[TreeRows], path: Array, length: Array
+) -> tuple[CacheSlots, ...]:
+    require_decode_step("the kernel that appends rows", path.size, caches[0].dtype)
+    from longspec_jax.ops import layer_pallas
+
+    return layer_pallas.append_rows(caches, fresh, path, length)
+
+
+RESIDUAL_NORM = Op("residual_norm", {"pallas": _residual_norm_pallas, "xla": residual_norm_xla})
+SPLIT_HEADS = Op("split_heads", {"pallas": _split_heads_pallas, "xla": split_heads_xla})
+APPEND_ROWS = Op("append_rows", {"pallas": _append_rows_pallas, "xla": append_rows_xla})

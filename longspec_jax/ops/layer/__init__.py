@@ -1,1 +1,0 @@
-"""The small ops of a layer, each one launch in a decode step on a GPU."""

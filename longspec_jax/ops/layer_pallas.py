@@ -1,0 +1,210 @@
+"""The small ops of a layer as Pallas kernels for Triton.
+
+:func:`residual_norm` has a program per row. :func:`split_heads` has one for 16 heads of a token; it
+writes queries in the order in which the attention kernels read them, packed, and their usual shape
+is a view of it that nobody copies (:mod:`longspec_jax.ops.attention.packing`).
+:func:`append_rows` writes to many caches at once, in place.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Int
+
+from longspec_jax.axes import Array, CacheSlots, Lengths, TreeRows
+from longspec_jax.ops.attention.packing import PackedShape, packed_rows, unpack
+from longspec_jax.ops.hardware import triton_params
+from longspec_jax.ops.partitioned import partitioned
+
+HEADS = 16
+"""Heads of one program of :func:`split_heads`."""
+CACHES = 64
+"""Caches of one launch: every cache is two pointers and a branch of the kernel."""
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@partitioned("b t d, s b t d, d -> b t d")
+def residual_norm(
+    x: Array, partials: Array, scale: Array, *, eps: float, interpret: bool = False
+) -> tuple[Array, Array]:
+    """See :func:`longspec_jax.ops.layer.residual_norm`; ``x`` is ``[B, T, D]``."""
+    batch, tokens, width = x.shape
+    rows = batch * tokens
+    padded = pl.next_power_of_2(width)
+
+    def kernel(x_ref, partials_ref, scale_ref, total_ref, out_ref) -> None:
+        row, column = pl.program_id(0), jnp.arange(padded)
+        mask = column < width
+        delta = jnp.zeros(padded, jnp.float32)
+        for index in range(partials.shape[0]):
+            delta += pltriton.load(partials_ref.at[index, row, column], mask=mask, other=0.0)
+        total = pltriton.load(x_ref.at[row, column], mask=mask, other=0.0) + delta
+        total = total.astype(x.dtype)
+        factor = pltriton.load(scale_ref.at[column], mask=mask, other=0.0).astype(jnp.float32)
+        wide = total.astype(jnp.float32)
+        wide *= jax.lax.rsqrt((wide * wide).sum() / width + eps)
+        pltriton.store(total_ref.at[row, column], total, mask=mask)
+        out = (wide * factor).astype(out_ref.dtype)
+        pltriton.store(out_ref.at[row, column], out, mask=mask)
+
+    shape = jax.ShapeDtypeStruct((rows, width), x.dtype)
+    total, out = pl.pallas_call(
+        kernel,
+        grid=(rows,),
+        out_shape=(shape, shape),
+        compiler_params=triton_params(warps=8, stages=1),
+        interpret=interpret,
+        name="residual_norm",
+    )(x.reshape(rows, width), partials.reshape(-1, rows, width), scale)
+    return total.reshape(x.shape), out.reshape(x.shape)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+@partitioned("b t k j h, b t c, b t c -> b t (k g) h, b t k h, b t k h")
+def split_heads(
+    qkv: Array, cos: Array, sin: Array, *, interpret: bool = False
+) -> tuple[Array, Array, Array]:
+    """See :func:`longspec_jax.ops.layer.split_heads`."""
+    batch, tokens, kv_heads, slots, width = qkv.shape
+    rows, half = batch * tokens, width // 2
+    queries = PackedShape(tokens=tokens, heads=kv_heads * (slots - 2), kv_heads=kv_heads)
+    kernel = functools.partial(_split_kernel, queries=queries, half=half)
+    q, k, v = pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(queries.heads, HEADS) + 2 * pl.cdiv(kv_heads, HEADS), rows),
+        out_shape=tuple(
+            jax.ShapeDtypeStruct(shape, qkv.dtype)
+            for shape in (
+                (batch, kv_heads, queries.packed, width),
+                (rows, kv_heads, width),
+                (rows, kv_heads, width),
+            )
+        ),
+        compiler_params=triton_params(warps=4, stages=1),
+        interpret=interpret,
+        name="split_heads",
+    )(qkv.reshape(rows, kv_heads * slots, width), cos.reshape(rows, half), sin.reshape(rows, half))
+    shape = (batch, tokens, kv_heads, width)
+    return unpack(q, tokens), k.reshape(shape), v.reshape(shape)
+
+
+def _split_kernel(
+    qkv_ref: Any,
+    cos_ref: Any,
+    sin_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    *,
+    queries: PackedShape,
+    half: int,
+) -> None:
+    """Write 16 heads of one token: of queries, or of keys, or of values."""
+    block, row = pl.program_id(0), pl.program_id(1)
+    h = jnp.arange(pl.next_power_of_2(half))
+    within = h < half
+
+    def packed(head: jax.Array) -> tuple[Any, ...]:
+        flat = row % queries.tokens * queries.heads + head
+        kv_head, place = packed_rows(flat, queries)
+        return row // queries.tokens, kv_head[:, None], place[:, None]
+
+    def of_token(head: jax.Array) -> tuple[Any, ...]:
+        return row, head[:, None]
+
+    def write(
+        ref: Any, heads: int, block: jax.Array, slots: Any, place: Any, rotated: bool
+    ) -> None:
+        head = block * HEADS + jnp.arange(HEADS)
+        mask = (head < heads)[:, None] & within[None, :]
+        source, target = (row, slots(head)[:, None]), place(head)
+        low, high = (
+            pltriton.load(qkv_ref.at[*source, some[None, :]], mask=mask, other=0.0)
+            for some in (h, h + half)
+        )
+        if rotated:
+            cos, sin = (
+                pltriton.load(part.at[row, h], mask=within, other=0.0)[None, :]
+                for part in (cos_ref, sin_ref)
+            )
+            low, high = low.astype(jnp.float32), high.astype(jnp.float32)
+            low, high = low * cos - high * sin, high * cos + low * sin
+        pltriton.store(ref.at[*target, h[None, :]], low.astype(ref.dtype), mask=mask)
+        pltriton.store(ref.at[*target, h[None, :] + half], high.astype(ref.dtype), mask=mask)
+
+    kv_heads, groups, size = queries.kv_heads, queries.groups, queries.groups + 2
+    parts = (
+        (q_ref, queries.heads, lambda n: n // groups * size + n % groups, packed, True),
+        (k_ref, kv_heads, lambda n: n * size + groups, of_token, True),
+        (v_ref, kv_heads, lambda n: n * size + groups + 1, of_token, False),
+    )
+    first = 0
+    for ref, heads, slots, place, rotated in parts:
+        blocks = pl.cdiv(heads, HEADS)
+        pl.when((block >= first) & (block < first + blocks))(
+            functools.partial(write, ref, heads, block - first, slots, place, rotated)
+        )
+        first += blocks
+
+
+def append_rows(
+    caches: Sequence[CacheSlots],
+    fresh: Sequence[TreeRows],
+    path: Int[Array, "B h"],
+    length: Lengths,
+    interpret: bool = False,
+) -> tuple[CacheSlots, ...]:
+    """See :func:`longspec_jax.ops.layer.append_rows`."""
+    written: list[CacheSlots] = []
+    for first in range(0, len(caches), CACHES):
+        some = slice(first, first + CACHES)
+        written += _append(caches[some], fresh[some], path, length, interpret=interpret)
+    return tuple(written)
+
+
+@partitioned("b k s h, b u k h, b p, b -> b k s h")
+def _append(
+    caches: Sequence[CacheSlots],
+    fresh: Sequence[TreeRows],
+    path: Array,
+    length: Array,
+    *,
+    interpret: bool,
+) -> Sequence[CacheSlots]:
+    """One launch: a program for each row of the batch, key/value head and cache."""
+    count = len(caches)
+    batch, kv_heads = caches[0].shape[:2]
+    return pl.pallas_call(
+        functools.partial(_append_kernel, count=count),
+        grid=(kv_heads, batch, count),
+        out_shape=[jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches],
+        input_output_aliases={2 + count + index: index for index in range(count)},
+        compiler_params=triton_params(warps=1, stages=1),
+        interpret=interpret,
+        name="append_rows",
+    )(path.astype(jnp.int32), length.astype(jnp.int32), *fresh, *caches)
+
+
+def _append_kernel(path_ref: Any, length_ref: Any, *refs: Any, count: int) -> None:
+    """Copy the path's rows of one head to one cache; other slots are the aliased input's."""
+    fresh_refs, cache_refs = refs[:count], refs[2 * count :]
+    kv_head, batch, cache = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    height, width = path_ref.shape[1], fresh_refs[0].shape[3]
+    step = jnp.arange(pl.next_power_of_2(height))
+    h = jnp.arange(pl.next_power_of_2(width))[None, :]
+    exists = step < height
+    mask = exists[:, None] & (h < width)
+    row = pltriton.load(path_ref.at[batch, step], mask=exists, other=0)[:, None]
+    slot = (length_ref[batch] + step)[:, None]
+
+    def copy(fresh_ref: Any, cache_ref: Any) -> None:
+        rows = pltriton.load(fresh_ref.at[batch, row, kv_head, h], mask=mask, other=0.0)
+        pltriton.store(cache_ref.at[batch, kv_head, slot, h], rows, mask=mask)
+
+    for index in range(count):
+        pl.when(cache == index)(functools.partial(copy, fresh_refs[index], cache_refs[index]))

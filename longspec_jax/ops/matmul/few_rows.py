@@ -1,0 +1,127 @@
+"""Matmuls of a decode step: few rows against weights that are read once.
+
+Their time is that of reading the weights. On Hopper a kernel of our own reads them faster than
+XLA's choice (``docs/kernels.md``) and saves the launches after it. It applies the gate of a SwiGLU,
+and where it shares out a contraction it leaves *split-K partials*, which the op that reads the
+result next adds up as it goes (:func:`longspec_jax.ops.layer.residual_norm`). Anywhere else these
+are XLA's matmuls, which also define the ops and their gradients.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from longspec_jax.axes import Array
+from longspec_jax.ops import hardware
+from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.partitioned import one_device
+
+
+@jax.custom_jvp
+def matmul(
+    x: Float[Array, "*rows K"], weights: Float[Array, "K ..."], bias: Array | None = None
+) -> Array:
+    """``[*rows, *out]`` of ``weights[K, *out]``, plus ``bias[*out]``; differentiable."""
+    return MATMUL(x, weights, bias)
+
+
+@jax.custom_jvp
+def matmul_partials(
+    x: Float[Array, "*rows K"], weights: Float[Array, "K N"]
+) -> Float[Array, "S *rows N"]:
+    """Split-K partials, whose sum is the result: one of the dtype of ``x``, or several float32.
+
+    Differentiable.
+    """
+    return MATMUL_PARTIALS(x, weights)
+
+
+@jax.custom_jvp
+def gated_matmul(
+    x: Float[Array, "*rows K"], weights: Float[Array, "K 2 F"]
+) -> Float[Array, "*rows F"]:
+    """``silu(x @ weights[:, 0]) * (x @ weights[:, 1])``; differentiable."""
+    return GATED_MATMUL(x, weights)
+
+
+def matmul_xla(x: Array, weights: Array, bias: Array | None = None) -> Array:
+    """The matmul in plain JAX; float32 is exact, not TF32."""
+    # The produced axes stay apart: [2, F] in one axis could not be sharded over F. It is one plain
+    # matmul all the same.
+    over = ((x.ndim - 1,), (0,)), ((), ())
+    out = jax.lax.dot_general(x, weights, over, precision=matmul_precision(weights.dtype))
+    return out if bias is None else out + bias
+
+
+def matmul_partials_xla(x: Array, weights: Array) -> Array:
+    """The whole result as the only partial."""
+    return matmul_xla(x, weights)[None]
+
+
+def gated_matmul_xla(x: Array, weights: Array) -> Array:
+    """The gated matmul in plain JAX."""
+    return gate(matmul_xla(x, weights))
+
+
+def gate(gate_up: Array) -> Array:
+    """``silu`` of the first half of ``[..., 2, F]`` times the second."""
+    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+
+
+def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
+    """Full float32 matmuls for float32 models; Ampere and later would use TF32 otherwise."""
+    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+
+
+def _matmul_mosaic(x: Array, weights: Array, bias: Array | None = None) -> Array:
+    flat = weights.reshape(weights.shape[0], -1)
+    flat_bias = None if bias is None else bias.reshape(-1)
+    return _launched(x, flat, flat_bias)[0].reshape(*x.shape[:-1], *weights.shape[1:])
+
+
+def _matmul_partials_mosaic(x: Array, weights: Array) -> Array:
+    return _launched(x, weights, split=True)
+
+
+def _gated_matmul_mosaic(x: Array, weights: Array) -> Array:
+    return _launched(x, weights)[0]
+
+
+def _launched(x: Array, weights: Array, bias: Array | None = None, *, split: bool = False) -> Array:
+    """The kernel's split-K partials, ``[S, *rows, N]``; refuses what it does not serve."""
+    hardware.require_hopper("the Mosaic matmul")
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"the Mosaic matmul takes bfloat16 and float16, not {x.dtype}")
+    if not one_device():
+        raise NotImplementedError("a mesh cuts the weights, which only XLA's matmuls follow")
+    from longspec_jax.ops.matmul import few_rows_mosaic
+
+    flat, columns = x.reshape(-1, x.shape[-1]), weights.shape[-1]
+    sizes = len(flat), x.shape[-1], columns
+    tile = few_rows_mosaic.matmul_tile(*sizes, gated=weights.ndim == 3, split=split)
+    out = few_rows_mosaic.matmul(flat, weights, bias, tile=tile)
+    return out.reshape(tile.splits, *x.shape[:-1], columns)
+
+
+MATMUL = Op("matmul", {"mosaic": _matmul_mosaic, "xla": matmul_xla})
+MATMUL_PARTIALS = Op(
+    "matmul_partials", {"mosaic": _matmul_partials_mosaic, "xla": matmul_partials_xla}
+)
+GATED_MATMUL = Op("gated_matmul", {"mosaic": _gated_matmul_mosaic, "xla": gated_matmul_xla})
+
+
+@matmul.defjvp
+def _differentiate(primals: tuple, tangents: tuple) -> tuple:
+    return jax.jvp(matmul_xla, primals, tangents)
+
+
+@matmul_partials.defjvp
+def _differentiate_partials(primals: tuple, tangents: tuple) -> tuple:
+    return jax.jvp(matmul_partials_xla, primals, tangents)
+
+
+@gated_matmul.defjvp
+def _differentiate_gated(primals: tuple, tangents: tuple) -> tuple:
+    return jax.jvp(gated_matmul_xla, primals, tangents)

@@ -1,1 +1,0 @@
-"""Matrix products of a decode step, whose time is that of reading the weights."""

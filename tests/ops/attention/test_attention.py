@@ -1,0 +1,350 @@
+"""One test body for every implementation: reference, XLA, interpreted and compiled kernels."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.ops.attention import dispatch, kernels
+from longspec_jax.ops.attention.operands import merge
+from longspec_jax.ops.attention.tiles import TreeTile
+from tests.kit import TOLERANCE, hopper_or_skip, relative_error
+from tests.ops.attention import oracle
+from tests.ops.attention.oracle import Shape, inputs
+
+GPU = pytest.mark.gpu
+INSTALLED = pytest.mark.skipif(
+    importlib.util.find_spec("jax_triton") is None, reason="needs the package jax-triton"
+)
+COMPILED_ONLY = {"mosaic": [GPU], "pallas": [GPU], "triton": [GPU, INSTALLED]}
+"""Implementations that no CPU computes, and what their tests ask of the machine."""
+EVERYWHERE = ["reference", "xla", "interpret"]
+TREE = [*EVERYWHERE, pytest.param("pallas", marks=COMPILED_ONLY["pallas"])]
+PREFIX = [*TREE, pytest.param("triton", marks=COMPILED_ONLY["triton"])]
+SHAPES = {
+    "gqa": Shape(heads=6, kv_heads=2),
+    "mha": Shape(heads=3, kv_heads=3),
+    "mqa": Shape(heads=5, kv_heads=1),
+    "group16": Shape(heads=16, kv_heads=1, tokens=3),
+    "width96": Shape(width=96),
+    "one-token": Shape(width=128, tokens=1, keys=1),
+    "width256": Shape(width=256, tokens=2, heads=2),
+    "69-nodes": Shape(heads=2, kv_heads=2, width=128, tokens=69, slots=67, keys=69),
+}
+
+
+def cases(*implementations: str, interpreted: tuple[str, ...] = tuple(SHAPES)) -> list:
+    """Every implementation, shape and dtype; without a GPU the half dtypes on one shape only.
+
+    Interpreting a kernel takes seconds, so that some tests name the shapes that matter to them. The
+    reference does the same for every shape.
+    """
+    found = []
+    for implementation in implementations:
+        compiled_only = implementation in COMPILED_ONLY
+        for name, shape in SHAPES.items():
+            if implementation == "interpret" and name not in interpreted:
+                continue
+            if implementation == "reference" and name not in ("gqa", "mqa"):
+                continue
+            for dtype in ("float32", "bfloat16", "float16"):
+                if compiled_only or dtype == "float32" or (name == "gqa" and dtype != "float16"):
+                    marks = COMPILED_ONLY.get(implementation, ())
+                    label = f"{implementation}-{name}-{dtype}"
+                    found.append(pytest.param(implementation, shape, dtype, marks=marks, id=label))
+    return found
+
+
+def check(actual: tuple, expected: tuple, dtype: str) -> None:
+    """Compare an output and its log-sum-exp with float64."""
+    assert relative_error(actual[0], expected[0]) <= TOLERANCE[dtype]
+    empty = np.isneginf(expected[1])
+    np.testing.assert_array_equal(np.isneginf(actual[1]), empty)
+    np.testing.assert_array_equal(np.asarray(actual[0])[empty], 0.0)
+    gap = np.abs(np.asarray(actual[1])[~empty] - expected[1][~empty])
+    assert gap.max(initial=0.0) <= oracle.LSE_TOLERANCE[dtype]
+
+
+@functools.cache
+def compiled(op: str, implementation: str | None):
+    return jax.jit(functools.partial(getattr(dispatch, op), implementation=implementation))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "shape", "dtype"),
+    cases(
+        *EVERYWHERE,
+        "pallas",
+        "triton",
+        interpreted=("gqa", "mha", "group16", "width96", "69-nodes"),
+    ),
+)
+def test_prefix_equals_float64(implementation: str, shape: Shape, dtype: str) -> None:
+    x = inputs(shape, dtype, [shape.slots, 37])
+    actual = compiled("prefix_attention", implementation)(*x.prefix)
+    assert actual.out.dtype == actual.lse.dtype == jnp.float32
+    check(actual, oracle.prefix(x), dtype)
+
+
+@pytest.mark.parametrize("implementation", PREFIX)
+def test_prefix_at_lengths_around_every_edge(implementation: str) -> None:
+    lengths = [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 193, 1023, 1024, 1025, 1031]
+    shape = Shape(batch=len(lengths), tokens=2, heads=2, kv_heads=1, slots=1031)
+    x = inputs(shape, "float32", lengths)
+    check(compiled("prefix_attention", implementation)(*x.prefix), oracle.prefix(x), "float32")
+    shorter = dataclasses.replace(x, length=jnp.asarray(lengths[::-1]))
+    clean = dataclasses.replace(shorter, k=jnp.nan_to_num(x.k), v=jnp.nan_to_num(x.v))
+    actual = compiled("prefix_attention", implementation)(*clean.prefix)
+    check(actual, oracle.prefix(clean), "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [1000, 4096])
+@pytest.mark.parametrize(("tokens", "heads"), [(65, 4), (69, 8), (64, 10), (69, 10)])
+def test_prefix_of_many_rows_on_hopper(tokens: int, heads: int, slots: int) -> None:
+    """With whole row tiles, and with a last one whose rows two warpgroups share."""
+    hopper_or_skip()
+    lengths = [0, 1, 127, 128, 513, slots // 2 + 1, slots - 1, slots]
+    x = inputs(Shape(8, tokens, heads, 2, width=128, slots=slots), "bfloat16", lengths)
+    check(compiled("prefix_attention", "mosaic")(*x.prefix), oracle.prefix(x), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "shape", "dtype"),
+    cases(*EVERYWHERE, "pallas", interpreted=("gqa", "width96")),
+)
+def test_tree_equals_float64(implementation: str, shape: Shape, dtype: str) -> None:
+    x = inputs(shape, dtype, [1, 1])
+    check(compiled("tree_attention", implementation)(*x.tree), oracle.tree(x), dtype)
+
+
+@pytest.mark.parametrize("keys", [1, 64, 139])
+@pytest.mark.parametrize("implementation", TREE)
+def test_tree_with_rectangular_masks_and_blind_rows(implementation: str, keys: int) -> None:
+    shape = Shape(tokens=11, keys=keys)
+    mask = np.random.default_rng().random((2, 11, keys)) < 0.3
+    mask[0, 3] = mask[1] = False
+    x = inputs(shape, "float32", [1, 1], mask=mask)
+    check(compiled("tree_attention", implementation)(*x.tree), oracle.tree(x), "float32")
+
+
+@pytest.mark.parametrize("implementation", TREE)
+def test_tree_follows_the_drawn_mask(implementation: str) -> None:
+    mask = np.array(
+        [
+            [1, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0],
+            [1, 0, 1, 0, 0],
+            [1, 1, 0, 1, 0],
+            [1, 0, 1, 0, 1],
+        ],
+        bool,
+    )
+    x = inputs(Shape(batch=1, keys=5), "float32", [1], mask=mask[None])
+    check(compiled("tree_attention", implementation)(*x.tree), oracle.tree(x), "float32")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "shape", "dtype"),
+    cases(*EVERYWHERE, "pallas", "triton", interpreted=("gqa", "69-nodes")),
+)
+def test_speculative_equals_float64(implementation: str, shape: Shape, dtype: str) -> None:
+    x = inputs(shape, dtype, [shape.slots, 0])
+    actual = compiled("speculative_attention", implementation)(*x.speculative)
+    assert actual.dtype == jnp.dtype(dtype)
+    # The output is rounded to its dtype once more.
+    rounding = {"float32": 0.0, "bfloat16": 2e-3, "float16": 3e-4}[dtype]
+    assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE[dtype] + rounding
+
+
+@pytest.mark.parametrize("implementation", PREFIX)
+def test_speculative_over_many_splits(implementation: str) -> None:
+    shape = Shape(batch=5, tokens=3, heads=4, kv_heads=2, slots=1531, keys=3)
+    x = inputs(shape, "float32", [1531, 1024, 0, 1, 769])
+    actual = compiled("speculative_attention", implementation)(*x.speculative)
+    assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("implementation", PREFIX)
+def test_prefix_and_tree_merge_to_the_whole(implementation: str) -> None:
+    if implementation == "triton":
+        pytest.skip("the jax-triton implementation has no tree op of its own")
+    x = inputs(Shape(), "float32", [131, 1])
+    merged = merge(
+        compiled("prefix_attention", implementation)(*x.prefix),
+        compiled("tree_attention", implementation)(*x.tree),
+    )
+    assert relative_error(merged.out, oracle.speculative(x)) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("implementation", EVERYWHERE[1:] + [pytest.param("pallas", marks=GPU)])
+def test_a_row_does_not_depend_on_its_neighbours(implementation: str) -> None:
+    x = inputs(Shape(batch=3, slots=1031), "bfloat16", [517, 1031, 3])
+    y = inputs(Shape(batch=3, slots=1031), "bfloat16", [0, 9, 1000])
+
+    def row_of(first: int, values: oracle.Inputs, others: oracle.Inputs) -> oracle.Inputs:
+        fields = {
+            field.name: getattr(others, field.name).at[first].set(getattr(values, field.name)[0])
+            for field in dataclasses.fields(others)
+        }
+        return dataclasses.replace(others, **fields)
+
+    moved = row_of(2, x, y)
+    for op, operands in (
+        ("prefix_attention", oracle.Inputs.prefix),
+        ("tree_attention", oracle.Inputs.tree),
+        ("speculative_attention", oracle.Inputs.speculative),
+    ):
+        run = compiled(op, implementation)
+        alone, beside = run(*operands.fget(x)), run(*operands.fget(moved))
+        for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(beside), strict=True):
+            np.testing.assert_array_equal(np.asarray(a)[0], np.asarray(b)[2])
+
+
+@pytest.mark.parametrize("implementation", TREE)
+@pytest.mark.parametrize(("op", "keys"), [("prefix", 7), ("tree", 7), ("tree", 300)])
+def test_an_output_is_rounded_as_it_is_written(implementation: str, op: str, keys: int) -> None:
+    """Bit by bit as if it were rounded afterwards; more keys than a step holds are merged first."""
+    x = inputs(Shape(width=128, keys=keys), "bfloat16", [131, 37])
+    run = functools.partial(getattr(dispatch, f"{op}_attention"), implementation=implementation)
+    whole, rounded = run(*getattr(x, op)), run(*getattr(x, op), dtype="bfloat16")
+    assert whole.out.dtype == jnp.float32 and rounded.out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.float32(rounded.out), np.float32(whole.out.astype("bfloat16")))
+    np.testing.assert_array_equal(rounded.lse, whole.lse)
+
+
+@pytest.mark.parametrize("implementation", PREFIX)
+def test_two_runs_are_equal(implementation: str) -> None:
+    x = inputs(Shape(slots=1031), "bfloat16", [1031, 700])
+    run = compiled("speculative_attention", implementation)
+    np.testing.assert_array_equal(np.asarray(run(*x.speculative)), np.asarray(run(*x.speculative)))
+
+
+@pytest.mark.parametrize("implementation", PREFIX)
+def test_scale_is_respected(implementation: str) -> None:
+    x = inputs(Shape(), "float32", [131, 37])
+    actual = dispatch.prefix_attention(*x.prefix, scale=0.37, implementation=implementation)
+    check(actual, oracle.prefix(x, scale=0.37), "float32")
+
+
+@pytest.mark.parametrize("op", ["prefix_attention", "tree_attention", "speculative_attention"])
+@pytest.mark.parametrize("implementation", EVERYWHERE)
+def test_gradients_are_refused_in_a_sentence(op: str, implementation: str) -> None:
+    x = inputs(Shape(), "float32", [3, 5])
+    operands = getattr(x, op.removesuffix("_attention"))
+    run = functools.partial(getattr(dispatch, op), implementation=implementation)
+
+    def loss(q: jax.Array) -> jax.Array:
+        return jax.tree.leaves(run(q, *operands[1:]))[0].astype(jnp.float32).sum()
+
+    with pytest.raises(NotImplementedError, match=f"{op} serves decoding and has no gradient"):
+        jax.grad(loss)(x.q)
+    if implementation == "xla":
+        frozen = jax.grad(lambda q, s: s * loss(jax.lax.stop_gradient(q)), argnums=1)(x.q, 2.0)
+        assert np.isfinite(frozen)
+
+
+@pytest.mark.parametrize(("tokens", "groups"), [(1, 1), (37, 3), (150, 4)])
+@pytest.mark.parametrize("implementation", TREE)
+def test_chunk_attention_is_causal_after_the_prefix(
+    implementation: str, tokens: int, groups: int
+) -> None:
+    """One row has no prefix, and 150 tokens are several tiles of queries and of keys."""
+    shape = Shape(tokens=tokens, keys=tokens, heads=2 * groups, kv_heads=2)
+    x = inputs(shape, "float32", [131, 0], mask=_causal(2, tokens))
+    actual = compiled("chunk_attention", implementation)(*x.prefix, x.tree_k, x.tree_v)
+    assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "groups"), [(16, 32, 1), (16, 16, 5), (64, 16, 1), (64, 32, 5)]
+)
+def test_any_tile_of_a_chunk_sees_the_same(rows: int, keys: int, groups: int) -> None:
+    """Tiles of queries and keys begin and end at different tokens."""
+    shape = Shape(tokens=77, keys=77, heads=groups, kv_heads=1, width=48)
+    x = inputs(shape, "bfloat16", [37, 131], mask=_causal(2, 77))
+    tile = TreeTile(rows, keys, 1, 4, 2)
+    actual = kernels.chunk_attention(*x.prefix, x.tree_k, x.tree_v, chunk_tile=tile, interpret=True)
+    assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize(("tokens", "width"), [(2048, 128), (700, 96), (300, 256)])
+def test_chunks_of_a_real_prefill(
+    dtype: str, heads: tuple[int, int], tokens: int, width: int
+) -> None:
+    shape = Shape(1, tokens, *heads, width=width, slots=4096, keys=tokens)
+    x = inputs(shape, dtype, [3000], mask=_causal(1, tokens))
+    for run in (compiled("chunk_attention", None), jax.jit(kernels.chunk_attention)):
+        actual = run(*x.prefix, x.tree_k, x.tree_v)
+        assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE[dtype]
+
+
+def test_a_chunk_has_as_many_keys_as_queries() -> None:
+    x = inputs(Shape(tokens=5, keys=7), "float32", [3, 5])
+    with pytest.raises(ValueError, match="5 queries has as many keys, not 7"):
+        dispatch.chunk_attention(*x.prefix, x.tree_k, x.tree_v)
+
+
+def _causal(batch: int, tokens: int) -> np.ndarray:
+    return np.tri(tokens, dtype=bool)[None].repeat(batch, 0)
+
+
+def test_causal_attention_counts_both_ends_of_the_window() -> None:
+    shape = Shape(tokens=13, keys=13)
+    distance = np.arange(13)[:, None] - np.arange(13)
+    for window in (None, 3):
+        mask = (distance >= 0) & (distance <= (13 if window is None else window))
+        x = inputs(shape, "float32", [1, 1], mask=np.broadcast_to(mask, (2, 13, 13)))
+        actual = dispatch.causal_attention(x.q, x.tree_k, x.tree_v, window=window)
+        assert relative_error(actual, oracle.tree(x)[0]) <= TOLERANCE["float32"]
+
+
+def test_explicit_choices_refuse_and_automatic_choice_falls_back() -> None:
+    x = inputs(Shape(), "float32", [3, 5])
+    if jax.default_backend() != "gpu":
+        for op in ("prefix", "tree", "speculative"):
+            run = getattr(dispatch, f"{op}_attention")
+            with pytest.raises(NotImplementedError, match="computes on 'cpu'"):
+                run(*getattr(x, op), implementation="pallas")
+        with pytest.raises(NotImplementedError, match="computes on 'cpu'|cannot be imported"):
+            dispatch.prefix_attention(*x.prefix, implementation="triton")
+        automatic, xla = (
+            dispatch.speculative_attention(*x.speculative, implementation=name)
+            for name in (None, "xla")
+        )
+        np.testing.assert_array_equal(automatic, xla)
+    with pytest.raises(ValueError, match="no implementation 'cuda'; choose one of"):
+        dispatch.prefix_attention(*x.prefix, implementation="cuda")
+    narrow = inputs(Shape(width=12), "float32", [3, 5])
+    with pytest.raises(NotImplementedError, match="head width 12"):
+        dispatch.prefix_attention(*narrow.prefix, implementation="interpret")
+    wide = inputs(Shape(heads=34, kv_heads=2), "float32", [3, 5])
+    with pytest.raises(NotImplementedError, match="17 query heads per key/value head exceed 16"):
+        dispatch.tree_attention(*wide.tree, implementation="interpret")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: dict(k=x.k[:, :, :-1]), "their dtype and whole shape"),
+        (lambda x: dict(q=x.q[:, :, :5]), "5 query heads"),
+        (lambda x: dict(q=x.q.astype(jnp.bfloat16)), "queries are bfloat16"),
+        (lambda x: dict(mask=x.mask[:, :-1]), "must be boolean"),
+        (lambda x: dict(mask=x.mask.astype(jnp.int8)), "must be boolean"),
+        (lambda x: dict(tree_v=x.tree_v[:1]), "whole shape"),
+        (lambda x: dict(length=x.length[:1]), "length .* must have one number a row"),
+    ],
+)
+def test_operands_that_do_not_fit_are_named(change, message: str) -> None:
+    x = inputs(Shape(), "float32", [3, 5])
+    x = dataclasses.replace(x, **change(x))
+    # With shape checking switched on jaxtyping may be the first to refuse.
+    with pytest.raises(Exception, match=f"{message}|Type-check error"):
+        dispatch.speculative_attention(*x.speculative)

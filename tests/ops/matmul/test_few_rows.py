@@ -1,0 +1,119 @@
+"""Matmuls of few rows: the Hopper kernel against plain JAX, and plain JAX against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.ops import hardware, layer
+from longspec_jax.ops.matmul import few_rows, few_rows_mosaic
+from tests.kit import TOLERANCE, hopper_or_skip, normal, relative_error
+
+DTYPES = ["float32", "bfloat16"]
+
+
+def exact(x: jax.Array, weights: jax.Array) -> np.ndarray:
+    return np.tensordot(np.float64(x), np.float64(weights), 1)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_definitions(dtype: str) -> None:
+    x, bias = normal(0, 2, 3, 40, dtype=dtype), normal(1, 4, 6, dtype=dtype)
+    weights = normal(2, 40, 4, 6, dtype=dtype)
+    out = few_rows.matmul(x, weights, bias)
+    assert out.shape == (2, 3, 4, 6) and out.dtype == jnp.dtype(dtype)
+    assert relative_error(out, exact(x, weights) + np.float64(bias)) <= TOLERANCE[dtype]
+
+    weights = normal(3, 40, 24, dtype=dtype)
+    parts = few_rows.matmul_partials(x, weights)
+    assert parts.shape[1:] == (2, 3, 24)
+    assert relative_error(np.float64(parts).sum(0), exact(x, weights)) <= TOLERANCE[dtype]
+
+    weights = normal(4, 40, 2, 24, dtype=dtype) / 6
+    gate, up = np.moveaxis(exact(x, weights), -2, 0)
+    out = few_rows.gated_matmul(x, weights)
+    assert relative_error(out, silu(gate) * up) <= TOLERANCE[dtype]
+
+
+def test_gradients_are_those_of_plain_jax() -> None:
+    x, weights, bias = normal(0, 3, 8), normal(1, 8, 4), normal(2, 4)
+    gate = normal(3, 8, 2, 4)
+    for op, plain, arguments in (
+        (few_rows.matmul, few_rows.matmul_xla, (x, weights, bias)),
+        (few_rows.matmul_partials, few_rows.matmul_xla, (x, weights)),
+        (few_rows.gated_matmul, few_rows.gated_matmul_xla, (x, gate)),
+    ):
+        ours, theirs = (
+            jax.grad(lambda *a, op=op: jnp.sin(op(*a)).sum(), range(len(arguments)))(*arguments)
+            for op in (op, plain)
+        )
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_the_tile_fills_the_machine_once() -> None:
+    for contracted, columns, gated, split in (
+        (4096, 12288, False, False),
+        (4096, 6144, False, False),
+        (5120, 7168, False, False),
+        (4096, 4096, False, True),
+        (5120, 5120, False, True),
+        (27648, 5120, False, True),
+        (14336, 4096, False, True),
+        (4096, 14336, True, False),
+    ):
+        tile = few_rows_mosaic.matmul_tile(64, contracted, columns, gated=gated, split=split)
+        assert 80 <= columns // tile.columns * tile.splits <= hardware.MULTIPROCESSORS
+        assert contracted % (tile.splits * tile.depth) == 0
+        stage = 2 * tile.depth * (64 + tile.columns * (1 + gated))
+        assert 2 <= tile.stages and tile.stages * stage <= hardware.SHARED_BYTES[(9, 0)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "contracted", "columns"),
+    [(1, 4096, 4096), (69, 4096, 4096), (72, 4096, 4096), (64, 256, 256), (64, 4096, 4100)],
+)
+def test_other_matmuls_are_left_to_xla(rows: int, contracted: int, columns: int) -> None:
+    for gated in (False, True):
+        with pytest.raises(NotImplementedError, match="whole groups of 8|no tile of the Mosaic"):
+            few_rows_mosaic.matmul_tile(rows, contracted, columns, gated=gated)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [8, 24, 64])
+def test_hopper_kernel(rows: int, dtype: str) -> None:
+    hopper_or_skip()
+    for contracted, columns, split in ((4096, 4096, True), (4224, 8192, True), (3584, 4608, False)):
+        x = normal(0, rows, contracted, dtype=dtype)
+        weights = normal(1, contracted, columns, dtype=dtype) / 64
+        tile = few_rows_mosaic.matmul_tile(rows, contracted, columns, split=split)
+        if split:
+            out = few_rows.matmul_partials(x, weights)
+            assert out.shape == (tile.splits, rows, columns)
+            out = layer.add(jnp.zeros((rows, columns), dtype), out)
+            expected = exact(x, weights)
+        else:
+            bias = normal(2, columns, dtype=dtype)
+            out = few_rows.matmul(x, weights, bias)
+            expected = exact(x, weights) + np.float64(bias)
+        assert out.dtype == jnp.dtype(dtype)
+        assert relative_error(out, expected) <= TOLERANCE["bfloat16"]
+
+    x, weights = normal(0, rows, 2048, dtype=dtype), normal(1, 2048, 2, 8192, dtype=dtype) / 64
+    gate, up = np.moveaxis(exact(x, weights), -2, 0)
+    out = few_rows.gated_matmul(x, weights)
+    assert relative_error(out, silu(gate) * up) <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.gpu
+def test_hopper_kernel_keeps_rows_apart() -> None:
+    """What is not finite in one row stays there, and rows that do not exist are never seen."""
+    x = normal(0, 8, 4096, dtype="bfloat16").at[3].set(jnp.nan)
+    weights = normal(1, 4096, 4096, dtype="bfloat16")
+    out = np.float64(few_rows.matmul_partials(x, weights).sum(axis=0))
+    assert np.isnan(out[3]).all()
+    assert np.isfinite(np.delete(out, 3, axis=0)).all()

@@ -1,0 +1,141 @@
+"""How ops choose their implementations, and that Triton's kernels are left as they are written."""
+
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from longspec_jax.ops import hardware, layer
+from longspec_jax.ops.attention import dispatch as attention
+from longspec_jax.ops.attention.operands import Fresh, Prefix
+from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.matmul import few_rows, int8
+from longspec_jax.ops.selection.continuations import best_continuations
+
+half = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+real = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+whole = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+
+
+def takes(x: int, *, more: int = 0) -> int:
+    return x + more
+
+
+def refuses(x: int, *, more: int = 0) -> int:
+    raise NotImplementedError(f"{x} is too large")
+
+
+def lacks(x: int, *, more: int = 0) -> int:
+    raise ImportError("no module named 'nothing'")
+
+
+def fails(x: int, *, more: int = 0) -> int:
+    raise ValueError("a defect")
+
+
+def test_the_first_that_does_not_refuse_is_chosen() -> None:
+    assert Op("op", {"a": refuses, "b": lacks, "c": takes, "d": fails})(3, more=4) == 7
+
+
+def test_all_refusals_are_reported_together() -> None:
+    expected = (
+        "no implementation of op takes this call. a: 3 is too large; "
+        "b: its backend cannot be imported: no module named 'nothing'"
+    )
+    with pytest.raises(NotImplementedError) as refused:
+        Op("op", {"a": refuses, "b": lacks}, {"c": takes})(3)
+    assert str(refused.value) == expected
+
+
+def test_an_explicit_choice_never_falls_back() -> None:
+    op = Op("op", {"a": takes, "b": refuses}, {"c": lacks})
+    for name, message in (("b", "3 is too large"), ("c", "cannot be imported")):
+        with pytest.raises(NotImplementedError, match=message):
+            op(3, implementation=name)
+    with pytest.raises(ValueError, match=r"op has no implementation 'd'; choose .*'a', 'b', 'c'"):
+        op(3, implementation="d")
+
+
+def test_a_defect_is_no_refusal() -> None:
+    with pytest.raises(ValueError, match="a defect"):
+        Op("op", {"a": fails, "b": takes})(3)
+
+
+Q, CACHE, LENGTH, ROWS = (
+    half((1, 8, 8, 64)),
+    half((1, 2, 512, 64)),
+    whole((1,)),
+    half((1, 8, 2, 64)),
+)
+PREFIX = Prefix(CACHE, CACHE, LENGTH)
+FRESH = Fresh(ROWS, ROWS, jax.ShapeDtypeStruct((1, 8, 8), jnp.bool_))
+INT8 = int8.Int8Rows(jax.ShapeDtypeStruct((8192, 512), jnp.int8), real((8192,)))
+CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "prefix": (attention.prefix_attention, (Q, PREFIX)),
+    "tree": (attention.tree_attention, (Q, FRESH)),
+    "speculative": (attention.speculative_attention, (Q, PREFIX, FRESH)),
+    "chunk": (attention.chunk_attention, (Q, PREFIX, ROWS, ROWS)),
+    "norm": (
+        partial(layer.residual_norm, eps=1e-5),
+        (half((1, 8, 96)), half((1, 1, 8, 96)), half((96,))),
+    ),
+    "heads": (layer.split_heads, (half((1, 8, 2, 6, 64)), real((1, 8, 32)), real((1, 8, 32)))),
+    "append": (layer.append_rows, ([CACHE], [ROWS], whole((1, 3)), LENGTH)),
+    "int8": (int8.int8_matmul, (half((8, 512)), INT8)),
+    "int8 partials": (int8.int8_matmul_partials, (half((8, 512)), INT8)),
+    "int8 gated": (int8.int8_gated_matmul, (half((8, 512)), INT8)),
+    "continuations": (partial(best_continuations, count=4), (real((1, 4, 5000)), real((1, 4)))),
+    "matmul": (few_rows.matmul, (half((8, 512)), half((512, 8192)))),
+    "partials": (few_rows.matmul_partials, (half((8, 512)), half((512, 8192)))),
+    "gated": (few_rows.gated_matmul, (half((8, 512)), half((512, 2, 8192)))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_decode_step_on_a_gpu_takes_the_kernels(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong refusal would fall back to XLA, right and slow; on this CPU all must fall back."""
+    if name in ("matmul", "partials", "gated") and not hardware.mosaic_is_supported():
+        pytest.skip("the kernel needs jax 0.11 or newer")
+    op, operands = CALLS[name]
+
+    def has_kernel() -> bool:
+        program = str(jax.make_jaxpr(lambda *x: op(*x))(*operands))
+        return "pallas_call[" in program or "wgmma" in program
+
+    if jax.default_backend() == "cpu":
+        assert not has_kernel()
+    monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
+    assert has_kernel()
+
+
+def test_triton_sees_the_functions_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not wrapped by the hook that executes annotations, unlike those of any other module.
+
+    Triton itself need not be installed: what it would compile is what its decorator is given.
+    """
+    given: list[Any] = []
+    language = types.ModuleType("triton.language")
+    language.constexpr = int  # type: ignore[attr-defined]
+    triton = types.ModuleType("triton")
+    triton.jit = lambda function: given.append(function) or function  # type: ignore[attr-defined]
+    triton.language = language  # type: ignore[attr-defined]
+    name = "longspec_jax.ops.attention.prefix_triton"
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.language", language)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    try:
+        importlib.import_module(name)
+    finally:
+        sys.modules.pop(name, None)
+    assert [function.__name__ for function in given] == ["_split_kernel", "_merge_kernel"]
+    assert not any(hasattr(function, "__wrapped__") for function in given)
+    if "beartype" in sys.modules:  # Otherwise no hook is installed.
+        assert hasattr(Op.__call__, "__wrapped__")
