@@ -9,7 +9,7 @@ import longspec_jax
 from longspec_jax import cli
 from longspec_jax.checks import SAMPLING
 from longspec_jax.config import ATTENTION, PLAIN
-from longspec_jax.drafters.kinds import NAMED, is_name
+from longspec_jax.drafters.registry import NAMED, is_name
 from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, DEMO_NAME, DRAFTS
 
 from .prompts import STDIN, STYLES, Prompt, check_text, read_batch, read_messages, read_prompt_file
@@ -266,7 +266,7 @@ def check(arguments: argparse.Namespace) -> None:
         for message in contradictions(arguments):
             raise ValueError(message)
     if arguments.draft_option:
-        check_draft_options(arguments)
+        _check_draft_options(arguments)
 
 
 def check_filters(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
@@ -283,22 +283,22 @@ def check_filters(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> N
         raise ValueError(message)
 
 
-def check_draft_options(arguments: argparse.Namespace) -> None:
+def _check_draft_options(arguments: argparse.Namespace) -> None:
     """Refuse what the drafts that are here cannot take, before anything is loaded.
 
     Raises:
       ValueError: names the option.
     """
-    from longspec_jax.drafters.registry import check_options  # Imports jax.
+    from longspec_jax.loading import check_draft_options  # Imports jax.
 
     from .wording import command_words
 
     options = cli.as_options(arguments.draft_option)
-    named = drafts(arguments)
-    sources = [each for each in named if not is_name(each) or len(named) == 1]
-    with command_words():
-        for source in sources:
-            check_options(DRAFTS.get(source, source), options, source)
+    sources = [each if is_name(each) else DRAFTS.get(each, each) for each in drafts(arguments)]
+    here = [each for each in sources if is_name(each) or Path(each).is_dir()]
+    if len(here) == len(sources):  # Others are on the hub, and fetched before they are checked.
+        with command_words():
+            check_draft_options(here, options)
 
 
 def _models(arguments: argparse.Namespace) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from longspec_jax import PLAIN, LongSpec, cli, make_mesh
-from longspec_jax.drafters.kinds import is_name
+from longspec_jax.drafters.registry import is_name
 from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.weights.hub import local_folder
 

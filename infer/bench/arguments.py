@@ -20,7 +20,7 @@ from longspec_jax.config import (
     TargetConfig,
     TreeConfig,
 )
-from longspec_jax.drafters.kinds import LONGSPEC, NAMED, SMALL_LM, Kind
+from longspec_jax.drafters.registry import LONGSPEC, NAMED, SMALL_LM, Kind
 from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json

@@ -28,7 +28,7 @@ from longspec_jax import (
 from longspec_jax.compilation import keep_programs
 from longspec_jax.drafters.vocabulary import save_draft_vocabulary
 from longspec_jax.embedded import DEMO
-from longspec_jax.generation.activity import Compiling, Tuned
+from longspec_jax.generation.activity import Compiling, Slower, Tuned
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.generation.timings import TreeTiming
 from longspec_jax.loading import load_tokenizer
@@ -203,7 +203,7 @@ BAD = {
     "top_p": (["--prompt=a", "--top_p=2"], "must be in (0, 1]"),
     "attention": (
         ["--prompt=a", "--attention=magic"],
-        "--attention: unknown 'magic' (did you mean mosaic?)",
+        "--attention: unknown 'magic'; choose from",
     ),
     "json folder": (["--prompt=a", "--json=absent/out.json"], "its folder does not exist"),
 }
@@ -404,8 +404,9 @@ def test_what_is_under_way_and_what_was_settled(folders, monkeypatch, tmp_path, 
 
     def call(self, tokens, *, on_activity, **options):
         on_activity(Compiling())
-        paces = TreeTiming("plain", PLAIN, 0.01, 1.0), TreeTiming("longspec", tree, 0.01, 2.5)
-        on_activity(Tuned("longspec", tree, paces))
+        timings = TreeTiming("plain", PLAIN, 0.01, 1.0), TreeTiming("longspec", tree, 0.01, 2.5)
+        on_activity(Tuned("longspec", tree, timings))
+        on_activity(Slower("longspec", tree, 0.8))
         return first_token_only(self, tokens, **options)
 
     monkeypatch.setattr(LongSpec, "generate", call)
@@ -418,6 +419,7 @@ def test_what_is_under_way_and_what_was_settled(folders, monkeypatch, tmp_path, 
         "tree chain:2 (3 nodes per target pass), the fastest of 2 timed here: 250 tokens/s, "
         "100 without" in printed
     )
+    assert "note: slower than plain decoding, 0.80 of its speed; the next run times" in printed
     assert printed.index("250 tokens/s") < printed.index("ab\n--- completion ---")
     assert found["setting"]["tree"] == [1, 1]
 

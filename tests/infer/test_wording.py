@@ -2,7 +2,6 @@
 
 import pytest
 
-from infer import boundary
 from infer.wording import command_words, in_command_words
 
 FILE = ["batch.jsonl, line 1", "batch.jsonl, line 4"]
@@ -45,18 +44,6 @@ def test_kinds_of_errors_stay() -> None:
         raise UnicodeDecodeError("utf-8", b"a", 0, 1, "top_k=1")
     with pytest.raises(KeyError), command_words():
         raise KeyError("a defect is no bad input")
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [(MemoryError(), "error: not enough memory\n"), (MemoryError("full"), "error: full\n")],
-)
-def test_an_error_without_a_message_is_named(error, words, capsys) -> None:
-    def work() -> int:
-        raise error
-
-    assert boundary.run(work, shows_traceback=False) == boundary.BAD_INPUT
-    assert capsys.readouterr().err == words
 
 
 @pytest.mark.parametrize("said", ["row 0: token id 9 is outside", "token id 9 is outside"])

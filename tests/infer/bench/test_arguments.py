@@ -61,7 +61,7 @@ BAD = {
         "decode --shape=tiny --draft=small_lm --draft_option=dtype=int8"
     ),
     "--draft_option: the value is empty": "decode --draft_option=",
-    "--attention: unknown 'magic' (did you mean mosaic?)": "decode --attention=magic",
+    "--attention: unknown 'magic'; choose from pallas": "decode --attention=magic",
     "--heads: '32' must be query heads and": "attention --heads=32",
     "--heads: '3/2' must be query heads and": "attention --heads=32/8 --heads=3/2",
     "--dtype: unknown 'int3'; choose from float32": "attention --dtype=int3",
