@@ -138,7 +138,7 @@ REFUSED = {
     "--messages=absent": "--messages: absent cannot be read: No such file",
     "--messages=[]": "--messages must be a list of objects with role and "
     "content, at least one, got []",
-    "--messages={}": '--messages: the object has no field "messages"',
+    "--messages={}": "--messages must be a list of objects with role and content, at least one",
     "--messages=[{]": "--messages is not valid JSON",
     '--messages=[{"role":"user","content":null}]': "--messages: message 0: the content must be "
     "text",

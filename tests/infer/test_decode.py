@@ -225,7 +225,7 @@ def test_bad_input_is_one_message_and_status_2(folders, case, capsys) -> None:
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("int9", "--draft_option: 'int9' is no option of"),
+        ("int9", "--draft_option: unknown option 'int9'"),
         ("vocabulary=many", "--draft_option: vocabulary='many' must be"),
         ("retrieve=100", "retrieve=100"),
     ],

@@ -51,7 +51,7 @@ BAD = {
         "decode --shape=tiny --draft_option=vocabulary=513"
     ),
     "--draft_option int8 is given twice": "decode --draft_option=int8 --draft_option=int8=false",
-    "--draft_option: 'int8' is no option of ngram; it has none": (
+    "--draft_option: unknown option 'int8' for ngram": (
         "decode --shape=tiny --drafter=ngram --drafter_option=int8"
     ),
     "--draft_option: recent='many' must be a whole number": (
