@@ -9,6 +9,7 @@ import pytest
 
 import longspec_jax
 from infer import arguments, decode
+from longspec_jax import cli
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.embedded import DEMO
 
@@ -258,6 +259,21 @@ def test_inputs() -> None:
     assert found == {"--prompt_file": Path("a"), "--target": Path("b"), "--draft": Path("c")}
     of_demo = {path for option, path in arguments.inputs(parsed()) if option == "the demo"}
     assert {DEMO / "target", DEMO / "draft"} < of_demo
+
+
+def test_every_option_has_help_that_says_its_default() -> None:
+    parser = arguments.parser()
+    text = "".join(parser.format_help().split())
+    for action in parser._actions:
+        assert action.help, action.option_strings
+        if action.nargs != 0 and action.default not in (None, "==SUPPRESS=="):
+            assert f"default{cli.typed(action.default)}" in text, action.option_strings
+
+
+@pytest.mark.parametrize("columns", ["1", "20"])
+def test_help_in_a_narrow_terminal(columns, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert "--draft_option" in arguments.parser().format_help()
 
 
 def test_version(capsys) -> None:
