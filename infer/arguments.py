@@ -1,132 +1,121 @@
-"""The arguments of ``python -m infer.decode``, and what follows from them alone."""
+"""The options of ``python -m infer.decode``: declared, checked against each other, and read."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import longspec_jax
-from longspec_jax.checks import SAMPLING, Whole
-from longspec_jax.commands import command_name
-from longspec_jax.config import ATTENTION
-from longspec_jax.drafters.registry import NAMED
+from longspec_jax import cli
+from longspec_jax.checks import SAMPLING
+from longspec_jax.config import ATTENTION, PLAIN
+from longspec_jax.drafters.registry import NAMED, is_name
 from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, DEMO_NAME, DRAFTS
-from longspec_jax.mesh_argument import GRAMMAR as MESH_GRAMMAR
-from longspec_jax.mesh_argument import mesh_argument
 
-from .boundary import Parser
-from .drafter_option import drafter_option
-from .number_argument import number_argument
-from .prompt_files import Prompt, check_text, read_batch, read_messages, read_prompt_file
-from .tree_argument import GRAMMAR, tree_argument
+from .prompts import STDIN, STYLES, Prompt, check_text, read_batch, read_messages, read_prompt_file
 
 LONGEST_PATH = 4096
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-DRAFTER_HELP = (
-    "Given several times, what turns out fastest on this machine runs, and a --tree is the first "
-    "one's. Plain decoding if absent"
+DRAFT_HELP = (
+    "Of several, what is fastest on this machine runs, and a --tree is that of the first. Plain "
+    "decoding if absent"
 )
 EPILOG = """\
 Without arguments the embedded demo model completes a held-out document of more than 8000 tokens.
 
-A file named - is standard input.
+A file named - is standard input. An option that takes several values is repeated for each.
 
 A line of a --batch file is a JSON string, or an object with prompt, messages or input_ids and any
 of max_new_tokens, temperature, top_k, top_p, seed and eos_token_id for its row.
 
-Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 if
-interrupted: what was decoded until then is shown and, with --json, written.
+Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 after Ctrl-C,
+143 after SIGTERM, 129 after SIGHUP: what was decoded until then is shown and, with --json, written.
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's parser."""
-    result = Parser(
-        prog=command_name(__package__, "decode"),
+    result = cli.Parser(
+        prog=cli.command_name(__package__, "decode"),
         description="Decode with LongSpec: the target's own text, several tokens per pass.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
-    _add_trees(add_models(result, DRAFTER_HELP))
+    _add_trees(add_models(result, DRAFT_HELP))
     _add_prompts(result)
     _add_sampling(result)
     _add_output(result)
     return result
 
 
-def add_models(result: argparse.ArgumentParser, drafter_help: str) -> Any:
-    """Add what names models and says how they are loaded; returns the group of options."""
+def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
+    """Add the options that name models and say how to load them; returns their group."""
     group = result.add_argument_group("models")
     group.add_argument(
-        "--target",
-        type=path_argument,
-        help="folder or hub id of the target; demo, or none, for the demo",
+        "--target", type=cli.path, help="folder or hub id of the target; the demo's if absent"
     )
     group.add_argument(
-        "--drafter",
-        type=path_argument,
-        action="append",
-        metavar="DRAFT",
+        "--draft",
+        **cli.several(cli.path),
         help="what proposes tokens: folder or hub id of a draft made for the target, "
         f"{' or '.join(NAMED)}, which need no weights, and for the demo {' or '.join(DRAFTS)}. "
-        f"{drafter_help}",
+        f"{draft_help}",
     )
     group.add_argument(
-        "--drafter_option",
-        type=drafter_option,
-        action="append",
+        "--draft_option",
+        **cli.several(cli.draft_option),
         metavar="NAME[=VALUE]",
-        help="an option of the draft's kind; none changes the text. LongSpec drafts: int8 reads "
-        "weights and LM head in 8 bits, the default for large targets on GPUs; "
-        "vocabulary=N proposes the N most frequent tokens only, by the table saved beside the "
-        "draft (python -m train.vocabulary). LongSpec drafts and small "
-        "language models: working=1024 reads that many tokens of a long cache, in chunks that the "
-        "target attends to (SpecExtend), with refresh=0 its first and last ones. Every kind: "
-        "retrieve=N has the target check rounds of the draft over N tokens of its cache first, "
-        "among them the best blocks for its last queries; --tree is then the chain that this "
-        "yields, and retrieve_tree=4,16,16 the draft's own tree (docs/retrieval.md)",
+        help="an option of the draft; none changes the text. LongSpec drafts: int8 reads weights "
+        "and LM head in 8 bits, the default for large targets on GPUs; vocabulary=N proposes the N "
+        "most frequent tokens only, by the table saved beside the draft (python -m "
+        "train.vocabulary). LongSpec drafts and small language models: working=1024 reads that "
+        "many tokens of a long cache, in chunks that the target attends to (SpecExtend), with "
+        "refresh=0 its first and last ones. All drafts: retrieve=N has the target check the "
+        "draft's rounds over N tokens of its cache first, chosen by its last queries; --tree is "
+        "then the chain that this yields, and retrieve_tree=4,16,16 the draft's own tree "
+        "(docs/retrieval.md)",
     )
-    group.add_argument("--revision", type=word_argument, help="version of the target on the hub")
-    group.add_argument(
-        "--drafter_revision", type=word_argument, help="version of the draft on the hub"
-    )
+    group.add_argument("--revision", type=cli.word, help="version of the target on the hub")
+    group.add_argument("--draft_revision", type=cli.word, help="version of the draft on the hub")
     group.add_argument(
         "--dtype",
         default="auto",
         choices=["auto", *DTYPES.values(), *DTYPES],
-        help="auto: bfloat16 on GPUs that have it, else float16; float32 on a CPU, and for the "
-        "demo",
+        metavar="DTYPE",
+        help=f"auto, {', '.join(DTYPES.values())}. auto is bfloat16 on GPUs that have it, else "
+        "float16; float32 on a CPU, and for the demo",
     )
     group.add_argument(
         "--attention",
-        type=word_argument,
-        choices=ATTENTION,
-        help="attention implementation; automatic if absent",
+        type=cli.one_of(ATTENTION),
+        help=f"attention implementation: {', '.join(ATTENTION)}; automatic if absent",
     )
     group.add_argument(
-        "--prefill_chunk", type=number_argument(Whole()), help="tokens of one prefill step"
+        "--prefill_chunk",
+        type=cli.COUNT,
+        metavar="TOKENS",
+        help="tokens of one prefill step; 256 if absent",
     )
     group.add_argument(
         "--mesh",
-        type=mesh_argument,
+        type=cli.mesh,
         metavar="AXIS=N,...",
-        help=f"devices to spread the models over: {MESH_GRAMMAR}. tp: heads, MLP width "
-        "and vocabulary; data: rows; fsdp: rows and weights. One device if absent",
+        help=f"devices to spread the models over: {cli.MESH_GRAMMAR}. tp: heads, MLP width and "
+        "vocabulary; data: rows; fsdp: rows and weights. One device if absent",
     )
     group.add_argument(
         "--row_slots",
-        type=number_argument(Whole()),
-        help="rows that are decoded at once: those of a larger --batch wait for a slot, and each "
-        "prompt is prefilled between the rounds of the others. All rows if absent",
+        type=cli.COUNT,
+        metavar="ROWS",
+        help="rows that are decoded at once; those of a larger --batch wait for a slot. All rows "
+        "if absent",
     )
     group.add_argument(
         "--offload",
         action="store_true",
-        help="keep the target's cache in the host's memory, for contexts that the device has no "
-        "room for; every pass takes as long as moving the cache does, so let it verify much "
-        "(docs/retrieval.md)",
+        help="keep the target's cache in the host's memory, for contexts that do not fit on the "
+        "device; every pass moves the cache, so let it verify much (docs/retrieval.md)",
     )
     return group
 
@@ -134,55 +123,51 @@ def add_models(result: argparse.ArgumentParser, drafter_help: str) -> Any:
 def _add_trees(group: Any) -> None:
     group.add_argument(
         "--tree",
-        type=tree_argument,
-        help=f"what the draft proposes in a round: {GRAMMAR}. none: plain decoding. Without "
-        "--tree, what turns out fastest on this machine, which may be none",
+        type=cli.tree,
+        help=f"what the draft proposes in a round: {cli.TREE_GRAMMAR}. none: plain decoding. If "
+        "absent, the fastest on this machine, which may be none",
     )
     group.add_argument(
         "--adaptive",
         action="store_true",
-        help="choose among the tree, a smaller one and plain decoding by what each turns out to "
-        "emit per second: a draft that does not help costs next to nothing. Several programs to "
-        "compile",
+        help="choose among the tree, a smaller one and plain decoding by measured tokens per "
+        "second, so that a draft that does not help costs next to nothing. Compiles several "
+        "programs",
     )
 
 
 def _add_prompts(result: argparse.ArgumentParser) -> None:
     group = result.add_argument_group("prompts (one of these)").add_mutually_exclusive_group()
-    group.add_argument("--prompt", help="text")
+    group.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
+    group.add_argument("--prompt_file", **cli.several(cli.path), metavar="FILE", help="a text file")
     group.add_argument(
-        "--prompt_file",
-        type=path_argument,
-        action="append",
-        help="text file; repeat for several runs",
+        "--messages", type=cli.word, help="chat messages: a JSON file, or the JSON itself"
     )
     group.add_argument(
-        "--messages", type=word_argument, help="chat messages: a JSON file, or the JSON itself"
-    )
-    group.add_argument(
-        "--batch", type=path_argument, metavar="FILE.jsonl", help="prompts to decode as one batch"
+        "--batch", type=cli.path, metavar="FILE.jsonl", help="prompts to decode as one batch"
     )
     group.add_argument("--all_prompts", action="store_true", help="every sample prompt of the demo")
-    group.add_argument("--list", choices=["prompts"], help="list the sample prompts and stop")
     result.add_argument(
         "--prompt_style",
-        choices=["native", "vicuna", "longspec"],
+        choices=[*STYLES],
         help="chat format; with it, a text prompt becomes a user's message. native: the "
-        "tokenizer's own; longspec: what the published drafts were trained with",
+        "tokenizer's own; longspec: what the published drafts were trained with. Text as it is if "
+        "absent",
     )
 
 
 def _add_sampling(result: argparse.ArgumentParser) -> None:
     group = result.add_argument_group("generation")
-    defaults = {"max_new_tokens": 256, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
-    notes = {
-        "temperature": "0 is greedy",
-        "top_k": "0 keeps all tokens",
-        "top_p": "1 keeps all tokens",
+    defaults = {
+        "max_new_tokens": (256, "most tokens to generate"),
+        "temperature": (0.0, "0 is greedy"),
+        "top_p": (1.0, "1 keeps all tokens"),
+        "top_k": (0, "0 keeps all tokens"),
+        "seed": (0, "of the draws"),
     }
-    for name, value in defaults.items():
-        kind = number_argument(SAMPLING[name])
-        group.add_argument(f"--{name}", type=kind, default=value, help=notes.get(name))
+    for name, (value, note) in defaults.items():
+        kind = cli.number(SAMPLING[name])
+        group.add_argument(f"--{name}", type=kind, default=value, help=note)
     group.add_argument("--ignore_eos", action="store_true", help="do not stop at stop tokens")
 
 
@@ -192,40 +177,33 @@ def _add_output(result: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compare",
         action=yes_no,
-        help="decode plainly as well, unless --no-compare: speed without speculation, and whether "
-        "the text is the same",
+        help="decode plainly as well, for the speed without speculation and whether the text is "
+        "the same; on unless --no-compare",
     )
     group.add_argument(
         "--stream",
         action=yes_no,
-        help="show text as it is generated, unless --no-stream; a batch is shown when it is done",
+        help="show text as it is generated, on unless --no-stream; a batch is shown when done",
     )
     group.add_argument(
         "--json",
-        type=path_argument,
+        type=cli.path,
         metavar="FILE",
-        help="write the numbers and the text; - for stdout",
+        help="write the numbers and the text; - for standard output",
     )
-    group.add_argument("--color", default="auto", choices=["auto", "always", "never"])
+    add_cache(group)
+    cli.add_traceback(group)
+
+
+def add_cache(group: Any) -> None:
+    """Add the option that says where programs are kept."""
     group.add_argument(
         "--compilation_cache",
-        type=path_argument,
+        type=cli.path,
         metavar="DIR",
-        help="where to keep compiled programs and what trees turned out to cost; off for nowhere",
+        help="where to keep compiled programs and timings of trees, ~/.cache/longspec_jax if "
+        "absent; off for nowhere",
     )
-    group.add_argument("--traceback", action="store_true", help="show Python's traceback on errors")
-
-
-def word_argument(text: str) -> str:
-    """Text that is not empty, for ``argparse``."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("the value is empty; leave the option out instead")
-    return text
-
-
-def path_argument(text: str) -> str:
-    """A file or folder, ``~`` for the home as in a shell."""
-    return str(Path(text).expanduser()) if word_argument(text).startswith("~") else text
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -235,7 +213,7 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def row_options(arguments: argparse.Namespace, row: Prompt) -> dict[str, Any]:
-    """The options of a row: its own win, and the command's filters hold only where it draws."""
+    """The options of a row: its own come first, and filters hold only where it samples."""
     merged = {**sampling_options(arguments), **row.options}
     return merged if merged["temperature"] > 0 else {**merged, "top_k": 0, "top_p": 1.0}
 
@@ -247,16 +225,16 @@ def is_demo(arguments: argparse.Namespace) -> bool:
 
 def has_draft(arguments: argparse.Namespace) -> bool:
     """Whether there is a draft to speculate with."""
-    return arguments.drafter is not None or is_demo(arguments)
+    return arguments.draft is not None or is_demo(arguments)
 
 
-def drafters(arguments: argparse.Namespace) -> list[str]:
-    """What proposes tokens: as it is named, and the demo's own for the demo without a name."""
-    return arguments.drafter or ([*DEMO_DRAFTERS] if is_demo(arguments) else [])
+def drafts(arguments: argparse.Namespace) -> list[str]:
+    """The drafts as they are named; the demo's own for the demo without a name."""
+    return arguments.draft or ([*DEMO_DRAFTERS] if is_demo(arguments) else [])
 
 
 def named_prompts(arguments: argparse.Namespace) -> list[Prompt]:
-    """The prompts the arguments name, read and checked; none if they leave it to the demo."""
+    """The prompts that the arguments name, read and checked; none for the demo's own."""
     if arguments.prompt is not None:
         return [Prompt("prompt", check_text(arguments.prompt, "--prompt"))]
     if arguments.prompt_file:
@@ -268,7 +246,7 @@ def named_prompts(arguments: argparse.Namespace) -> list[Prompt]:
 
 def inputs(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
     """Every file and folder that is read, with the option that names it."""
-    for option in ("prompt_file", "messages", "batch", "target", "drafter"):
+    for option in ("prompt_file", "messages", "batch", "target", "draft"):
         value = getattr(arguments, option)
         for path in value if isinstance(value, list) else [value]:
             if path is not None and len(path) < LONGEST_PATH:  # Messages may be the JSON itself.
@@ -276,3 +254,142 @@ def inputs(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
     if is_demo(arguments):
         for path in (DEMO / "target", DEMO / "draft", *DEMO.glob("prompts/*.txt")):
             yield "the demo", path
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse options that contradict each other, where one would be ignored.
+
+    Raises:
+      ValueError: for the first contradiction, with the options as they are typed.
+    """
+    for contradictions in (_models, _placement, _decoding, _files):
+        for message in contradictions(arguments):
+            raise ValueError(message)
+    if arguments.draft_option:
+        _check_draft_options(arguments)
+
+
+def check_filters(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
+    """Refuse filters of what is drawn where nothing is drawn.
+
+    Args:
+      arguments: of the command.
+      prompts: what they name; the rows of a batch may have options of their own.
+
+    Raises:
+      ValueError: with the option, or the row.
+    """
+    for message in _filters(arguments, prompts):
+        raise ValueError(message)
+
+
+def _check_draft_options(arguments: argparse.Namespace) -> None:
+    """Refuse what the drafts that are here cannot take, before anything is loaded.
+
+    Raises:
+      ValueError: names the option.
+    """
+    from longspec_jax.loading import check_draft_options  # Imports jax.
+
+    from .wording import command_words
+
+    options = cli.as_options(arguments.draft_option)
+    sources = [each if is_name(each) else DRAFTS.get(each, each) for each in drafts(arguments)]
+    here = [each for each in sources if is_name(each) or Path(each).is_dir()]
+    if len(here) == len(sources):  # Others are on the hub, and fetched before they are checked.
+        with command_words():
+            check_draft_options(here, options)
+
+
+def _models(arguments: argparse.Namespace) -> Iterator[str]:
+    named = arguments.draft or []
+    trained = [draft for draft in named if not is_name(draft)]
+    for draft in trained:
+        if draft not in DRAFTS and arguments.target is None:
+            yield (
+                f"--draft {draft} needs the --target it was made for; a draft works with no other "
+                "(--target demo for the demo's)"
+            )
+        if draft in DRAFTS and not is_demo(arguments):
+            yield f"--draft {draft} is the demo's own draft, and --target is {arguments.target}"
+    for draft in named:
+        if named.count(draft) > 1:
+            yield f"--draft {draft} is named twice; once is enough"
+    targets = [] if is_demo(arguments) else [str(arguments.target)]
+    for model, revision, sources in (
+        ("target", "revision", targets),
+        ("draft", "draft_revision", trained),
+    ):
+        if getattr(arguments, revision) is None:
+            continue
+        if not sources:
+            yield (
+                f"--{revision} chooses a version on the hub, and no --{model} of the hub is named"
+            )
+        for source in sources:
+            if Path(source).is_dir():
+                yield (
+                    f"--{revision} chooses a version on the hub, and --{model} {source} is a "
+                    "folder; drop one of the two"
+                )
+
+
+def _placement(arguments: argparse.Namespace) -> Iterator[str]:
+    for option in ("mesh", "row_slots"):
+        if arguments.offload and getattr(arguments, option):
+            yield (
+                f"--offload keeps the cache of one device and of all rows at once in the host's "
+                f"memory, and --{option} divides it; drop one of the two"
+            )
+
+
+def _decoding(arguments: argparse.Namespace) -> Iterator[str]:
+    """Options about speculation where there is none."""
+    plain = arguments.tree == PLAIN
+    if plain and arguments.adaptive:
+        yield "--adaptive has nothing to choose with --tree none; drop one of the two"
+    if not plain and has_draft(arguments):
+        return
+    reason = "--tree none has none" if plain else "no --draft is named"
+    remedy = "drop one of the two" if plain else "name a draft, or drop it"
+    if arguments.draft_option:
+        yield f"--draft_option is about a draft, and {reason}; {remedy}"
+    for option in () if plain else ("tree", "adaptive"):
+        if getattr(arguments, option):
+            yield f"--{option} is about a draft's trees, and {reason}; {remedy}"
+    if arguments.compare:
+        yield f"--compare needs a draft to compare, and {reason}; {remedy}"
+
+
+def _files(arguments: argparse.Namespace) -> Iterator[str]:
+    if arguments.stream and arguments.batch:
+        yield "--stream shows one prompt as it is completed, and --batch has several; drop --stream"
+    if (arguments.prompt_file or []).count(STDIN) > 1:
+        yield "--prompt_file -: standard input can be read once"
+    cache = arguments.compilation_cache
+    if cache not in (None, "off") and Path(cache).exists() and not Path(cache).is_dir():
+        yield f"--compilation_cache {cache} is no folder; name one, or off for none"
+
+
+def _filters(arguments: argparse.Namespace, rows: Sequence[Prompt]) -> Iterator[str]:
+    samples = [row.options.get("temperature", arguments.temperature) > 0 for row in rows]
+    for row, draws in zip(rows, samples, strict=True):
+        for option in ("top_k", "top_p"):
+            value = row.options.get(option)
+            if value is not None and not draws and _has_effect(option, value):
+                yield (
+                    f"{row.name}: {option} {value} filters what is drawn, and temperature 0 draws "
+                    "nothing; give the row a temperature above 0, or drop it"
+                )
+    if any(samples) or arguments.temperature > 0:
+        return
+    for option in ("top_k", "top_p"):
+        if _has_effect(option, getattr(arguments, option)):
+            yield (
+                f"--{option} {getattr(arguments, option)} filters what is drawn, and --temperature "
+                "0 draws nothing; pass a --temperature above 0, or drop it"
+            )
+
+
+def _has_effect(option: str, value: float) -> bool:
+    return value > 0 if option == "top_k" else value < 1

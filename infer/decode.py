@@ -1,19 +1,26 @@
 """Decode prompts with speculation, show what the draft gave, and compare with plain decoding.
 
     python -m infer.decode
-    python -m infer.decode --target=FOLDER --drafter=FOLDER --prompt_file=report.txt --json=out.json
+    python -m infer.decode --target=FOLDER --draft=FOLDER --prompt_file=report.txt --json=out.json
 
 Without arguments the embedded demo model completes a held-out document. ``--help`` lists the rest.
 """
 
-import io
+import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from . import boundary
+from longspec_jax import cli
 
-# Everything else is imported where it is needed, so that Ctrl-C finds someone to answer, --help is
-# quick and a typing error is refused before the library's slow imports.
+if TYPE_CHECKING:
+    from .output import OutputFile
+    from .prompts import Prompt
+    from .session import Session
+
+# Everything else is imported where it is needed, so that Ctrl-C is answered from the start, --help
+# is quick and a typing error is refused before the library's slow imports.
 
 
 def main(argv: Sequence[str] | None = None, end: Callable[[int], object] | None = None) -> int:
@@ -21,42 +28,122 @@ def main(argv: Sequence[str] | None = None, end: Callable[[int], object] | None 
 
     Args:
       argv: the arguments; those of the process if absent.
-      end: ends the process after Ctrl-C, when the work cannot be waited for; by its id if absent.
+      end: ends the process after a signal, in tests.
 
     Returns:
-      The exit status: 0, 2 for bad input, 1 for a failure while running, 130 after Ctrl-C.
+      The exit status: 0, 2 for bad input, 1 for a failure while running, 130 after Ctrl-C, 143
+      after SIGTERM, 129 after SIGHUP.
     """
-    shows_traceback = "--traceback" in (sys.argv if argv is None else argv)
-    return boundary.run(lambda: _run(argv, end), shows_traceback)
+    return cli.run(lambda: _run(argv, end), argv)
 
 
 def _run(argv: Sequence[str] | None, end: Callable[[int], object] | None) -> int:
     """Read and check the arguments, before anything slow, and do what they say."""
     from . import arguments as arguments_lib
-    from . import contradictions, demo
-    from .output_file import OutputFile
+    from .output import OutputFile
 
-    try:
-        arguments = arguments_lib.parser().parse_args(argv)
-    finally:
-        sys.stdout.flush()  # The text of --help, before the interpreter finds its reader gone.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # A model may say what a terminal cannot show.
-    if arguments.list:
-        demo.list_prompts()
-        sys.stdout.flush()
-        return 0
-    contradictions.check(arguments)
+    arguments = arguments_lib.parser().parse_args(argv)
+    arguments_lib.check(arguments)
     prompts = arguments_lib.named_prompts(arguments)
-    contradictions.check_rows(arguments, prompts)
+    arguments_lib.check_filters(arguments, prompts)
     output = None
     if arguments.json is not None:
         output = OutputFile.tried(arguments.json, arguments_lib.inputs(arguments))
+    return _decode(DecodeRun(arguments, prompts, output), end)
 
-    from .decode_run import decode
 
-    return decode(arguments, prompts, output, end)
+class DecodeRun:
+    """A request, and how far it has got."""
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        prompts: "Sequence[Prompt]",
+        output: "OutputFile | None",
+    ):
+        """Begin with nothing loaded.
+
+        Args:
+          arguments: of the command, checked.
+          prompts: the prompts they name; none for the demo's.
+          output: where the numbers go, if anywhere.
+        """
+        from .journal import Journal
+        from .output import STDOUT
+        from .screen import Screen, wants_color
+
+        # With JSON on standard output, everything meant for reading goes to standard error.
+        out = sys.stderr if arguments.json == STDOUT else sys.stdout
+        self.screen = Screen(wants_color(out), out)
+        self.journal = Journal()
+        self._arguments, self._prompts = arguments, prompts
+        self._output = output
+        self._session: Session | None = None
+
+    def work(self) -> None:
+        """Load, check and decode, saying on the screen what is under way."""
+        self.screen.status("starting")
+        if self._arguments.compilation_cache is not None:
+            os.environ["LONGSPEC_CACHE"] = self._arguments.compilation_cache
+        from .models import check_devices, fetch, load, start_devices
+
+        start_devices()
+        from longspec_jax.compilation import keep_programs
+
+        from .session import Session
+        from .wording import command_words
+
+        check_devices()
+        self.screen.clear_status()  # What follows prints where it keeps and fetches things.
+        keep_programs()
+        target, drafts = fetch(self._arguments)
+        self.screen.status("loading the models")
+        with command_words():
+            spec = load(self._arguments, target, drafts)
+        self._session = Session(spec, self._arguments, self.screen, self.journal)
+        self._session.decode(self._prompts)
+
+    def write(self, interrupted: bool = False) -> bool:
+        """Write the numbers if they are wanted; whether they are where they were wanted."""
+        if self._output is None:
+            return True
+        if self._session is None:
+            return self._output.write({"interrupted": interrupted, "rows": []})
+        return self._output.write(self._session.as_json(interrupted))
+
+    def print_left(self, how: str) -> None:
+        """Print how far a run has got that was ``interrupted``, or ``failed``."""
+        if self._session is not None:
+            self._session.print_left(how)
+
+    def save(self) -> None:
+        """Keep what there is of a run that a signal has stopped."""
+        self.journal.close()
+        self.write(interrupted=True)  # First: a stopped terminal blocks whatever prints.
+        self.screen.close()
+        self.print_left("interrupted")
+        print("interrupted", file=sys.stderr)
+
+
+def _decode(run: DecodeRun, end: Callable[[int], object] | None) -> int:
+    """Decode, and lose nothing if that ends early; returns the exit status."""
+    try:
+        cli.run_in_thread(run.work)
+        return cli.OK if run.write() else cli.FAILED
+    except KeyboardInterrupt as stop:
+        return cli.leave(stop, run.save, end)
+    except BrokenPipeError:
+        run.journal.close()
+        run.write(interrupted=True)
+        raise
+    except Exception:
+        run.journal.close()
+        if run.journal.outcomes:
+            run.write(interrupted=True)
+            run.print_left("failed")
+        raise
+    finally:
+        run.screen.close()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""What a run has measured so far, so that leaving it early loses nothing."""
+"""What a run has measured so far, so that stopping it early loses nothing."""
 
 import threading
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # Slow to import; whoever has something to write down has imported it.
+from longspec_jax import cli
+
+if TYPE_CHECKING:  # Slow to import; a round to add has imported it.
     from longspec_jax.generation.result import StreamRound
 
-    from .decode_report import Outcome
-
-
-class Closed(Exception):
-    """The run has been left; what still works on it may stop."""
+    from .results import Outcome
 
 
 class Journal:
@@ -67,7 +65,7 @@ class Journal:
         """The call under way, as far as it has got; None before its first token."""
         if not self._rounds:
             return None
-        from .decode_report import Outcome, gathered
+        from .results import Outcome, gathered
 
         return Outcome(self._name, self._row_names, gathered(self._rounds, self._has_text))
 
@@ -79,4 +77,4 @@ class Journal:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Closed
+            raise cli.Closed

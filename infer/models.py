@@ -1,27 +1,47 @@
 """The models that the arguments of ``python -m infer.decode`` name."""
 
 import argparse
+import contextlib
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from longspec_jax import PLAIN, LongSpec, make_mesh
+from longspec_jax import PLAIN, LongSpec, cli, make_mesh
 from longspec_jax.drafters.registry import is_name
 from longspec_jax.embedded import DEMO, DRAFTS
 from longspec_jax.weights.hub import local_folder
 
-from .arguments import DTYPES, drafters, is_demo
+from .arguments import DTYPES, drafts, is_demo
+
+
+def start_devices() -> threading.Thread:
+    """Have jax start its devices, a second on a GPU, while other things are imported.
+
+    Asking jax for devices waits for this start, or raises what went wrong.
+
+    Returns:
+      The thread, alive for as long as that takes.
+    """
+
+    def start() -> None:
+        with contextlib.suppress(Exception):  # Raised again where the devices are asked for.
+            jax.devices()
+
+    thread = threading.Thread(target=start, name="devices", daemon=True)
+    thread.start()
+    return thread
 
 
 def check_devices() -> None:
-    """Refuse a platform that jax cannot start, in words: some fail without any."""
+    """Refuse a platform that jax cannot start, with a message: some fail without one."""
     platforms = os.environ.get("JAX_PLATFORMS")
     try:
         jax.devices()
-    except Exception as error:  # noqa: BLE001 - whatever a plugin raises.
+    except Exception as error:  # noqa: BLE001 - plugins raise anything.
         if not platforms:
             raise
         reason = str(error) or type(error).__name__
@@ -45,8 +65,8 @@ def fetch(arguments: argparse.Namespace) -> tuple[Path, list[str | Path]]:
         if is_name(named)
         else DRAFTS[named]
         if named in DRAFTS
-        else _fetched("drafter", named, arguments.drafter_revision)
-        for named in drafters(arguments)
+        else _fetched("draft", named, arguments.draft_revision)
+        for named in drafts(arguments)
     ]
 
 
@@ -57,7 +77,7 @@ def _fetched(option: str, source: str, revision: str | None) -> Path:
         raise type(error)(f"--{option}: {error}") from error
 
 
-def load(arguments: argparse.Namespace, target: Path, drafts: Sequence[str | Path]) -> LongSpec:
+def load(arguments: argparse.Namespace, target: Path, sources: Sequence[str | Path]) -> LongSpec:
     """The models the arguments name, from their folders; the demo if they name none."""
     options: dict[str, Any] = dict(
         attention=arguments.attention,
@@ -65,10 +85,10 @@ def load(arguments: argparse.Namespace, target: Path, drafts: Sequence[str | Pat
         row_slots=arguments.row_slots,
         offload=arguments.offload,
         mesh=make_mesh(**arguments.mesh) if arguments.mesh else None,
-        draft=list(drafts) or None,
-        draft_options=dict(arguments.drafter_option or ()) if drafts else None,
+        draft=list(sources) or None,
+        draft_options=cli.as_options(arguments.draft_option) if sources else None,
     )
-    if arguments.dtype != "auto":  # What suits a model is its own to know.
+    if arguments.dtype != "auto":  # Else what suits the model.
         options["dtype"] = DTYPES.get(arguments.dtype, arguments.dtype)
     if is_demo(arguments):
         return LongSpec.demo(**options)

@@ -1,40 +1,269 @@
-"""From a prompt to its tokens, in a chat style if one is chosen.
+"""Prompts: read from text, JSON and JSON lines, checked, and turned into tokens.
+
+What can be refused without a model is refused before one is loaded, with the option, the file and
+its line.
 
 Three styles turn a conversation into tokens: the tokenizer's own chat template, Vicuna v1.1's, and
-the one the published LongSpec drafts were trained and evaluated with, which is neither (it is the
-one to use when reproducing their acceptance).
+that of the published LongSpec drafts, which is neither (use it to reproduce their acceptance).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from longspec_jax.generation.chat import VICUNA_TEMPLATE, render_chat
-from longspec_jax.generation.inputs import encode_text, require_tokenizer, to_prompt
+from longspec_jax.checks import SAMPLING, TOKEN, Real, Whole, nearest, shown
+from longspec_jax.files import expanded
+from longspec_jax.generation.chat import VICUNA_TEMPLATE, plain_messages, render_chat
 
-from .prompt_files import check_messages
+ROLES = ("system", "user", "assistant")
+SOURCES = ("prompt", "messages", "input_ids")
+"""What a row of a batch file may be made of."""
+ROW_OPTIONS = (*SAMPLING, "eos_token_id")
+"""What a row of a batch file may choose for itself."""
+STDIN = "-"
+MOST_BYTES = 2**28
+"""Of a file of prompts: hundreds of times what any model reads, and a bound on ``/dev/zero``."""
 
 RELEASE_SYSTEM = "You are a helpful assistant"
 Messages = Sequence[Mapping[str, str]]
 Encode = Callable[[Any, Messages], list[int]]
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """Something to complete, and where it was written."""
+
+    name: str
+    """For reading: the option, the file, or the file and its line."""
+    item: Any
+    """Text, chat messages or token ids."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Generation options of its own."""
+
+
+def check_text(text: str, where: str) -> str:
+    """Text that is one: not empty, and encodable, which a lone surrogate is not."""
+    if not text:
+        raise ValueError(f"{where}: the prompt is empty; pass at least one character")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} is not UTF-8 text: character {error.start + 1} is half of one "
+            f"({text[error.start]!r}); convert it first"
+        ) from None
+    return text
+
+
+def read_text(path: str | Path, option: str = "--prompt_file") -> str:
+    """A text file as it is, or standard input for ``-``.
+
+    Args:
+      path: of the file.
+      option: what named it, for messages.
+
+    Raises:
+      ValueError: if it is too large or no UTF-8 text.
+      OSError: if it cannot be read.
+    """
+    try:
+        if str(path) == STDIN:
+            data = sys.stdin.buffer.read(MOST_BYTES + 1)
+        else:
+            with expanded(path).open("rb") as file:
+                data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ValueError(
+                f"{option}: {path} holds more than {MOST_BYTES / 1e6:.0f} MB, which no model "
+                "reads; name a shorter file"
+            )
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{option}: {path} is not UTF-8 text ({error}); convert it first"
+        ) from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise type(error)(f"{option}: {path} cannot be read: {reason}") from error
+
+
+def read_prompt_file(path: str) -> Prompt:
+    """The text of a file as a prompt."""
+    name = "standard input" if path == STDIN else Path(path).name
+    return Prompt(name, check_text(read_text(path), f"--prompt_file: {path}"))
+
+
+def check_messages(messages: Any, where: str = "messages") -> list[dict[str, Any]]:
+    """Refuse what is no conversation of the roles there are that ends with the user.
+
+    Returns:
+      The messages, each with its content as one text.
+    """
+    checked = plain_messages(messages, where, _as_json)
+    for index, message in enumerate(checked):
+        if message["role"] not in ROLES:
+            raise ValueError(
+                f"{where}: message {index} has role {shown(message['role'])}; roles are "
+                f"{', '.join(ROLES)}"
+            )
+        # An empty turn is a turn.
+        check_text(message["content"] or " ", f"{where}: message {index}")
+    if checked[-1]["role"] != "user":
+        raise ValueError(
+            f"{where}: the last message must be the user's: the answer is what is generated"
+        )
+    return checked
+
+
+def _as_json(value: Any) -> str:
+    """A value in a message: as its file has it, and short."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
+
+
+def read_messages(source: str) -> Any:
+    """Chat messages from a JSON file, or from the argument itself if it is JSON."""
+    inline = source.lstrip().startswith(("[", "{"))
+    text = source if inline else read_text(source, "--messages")
+    where = "--messages" if inline else f"--messages: {source}"
+    messages = _parse(text, where)
+    if isinstance(messages, dict):  # Chat files often hold an object with the list.
+        messages = messages.get("messages", messages)
+    return check_messages(messages, where)
+
+
+def read_batch(path: str) -> list[Prompt]:
+    """Prompts and their options from a JSONL file.
+
+    A line is a JSON string, or an object with one of ``prompt``, ``messages`` and ``input_ids``,
+    and any generation option for its row. Lines end with a line feed alone: JSON strings may hold
+    the other characters that Unicode ends lines with.
+    """
+    prompts = list(_rows(read_text(path, "--batch"), Path(path).name))
+    if not prompts:
+        raise ValueError(f"--batch: {path} holds no prompts; write one JSON object per line")
+    return prompts
+
+
+def _rows(text: str, name: str) -> Iterator[Prompt]:
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
+        if line.strip():
+            where = f"{name}, line {number}"
+            yield _row(_parse(line, where), where)
+
+
+def _row(row: Any, where: str) -> Prompt:
+    if isinstance(row, str):
+        return Prompt(where, check_text(row, where))
+    if not isinstance(row, dict) or sum(source in row for source in SOURCES) != 1:
+        raise ValueError(f"{where}: a row needs exactly one of {', '.join(SOURCES)}")
+    source = next(source for source in SOURCES if source in row)
+    options = {key: _option(key, row[key], where) for key in row if key != source}
+    return Prompt(where, item_of(source, row[source], where), options)
+
+
+def item_of(source: str, value: Any, where: str) -> Any:
+    """The prompt of a row: text, checked messages or token ids.
+
+    Args:
+      source: one of :data:`SOURCES`.
+      value: of that field.
+      where: the file and its line, for messages.
+    """
+    if source == "messages":
+        return check_messages(value, where)
+    if source == "prompt":
+        if not isinstance(value, str):
+            raise ValueError(f"{where}: prompt {_as_json(value)} must be text; a row is one prompt")
+        return check_text(value, where)
+    return _token_ids(value, f"{where}: input_ids")
+
+
+def _token_ids(value: Any, where: str) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where} {_as_json(value)} must be a list of token ids, at least one")
+    if any(isinstance(token, list) for token in value):
+        raise ValueError(f"{where} {shown(value)} holds lists; a row is one prompt, a list of ids")
+    return [_checked(TOKEN, token, where) for token in value]
+
+
+def _option(key: str, value: Any, where: str) -> Any:
+    """A generation option of a row."""
+    if key not in ROW_OPTIONS:
+        close = nearest(key, [*ROW_OPTIONS, *SOURCES])
+        hint = f"did you mean {close!r}?" if close else f"options are {', '.join(ROW_OPTIONS)}"
+        raise ValueError(f"{where}: unknown key {key!r}; {hint}")
+    where = f"{where}: {key}"
+    if value is None:
+        remedy = " ([] never stops)" if key == "eos_token_id" else ""
+        raise ValueError(f"{where} is null; leave it out to take the command's{remedy}")
+    if key == "eos_token_id":
+        tokens = value if isinstance(value, list) else [value]
+        return [_checked(TOKEN, token, where) for token in tokens]
+    return _checked(SAMPLING[key], value, where)
+
+
+def _checked(allowed: Whole | Real, value: Any, where: str) -> Any:
+    if words := allowed.refusal(value):
+        raise ValueError(f"{where}: {_as_json(value)} must be {words}")
+    return value
+
+
+def _parse(text: str, where: str) -> Any:
+    """The value of a JSON text, strictly: no constants JSON lacks, no key given twice."""
+    try:
+        return json.loads(
+            text.removeprefix("\ufeff"), parse_constant=_no_constant, object_pairs_hook=_no_repeats
+        )
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply to be read") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"the key {key!r} is given twice")
+    return dict(pairs)
+
+
 def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
     """The tokenizer's own template; refuses a tokenizer that has none."""
+    from longspec_jax.generation.inputs import require_tokenizer  # Slow: it imports NumPy.
+
     if not getattr(require_tokenizer(tokenizer), "chat_template", None):
         raise ValueError(
             "the target's tokenizer has no chat template; choose --prompt_style vicuna or "
             "longspec, or pass the whole prompt as text"
         )
-    return _apply(tokenizer, messages, None)
+    return _tokens(tokenizer, messages, None)
 
 
 def encode_vicuna(tokenizer: Any, messages: Messages) -> list[int]:
     """Vicuna v1.1's format."""
-    return _apply(require_tokenizer(tokenizer), messages, VICUNA_TEMPLATE)
+    from longspec_jax.generation.inputs import require_tokenizer
+
+    return _tokens(require_tokenizer(tokenizer), messages, VICUNA_TEMPLATE)
+
+
+def _tokens(tokenizer: Any, messages: Messages, template: str | None) -> list[int]:
+    from longspec_jax.generation.inputs import encode_text
+
+    return encode_text(tokenizer, render_chat(tokenizer, messages, template), special=False)
 
 
 def release_turns(tokenizer: Any, messages: Messages) -> list[str]:
     """The turns of :func:`encode_release` as text, the opening of the answer last."""
+    from longspec_jax.generation.inputs import require_tokenizer
+
     vocabulary = require_tokenizer(tokenizer).get_vocab()
     opening, closing = ("<s>", "</s>")
     if "<|im_start|>" in vocabulary:
@@ -79,6 +308,8 @@ def encode(
         and messages take the tokenizer's own template.
       max_positions: of the target; plain text that cannot fit is refused before it is tokenised.
     """
+    from longspec_jax.generation.inputs import to_prompt
+
     if style is not None and isinstance(item, str):
         if not item:
             raise ValueError("the prompt is empty; pass at least one character")
@@ -87,7 +318,3 @@ def encode(
         item = STYLES[style or "native"](tokenizer, check_messages(item))
     prompt = item if item else [[]]
     return to_prompt(prompt, tokenizer, vocab_size, max_positions=max_positions).tolist()
-
-
-def _apply(tokenizer: Any, messages: Messages, template: str | None) -> list[int]:
-    return encode_text(tokenizer, render_chat(tokenizer, messages, template), special=False)

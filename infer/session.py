@@ -10,28 +10,28 @@ from typing import Any, TypeVar
 
 import jax
 
-from longspec_jax import PLAIN, LongSpec, MemoryPlan, TreeConfig, demo_prompts
-from longspec_jax.commands import command_name
+from longspec_jax import PLAIN, LongSpec, MemoryPlan, demo_prompts
+from longspec_jax.cli import as_options, command_name, counted
 from longspec_jax.drafters.base import NoDraft
-from longspec_jax.generation.activity import Activity, Tuned
+from longspec_jax.generation.activity import Activity, Slower, Tuned
 from longspec_jax.generation.result import StreamRound
 from longspec_jax.provenance import provenance
 
-from . import prompts as prompts_lib
-from .arguments import drafters, row_options, sampling_options
-from .decode_report import (
+from .arguments import drafts, row_options, sampling_options
+from .journal import Journal
+from .output import tree_fields
+from .prompts import Prompt, encode
+from .results import (
     Outcome,
     as_json,
     header_lines,
     lines,
     memory_plan_line,
+    slower_line,
     tuned_line,
 )
-from .display import Screen
-from .journal import Journal
-from .prompt_files import Prompt
-from .tree_json import tree_fields
-from .wording import command_words, counted
+from .screen import Screen
+from .wording import command_words
 
 DEFAULT_PROMPT = "networkx_classes_digraph"
 """More than 8000 tokens, and greedily completed by the demo model without repeating itself, which a
@@ -72,7 +72,6 @@ class Session:
         self,
         spec: LongSpec,
         arguments: argparse.Namespace,
-        tree: TreeConfig | None,
         out: Screen,
         journal: Journal,
     ):
@@ -81,18 +80,19 @@ class Session:
         Args:
           spec: the loaded models.
           arguments: of the command.
-          tree: shape of the draft trees; the library's own choice if absent.
           out: where to print.
           journal: where to note what has been measured.
         """
         self._spec, self._arguments, self._out, self._journal = spec, arguments, out, journal
-        self._named_tree = tree if spec.drafts else None
+        self._named_tree = arguments.tree if spec.drafts else None
         self._tree = self._named_tree if self._speculates else PLAIN
         """What calls run; None until it is settled."""
         self._end: str | None = None
         """What is shown of the prompt before its completion begins; None once it is."""
         self._drafter = NoDraft().name if not self._speculates else self._only_drafter
         """The name of what proposes; None until it is settled."""
+        self._notes: list[str] = []
+        """What is said below the numbers of the call."""
         self._setting = self._described()
 
     @property
@@ -110,9 +110,9 @@ class Session:
         arguments, config = self._arguments, self._spec.target_config
         return {
             "target": arguments.target or "demo",
-            "drafters": drafters(arguments),
-            "drafter_options": dict(arguments.drafter_option or ()),
-            "drafter": self._drafter,
+            "drafts": drafts(arguments),
+            "draft_options": as_options(arguments.draft_option),
+            "draft": self._drafter,
             **tree_fields(self._tree),
             "adaptive": arguments.adaptive,
             "dtype": config.dtype,
@@ -159,9 +159,8 @@ class Session:
     def _encode(self, prompt: Prompt) -> list[int]:
         config, style = self._spec.target_config, self._arguments.prompt_style
         with command_words([prompt.name], of=prompt.name):
-            return prompts_lib.encode(
-                self._spec.tokenizer, config.vocab_size, prompt.item, style, config.max_positions
-            )
+            tokenizer, item = self._spec.tokenizer, prompt.item
+            return encode(tokenizer, config.vocab_size, item, style, config.max_positions)
 
     def _columns(self, rows: Sequence[Prompt]) -> dict[str, list[Any]]:
         """The options of a batch, one value per row."""
@@ -182,8 +181,9 @@ class Session:
             outcome = self._decode(call)
         self._show(outcome)
         self._note_empty(call, outcome)
-        for note in notes:
+        for note in (*self._notes, *notes):
             self._out.entry(f"note: {note}", indent=2)
+        self._notes.clear()
 
     def _begin_completion(self) -> None:
         """Show the end of the prompt, if it is text, and what tells it from its completion."""
@@ -221,13 +221,17 @@ class Session:
         if self._streams:
             self._begin_completion()
             self._out.round(added)
+        else:
+            self._out.status("decoding", f"{sum(added.stats.new_tokens)} tokens")
 
     def _on_activity(self, activity: Activity) -> None:
         self._journal.check_open()
         if isinstance(activity, Tuned):
             self._tree, self._drafter = activity.tree, activity.drafter
-            self._setting.update(drafter=self._drafter, **tree_fields(self._tree))
+            self._setting.update(draft=self._drafter, **tree_fields(self._tree))
             self._out.entry(tuned_line(activity, PAYS), indent=2)
+        if isinstance(activity, Slower):
+            self._notes.append(slower_line(activity))
         self._out.activity(activity)
 
     @property

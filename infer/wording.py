@@ -4,7 +4,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-SPOKEN = ("temperature", "seed", "attention", "revision", "adaptive", "dtype", "tree", "draft")
+SPOKEN = (
+    *("temperature", "seed", "attention", "implementation", "revision", "adaptive", "dtype"),
+    *("tree", "draft"),
+)
 """Options that are words of their own, too: meant as options only before an equals sign."""
 WRITTEN = (
     "max_new_tokens",
@@ -20,12 +23,8 @@ WRITTEN = (
 ERRORS = (ValueError, MemoryError, NotImplementedError, FileNotFoundError, FloatingPointError)
 """What the library raises for requests that cannot be met, and for models that compute no
 numbers."""
-TYPED = {
-    "draft": "drafter",
-    "draft_options": "drafter_option",
-    "draft_revision": "drafter_revision",
-}
-"""Options that the command calls otherwise."""
+TYPED = {"draft_options": "draft_option", "implementation": "attention"}
+"""Options that the command has another name for."""
 _OPTION = re.compile(
     rf"(?<![-\w])(?<!draft_options: )"  # Whose own options may have the same names.
     rf"(?:({'|'.join(WRITTEN)})\b(?!\.\w)|({'|'.join(SPOKEN)})(?==))(=True\b)?"
@@ -41,6 +40,7 @@ def in_command_words(message: str, rows: Sequence[str] = ()) -> str:
       rows: where every row was written; a single one goes without saying among the options.
     """
     message = _OPTION.sub(lambda match: f"--{_typed(match[1] or match[2])}", message)
+    message = message.replace("another implementation", "another --attention")
     if len(rows) == 1:
         message = _OF_ROW.sub("", message)
     return _ROW.sub(lambda match: _name(rows, int(match[1])), message)
@@ -68,8 +68,3 @@ def command_words(rows: Sequence[str] = (), of: str = "") -> Iterator[None]:
         kind = next(kind for kind in ERRORS if isinstance(error, kind))
         words = in_command_words(str(error), rows)
         raise kind(f"{of}: {words}" if of and not words.startswith(of) else words) from error
-
-
-def counted(number: int, thing: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{number} {thing}{'s' * (number != 1)}"

@@ -134,3 +134,8 @@ def shown(value: Any) -> str:
     except RecursionError:
         return f"a {type(value).__name__} that is nested too deeply to show"
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def shown_bytes(count: float) -> str:
+    """Bytes with a decimal unit: ``75.5 MB``, ``16.06 GB``."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -9,7 +9,6 @@ Lists have one syntax: an option that takes several values is given once for eac
 
 import argparse
 import contextlib
-import difflib
 import io
 import os
 import re
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from longspec_jax import files
-from longspec_jax.checks import Real, Whole, shown
+from longspec_jax.checks import Real, Whole, nearest, shown
 from longspec_jax.config import MESH_AXES, TreeConfig
 
 SCRIPTS = {
@@ -61,6 +60,12 @@ RENAMED = {
     "--drafters": "--draft",
     "--drafter_option": "--draft_option",
     "--drafter_revision": "--draft_revision",
+    "--batches": "--batch",
+    "--contexts": "--context",
+    "--implementations": "--implementation",
+    "--methods": "--method",
+    "--ranges": "--range",
+    "--tables": "--table",
 }
 """Options by their names of earlier releases, which still work and are not documented."""
 
@@ -86,6 +91,10 @@ class Stopped(KeyboardInterrupt):
         """Stop because of this signal."""
         super().__init__(signal.Signals(number).name)
         self.status = 128 + number
+
+
+class Closed(Exception):
+    """The run has been stopped: raised in the thread that still works on it."""
 
 
 def status_of(stop: KeyboardInterrupt) -> int:
@@ -353,8 +362,8 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         if not name.startswith("-"):
             return f"unexpected argument {shown(word)}"
-        close = difflib.get_close_matches(name, self._option_string_actions, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        close = nearest(name, self._option_string_actions)
+        hint = f"; did you mean {close}?" if close else ""
         return f"unknown option {name:.60}{hint}"
 
 
@@ -446,11 +455,13 @@ def one_of(known: Sequence[str]) -> Callable[[str], str]:
     """A name out of several."""
 
     def name(text: str) -> str:
-        if text in known:
+        if word(text) in known:
             return text
-        close = difflib.get_close_matches(text, known, 1)
-        hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
-        raise argparse.ArgumentTypeError(f"unknown {shown(text)}; {hint}")
+        close = nearest(text, known)
+        hint = f" (did you mean {close}?)" if close else ""
+        raise argparse.ArgumentTypeError(
+            f"unknown {shown(text)}{hint}; choose from {', '.join(known)}"
+        )
 
     return name
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import jax
 
+from longspec_jax.files import expanded
+
 VARIABLE = "LONGSPEC_CACHE"
 SLOW_TO_COMPILE = 0.5
 """Seconds; programs that compile faster are not worth a file."""
@@ -19,10 +21,10 @@ SLOW_TO_COMPILE = 0.5
 def cache_folder() -> Path | None:
     """The folder of everything that is kept; None if nothing is."""
     chosen = os.environ.get(VARIABLE)
-    if chosen == "off":
+    if chosen and chosen.lower() == "off":
         return None
     if chosen:
-        return Path(chosen).expanduser()
+        return expanded(chosen)
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "longspec_jax"
     try:
@@ -53,7 +55,7 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
         if kept is None:
             return None
         folder = kept / "compiled"
-    path = Path(folder).expanduser()
+    path = expanded(folder)
     if not path.is_dir():
         try:
             path.mkdir(parents=True)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from longspec_jax.checks import LARGEST_NUMBER
+from longspec_jax.checks import LARGEST_NUMBER, shown_bytes
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.registry import (
@@ -28,7 +28,6 @@ from longspec_jax.drafters.registry import (
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft, RetrievalOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
-from longspec_jax.sizes import shown_bytes
 from longspec_jax.weights import hf
 from longspec_jax.weights.checkpoint import holds
 from longspec_jax.weights.hf_config import target_config

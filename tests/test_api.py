@@ -11,7 +11,7 @@ import pytest
 from transformers import GenerationConfig
 
 import longspec_jax
-from infer.bench.compilations import compilations
+from infer.bench.timing import compilations
 from longspec_jax import PLAIN, LongSpec, TreeConfig
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft, RetrievalOptions
 from longspec_jax.generation import memory

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,10 +94,10 @@ def test_trees_have_parts_with_an_effect() -> None:
 
 
 def test_names_are_suggested() -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="did you mean mosaic"):
+    with pytest.raises(argparse.ArgumentTypeError, match="\\(did you mean mosaic"):
         cli.one_of(["mosaic", "xla"])("mosiac")
     with pytest.raises(argparse.ArgumentTypeError, match="choose from mosaic, xla"):
-        cli.one_of(["mosaic", "xla"])("")
+        cli.one_of(["mosaic", "xla"])("cudnn")
 
 
 def raising(error: BaseException) -> int:
@@ -194,3 +195,22 @@ def test_libraries_are_quiet_unless_the_user_wants_them(monkeypatch: pytest.Monk
     cli.run(lambda: 0, [])
     assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "3"
     assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
+
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+
+
+def test_a_command_is_named_as_it_was_typed() -> None:
+    assert cli.command_name("infer", "decode") == "python -m infer.decode"
+    assert cli.command_name("longspec_jax.infer", "decode") == "longspec-decode"
+    assert cli.command_name("infer.bench") == "python -m infer.bench"
+    assert cli.command_name("longspec_jax.infer.bench") == "longspec-bench"
+
+
+def test_every_script_is_installed() -> None:
+    for script, point in PROJECT["scripts"].items():
+        module, _, function = point.partition(":")
+        assert function == "main"
+        name = module.removeprefix("longspec_jax.").removesuffix(".__main__")
+        assert cli.SCRIPTS[name] == script
+    assert set(PROJECT["scripts"]) == set(cli.SCRIPTS.values())

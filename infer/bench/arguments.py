@@ -1,103 +1,74 @@
 """The options of the benchmarks, declared apart from them: ``--help`` imports no jax.
 
 A default may be one value for accelerators and another for CPUs, where the measurements made for
-GPUs would take hours. :func:`settled` chooses once the machine is known; what the user names always
-stands.
+GPUs would take hours (:class:`longspec_jax.cli.ByMachine`).
 """
 
 import argparse
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from longspec_jax import cli
 from longspec_jax.checks import LARGEST_FLOAT32, Real, Whole
-from longspec_jax.commands import command_name
-from longspec_jax.config import ATTENTION, DEFAULT_TREE, TreeConfig
-from longspec_jax.drafters.registry import LONGSPEC, NAMED, SMALL_LM, Kind
-from longspec_jax.embedded import DEMO_NAME
-from longspec_jax.mesh_argument import GRAMMAR as MESH_GRAMMAR
-from longspec_jax.mesh_argument import mesh_argument
-
-from ..boundary import Parser
-from ..drafter_option import drafter_option
-from ..number_argument import number_argument
-from ..result_file import result_file
-from ..tree_argument import GRAMMAR, drafting_tree, tree_argument
-from . import published
-from .files import chart_file, profile_folder
-from .shapes import SHAPES
-from .values import (
-    DTYPES,
-    comma_separated,
-    head_counts,
-    one_of,
+from longspec_jax.cli import COUNT, ByMachine, one_of, several
+from longspec_jax.config import (
+    ATTENTION,
+    DEFAULT_TREE,
+    TARGETS,
+    TINY,
+    Llama3RopeScaling,
+    TargetConfig,
+    TreeConfig,
 )
+from longspec_jax.drafters.registry import LONGSPEC, NAMED, SMALL_LM, Kind
+from longspec_jax.embedded import DEMO
+from longspec_jax.weights.hf_config import target_config
+from longspec_jax.weights.json_files import read_json
 
+from . import published
+
+LLAMA_1B = TargetConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    model_width=2048,
+    mlp_width=8192,
+    num_layers=16,
+    num_heads=32,
+    num_kv_heads=8,
+    head_width=64,
+    max_positions=131072,
+    rope_theta=5e5,
+    rope_scaling=Llama3RopeScaling(32.0, 1.0, 4.0, 8192),
+    tied_embeddings=True,
+)
+"""Llama-3.2-1B: so small that launches bound a decode step."""
+SHAPES: dict[str, TargetConfig] = {
+    "tiny": TINY,
+    "demo": target_config(read_json(DEMO / "target" / "config.json"), "float32"),
+    **{name: known.config for name, known in TARGETS.items()},
+    "llama32-1b": LLAMA_1B,
+}
+"""Shapes by name. ``demo`` is the embedded target's; ``tiny`` has two layers and shows that a
+benchmark runs."""
+KINDS: dict[str, Kind] = {"longspec": LONGSPEC, **NAMED, "small_lm": SMALL_LM}
+"""Kinds of drafts that are measured with random weights."""
+DTYPES = ("float32", "bfloat16", "float16")
 STATIC, DYNAMIC = "transformers-static", "transformers-dynamic"
 TORCH_CANDIDATES = ("torch-sdpa", "torch-flex", "flashinfer")
-"""Those of ``attention`` that compute with torch tensors."""
+"""Candidates of ``attention`` that compute with torch tensors."""
 ATTENTION_CANDIDATES = (
-    "ours",
-    "pallas",
-    "mosaic",
-    "triton",
-    "xla",
-    "cudnn",
-    "xla-masked",
+    *("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "xla-masked"),
     *TORCH_CANDIDATES,
 )
 """What ``attention`` compares; ours is the automatic choice."""
-
-METHODS: tuple[str, ...] = (
-    "small_lm",
-    "small_lm_streaming",
-    "small_lm_retrieval",
-    "small_lm_opt_tree",
-    "longspec",
-    "longspec_retrieval",
-    "longspec_opt_tree",
-    "longspec_partial_passes",
-)
-"""What ``contexts`` compares: which part of a cache a draft reads."""
 PAPER_METHODS = ("plain", "plain-eager", "magicdec", "longspec-tree", "longspec-chain", "ngram")
 """What ``paper`` compares."""
 PAPER_TABLES = ("1", "4")
-CACHES = ("full", "streaming", "retrieval", "target_retrieval")
-"""What ``needle`` compares."""
 CHAIN = TreeConfig((1, 1, 1))
-"""A small tree: what a CPU, which computes node after node, is quickest with."""
-COUNT = number_argument(Whole())
-COUNTS = comma_separated(COUNT)
-SEVERAL = number_argument(Whole(2))
+"""A small tree: the fastest on a CPU, which computes node after node."""
+SEVERAL_TOKENS = cli.number(Whole(2))
 """New tokens: the first comes from the prefill, so that one alone is no decoding."""
-NOT_NEGATIVE = number_argument(Real(0.0, LARGEST_FLOAT32, ">= 0 and finite"))
-SHAPE_NAMES = comma_separated(one_of([*SHAPES]))
-
-
-@dataclass(frozen=True)
-class ByMachine:
-    """A default that depends on the machine."""
-
-    accelerator: Any
-    cpu: Any
-
-    def __str__(self) -> str:
-        """For ``--help``."""
-        return f"default {_typed(self.accelerator)}, on a CPU {_typed(self.cpu)}"
-
-
-def settled(arguments: argparse.Namespace, cpu: bool) -> argparse.Namespace:
-    """The arguments with the defaults of this machine."""
-    values = {
-        name: (value.cpu if cpu else value.accelerator) if isinstance(value, ByMachine) else value
-        for name, value in vars(arguments).items()
-    }
-    return argparse.Namespace(**values)
-
-
-KINDS: dict[str, Kind] = {"longspec": LONGSPEC, **NAMED, "small_lm": SMALL_LM}
-"""Kinds of drafts that are measured."""
+ACCEPTANCE = cli.number(Real(0.0, LARGEST_FLOAT32, ">= 0 and finite"))
 
 
 def parser(summaries: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -106,8 +77,8 @@ def parser(summaries: Mapping[str, str]) -> argparse.ArgumentParser:
     Args:
       summaries: every benchmark's name and what it answers.
     """
-    result = Parser(
-        prog=command_name(__package__),
+    result = cli.Parser(
+        prog=cli.command_name(__package__),
         description="Measure how fast decoding and its parts are, beside the alternatives.",
     )
     commands = result.add_subparsers(dest="command", required=True, metavar="|".join(summaries))
@@ -116,333 +87,255 @@ def parser(summaries: Mapping[str, str]) -> argparse.ArgumentParser:
     return result
 
 
-def attention(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench attention``."""
-    heads = comma_separated(head_counts)
-    all_heads = [(32, 32), (32, 8), (40, 8)]
-    contexts = ByMachine([4096, 16384, 32768, 131072], [2048])
-    _add(parser, "--tokens", COUNTS, ByMachine([1, 16, 48, 69, 128], [1, 16]), "tree nodes")
-    _add(parser, "--heads", heads, ByMachine(all_heads, [(8, 2)]), "query/key-value heads")
-    _add(parser, "--contexts", COUNTS, contexts, "cached tokens")
-    _add(parser, "--batches", COUNTS, ByMachine([1, 8], [1]), "rows")
-    parser.add_argument("--head-dim", type=COUNT, default=128)
-    _add(parser, "--dtype", one_of(DTYPES), ByMachine("bfloat16", "float32"))
-    everything = [*("ours", "mosaic", "cudnn", "xla-masked"), *TORCH_CANDIDATES]
-    _add(
-        parser,
-        "--implementations",
-        comma_separated(one_of(ATTENTION_CANDIDATES)),
-        ByMachine(everything, ["ours", "xla-masked"]),
-        f"some of {', '.join(ATTENTION_CANDIDATES)}; ours is the automatic choice",
+def _attention(parser: argparse.ArgumentParser) -> None:
+    heads = ByMachine([(32, 32), (32, 8), (40, 8)], [(8, 2)])
+    everything = ["ours", "mosaic", "cudnn", "xla-masked", *TORCH_CANDIDATES]
+    _add_several(parser, "--tokens", COUNT, ByMachine([1, 16, 48, 69, 128], [1, 16]), "tree nodes")
+    _add_several(parser, "--heads", head_counts, heads, "query/key-value heads, such as 32/8")
+    _add_several(
+        *(parser, "--context", COUNT, ByMachine([4096, 16384, 32768, 131072], [2048])),
+        "cached tokens",
     )
-    parser.add_argument("--tiles", action="store_true", help="sweep our tiles instead; on a GPU")
+    _add_several(parser, "--batch", COUNT, ByMachine([1, 8], [1]), "rows")
+    parser.add_argument(
+        "--dtype",
+        type=one_of(DTYPES),
+        default=ByMachine("bfloat16", "float32"),
+        help=f"one of {', '.join(DTYPES)}",
+    )
+    _add_implementations(
+        parser, ATTENTION_CANDIDATES, ByMachine(everything, ["ours", "xla-masked"])
+    )
     _add_outputs(parser)
 
 
-def decode(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench decode``."""
-    histogram = comma_separated(number_argument(Whole(0)))
+def _decode(parser: argparse.ArgumentParser) -> None:
     _add_setting(parser)
     parser.add_argument(
         "--ragged", action="store_true", help="rows of a batch from the whole context to half of it"
     )
-    _add(
-        *(parser, "--acceptance", NOT_NEGATIVE, ByMachine(3.57, 2.1)),
-        "mean tokens emitted per round with all nodes of the tree verified; a budget such as @48 "
-        "keeps what it kept on the demo",
-    )
+    _add_acceptance(parser, ByMachine(3.545, 2.1), "the default is the paper's 3.57 of 69 nodes")
     parser.add_argument(
-        "--histogram",
-        type=histogram,
-        help="recorded rounds by emitted tokens, instead, drawn as they are",
-    )
-    parser.add_argument(
-        "--drafter",
+        "--draft",
         type=one_of([*KINDS]),
         default="longspec",
-        help=f"one of {', '.join(KINDS)}, of random weights",
+        help=f"kind of the draft, of random weights: {', '.join(KINDS)}",
     )
     _add_tree(parser)
-    parser.add_argument(
-        "--drafter_option",
-        type=drafter_option,
-        action="append",
-        metavar="NAME[=VALUE]",
-        help="an option of the drafter's kind. longspec: int8 reads weights and LM head in 8 bits "
-        "(here only where it is named), vocabulary=N proposes N tokens only",
-    )
-    _add(parser, "--new_tokens", SEVERAL, ByMachine(192, 48), "tokens of one repetition")
-    _add(parser, "--repetitions", COUNT, ByMachine(3, 2))
-    _add(parser, "--turns", COUNT, ByMachine(10, 3), "repeats of a separately timed part")
+    _add_draft_option(parser)
+    _add_amounts(parser, ByMachine(192, 48), ByMachine(3, 2), ByMachine(10, 3))
     _add_attention(parser)
-    parser.add_argument("--prefill", type=COUNT, metavar="CHUNK", help="time a real prefill, too")
-    parser.add_argument("--streaming", action="store_true", help="time rounds that are read, too")
-    parser.add_argument("--adaptive", action="store_true", help="time adaptive decoding, too")
-    parser.add_argument("--parts", action="store_true", help="take draft and verify further apart")
-    parser.add_argument(
-        "--profile",
-        type=profile_folder,
-        help="write kernel times and compiled programs to this folder",
-    )
     _add_outputs(parser)
 
 
-def match(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench match``."""
-    temperatures = comma_separated(NOT_NEGATIVE)
-    _add(parser, "--generations", COUNT, ByMachine(60, 2), "of every temperature")
-    _add(parser, "--context", COUNT, ByMachine(4096, 512), "tokens of a prompt")
-    _add(parser, "--new_tokens", SEVERAL, ByMachine(512, 48))
-    parser.add_argument("--temperatures", type=temperatures, default=[0.0, 1.0])
+def _requests(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--requests",
+        type=SEVERAL_TOKENS,
+        default=ByMachine(64, 12),
+        help="how many; their prompts have 100 to 15000 tokens, on a CPU 20 to 800",
+    )
+    parser.add_argument(
+        "--row_slots", type=COUNT, default=ByMachine(8, 3), help="rows that are decoded at once"
+    )
+    _add_new_tokens(parser, ByMachine(256, 32), "most tokens of an answer; at least a quarter")
     _add_tree(parser)
-    parser.add_argument(
-        "--dtype", type=one_of(DTYPES), default="bfloat16", help="float32 as a control"
-    )
-    _add_attention(parser)
     _add_outputs(parser, chart=False)
 
 
-def drafters(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench drafters``."""
-    kinds = comma_separated(one_of([*KINDS]))
-    parser.add_argument("--drafters", type=kinds, help=f"some of {', '.join(KINDS)}; all if absent")
-    _add(parser, "--context", COUNT, ByMachine(8192, 512), "most tokens of a prompt")
-    _add(parser, "--new_tokens", SEVERAL, ByMachine(256, 48))
-    temperatures = comma_separated(NOT_NEGATIVE)
-    parser.add_argument("--temperatures", type=temperatures, default=[0.0, 1.0])
-    parser.add_argument("--seed", type=number_argument(Whole(least=0)), default=0)
-    _add_outputs(parser, chart=False)
-
-
-def contexts(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench contexts``."""
-    methods = comma_separated(one_of(METHODS))
+def _meshes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--methods", type=methods, help=f"some of {', '.join(METHODS)}; all if absent"
+        "--shape",
+        type=one_of([*SHAPES]),
+        default=ByMachine("llama3-8b", "demo"),
+        help=f"one of {', '.join(SHAPES)}",
     )
-    lengths = ByMachine([2000, 4000, 8000, 15000], [2000])
-    _add(parser, "--contexts", COUNTS, lengths, "tokens of a prompt")
-    _add(parser, "--documents", COUNT, ByMachine(8, 1), "most rows of a batch")
-    _add(parser, "--new_tokens", SEVERAL, ByMachine(256, 32))
-    parser.add_argument("--temperatures", type=comma_separated(NOT_NEGATIVE), default=[0.0, 1.0])
-    parser.add_argument("--seed", type=number_argument(Whole(least=0)), default=0)
-    _add_outputs(parser, chart=False)
-
-
-def needle(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench needle``."""
-    depths = comma_separated(number_argument(Real(0.0, 1.0, "from 0 to 1")))
-    parser.add_argument("--target", default=DEMO_NAME, help="folder or hub id; the demo if absent")
-    parser.add_argument(
-        "--drafter",
-        default="demo_small_lm",
-        help="folder or hub id of a small language model or a LongSpec draft; demo_small_lm or "
-        "demo for those of the demo",
-    )
-    parser.add_argument(
-        "--texts", type=Path, nargs="+", help="files around the needle; the demo's documents"
-    )
-    _add(parser, "--contexts", COUNTS, ByMachine([2000, 4000, 8000, 15000], [1000]), "tokens")
-    parser.add_argument("--depths", type=depths, default=[0.1, 0.3, 0.5, 0.7, 0.9])
-    _add(parser, "--needles", COUNT, ByMachine(4, 1), "documents of every depth")
-    caches = comma_separated(one_of(CACHES))
-    parser.add_argument(
-        "--caches", type=caches, default=[*CACHES], help=f"some of {', '.join(CACHES)}"
-    )
-    parser.add_argument(
-        "--working", type=COUNT, default=1024, help="tokens of the cache where not all is read"
-    )
-    parser.add_argument("--seed", type=number_argument(Whole(least=0)), default=0)
-    _add_outputs(parser, chart=False)
-
-
-def requests(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench requests``."""
-    _add(parser, "--requests", SEVERAL, ByMachine(64, 12))
-    _add(parser, "--row_slots", COUNT, ByMachine(8, 3), "rows that are decoded at once")
-    _add(parser, "--shortest", SEVERAL, ByMachine(100, 20), "tokens of a prompt")
-    _add(parser, "--longest", SEVERAL, ByMachine(15000, 800), "tokens of a prompt")
-    _add(parser, "--new_tokens", SEVERAL, ByMachine(256, 32), "at most; at least a quarter")
-    _add_tree(parser)
-    parser.add_argument("--seed", type=number_argument(Whole(least=0)), default=0)
-    _add_outputs(parser, chart=False)
-
-
-def meshes(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench meshes``."""
-    shapes = ByMachine("llama3-8b", "demo")
-    _add(parser, "--shape", one_of([*SHAPES]), shapes, f"one of {', '.join(SHAPES)}")
     parser.add_argument(
         "--mesh",
-        type=mesh_argument,
-        action="append",
+        **several(cli.mesh),
         metavar="AXIS=N,...",
-        help=f"beside one device, as often as wanted: {MESH_GRAMMAR}. If absent, all of two "
-        "devices",
+        help=f"beside one device: {cli.MESH_GRAMMAR}; if absent, every axis with two devices",
     )
-    _add(parser, "--context", COUNT, ByMachine(16000, 256), "tokens of the longest prompt")
-    _add(parser, "--batch", COUNT, ByMachine(4, 2), "rows")
-    _add(parser, "--new_tokens", SEVERAL, ByMachine(48, 16))
+    parser.add_argument(
+        "--context", type=COUNT, default=ByMachine(16000, 256), help="tokens of the longest prompt"
+    )
+    parser.add_argument("--batch", type=COUNT, default=ByMachine(4, 2), help="rows")
+    _add_new_tokens(parser, ByMachine(48, 16), "tokens of a row")
     _add_tree(parser)
     _add_outputs(parser, chart=False)
 
 
-def paper(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench paper``."""
-    _add(
-        parser,
-        "--shape",
-        SHAPE_NAMES,
-        ByMachine(["vicuna7b"], ["tiny"]),
-        f"some of {', '.join(SHAPES)}",
-    )
-    tables = comma_separated(one_of(PAPER_TABLES))
-    parser.add_argument("--tables", type=tables, default=[*PAPER_TABLES], help="1, 4 or both")
-    methods = comma_separated(one_of(PAPER_METHODS))
+def _paper(parser: argparse.ArgumentParser) -> None:
+    _add_shape(parser, ByMachine(["vicuna7b"], ["tiny"]))
     parser.add_argument(
-        "--methods",
-        type=methods,
+        "--table",
+        **several(one_of(PAPER_TABLES), commas=True),
+        default=[*PAPER_TABLES],
+        help="of the paper",
+    )
+    parser.add_argument(
+        "--method",
+        **several(one_of(PAPER_METHODS), commas=True),
         default=[*PAPER_METHODS],
-        help=f"of table 1, beside plain: some of {', '.join(PAPER_METHODS)}; all if absent",
+        help="of table 1, beside plain",
     )
     ranges, few = [*published.RANGES], [published.SHORT, published.LONG]
-    _add(
-        *(parser, "--ranges", comma_separated(one_of(ranges)), ByMachine(ranges, few)),
+    _add_several(
+        *(parser, "--range", one_of(ranges), ByMachine(ranges, few)),
         "prefill lengths of table 4",
     )
+    _add_amounts(parser, ByMachine(128, 48), ByMachine(2, 1), ByMachine(5, 1))
+    _add_outputs(parser, chart=False)
+
+
+def _products(parser: argparse.ArgumentParser) -> None:
+    _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
     parser.add_argument(
-        "--gamma", type=SEVERAL, default=2, help="tokens that MagicDec drafts; default 2"
+        "--rows",
+        **several(COUNT, commas=True),
+        default=[1, 16, 64],
+        help="rows that are multiplied",
     )
-    _add(parser, "--new_tokens", SEVERAL, ByMachine(128, 48), "tokens of one repetition")
-    _add(parser, "--repetitions", COUNT, ByMachine(2, 1))
-    _add(parser, "--turns", COUNT, ByMachine(5, 1), "repeats of a separately timed part")
+    parser.add_argument("--int8", action="store_true", help="the matmuls of a draft in 8 bits")
     _add_outputs(parser, chart=False)
 
 
-def products(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench products``."""
-    _add_shape(parser)
-    parser.add_argument("--rows", type=COUNTS, default=[1, 16, 64])
-    parser.add_argument("--int8", action="store_true", help="the products of a draft in 8 bits")
-    _add_outputs(parser, chart=False)
-
-
-def retrieval(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench retrieval``."""
-    shares = comma_separated(
-        number_argument(Real(0.0, 1.0, "above 0 and at most 1", includes_least=False))
-    )
-    shapes = ByMachine(["llama3-8b"], ["tiny"])
-    _add(parser, "--shape", SHAPE_NAMES, shapes, f"some of {', '.join(SHAPES)}")
-    _add(parser, "--context", COUNTS, ByMachine([32768, 131072], [1024]), "cached tokens")
+def _retrieval(parser: argparse.ArgumentParser) -> None:
+    share = cli.number(Real(0.0, 1.0, "above 0 and at most 1", includes_least=False))
+    _add_shape(parser, ByMachine(["llama3-8b"], ["tiny"]))
+    _add_several(parser, "--context", COUNT, ByMachine([32768, 131072], [1024]), "cached tokens")
     parser.add_argument("--batch", type=COUNT, default=1, help="rows")
-    _add(parser, "--retrieve", COUNTS, ByMachine([4096], [256]), "tokens that partial passes see")
-    _add(parser, "--sinks", number_argument(Whole(0)), ByMachine(32, 32), "of them first ones")
-    _add(parser, "--recent", COUNT, ByMachine(512, 64), "of them last ones")
-    parser.add_argument("--block", type=COUNT, default=32, help="tokens that are chosen together")
-    _add(parser, "--chain", COUNTS, ByMachine([16], [8]), "most tokens verified in part")
-    parser.add_argument(
-        "--refresh", type=COUNT, default=1, help="full passes from one choice of blocks to the next"
+    _add_several(
+        *(parser, "--retrieve", COUNT, ByMachine([4096], [256])),
+        "tokens that a partial forward reads",
+    )
+    _add_several(
+        parser, "--chain", COUNT, ByMachine([16], [8]), "most tokens of a partially verified chain"
     )
     parser.add_argument(
         "--end",
-        type=tree_argument,
-        nargs="+",
+        type=cli.tree,
         metavar="TREE",
-        help="what a full pass verifies behind the chain, cut with it to 64 nodes, such as 4,8, or "
-        "none; several are measured one after the other; --tree if left out",
+        help="what a full forward verifies behind the chain, cut with it to 64 nodes, such as 4,8, "
+        "or none; --tree if absent",
     )
-    _add(
-        *(parser, "--acceptance", NOT_NEGATIVE, ByMachine(3.5, 2.1)),
-        "mean tokens of a partial round, and of a round without retrieval, with all nodes of "
-        "--tree verified; a budget such as @48 keeps what it kept on the demo",
-    )
-    _add(
-        *(parser, "--agreement", shares, ByMachine([0.9, 0.95, 0.97, 0.99], [0.9, 0.99])),
-        "how often a full pass confirms a token of the chain, given the one before",
+    _add_acceptance(parser, ByMachine(3.476, 2.1), "also of a partial round")
+    _add_several(
+        *(parser, "--agreement", share, ByMachine([0.9, 0.95, 0.97, 0.99], [0.9, 0.99])),
+        "how often a full forward confirms a token of the chain, given the one before",
     )
     _add_tree(parser)
-    parser.add_argument(
-        "--drafter_option",
-        type=drafter_option,
-        action="append",
-        metavar="NAME[=VALUE]",
-        help="an option of the LongSpec draft: int8, vocabulary=N",
-    )
+    _add_draft_option(parser)
     parser.add_argument(
         "--offload",
         action="store_true",
         help="with the cache in the host's memory, and plain decoding beside",
     )
-    _add(parser, "--new_tokens", SEVERAL, ByMachine(1024, 48), "tokens of one repetition")
-    _add(parser, "--repetitions", COUNT, ByMachine(3, 1))
-    _add(parser, "--turns", COUNT, ByMachine(10, 2), "repeats of a separately timed part")
+    _add_amounts(parser, ByMachine(1024, 48), ByMachine(3, 1))
     _add_attention(parser)
     _add_outputs(parser, chart=False)
 
 
-def transformers(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench transformers``."""
+def _transformers(parser: argparse.ArgumentParser) -> None:
     _add_setting(parser)
-    names = comma_separated(one_of((STATIC, DYNAMIC)))
-    parser.add_argument("--implementations", type=names, default=[STATIC, DYNAMIC])
-    _add(parser, "--new_tokens", COUNT, ByMachine(24, 8), "tokens of one repetition")
-    parser.add_argument("--repetitions", type=COUNT, default=3)
-    parser.add_argument("--prefill_chunk", type=COUNT, default=2048)
-    parser.add_argument(
-        "--device", type=one_of(("cuda", "cpu")), help="cuda where PyTorch sees it, else cpu"
-    )
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=True, help="the static step"
-    )
+    _add_implementations(parser, (STATIC, DYNAMIC), [STATIC, DYNAMIC])
+    _add_new_tokens(parser, ByMachine(24, 8), "tokens of one repetition")
+    _add_repetitions(parser, 3)
     _add_outputs(parser)
 
 
-def report(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``infer.bench report``."""
-    parser.add_argument("files", type=Path, nargs="+", help="result files")
+def _report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", type=cli.file_path, nargs="+", help="result files")
     _add_outputs(parser)
 
 
 DECLARATIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
-    "attention": attention,
-    "decode": decode,
-    "contexts": contexts,
-    "drafters": drafters,
-    "match": match,
-    "meshes": meshes,
-    "needle": needle,
-    "paper": paper,
-    "products": products,
-    "requests": requests,
-    "retrieval": retrieval,
-    "transformers": transformers,
-    "report": report,
+    "attention": _attention,
+    "decode": _decode,
+    "meshes": _meshes,
+    "paper": _paper,
+    "products": _products,
+    "requests": _requests,
+    "retrieval": _retrieval,
+    "transformers": _transformers,
+    "report": _report,
 }
 
 
-def _add(
-    parser: argparse.ArgumentParser, option: str, kind: Any, default: ByMachine, words: str = ""
+def _add_several(
+    parser: argparse.ArgumentParser, option: str, kind: Any, default: Any, words: str
 ) -> None:
-    """Declare an option whose default depends on the machine."""
-    words = f"{words}; {default}" if words else str(default)
-    parser.add_argument(option, type=kind, default=default, help=words)
+    parser.add_argument(option, **several(kind, commas=True), default=default, help=words)
 
 
-def _add_shape(parser: argparse.ArgumentParser) -> None:
-    shapes = ByMachine(["vicuna7b"], ["demo"])
-    _add(parser, "--shape", SHAPE_NAMES, shapes, f"some of {', '.join(SHAPES)}")
+def _add_shape(parser: argparse.ArgumentParser, default: ByMachine) -> None:
+    _add_several(parser, "--shape", one_of([*SHAPES]), default, f"any of {', '.join(SHAPES)}")
 
 
 def _add_setting(parser: argparse.ArgumentParser) -> None:
-    _add_shape(parser)
-    _add(parser, "--context", COUNTS, ByMachine([4096], [1024]), "cached tokens")
-    parser.add_argument("--batch", type=COUNTS, default=[1], help="rows")
+    _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
+    _add_several(parser, "--context", COUNT, ByMachine([4096], [1024]), "cached tokens")
+    _add_several(parser, "--batch", COUNT, [1], "rows")
+
+
+def _add_implementations(
+    parser: argparse.ArgumentParser, names: Sequence[str], default: Any
+) -> None:
+    words = f"any of {', '.join(names)}"
+    _add_several(parser, "--implementation", one_of(names), default, words)
+
+
+def _add_acceptance(parser: argparse.ArgumentParser, default: ByMachine, words: str) -> None:
+    parser.add_argument(
+        "--acceptance",
+        type=ACCEPTANCE,
+        default=default,
+        help=f"mean tokens emitted per round, the bonus included; {words}",
+    )
 
 
 def _add_tree(parser: argparse.ArgumentParser) -> None:
-    trees = ByMachine(DEFAULT_TREE, CHAIN)
-    _add(parser, "--tree", drafting_tree, trees, f"what the draft proposes: {GRAMMAR}")
+    parser.add_argument(
+        "--tree",
+        type=cli.drafting_tree,
+        default=ByMachine(DEFAULT_TREE, CHAIN),
+        help=f"what the draft proposes: {cli.TREE_GRAMMAR}",
+    )
+
+
+def _add_draft_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draft_option",
+        **several(cli.draft_option),
+        metavar="NAME[=VALUE]",
+        help="an option of the draft's kind. longspec: int8 reads weights and LM head in 8 bits "
+        "(here only where it is named), vocabulary=N proposes N tokens only",
+    )
+
+
+def _add_new_tokens(parser: argparse.ArgumentParser, default: ByMachine, words: str) -> None:
+    parser.add_argument("--new_tokens", type=SEVERAL_TOKENS, default=default, help=words)
+
+
+def _add_repetitions(parser: argparse.ArgumentParser, default: Any) -> None:
+    parser.add_argument(
+        "--repetitions", type=COUNT, default=default, help="decodes of which the median counts"
+    )
+
+
+def _add_amounts(
+    parser: argparse.ArgumentParser,
+    new_tokens: ByMachine,
+    repetitions: ByMachine,
+    turns: ByMachine | None = None,
+) -> None:
+    """How much is measured."""
+    _add_new_tokens(parser, new_tokens, "tokens of one repetition")
+    _add_repetitions(parser, repetitions)
+    if turns is not None:
+        parser.add_argument(
+            "--turns", type=COUNT, default=turns, help="repeats of a separately timed part"
+        )
 
 
 def _add_attention(parser: argparse.ArgumentParser) -> None:
@@ -454,17 +347,21 @@ def _add_attention(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_outputs(parser: argparse.ArgumentParser, chart: bool = True) -> None:
-    parser.add_argument("--json", type=result_file, help="write header and rows to this file")
+    parser.add_argument("--json", type=cli.result_file, help="write header and rows to this file")
     if chart:
-        parser.add_argument("--chart", type=chart_file, help="draw the rows into this PNG")
-    parser.add_argument(
-        "--traceback", action="store_true", help="show Python's traceback on errors"
-    )
+        parser.add_argument("--chart", type=cli.chart_file, help="draw the rows into this PNG")
+    cli.add_traceback(parser)
 
 
-def _typed(value: Any) -> str:
-    """A value as a user would type it."""
-    if isinstance(value, list | tuple):
-        separator = "/" if value and isinstance(value, tuple) and len(value) == 2 else ","
-        return separator.join(map(_typed, value))
-    return str(value)
+def head_counts(text: str) -> tuple[int, int]:
+    """Query heads and key/value heads, from ``32/8``."""
+    try:
+        heads, kv_heads = map(COUNT, text.split("/"))
+    except (ValueError, argparse.ArgumentTypeError):
+        heads, kv_heads = 1, 0
+    if kv_heads == 0 or heads % kv_heads:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be query heads and key/value heads, the first a multiple of the "
+            "second, such as 32/8"
+        )
+    return heads, kv_heads

@@ -1,4 +1,4 @@
-"""How fast attention of tree nodes to a long prefix is, beside the alternatives and the roofs.
+"""How fast attention of tree nodes to a long prefix is, beside the alternatives and the rooflines.
 
 Every case is one layer of a decode step: ``tokens`` queries attend to ``context`` cached slots and,
 under a random tree mask, to each other. For each case many calls on distinct caches, together
@@ -7,9 +7,9 @@ for the one before; several executions of the program are queued back to back. T
 the median over repetitions of that total divided by the number of calls, so that launch overhead
 is excluded alike for our kernels and for the alternatives (torch runs in a CUDA graph).
 
-The roof of a case is ``max(bytes / bandwidth, operations / rate)``: bytes are queries, keys, values
-and output once each, operations those of the two matrix products. Bandwidth and rate are measured
-in the same run.
+The roofline of a case is ``max(bytes / bandwidth, operations / rate)``: bytes are queries, keys,
+values and output once each, operations those of the two matmuls. Bandwidth and rate are measured in
+the same run.
 """
 
 import argparse
@@ -22,17 +22,22 @@ from typing import Any
 
 import jax
 
-from ..wording import counted
-from . import attention_tiles, attention_torch
-from .arguments import settled
-from .attention_candidates import CANDIDATES, Refusal, compiled
-from .attention_cases import Case, Operands
-from .attention_torch import TORCH
-from .models import check_memory
-from .progress import announce
-from .report import Report, run_header
-from .timing import Roof, jax_seconds, measure_roof
+from longspec_jax.cli import counted, settled
 
+from .attention_candidates import (
+    CANDIDATES,
+    TORCH,
+    Case,
+    Operands,
+    Refusal,
+    compiled,
+    torch_seconds,
+)
+from .models import check_memory
+from .report import Report, run_header
+from .timing import Roofline, announce, jax_seconds, measure_roofline
+
+HEAD_WIDTH = 128
 CPU_SECONDS = 5
 """A rough estimate for a program, to compile and time it."""
 
@@ -43,20 +48,18 @@ def main(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     cpu = jax.default_backend() == "cpu"
     arguments = settled(arguments, cpu)
-    if cpu and arguments.tiles:
-        raise ValueError("--tiles sweeps GPU kernels, and this is a CPU; run it on a GPU")
     cases = [
         Case(
             tokens=tokens,
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=arguments.head_dim,
+            head_dim=HEAD_WIDTH,
             context=context,
             batch=batch,
             dtype=arguments.dtype,
         )
-        for batch in arguments.batches
-        for context in arguments.contexts
+        for batch in arguments.batch
+        for context in arguments.context
         for heads, kv_heads in arguments.heads
         for tokens in arguments.tokens
     ]
@@ -64,27 +67,19 @@ def main(arguments: argparse.Namespace) -> None:
         words = f"{case.copies} caches of {case.context} tokens in {counted(case.batch, 'row')}"
         check_memory(words, case.copies * case.cache_bytes)
     if cpu:
-        programs = len(cases) * len(arguments.implementations)
+        programs = len(cases) * len(arguments.implementation)
         work = f"{counted(len(cases), 'case')}, {counted(programs, 'program')} to compile"
         announce(work, CPU_SECONDS * programs)
-    roof = measure_roof()
-    header = run_header(
-        jax.devices()[0].device_kind,
-        (__doc__ or "").split("\n\n", 1)[1],
-        roof_tb_per_s=roof.bytes_per_s / 1e12,
-        roof_tflop_per_s=roof.operations_per_s / 1e12,
-    )
+    roofline = measure_roofline()
+    method = (__doc__ or "").split("\n\n", 1)[1]
+    header = run_header(jax.devices()[0].device_kind, method, **roofline.fields)
     with Report(header, arguments.json, arguments.chart) as report:
-        if arguments.tiles:
-            rows = attention_tiles.sweep(cases, roof)
-        else:
-            rows = compare(cases, roof, arguments.implementations)
-        for row in rows:
+        for row in compare(cases, roofline, arguments.implementation):
             report.add(row, line(row))
 
 
 def compare(
-    cases: Sequence[Case], roof: Roof, implementations: Sequence[str]
+    cases: Sequence[Case], roofline: Roofline, implementations: Sequence[str]
 ) -> Iterable[dict[str, Any]]:
     """Time every implementation on every case; one that cannot run yields the reason.
 
@@ -105,9 +100,9 @@ def compare(
         for name, case in work:
             outcome = _timed(name, case, programs.get((name, case)), operands)
             if isinstance(outcome, Refusal):
-                yield case.row(name, roof, None, refusal=outcome.reason)
+                yield case.row(name, roofline, None, refusal=outcome.reason)
             else:
-                yield case.row(name, roof, outcome)
+                yield case.row(name, roofline, outcome)
 
 
 def _timed(name: str, case: Case, program: Any, operands: Operands) -> float | Refusal:
@@ -116,7 +111,7 @@ def _timed(name: str, case: Case, program: Any, operands: Operands) -> float | R
         return program
     try:
         if name in TORCH:
-            return attention_torch.seconds(case, TORCH[name])
+            return torch_seconds(case, TORCH[name])
         arrays = operands.of(case, CANDIDATES[name].layout)
         return jax_seconds(functools.partial(program, *arrays)) / case.calls
     except Exception as error:  # An alternative that fails is a result, too.
@@ -131,11 +126,7 @@ def line(row: dict[str, Any]) -> str:
     )
     if row["microseconds"] is None:
         return f"{shape}  -  {row['refusal']}"
-    tiles = ""
-    if "prefix_tile" in row:
-        prefix, tree = row["prefix_tile"].values(), row["tree_tile"].values()
-        tiles = "  " + " ".join(map(str, prefix)) + " | " + " ".join(map(str, tree))
     return (
         f"{shape} {row['microseconds']:9.1f} us {row['tb_per_s']:6.2f} TB/s "
-        f"{row['tflop_per_s']:6.1f} TFLOP/s {row['percent_of_roof']:5.1f} %{tiles}"
+        f"{row['tflop_per_s']:6.1f} TFLOP/s {row['percent_of_roof']:5.1f} %"
     )

@@ -1,21 +1,151 @@
-"""What the attention benchmark compares: our implementations, cuDNN and XLA.
+"""What the attention benchmark compares, and the problems that it poses.
 
-A candidate is a function of the operands of a case, compiled into a chain of calls in which every
-call waits for the one before. What cannot be built or compiled gives the reason instead.
+A case is one layer of a decode step: ``tokens`` queries attend to ``context`` cached slots and,
+under a random tree mask, to each other. Operands are drawn on the device.
+
+A candidate of jax is a function of a case's operands, compiled into a chain of calls in which every
+call waits for the one before. What cannot be built or compiled gives the reason instead. Torch and
+FlashInfer are replayed from a CUDA graph, which excludes launch overhead as compiled programs do;
+their keys and values of prefix and tree are one array, which saves a concatenation.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from longspec_jax.ops.attention import dispatch
 from longspec_jax.ops.attention.operands import Fresh, Prefix
-from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 
-from .attention_cases import HEAD_MAJOR, TOKEN_MAJOR, Case, abstract_operands
+from .timing import Roofline, median_seconds
+
+HEAD_MAJOR, TOKEN_MAJOR = "head-major", "token-major"
+"""The two layouts of a cache: ``[B, K, S, H]``, the engine's, and ``[B, S, K, H]``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention problem of the decode step."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    batch: int
+    dtype: str = "bfloat16"
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values in the prefix."""
+        slots = self.batch * self.kv_heads * self.context
+        return 2 * slots * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes any implementation moves: each operand once."""
+        itemsize = jnp.dtype(self.dtype).itemsize
+        rows = self.batch * self.tokens * self.head_dim * itemsize
+        return self.cache_bytes + rows * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def operations(self) -> int:
+        """Operations of the two products over the prefix and the whole tree square."""
+        keys = self.context + self.tokens
+        return 4 * self.batch * self.tokens * self.heads * keys * self.head_dim
+
+    @property
+    def copies(self) -> int:
+        """Distinct caches in rotation: more than any second-level cache, or as memory allows."""
+        return max(2, min(32, math.ceil(2**30 / self.cache_bytes)))
+
+    @property
+    def turns(self) -> int:
+        """Times a program goes round the caches; enough calls to hide its launch."""
+        return math.ceil(8 / self.copies)
+
+    @property
+    def calls(self) -> int:
+        """Calls in one program."""
+        return self.copies * self.turns
+
+    def cache_shape(self, layout: str) -> tuple[int, ...]:
+        """Of the keys, or the values, of one cache."""
+        sizes = (self.kv_heads, self.context)
+        return (self.batch, *(sizes if layout == HEAD_MAJOR else sizes[::-1]), self.head_dim)
+
+    def row(
+        self, implementation: str, roofline: Roofline, seconds: float | None, **more: Any
+    ) -> dict:
+        """The result of one implementation; ``seconds`` is none where it did not run."""
+        row = {"implementation": implementation, **dataclasses.asdict(self)}
+        row |= {"microseconds": None, **more}
+        if seconds is not None:
+            row |= {
+                "microseconds": round(seconds * 1e6, 2),
+                "tb_per_s": round(self.bytes / seconds / 1e12, 3),
+                "tflop_per_s": round(self.operations / seconds / 1e12, 1),
+                "percent_of_roof": round(
+                    100 * roofline.seconds(self.bytes, self.operations) / seconds, 1
+                ),
+            }
+        return row
+
+
+def abstract_operands(case: Case, layout: str) -> tuple[Any, ...]:
+    """The shapes of :meth:`Operands.of`: compiling from them allocates nothing."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(case.dtype))
+    cache = shape(case.cache_shape(layout))
+    rows = (case.batch, case.tokens)
+    tree = shape((*rows, case.kv_heads, case.head_dim))
+    mask = jax.ShapeDtypeStruct((*rows, case.tokens), jnp.bool_)
+    q = shape((*rows, case.heads, case.head_dim))
+    return q, [(cache, cache)] * case.copies, tree, tree, mask
+
+
+class Operands:
+    """Random operands, whose caches stay in memory until a case of another shape comes."""
+
+    def __init__(self) -> None:
+        """Begin without caches."""
+        self._kind: Any = None
+        self._caches: list[tuple[jax.Array, jax.Array]] = []
+
+    def of(self, case: Case, layout: str) -> tuple[Any, ...]:
+        """``(q, caches, tree_k, tree_v, mask)``: queries, distinct caches, tree rows, tree mask."""
+        keys = jax.random.split(jax.random.key(3), 3)
+        rows = (case.batch, case.tokens)
+        dtype = jnp.dtype(case.dtype)
+        q = jax.random.normal(keys[0], (*rows, case.heads, case.head_dim), dtype)
+        tree_k = jax.random.normal(keys[1], (*rows, case.kv_heads, case.head_dim), dtype)
+        tree_v = jax.random.normal(keys[2], (*rows, case.kv_heads, case.head_dim), dtype)
+        mask = jnp.asarray(np.broadcast_to(tree_mask(case.tokens), (*rows, case.tokens)))
+        return q, self._caches_of(case, layout), tree_k, tree_v, mask
+
+    def _caches_of(self, case: Case, layout: str) -> list[tuple[jax.Array, jax.Array]]:
+        shape, dtype = case.cache_shape(layout), jnp.dtype(case.dtype)
+        kind = (shape, dtype, case.copies)
+        if kind != self._kind:
+            self._kind, self._caches = kind, []  # Freed before others are drawn.
+            fill = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
+            keys = jax.random.split(jax.random.key(2), 2 * case.copies)
+            self._caches = [(fill(keys[2 * i]), fill(keys[2 * i + 1])) for i in range(case.copies)]
+        return self._caches
+
+
+def tree_mask(tokens: int) -> np.ndarray:
+    """``[T, T]`` ancestors of a random tree's nodes, each node included."""
+    rng = np.random.default_rng(0)
+    mask = np.eye(tokens, dtype=bool)
+    for node in range(1, tokens):
+        mask[node] |= mask[rng.integers(max(0, node - 16), node)]
+    return mask
+
 
 Call = Callable[..., jax.Array]
 """``(q, k, v, tree_k, tree_v, mask) -> out``, all in the shapes of a case."""
@@ -51,24 +181,6 @@ def ours(implementation: str | None) -> Candidate:
         def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
             operands = Prefix(k, v, length), Fresh(tree_k, tree_v, mask)
             return dispatch.speculative_attention(q, *operands, implementation=implementation)
-
-        return call
-
-    return Candidate(build, HEAD_MAJOR)
-
-
-def ours_with(prefix: PrefixTile | MosaicTile, tree: TreeTile) -> Candidate:
-    """The Pallas kernels with given tiles."""
-
-    def build(case: Case) -> Call:
-        from longspec_jax.ops.attention import kernels  # Not every jax has its backend.
-
-        length = jnp.full((case.batch,), case.context, jnp.int32)
-
-        def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
-            operands = Prefix(k, v, length), Fresh(tree_k, tree_v, mask)
-            tiles = dict(prefix_tile=prefix, tree_tile=tree)
-            return kernels.speculative_attention(q, *operands, **tiles)
 
         return call
 
@@ -127,3 +239,136 @@ def _chain(case: Case, call: Call) -> Callable[..., jax.Array]:
         return q
 
     return program
+
+
+Attend = Callable[[Case, Any], Callable[..., Any]]
+"""Makes ``(q, k, v) -> out`` from a case and its tree mask ``[T, T]``."""
+FLASHINFER_WORKSPACE = 256 << 20
+"""Bytes for the partial results of its splits, twice what its documentation recommends."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """A library's attention, and how it wants queries, keys and values."""
+
+    attend: Attend
+    layout: str
+
+
+def torch_seconds(case: Case, alternative: Alternative) -> float:
+    """Median seconds of one call.
+
+    Args:
+      case: the problem.
+      alternative: a value of ``TORCH``.
+    """
+    import torch
+
+    total = _chain_seconds(case, alternative)
+    torch.cuda.empty_cache()  # What the chain held is free by now, for jax beside it.
+    return total / case.calls
+
+
+def torch_operands(case: Case, layout: str, device: str) -> tuple[Any, list[Any]]:
+    """Queries ``[B, N, T, H]``, or ``[B, T, N, H]``, and distinct caches ``[2, ...]`` like them."""
+    import torch
+
+    torch.manual_seed(0)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, device=device, dtype=getattr(torch, case.dtype))
+
+    # Queries lie like the keys of a cache of their own.
+    queries = dataclasses.replace(case, kv_heads=case.heads, context=case.tokens)
+    whole = dataclasses.replace(case, context=case.context + case.tokens).cache_shape(layout)
+    return normal(*queries.cache_shape(layout)), [normal(2, *whole) for _ in range(case.copies)]
+
+
+def _chain_seconds(case: Case, alternative: Alternative) -> float:
+    """Median seconds of all calls, each waiting for the one before, as one CUDA graph."""
+    import torch
+
+    q, caches = torch_operands(case, alternative.layout, "cuda")
+    call = alternative.attend(case, torch.from_numpy(tree_mask(case.tokens)).cuda())
+
+    def chain() -> Any:
+        out = q
+        for _ in range(case.turns):
+            for k, v in caches:
+                out = call(out, k, v)
+        return out
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        chain()
+        chain()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    return median_seconds(graph.replay, lambda _: torch.cuda.synchronize())
+
+
+def _sdpa(case: Case, tree: Any) -> Callable[..., Any]:
+    """``scaled_dot_product_attention`` with a boolean mask over all keys."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    mask = _whole_mask(case, tree)
+    grouped = case.heads != case.kv_heads
+    return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def _flex(case: Case, tree: Any) -> Callable[..., Any]:
+    """``flex_attention``, compiled for the case, with a block mask."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def visible(b: Any, h: Any, query: Any, key: Any) -> Any:
+        inside = torch.clamp(key - case.context, min=0)
+        return (key < case.context) | tree[query, inside]
+
+    keys = case.context + case.tokens
+    blocks = create_block_mask(visible, None, None, case.tokens, keys, device=tree.device.type)
+    flex = torch.compile(flex_attention, dynamic=False)
+    grouped = case.heads != case.kv_heads
+    return lambda q, k, v: flex(q, k, v, block_mask=blocks, enable_gqa=grouped)
+
+
+def _flashinfer(case: Case, tree: Any) -> Callable[..., Any]:
+    """FlashInfer's attention of a batch under a custom mask, as engines verify trees with it.
+
+    Planned once, outside the graph, as an engine does for all layers of a pass.
+    """
+    import flashinfer  # pyright: ignore[reportMissingImports]
+    import torch
+
+    keys, dtype = case.context + case.tokens, getattr(torch, case.dtype)
+    workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=tree.device)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    ends = torch.arange(case.batch + 1, dtype=torch.int32, device=tree.device)
+    wrapper.plan(
+        *(ends * case.tokens, ends * keys, case.heads, case.kv_heads, case.head_dim),
+        custom_mask=_whole_mask(case, tree).flatten().repeat(case.batch),
+        q_data_type=dtype,
+    )
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return wrapper.run(*(part.flatten(0, 1) for part in (q, k, v))).view(q.shape)
+
+    return call
+
+
+def _whole_mask(case: Case, tree: Any) -> Any:
+    """``[T, S + T]``: which of all keys a node sees."""
+    import torch
+
+    prefix = torch.ones(case.tokens, case.context, dtype=torch.bool, device=tree.device)
+    return torch.cat([prefix, tree], 1)
+
+
+TORCH: dict[str, Alternative] = {
+    "torch-sdpa": Alternative(_sdpa, HEAD_MAJOR),
+    "torch-flex": Alternative(_flex, HEAD_MAJOR),
+    "flashinfer": Alternative(_flashinfer, TOKEN_MAJOR),
+}
+"""Those that compute with torch tensors; one that is not installed refuses with the reason."""

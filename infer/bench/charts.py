@@ -207,7 +207,7 @@ def _settings(row: dict[str, Any]) -> dict[str, str]:
     return {
         "tree": f"tree {TreeConfig(tuple(tree), threshold=row.get('threshold'))}",
         "budget": f"best {budget} nodes" if budget else f"all {1 + sum(tree)} nodes",
-        **_drafter(row),
+        **_draft(row),
         "acceptance": f"acceptance about {row['acceptance_wanted']}",
         "attention": f"{row['attention']} attention",
         "lengths": f"rows of {'one length' if shortest == longest else 'different lengths'}",
@@ -216,18 +216,21 @@ def _settings(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _drafter(row: dict[str, Any]) -> dict[str, str]:
+def _draft(row: dict[str, Any]) -> dict[str, str]:
     """What drafted, in words; empty ones for what its kind does not have."""
-    kind = row.get("drafter", "longspec")
+    kind = row.get("draft") or row.get("drafter", "longspec")
     if kind == "longspec":
         vocabulary = f"draft vocabulary {row['draft_vocabulary']}"
-        forms = {"folded": row.get("draft_folded"), "int8": row.get("draft_int8")}
-        form = next((name for name, chosen in forms.items() if chosen), row["dtype"])
+        form = "int8" if row.get("draft_int8") else row["dtype"]
         weights, options = f"{form} draft", {}
     else:
-        vocabulary, weights, options = "", "", row.get("drafter_options", {})
+        vocabulary, weights, options = (
+            "",
+            "",
+            row.get("draft_options") or row.get("drafter_options", {}),
+        )
     return {
-        "drafter": f"{kind} drafter",
+        "drafter": f"{kind} draft",
         "draft_vocabulary": vocabulary,
         "draft_int8": weights,
         "drafter_options": ", ".join(f"{name}={value}" for name, value in options.items()),

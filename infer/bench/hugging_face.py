@@ -17,41 +17,33 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from longspec_jax.cli import counted, settled
 from longspec_jax.config import TargetConfig
 from longspec_jax.weights.hf_config import hf_config
 
-from ..wording import counted
-from .arguments import DYNAMIC, STATIC, settled
-from .progress import announce, step
+from .arguments import DYNAMIC, SHAPES, STATIC
 from .report import Report, run_header
-from .shapes import SHAPES
-from .timing import median_seconds
+from .timing import announce, median_seconds, rounded, step
 
 WARM_TOKENS = 6
 """Tokens before the first timed one: compilation, and the two recordings of a CUDA graph."""
 ALIGNMENT = 64
 """Slots of a static cache are a multiple of this; odd sizes have slower kernels."""
-CPU_SECONDS = 30
-"""A rough estimate for a row: most of it is compiling the static step."""
+PREFILL_CHUNK = 2048
+CPU_SECONDS = 10
+"""A rough estimate for a row; the static step is compiled on GPUs only, into CUDA graphs."""
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure, print, and write what was asked for."""
     import torch
 
-    there = torch.cuda.is_available()
-    if arguments.device == "cuda" and not there:
-        raise ValueError("--device=cuda: PyTorch sees no CUDA device; choose --device=cpu")
-    device = arguments.device or ("cuda" if there else "cpu")
-    cpu = device == "cpu"
+    cpu = not torch.cuda.is_available()
+    device = "cpu" if cpu else "cuda"
     arguments = settled(arguments, cpu)
     if cpu:
-        number = math.prod(
-            map(
-                len,
-                (arguments.shape, arguments.batch, arguments.context, arguments.implementations),
-            )
-        )
+        axes = arguments.shape, arguments.batch, arguments.context, arguments.implementation
+        number = math.prod(map(len, axes))
         announce(f"{counted(number, 'case')} of {', '.join(arguments.shape)}", CPU_SECONDS * number)
     bytes_per_s = measure_bandwidth(device)
     name = "cpu" if cpu else torch.cuda.get_device_name()
@@ -62,7 +54,7 @@ def main(arguments: argparse.Namespace) -> None:
             model = random_model(SHAPES[shape], device)
             for batch in arguments.batch:
                 for context in arguments.context:
-                    for implementation in arguments.implementations:
+                    for implementation in arguments.implementation:
                         row = {
                             "implementation": implementation,
                             "shape": shape,
@@ -92,7 +84,7 @@ def timed(
         reason = (str(error).splitlines() or [""])[0][:200]
         return {"ms_per_token": None, "refusal": f"{type(error).__name__}: {reason}"}
     floor = found["step_bytes"] / bytes_per_s
-    return {**found, "percent_of_roof": _rounded(100e3 * floor / found["ms_per_token"])}
+    return {**found, "percent_of_roof": rounded(100e3 * floor / found["ms_per_token"])}
 
 
 def measure(
@@ -104,10 +96,10 @@ def measure(
     tokens = WARM_TOKENS + arguments.new_tokens * arguments.repetitions
     slots = -(-(context + tokens) // ALIGNMENT) * ALIGNMENT
     cache = empty_cache(implementation, model.config, slots)
-    compiled = implementation == STATIC and arguments.compile
+    compiled = implementation == STATIC and torch.cuda.is_available()
     before = compilations()
     with torch.no_grad():
-        prefill_seconds = prefill(model, cache, context, batch, arguments.prefill_chunk)
+        prefill_seconds = prefill(model, cache, context, batch, PREFILL_CHUNK)
         seconds = decode_seconds(
             greedy_step(model, cache, compiled),
             torch.zeros((batch, 1), dtype=torch.long, device=model.device),
@@ -117,13 +109,13 @@ def measure(
         warm_up = next(seconds)
         median = statistics.median(next(seconds) for _ in range(arguments.repetitions))
     return {
-        "ms_per_token": _rounded(1e3 * median),
-        "tokens_per_second": _rounded(batch / median),
+        "ms_per_token": rounded(1e3 * median),
+        "tokens_per_second": rounded(batch / median),
         "compiled": compiled,
         **{name: count - before[name] for name, count in compilations().items()},
         "slots": slots if implementation == STATIC else None,
-        "warm_up_seconds": _rounded(warm_up),
-        "prefill_seconds": _rounded(prefill_seconds),
+        "warm_up_seconds": rounded(warm_up),
+        "prefill_seconds": rounded(prefill_seconds),
         "step_bytes": step_bytes(model, batch, context + tokens // 2),
     }
 
@@ -274,8 +266,3 @@ def _release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _rounded(value: float) -> float:
-    """Four significant digits: more would not repeat."""
-    return float(f"{value:.4g}")

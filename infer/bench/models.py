@@ -1,12 +1,12 @@
-"""Targets and drafts of the real shapes with random weights, and caches filled without a prefill.
+"""Targets and drafts of real shapes with random weights, and caches filled without a prefill.
 
-Speed does not depend on the values, so a benchmark needs no checkpoint. Everything is drawn on the
-device by compiled programs, in the model's dtype; nothing passes through host memory.
+Speed does not depend on the values, so a benchmark needs no checkpoint. Compiled programs draw
+everything on the device, in the model's dtype.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,29 +14,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from longspec_jax.checks import shown_bytes
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.decoding import engine
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.offloaded import OffloadedCache
-from longspec_jax.decoding.record import Record, SpecState
-from longspec_jax.decoding.rows import Request, Rows
-from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecDraft, LongSpecOptions
 from longspec_jax.drafters.longspec.model import LongSpecLayer
-from longspec_jax.drafters.registry import separated
+from longspec_jax.drafters.registry import options_of, separated
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft
 from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.models.target import Target
 from longspec_jax.ops.placement import HOST_MEMORY, tree_bytes
 from longspec_jax.sharding import path_name
-from longspec_jax.sizes import shown_bytes
 
-from .draft_options import draft_options
+from .arguments import DTYPES, KINDS
 
 WEIGHT_SCALE = 0.02
 
@@ -59,7 +55,7 @@ def random_model(
     config: TargetConfig,
     attention: str | None = None,
     seed: int = 0,
-    drafter: str = "longspec",
+    kind: str = "longspec",
     options: Mapping[str, Any] | None = None,
 ) -> Model:
     """Random weights of target and draft, drawn on the device.
@@ -68,10 +64,10 @@ def random_model(
       config: the target's shape.
       attention: attention implementation; automatic if absent.
       seed: of the weights.
-      drafter: the kind of the draft.
+      kind: of the draft.
       options: of that kind, by name.
     """
-    chosen = draft_options(drafter, options or {}, config)
+    chosen = draft_options(kind, options or {}, config)
     target = _draw(_initializer(config), seed)
     match chosen:
         case LongSpecOptions():
@@ -82,7 +78,7 @@ def random_model(
             draft = SmallLM(small, weights, working=chosen.working_cache(config))
         case _:
             draft = chosen
-    _, retrieval = separated(options or {}, drafter)
+    _, retrieval = separated(options or {}, kind)
     if retrieval is not None:
         draft = RetrievalDraft(draft, config, retrieval)
     return Model(config, CachedTarget(config, attention), Params(target, draft.params), draft)
@@ -127,10 +123,36 @@ def _random_longspec(
         layer,
         target,
         vocabulary=tokens,
-        # Only where it is named: a row says what it measured.
-        int8=bool(options.int8),
+        int8=bool(options.int8),  # Only where it is named: a row says what it measured.
         working=options.working_cache(config),
     )
+
+
+def draft_options(kind: str, values: Mapping[str, Any], target: TargetConfig) -> Any:
+    """The options of a kind of draft, checked; of a kind without weights that is the draft.
+
+    Args:
+      kind: of the draft.
+      values: of its options, by name; those about retrieval are only checked.
+      target: what it drafts for.
+
+    Raises:
+      ValueError: for an option it does not have, or a value that it cannot have.
+    """
+    own, _ = separated(values, kind)
+    options = options_of(KINDS[kind], own, kind)
+    if isinstance(options, LongSpecOptions) and options.vocabulary is not None:
+        if not 1 <= options.vocabulary <= target.vocab_size:
+            raise ValueError(
+                f"draft_options: vocabulary={options.vocabulary} must be 1 to {target.vocab_size}, "
+                "the tokens of the target; name fewer, or leave it out for all"
+            )
+    if isinstance(options, SmallLMOptions) and options.dtype not in (None, *DTYPES):
+        raise ValueError(
+            f"draft_options: dtype={options.dtype!r} must be one of {', '.join(DTYPES)}, or left "
+            "out for the target's"
+        )
+    return options
 
 
 def target_bytes(config: TargetConfig) -> int:
@@ -210,14 +232,8 @@ def filled_cache(
     return (OffloadedCache if offload else KVCache)(keys, values)
 
 
-def greedy_request(batch: int, new_tokens: int) -> Request:
-    """Every row wants ``new_tokens`` tokens at temperature 0 and stops at nothing."""
-    sampling = Sampling.greedy(batch)
-    return Request(sampling, jnp.full((batch, 1), -1), jnp.full((batch,), new_tokens, jnp.int32))
-
-
 def draft_state(model: Model, drafter: Drafter, batch: int, capacity: int = 8) -> Any:
-    """The drafter's own state after a short random prompt, with room for ``capacity`` tokens."""
+    """The draft state after a short random prompt, in caches of ``capacity`` tokens."""
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, 8))
     return _after(model.config, drafter, capacity, model.params, jnp.asarray(prompt, jnp.int32))
 
@@ -234,7 +250,7 @@ def _after(
 
 
 def random_features(config: TargetConfig, needs: Needs, batch: int, tokens: int) -> Features:
-    """What a drafter asks for of tokens that no target has seen."""
+    """Random features of the kinds that a drafter needs."""
     heads, dtype = (config.num_heads, config.num_kv_heads), jnp.dtype(config.dtype)
 
     def drawn(layer: int, *shape: int) -> jax.Array:
@@ -246,26 +262,6 @@ def random_features(config: TargetConfig, needs: Needs, batch: int, tokens: int)
         {layer: drawn(layer, heads[0], width) for layer in needs.queries},
         {layer: drawn(layer, heads[1], width) for layer in needs.keys},
     )
-
-
-def state_at(
-    cache: KVCache, draft: Any, tree: TreeConfig, contexts: Sequence[int], request: Request
-) -> SpecState:
-    """The state of a round after ``contexts[b]`` committed tokens; the cache is not copied."""
-    # The state is donated, the request is not.
-    sampling, stop_tokens = jax.tree.map(jnp.copy, (request.sampling, request.stop_tokens))
-    height, length = engine.slack_slots(tree.num_levels), jnp.asarray(contexts, jnp.int32)
-    pending = jnp.ones_like(length)
-    rows = Rows(
-        cache=cache,
-        draft=draft,
-        length=length,
-        pending=pending,
-        remaining=request.max_new_tokens - 1,
-        sampling=sampling,
-        stop_tokens=stop_tokens,
-    )
-    return SpecState(rows, Record.begin(pending, int(request.max_new_tokens.max()), height))
 
 
 def abstract(tree: Any) -> Any:

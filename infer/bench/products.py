@@ -20,16 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from longspec_jax.cli import counted, settled
 from longspec_jax.config import TargetConfig
 from longspec_jax.ops.matmul import few_rows, int8
 
-from ..wording import counted
-from .arguments import settled
+from .arguments import SHAPES
 from .models import WEIGHT_SCALE, check_memory
-from .progress import announce
 from .report import Report, run_header
-from .shapes import SHAPES
-from .timing import jax_seconds, measure_roof, rounded
+from .timing import announce, jax_seconds, measure_roofline, rounded
 
 DISTINCT_BYTES = 600e6
 """Weights in turn: a dozen times the second-level cache of an H200."""
@@ -66,15 +64,12 @@ def main(arguments: argparse.Namespace) -> None:
     if cpu:
         number = len(arguments.shape) * len(ops) * len(arguments.rows)
         announce(f"{counted(2 * number, 'program')} to compile", CPU_SECONDS * number)
-    roof = measure_roof()
-    header = run_header(
-        jax.devices()[0].device_kind,
-        (__doc__ or "").split("\n\n", 1)[1],
-        roof_tb_per_s=roof.bytes_per_s / 1e12,
-    )
+    roofline = measure_roofline()
+    method = (__doc__ or "").split("\n\n", 1)[1]
+    header = run_header(jax.devices()[0].device_kind, method, **roofline.fields)
     with Report(header, arguments.json) as report:
         for shape in arguments.shape:
-            for row in measure(shape, arguments.rows, roof.bytes_per_s, arguments.int8):
+            for row in measure(shape, arguments.rows, roofline.bytes_per_s, arguments.int8):
                 report.add(row, line(row))
 
 

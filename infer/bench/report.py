@@ -20,7 +20,6 @@ from longspec_jax.extras import missing_extra
 from longspec_jax.provenance import provenance
 
 from . import charts
-from .files import read as read_results
 
 Row = dict[str, Any]
 
@@ -123,20 +122,33 @@ def write(path: Path, report: Row) -> None:
     files.replace(path, (json.dumps(report, indent=1) + "\n").encode())
 
 
-def parse(path: Path, text: str) -> Row:
+def read(path: Path) -> Row:
     """The report that a file holds.
 
     Raises:
       ValueError: if it holds none, naming the file.
     """
     try:
-        report = json.loads(text)
+        report = json.loads(path.read_text("utf-8"), object_pairs_hook=_no_repeats)
         check(report)
+    except OSError as error:
+        raise ValueError(f"result file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"result file {path} is no UTF-8 text, so no JSON") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"result file {path} is no JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"result file {path} is nested too deeply to be read") from None
     except ValueError as error:
         raise ValueError(f"result file {path}: {error}") from None
     return report
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> Row:
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"the field {twice!r} is given twice")
+    return dict(pairs)
 
 
 def check(report: Any) -> None:
@@ -193,8 +205,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Merge, write and draw what was asked for."""
-    texts = zip(arguments.files, read_results(arguments.files), strict=True)
-    merged = merge(parse(path, text) for path, text in texts)
+    merged = merge(map(read, arguments.files))
     print(f"{len(merged['rows'])} rows of {len(merged['headers'])} runs")
     if arguments.json:
         write(arguments.json, merged)

@@ -9,7 +9,6 @@ the second time counts; ``seconds_to_last_compilation`` is that of the first.
 
 import argparse
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -18,15 +17,14 @@ import jax
 import numpy as np
 
 from longspec_jax import LongSpec, demo_prompts
+from longspec_jax.cli import counted, settled
 
-from ..wording import counted
-from .arguments import settled
-from .compilations import compilations
-from .progress import announce, step
 from .report import Report, run_header
-from .timing import rounded
+from .timing import announce, compilations, rounded, step
 
 Tokens: TypeAlias = tuple[int, ...]
+LENGTHS, CPU_LENGTHS = (100, 15000), (20, 800)
+"""Tokens of the shortest and of the longest prompt."""
 CPU_SECONDS = 90
 """Of one way; a rough estimate for two shared cores."""
 
@@ -42,13 +40,8 @@ class Request(NamedTuple):
 
 def main(arguments: argparse.Namespace) -> None:
     """Run every way, print, and write what was asked for."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     cpu = jax.default_backend() == "cpu"
     arguments = settled(arguments, cpu)
-    if arguments.shortest > arguments.longest:
-        raise ValueError(
-            f"--shortest={arguments.shortest} is more than --longest={arguments.longest}"
-        )
     if cpu:
         announce(counted(len(WAYS), "way"), len(WAYS) * CPU_SECONDS)
     header = run_header(
@@ -60,7 +53,8 @@ def main(arguments: argparse.Namespace) -> None:
         row_slots=arguments.row_slots,
     )
     spec = LongSpec.demo(tree=arguments.tree)
-    requests = drawn_requests(spec.tokenizer, arguments)
+    lengths = CPU_LENGTHS if cpu else LENGTHS
+    requests = drawn_requests(spec.tokenizer, arguments.requests, lengths, arguments.new_tokens)
     with Report(header, arguments.json) as report:
         expected: list[Tokens] = []
         for way, run in WAYS.items():
@@ -80,19 +74,27 @@ def main(arguments: argparse.Namespace) -> None:
             report.add(row, line(row))
 
 
-def drawn_requests(tokenizer: Any, arguments: argparse.Namespace) -> list[Request]:
+def drawn_requests(
+    tokenizer: Any, count: int, lengths: tuple[int, int], new_tokens: int
+) -> list[Request]:
     """Pieces of the held-out documents, their lengths evenly spread over the orders of magnitude.
 
-    Half of them sample, and none emits as much as another need.
+    Every second one samples.
+
+    Args:
+      tokenizer: the demo's.
+      count: of requests.
+      lengths: tokens of the shortest and of the longest prompt.
+      new_tokens: at most; at least a quarter of it.
     """
-    random = np.random.default_rng(arguments.seed)
+    random = np.random.default_rng(0)
     text = [token for one in demo_prompts().values() for token in tokenizer(one)["input_ids"]]
-    low, high = np.log([arguments.shortest, arguments.longest])
+    low, high = np.log(lengths)
     found = []
-    for number in range(arguments.requests):
+    for number in range(count):
         length = int(np.exp(random.uniform(low, high)))
         begin = int(random.integers(0, len(text) - length))
-        new = int(random.integers(arguments.new_tokens // 4, arguments.new_tokens + 1))
+        new = int(random.integers(new_tokens // 4, new_tokens + 1))
         found.append(Request(text[begin : begin + length], new, float(number % 2), number))
     return found
 

@@ -1,10 +1,13 @@
-"""Timing of work that is queued on a device, and what the device does at best."""
+"""Timing of work that is queued on a device, the device's roofline, and progress messages."""
 
 import dataclasses
 import math
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -16,18 +19,26 @@ QUEUED_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
-class Roof:
-    """What the device does at best, measured in the run that refers to it."""
+class Roofline:
+    """The device's bandwidth and rate, measured in the run that refers to them."""
 
     bytes_per_s: float
     operations_per_s: float
+
+    @property
+    def fields(self) -> dict[str, float]:
+        """For the header of a result file."""
+        return {
+            "roof_tb_per_s": self.bytes_per_s / 1e12,
+            "roof_tflop_per_s": self.operations_per_s / 1e12,
+        }
 
     def seconds(self, moved: int, operations: int) -> float:
         """The least time that moving so many bytes and doing so many operations can take."""
         return max(moved / self.bytes_per_s, operations / self.operations_per_s)
 
 
-def measure_roof() -> Roof:
+def measure_roofline() -> Roofline:
     """Read-only bandwidth over 4 GB and the rate of a large bfloat16 product, on random data."""
     small = jax.default_backend() != "gpu"
     elements, side = (2**20, 256) if small else (2**30, 8192)
@@ -37,7 +48,7 @@ def measure_roof() -> Roof:
     a, b = jax.random.normal(jax.random.key(1), (2, side, side), jnp.bfloat16)
     product = jax.jit(jnp.matmul)
     multiply = jax_seconds(lambda: product(a, b))
-    return Roof(4 * elements / read, 2 * side**3 / multiply)
+    return Roofline(4 * elements / read, 2 * side**3 / multiply)
 
 
 def jax_seconds(call: Callable[[], Any]) -> float:
@@ -70,3 +81,48 @@ def median_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float
 def rounded(value: float) -> float:
     """Four significant digits: more would not repeat."""
     return float(f"{value:.4g}")
+
+
+@contextmanager
+def compilations() -> Iterator[list[float]]:
+    """The moments at which programs are compiled inside."""
+    moments: list[float] = []
+
+    def note(event: str, duration_secs: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            moments.append(time.perf_counter())
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield moments
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+def announce(work: str, seconds: float) -> None:
+    """Print what will run on a CPU, where even small cases take long.
+
+    Args:
+      work: what is measured.
+      seconds: a rough estimate.
+    """
+    print(
+        f"on a CPU ({os.cpu_count()} cores): {work}; about {_duration(seconds)}. "
+        "A GPU measures the real shapes by default.",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def step(words: str) -> None:
+    """Print what is being done, on standard error beside the rows."""
+    print(f"... {words}", file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    """In the unit that people would use."""
+    if seconds < 90:
+        return f"{max(5, 5 * round(seconds / 5))} seconds"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.0f} hours"

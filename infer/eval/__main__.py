@@ -1,7 +1,7 @@
 """Measure drafting methods side by side on long-context tasks, every raw count kept.
 
     python -m infer.eval --task=demo --out=runs/eval_demo
-    python -m infer.eval --task=gov_report --target=FOLDER --drafter=FOLDER --out=runs/gov_report
+    python -m infer.eval --task=gov_report --target=FOLDER --draft=FOLDER --out=runs/gov_report
 
 ``--help`` lists the rest.
 """
@@ -9,7 +9,7 @@
 import sys
 from collections.abc import Callable, Sequence
 
-from .. import boundary
+from longspec_jax import cli
 
 # Everything else is imported where it is needed, so that Ctrl-C finds someone to answer, --help is
 # quick and a typing error is refused before the library's slow imports.
@@ -26,17 +26,14 @@ def main(argv: Sequence[str] | None = None, end: Callable[[int], object] | None 
       The exit status: 0, 2 for bad input, 1 for a failure while running, 130 after Ctrl-C.
     """
     typed = sys.argv[1:] if argv is None else list(argv)
-    return boundary.run(lambda: _run(typed, end), "--traceback" in typed)
+    return cli.run(lambda: _run(typed, end), typed)
 
 
 def _run(typed: Sequence[str], end: Callable[[int], object] | None) -> int:
     """Read and check the arguments, before anything slow, and do what they say."""
     from . import arguments as arguments_lib
 
-    try:
-        arguments = arguments_lib.parser().parse_args(typed)
-    finally:
-        sys.stdout.flush()  # The text of --help, before the interpreter finds its reader gone.
+    arguments = arguments_lib.parser().parse_args(typed)
     arguments = arguments_lib.settled(arguments)
     from .command import evaluate
 

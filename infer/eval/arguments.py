@@ -6,16 +6,16 @@ from pathlib import Path
 
 import longspec_jax
 from longspec_jax.checks import SAMPLING, Whole
-from longspec_jax.commands import command_name
+from longspec_jax.cli import Parser, command_name, result_file
+from longspec_jax.cli import number as number_argument
+from longspec_jax.cli import path as path_argument
+from longspec_jax.cli import tree as tree_argument
+from longspec_jax.cli import word as word_argument
 from longspec_jax.config import PLAIN
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 
-from ..arguments import add_models, is_demo, path_argument, word_argument
-from ..boundary import Parser
-from ..number_argument import number_argument
+from ..arguments import add_models, is_demo
 from ..prompts import STYLES
-from ..result_file import result_file
-from ..tree_argument import tree_argument
 from .methods import ALL, METHODS, Chosen
 from .protocols import RAW
 from .run_folder import HEADER, SAMPLES, SKIPPED
@@ -54,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
         prog=command_name(__package__),
         description="Measure drafting methods side by side on long-context tasks.",
         epilog=EPILOG.format(methods=methods),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
@@ -228,8 +227,8 @@ def data_argument(text: str) -> tuple[str, Path]:
     """A path, and the task it is for, for ``argparse``; for all tasks if none is named."""
     task, equals, path = text.partition("=")
     if equals and task in TASK_NAMES:
-        return task, Path(path_argument(path)).expanduser()
-    return "", Path(path_argument(text)).expanduser()
+        return task, Path(path_argument(path))
+    return "", Path(path_argument(text))
 
 
 def settled(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -263,7 +262,7 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
         raise ValueError(
             "--min_prompt is of the longspec protocol; longbench skips nothing: leave it out"
         )
-    drafters = arguments.drafter
+    drafters = arguments.draft
     if drafters is None and is_demo(arguments):
         drafters = [*DEMO_RUN_DRAFTERS]
     return argparse.Namespace(
@@ -274,7 +273,7 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
             "temperature": sorted(set(temperatures)),
             "seed": sorted(set(arguments.seed or [0])),
             "context": sorted(set(arguments.context or [CONTEXT])),
-            "drafter": drafters,
+            "draft": drafters,
             "target": arguments.target or DEMO_NAME,
             "summary": _summary_file(arguments.summary, arguments.out),
         }
@@ -285,7 +284,7 @@ def _summary_file(text: str | None, run: Path) -> Path | None:
     """A file that can be written once the run's folder is there, which may be what it is in."""
     if text is None:
         return None
-    path = Path(text).expanduser()
+    path = Path(text)
     inside = path.resolve().parent == run.resolve()
     if inside and path.name in (HEADER, SAMPLES, SKIPPED):
         raise ValueError(f"--summary={text} would replace a file of the run; name another")

@@ -25,7 +25,7 @@ from .run import Plan
 
 KEPT = (
     *("samples", "context", "min_prompt", "max_prompt", "prompt_style", "max_new_tokens"),
-    *("top_p", "top_k", "ignore_eos", "revision", "drafter_revision", "hub", "mesh"),
+    *("top_p", "top_k", "ignore_eos", "revision", "draft_revision", "hub", "mesh"),
     *(
         "prefill_chunk",
         "row_slots",
@@ -64,11 +64,11 @@ def decoders(
     named = {
         kind: (str(name), source)
         for kind, name, source in zip(
-            by_kind(spec.drafts), arguments.drafter or (), drafts, strict=True
+            by_kind(spec.drafts), arguments.draft or (), drafts, strict=True
         )
     }
     with_torch = importlib.util.find_spec("torch") is not None and arguments.batch == 1
-    options = dict(arguments.drafter_option or ())
+    options = dict(arguments.draft_option or ())
     assistant, folder = named.get("small_lm", (None, None))
     loaded = hugging_face.Loaded(
         target, spec.target_config.dtype, None if folder is None else Path(folder)

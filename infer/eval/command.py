@@ -1,15 +1,15 @@
 """The run of ``python -m infer.eval`` behind its arguments, and how it is left early."""
 
 import argparse
-import sys
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .. import interruption
-from ..boundary import INTERRUPTED
-from ..surroundings import prepare_environment, start_devices
-from ..wording import command_words, counted
+from longspec_jax import cli
+from longspec_jax.cli import counted
+
+from ..wording import command_words
 from . import run_folder
 from .progress import Progress
 from .records import Header, SampleRecord
@@ -39,15 +39,26 @@ class Evaluation:
         if self._run is not None:
             self._run.close()
 
+    def save(self) -> None:
+        """Say what there is of a run that a signal has stopped; it is written already."""
+        self.close()
+        self.progress.close()
+        cli.say(
+            f"interrupted; {self._arguments.out} keeps the results so far ({len(self.records)}), "
+            "and the same command goes on from there"
+        )
+
     def work(self) -> None:
         """Load, check and decode."""
         arguments, progress = self._arguments, self.progress
         progress.starting("starting")
-        prepare_environment(arguments.compilation_cache)
+        if arguments.compilation_cache is not None:
+            os.environ["LONGSPEC_CACHE"] = arguments.compilation_cache
+        from ..models import check_devices, fetch, load, start_devices
+
         start_devices()
         from longspec_jax.compilation import keep_programs
 
-        from ..models import check_devices, fetch, load
         from . import assembly
         from .run import EvalRun
 
@@ -167,20 +178,10 @@ def evaluate(
     """
     evaluation = Evaluation(arguments, typed)
     try:
-        interruption.run_interruptibly(evaluation.work)
+        cli.run_in_thread(evaluation.work)
         evaluation.summarize()
-        return 0
-    except KeyboardInterrupt:
-        if end is None:
-            interruption.prepare_to_leave(INTERRUPTED)
-        evaluation.close()
-        evaluation.progress.close()
-        print(
-            f"interrupted; {arguments.out} keeps the results so far ({len(evaluation.records)}), "
-            "and the same command goes on from there",
-            file=sys.stderr,
-        )
-        (end or interruption.end_now)(INTERRUPTED)
-        return INTERRUPTED
+        return cli.OK
+    except KeyboardInterrupt as stop:
+        return cli.leave(stop, evaluation.save, end)
     finally:
         evaluation.progress.close()

@@ -8,7 +8,6 @@ from longspec_jax import LongSpec, TreeConfig
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.generation.activity import OnActivity
 
-from ..rounds import by_round
 from .methods import Chosen
 from .records import Breakdown, RoundTree, Setting
 from .trees import round_trees
@@ -214,3 +213,26 @@ class LibraryDecoder:
         text = Detokenizer(self.spec.tokenizer, prompt)
         pieces = [text.push(token) for token in tokens]
         return (*pieces[:-1], pieces[-1] + text.flush())
+
+
+def by_round(drafted: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens of every target pass, and the draft tokens among them.
+
+    A pass ends with the token that no draft proposed; the last one may have been cut before it,
+    and all of its tokens are the draft's then.
+
+    Args:
+      drafted: of every emitted token, the prefill's first.
+    """
+    emitted, accepted = [], []
+    count = 0
+    for draft in drafted[1:]:
+        count += 1
+        if not draft:
+            emitted.append(count)
+            accepted.append(count - 1)
+            count = 0
+    if count:
+        emitted.append(count)
+        accepted.append(count)
+    return tuple(emitted), tuple(accepted)

@@ -181,16 +181,16 @@ def by_kind(drafts: Sequence[Draft]) -> dict[str, Draft]:
         if kind in found:
             raise ValueError(
                 f"two drafters are of the kind {kind}, and a method has one; measure each in a run "
-                "of its own: --drafter once for each kind"
+                "of its own: --draft once for each kind"
             )
         found[kind] = draft
     return found
 
 
 _NEEDED = {
-    "longspec": "a LongSpec draft: --drafter=FOLDER",
-    "streaming": "--drafter=streaming",
-    "ngram": "--drafter=ngram",
-    "small_lm": "a small language model: --drafter=FOLDER",
+    "longspec": "a LongSpec draft: --draft=FOLDER",
+    "streaming": "--draft=streaming",
+    "ngram": "--draft=ngram",
+    "small_lm": "a small language model: --draft=FOLDER",
 }
 """What to type for a kind of draft."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from longspec_jax import demo_prompts
 
-from ..prompt_files import SOURCES, item_of, read_text
+from ..prompts import SOURCES, item_of, read_text
 from . import protocols, suite
 from .loading import Row, rows
 from .protocols import EvalProtocol, LeftOut, Ready

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from longspec_jax.cli import counted
 from longspec_jax.generation.activity import Activity, Compiling, Prefilling, Tuning
 from longspec_jax.status_line import StatusLine
 
-from ..wording import counted
 from .records import (
     PLAIN_METHOD,
     SampleRecord,

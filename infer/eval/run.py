@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longspec_jax import LongSpec
+from longspec_jax import LongSpec, cli
 from longspec_jax.generation.comparison import first_difference
 
-from ..journal import Closed
 from .decoders import Decoded, Decoder, Request
 from .prepare import PreparedTask, Prompt
 from .progress import Part, Progress, part_line
@@ -186,7 +185,7 @@ class EvalRun:
     def _keep(self, records: Sequence[SampleRecord]) -> None:
         with self._lock:
             if self._closed:
-                raise Closed
+                raise cli.Closed
             # A call that was on file in part has been decoded whole again.
             fresh = [record for record in records if record.key not in self._records]
             self._writer.add(fresh)
@@ -194,7 +193,7 @@ class EvalRun:
 
     def _on_activity(self, activity: Any) -> None:
         if self._closed:
-            raise Closed
+            raise cli.Closed
         self._progress.activity(activity)
 
     def _compared(

@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longspec_jax.checks import Whole
-from longspec_jax.commands import command_name
-
-from .. import boundary
-from ..arguments import word_argument
-from ..number_argument import number_argument
+from longspec_jax.cli import Parser, command_name, run
+from longspec_jax.cli import number as number_argument
+from longspec_jax.cli import word as word_argument
 
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    options = boundary.Parser(
+    options = Parser(
         prog=command_name(__package__),
         description="Write the papers' tables and figures of evaluation runs.",
         epilog="runs that agree in target, device, precision, protocol and options are compared "
@@ -66,8 +64,7 @@ def _edges(text: str) -> tuple[int, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write a report; the exit status is 0, 2 for bad input, 1 for a failure while running."""
-    shows_traceback = "--traceback" in (sys.argv if argv is None else argv)
-    return boundary.run(lambda: _run(argv), shows_traceback)
+    return run(lambda: _run(argv), argv)
 
 
 def _run(argv: Sequence[str] | None) -> int:

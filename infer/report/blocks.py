@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from longspec_jax.cli import counted
+
 from ..eval.records import PLAIN_METHOD, Header, SampleRecord
 from ..eval.run_folder import Run
-from ..wording import counted
 
 Sample = tuple[str, str]
 """A task and the name of one of its samples."""

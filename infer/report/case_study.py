@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from longspec_jax.cli import counted
+
 from ..eval.records import RoundTree, SampleRecord
-from ..wording import counted
 from .blocks import Block
 
 Origin = Literal["prefill", "draft", "bonus"]

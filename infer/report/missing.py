@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from longspec_jax.cli import counted
+
 from ..eval.records import PLAIN_METHOD
-from ..wording import counted
 from .blocks import Block, NamedRun
 from .intervals import FEWEST
 from .quality_table import unscored

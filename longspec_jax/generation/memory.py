@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from longspec_jax.checks import shown_bytes
 from longspec_jax.config import TargetConfig
 from longspec_jax.ops.placement import free_device_bytes
-from longspec_jax.sizes import shown_bytes
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Environment variable: how much of the host's memory jax uses for a GPU, in GiB."""

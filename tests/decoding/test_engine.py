@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.bench.compilations import compilations
+from infer.bench.timing import compilations
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding import engine as engine_lib
 from longspec_jax.decoding import prefill as prefill_lib

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.bench.compilations import compilations
+from infer.bench.timing import compilations
 from longspec_jax import PLAIN
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding import programs

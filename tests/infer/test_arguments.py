@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 import longspec_jax
-from infer import arguments, contradictions, decode
+from infer import arguments, decode
+from longspec_jax import cli
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.embedded import DEMO
 
-MODELS = ["--target=models/target", "--drafter=models/draft"]
+MODELS = ["--target=models/target", "--draft=models/draft"]
 WHOLE = "must be a whole number"
 REFUSED = {
     # Numbers, as they were typed.
@@ -49,7 +50,7 @@ REFUSED = {
     "--row_slots=2.5": f"--row_slots: '2.5' {WHOLE} from 1",
     "--prefill_chunk=0": f"--prefill_chunk: 0 {WHOLE} from 1",
     "--prefill_chunk=-5": f"--prefill_chunk: -5 {WHOLE} from 1",
-    "--drafter_option=": "--drafter_option: the value is empty",
+    "--draft_option=": "--draft_option: the value is empty",
     # Trees.
     "--tree=4,4@0": "--tree: a tree budget counts the root and must be whole "
     "and at least 1 node, got 0",
@@ -87,46 +88,44 @@ REFUSED = {
     **{
         f"{option}=": f"{option}: the value is empty; leave the option out"
         for option in (
-            *("--messages", "--json", "--batch", "--prompt_file", "--target", "--drafter"),
-            *("--revision", "--drafter_revision", "--attention", "--compilation_cache"),
+            *("--messages", "--json", "--batch", "--prompt_file", "--target", "--draft"),
+            *("--revision", "--draft_revision", "--attention", "--compilation_cache"),
         )
     },
     "--prompt=": "--prompt: the prompt is empty",
     # Unknown things.
-    "--attention=magic --target=a/b": "--attention: invalid choice: 'magic' (choose from",
-    "--method=chain": "unrecognized arguments: --method=chain",
-    "--budget=8": "unrecognized arguments: --budget=8",
+    "--attention=mosiac --target=a/b": "--attention: unknown 'mosiac' (did you mean mosaic?)",
+    "--method=chain": "unknown option --method",
+    "--budget=8": "unknown option --budget",
     "--dtype=int8": "--dtype: invalid choice: 'int8'",
     "--prompt_style=alpaca": "--prompt_style: invalid choice: 'alpaca'",
-    "--color=blue": "--color: invalid choice: 'blue'",
-    "--temprature=1": "unrecognized arguments: --temprature=1",
-    "--temp=1": "unrecognized arguments: --temp=1",
-    "stray": "unrecognized arguments: stray",
+    "--temprature=1": "unknown option --temprature; did you mean --temperature?",
+    "--temp=1": "unknown option --temp",
+    "stray": "unexpected argument 'stray'",
     "--seed": "--seed: expected one argument",
     # Contradictions.
-    "--prompt=a --list=prompts": "--list: not allowed with argument --prompt",
     "--prompt=a --batch=b": "--batch: not allowed with argument --prompt",
     "--all_prompts --prompt=a": "--prompt: not allowed with argument --all_prompts",
-    "--drafter=folder": "--drafter folder needs the --target it was made for",
+    "--draft=folder": "--draft folder needs the --target it was made for",
     "--revision=main": "--revision chooses a version on the hub, and no --target of "
     "the hub is named",
     "--target=demo --revision=main": "--revision chooses a version on the hub, and no --target",
-    "--target=a/b --drafter_revision=x": "--drafter_revision chooses a version on the hub, and no "
-    "--drafter",
+    "--target=a/b --draft_revision=x": "--draft_revision chooses a version on the hub, and no "
+    "--draft",
     f"--target={DEMO / 'target'} --revision=main": "is a folder; drop one of the two",
     "--tree=none --adaptive": "--adaptive has nothing to choose with --tree none",
-    "--tree=none --drafter_option=int8": "--drafter_option is about a draft, and --tree none has",
-    "--drafter=ngram --drafter=ngram": "--drafter ngram is named twice",
-    "--target=a/b --drafter=demo": "--drafter demo is the demo's own draft, and --target is a/b",
-    "--drafter=ngram --drafter_revision=x": "--drafter_revision chooses a version on the hub, and",
+    "--tree=none --draft_option=int8": "--draft_option is about a draft, and --tree none has",
+    "--draft=ngram --draft=ngram": "--draft ngram is named twice",
+    "--target=a/b --draft=demo": "--draft demo is the demo's own draft, and --target is a/b",
+    "--draft=ngram --draft_revision=x": "--draft_revision chooses a version on the hub, and",
     "--tree=none --compare": "--compare needs a draft to compare, and --tree none has none",
     **{
         f"--target=a/b {option}": f"{option.split('=')[0]} is about a draft's trees, and no "
-        "--drafter is"
+        "--draft is"
         for option in ("--tree=9,9", "--tree=chain:3", "--adaptive")
     },
-    "--target=a/b --drafter_option=int8": "--drafter_option is about a draft, and no --drafter is",
-    "--target=a/b --compare": "--compare needs a draft to compare, and no --drafter is named",
+    "--target=a/b --draft_option=int8": "--draft_option is about a draft, and no --draft is",
+    "--target=a/b --compare": "--compare needs a draft to compare, and no --draft is named",
     "--top_k=5": "--top_k 5 filters what is drawn, and --temperature 0 draws nothing",
     "--top_p=0.5": "--top_p 0.5 filters what is drawn, and --temperature 0 draws nothing",
     "--top_k=5 --temperature=0": "--top_k 5 filters what is drawn",
@@ -140,7 +139,7 @@ REFUSED = {
     "--messages=absent": "--messages: absent cannot be read: No such file",
     "--messages=[]": "--messages must be a list of objects with role and "
     "content, at least one, got []",
-    "--messages={}": "--messages must be a list of objects",
+    "--messages={}": "--messages must be a list of objects with role and content, at least one",
     "--messages=[{]": "--messages is not valid JSON",
     '--messages=[{"role":"user","content":null}]': "--messages: message 0: the content must be "
     "text",
@@ -157,6 +156,15 @@ REFUSED = {
     f"--prompt_file={__file__} --json={__file__}": "is an input of this run (--prompt_file "
     f"{__file__}",
     f"--messages={__file__}": "is not valid JSON",
+    '--messages=[{"role":"user","role":"user"}]': "the key 'role' is given twice",
+    f"--json={__file__}": f"--json {__file__} is there and holds no results",
+    "--prompt_file=/dev/zero": "--prompt_file: /dev/zero holds more than 268 MB",
+    "--batch=/dev/zero": "--batch: /dev/zero holds more than 268 MB",
+    **{
+        f"{option}=~nobody_here/x": f"{option}: ~nobody_here/x: there is no home folder"
+        for option in ("--prompt_file", "--target", "--draft", "--json", "--compilation_cache")
+    },
+    "--draft_option=int8 --draft_option=int8=false": "--draft_option int8 is given twice",
 }
 
 
@@ -202,24 +210,24 @@ def test_a_row_takes_the_filters_only_where_it_draws(tmp_path) -> None:
     path.write_text('"a"\n{"prompt": "b", "temperature": 1, "seed": 4}')
     found = parsed(f"--batch={path}", "--top_k=5", "--seed=3", "--ignore_eos")
     rows = arguments.named_prompts(found)
-    contradictions.check_rows(found, rows)
+    arguments.check_filters(found, rows)
     first, second = (arguments.row_options(found, row) for row in rows)
     assert (first["top_k"], first["seed"]) == (0, 3) and first["eos_token_id"] == []
     assert (second["top_k"], second["seed"], second["temperature"]) == (5, 4, 1.0)
 
 
 ACCEPTED = (
-    *("", "--target=demo", "--target=demo --drafter=folder", "--tree=none", "--tree=chain:4"),
+    *("", "--target=demo", "--target=demo --draft=folder", "--tree=none", "--tree=chain:4"),
     *("--top_k=0 --top_p=1", "--top_k=5 --temperature=0.7", "--seed=4294967295 --temperature=1"),
-    *("--tree=1,1,1@2", "--target=a/b", "--target=a/b --drafter=c/d --revision=main"),
-    *("--target=a/b --tree=none", "--target=a/b --drafter=c/d --tree=none", "--no-compare"),
+    *("--tree=1,1,1@2", "--target=a/b", "--target=a/b --draft=c/d --revision=main"),
+    *("--target=a/b --tree=none", "--target=a/b --draft=c/d --tree=none", "--no-compare"),
     *("--adaptive --tree=chain:4", "--no-stream --prompt=a", "--target=a/b --no-compare"),
 )
 
 
 @pytest.mark.parametrize("typed", ACCEPTED)
 def test_what_is_no_contradiction(typed) -> None:
-    contradictions.check(parsed(*typed.split()))
+    arguments.check(parsed(*typed.split()))
 
 
 def parsed(*typed: str):
@@ -241,16 +249,31 @@ def test_home_in_every_path(monkeypatch) -> None:
         typed = [f"--{option}=~/x"]
         expected = "~/x" if option == "messages" else "/home/someone/x"
         assert getattr(parsed(*typed), option) == expected
-    for option in ("prompt_file", "drafter"):
+    for option in ("prompt_file", "draft"):
         assert getattr(parsed(f"--{option}=~/x"), option) == ["/home/someone/x"]
 
 
 def test_inputs() -> None:
     """What must not be written to."""
-    found = dict(arguments.inputs(parsed("--prompt_file=a", "--target=b", "--drafter=c")))
-    assert found == {"--prompt_file": Path("a"), "--target": Path("b"), "--drafter": Path("c")}
+    found = dict(arguments.inputs(parsed("--prompt_file=a", "--target=b", "--draft=c")))
+    assert found == {"--prompt_file": Path("a"), "--target": Path("b"), "--draft": Path("c")}
     of_demo = {path for option, path in arguments.inputs(parsed()) if option == "the demo"}
     assert {DEMO / "target", DEMO / "draft"} < of_demo
+
+
+def test_every_option_has_help_that_says_its_default() -> None:
+    parser = arguments.parser()
+    text = "".join(parser.format_help().split())
+    for action in parser._actions:
+        assert action.help, action.option_strings
+        if action.nargs != 0 and action.default not in (None, "==SUPPRESS=="):
+            assert f"default{cli.typed(action.default)}" in text, action.option_strings
+
+
+@pytest.mark.parametrize("columns", ["1", "20"])
+def test_help_in_a_narrow_terminal(columns, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert "--draft_option" in arguments.parser().format_help()
 
 
 def test_version(capsys) -> None:

@@ -14,10 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from infer import boundary, decode, interruption, models
-from infer.display import Screen
+from infer import decode, models
+from infer.screen import Screen
 from infer.session import NO_TEXT
-from longspec_jax import PLAIN, GenerateResult, LongSpec, MemoryPlan, Stats, StreamRound, TreeUse
+from longspec_jax import (
+    PLAIN,
+    GenerateResult,
+    LongSpec,
+    MemoryPlan,
+    Stats,
+    StreamRound,
+    TreeUse,
+    cli,
+)
 from longspec_jax.generation.comparison import Comparison
 from longspec_jax.generation.text import Piece
 from longspec_jax.status_line import ERASE
@@ -32,7 +41,7 @@ WITHIN = 20.0
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[str]:
     target, draft = save_toy(tmp_path_factory.mktemp("toy"))
-    return [f"--target={target}", f"--drafter={draft}", "--compilation_cache=off"]
+    return [f"--target={target}", f"--draft={draft}", "--compilation_cache=off"]
 
 
 def stats(rows: int, rounds: int) -> Stats:
@@ -233,10 +242,10 @@ def test_which_of_several_prompts_overflows(folders, monkeypatch, tmp_path, caps
 
 def test_work_runs_to_its_end_and_raises_what_it_raises() -> None:
     found = []
-    interruption.run_interruptibly(lambda: found.append(threading.current_thread().name))
+    cli.run_in_thread(lambda: found.append(threading.current_thread().name))
     assert found == ["work"]
     with pytest.raises(ZeroDivisionError):
-        interruption.run_interruptibly(lambda: 1 / 0)
+        cli.run_in_thread(lambda: 1 / 0)
 
 
 def start(*argv: str, **options) -> subprocess.Popen:
@@ -244,7 +253,7 @@ def start(*argv: str, **options) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=environment(TERM="xterm"), text=True, **options)
 
 
-def interrupt_at(sign: str, *argv: str) -> tuple[int, str]:
+def interrupt_at(sign: str, *argv: str, by: int = signal.SIGINT) -> tuple[int, str]:
     """Exit status and last words of a command that is left when its status line says this."""
     terminal, its_end = os.openpty()
     process = start(*argv, stdout=subprocess.DEVNULL, stderr=its_end)
@@ -254,7 +263,7 @@ def interrupt_at(sign: str, *argv: str) -> tuple[int, str]:
         read = read_from(terminal)
         assert read, f"ended without {sign!r}: {shown}"
         shown += read
-    process.send_signal(signal.SIGINT)
+    process.send_signal(by)
     begin = time.perf_counter()
     status = process.wait(60)
     assert time.perf_counter() - begin < WITHIN
@@ -279,10 +288,11 @@ def test_while_the_library_is_imported(folders, sign) -> None:
 
 
 @pytest.mark.multiproc
-def test_while_a_program_is_compiled(folders, tmp_path) -> None:
+@pytest.mark.parametrize(("by", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_while_a_program_is_compiled(folders, tmp_path, by, status) -> None:
     path = tmp_path / "out.json"
     argv = [*folders, "--prompt=ab", "--tree=3,3,3", f"--json={path}"]
-    assert interrupt_at("compiling", *argv) == (130, "interrupted\r\n")
+    assert interrupt_at("compiling", *argv, by=by) == (status, "interrupted\r\n")
     assert json.loads(path.read_text())["interrupted"] is True
 
 
@@ -296,12 +306,12 @@ def test_a_suite_in_the_background_is_interruptible() -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("argv", ["--list=prompts", "--help", "--version"])
+@pytest.mark.parametrize("argv", ["--help", "--version"])
 def test_a_reader_that_reads_nothing(argv) -> None:
     """As in ``| true``: neither a traceback nor the interpreter's last words."""
     process = start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
-    assert process.stderr.read() == "" and process.wait(60) in (0, boundary.READER_GONE)
+    assert process.stderr.read() == "" and process.wait(60) in (0, cli.READER_GONE)
 
 
 class Unread(io.StringIO):

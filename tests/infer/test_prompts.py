@@ -1,4 +1,9 @@
-"""Chat styles and prompt files."""
+"""Prompts: what is read, what is refused with its option, file and line, and chat styles."""
+
+import io
+import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -6,6 +11,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from infer import prompts
+from infer.prompts import Prompt
+from longspec_jax.generation.options import GenerateOptions
 from tests.infer.toys import toy_tokenizer
 
 CHAT = [
@@ -85,3 +92,178 @@ def test_native_template() -> None:
 def test_toy_has_no_template() -> None:
     with pytest.raises(ValueError, match="no chat template"):
         prompts.encode(toy_tokenizer(), 17, CHAT)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ({}, "must be a list of objects"),
+        ([{"role": "user"}], "message 0 must have role and content"),
+        ([{"role": "robot", "content": "x"}], "roles are system, user, assistant"),
+        (CHAT[:2], "last message must be the user's"),
+        (
+            [{"role": "user", "content": None}],
+            "message 0: the content must be text, or .* got null",
+        ),
+        ([{"role": "user", "content": 3}], "message 0: the content must be text, or .* got 3"),
+        ([{"role": "user", "content": []}], r"message 0: the content must be text, or .* got \[\]"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a part of the content must be"),
+        ([{"role": ["user"], "content": "a"}], "message 0: the role must be text"),
+        ([{"role": "user", "content": "\ud800"}], "message 0 is not UTF-8 text: character 1"),
+        ("Hi", "must be a list of objects"),
+        ([7], "message 0 must have role and content"),
+    ],
+)
+def test_bad_messages(messages, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        prompts.check_messages(messages)
+
+
+def test_parts_of_a_message_are_joined() -> None:
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+    [found] = prompts.check_messages([{"role": "user", "content": parts}])
+    assert found == {"role": "user", "content": "Hi there"}
+
+
+def test_messages_inline_or_in_a_file(tmp_path) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps({"messages": CHAT}))
+    inline = prompts.read_messages(json.dumps(CHAT))
+    assert prompts.read_messages(str(path)) == CHAT == inline
+    with pytest.raises(ValueError, match="not valid JSON"):
+        prompts.read_messages("[{]")
+    with pytest.raises(ValueError, match="^--messages must be a list of objects .* got {}$"):
+        prompts.read_messages("{}")
+    with pytest.raises(ValueError, match="^--messages is nested too deeply"):
+        prompts.read_messages("[" * 50_000)
+    with pytest.raises(FileNotFoundError, match="--messages: .*absent.json cannot be read"):
+        prompts.read_messages(str(tmp_path / "absent.json"))
+
+
+def test_batch_file(tmp_path) -> None:
+    path = tmp_path / "batch.jsonl"
+    rows = ["ab", {"prompt": "cd", "seed": 3}, {"input_ids": [1, 2], "eos_token_id": 5}]
+    path.write_text("\n\n".join(map(json.dumps, rows)))
+    assert prompts.read_batch(str(path)) == [
+        Prompt("batch.jsonl, line 1", "ab", {}),
+        Prompt("batch.jsonl, line 3", "cd", {"seed": 3}),
+        Prompt("batch.jsonl, line 5", [1, 2], {"eos_token_id": [5]}),
+    ]
+
+
+def test_lines_of_a_batch_end_with_a_line_feed_alone(tmp_path) -> None:
+    """Unicode's other line ends may stand in a JSON string; a carriage return is white space."""
+    path = tmp_path / "batch.jsonl"
+    texts = ["a\u2028b", "c\u0085d", "e\u2029f\x1cg"]
+    path.write_bytes(
+        "\r\n".join(json.dumps(text, ensure_ascii=False) for text in texts[:2]).encode()
+    )
+    assert [row.item for row in prompts.read_batch(str(path))] == texts[:2]
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(texts[2][:3], ensure_ascii=False).encode())
+    assert [row.item for row in prompts.read_batch(str(path))] == [texts[2][:3]]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            '{"prompt": "a", "tempreature": 1}',
+            "batch.jsonl, line 1: unknown key 'tempreature'; did you mean",
+        ),
+        ('{"prompt": "a", "stop": ["x"]}', "unknown key 'stop'; options are max_new_tokens"),
+        ('{"prompt": "a", "messages": []}', "exactly one of prompt, messages, input_ids"),
+        ("{", "line 1 is not valid JSON"),
+        ("", "holds no prompts"),
+        ('"ok"\n\n7', "batch.jsonl, line 3: a row needs exactly one of"),
+        (
+            '{"prompt": ["a", "b"]}',
+            r"line 1: prompt \['a', 'b'\] must be text; a row is one prompt",
+        ),
+        ('{"prompt": null}', "prompt null must be text"),
+        ('{"prompt": ""}', "line 1: the prompt is empty"),
+        ('""', "line 1: the prompt is empty"),
+        ('"\\ud800"', "line 1 is not UTF-8 text: character 1 is half of one"),
+        ('{"input_ids": [[1, 2], [3]]}', "holds lists; a row is one prompt, a list of ids"),
+        ('{"input_ids": []}', "must be a list of token ids, at least one"),
+        ('{"input_ids": 5}', "must be a list of token ids"),
+        ('{"input_ids": "1,2"}', "must be a list of token ids"),
+        (
+            '{"input_ids": [1, 4294967301]}',
+            "4294967301 must be a whole number from 0 to 2147483647",
+        ),
+        ('{"input_ids": [-1]}', "-1 must be a whole number from 0"),
+        ('{"input_ids": [1.0]}', "1.0 must be a whole number"),
+        ('{"input_ids": [true]}', "true must be a whole number"),
+        ('{"input_ids": [null]}', "null must be a whole number"),
+        ('{"messages": []}', "line 1 must be a list of objects with role and content"),
+        ('{"prompt": "a", "max_new_tokens": null}', "max_new_tokens is null; leave it out"),
+        ('{"prompt": "a", "max_new_tokens": "10"}', "max_new_tokens: '10' must be a whole number"),
+        ('{"prompt": "a", "max_new_tokens": Infinity}', "Infinity is no JSON number"),
+        ('{"prompt": "a", "max_new_tokens": 1e999}', "inf must be a whole number"),
+        ('{"prompt": "a", "max_new_tokens": 2.5}', "2.5 must be a whole number"),
+        ('{"prompt": "a", "max_new_tokens": 0}', "0 must be a whole number from 1"),
+        ('{"prompt": "a", "max_new_tokens": [5]}', r"\[5\] must be a whole number"),
+        ('{"prompt": "a", "temperature": NaN}', "NaN is no JSON number"),
+        ('{"prompt": "a", "temperature": -0.5}', "temperature: -0.5 must be >= 0"),
+        ('{"prompt": "a", "temperature": 1e39}', r"temperature: 1e\+39 must be >= 0 .* and finite"),
+        ('{"prompt": "a", "temperature": "1"}', "temperature: '1' must be a number"),
+        ('{"prompt": "a", "top_p": 0}', r"top_p: 0 must be in \(0, 1\]"),
+        ('{"prompt": "a", "top_k": 2147483648}', "top_k: 2147483648 must be a whole number"),
+        (
+            '{"prompt": "a", "seed": 4294967296}',
+            "seed: 4294967296 must be a whole number from 0 to",
+        ),
+        ('{"prompt": "a", "seed": true}', "seed: true must be a whole number"),
+        ('{"prompt": "a", "eos_token_id": null}', r"eos_token_id is null; .*\(\[\] never stops\)"),
+        ('{"prompt": "a", "eos_token_id": "</s>"}', "eos_token_id: '</s>' must be a whole number"),
+        ('{"prompt": "a", "eos_token_id": [1.9]}', "eos_token_id: 1.9 must be a whole number"),
+        ('{"prompt": "a", "eos_token_id": 1099511627776}', "1099511627776 must be a whole number"),
+        ('{"prompt": "a", "do_sample": true}', "unknown key 'do_sample'"),
+        (
+            '{"prompt": "a", "seed": 1, "seed": 2}',
+            "line 1 is not valid JSON: the key 'seed' is given",
+        ),
+        ("[" * 100_000, "line 1 is nested too deeply"),
+    ],
+)
+def test_bad_batch_file(tmp_path, line, message) -> None:
+    path = tmp_path / "batch.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=message):
+        prompts.read_batch(str(path))
+
+
+def test_rows_take_the_options_of_the_library() -> None:
+    """But for whether to sample, which is a row's temperature."""
+    assert set(prompts.ROW_OPTIONS) == set(GenerateOptions.__annotations__) - {"do_sample"}
+
+
+def test_prompt_files_must_be_text(tmp_path) -> None:
+    (tmp_path / "image").write_bytes(b"\x89PNG\xff")
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
+        prompts.read_text(tmp_path / "image")
+
+
+@pytest.mark.parametrize("option", ["--prompt_file", "--messages", "--batch"])
+def test_a_file_that_cannot_be_read_names_its_option(tmp_path, option) -> None:
+    for path, error in ((tmp_path / "absent", FileNotFoundError), (tmp_path, IsADirectoryError)):
+        with pytest.raises(error, match=f"{option}: {path} cannot be read"):
+            prompts.read_text(path, option)
+
+
+def test_files_as_they_are(tmp_path, monkeypatch) -> None:
+    """Line ends stay, ``~`` is the home, ``-`` is standard input."""
+    (tmp_path / "dos.txt").write_bytes("é\r\n".encode())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert prompts.read_prompt_file("~/dos.txt") == Prompt("dos.txt", "é\r\n")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO("ü".encode())))
+    assert prompts.read_prompt_file("-") == Prompt("standard input", "ü")
+    (tmp_path / "empty").write_bytes(b"")
+    with pytest.raises(ValueError, match="empty: the prompt is empty"):
+        prompts.read_prompt_file(str(tmp_path / "empty"))
+
+
+def test_an_endless_file_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(prompts, "MOST_BYTES", 1000)
+    with pytest.raises(ValueError, match="--prompt_file: /dev/zero holds more than 0 MB"):
+        prompts.read_prompt_file("/dev/zero")

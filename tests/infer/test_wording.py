@@ -2,7 +2,6 @@
 
 import pytest
 
-from infer import boundary
 from infer.wording import command_words, in_command_words
 
 FILE = ["batch.jsonl, line 1", "batch.jsonl, line 4"]
@@ -21,9 +20,11 @@ FILE = ["batch.jsonl, line 1", "batch.jsonl, line 4"]
             "--max_new_tokens",
         ),
         ("row 7: no such", FILE, "row 7: no such"),
-        ("draft_options=3 must be", [], "--drafter_option=3 must be"),
-        ("draft_options: dtype=3 must", [], "--drafter_option: dtype=3 must"),
-        ("draft_revision='v' is", [], "--drafter_revision='v' is"),
+        ("draft_options=3 must be", [], "--draft_option=3 must be"),
+        ("draft_options: dtype=3 must", [], "--draft_option: dtype=3 must"),
+        ("draft_revision='v' is", [], "--draft_revision='v' is"),
+        ("choose another implementation", [], "choose another --attention"),
+        ("choose implementation='xla'", [], "choose --attention='xla'"),
         ("revision='x' chooses a revision", [], "--revision='x' chooses a revision"),
         ("without draft_vocabulary.safetensors", [], "without draft_vocabulary.safetensors"),
         ("at a temperature above 0", [], "at a temperature above 0"),
@@ -43,18 +44,6 @@ def test_kinds_of_errors_stay() -> None:
         raise UnicodeDecodeError("utf-8", b"a", 0, 1, "top_k=1")
     with pytest.raises(KeyError), command_words():
         raise KeyError("a defect is no bad input")
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [(MemoryError(), "error: not enough memory\n"), (MemoryError("full"), "error: full\n")],
-)
-def test_an_error_without_a_message_is_named(error, words, capsys) -> None:
-    def work() -> int:
-        raise error
-
-    assert boundary.run(work, shows_traceback=False) == boundary.BAD_INPUT
-    assert capsys.readouterr().err == words
 
 
 @pytest.mark.parametrize("said", ["row 0: token id 9 is outside", "token id 9 is outside"])

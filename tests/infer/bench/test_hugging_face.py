@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="transformers' models are PyTorch's"
 
 from infer.bench import __main__ as bench  # noqa: E402
 from infer.bench import hugging_face as bench_transformers  # noqa: E402
-from infer.bench.shapes import SHAPES  # noqa: E402
+from infer.bench.arguments import SHAPES  # noqa: E402
 
 FIELDS = {
     *("implementation", "shape", "context", "batch", "ms_per_token", "tokens_per_second"),
@@ -31,9 +31,9 @@ def test_the_command_writes_header_and_rows(
     file = tmp_path / "rows.json"
     bench.main(
         [
-            *("transformers", "--shape=tiny", "--context=48", "--device=cpu", "--no-compile"),
-            *("--new_tokens=2", "--repetitions=1", "--prefill_chunk=20", f"--json={file}"),
-            "--implementations=transformers-static,transformers-dynamic,transformers-dynamic",
+            *("transformers", "--shape=tiny", "--context=48", "--new_tokens=2"),
+            *("--repetitions=1", f"--json={file}", "--implementation=transformers-static"),
+            *("--implementation=transformers-dynamic", "--implementation=transformers-dynamic"),
         ]
     )
     written = json.loads(file.read_text())

@@ -7,7 +7,7 @@ import pytest
 
 from infer.bench import __main__ as bench
 from infer.bench import products as bench_products
-from infer.bench.shapes import SHAPES
+from infer.bench.arguments import SHAPES
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from infer.bench.shapes import SHAPES
 )
 def test_rows_of_every_product(tmp_path: Path, options: list[str], ops: dict) -> None:
     file = tmp_path / "products.json"
-    bench.main(["products", "--shape=tiny", "--rows=1,16", f"--json={file}", *options])
+    bench.main(["products", "--shape=tiny", "--rows=1", "--rows=16", f"--json={file}", *options])
     written = json.loads(file.read_text())
     assert written["header"]["roof_tb_per_s"] > 0
     found = {(row["product"], row["rows"]) for row in written["rows"]}

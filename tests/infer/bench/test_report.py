@@ -207,12 +207,12 @@ def test_one_context_is_bars_of_the_latest_rows_named_by_what_differs() -> None:
     }
 
 
-def test_bars_tell_int8_and_folded_drafts() -> None:
+def test_bars_tell_int8_drafts() -> None:
     """Rows from before there was one are of the model's dtype."""
     int8 = {**DECODE, "draft_int8": True}
-    rows = [DECODE, int8, {**DECODE, "draft_int8": False}, {**int8, "draft_folded": True}]
+    rows = [DECODE, int8, {**DECODE, "draft_int8": False}]
     speeds, _ = charts.decode(rows).axes
-    drafts = (f"speculation\n{form} draft" for form in ("bfloat16", "folded", "int8"))
+    drafts = (f"speculation\n{form} draft" for form in ("bfloat16", "int8"))
     assert _texts(speeds.get_xticklabels()) == [*drafts, "plain"]
 
 
@@ -226,8 +226,8 @@ def test_bars_tell_drafters_and_their_options() -> None:
     speeds, _ = charts.decode(rows).axes
     bars = [label.replace("\n", " ") for label in _texts(speeds.get_xticklabels())]
     assert sorted(bars) == [
-        *("plain", "speculation longspec drafter draft vocabulary 512 bfloat16 draft"),
-        *(f"speculation streaming drafter recent={n}" for n in (16, 8)),
+        *("plain", "speculation longspec draft draft vocabulary 512 bfloat16 draft"),
+        *(f"speculation streaming draft recent={n}" for n in (16, 8)),
     ]
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from infer.eval import __main__ as command
 from infer.eval.arguments import method_argument, parser, settled
+from infer.eval.decoders import by_round
 from infer.eval.methods import METHODS, Chosen
 from infer.eval.methods import settled as settled_methods
 from infer.eval.records import RoundTree
 from infer.eval.trees import round_trees
-from infer.rounds import by_round
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.streaming import StreamingDraft

@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from longspec_jax.checks import shown_bytes
+from longspec_jax.cli import counted
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.generation.activity import Tuned
+from longspec_jax.generation.activity import Slower, Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.result import (
@@ -24,11 +26,9 @@ from longspec_jax.generation.result import (
     StreamRound,
 )
 from longspec_jax.generation.timings import TreeTiming
-from longspec_jax.sizes import shown_bytes
 
 from .likeness import Likeness, in_words, likeness
-from .tree_json import tree_fields, tree_of
-from .wording import counted
+from .output import tree_fields, tree_of
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _trees(stats: Sequence[Stats]) -> Iterator[dict[str, Any]]:
     for drafter, tree in dict.fromkeys((use.drafter, use.tree) for use in uses):
         own = [use for use in uses if (use.drafter, use.tree) == (drafter, tree)]
         yield {
-            "drafter": drafter,
+            "draft": drafter,
             **tree_fields(tree),
             "rounds": sum(u.rounds for u in own),
             "tokens": sum(u.tokens for u in own),
@@ -175,7 +175,7 @@ def header_lines(
       config: of the target.
       tree: what the draft grows; without levels, plain decoding; None while it is not settled.
     """
-    draft = " or ".join(setting["drafters"]) or "none, so plain decoding (--drafter names one)"
+    draft = " or ".join(setting["drafts"]) or "none, so plain decoding (--draft names one)"
     yield (
         f"target {setting['target']} ({config.architecture}, "
         f"{counted(config.num_layers, 'layer')} of width {config.model_width}), draft {draft}; "
@@ -200,27 +200,35 @@ def tuned_line(tuned: Tuned, pays: str) -> str:
       tuned: what was settled.
       pays: how to see speculation pay where it does not for this model.
     """
-    tree, paces = tuned.tree, tuned.paces
-    several = len({pace.drafter for pace in paces if pace.tree.widths}) > 1
+    tree, timings = tuned.tree, tuned.timings
+    several = len({timing.drafter for timing in timings if timing.tree.widths}) > 1
     of = f"{tuned.drafter}, " if several and tree.widths else ""
     chosen = of + tree_line(tree) if tree.widths else "plain decoding"
-    if not paces:
+    if not timings:
         return f"{chosen}, usual on this kind of machine: nothing was timed (--tree names another)"
-    fastest = max((pace for pace in paces if pace.tree.widths), key=_pace)
-    plain = next(pace for pace in paces if not pace.tree.widths)
+    fastest = max((timing for timing in timings if timing.tree.widths), key=_speed_of)
+    plain = next(timing for timing in timings if not timing.tree.widths)
     if tree.widths:
         return (
-            f"{chosen}, the fastest of {len(paces)} timed here: {_pace(fastest):.0f} tokens/s, "
-            f"{_pace(plain):.0f} without (--tree names another)"
+            f"{chosen}, the fastest of {len(timings)} timed here: {_speed_of(fastest):.0f} "
+            f"tokens/s, {_speed_of(plain):.0f} without (--tree names another)"
         )
     return (
-        f"{chosen}: no tree pays for this model here, timed once: {_pace(plain):.0f} tokens/s, "
-        f"{_pace(fastest):.0f} with tree {fastest.tree} (--tree takes it all the same); {pays}"
+        f"{chosen}: no tree pays for this model here, timed once: {_speed_of(plain):.0f} tokens/s, "
+        f"{_speed_of(fastest):.0f} with tree {fastest.tree} (--tree takes it all the same); {pays}"
     )
 
 
-def _pace(pace: TreeTiming) -> float:
-    return pace.tokens_per_second
+def _speed_of(timing: TreeTiming) -> float:
+    return timing.tokens_per_second
+
+
+def slower_line(slower: Slower) -> str:
+    """That speculation did not pay in a call, and what follows from it."""
+    return (
+        f"slower than plain decoding, {slower.speed:.2f} of its speed; the next run times the "
+        "trees again"
+    )
 
 
 def lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
@@ -277,11 +285,11 @@ def _tree_lines(trees: Sequence[dict[str, Any]]) -> Iterator[str]:
     if len(trees) < 2:
         return
     yield "trees               adaptive: chosen by tokens/s"
-    yield f"  {'drafter':10}  {'tree':20}  rounds  tokens  ms/round"
+    yield f"  {'draft':10}  {'tree':20}  rounds  tokens  ms/round"
     for use in trees:
         pace = f"{1000 * use['seconds'] / use['rounds']:8.2f}" if use["rounds"] else ""
         shape = str(tree_of(use))
-        yield f"  {use['drafter']:10}  {shape:20}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
+        yield f"  {use['draft']:10}  {shape:20}  {use['rounds']:6}  {use['tokens']:6}  {pace}"
 
 
 def memory_plan_line(plan: MemoryPlan) -> str:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from infer.display import GREEN, RESET, Screen, described
+from infer.screen import GREEN, RESET, Screen, described
 from longspec_jax import TreeConfig, status_line
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling, Tuned, Tuning
 from longspec_jax.status_line import ERASE, StatusLine
@@ -83,7 +83,7 @@ def test_the_line_is_one_line(terminal) -> None:
 
 
 @pytest.mark.parametrize("dumb", [True, False])
-def test_a_pipe_has_none_of_it(monkeypatch, dumb) -> None:
+def test_what_is_short_is_not_mentioned_in_a_pipe(monkeypatch, dumb) -> None:
     monkeypatch.setenv("TERM", "dumb" if dumb else "xterm")
     out = Terminal() if dumb else io.StringIO()
     screen = Screen(False, out, StatusLine(out))
@@ -92,6 +92,36 @@ def test_a_pipe_has_none_of_it(monkeypatch, dumb) -> None:
     screen.status("loading")
     screen.close()
     assert out.getvalue() == "text"
+
+
+def test_a_pipe_is_told_every_few_seconds(monkeypatch) -> None:
+    """In lines of their own, for as long as it takes, and no longer."""
+    monkeypatch.setattr(status_line, "EVERY", 0.05)
+    pipe = io.StringIO()
+    screen = Screen(False, io.StringIO(), StatusLine(pipe))
+    screen.activity(Compiling())
+    deadline = time.perf_counter() + 5
+    while pipe.getvalue().count("\n") < 2 and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    screen.line("text")
+    said = pipe.getvalue()
+    assert said.count("... compiling, once for prompts of about this length") >= 2
+    assert ERASE not in said
+    time.sleep(0.2)
+    assert pipe.getvalue() == said
+    screen.close()
+
+
+@pytest.mark.parametrize("columns", [1, 20])
+def test_a_narrow_terminal(monkeypatch, columns) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = Terminal()
+    screen = Screen(False, terminal, StatusLine(terminal))
+    screen.entry("memory              draft state 1.0 MB whatever the context")
+    screen.activity(Prefilling(0, 100))
+    screen.close()
+    assert "whatever" in terminal.getvalue().replace("\n", "").replace(" ", "")
 
 
 def test_a_terminal_that_has_gone(terminal) -> None:

@@ -8,19 +8,35 @@ from pathlib import Path
 
 import pytest
 
-from infer import output_file
-from infer.output_file import OutputFile
+from infer import output
+from infer.output import OutputFile
+
+OLD = '{"header": {}}'
+
+
+def test_a_file_that_holds_no_results_is_not_replaced(tmp_path) -> None:
+    """What an earlier run has written is, and so is an empty file."""
+    path = tmp_path / "out.json"
+    for foreign in ("{}", '{"name": 1}', "text", "[1]", "\x89PNG"):
+        path.write_text(foreign)
+        with pytest.raises(ValueError, match="--json .*out.json is there and holds no results"):
+            OutputFile.tried(str(path), [])
+        assert path.read_text() == foreign
+    for own in ("", OLD, '{\n  "interrupted": true, "rows": []}', '{"headers": []}'):
+        path.write_text(own)
+        assert OutputFile.tried(str(path), []).write({"header": 1})
 
 
 def test_a_trial_leaves_nothing_behind(tmp_path) -> None:
     path = tmp_path / "out.json"
     found = OutputFile.tried(str(path), [])
     assert not list(tmp_path.iterdir())
-    assert found.write({"text": "é"}) and json.loads(path.read_text("utf-8")) == {"text": "é"}
+    assert found.write({"header": "é"})
+    assert json.loads(path.read_text("utf-8")) == {"header": "é"}
     path.chmod(0o640)
     before = path.read_text()
     assert OutputFile.tried(str(path), []).path == path and path.read_text() == before
-    assert found.write({"text": "new"}) and path.stat().st_mode & 0o777 == 0o640
+    assert found.write({"header": "new"}) and path.stat().st_mode & 0o777 == 0o640
     assert [item.name for item in tmp_path.iterdir()] == ["out.json"]
 
 
@@ -51,7 +67,7 @@ def test_inputs_are_refused_by_any_name(tmp_path) -> None:
     assert prompt.read_text() == "ab" and (model / "config.json").read_text() == "{}"
     for name in ("models.json", "model/out.json"):
         for _ in range(2):  # The second time over what the first has left.
-            assert OutputFile.tried(str(tmp_path / name), inputs).write({})
+            assert OutputFile.tried(str(tmp_path / name), inputs).write({"header": {}})
 
 
 def test_the_folder_one_is_in_is_no_input(tmp_path, monkeypatch) -> None:
@@ -67,7 +83,7 @@ def test_the_folder_one_is_in_is_no_input(tmp_path, monkeypatch) -> None:
 
 
 def test_a_link_stays_a_link(tmp_path) -> None:
-    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "real.json").write_text(OLD)
     (tmp_path / "link.json").symlink_to("real.json")
     OutputFile.tried(str(tmp_path / "link.json"), []).write({"a": 1})
     assert (tmp_path / "link.json").is_symlink()
@@ -98,21 +114,21 @@ def test_a_device_is_written_to_and_not_replaced(tmp_path) -> None:
 def test_numbers_are_rescued(tmp_path, monkeypatch, capsys) -> None:
     """The disk may have filled during the run, and the temporary folder with it."""
     path = tmp_path / "out.json"
-    path.write_text("old")
+    path.write_text(OLD)
     found = OutputFile.tried(str(path), [])
 
     def full(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(output_file.files, "beside", full)
-    monkeypatch.setattr(output_file.tempfile, "tempdir", str(tmp_path))
-    assert not found.write({"a": 1}) and path.read_text() == "old"
+    monkeypatch.setattr(output.files, "beside", full)
+    monkeypatch.setattr(output.tempfile, "tempdir", str(tmp_path))
+    assert not found.write({"a": 1}) and path.read_text() == OLD
     [rescued] = tmp_path.glob("longspec_*.json")
     said = capsys.readouterr().err
     assert json.loads(rescued.read_text()) == {"a": 1}
     assert f"No space left on device; the numbers are in {rescued}" in said
 
-    monkeypatch.setattr(output_file.tempfile, "NamedTemporaryFile", full)
+    monkeypatch.setattr(output.tempfile, "NamedTemporaryFile", full)
     assert not found.write({"a": 1})
     said = capsys.readouterr().err
     assert json.loads(said.split("the numbers follow\n")[1]) == {"a": 1}
@@ -120,7 +136,7 @@ def test_numbers_are_rescued(tmp_path, monkeypatch, capsys) -> None:
 
 def test_numbers_that_are_no_json_are_rescued(tmp_path, monkeypatch, capsys) -> None:
     path = tmp_path / "out.json"
-    monkeypatch.setattr(output_file.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(output.tempfile, "tempdir", str(tmp_path))
     values = {"gap": math.inf, "what": {1}}
     assert not OutputFile.tried(str(path), []).write(values) and not path.exists()
     [rescued] = tmp_path.glob("longspec_*.json")
@@ -135,12 +151,12 @@ def test_no_half_file_stays_behind_on_an_interrupt(tmp_path, monkeypatch, step) 
         raise KeyboardInterrupt
 
     path = tmp_path / "out.json"
-    path.write_text("old")
+    path.write_text(OLD)
     found = OutputFile.tried(str(path), [])
     monkeypatch.setattr(os, step, leave)
     with pytest.raises(KeyboardInterrupt):
         found.write({"a": 1})
-    assert list(tmp_path.iterdir()) == [path] and path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == OLD
 
 
 def test_half_characters_are_escaped(tmp_path) -> None:

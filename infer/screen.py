@@ -12,10 +12,11 @@ from longspec_jax.generation.activity import (
     Compiling,
     DecodingPlainly,
     Prefilling,
+    Slower,
     Tuned,
     Tuning,
 )
-from longspec_jax.status_line import StatusLine
+from longspec_jax.status_line import NARROWEST, StatusLine
 
 if TYPE_CHECKING:  # Slow to import, and the screen says that it is being imported.
     from longspec_jax.generation.result import StreamRound
@@ -25,11 +26,13 @@ LABEL = 20
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
-def wants_color(choice: str, out: TextIO) -> bool:
-    """Whether to colour: as chosen, or on a terminal unless ``NO_COLOR`` is set."""
-    if choice != "auto":
-        return choice == "always"
-    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def wants_color(out: TextIO) -> bool:
+    """Whether to colour: on a terminal unless ``NO_COLOR`` is set, or where ``FORCE_COLOR`` is."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return out.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class Screen:
@@ -46,7 +49,8 @@ class Screen:
         self._out = out or sys.stdout
         self._color = color
         self._status = status or StatusLine(sys.stderr)
-        self._width = shutil.get_terminal_size().columns if self._out.isatty() else None
+        columns = shutil.get_terminal_size().columns
+        self._width = max(NARROWEST, columns) if self._out.isatty() else None
         self._at_line_start = True
 
     def line(self, text: str = "") -> None:
@@ -57,7 +61,7 @@ class Screen:
         """Print a line of a report, folded to the terminal under its label."""
         if self._width is not None and len(text) > self._width:
             folds = textwrap.TextWrapper(self._width, break_on_hyphens=False)
-            folds.subsequent_indent = " " * indent
+            folds.subsequent_indent = " " * min(indent, self._width // 3)
             text = folds.fill(text)
         self.line(text)
 
@@ -83,10 +87,10 @@ class Screen:
             self.status(*words)
 
     def status(self, text: str, detail: str = "") -> None:
-        """Say what is under way, on a terminal."""
+        """Say what is under way."""
         if self._status.visible:
             self.end_line()
-            self._status.show(text, detail)
+        self._status.show(text, detail)
 
     def clear_status(self) -> None:
         """Say nothing for the time being."""
@@ -119,7 +123,7 @@ def described(activity: Activity) -> tuple[str, str] | None:
         case Tuning(drafter, tree):
             name = f"{drafter} {tree}" if tree.widths else "plain decoding"
             return "timing trees, once for this model and machine", name
-        case Tuned():
+        case Tuned() | Slower():
             return None
         case Prefilling(done, total):
             return "reading the prompt", f"{bar(done, total)} {done} of {total} tokens"

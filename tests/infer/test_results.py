@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from infer.decode_report import (
+from infer.results import (
     Outcome,
     as_json,
     gathered,
@@ -14,8 +14,8 @@ from infer.decode_report import (
     lines,
     tuned_line,
 )
-from infer.wording import counted
 from longspec_jax import GenerateResult, MemoryPlan, Stats, StreamRound, TreeConfig, TreeUse
+from longspec_jax.cli import counted
 from longspec_jax.generation.activity import Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.text import Piece
@@ -84,14 +84,14 @@ def test_tables_fit_60_columns() -> None:
     trees = (TreeConfig(()), TreeConfig((1, 1, 1)), TreeConfig((4, 16, 16, 16, 16)))
     printed = [*lines([outcome(found=stats(trees, 100_001))], "float32")]
     histogram = printed.index("accepted  rounds                               at least")
-    uses = next(index for index, line in enumerate(printed) if line.startswith("  drafter"))
+    uses = next(index for index, line in enumerate(printed) if line.startswith("  draft "))
     table = [*printed[histogram : histogram + 4], *printed[uses : uses + 4]]
     assert table[3].startswith("       2") and table[-1].startswith("  longspec    4,16,16,16,16")
     assert all(len(line) <= 60 for line in table), table
 
 
 def test_nothing_is_one_nodes() -> None:
-    setting = {"target": "t", "drafters": [], "device": "cpu", "temperature": 0.0, "seed": 0}
+    setting = {"target": "t", "drafts": [], "device": "cpu", "temperature": 0.0, "seed": 0}
     config = tiny_target_config(num_layers=1)
     printed = [*header_lines(setting, config, TreeConfig(()))]
     assert "1 layer of width" in printed[0] and "tree none (1 node per target pass)" in printed[1]

@@ -1,12 +1,11 @@
 """What a command starts beside its imports, and that failures are left to whoever asks."""
 
-import os
 import threading
 
 import jax
 import pytest
 
-from infer.surroundings import prepare_environment, start_devices
+from infer.models import start_devices
 
 
 def test_devices_start_in_a_thread_and_are_there_afterwards() -> None:
@@ -28,17 +27,3 @@ def test_what_fails_there_is_raised_where_devices_are_asked_for(monkeypatch) -> 
     assert asked and asked[0] is not threading.current_thread()
     with pytest.raises(RuntimeError, match="no device"):
         jax.devices()
-
-
-def test_variables_are_set_before_anything_is_started(monkeypatch) -> None:
-    """Somebody's own choice stays."""
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
-    monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "")
-    monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS")
-    monkeypatch.setenv("LONGSPEC_CACHE", "elsewhere")
-    prepare_environment(None)
-    assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
-    assert os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] == "1"
-    assert os.environ["LONGSPEC_CACHE"] == "elsewhere"
-    prepare_environment("off")
-    assert os.environ["LONGSPEC_CACHE"] == "off"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longspec_jax.sizes import shown_bytes
+from longspec_jax.checks import shown_bytes
 
 
 @pytest.mark.parametrize(

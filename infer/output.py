@@ -1,7 +1,7 @@
 """The file that a run's numbers go to: tried before the run, written whole or not at all.
 
-A run may take hours, so that nothing may be found wrong with its file at the end, and whatever is
-found wrong all the same does not lose the numbers.
+A run may take hours: its file is tried before, and if writing fails all the same the numbers go
+elsewhere.
 """
 
 import errno
@@ -11,12 +11,13 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longspec_jax import files
+from longspec_jax.config import TreeConfig
 
 STDOUT = "-"
 MODEL_FILES = (
@@ -56,16 +57,17 @@ class OutputFile:
           inputs: files and folders that the run reads, with the option that names each.
 
         Raises:
-          ValueError: for an input.
+          ValueError: for an input, and for a file that holds no results.
           OSError: for what cannot be written.
         """
         if name == STDOUT:
             return cls(None)
         try:
-            path = Path(name).expanduser()
+            path = files.expanded(name)
             if not _is_special(path):
                 path = Path(os.path.realpath(path))  # A link stays a link.
             _refuse_inputs(name, path, inputs)
+            files.refuse_foreign(path, f"--json {name}")
             _try(path)
         except FileNotFoundError:
             raise FileNotFoundError(
@@ -175,3 +177,18 @@ def _rescue(data: bytes, problem: str) -> None:
     except OSError:
         print(f"error: {problem}; the numbers follow", file=sys.stderr)
         print(data.decode("utf-8"), file=sys.stderr)
+
+
+def tree_fields(tree: TreeConfig | None) -> dict[str, Any]:
+    """The fields of a tree in JSON; all null for one that is not chosen yet."""
+    return {
+        "tree": None if tree is None else list(tree.widths),
+        "budget": None if tree is None else tree.budget,
+        "threshold": None if tree is None else tree.threshold,
+        "chain": None if tree is None else tree.chain,
+    }
+
+
+def tree_of(row: Mapping[str, Any]) -> TreeConfig:
+    """The tree of such fields; files of earlier releases may lack the later ones."""
+    return TreeConfig(tuple(row["tree"]), row["budget"], row.get("threshold"), row.get("chain"))

@@ -1,0 +1,313 @@
+"""Rounds of random models from a filled cache, and their times.
+
+The only file of the benchmarks that knows the engine's round. A decode is a loop of rounds in one
+compiled program, from the first token to the last. A round's draft and target forward are also
+timed apart: each runs in a loop of known length whose every turn depends on the one before, so that
+nothing overlaps and nothing is hoisted out.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Int
+
+from longspec_jax.axes import Array, Leaf
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding import round as round_lib
+from longspec_jax.decoding.cache import KVCache, bucket_capacity
+from longspec_jax.decoding.rows import Rows
+from longspec_jax.decoding.sampling import Sampling, SamplingKind
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.drafters.tree import AcceptRule, Tree, plant
+
+from .acceptance import AcceptanceLengths, accept_drawn
+from .arguments import SHAPES
+from .models import Model, abstract, draft_state, filled_cache, target_bytes
+
+CPU_BYTES_PER_S, CPU_NODES_PER_FORWARD, CPU_COMPILE_SECONDS = 2e9, 32, 20
+"""For a rough estimate: two shared cores."""
+GREEDY = SamplingKind(stochastic=False, filtered=False)
+Part = Callable[[Params, Rows], Any]
+"""A program over a round's inputs that repeats one part of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One point of a measurement."""
+
+    shape: str
+    context: int
+    """Committed tokens of the first row."""
+    shortest: int
+    """Committed tokens of the last row of several; those between are spread evenly."""
+    batch: int
+    tree: TreeConfig
+    new_tokens: int
+    lengths: AcceptanceLengths
+    repetitions: int
+    turns: int = 1
+    """Repeats of a part inside its program."""
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Committed tokens of every row, the longest first."""
+        spread = np.linspace(self.context, self.shortest, self.batch)
+        return tuple(np.rint(spread).astype(int).tolist())
+
+    @property
+    def capacity(self) -> int:
+        """Cache slots of a row."""
+        needed = self.context + self.new_tokens + round_lib.slack_slots(self.tree.num_levels)
+        return bucket_capacity(needed)
+
+    def device_bytes(self, offload: bool = False) -> int:
+        """The target's weights and the cache on the device: most of what a setting takes."""
+        config = SHAPES[self.shape]
+        held = CachedTarget(config, offload=offload).cache_bytes(self.batch, self.capacity)
+        return target_bytes(config) + held.device
+
+    def rough_seconds(self, compile_seconds: float = CPU_COMPILE_SECONDS) -> float:
+        """What a setting takes on a CPU, to say minutes or hours beforehand."""
+        token = self.device_bytes() / CPU_BYTES_PER_S
+        round_ = token * (1 + self.tree.num_nodes / CPU_NODES_PER_FORWARD)
+        rounds = self.new_tokens / self.lengths.mean + 2 * self.turns
+        once = self.new_tokens * token + rounds * round_
+        return compile_seconds + (self.repetitions + 1) * once
+
+
+@struct.dataclass
+class Decoded:
+    """Rows, and what was counted of them so far."""
+
+    rows: Rows
+    rounds: Leaf[Int[Array, " B"]]
+    """Target forwards of each row, as long as it was not done."""
+    emitted: Leaf[Int[Array, " B"]]
+    """Tokens, the one drawn from the prefill not counted."""
+
+
+Accepting = Callable[[Any, Rows, Array], AcceptRule]
+"""``(given, rows, rounds) -> rule``: how a round accepts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Accepts as many tokens as :func:`drawn_count` says; ``given`` are the edges."""
+
+    shape: TreeConfig
+
+    def __call__(self, given: Any, rows: Rows, rounds: Array) -> AcceptRule:
+        """The rule of one round."""
+        return functools.partial(accept_drawn, shape=self.shape, edges=given, rounds=rounds)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("target", "drafter", "accepting"), donate_argnames=("rows",)
+)
+def decode(
+    target: CachedTarget,
+    drafter: Drafter,
+    accepting: Accepting | None,
+    given: Any,
+    params: Params,
+    rows: Rows,
+) -> Decoded:
+    """Rounds until every row is done, in one program.
+
+    Args:
+      target: the target's static part.
+      drafter: the drafter's static part.
+      accepting: how rounds accept; by the target's draws if absent.
+      given: arrays that ``accepting`` needs; none of them is compiled in.
+      params: parameters of both.
+      rows: before the first round; donated.
+    """
+
+    def round_(now: Decoded) -> Decoded:
+        rule = None if accepting is None else accepting(given, now.rows, now.rounds)
+        rows, emitted = round_lib.spec_step(target, drafter, params, now.rows, GREEDY, rule)
+        return Decoded(rows, now.rounds + (emitted.count > 0), now.emitted + emitted.count)
+
+    none = jnp.zeros_like(rows.length)
+    return jax.lax.while_loop(lambda now: ~now.rows.done.all(), round_, Decoded(rows, none, none))
+
+
+def rows_at(cache: KVCache, draft: Any, contexts: Sequence[int], new_tokens: int) -> Rows:
+    """Greedy rows after ``contexts[b]`` committed tokens and the first of ``new_tokens``.
+
+    The cache is not copied. Rows stop at nothing but their number of tokens.
+    """
+    batch, length = len(contexts), jnp.asarray(contexts, jnp.int32)
+    return Rows(
+        cache=cache,
+        draft=draft,
+        length=length,
+        pending=jnp.ones_like(length),
+        remaining=jnp.full((batch,), new_tokens - 1, jnp.int32),
+        sampling=jax.tree.map(jnp.copy, Sampling.greedy(batch)),
+        stop_tokens=jnp.full((batch, 1), -1),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopTime:
+    """A whole decode, timed."""
+
+    seconds: float
+    rounds: int
+    """Target forwards: the most that any row needed."""
+    emitted: int
+    """Tokens of all rows, the one drawn from the prefill not counted."""
+    row_rounds: int
+    """Target forwards summed over rows, each as long as it was not done."""
+
+
+@dataclasses.dataclass
+class Bench:
+    """A setting with its model, and the cache that the measurements hand to one another."""
+
+    setting: Setting
+    model: Model
+    cache: KVCache
+
+    @classmethod
+    def prepare(cls, setting: Setting, model: Model) -> "Bench":
+        """Fill a cache, in the memory where the target has it."""
+        size = setting.batch, setting.capacity
+        return cls(setting, model, filled_cache(model.config, *size, model.target.offload))
+
+    @functools.cached_property
+    def drafter(self) -> Any:
+        """The draft with the setting's tree."""
+        return self.model.drafter(self.setting.tree)
+
+    def rows(self, drafter: Any) -> Rows:
+        """The rows before the first round; they take the cache along."""
+        setting = self.setting
+        draft = draft_state(self.model, drafter, setting.batch, setting.capacity)
+        return rows_at(self.cache, draft, setting.contexts, setting.new_tokens)
+
+    def loop(
+        self, drafter: Any, accepting: Accepting | None = None, given: Any = ()
+    ) -> Callable[[], Any]:
+        """What compiles a decode, for later: a program of ``given``, parameters and rows."""
+        static = self.model.target, drafter, accepting
+        return self._compiling(decode, *static, dynamic=(given, *self._inputs(drafter)))
+
+    def part(self, part: Callable[..., Part], drafter: Any) -> Callable[[], Any]:
+        """What compiles a part of a round, for later: a program of parameters and rows."""
+        program = jax.jit(part(self.model.target, drafter, self.setting.turns))
+        return self._compiling(program, dynamic=self._inputs(drafter))
+
+    def _inputs(self, drafter: Any) -> tuple[Params, Rows]:
+        return self.model.params, self.rows(drafter)
+
+    def _compiling(self, program: Any, *static: Any, dynamic: Any) -> Callable[[], Any]:
+        if not self.model.target.offload:  # A shape does not say in which memory an array lies.
+            dynamic = abstract(dynamic)
+        return lambda: program.lower(*static, *dynamic).compile()
+
+    def time_loop(self, program: Any, drafter: Any, given: Any = ()) -> LoopTime:
+        """Median seconds of decoding the setting's tokens.
+
+        Args:
+          program: of :meth:`loop`.
+          drafter: of the program.
+          given: what its acceptance needs.
+        """
+
+        def once() -> tuple[Decoded, float]:
+            rows = jax.block_until_ready(self.rows(drafter))
+            begin = time.perf_counter()
+            done = jax.block_until_ready(program(given, self.model.params, rows))
+            seconds = time.perf_counter() - begin
+            self.cache = done.rows.cache
+            return done, seconds
+
+        last, _ = once()  # The first run is a warm-up.
+        seconds = []
+        for _ in range(self.setting.repetitions):
+            last, elapsed = once()
+            seconds.append(elapsed)
+        rounds, emitted = np.asarray(last.rounds), np.asarray(last.emitted)
+        median = statistics.median(seconds)
+        return LoopTime(median, int(rounds.max()), int(emitted.sum()), int(rounds.sum()))
+
+    def time_part(self, program: Any, drafter: Any) -> float:
+        """Median seconds of one turn of a part."""
+        rows, seconds = self.rows(drafter), []
+        for _ in range(self.setting.repetitions + 1):
+            begin = time.perf_counter()
+            jax.block_until_ready(program(self.model.params, rows))
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds[1:]) / self.setting.turns
+
+
+def draft(target: CachedTarget, drafter: Drafter, turns: int) -> Part:
+    """Growing the tree; the next turn's root is the last node of this one."""
+
+    def program(params: Params, rows: Rows) -> Tree:
+        def turn(_: Array, tree: Tree) -> Tree:
+            now = _after(rows, tree.tokens[:, -1])
+            noise = round_lib.sampling_noise(target, drafter, now, GREEDY)
+            return round_lib.propose_tree(target, drafter, params, now, noise)
+
+        return jax.lax.fori_loop(0, turns, turn, some_tree(drafter.tree, rows))
+
+    return program
+
+
+def verify(target: CachedTarget, drafter: Drafter, turns: int) -> Part:
+    """The target forward with LM head and draws; the next turn's nodes are this one's draws."""
+
+    def program(params: Params, rows: Rows) -> Array:
+        tree = some_tree(drafter.tree, rows)
+
+        def turn(_: Array, draws: Array) -> Array:
+            now = _after(rows, draws[:, -1])
+            noise = round_lib.sampling_noise(target, drafter, now, GREEDY)
+            planted = dataclasses.replace(tree, tokens=draws)
+            return round_lib.verify_tree(target, drafter, params, now, planted, noise)[1]
+
+        return jax.lax.fori_loop(0, turns, turn, tree.tokens)
+
+    return program
+
+
+PARTS: tuple[Callable[..., Part], ...] = (draft, verify)
+"""Parts of a round that are timed apart; their names are those of the figures."""
+
+
+def _after(rows: Rows, tokens: Array) -> Rows:
+    """The rows with other pending tokens, all of them depending on these as far as XLA knows."""
+    zero = jnp.minimum(tokens, 0)  # Tokens are not negative, which the compiler does not know.
+    return dataclasses.replace(rows, pending=tokens, length=rows.length + zero)
+
+
+def some_tree(shape: TreeConfig, rows: Rows) -> Tree:
+    """A tree of this shape with different tokens; every node sees the first of each level above.
+
+    A budget keeps the nodes that are grown first.
+    """
+    batch, nodes = rows.pending.shape[0], shape.num_nodes
+    known = shape.depths[:nodes]
+    first = jnp.asarray([known.index(depth) for depth in known])
+    depths, node = jnp.asarray(known), jnp.arange(nodes, dtype=jnp.int32)
+    on_spine = (node == first) & (depths < depths[:, None])
+    tree = plant(rows.pending, shape)
+    mask = on_spine | jnp.eye(nodes, dtype=bool)
+    return dataclasses.replace(
+        tree,
+        tokens=jnp.broadcast_to(node + 1, (batch, nodes)),
+        parents=tree.parents[:, :nodes],
+        mask=jnp.broadcast_to(mask, (batch, nodes, nodes)),
+    )
