@@ -27,7 +27,7 @@ from longspec_jax.generation.result import (
 )
 from longspec_jax.generation.timings import TreeTiming
 
-from .likeness import Likeness, in_words, likeness
+from .eval.scores import Similarity, similarity, similarity_in_words
 from .output import tree_fields, tree_of
 
 
@@ -52,14 +52,14 @@ class Outcome:
         return self.comparison.divergences if self.comparison else ()
 
     @cached_property
-    def likenesses(self) -> tuple[Likeness, ...]:
-        """How alike every row and its plain decoding are; none where that was not run."""
+    def similarities(self) -> tuple[Similarity, ...]:
+        """How similar every row is to its plain decoding; empty if that was not run."""
         if self.comparison is None:
             return ()
-        first = {divergence.row: divergence for divergence in self.divergences}
+        first = {divergence.row: divergence.index for divergence in self.divergences}
         texts = zip(self.result.text, self.comparison.plain.text, strict=True)
         return tuple(
-            likeness(len(tokens), first.get(row), *pair)
+            similarity(len(tokens), first.get(row), *pair)
             for row, (tokens, pair) in enumerate(zip(self.result.sequences, texts, strict=True))
         )
 
@@ -158,7 +158,9 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
             "acceptance_histogram": list(stats.histograms[row]),
             "identical_to_plain": divergence is None if outcome.comparison else None,
             "first_divergence": asdict(divergence) if divergence else None,
-            "likeness_to_plain": asdict(outcome.likenesses[row]) if outcome.comparison else None,
+            "similarity_to_plain": asdict(outcome.similarities[row])
+            if outcome.comparison
+            else None,
             "text": result.text[row],
             "tokens": list(tokens),
             "drafted": list(result.drafted[row]),
@@ -344,9 +346,9 @@ def _identity_lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
             f"{item.plain_token} became {item.speculative_token}, {gap}"
         )
     if not lossless:
-        alike = [one for outcome in compared for one in outcome.likenesses]
+        similar = [one for outcome in compared for one in outcome.similarities]
         tokens = sum(sum(outcome.stats.new_tokens) for outcome in compared)
-        yield f"likeness to plain   {in_words(alike, tokens)}"
+        yield f"similarity to plain {similarity_in_words(similar, tokens)}"
 
 
 def _column(rows: Sequence[dict[str, Any]], name: str) -> list[Any]:

@@ -1,1 +1,1 @@
-"""Evaluation on tasks: methods side by side, every raw count kept."""
+"""Evaluation: methods side by side on tasks, with every raw count kept."""

@@ -1,4 +1,4 @@
-"""Measure drafting methods side by side on long-context tasks, every raw count kept.
+"""Measure drafting methods side by side on long-context tasks, and keep every raw count.
 
     python -m infer.eval --task=demo --out=runs/eval_demo
     python -m infer.eval --task=gov_report --target=FOLDER --draft=FOLDER --out=runs/gov_report
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from longspec_jax import cli
 
-# Everything else is imported where it is needed, so that Ctrl-C finds someone to answer, --help is
-# quick and a typing error is refused before the library's slow imports.
+# Everything else is imported where it is needed: --help and a typing error need no slow imports,
+# and Ctrl-C is answered from the start.
 
 
 def main(argv: Sequence[str] | None = None, end: Callable[[int], object] | None = None) -> int:
@@ -33,8 +33,7 @@ def _run(typed: Sequence[str], end: Callable[[int], object] | None) -> int:
     """Read and check the arguments, before anything slow, and do what they say."""
     from . import arguments as arguments_lib
 
-    arguments = arguments_lib.parser().parse_args(typed)
-    arguments = arguments_lib.settled(arguments)
+    arguments = arguments_lib.settled(arguments_lib.parser().parse_args(typed))
     from .command import evaluate
 
     return evaluate(arguments, typed, end)

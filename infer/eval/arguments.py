@@ -2,42 +2,37 @@
 
 import argparse
 import importlib.util
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import longspec_jax
+from longspec_jax import cli
 from longspec_jax.checks import SAMPLING, Whole
-from longspec_jax.cli import Parser, command_name, result_file
-from longspec_jax.cli import number as number_argument
-from longspec_jax.cli import path as path_argument
-from longspec_jax.cli import tree as tree_argument
-from longspec_jax.cli import word as word_argument
 from longspec_jax.config import PLAIN
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 
-from ..arguments import add_models, is_demo
+from ..arguments import add_cache, add_models, is_demo
 from ..prompts import STYLES
 from .methods import ALL, METHODS, Chosen
-from .protocols import RAW
 from .run_folder import HEADER, SAMPLES, SKIPPED
-from .suite import SUITE
-from .tasks import DEMO_SUITE, FREE, NEEDLE, TASKS
+from .tasks import DEMO_SUITE, FREE, NEEDLE, RAW, SUITE, TASKS
 
 TASK_NAMES = (*TASKS, NEEDLE, FREE, *SUITE, DEMO_SUITE)
 LONGSPEC, LONGBENCH = "longspec", "longbench"
-DEMO_RUN_DRAFTERS = (*DRAFTS, "ngram", "streaming")
-"""What proposes for the demo's target where nothing is named: all that there is."""
+DEMO_RUN_DRAFTS = (*DRAFTS, "ngram", "streaming")
+"""The demo's drafters if none are named: all that there are."""
 CONTEXT = 2048
-DRAFTER_HELP = (
-    "Given several times, every one is measured with the methods of its kind; for the demo all "
-    "there are if absent"
+DRAFT_HELP = (
+    "Each is measured with the methods of its kind. For the demo all that there are if absent"
 )
 EPILOG = """\
 Results go to a folder: header.json says how they were made, samples.jsonl holds a line of raw
-counts per sample, method and temperature, skipped.jsonl what the protocol leaves out. The same
-command continues a run that was interrupted.
+counts per sample, method and temperature, skipped.jsonl the samples that the protocol skips. The
+same command continues an interrupted run.
 
-Acceptance length is emitted tokens / target forward passes of the decode phase, bonus included,
-prefill excluded; tokens/s are the tokens of the decode rounds by their seconds.
+Acceptance length: emitted tokens / target forward passes of the decode phase, bonus included,
+prefill excluded. Tokens/s: tokens of the decode rounds / their seconds.
 
 methods:
 {methods}
@@ -50,69 +45,64 @@ interrupted.
 def parser() -> argparse.ArgumentParser:
     """The command's parser."""
     methods = "\n".join(f"  {name:17} {method.about}" for name, method in METHODS.items())
-    result = Parser(
-        prog=command_name(__package__),
+    result = cli.Parser(
+        prog=cli.command_name(__package__),
         description="Measure drafting methods side by side on long-context tasks.",
         epilog=EPILOG.format(methods=methods),
     )
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
     result.set_defaults(tree=None)
-    add_models(result, DRAFTER_HELP)
-    _add_tasks(result)
-    _add_methods(result)
-    _add_output(result)
+    add_models(result, DRAFT_HELP)
+    _add_tasks(result.add_argument_group("tasks"))
+    _add_methods(result.add_argument_group("methods and generation"))
+    _add_output(result.add_argument_group("output"))
     return result
 
 
-def _add_tasks(result: argparse.ArgumentParser) -> None:
-    group = result.add_argument_group("tasks")
+def _add_tasks(group: Any) -> None:
     group.add_argument(
         "--task",
-        action="append",
+        **cli.several(cli.one_of(TASK_NAMES)),
         required=True,
-        choices=TASK_NAMES,
         metavar="TASK",
-        help=f"repeat for several: {', '.join(TASK_NAMES)}. demo is the four tasks made of the "
-        "package's own documents; jsonl takes the prompts of --data",
+        help=f"{', '.join(TASK_NAMES)}. demo: the four tasks made of the package's documents. "
+        "jsonl: the prompts of --data",
     )
     group.add_argument(
         "--protocol",
         choices=[LONGSPEC, LONGBENCH],
         default=LONGSPEC,
         help="how tasks ask. longspec: the LongSpec release's format, prompts of more than 1200 "
-        "tokens and at most 2000 below the model's range, 1024 new tokens. longbench: long prompts "
-        "lose their middle, the model's chat format but for code, 512 or 64 new tokens",
+        "tokens and at least 2000 fewer than the model's range, 1024 new tokens. longbench: long "
+        "prompts lose their middle, the model's chat format except for code, 512 or 64 new tokens",
     )
     group.add_argument(
         "--data",
-        type=data_argument,
-        action="append",
+        **cli.several(data_argument),
         metavar="[TASK=]PATH",
-        help="JSONL, Parquet or zip file with a task's data, or the folder of such files, instead "
-        "of the hub's",
+        help="JSONL, Parquet or zip file with a task's data, or a folder of such files, instead of "
+        "the hub's",
     )
     group.add_argument(
-        "--hub", type=word_argument, metavar="OWNER/NAME", help="a dataset of the hub with the data"
+        "--hub", type=cli.word, metavar="OWNER/NAME", help="a dataset of the hub with the data"
     )
-    group.add_argument(
-        "--samples", type=number_argument(Whole()), help="most samples of a task; all if absent"
-    )
+    group.add_argument("--samples", type=cli.COUNT, help="most samples of a task; all if absent")
     group.add_argument(
         "--context",
-        type=number_argument(Whole(64)),
-        action="append",
-        help="tokens of the prompts of demo, needle, pg19 and booksum, which can have any length; "
-        f"repeat for several; {CONTEXT} if absent",
+        **cli.several(cli.number(Whole(64))),
+        help=f"tokens of the prompts of demo, needle, pg19 and booksum; {CONTEXT} if absent",
     )
     group.add_argument(
         "--min_prompt",
-        type=number_argument(Whole(0)),
-        help="prompts of so many tokens and fewer are skipped (longspec protocol)",
+        type=cli.number(Whole(0)),
+        metavar="TOKENS",
+        help="prompts of at most so many tokens are skipped (longspec protocol)",
     )
     group.add_argument(
         "--max_prompt",
-        type=number_argument(Whole(2)),
+        type=cli.number(Whole(2)),
+        metavar="TOKENS",
         help="prompts of more tokens are skipped (longspec protocol) or lose their middle "
         "(longbench)",
     )
@@ -124,187 +114,171 @@ def _add_tasks(result: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_methods(result: argparse.ArgumentParser) -> None:
-    group = result.add_argument_group("methods and generation")
+def _add_methods(group: Any) -> None:
     group.add_argument(
         "--method",
-        type=method_argument,
-        action="append",
+        **cli.several(method_argument),
+        default=[],
         metavar="METHOD[=TREE]",
-        help="repeat for several; see below. all: every one whose draft is there. Plain decoding "
-        "and what the drafters are for if absent",
+        help="see below. all: every method whose draft is loaded. Plain decoding and the default "
+        "methods of the drafts if absent",
     )
     group.add_argument(
         "--temperature",
-        type=number_argument(SAMPLING["temperature"]),
-        action="append",
-        help="repeat for several; 0, which is greedy, if absent",
+        **cli.several(cli.number(SAMPLING["temperature"])),
+        default=[0.0],
+        help="0 is greedy",
     )
     group.add_argument(
         "--seed",
-        type=number_argument(SAMPLING["seed"]),
-        action="append",
-        help="of draws above temperature 0; repeat for several; 0 if absent",
+        **cli.several(cli.number(SAMPLING["seed"])),
+        default=[0],
+        help="of the draws above temperature 0",
     )
-    for name, default in (("top_p", 1.0), ("top_k", 0)):
-        group.add_argument(f"--{name}", type=number_argument(SAMPLING[name]), default=default)
+    for name, default, words in (("top_p", 1.0, "1"), ("top_k", 0, "0")):
+        kind = cli.number(SAMPLING[name])
+        group.add_argument(
+            f"--{name}", type=kind, default=default, help=f"{words} keeps all tokens"
+        )
     group.add_argument(
         "--max_new_tokens",
-        type=number_argument(SAMPLING["max_new_tokens"]),
+        type=cli.number(SAMPLING["max_new_tokens"]),
+        metavar="TOKENS",
         help="instead of the protocol's number",
     )
-    group.add_argument(
-        "--batch", type=number_argument(Whole()), default=1, help="prompts decoded together"
-    )
+    group.add_argument("--batch", type=cli.COUNT, default=1, help="prompts decoded together")
     group.add_argument("--ignore_eos", action="store_true", help="do not stop at stop tokens")
     group.add_argument(
         "--repetitions",
-        type=number_argument(Whole()),
+        type=cli.COUNT,
         default=1,
-        help="decode every call so often and keep the run of median seconds",
+        help="decode every call so often and keep the one of median seconds",
     )
 
 
-def _add_output(result: argparse.ArgumentParser) -> None:
-    group = result.add_argument_group("output")
+def _add_output(group: Any) -> None:
     group.add_argument(
         "--out",
-        type=lambda text: Path(path_argument(text)),
+        type=cli.file_path,
         required=True,
         metavar="FOLDER",
-        help="of the run, made if need be",
+        help="folder of the run; made if absent",
     )
     group.add_argument(
         "--summary",
-        type=path_argument,
+        type=cli.file_path,
         metavar="FILE.json",
         help="write a row per task, method and temperature as well",
     )
     group.add_argument(
         "--breakdown",
-        type=number_argument(Whole()),
+        type=cli.COUNT,
         metavar="ROUNDS",
-        help="time drafting, verification and the rest of so many rounds of every call, in a run "
-        "of its own",
+        help="time drafting, verification and the rest of so many rounds of every call, in a "
+        "second run of the call",
     )
     group.add_argument(
         "--rounds",
-        type=number_argument(Whole()),
+        type=cli.COUNT,
         help="keep the trees of so many rounds of the first samples of every task",
     )
     group.add_argument(
-        "--cases",
-        type=number_argument(Whole()),
-        default=1,
-        help="samples of every task whose rounds are kept",
+        "--cases", type=cli.COUNT, default=1, help="samples of every task whose rounds are kept"
     )
-    group.add_argument(
-        "--compilation_cache",
-        type=path_argument,
-        metavar="DIR",
-        help="where to keep compiled programs; off for nowhere",
-    )
-    group.add_argument("--traceback", action="store_true", help="show Python's traceback on errors")
+    add_cache(group)
+    cli.add_traceback(group)
 
 
 def method_argument(text: str) -> Chosen:
-    """A method, and the tree it is to run, for ``argparse``."""
+    """A method and its tree, for ``argparse``."""
     base, equals, tree = text.partition("=")
     if base not in (*METHODS, ALL):
-        raise argparse.ArgumentTypeError(f"no method {base!r}; there are {', '.join(METHODS)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown method {base!r}; the methods are {', '.join(METHODS)}"
+        )
     if not equals:
         return Chosen(text, base)
     method = METHODS.get(base)
     if method is None or method.kind is None or method.outside or method.adaptive:
         raise argparse.ArgumentTypeError(f"{base} takes no tree; write --method={base}")
-    named = tree_argument(tree)
+    named = cli.tree(tree)
     if named == PLAIN:
-        raise argparse.ArgumentTypeError(f"{text}: without a tree it is --method=plain")
+        raise argparse.ArgumentTypeError(f"{text}: decoding without a tree is --method=plain")
     return Chosen(text, base, named)
 
 
 def data_argument(text: str) -> tuple[str, Path]:
-    """A path, and the task it is for, for ``argparse``; for all tasks if none is named."""
+    """A task and the path of its data, for ``argparse``; an empty name stands for all tasks."""
     task, equals, path = text.partition("=")
     if equals and task in TASK_NAMES:
-        return task, Path(path_argument(path))
-    return "", Path(path_argument(text))
+        return task, cli.file_path(path)
+    return "", cli.file_path(text)
 
 
 def settled(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with defaults that depend on each other filled in, and contradictions refused.
+    """Fill in defaults that depend on other options, and refuse contradictions.
 
     Raises:
-      ValueError: for a contradiction, naming both options.
+      ValueError: for a contradiction, naming the options.
     """
     tasks = [name for task in arguments.task for name in (SUITE if task == DEMO_SUITE else (task,))]
     _check_data(arguments, tasks)
-    methods = arguments.method or []
-    for values, option in ((tasks, "task"), ([each.name for each in methods], "method")):
+    _check_effects(arguments, tasks)
+    methods = [each.name for each in arguments.method]
+    for values, option in ((tasks, "task"), (methods, "method")):
         twice = next((value for value in values if values.count(value) > 1), None)
         if twice is not None:
             raise ValueError(f"--{option}={twice} is given twice; name it once")
-    temperatures = arguments.temperature or [0.0]
-    if not any(temperatures) and (arguments.top_k or arguments.top_p < 1):
+    if not any(arguments.temperature) and (arguments.top_k or arguments.top_p < 1):
         raise ValueError(
             "--top_k and --top_p have no effect at temperature 0; add --temperature=1, or leave "
             "them out"
         )
-    outside = [each.name for each in methods if each.base != ALL and each.method.outside]
+    outside = [each.name for each in arguments.method if each.base != ALL and each.method.outside]
     if outside and arguments.batch > 1:
         raise ValueError(
-            f"--method={outside[0]} decodes one row at a time, and --batch={arguments.batch} asks "
-            "for more; leave one of the two out"
+            f"--method={outside[0]} decodes one row at a time; leave --batch={arguments.batch} or "
+            "the method out"
         )
     if outside and importlib.util.find_spec("torch") is None:
-        raise ModuleNotFoundError("PyTorch decodes there", name="torch")
-    if arguments.min_prompt is not None and arguments.protocol == LONGBENCH:
-        raise ValueError(
-            "--min_prompt is of the longspec protocol; longbench skips nothing: leave it out"
-        )
-    drafters = arguments.draft
-    if drafters is None and is_demo(arguments):
-        drafters = [*DEMO_RUN_DRAFTERS]
-    return argparse.Namespace(
-        **{
-            **vars(arguments),
-            "task": tasks,
-            "method": methods,
-            "temperature": sorted(set(temperatures)),
-            "seed": sorted(set(arguments.seed or [0])),
-            "context": sorted(set(arguments.context or [CONTEXT])),
-            "draft": drafters,
-            "target": arguments.target or DEMO_NAME,
-            "summary": _summary_file(arguments.summary, arguments.out),
-        }
-    )
+        raise ModuleNotFoundError("this method needs PyTorch", name="torch")
+    if arguments.summary is not None:
+        _check_summary(arguments.summary, arguments.out)
+    drafts = arguments.draft
+    if drafts is None and is_demo(arguments):
+        drafts = [*DEMO_RUN_DRAFTS]
+    settled = {
+        "task": tasks,
+        "temperature": sorted(set(arguments.temperature)),
+        "seed": sorted(set(arguments.seed)),
+        "context": sorted(set(arguments.context or [CONTEXT])),
+        "draft": drafts,
+        "target": arguments.target or DEMO_NAME,
+    }
+    return argparse.Namespace(**{**vars(arguments), **settled})
 
 
-def _summary_file(text: str | None, run: Path) -> Path | None:
-    """A file that can be written once the run's folder is there, which may be what it is in."""
-    if text is None:
-        return None
-    path = Path(text)
+def _check_summary(path: Path, run: Path) -> None:
+    """Refuse a file that cannot be written; it may lie in the run's folder, which is made later."""
     inside = path.resolve().parent == run.resolve()
     if inside and path.name in (HEADER, SAMPLES, SKIPPED):
-        raise ValueError(f"--summary={text} would replace a file of the run; name another")
-    if inside and not run.exists():
-        return path
-    try:
-        return result_file(text)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"--summary: {error}") from None
+        raise ValueError(f"--summary={path} would replace a file of the run; name another")
+    if not inside or run.exists():
+        try:
+            cli.result_file(str(path))
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"--summary: {error}") from None
 
 
 def _check_data(arguments: argparse.Namespace, tasks: list[str]) -> None:
-    """Files are there, and each is for a task of the run."""
+    """Refuse data files that do not exist, or of no task of the run."""
     data = arguments.data or []
     for task, path in data:
         if not path.exists():
-            raise FileNotFoundError(f"--data={path}: there is no such file or folder")
+            raise FileNotFoundError(f"--data={path}: no such file or folder")
         if task and task not in tasks:
             raise ValueError(
-                f"--data={task}={path} is for a task that is not run; add --task={task}"
+                f"--data={task}={path} names a task that is not run; add --task={task}"
             )
     named = {task for task, _ in data}
     if len(named) < len(data):
@@ -321,3 +295,45 @@ def _check_data(arguments: argparse.Namespace, tasks: list[str]) -> None:
             f"--data={alone[0]} is one file for {len(of_files)} tasks ({', '.join(of_files)}); "
             f"write --data={of_files[0]}={alone[0]}, or name a folder"
         )
+
+
+def _check_effects(arguments: argparse.Namespace, tasks: Sequence[str]) -> None:
+    """Refuse options that no task of the run reads."""
+    longbench = arguments.protocol == LONGBENCH
+    named = {task for task, _ in arguments.data or ()}
+    readers: dict[str, tuple[bool, Callable[[str], bool]]] = {
+        "--protocol=longbench": (longbench, lambda task: task in TASKS),
+        "--data": ("" in named, lambda task: task not in SUITE),
+        "--hub": (
+            arguments.hub is not None,
+            lambda task: task in TASKS and not named & {"", task},
+        ),
+        "--context": (arguments.context is not None, _has_any_length),
+        "--min_prompt": (
+            arguments.min_prompt is not None,
+            lambda task: task in TASKS and TASKS[task].long and not longbench,
+        ),
+        "--max_prompt": (arguments.max_prompt is not None, lambda task: task in TASKS),
+        "--prompt_style": (
+            arguments.prompt_style is not None,
+            lambda task: task == FREE or (longbench and task in TASKS and TASKS[task].chat),
+        ),
+    }
+    for option, (is_given, reads) in readers.items():
+        if is_given and not any(map(reads, tasks)):
+            protocol = f" with --protocol={arguments.protocol}" if "prompt" in option else ""
+            readable = [task for task in TASK_NAMES if task != DEMO_SUITE and reads(task)]
+            raise ValueError(
+                f"{option} has no effect on --task={', '.join(tasks)}{protocol}; leave it out"
+                + (f". It is for {', '.join(readable)}" if readable else "")
+            )
+    for task, path in arguments.data or ():
+        if task in SUITE:
+            raise ValueError(
+                f"--data={task}={path}: {task} is made of the package's documents and reads no "
+                "data; leave it out"
+            )
+
+
+def _has_any_length(task: str) -> bool:
+    return task in SUITE or task == NEEDLE or (task in TASKS and TASKS[task].books)

@@ -1,4 +1,4 @@
-"""The run of ``python -m infer.eval`` behind its arguments, and how it is left early."""
+"""What ``python -m infer.eval`` does once its arguments are checked, and how Ctrl-C ends it."""
 
 import argparse
 import os
@@ -12,11 +12,11 @@ from longspec_jax.cli import counted
 from ..wording import command_words
 from . import run_folder
 from .progress import Progress
-from .records import Header, SampleRecord
+from .records import Header, SampleRecord, summary_rows
 
 
 class Evaluation:
-    """A request, and how far it has got."""
+    """One start of a run."""
 
     def __init__(self, arguments: argparse.Namespace, typed: Sequence[str]):
         """Begin with nothing loaded.
@@ -31,21 +31,17 @@ class Evaluation:
 
     @property
     def records(self) -> list[SampleRecord]:
-        """All that there are, those of an earlier run too."""
+        """All records so far, those of earlier starts too."""
         return [] if self._run is None else self._run.records
 
-    def close(self) -> None:
-        """Nothing is written from now on."""
+    def save(self) -> None:
+        """Say what a stopped run keeps; it is on the disk already."""
         if self._run is not None:
             self._run.close()
-
-    def save(self) -> None:
-        """Say what there is of a run that a signal has stopped; it is written already."""
-        self.close()
         self.progress.close()
         cli.say(
             f"interrupted; {self._arguments.out} keeps the results so far ({len(self.records)}), "
-            "and the same command goes on from there"
+            "and the same command continues from there"
         )
 
     def work(self) -> None:
@@ -59,13 +55,12 @@ class Evaluation:
         start_devices()
         from longspec_jax.compilation import keep_programs
 
-        from . import assembly
-        from .run import EvalRun
+        from . import run
 
         check_devices()
         self._make_folder()
         before = self._before()
-        progress.clear()  # What follows says of itself where it keeps and fetches things.
+        progress.clear()  # What follows prints where it keeps and fetches things.
         keep_programs()
         target, drafts = fetch(arguments)
         progress.starting("loading the models")
@@ -76,23 +71,23 @@ class Evaluation:
                 f"--target={arguments.target} comes without a tokenizer; add its files"
             )
         progress.starting("preparing the prompts")
-        tasks = assembly.prepared(arguments, spec)
-        spec = assembly.expecting(tasks, spec)
-        decoders = assembly.decoders(arguments, spec, target, drafts)
+        tasks = run.prepared_tasks(arguments, spec)
+        spec = run.expecting(tasks, spec)
+        decoders = run.ready_decoders(arguments, spec, target, drafts)
         settings = {decoder.name: decoder.setting for decoder in decoders}
-        header = assembly.header(arguments, self._typed, spec, settings)
+        header = run.new_header(arguments, self._typed, spec, settings)
         done = self._continued(header, before)
         writer = run_folder.Writer(arguments.out)
-        told = () if before is None else before.skipped
-        writer.add([each for task in tasks for each in task.skipped if each not in told])
+        written = () if before is None else before.skipped
+        writer.add([each for task in tasks for each in task.skipped if each not in written])
         self._announce(tasks, done)
-        plan = assembly.plan(arguments, spec)
-        self._run = EvalRun(plan, decoders, spec, done, writer, progress)
+        start = 0 if before is None else 1 + len(before.header.continued)
+        self._run = run.EvalRun(arguments, decoders, spec, done, writer, progress, start)
         with command_words():
             self._run.work(tasks)
 
     def _make_folder(self) -> None:
-        """Raise unless the run's files can be made in its folder, which is made if need be."""
+        """Make the run's folder; raise unless files can be made in it."""
         from longspec_jax import files
 
         folder = self._arguments.out
@@ -105,18 +100,18 @@ class Evaluation:
             ) from None
 
     def _before(self) -> run_folder.Run | None:
-        """What the folder holds of an earlier run."""
+        """What earlier starts have written."""
         folder = self._arguments.out
         if (folder / run_folder.HEADER).exists():
             return run_folder.read(folder)
         if any(folder.iterdir()):
             raise ValueError(
-                f"--out={folder} holds files and no run; name a folder that is empty or new"
+                f"--out={folder} holds other files and no run; name an empty or new folder"
             )
         return None
 
     def _continued(self, header: Header, before: run_folder.Run | None) -> Sequence[SampleRecord]:
-        """The records of an earlier run, if this one continues it; the header is written."""
+        """Write the header; return the records of earlier starts."""
         folder = self._arguments.out
         if before is None:
             run_folder.write_header(folder, header)
@@ -131,13 +126,13 @@ class Evaluation:
         run_folder.write_header(folder, replace(before.header, continued=again))
         if before.torn:
             self.progress.note(
-                f"the last line of {folder / run_folder.SAMPLES} was cut short; its sample is made "
-                "again"
+                f"the last line of {folder / run_folder.SAMPLES} was cut short; its sample is "
+                "measured again"
             )
         return before.samples
 
     def _announce(self, tasks: Sequence[Any], done: Sequence[SampleRecord]) -> None:
-        """Say what is run, what is left out and what is there already."""
+        """Print how many samples are run, cut, skipped and on file."""
         for task in tasks:
             longest = max(len(prompt.tokens) for prompt in task.prompts)
             cut = sum(len(each.tokens) < each.original_tokens for each in task.prompts)
@@ -146,20 +141,18 @@ class Evaluation:
             words += [f"{len(task.skipped)} skipped"] if task.skipped else []
             self.progress.note(f"{task.name}: {', '.join(words)}")
         if done:
-            self.progress.note(f"{counted(len(done), 'result')} of an earlier run")
+            self.progress.note(f"{counted(len(done), 'result')} of earlier starts")
 
     def summarize(self) -> None:
-        """Write the summary if one is wanted."""
+        """Write the summary if ``--summary`` was given."""
         if self._arguments.summary is None:
             return
         import json
 
         from longspec_jax import files
 
-        from .summary import rows
-
         header = run_folder.read_header(self._arguments.out)
-        values = {"header": run_folder.plain(header), "rows": rows(self.records)}
+        values = {"header": run_folder.plain(header), "rows": summary_rows(self.records)}
         data = (json.dumps(values, indent=1) + "\n").encode()
         files.replace(self._arguments.summary, data)
 

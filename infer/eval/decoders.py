@@ -1,16 +1,22 @@
-"""How a method decodes a group of prompts, and what it tells of each."""
+"""How a method decodes a group of prompts, and what it reports of each."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+import functools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from longspec_jax import LongSpec, TreeConfig
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.generation.activity import OnActivity
+from longspec_jax.generation.inspection import RoundView
 
 from .methods import Chosen
-from .records import Breakdown, RoundTree, Setting
-from .trees import round_trees
+from .records import Breakdown, RoundTree, Setting, Stop
+
+LOOKUP_TOKENS = 10
+"""Most tokens that prompt lookup proposes in a round, as in transformers' documentation."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class DecodedGroup:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of all rows of a group."""
+    """How all rows of a group are decoded."""
 
     temperature: float
     top_k: int
@@ -58,65 +64,60 @@ class Request:
         }
 
     def of_row(self, row: int) -> "Request":
-        """What is asked of one of them."""
+        """The request of one row."""
         return replace(self, max_new_tokens=[self.max_new_tokens[row]])
 
 
-class Decoder(Protocol):
+@dataclass(frozen=True)
+class Decoder:
     """A method, ready to decode."""
 
-    @property
-    def name(self) -> str:
-        """Of the method."""
-        ...
-
-    @property
-    def setting(self) -> Setting:
-        """What it runs with."""
-        ...
+    name: str
+    """Of the method."""
+    setting: Setting
+    """What it runs with."""
 
     def decode(
         self, prompts: Sequence[list[int]], request: Request, on_activity: OnActivity
     ) -> DecodedGroup:
         """Decode the rows of a group as one call."""
-        ...
+        raise NotImplementedError
+
+    def pieces(self, prompt: list[int], tokens: Sequence[int]) -> tuple[str, ...]:
+        """The text of a row by token."""
+        raise NotImplementedError
 
     def draws_like_plain(self, temperature: float) -> bool:
-        """Whether it draws from plain decoding's random stream, so that texts can be compared."""
-        ...
+        """Whether it draws from plain decoding's random stream, so that texts compare."""
+        return True
 
     def breakdown(
         self, prompts: Sequence[list[int]], request: Request, rounds: int
     ) -> Breakdown | None:
-        """Seconds of the parts of so many rounds; None where they cannot be told apart."""
-        ...
+        """Seconds of the parts of so many rounds; None if the method cannot time them."""
+        return None
 
     def trees(
         self, prompt: list[int], request: Request, emitted: Sequence[int]
     ) -> tuple[RoundTree, ...] | None:
-        """The trees of the first rounds of one row; None where there are none to be seen.
+        """The trees of the first rounds of one row; None if the method has none.
 
         Args:
           prompt: of the row.
           request: of the row.
-          emitted: how many tokens each of these rounds emitted.
+          emitted: tokens that each of these rounds emitted.
         """
-        ...
-
-    def pieces(self, prompt: list[int], tokens: Sequence[int]) -> tuple[str, ...] | None:
-        """The text of a row by token."""
-        ...
+        return None
 
 
 @dataclass(frozen=True)
-class LibraryDecoder:
+class LibraryDecoder(Decoder):
     """A method of this library."""
 
-    name: str
-    setting: Setting
     spec: LongSpec
     """With the method's draft alone."""
     tree: TreeConfig | None
+    """None if every call chooses."""
     adaptive: bool
 
     @classmethod
@@ -145,7 +146,7 @@ class LibraryDecoder:
         )
         own = replace(spec, draft=draft)
         if chosen.method.attention is not None:
-            # An attention that reads all slots of a cache is not handed more than it needs.
+            # Attention that reads every slot of a cache gets no more slots than it needs.
             own = replace(own, attention=chosen.method.attention, expected_tokens=0)
         return cls(chosen.name, setting, own, tree, chosen.method.adaptive)
 
@@ -173,14 +174,10 @@ class LibraryDecoder:
             stats.compile_seconds,
         )
 
-    def draws_like_plain(self, temperature: float) -> bool:
-        """Always: the target's own draws walk every tree."""
-        return True
-
     def breakdown(
         self, prompts: Sequence[list[int]], request: Request, rounds: int
     ) -> Breakdown | None:
-        """Seconds of the parts of so many rounds; none of adaptive ones, which differ."""
+        """Seconds of the parts of so many rounds; None for adaptive rounds, which differ."""
         if self.tree is None:
             return None
         parts = self.spec.breakdown(
@@ -195,7 +192,7 @@ class LibraryDecoder:
     def trees(
         self, prompt: list[int], request: Request, emitted: Sequence[int]
     ) -> tuple[RoundTree, ...] | None:
-        """The trees of the first rounds of one row; none where a round chooses its own."""
+        """The trees of the first rounds of one row; None without one tree for all rounds."""
         if self.tree is None or not self.tree.widths:
             return None
         views = self.spec.inspect(
@@ -206,7 +203,7 @@ class LibraryDecoder:
         )
         return round_trees(views, self.spec.tokenizer, emitted)
 
-    def pieces(self, prompt: list[int], tokens: Sequence[int]) -> tuple[str, ...] | None:
+    def pieces(self, prompt: list[int], tokens: Sequence[int]) -> tuple[str, ...]:
         """The text of a row by token."""
         from longspec_jax.generation.text import Detokenizer
 
@@ -218,8 +215,8 @@ class LibraryDecoder:
 def by_round(drafted: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Tokens of every target pass, and the draft tokens among them.
 
-    A pass ends with the token that no draft proposed; the last one may have been cut before it,
-    and all of its tokens are the draft's then.
+    A pass ends with the token that no draft proposed. The last pass may have been cut before that
+    token; all of its tokens are then the draft's.
 
     Args:
       drafted: of every emitted token, the prefill's first.
@@ -236,3 +233,183 @@ def by_round(drafted: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]
         emitted.append(count)
         accepted.append(count)
     return tuple(emitted), tuple(accepted)
+
+
+def round_trees(
+    views: Iterable[RoundView], tokenizer: Any, emitted: Sequence[int]
+) -> tuple[RoundTree, ...]:
+    """The first rounds of a row as trees.
+
+    Args:
+      views: of its rounds.
+      tokenizer: a transformers tokenizer.
+      emitted: tokens of each of these rounds; an accepted path may reach beyond the text's end.
+    """
+    return tuple(
+        _round_tree(view, tokenizer, count) for count, view in zip(emitted, views, strict=False)
+    )
+
+
+def _round_tree(view: RoundView, tokenizer: Any, emitted: int) -> RoundTree:
+    tree = view.tree
+    path = tree.path[:emitted]
+    has_children = any(parent == path[-1] for parent in tree.parents[1:])
+    stop: Stop = "not proposed" if has_children else "nothing below"
+    texts, drawn = (
+        tuple(tokenizer.decode([token]) for token in tokens) for tokens in (tree.tokens, tree.draws)
+    )
+    return RoundTree(
+        position=view.position,
+        tokens=tree.tokens,
+        texts=texts,
+        parents=tree.parents,
+        drawn=tree.draws,
+        drawn_texts=drawn,
+        path=path,
+        stop="ended" if emitted < len(tree.path) else stop,
+    )
+
+
+@functools.cache
+def torch_model(folder: Path, dtype: str) -> Any:
+    """A model of PyTorch, loaded once.
+
+    Args:
+      folder: of the checkpoint.
+      dtype: of parameters and activations.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # The run shows its own.
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+    )
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+@dataclass
+class _Passes:
+    """A streamer that counts the passes of a call of ``generate``."""
+
+    begins: list[float] = field(default_factory=list)
+    """Clock at the beginning of every pass of the target."""
+    counts: list[int] = field(default_factory=list)
+    """Tokens of every call of ``put``, the prompt's first."""
+
+    def begin(self, *_: Any) -> None:
+        """A pass of the target begins."""
+        self.begins.append(time.perf_counter())
+
+    def put(self, value: Any) -> None:
+        """Tokens have been emitted; transformers calls it."""
+        self.counts.append(int(value.numel()))
+
+    def end(self) -> None:
+        """The text has ended; transformers calls it."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceDecoder(Decoder):
+    """Hugging Face transformers' own ``generate``, one row at a time.
+
+    It has the same checkpoint, dtype and prompts. A hook counts a pass at every call of the
+    target's forward, and a streamer counts the tokens of each. The clock stops when the device is
+    done. With prompt lookup and an assistant the first pass may yield several tokens; it counts as
+    the prefill nevertheless.
+    """
+
+    target: Path
+    """Folder of the checkpoint."""
+    dtype: str
+    tokenizer: Any
+    lookup: int | None
+    """Tokens that prompt lookup proposes; None without it."""
+    assistant: Path | None
+    """Folder of a small language model that drafts; None without it."""
+
+    @classmethod
+    def of(
+        cls, chosen: Chosen, target: Path, spec: LongSpec, small_lm: tuple[str, str | Path] | None
+    ) -> "HuggingFaceDecoder":
+        """A method of loaded models.
+
+        Args:
+          chosen: the method.
+          target: folder of the target.
+          spec: the target, with any drafts.
+          small_lm: how the small language model was named, and its folder.
+        """
+        name, folder = (small_lm if chosen.method.kind == "small_lm" else None) or (None, None)
+        return cls(
+            chosen.name,
+            Setting(name, None, None, {}),
+            target,
+            spec.target_config.dtype,
+            spec.tokenizer,
+            LOOKUP_TOKENS if chosen.base == "hf-prompt-lookup" else None,
+            None if folder is None else Path(folder),
+        )
+
+    def decode(
+        self, prompts: Sequence[list[int]], request: Request, on_activity: OnActivity
+    ) -> DecodedGroup:
+        """Decode a group, which has one row."""
+        import torch
+
+        model = torch_model(self.target, self.dtype)
+        tokens = torch.tensor([prompts[0]], device=model.device)
+        drawing: dict[str, Any] = {"do_sample": False}
+        if request.temperature > 0:
+            torch.manual_seed(request.seed)
+            drawing = {
+                "do_sample": True,
+                "temperature": request.temperature,
+                "top_k": request.top_k,
+                "top_p": request.top_p,
+            }
+        drafting: dict[str, Any] = {}
+        if self.lookup is not None:
+            drafting["prompt_lookup_num_tokens"] = self.lookup
+        if self.assistant is not None:
+            drafting["assistant_model"] = torch_model(self.assistant, self.dtype)
+        passes = _Passes()
+        hook = model.register_forward_pre_hook(passes.begin)
+        try:
+            with torch.inference_mode():
+                begin = time.perf_counter()
+                output = model.generate(
+                    tokens,
+                    attention_mask=torch.ones_like(tokens),
+                    max_new_tokens=request.max_new_tokens[0],
+                    eos_token_id=list(request.stop_tokens) or None,
+                    pad_token_id=(list(request.stop_tokens) or [0])[0],
+                    streamer=passes,
+                    **drawing,
+                    **drafting,
+                )
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize()
+                end = time.perf_counter()
+        finally:
+            hook.remove()
+        new = tuple(output[0, tokens.shape[1] :].tolist())
+        first_end = passes.begins[1] if len(passes.begins) > 1 else end
+        emitted = tuple(passes.counts[2:])
+        row = Decoded(
+            new,
+            self.tokenizer.decode(new, skip_special_tokens=True),
+            emitted,
+            tuple(max(count - 1, 0) for count in emitted),
+            len(emitted),
+        )
+        return DecodedGroup((row,), first_end - begin, end - first_end, 0.0)
+
+    def draws_like_plain(self, temperature: float) -> bool:
+        """Only at temperature 0: PyTorch has another random stream."""
+        return temperature == 0
+
+    def pieces(self, prompt: list[int], tokens: Sequence[int]) -> tuple[str, ...]:
+        """Every token's own text."""
+        return tuple(self.tokenizer.decode([token]) for token in tokens)

@@ -1,39 +1,41 @@
-"""Rows of a task: from a file that is named, or from the hub.
+"""Rows of a task, from a file or from the hub, and the fields of a row.
 
 A file is JSON lines, Parquet, or a zip archive with a file of the task's name; a folder holds one
-of these. Nothing is ever run that comes with a data set: where the hub has but a dataset script,
-which ``datasets`` no longer loads, the archive beside it is read.
+of these. No code of a data set is run: where the hub has only a dataset script, which ``datasets``
+no longer loads, the archive beside it is read.
 """
 
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from longspec_jax.checks import shown
 
 from .tasks import Hub
 
 Row = tuple[str, dict[str, Any]]
-"""Where a row was read, and its fields."""
+"""File and line of a row, and its fields."""
 ENDINGS = (".jsonl", ".parquet")
 OFFLINE = (
     "download it elsewhere and name the file with --data=FILE, or name a mirror with HF_ENDPOINT"
 )
 DATASETS = "the datasets package (pip install datasets); JSON lines need nothing: --data=FILE.jsonl"
-"""What is missing where only the core is installed, and what does without."""
+"""The package that is missing beside the core, and the alternative."""
 
 
 def rows(task: str, hub: Hub | None, path: Path | None, mirror: str | None) -> list[Row]:
     """All rows of a task.
 
     Args:
-      task: its name, which its file bears.
-      hub: where its data lie; None if they are always named.
+      task: its name, and that of its file.
+      hub: where its data are; None if the user always names them.
       path: a file or folder instead.
       mirror: a dataset on the hub instead of the usual one.
 
     Raises:
-      OSError: if there are none to be had.
+      OSError: if they cannot be read or fetched.
       ValueError: for a file that cannot be read.
     """
     if path is not None:
@@ -79,15 +81,17 @@ def _zipped(task: str, path: Path) -> Iterator[Row]:
                 raise FileNotFoundError(f"{path} holds no {task}.jsonl; name another archive")
             data = archive.read(names[0])
     except zipfile.BadZipFile as error:
-        raise ValueError(f"{path} is no whole zip archive ({error}); download it again") from None
+        raise ValueError(
+            f"{path} is not a whole zip archive ({error}); download it again"
+        ) from None
     yield from json_lines(data, f"{path}:{names[0]}")
 
 
 def json_lines(data: bytes, where: str) -> Iterator[Row]:
-    """The objects of JSON lines; empty lines are left out.
+    """The objects of JSON lines, without empty lines.
 
     Raises:
-      ValueError: for a line that is none, naming it.
+      ValueError: for a line that is not an object, naming it.
     """
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
@@ -96,9 +100,9 @@ def json_lines(data: bytes, where: str) -> Iterator[Row]:
         try:
             row = json.loads(line.decode("utf-8-sig"))
         except ValueError as error:
-            raise ValueError(f"{place} is no JSON ({error}); mend or remove the line") from None
+            raise ValueError(f"{place} is not JSON ({error}); correct or remove the line") from None
         if not isinstance(row, dict):
-            raise ValueError(f"{place} must be an object with named fields; mend the line")
+            raise ValueError(f"{place} must be an object with named fields; correct the line")
         yield place, row
 
 
@@ -158,11 +162,64 @@ def _dataset(dataset: str, config: str | None, split: str) -> Any:
             "a copy of its data with --data=FILE.jsonl (or .zip, .parquet), or a dataset of plain "
             "files with --hub=OWNER/NAME"
         ) from None
-    except Exception as error:  # It raises kinds of its own for what is missing or unreachable.
+    except Exception as error:  # It has its own kinds of errors for an absent or unreachable set.
         raise OSError(
             f"the dataset {dataset} cannot be loaded: {_first_line(error)}; {OFFLINE}"
-        ) from (error)
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def text_field(row: Mapping[str, Any], name: str, where: str) -> str:
+    """A field of a row that must be text with something in it.
+
+    Raises:
+      ValueError: if it is missing, no text, or empty.
+    """
+    if name not in row:
+        found = ", ".join(sorted(map(str, row))) or "nothing"
+        raise ValueError(
+            f"{where} lacks the field {name!r}; it has {found}. Rename the field, or run the "
+            "task that this file belongs to"
+        )
+    value = row[name]
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {name!r} must be text, got {shown(value)}; convert it first")
+    if not value.strip():
+        raise ValueError(f"{where}: {name!r} is empty; fill it in, or remove the row")
+    return value
+
+
+def references(row: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
+    """The references of a row; none if it has no such field.
+
+    A field holds one reference or a list of them, each a text, a number, or an object with a
+    ``text``.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    value = row.get(name)
+    if value is None:
+        return ()
+    found = []
+    for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+        answer = each.get("text") if isinstance(each, dict) else each
+        if not isinstance(answer, str | int | float):
+            kind = type(answer).__name__
+            raise ValueError(
+                f"{where}: {name!r} must hold texts, not {kind}; convert it to a string or "
+                "a list of strings"
+            )
+        found.append(str(answer))
+    return tuple(found)
+
+
+def sample_name(row: Mapping[str, Any], number: int) -> str:
+    """A row's own identifier, or its number in the file, from 0."""
+    for key in ("_id", "id", "bid"):
+        if isinstance(row.get(key), str | int) and str(row[key]).strip():
+            return str(row[key])
+    return str(number)

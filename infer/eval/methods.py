@@ -1,19 +1,17 @@
-"""The methods that are compared, and how a run of them is named.
+"""The methods that a run compares.
 
-A method is a way to decode with a kind of draft, or without one. Its name is what the report calls
-it; ``NAME=TREE`` asks for another tree, and is then the name.
+A method is a way to decode with a kind of draft, or without one. ``NAME=TREE`` runs it with another
+tree, and is then its name in records and reports.
 """
 
-from __future__ import annotations  # Drafts are named in types alone, and import jax.
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
 
-if TYPE_CHECKING:
-    from longspec_jax.drafters.draft import DefaultTrees, Draft
+if TYPE_CHECKING:  # Imports jax, which --help does without.
+    from longspec_jax.drafters.draft import Draft
 
 GAMMA = TreeConfig((1, 1, 1, 1))
 """The chain of the LongSpec release, for its own draft and for MagicDec."""
@@ -25,80 +23,61 @@ class Method:
 
     kind: str | None
     """Of the draft it needs; None for none."""
-    tree: Callable[[DefaultTrees, bool], TreeConfig | None] | None
-    """``(usual trees of the draft, on a CPU) -> tree`` where none is named; None for what a call
-    chooses itself."""
     about: str
+    trees: tuple[TreeConfig, TreeConfig] | None = None
+    """On accelerators and on a CPU; the default trees of the draft if absent."""
     attention: str | None = None
     """Attention implementation instead of the run's."""
     adaptive: bool = False
     outside: bool = False
     """Whether Hugging Face transformers decodes, with PyTorch."""
-    usual: bool = True
-    """Whether it runs where no methods are named and its draft is there."""
-
-
-def _tree(usual: DefaultTrees, cpu: bool) -> TreeConfig:
-    """The paper's where nodes are nearly free; on a CPU they are not."""
-    return TreeConfig((2, 2)) if cpu else DEFAULT_TREE
-
-
-def _gamma(usual: DefaultTrees, cpu: bool) -> TreeConfig:
-    return GAMMA
-
-
-def _usual(usual: DefaultTrees, cpu: bool) -> TreeConfig:
-    return (usual.cpu if cpu else usual.large)[0]
-
-
-def _none(usual: DefaultTrees, cpu: bool) -> TreeConfig:
-    return PLAIN
+    default: bool = True
+    """Whether it runs with its draft if no methods are named."""
 
 
 METHODS = {
-    "plain": Method(None, _none, "the target alone, with this library's attention"),
+    "plain": Method(None, "the target alone, with this library's attention", (PLAIN, PLAIN)),
     "plain-eager": Method(
         None,
-        _none,
         "the target alone, with attention that writes out all scores (the papers' Vanilla HF)",
+        (PLAIN, PLAIN),
         attention="reference",
-        usual=False,
+        default=False,
     ),
-    "longspec-tree": Method("longspec", _tree, "a LongSpec draft and a tree"),
-    "longspec-chain": Method("longspec", _gamma, "a LongSpec draft and a chain of four"),
+    "longspec-tree": Method(
+        "longspec", "a LongSpec draft and a tree", (DEFAULT_TREE, TreeConfig((2, 2)))
+    ),
+    "longspec-chain": Method("longspec", "a LongSpec draft and a chain of four", (GAMMA, GAMMA)),
     "magicdec": Method(
         "streaming",
-        _gamma,
         "the target over 32 first and 1024 last tokens of its own cache, and a chain of four",
+        (GAMMA, GAMMA),
     ),
-    "ngram": Method("ngram", _usual, "what followed the last tokens before (prompt lookup)"),
-    "small_lm": Method("small_lm", _usual, "a small language model"),
+    "ngram": Method("ngram", "the tokens that followed the last ones before (prompt lookup)"),
+    "small_lm": Method("small_lm", "a small language model"),
     "adaptive": Method(
         "longspec",
-        None,
-        "a LongSpec draft; each round takes a tree or none, by what they turn out to yield",
+        "a LongSpec draft; each round takes a tree or none, by measured tokens per second",
         adaptive=True,
-        usual=False,
+        default=False,
     ),
-    "hf-plain": Method(None, None, "transformers' generate", outside=True, usual=False),
+    "hf-plain": Method(None, "transformers' generate", outside=True, default=False),
     "hf-prompt-lookup": Method(
-        None,
         None,
         "transformers' generate with prompt_lookup_num_tokens",
         outside=True,
-        usual=False,
+        default=False,
     ),
     "hf-assisted": Method(
         "small_lm",
-        None,
         "transformers' generate with an assistant model",
         outside=True,
-        usual=False,
+        default=False,
     ),
 }
 """All methods, in the order in which they run."""
 ALL = "all"
-"""Stands for every method whose draft is there."""
+"""Stands for every method whose draft is loaded."""
 
 
 @dataclass(frozen=True)
@@ -113,26 +92,30 @@ class Chosen:
 
     @property
     def method(self) -> Method:
-        """What it stands for."""
+        """Its entry in the table."""
         return METHODS[self.base]
 
-    def tree(self, draft: Draft | None, cpu: bool) -> TreeConfig | None:
-        """The tree it runs with this draft; None where the call chooses."""
+    def tree(self, draft: "Draft | None", cpu: bool) -> TreeConfig | None:
+        """The tree it runs with this draft; None if every call chooses."""
         if self.named_tree is not None:
             return self.named_tree
-        if self.method.tree is None:
+        if self.method.adaptive or self.method.outside:
             return None
-        return PLAIN if draft is None else self.method.tree(draft.default_trees, cpu)
+        if self.method.trees is not None:
+            return self.method.trees[cpu]
+        if draft is None:
+            return PLAIN
+        return (draft.default_trees.cpu if cpu else draft.default_trees.large)[0]
 
 
-def settled(
-    named: Sequence[Chosen], drafts: Sequence[Draft], with_torch: bool
-) -> list[tuple[Chosen, Draft | None]]:
+def with_drafts(
+    named: Sequence[Chosen], drafts: "Sequence[Draft]", with_torch: bool
+) -> "list[tuple[Chosen, Draft | None]]":
     """The methods of a run with their drafts, plain decoding among them, in the order of the table.
 
     Args:
-      named: on the command line; those whose draft is there if empty.
-      drafts: what is loaded.
+      named: on the command line; if empty, the default methods of the drafts.
+      drafts: that are loaded.
       with_torch: whether PyTorch is installed, for ``all``.
 
     Raises:
@@ -140,7 +123,7 @@ def settled(
     """
     kinds = by_kind(drafts)
     if not named:
-        chosen = [Chosen(name, name) for name, method in METHODS.items() if method.usual]
+        chosen = [Chosen(name, name) for name, method in METHODS.items() if method.default]
         chosen = [each for each in chosen if each.method.kind in (None, *kinds)]
     elif any(each.base == ALL for each in named):
         wanted = [
@@ -152,7 +135,7 @@ def settled(
     else:
         chosen = list(named)
     if not any(each.name == "plain" for each in chosen):
-        chosen = [Chosen("plain", "plain"), *chosen]  # What all others are compared with.
+        chosen = [Chosen("plain", "plain"), *chosen]  # All others are compared with it.
     order = list(METHODS)
     found = []
     for each in sorted(chosen, key=lambda each: order.index(each.base)):
@@ -166,17 +149,17 @@ def settled(
     return found
 
 
-def by_kind(drafts: Sequence[Draft]) -> dict[str, Draft]:
+def by_kind(drafts: "Sequence[Draft]") -> "dict[str, Draft]":
     """The drafts by their kinds, in order.
 
     Raises:
-      ValueError: for two of one kind, which methods could not tell apart.
+      ValueError: for two of one kind: a method names a kind.
     """
     from longspec_jax.drafters.retrieval.draft import RetrievalDraft
 
     found: dict[str, Draft] = {}
     for draft in drafts:
-        # One whose trees are checked over retrieved context first is of its own kind still.
+        # Partial verification over retrieved context wraps a draft of another kind.
         kind = draft.inner.name if isinstance(draft, RetrievalDraft) else draft.name
         if kind in found:
             raise ValueError(
@@ -193,4 +176,4 @@ _NEEDED = {
     "ngram": "--draft=ngram",
     "small_lm": "a small language model: --draft=FOLDER",
 }
-"""What to type for a kind of draft."""
+"""How to name a kind of draft."""

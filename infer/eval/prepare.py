@@ -1,4 +1,9 @@
-"""The prompts of a run: samples of its tasks, as the protocol asks them."""
+"""From the samples of a task to the tokens of its prompts, as a published evaluation asks.
+
+``LongSpecProtocol`` is the LongSpec release's: its own chat format in one text, prompts between two
+bounds, all others skipped, 1024 new tokens. ``LongBenchProtocol`` is LongBench's (version 1): long
+prompts lose their middle, and the model's chat format surrounds the rest, except for code.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,32 +12,179 @@ from typing import Any
 
 from longspec_jax import demo_prompts
 
-from ..prompts import SOURCES, item_of, read_text
-from . import protocols, suite
-from .loading import Row, rows
-from .protocols import EvalProtocol, LeftOut, Ready
+from ..prompts import SOURCES, STYLES, encode, item_of, read_text, release_turns
+from .loading import Row, references, rows, sample_name, text_field
 from .records import SkippedSample
-from .samples import Sample, references, sample_name, text_field
-from .tasks import AIME24_ROWS, FREE, NEEDLE, RELEASE_TOKENS, TASKS, Task
+from .tasks import (
+    AIME24_ROWS,
+    DEMO_TOKENS,
+    FREE,
+    NEEDLE,
+    NEEDLE_TOKENS,
+    RAW,
+    RELEASE_TOKENS,
+    SUITE,
+    TASKS,
+    Sample,
+    Task,
+    needles,
+)
+
+RELEASE_LEAST, RELEASE_MARGIN = 1200, 2000
+"""The release keeps prompts of more tokens than the first, and of at most the second fewer than
+the model's range."""
+LONGBENCH_LIMITS = {4096: 3500, 8192: 7500, 16384: 15500, 32768: 31500}
+"""Most tokens of a prompt by the model's range, as LongBench publishes them."""
+LONGBENCH_MARGIN = 1268
+"""Tokens that LongBench leaves a model of 32k beyond the prompt; used for other ranges."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The tokens of a prompt."""
+
+    tokens: list[int]
+    original_tokens: int
+    """With those that the protocol cut out."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Why a prompt is not decoded."""
+
+    original_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """What prompts depend on in the target."""
+
+    tokenizer: Any
+    vocab_size: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class LongSpecProtocol:
+    """The LongSpec release's."""
+
+    target: Target
+    least: int
+    """Prompts of at most so many tokens are skipped, in tasks with long prompts."""
+    most: int
+    """Prompts of more tokens are skipped."""
+
+    @classmethod
+    def of(cls, target: Target, least: int | None, most: int | None) -> "LongSpecProtocol":
+        """With the release's bounds as defaults."""
+        least = RELEASE_LEAST if least is None else least
+        limit = max(target.positions - RELEASE_MARGIN, 1)
+        return cls(target, least, limit if most is None else most)
+
+    def new_tokens(self, task: Task) -> int:
+        """Most new tokens of a task's samples."""
+        return task.release_tokens
+
+    def prompt(self, task: Task, sample: Sample) -> Ready | Skipped:
+        """The whole prompt, if its length is within the bounds."""
+        wording = task.release
+        text = wording.whole(sample.fields)
+        if not task.books or task.chat:
+            question = {"role": "user", "content": wording.filled(sample.fields)}
+            text = "".join([*release_turns(self.target.tokenizer, [question]), wording.answer])
+        tokens = self.target.tokenizer(text)["input_ids"]
+        least = self.least if task.long else 0
+        if len(tokens) <= least:
+            return Skipped(len(tokens), f"no more than {least} tokens, which the protocol skips")
+        if len(tokens) > self.most:
+            return Skipped(len(tokens), f"more than {self.most} tokens, which the protocol skips")
+        return Ready(tokens, len(tokens))
+
+
+@dataclass(frozen=True)
+class LongBenchProtocol:
+    """LongBench's."""
+
+    target: Target
+    style: str
+    """A chat format of :data:`infer.prompts.STYLES`, or ``raw`` for none."""
+    most: int
+    """Longer prompts lose their middle."""
+
+    @classmethod
+    def of(cls, target: Target, style: str | None, most: int | None) -> "LongBenchProtocol":
+        """With LongBench's limit as the default.
+
+        Raises:
+          ValueError: for a model without a chat format, and no style.
+        """
+        if style is None:
+            if not getattr(target.tokenizer, "chat_template", None):
+                raise ValueError(
+                    "--protocol=longbench asks in the model's chat format, and the target's "
+                    f"tokenizer has none; choose --prompt_style={', '.join([*STYLES, RAW])}"
+                )
+            style = "native"
+        usual = max(target.positions - LONGBENCH_MARGIN, 2)
+        limit = LONGBENCH_LIMITS.get(target.positions, usual)
+        return cls(target, style, limit if most is None else most)
+
+    def new_tokens(self, task: Task) -> int:
+        """Most new tokens of a task's samples."""
+        return task.longbench_tokens
+
+    def prompt(self, task: Task, sample: Sample) -> Ready | Skipped:
+        """The prompt, without its middle if it is too long.
+
+        ``original_tokens`` of a cut prompt are those of the result, tokenised again and in its chat
+        format, and those that were removed.
+        """
+        text = task.longbench.whole(sample.fields)
+        tokens = self.target.tokenizer(text)["input_ids"]
+        removed = 0
+        if len(tokens) > self.most:
+            half = self.most // 2
+            removed = len(tokens) - 2 * half
+            first, last = tokens[:half], tokens[len(tokens) - half :]
+            text = "".join(
+                self.target.tokenizer.decode(part, skip_special_tokens=True)
+                for part in (first, last)
+            )
+        style = None if self.style == RAW or not task.chat else self.style
+        found = encode(self.target.tokenizer, self.target.vocab_size, text, style)
+        return Ready(found, len(found) + removed)
+
+
+EvalProtocol = LongSpecProtocol | LongBenchProtocol
+
+
+def first_tokens(tokenizer: Any, text: str, count: int) -> str | None:
+    """The text of the first ``count`` tokens; None if there are fewer."""
+    tokens: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(tokens) < count:
+        return None
+    return tokenizer.decode(tokens[:count], skip_special_tokens=True)
+
 
 FREE_ANSWERS = ("answers", "references")
-"""Fields of a user's row that may hold what counts as an answer."""
+"""Fields of a user's row that may hold references."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What the samples are made of."""
+    """Where samples come from."""
 
     data: Mapping[str, Path]
-    """A file or folder by task; under an empty name, for all tasks."""
+    """A file or folder by task; the one of an empty name is for all tasks."""
     mirror: str | None
     """A dataset on the hub instead of a task's own."""
     contexts: Sequence[int]
-    """Tokens that texts are cut to, where a task is about texts of any length."""
+    """Tokens of the prompts of tasks whose texts can have any length."""
     style: str | None
-    """Chat format of prompts that are taken as they are."""
+    """Chat format of a user's prompts."""
     limit: int | None
-    """Most samples of a task; all of them if absent."""
+    """Most samples of a task; None for all."""
 
 
 @dataclass(frozen=True)
@@ -43,59 +195,50 @@ class Prompt:
     tokens: list[int]
     original_tokens: int
     new_tokens: int
-    """Most, as far as the target's range leaves room."""
+    """Most new tokens, within the target's range."""
     references: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PreparedTask:
-    """A task's prompts, and what was left out."""
+    """A task's prompts, and its skipped samples."""
 
     name: str
     prompts: tuple[Prompt, ...]
     skipped: tuple[SkippedSample, ...]
 
 
-@dataclass(frozen=True)
-class Target:
-    """What preparing needs to know of the target."""
-
-    tokenizer: Any
-    vocab_size: int
-    positions: int
-
-
 def prepare(
-    name: str, sources: Sources, protocol: EvalProtocol, target: Target, new_tokens: int | None
+    name: str, sources: Sources, protocol: EvalProtocol, new_tokens: int | None
 ) -> PreparedTask:
     """The prompts of a task.
 
     Args:
       name: of the task.
-      sources: what its samples are made of.
-      protocol: how they are asked.
-      target: what decodes them.
+      sources: where its samples come from.
+      protocol: how they are asked, of which target.
       new_tokens: most new tokens; the protocol's number if absent.
 
     Raises:
-      OSError: if the task's data cannot be had.
-      ValueError: for data that are not as they should be, or if nothing is left to decode.
+      OSError: if the task's data cannot be read or fetched.
+      ValueError: for malformed data, or if nothing is left to decode.
     """
-    task = TASKS.get(name)
+    task, target = TASKS.get(name), protocol.target
     most = new_tokens or _new_tokens(name, task, protocol)
     prompts, skipped = [], []
-    for sample in samples(name, sources, target):
+    for sample in samples(name, sources, target.tokenizer):
         if sources.limit is not None and len(prompts) >= sources.limit:
             break
-        found = (
-            protocols.as_given(target.tokenizer, target.vocab_size, sample, sources.style)
-            if task is None
-            else protocol.prompt(task, sample)
-        )
+        if task is None:  # A finished prompt, without a protocol's wording or bounds.
+            style = None if sources.style == RAW else sources.style
+            tokens = encode(target.tokenizer, target.vocab_size, sample.prompt, style)
+            found = Ready(tokens, len(tokens))
+        else:
+            found = protocol.prompt(task, sample)
         if isinstance(found, Ready) and len(found.tokens) >= target.positions:
             reason = f"its {len(found.tokens)} tokens leave no room in {target.positions} positions"
-            found = LeftOut(found.original_tokens, reason)
-        if isinstance(found, LeftOut):
+            found = Skipped(found.original_tokens, reason)
+        if isinstance(found, Skipped):
             skipped.append(SkippedSample(name, sample.name, found.original_tokens, found.reason))
             continue
         fits = min(most, target.positions - len(found.tokens))
@@ -106,28 +249,27 @@ def prepare(
         why = f" ({skipped[0].sample}: {skipped[0].reason})" if skipped else ""
         remedy = (
             "name a shorter --context"
-            if name in suite.SUITE or name == NEEDLE
-            else "--min_prompt and --max_prompt move the protocol's bounds"
+            if name in SUITE or name == NEEDLE
+            else "--min_prompt and --max_prompt change the protocol's bounds"
         )
-        raise ValueError(f"--task={name}: all {len(skipped)} samples are left out{why}; {remedy}")
+        raise ValueError(f"--task={name}: all {len(skipped)} samples are skipped{why}; {remedy}")
     _check_names(name, [prompt.sample for prompt in prompts])
     return PreparedTask(name, tuple(prompts), tuple(skipped))
 
 
-def samples(name: str, sources: Sources, target: Target) -> Iterator[Sample]:
+def samples(name: str, sources: Sources, tokenizer: Any) -> Iterator[Sample]:
     """The samples of a task, in the order of its data."""
     path = sources.data.get(name, sources.data.get(""))
-    tokenizer = target.tokenizer
-    if name in suite.SUITE:
+    if name in SUITE:
         for context in sources.contexts:
-            yield from suite.SUITE[name](tokenizer, context)
+            yield from SUITE[name](tokenizer, context)
     elif name == NEEDLE:
-        # A folder or an archive is of other tasks.
+        # A folder or an archive belongs to other tasks.
         texts = [*demo_prompts().values()]
         if path is not None and path.is_file() and path.suffix != ".zip":
             texts = [read_text(path, "--data")]
         for context in sources.contexts:
-            yield from suite.needles(tokenizer, texts, context)
+            yield from needles(tokenizer, texts, context)
     elif name == FREE:
         for number, row in enumerate(rows(name, None, path, None)):
             yield _free(number, row)
@@ -151,13 +293,13 @@ def _filled(
         yield Sample(name, answers, fields)
         return
     for context in sources.contexts:
-        cut = protocols.first_tokens(tokenizer, fields["text"], context)
-        if cut is not None:  # A book that is shorter belongs to a shorter context.
+        cut = first_tokens(tokenizer, fields["text"], context)
+        if cut is not None:  # A shorter book belongs to a shorter context.
             yield Sample(f"{name} to {context}", answers, {"text": cut})
 
 
 def _free(number: int, row: Row) -> Sample:
-    """A sample of a user's file: ``prompt`` or ``messages``, and what counts as an answer."""
+    """A sample of a user's file: ``prompt``, ``messages`` or ``input_ids``, and references."""
     where, values = row
     given = [name for name in SOURCES if name in values]
     if len(given) != 1:
@@ -167,7 +309,7 @@ def _free(number: int, row: Row) -> Sample:
         )
     [kind] = given
     if values[kind] in ("", []):
-        raise ValueError(f"{where}: {kind!r} is empty; remove the row, or fill it in")
+        raise ValueError(f"{where}: {kind!r} is empty; fill it in, or remove the row")
     text = kind == "prompt"
     prompt = text_field(values, kind, where) if text else item_of(kind, values[kind], where)
     answers = next((name for name in FREE_ANSWERS if name in values), FREE_ANSWERS[0])
@@ -175,7 +317,7 @@ def _free(number: int, row: Row) -> Sample:
 
 
 def _of_2024(found: Sequence[Row]) -> list[Row]:
-    """AIME's problems of 2024: those ids of the usual dataset, or all of another file."""
+    """AIME's problems of 2024: those ids of the usual dataset, or all rows of another."""
     chosen = [row for row in found if row[1].get("id") in AIME24_ROWS]
     return chosen if len(chosen) == len(AIME24_ROWS) else list(found)
 
@@ -184,12 +326,12 @@ def _new_tokens(name: str, task: Task | None, protocol: EvalProtocol) -> int:
     if task is not None:
         return protocol.new_tokens(task)
     if name in ("demo_needle", NEEDLE):
-        return suite.NEEDLE_TOKENS
-    return suite.NEW_TOKENS if name in suite.SUITE else RELEASE_TOKENS
+        return NEEDLE_TOKENS
+    return DEMO_TOKENS if name in SUITE else RELEASE_TOKENS
 
 
 def _check_names(task: str, names: Sequence[str]) -> None:
-    """Samples are told apart by their names, also when a run is continued."""
+    """Refuse equal names: they identify samples, also when a run continues."""
     if len(names) > len(set(names)):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(

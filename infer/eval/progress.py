@@ -1,4 +1,4 @@
-"""How far a run has got: on a terminal at any moment, else when a method is through with a task."""
+"""The progress of a run: at any moment on a terminal, else after every task of a method."""
 
 import sys
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from longspec_jax.status_line import StatusLine
 from .records import (
     PLAIN_METHOD,
     SampleRecord,
-    acceptance_length,
     compared_with_plain,
+    figures_in_words,
     tokens_per_second,
 )
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a method does with a task at one temperature."""
+    """One method over one task at one temperature."""
 
     task: str
     method: str
@@ -28,46 +28,46 @@ class Part:
 
     @property
     def title(self) -> str:
-        """For reading."""
+        """As the status line shows it."""
         return f"{self.task}  {self.method}  T={self.temperature:g}"
 
 
 class Progress:
-    """Shows what is under way; the figures are those of the samples that have ended."""
+    """Shows what is running, and the figures of the finished samples."""
 
     def __init__(self, status: StatusLine | None = None):
         """Show on standard error.
 
         Args:
-          status: instead of it.
+          status: another place to show them.
         """
         self._status = status or StatusLine(sys.stderr)
         self._part: Part | None = None
         self._detail = ""
 
     def starting(self, words: str) -> None:
-        """Something begins that belongs to no part."""
+        """Something outside the parts begins."""
         self._status.show(words)
 
     def clear(self) -> None:
-        """What follows says of itself what it does."""
+        """Clear the line for other output."""
         self._status.clear()
 
     def at(self, part: Part, records: Sequence[SampleRecord]) -> None:
-        """A part has got so far."""
+        """Show the finished records of a part."""
         self._part = part
         done = f"{len(records)}/{part.samples} samples"
-        self._detail = ", ".join([done, *figures(records)])
+        self._detail = ", ".join([done, *figures_in_words(records)])
         self._status.show(part.title, self._detail)
 
     def activity(self, activity: Activity) -> None:
-        """A call does something before its first round."""
+        """Show what a call does before its first round."""
         if self._part is None:
             return
         words = {Compiling: "compiling", Prefilling: "prefill", Tuning: "timing trees"}
         doing = words.get(type(activity), "decoding")
         if isinstance(activity, Prefilling):
-            # Nothing is reported of decoding, which nobody is to slow down.
+            # Decoding reports nothing, which would slow it down.
             doing = f"prefill {activity.done}/{activity.total}, then decoding"
         self._status.show(self._part.title, f"{self._detail}, {doing}")
 
@@ -77,31 +77,23 @@ class Progress:
         print(text, flush=True)
 
     def note(self, text: str) -> None:
-        """Print what is no result on standard error."""
+        """Print a line on standard error."""
         self._status.clear()
         print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Nothing is shown any more."""
+        """Show nothing any more."""
         self._status.close()
 
 
-def figures(records: Sequence[SampleRecord]) -> list[str]:
-    """Tokens per pass and per second, where there are any."""
-    found = []
-    if any(record.target_passes for record in records):
-        found.append(f"{acceptance_length(records):.2f} tokens per pass")
-    if any(record.decode_tokens for record in records):
-        found.append(f"{tokens_per_second(records):.1f} tokens/s")
-    return found
-
-
 def part_line(part: Part, records: Sequence[SampleRecord], plain: Sequence[SampleRecord]) -> str:
-    """What a method gave on a task, for reading."""
-    words = [counted(len(records), "sample"), *figures(records)]
+    """The figures of a method on a task."""
+    words = [counted(len(records), "sample"), *figures_in_words(records)]
     if part.method != PLAIN_METHOD and plain and any(each.decode_tokens for each in plain):
         speedup = tokens_per_second(records) / tokens_per_second(plain)
         words.append(f"{speedup:.2f} times plain")
+        if {each.start for each in records} != {each.start for each in plain}:
+            words.append("plain timed in another start of this run")
     same, compared = compared_with_plain(records)
     if compared:
         words.append(f"{same} of {compared} identical to plain")

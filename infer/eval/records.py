@@ -1,8 +1,8 @@
 """What an evaluation keeps of every sample: raw counts, from which every figure is derived.
 
-Counting follows one definition: the acceptance length is the tokens that decode rounds emit by the
-target's forward passes, the bonus included and the prefill with its first token excluded; tokens
-per second are the same tokens by the seconds of the rounds.
+One definition holds throughout. The acceptance length is the tokens that decode rounds emit / the
+target's forward passes, the bonus included, the prefill and its first token excluded. Tokens per
+second are the same tokens / the seconds of the rounds.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 SCHEMA = 1
-"""Version of what is written below; raised when a reader of older files would misread them."""
+"""Version of the files; raised when an older reader would misread newer ones."""
 PLAIN_METHOD = "plain"
-"""The method whose text and speed all others are compared with."""
+"""The method that all others are compared with."""
 
 End = Literal["eos", "length"]
 Stop = Literal["not proposed", "nothing below", "ended"]
@@ -24,7 +24,7 @@ Stop = Literal["not proposed", "nothing below", "ended"]
 
 @dataclass(frozen=True)
 class Key:
-    """What one line of results is about: no two lines of a run have the same."""
+    """Identifies a line of results: no two lines of a run have the same key."""
 
     task: str
     sample: str
@@ -49,10 +49,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of the parts of decoding, taken in a run of their own.
+    """Seconds of the parts of decoding, measured in a run of their own.
 
-    Waiting for every part keeps the device from overlapping them, so that their sum exceeds what
-    the sample took: ``SampleRecord.decode_s`` is the untouched run's.
+    That run waits for every part, so the device overlaps none of them, and their sum exceeds
+    ``SampleRecord.decode_s``, which is the untouched run's.
     """
 
     draft_s: float
@@ -60,9 +60,9 @@ class Breakdown:
     verify_s: float
     """The target checks it."""
     other_s: float
-    """Draws, walk, commit, what the drafter learns, and the host in between."""
+    """Draws, acceptance, commit, drafter update, and the host in between."""
     rounds: int
-    """That were timed."""
+    """Timed rounds."""
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,20 @@ class Divergence:
     index: int
     """Among the emitted tokens."""
     gap: float | None
-    """How much plain decoding's own scores prefer its token, noise and temperature included: how
-    far from a tie the draw was. None where one of the two texts had ended, or it is not known."""
+    """How much plain decoding's own scores prefer its token, noise and temperature included: the
+    distance of the draw from a tie. None if one of the two texts had ended, or it is unknown."""
 
 
 @dataclass(frozen=True)
 class RoundTree:
-    """One round as a tree: node 0 is the token that was emitted last."""
+    """One round as a tree: node 0 is the token emitted last."""
 
     position: int
     """Of the root, among all tokens of prompt and text."""
     tokens: tuple[int, ...]
     """Of the nodes."""
     texts: tuple[str, ...]
-    """What the tokens read."""
+    """The texts of the tokens."""
     parents: tuple[int, ...]
     """Index of every node's parent; -1 for the root."""
     drawn: tuple[int, ...]
@@ -94,8 +94,8 @@ class RoundTree:
     path: tuple[int, ...]
     """The accepted nodes, the root first; the draw behind the last is the round's last token."""
     stop: Stop
-    """Why the walk went no further: what the target drew was not among the children, there were
-    none, or the text ended."""
+    """Why the path ended: the target's draw was not among the children, there were no children, or
+    the text ended."""
 
 
 @dataclass(frozen=True)
@@ -105,51 +105,55 @@ class SampleRecord:
     task: str
     sample: str
     method: str
-    """``plain``, ``longspec-tree`` and so on: what the report calls it."""
+    """Such as ``plain`` or ``longspec-tree``."""
     temperature: float
     seed: int
     setting: Setting
     call: str
-    """Names the call that decoded it: rows of one call share its seconds."""
+    """Names the call that decoded the sample: rows of one call share its seconds."""
     batch: int
     """Rows of that call."""
     prompt_tokens: int
     original_tokens: int
-    """Of the prompt before the protocol cut it; the same where it did not."""
+    """Of the prompt before the protocol cut it: those of the cut prompt, tokenised again and in its
+    chat format, and those that were removed. The same as ``prompt_tokens`` if it was not cut."""
     new_tokens: int
-    """Emitted, a stop token included; the first comes from the prefill."""
+    """Emitted tokens, a stop token included; the first comes from the prefill."""
     target_passes: int | None
-    """Forward passes of the decode phase; None where an outside method does not tell."""
+    """Forward passes of the decode phase; None if an outside method does not report them."""
     emitted_by_round: tuple[int, ...]
-    """Tokens of every target pass, the bonus included: their sum is ``new_tokens - 1``, or less
-    where an outside method drafts in its prefill; empty where one does not tell."""
+    """Tokens of every target pass, the bonus included. Their sum is ``new_tokens - 1``, or less if
+    an outside method drafts in its prefill. Empty if one does not report them."""
     accepted_by_round: tuple[int, ...]
-    """Draft tokens among them: one less, but for a last round that ended inside the draft."""
+    """Draft tokens among them: one less, except in a last round that ended inside the draft."""
     prefill_s: float
     """Of the whole call, without compilation."""
     decode_s: float
     """Of the whole call's rounds, without compilation and prefill."""
     compile_s: float
-    """Spent before, on programs that earlier calls had not compiled."""
+    """Spent on programs that earlier calls had not compiled."""
     breakdown: Breakdown | None
-    """None unless it was asked for."""
+    """None unless ``--breakdown`` was given."""
     tokens: tuple[int, ...]
     """Emitted token ids."""
     text: str
     references: tuple[str, ...]
     """What counts as an answer; empty where the task has none."""
     identical_to_plain: bool | None
-    """None where plain decoding did not run, and for plain decoding."""
+    """None for plain decoding, and if plain decoding did not run."""
     divergence: Divergence | None
     ended: End
     pieces: tuple[str, ...] | None = None
     """The text by token, for samples whose rounds are kept."""
     rounds: tuple[RoundTree, ...] | None = None
-    """The first rounds as trees, for the samples that they were asked for."""
+    """The first rounds as trees, for samples whose rounds are kept."""
+    start: int = 0
+    """Which start of the run measured it: 0 the first, 1 the first resume, and so on. Seconds of
+    different starts may have been measured under different loads."""
 
     @property
     def key(self) -> Key:
-        """What the record is about."""
+        """What the record identifies."""
         return Key(self.task, self.sample, self.method, self.temperature, self.seed)
 
     @property
@@ -159,22 +163,13 @@ class SampleRecord:
 
     @property
     def decode_tokens(self) -> int:
-        """Emitted by decode rounds: all but the prefill's."""
+        """Tokens of the decode rounds: all but the prefill's."""
         return self.new_tokens - 1 if self.target_passes is None else sum(self.emitted_by_round)
-
-    @property
-    def accepted_by_depth(self) -> tuple[int, ...]:
-        """Rounds whose draft token at depth 1, 2, ... was accepted."""
-        deepest = max(self.accepted_by_round, default=0)
-        return tuple(
-            sum(count >= depth for count in self.accepted_by_round)
-            for depth in range(1, deepest + 1)
-        )
 
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample that the protocol leaves out."""
+    """A sample that the protocol excludes."""
 
     task: str
     sample: str
@@ -201,7 +196,7 @@ class Header:
     seeds: tuple[int, ...]
     batch: int
     options: Mapping[str, Any]
-    """Everything else that a run must have in common to be continued."""
+    """All other options that a continued run must share."""
     definitions: Mapping[str, str]
     """Of the figures, by their names."""
     continued: tuple[Mapping[str, Any], ...] = ()
@@ -209,24 +204,21 @@ class Header:
 
 
 def acceptance_length(records: Iterable[SampleRecord]) -> float:
-    """Tokens of the decode rounds by target passes, over all records; NaN without passes.
-
-    Records of outside methods that do not count passes are left out.
-    """
+    """Tokens of the decode rounds / target passes, over all records that count passes, or NaN."""
     counted = [record for record in records if record.target_passes is not None]
     passes = sum(record.target_passes or 0 for record in counted)
     return sum(record.decode_tokens for record in counted) / passes if passes else math.nan
 
 
 def tokens_per_second(records: Iterable[SampleRecord]) -> float:
-    """Tokens of the decode rounds by the seconds of their calls; NaN without either."""
+    """Tokens of the decode rounds / the seconds of their calls; NaN without either."""
     records = list(records)
     tokens, seconds = sum(record.decode_tokens for record in records), decode_seconds(records)
     return tokens / seconds if tokens and seconds else math.nan
 
 
 def compared_with_plain(records: Iterable[SampleRecord]) -> tuple[int, int]:
-    """Records that are identical to plain decoding, and those that were compared with it."""
+    """How many records are identical to plain decoding, and how many were compared with it."""
     verdicts = [
         record.identical_to_plain for record in records if record.identical_to_plain is not None
     ]
@@ -236,6 +228,96 @@ def compared_with_plain(records: Iterable[SampleRecord]) -> tuple[int, int]:
 def decode_seconds(records: Iterable[SampleRecord]) -> float:
     """Seconds of the rounds of all calls, each counted once."""
     return sum({record.call: record.decode_s for record in records}.values())
+
+
+def summary_rows(records: Sequence[SampleRecord]) -> list[dict[str, Any]]:
+    """A row per task, method and temperature, in the order of the records.
+
+    ``speedup_over_plain`` compares the same samples; it and the fraction that is identical are null
+    without anything to compare with. ``gaps`` are of the samples that differ.
+    """
+    groups: dict[tuple[str, str, float], list[SampleRecord]] = {}
+    for record in records:
+        key = record.task, record.method, record.temperature
+        groups.setdefault(key, []).append(record)
+    return [
+        _summary_row(key, found, groups.get((key[0], PLAIN_METHOD, key[2]), []))
+        for key, found in groups.items()
+    ]
+
+
+def _summary_row(
+    key: tuple[str, str, float], found: Sequence[SampleRecord], plain: Sequence[SampleRecord]
+) -> dict[str, Any]:
+    task, method, temperature = key
+    here = {(record.sample, record.seed) for record in found}
+    there = [record for record in plain if (record.sample, record.seed) in here]
+    # A method that was interrupted is compared over the samples that it has.
+    complete = len(there) == len(here)
+    speedup = tokens_per_second(found) / tokens_per_second(there) if complete else math.nan
+    same, compared = compared_with_plain(found)
+    divergences = [record.divergence for record in found if record.divergence is not None]
+    gaps = [_number(each.gap) for each in divergences if each.gap is not None]
+    return {
+        "task": task,
+        "method": method,
+        "temperature": temperature,
+        "tree": found[0].setting.tree,
+        "acceptance_length": _number(acceptance_length(found)),
+        "tokens_per_second": _number(tokens_per_second(found)),
+        "speedup_over_plain": None if method == PLAIN_METHOD else _number(speedup),
+        "identical_to_plain_fraction": same / compared if compared else None,
+        "gaps": sorted(gap for gap in gaps if gap is not None),
+        "samples": len(found),
+        "new_tokens": sum(record.new_tokens for record in found),
+        "prefill_seconds": _number(
+            sum({record.call: record.prefill_s for record in found}.values())
+        ),
+    }
+
+
+def _number(value: float) -> float | None:
+    """Four significant digits: more would not repeat; None for no number."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def figures_in_words(records: Sequence[SampleRecord]) -> list[str]:
+    """Tokens per pass and per second, as far as they exist."""
+    found = []
+    if any(record.target_passes for record in records):
+        found.append(f"{acceptance_length(records):.2f} tokens per pass")
+    if any(record.decode_tokens for record in records):
+        found.append(f"{tokens_per_second(records):.1f} tokens/s")
+    return found
+
+
+def check_counts(record: SampleRecord, where: str) -> None:
+    """Refuse counts and seconds that no run measures.
+
+    Args:
+      record: that was read.
+      where: its file and line, for messages.
+
+    Raises:
+      ValueError: naming the field and the remedy.
+    """
+    seconds = {name: getattr(record, name) for name in ("prefill_s", "decode_s", "compile_s")}
+    if record.breakdown is not None:
+        fields = dataclasses.asdict(record.breakdown).items()
+        seconds |= {f"breakdown.{name}": value for name, value in fields}
+    problems = [
+        f"{name} is {value:g}, which must be 0 or more"
+        for name, value in seconds.items()
+        if not (math.isfinite(value) and value >= 0)
+    ]
+    if record.new_tokens != len(record.tokens):
+        problems.append(f"new_tokens is {record.new_tokens} for {len(record.tokens)} tokens")
+    if len(record.emitted_by_round) != len(record.accepted_by_round):
+        problems.append("emitted_by_round and accepted_by_round differ in length")
+    if problems:
+        raise ValueError(
+            f"{where}: {'; '.join(problems)}; remove the line, and the run measures it again"
+        )
 
 
 def to_json(record: Any) -> dict[str, Any]:

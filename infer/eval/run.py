@@ -1,64 +1,82 @@
-"""The run: every method over every sample at every temperature, each result written as it ends."""
+"""The run: every method over every sample at every temperature, each result written at once."""
 
+import argparse
+import dataclasses
+import importlib.util
+import shlex
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import jax
 
 from longspec_jax import LongSpec, cli
 from longspec_jax.generation.comparison import first_difference
+from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
+from longspec_jax.ops.hardware import has_kernels
+from longspec_jax.provenance import provenance
 
-from .decoders import Decoded, Decoder, Request
-from .prepare import PreparedTask, Prompt
+from .arguments import LONGSPEC
+from .decoders import Decoded, Decoder, HuggingFaceDecoder, LibraryDecoder, Request
+from .methods import by_kind, with_drafts
+from .prepare import (
+    LongBenchProtocol,
+    LongSpecProtocol,
+    PreparedTask,
+    Prompt,
+    Sources,
+    Target,
+    prepare,
+)
 from .progress import Part, Progress, part_line
-from .records import PLAIN_METHOD, Divergence, End, Key, SampleRecord
+from .records import PLAIN_METHOD, SCHEMA, Divergence, End, Header, Key, SampleRecord, Setting
 from .run_folder import Writer
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What is run, beside models and prompts."""
-
-    temperatures: Sequence[float]
-    seeds: Sequence[int]
-    top_k: int
-    top_p: float
-    batch: int
-    repetitions: int
-    """Runs of every call, of which the one of median seconds is kept."""
-    stop_tokens: Sequence[int]
-    breakdown: int
-    """Rounds of every call whose parts are timed; 0 for none."""
-    rounds: int
-    """Rounds whose trees are kept; 0 for none."""
-    cases: int
-    """Samples of every task whose rounds are kept."""
+KEPT = (
+    "samples context min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos "
+    "revision draft_revision hub mesh prefill_chunk row_slots offload attention breakdown rounds "
+    "cases repetitions"
+).split()
+"""Options that a continued run must repeat, beside those with a field in the header."""
+DEFINITIONS = {
+    "acceptance_length": ACCEPTANCE_DEFINITION,
+    "tokens_per_second": "tokens of the decode rounds / their seconds, each call's seconds counted "
+    "once; no prefill, no compilation",
+    "speedup_over_plain": "tokens per second / those of plain decoding on the same samples",
+    "identical_to_plain": "every token is that of plain decoding with the same seed",
+}
 
 
 class EvalRun:
-    """Decodes what is not decoded yet."""
+    """Decodes the samples that have no record yet."""
 
     def __init__(
         self,
-        plan: Plan,
+        arguments: argparse.Namespace,
         decoders: Sequence[Decoder],
         spec: LongSpec,
         done: Sequence[SampleRecord],
         writer: Writer,
         progress: Progress,
+        start: int = 0,
     ):
-        """Begin with what an earlier run has left.
+        """Begin with the records of earlier starts.
 
         Args:
-          plan: what is run.
+          arguments: of the command, settled.
           decoders: the methods, plain decoding before those that are compared with it.
           spec: the target, to measure gaps with.
-          done: records of an earlier run.
+          done: records of earlier starts.
           writer: where records go.
           progress: where to show them.
+          start: number of this start, 0 the first.
         """
-        self._plan, self._decoders, self._spec = plan, decoders, spec
+        self._arguments, self._decoders, self._spec = arguments, decoders, spec
         self._writer, self._progress = writer, progress
+        self._start = start
+        self._stop_tokens = () if arguments.ignore_eos else spec.stop_tokens
         self._records = {record.key: record for record in done}
         self._lock = threading.Lock()
         self._closed = False
@@ -69,98 +87,82 @@ class EvalRun:
         return list(self._records.values())
 
     def close(self) -> None:
-        """Leave the run: nothing is written from now on."""
+        """Write nothing from now on."""
         with self._lock:
             self._closed = True
 
     def work(self, tasks: Sequence[PreparedTask]) -> None:
         """Run all that is missing."""
         for task in tasks:
-            for temperature in self._plan.temperatures:
+            for temperature in self._arguments.temperature:
                 for decoder in self._decoders:
                     self._part(task, temperature, decoder)
 
     def _part(self, task: PreparedTask, temperature: float, decoder: Decoder) -> None:
-        """One method over one task."""
-        seeds = self._plan.seeds if temperature > 0 else self._plan.seeds[:1]
-        keys = [
-            Key(task.name, prompt.sample, decoder.name, temperature, seed)
+        """One method over one task.
+
+        Groups of prompts are those of an uninterrupted run, wherever an earlier start was killed.
+        """
+        seeds = self._arguments.seed if temperature > 0 else self._arguments.seed[:1]
+        keys = {
+            (seed, place): Key(task.name, prompt.sample, decoder.name, temperature, seed)
             for seed in seeds
-            for prompt in task.prompts
-        ]
+            for place, prompt in enumerate(task.prompts)
+        }
         part = Part(task.name, decoder.name, temperature, len(keys))
-        before = self._of(keys)
+        before = self._of(keys.values())
         self._progress.at(part, before)
         for seed in seeds:
-            for group in self._groups(task, decoder, temperature, seed):
-                self._group(task, group, temperature, seed, decoder)
-                self._progress.at(part, self._of(keys))
-        found = self._of(keys)
+            for begin in range(0, len(task.prompts), self._arguments.batch):
+                group = range(len(task.prompts))[begin : begin + self._arguments.batch]
+                wanted = [keys[seed, place] for place in group]
+                if not all(key in self._records for key in wanted):
+                    self._group(wanted, [task.prompts[place] for place in group], task, decoder)
+                    self._progress.at(part, self._of(keys.values()))
+        found = self._of(keys.values())
         if len(found) > len(before):
-            plain = [
-                Key(key.task, key.sample, PLAIN_METHOD, key.temperature, key.seed) for key in keys
-            ]
-            self._progress.line(part_line(part, found, self._of(plain)))
+            plain = self._of(replace(key, method=PLAIN_METHOD) for key in keys.values())
+            self._progress.line(part_line(part, found, plain))
 
-    def _of(self, keys: Sequence[Key]) -> list[SampleRecord]:
+    def _of(self, keys: Iterable[Key]) -> list[SampleRecord]:
         return [self._records[key] for key in keys if key in self._records]
-
-    def _groups(
-        self, task: PreparedTask, decoder: Decoder, temperature: float, seed: int
-    ) -> Iterator[tuple[Prompt, ...]]:
-        """Groups of prompts that are decoded together, but for those that are through.
-
-        Groups are those of an uninterrupted run, so that it does not matter where one was killed.
-        """
-        size = self._plan.batch
-        for start in range(0, len(task.prompts), size):
-            group = task.prompts[start : start + size]
-            keys = [
-                Key(task.name, prompt.sample, decoder.name, temperature, seed) for prompt in group
-            ]
-            if not all(key in self._records for key in keys):
-                yield group
 
     def _group(
         self,
+        keys: Sequence[Key],
+        prompts: Sequence[Prompt],
         task: PreparedTask,
-        group: Sequence[Prompt],
-        temperature: float,
-        seed: int,
         decoder: Decoder,
     ) -> None:
-        """Decode a group and write its records."""
-        plan = self._plan
+        """Decode prompts in one call and write their records."""
+        arguments, first = self._arguments, keys[0]
         request = Request(
-            temperature,
-            plan.top_k,
-            plan.top_p,
-            seed,
-            [prompt.new_tokens for prompt in group],
-            plan.stop_tokens,
+            first.temperature,
+            arguments.top_k,
+            arguments.top_p,
+            first.seed,
+            [prompt.new_tokens for prompt in prompts],
+            self._stop_tokens,
         )
-        prompts = [prompt.tokens for prompt in group]
+        tokens = [prompt.tokens for prompt in prompts]
         runs = [
-            decoder.decode(prompts, request, self._on_activity) for _ in range(plan.repetitions)
+            decoder.decode(tokens, request, self._on_activity) for _ in range(arguments.repetitions)
         ]
         found = sorted(runs, key=lambda run: run.decode_s)[len(runs) // 2]
-        breakdown = decoder.breakdown(prompts, request, plan.breakdown) if plan.breakdown else None
-        call = f"{task.name}/{group[0].sample}/{decoder.name}/{temperature:g}/{seed}"
+        breakdown = arguments.breakdown and decoder.breakdown(tokens, request, arguments.breakdown)
         records = []
-        for row, (prompt, decoded) in enumerate(zip(group, found.rows, strict=True)):
-            key = Key(task.name, prompt.sample, decoder.name, temperature, seed)
-            same, divergence = self._compared(key, prompt, decoded, request.of_row(row), decoder)
-            ended: End = "eos" if decoded.tokens[-1] in plan.stop_tokens else "length"
+        for row, (key, prompt, decoded) in enumerate(zip(keys, prompts, found.rows, strict=True)):
+            own = request.of_row(row)
+            same, divergence = self._compared(key, prompt, decoded, own, decoder)
+            ended: End = "eos" if decoded.tokens[-1] in self._stop_tokens else "length"
+            is_case = arguments.rounds and prompt in task.prompts[: arguments.cases]
+            emitted = decoded.emitted_by_round[: arguments.rounds or 0]
             records.append(
                 SampleRecord(
-                    task=task.name,
-                    sample=prompt.sample,
-                    method=decoder.name,
-                    temperature=temperature,
-                    seed=seed,
+                    **dataclasses.asdict(key),
                     setting=decoder.setting,
-                    call=call,
-                    batch=len(group),
+                    call=f"{first.task}/{first.sample}/{first.method}/{first.temperature:g}/{first.seed}",
+                    batch=len(prompts),
                     prompt_tokens=len(prompt.tokens),
                     original_tokens=prompt.original_tokens,
                     new_tokens=len(decoded.tokens),
@@ -170,14 +172,16 @@ class EvalRun:
                     prefill_s=found.prefill_s,
                     decode_s=found.decode_s,
                     compile_s=found.compile_s,
-                    breakdown=breakdown,
+                    breakdown=breakdown or None,
                     tokens=decoded.tokens,
                     text=decoded.text,
                     references=prompt.references,
                     identical_to_plain=same,
                     divergence=divergence,
                     ended=ended,
-                    **self._seen(task, prompt, decoded, request.of_row(row), decoder),
+                    pieces=decoder.pieces(prompt.tokens, decoded.tokens) if is_case else None,
+                    rounds=decoder.trees(prompt.tokens, own, emitted) if is_case else None,
+                    start=self._start,
                 )
             )
         self._keep(records)
@@ -186,7 +190,7 @@ class EvalRun:
         with self._lock:
             if self._closed:
                 raise cli.Closed
-            # A call that was on file in part has been decoded whole again.
+            # A call of which only a part was on file has been decoded whole again.
             fresh = [record for record in records if record.key not in self._records]
             self._writer.add(fresh)
             self._records |= {record.key: record for record in fresh}
@@ -199,10 +203,8 @@ class EvalRun:
     def _compared(
         self, key: Key, prompt: Prompt, decoded: Decoded, request: Request, decoder: Decoder
     ) -> tuple[bool | None, Divergence | None]:
-        """Whether the tokens are plain decoding's, and where they part."""
-        plain = self._records.get(
-            Key(key.task, key.sample, PLAIN_METHOD, key.temperature, key.seed)
-        )
+        """Whether the tokens are plain decoding's, and the first difference."""
+        plain = self._records.get(replace(key, method=PLAIN_METHOD))
         alike = decoder.draws_like_plain(key.temperature)
         if plain is None or key.method == PLAIN_METHOD or not alike:
             return None, None
@@ -219,19 +221,99 @@ class EvalRun:
             )
         return False, Divergence(index, gap)
 
-    def _seen(
-        self,
-        task: PreparedTask,
-        prompt: Prompt,
-        decoded: Decoded,
-        request: Request,
-        decoder: Decoder,
-    ) -> dict[str, Any]:
-        """The text by token and the rounds as trees, of the samples that they are kept of."""
-        if not self._plan.rounds or prompt not in task.prompts[: self._plan.cases]:
-            return {}
-        emitted = decoded.emitted_by_round[: self._plan.rounds]
-        return {
-            "pieces": decoder.pieces(prompt.tokens, decoded.tokens),
-            "rounds": decoder.trees(prompt.tokens, request, emitted),
-        }
+
+def ready_decoders(
+    arguments: argparse.Namespace, spec: LongSpec, target: Path, drafts: Sequence[str | Path]
+) -> list[Decoder]:
+    """The methods of a run, ready to decode.
+
+    Args:
+      arguments: of the command, settled.
+      spec: the loaded models.
+      target: folder of the target.
+      drafts: folders or names of the drafts, in the order of ``spec.drafts``.
+
+    Raises:
+      ValueError: for a method without its draft, or two drafts of one kind.
+    """
+    named = {
+        kind: (str(name), source)
+        for kind, name, source in zip(
+            by_kind(spec.drafts), arguments.draft or (), drafts, strict=True
+        )
+    }
+    with_torch = importlib.util.find_spec("torch") is not None and arguments.batch == 1
+    options = dict(arguments.draft_option or ())
+    found: list[Decoder] = []
+    for chosen, draft in with_drafts(arguments.method, spec.drafts, with_torch):
+        kind = chosen.method.kind
+        if chosen.method.outside:
+            found.append(HuggingFaceDecoder.of(chosen, target, spec, named.get("small_lm")))
+        else:
+            source = None if kind is None else named[kind][0]
+            found.append(LibraryDecoder.of(chosen, draft, spec, source, options))
+    return found
+
+
+def prepared_tasks(arguments: argparse.Namespace, spec: LongSpec) -> list[PreparedTask]:
+    """The prompts of all tasks."""
+    config = spec.target_config
+    target = Target(spec.tokenizer, config.vocab_size, config.max_positions)
+    if arguments.protocol == LONGSPEC:
+        protocol = LongSpecProtocol.of(target, arguments.min_prompt, arguments.max_prompt)
+    else:
+        protocol = LongBenchProtocol.of(target, arguments.prompt_style, arguments.max_prompt)
+    sources = Sources(
+        dict(arguments.data or ()),
+        arguments.hub,
+        arguments.context,
+        arguments.prompt_style,
+        arguments.samples,
+    )
+    return [prepare(name, sources, protocol, arguments.max_new_tokens) for name in arguments.task]
+
+
+def expecting(tasks: Sequence[PreparedTask], spec: LongSpec) -> LongSpec:
+    """The models, with caches for the longest prompt if empty slots cost no time.
+
+    Prompts of all lengths then share the programs of a method, each of which takes up to half a
+    minute to compile. XLA's attention reads empty slots; the kernels do not.
+    """
+    if spec.attention is not None or not has_kernels(spec.target_config.dtype):
+        return spec
+    sizes = (len(each.tokens) + each.new_tokens for task in tasks for each in task.prompts)
+    longest = max(sizes, default=0)
+    return replace(spec, expected_tokens=longest)
+
+
+def new_header(
+    arguments: argparse.Namespace,
+    typed: Sequence[str],
+    spec: LongSpec,
+    methods: Mapping[str, Setting],
+) -> Header:
+    """Where, with what and how the run is made.
+
+    Args:
+      arguments: of the command, settled.
+      typed: as they were typed.
+      spec: the loaded models.
+      methods: what every method runs with.
+    """
+    options = {name: getattr(arguments, name) for name in KEPT}
+    options["data"] = {task: str(path) for task, path in arguments.data or ()}
+    return Header(
+        schema=SCHEMA,
+        provenance=provenance(jax.devices()[0].device_kind),
+        command=shlex.join(["python", "-m", "infer.eval", *typed]),
+        target=arguments.target,
+        dtype=spec.target_config.dtype,
+        protocol=arguments.protocol,
+        tasks=tuple(arguments.task),
+        methods=methods,
+        temperatures=tuple(arguments.temperature),
+        seeds=tuple(arguments.seed),
+        batch=arguments.batch,
+        options=options,
+        definitions=DEFINITIONS,
+    )

@@ -1,20 +1,28 @@
-"""The folder of a run: a header, one line of results per sample, and what was left out.
+"""The folder of a run: a header, a line of results per sample, and the skipped samples.
 
-Lines are appended as samples end, so that a run that was killed is continued behind its last whole
-line. A line that was cut short in writing is taken away before the next one is added.
+Lines are appended as samples end, so a killed run continues behind its last whole line. A line that
+was cut short in writing is removed before the next one is added.
 """
 
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longspec_jax import files
 
-from .records import SCHEMA, Header, SampleRecord, SkippedSample, from_json, to_json
+from .records import (
+    SCHEMA,
+    Header,
+    SampleRecord,
+    SkippedSample,
+    check_counts,
+    from_json,
+    to_json,
+)
 
 HEADER, SAMPLES, SKIPPED = "header.json", "samples.jsonl", "skipped.jsonl"
 COMPARED = "target dtype protocol tasks methods temperatures seeds batch options".split()
@@ -29,7 +37,7 @@ class Run:
     samples: tuple[SampleRecord, ...]
     skipped: tuple[SkippedSample, ...]
     torn: int
-    """Bytes of a last line that was cut short; it counts for nothing."""
+    """Bytes of a last line that was cut short; it is not counted."""
 
 
 def read(folder: Path) -> Run:
@@ -40,7 +48,7 @@ def read(folder: Path) -> Run:
       ValueError: for a line that is no record, naming the file, the line and the remedy.
     """
     header = read_header(folder)
-    samples, torn = _lines(folder / SAMPLES, SampleRecord)
+    samples, torn = _lines(folder / SAMPLES, SampleRecord, check_counts)
     skipped, _ = _lines(folder / SKIPPED, SkippedSample)
     keys = [record.key for record in samples]
     if len(keys) > len(set(keys)):
@@ -60,11 +68,13 @@ def read_header(folder: Path) -> Header:
     try:
         value = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); the run has to be made anew") from None
+        raise ValueError(
+            f"{path} is not JSON ({error}); start the run again in another folder"
+        ) from None
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema != SCHEMA:
         raise ValueError(
-            f"{path} is of schema {schema} and this version reads {SCHEMA}; make the run anew, or "
+            f"{path} is of schema {schema} and this version reads {SCHEMA}; repeat the run, or "
             "read it with the version of its commit"
         )
     return from_json(Header, value, str(path))
@@ -77,7 +87,7 @@ def write_header(folder: Path, header: Header) -> None:
 
 
 def differences(one: Header, other: Header) -> list[str]:
-    """What keeps the second run from continuing the first, in words; nothing if it may."""
+    """The options that differ, so that the second run cannot continue the first, in words."""
     found = []
     for name in COMPARED:
         left, right = (plain(getattr(header, name)) for header in (one, other))
@@ -91,7 +101,7 @@ def differences(one: Header, other: Header) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """A record or one of its fields as its file has it."""
+    """A record, or one of its fields, as JSON values."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -100,17 +110,17 @@ def plain(value: Any) -> Any:
 
 
 class Writer:
-    """Adds lines to a run's files; whole lines only, each on the disk before the next."""
+    """Adds whole lines to a run's files, each on the disk before the next."""
 
     def __init__(self, folder: Path):
-        """Open the files of a folder; a line cut short at their end goes.
+        """Open the files of a folder, and remove a last line that was cut short.
 
         Args:
-          folder: that exists.
+          folder: of the run; it exists.
         """
         self._paths = {SampleRecord: folder / SAMPLES, SkippedSample: folder / SKIPPED}
         for path in self._paths.values():
-            mend(path)
+            _remove_torn_line(path)
 
     def add(self, records: Iterable[SampleRecord] | Iterable[SkippedSample]) -> None:
         """Add the records of one call, all of them or none."""
@@ -124,16 +134,16 @@ class Writer:
             with path.open("ab", buffering=0) as file:
                 try:
                     left = memoryview(data)
-                    while left:  # A write may take a part of it; the next one says why.
+                    while left:  # A write may take a part; the next one raises the reason.
                         left = left[file.write(left) :]
                     os.fsync(file.fileno())
-                except BaseException:  # A full disk: half a call is not to stay.
+                except BaseException:  # On a full disk no half of a call may stay.
                     file.truncate(before)
                     raise
 
 
-def mend(path: Path) -> int:
-    """Cut off what stands behind the last whole line; returns how many bytes."""
+def _remove_torn_line(path: Path) -> int:
+    """Remove the bytes behind the last whole line; returns their number."""
     if not path.exists():
         return 0
     data = path.read_bytes()
@@ -143,7 +153,9 @@ def mend(path: Path) -> int:
     return torn
 
 
-def _lines(path: Path, kind: type[Any]) -> tuple[Sequence[Any], int]:
+def _lines(
+    path: Path, kind: type[Any], check: Callable[[Any, str], None] | None = None
+) -> tuple[Sequence[Any], int]:
     """The records of a file, and the bytes of a last line that was cut short."""
     if not path.exists():
         return [], 0
@@ -156,7 +168,10 @@ def _lines(path: Path, kind: type[Any]) -> tuple[Sequence[Any], int]:
             value = json.loads(line)
         except ValueError as error:
             raise ValueError(
-                f"{where} is no JSON ({error}); remove the line, and the run will make it anew"
+                f"{where} is not JSON ({error}); remove the line, and the run measures it again"
             ) from None
-        records.append(from_json(kind, value, where))
+        record = from_json(kind, value, where)
+        if check is not None:
+            check(record, where)
+        records.append(record)
     return records, len(rest)

@@ -1,23 +1,20 @@
-"""How good the answers are: what a task's own benchmark counts.
+"""How good answers are by their tasks' benchmarks, and how similar two texts are.
 
-Speculation that is lossless changes none of it: scores are there to compare targets, and to see
-that a run did what it should.
-
-ROUGE-L is LongBench's: the union of longest common subsequences over sentences and *distinct*
-words, which is far above the usual ROUGE-L for long texts
-(:func:`infer.text_similarity.rouge_l`). Edit similarity is LongBench's, too: of the first line of
-an answer that is no comment and no Markdown.
+Lossless speculation changes no score: scores compare targets, and show that a run did what it
+should. ROUGE-L as a score is LongBench's (:func:`rouge_l`): the union of longest common
+subsequences over sentences and *distinct* words, far above the usual one for long texts
+(:func:`usual_rouge_l`). Edit similarity is python-Levenshtein's ratio, which LongBench uses through
+fuzzywuzzy.
 """
 
 import importlib.util
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from longspec_jax.extras import missing_extra
-
-from ..text_similarity import edit_similarity
+from longspec_jax.extras import missing_extra, missing_packages
 
 BOXED = re.compile(r"\\boxed\s*\{\s*([^{}]*?)\s*\}")
 INTEGER = re.compile(r"[+-]?\d+")
@@ -84,7 +81,7 @@ def _in_common(one: Sequence[str], other: Sequence[str]) -> set[str]:
 
 
 def code_similarity(text: str, reference: str) -> float:
-    """LongBench's similarity of code, of the text's first line without backtick, # and //."""
+    """LongBench's similarity of code: whole percents, of the first line without a `, # or //."""
     lines = text.lstrip("\n").split("\n")
     marks = ("`", "#", "//")
     line = next((line for line in lines if not any(mark in line for mark in marks)), "")
@@ -107,6 +104,16 @@ def found(text: str, reference: str) -> float:
     return float(text.strip().startswith(reference.strip()))
 
 
+def edit_similarity(one: str, other: str) -> float:
+    """python-Levenshtein's ratio, from 0 to 1, computed by rapidfuzz.
+
+    It is 1 - (insertions and deletions) / (characters of both); a substitution counts as both.
+    """
+    from rapidfuzz import fuzz
+
+    return fuzz.ratio(one, other) / 100
+
+
 METRICS: dict[str, Callable[[str, str], float]] = {
     "rouge_l": rouge_l,
     "edit_similarity": code_similarity,
@@ -115,8 +122,25 @@ METRICS: dict[str, Callable[[str, str], float]] = {
     "found": found,
 }
 """Scores by name."""
+SCORE_NAMES = {
+    "rouge_l": "ROUGE-L",
+    "edit_similarity": "edit similarity",
+    "whole_similarity": "similarity",
+    "exact_match": "exact match",
+    "found": "found",
+}
+"""Their names in reports."""
+MEANINGS = {
+    "rouge_l": "LongBench's, F measure over distinct words, far above the usual one for long texts",
+    "edit_similarity": "LongBench's, python-Levenshtein's ratio of the first line without a "
+    "comment",
+    "whole_similarity": "python-Levenshtein's ratio of the whole answer",
+    "exact_match": "share of answers whose last boxed number, or last number, is the reference",
+    "found": "share of answers that begin with the hidden code",
+}
+"""What they count, for reports."""
 _BY_EDITS = ("edit_similarity", "whole_similarity")
-"""Scores that rapidfuzz counts."""
+"""Scores that need rapidfuzz."""
 
 
 def what_is_missing(metric: str) -> str | None:
@@ -124,3 +148,63 @@ def what_is_missing(metric: str) -> str | None:
     if metric in _BY_EDITS and importlib.util.find_spec("rapidfuzz") is None:
         return missing_extra(ModuleNotFoundError(name="rapidfuzz"))
     return None
+
+
+def usual_rouge_l(one: str, other: str) -> float:
+    """F measure of the longest common subsequence of words (ROUGE-L), from 0 to 1.
+
+    Words are lower-cased, stripped of all but letters and digits, and not stemmed.
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rougeL"]).score(other, one)["rougeL"].fmeasure
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """How similar a row is to plain decoding's.
+
+    The scores need packages of the extra ``eval`` and are None without them.
+    """
+
+    exact_prefix: int
+    """Tokens before the first difference; all tokens without one."""
+    edit_similarity: float | None
+    rouge_l: float | None
+    """The usual one."""
+
+
+def similarity(
+    tokens: int, first_difference: int | None, text: str | None, plain: str | None
+) -> Similarity:
+    """Compare a row with plain decoding's.
+
+    Args:
+      tokens: of the row.
+      first_difference: index of its first token that differs; None if there is none.
+      text: the row's; None without a tokenizer.
+      plain: the plain row's.
+    """
+    if first_difference is None:
+        return Similarity(tokens, 1.0, 1.0)
+    if text is None or plain is None or missing_packages("eval"):
+        return Similarity(first_difference, None, None)
+    edits, rouge = edit_similarity(text, plain), usual_rouge_l(text, plain)
+    return Similarity(first_difference, edits, rouge)
+
+
+def similarity_in_words(rows: Sequence[Similarity], tokens: int) -> str:
+    """The similarity of all rows: the sum of their prefixes, the means of their scores.
+
+    Args:
+      rows: at least one.
+      tokens: of all rows.
+    """
+    words = f"exact prefix {sum(row.exact_prefix for row in rows)} of {tokens} tokens"
+    edits = [row.edit_similarity for row in rows if row.edit_similarity is not None]
+    longest = [row.rouge_l for row in rows if row.rouge_l is not None]
+    if len(edits) == len(longest) == len(rows):
+        edit, rouge = (sum(column) / len(rows) for column in (edits, longest))
+        return f"{words}, edit similarity {edit:.3f}, ROUGE-L {rouge:.3f}"
+    missing = missing_packages("eval")
+    return f"{words}; {missing}" if missing else words

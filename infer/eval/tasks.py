@@ -1,14 +1,24 @@
 """The tasks: where their samples come from, how they ask, and how long the answers may be.
 
-Wordings and numbers of new tokens are those that the protocols publish: LongBench's configuration
-(github.com/THUDM/LongBench, ``dataset2prompt.json`` and ``dataset2maxlen.json``) and the evaluation
-script of the LongSpec release, which uses LongBench's questions but for the two tasks about code.
-Where neither has a wording (BookSum), it is this project's own.
+Wordings and numbers of new tokens are published: by LongBench (github.com/THUDM/LongBench,
+``dataset2prompt.json`` and ``dataset2maxlen.json``) and by the LongSpec release, whose evaluation
+script uses LongBench's questions except for the two tasks about code. BookSum's wording is this
+project's own.
+
+The demo tasks need no data. They are made of the documents that come with the package, source code
+that was held out from the demo's training: ``demo_code`` continues a file behind another one of its
+project, ``demo_docs`` a docstring, ``demo_copy`` a passage from far back that has begun again, and
+``demo_needle`` gives the code that a line far back hides. A prompt has at most ``--context``
+tokens.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from .samples import Wording
+import numpy as np
+
+from longspec_jax import demo_prompts
 
 RELEASE_TOKENS = 1024
 """New tokens of every task in the LongSpec release."""
@@ -21,8 +31,40 @@ EXTENDED_TOKENS = 256
 
 
 @dataclass(frozen=True)
+class Wording:
+    """How a task asks."""
+
+    question: str
+    """With fields in braces."""
+    answer: str = ""
+    """Beginning of the answer."""
+    between: str = "\n\n"
+    """Between the two, if both are one text."""
+
+    def filled(self, fields: Mapping[str, str]) -> str:
+        """The question with its fields filled in."""
+        return self.question.format(**fields)
+
+    def whole(self, fields: Mapping[str, str]) -> str:
+        """Question and beginning of the answer as one text."""
+        return self.filled(fields) + (self.between + self.answer if self.answer else "")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question: fields for its task's wording, or a finished prompt."""
+
+    name: str
+    references: tuple[str, ...] = ()
+    """Right answers."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    prompt: Any = None
+    """Text, chat messages or token ids, instead of fields."""
+
+
+@dataclass(frozen=True)
 class Hub:
-    """Where a task's data lie on the hub."""
+    """Where a task's data are on the hub."""
 
     dataset: str
     split: str = "test"
@@ -36,9 +78,9 @@ class Task:
     """A task whose samples are rows of a file."""
 
     fields: tuple[str, ...]
-    """Of a row, that the wordings are filled with."""
+    """Fields of a row that fill the wordings."""
     answers: str
-    """The field of a row that holds what counts as an answer."""
+    """Field of a row that holds the references."""
     hub: Hub
     release: Wording
     """How the LongSpec release asks."""
@@ -47,11 +89,11 @@ class Task:
     release_tokens: int = RELEASE_TOKENS
     longbench_tokens: int = SUMMARY_TOKENS
     chat: bool = True
-    """Whether LongBench asks in the model's chat format; code is completed as it stands."""
+    """Whether LongBench asks in the model's chat format; code is completed without one."""
     long: bool = True
-    """Whether the release's bounds on the length of prompts hold."""
+    """Whether the release's least length of prompts holds."""
     books: bool = False
-    """Whether a text is cut to ``--context`` tokens, as papers do that report by input length."""
+    """Whether a text is cut to ``--context`` tokens, as in papers that report by input length."""
     metric: str | None = None
     """Key of :data:`infer.eval.scores.METRICS`."""
 
@@ -133,8 +175,170 @@ TASKS = {
 AIME24_ROWS = range(60, 90)
 """The problems of 2024 among those of three years, by their ``id``."""
 FREE = "jsonl"
-"""The task whose prompts a user's file holds."""
+"""The task of prompts in a user's file."""
 NEEDLE = "needle"
-"""A code hidden in a long document."""
+"""The task of a code hidden in a long document."""
+RAW = "raw"
+"""The style of a prompt without a chat format."""
 DEMO_SUITE = "demo"
-"""Stands for all tasks that are made of the documents that come with the package."""
+"""Stands for all demo tasks."""
+
+SENTENCE = "# The access code of the {adjective} {noun} is"
+"""A comment in source code, a heading in prose."""
+ADJECTIVES = "amber brave calm dusty early frozen gentle hollow iron jolly".split()
+NOUNS = "harbour orchard lantern meadow castle river bakery library tower garden".split()
+DIGITS = 8
+"""Of the code: chance finds no such number."""
+
+DEMO_TOKENS = 64
+"""New tokens of the demo tasks."""
+NEEDLE_TOKENS = 16
+"""New tokens of a needle's code."""
+TOGETHER = (
+    ("jinja2_lexer", "jinja2_compiler"),
+    ("jinja2_environment", "jinja2_lexer"),
+    ("networkx_classes_digraph", "networkx_algorithms_shortest_paths_weighted"),
+    ("networkx_algorithms_shortest_paths_weighted", "networkx_classes_digraph"),
+)
+"""Files of one project: the prompt has the first, whole or in part, and begins the second."""
+DOCUMENTED = (
+    "networkx_algorithms_shortest_paths_weighted",
+    "networkx_classes_digraph",
+    "jinja2_environment",
+    "attr__make",
+)
+"""Files with long docstrings."""
+QUOTES = '"""'
+"""Around a docstring."""
+RECALLED = 64
+"""Tokens of a passage that are repeated before the answer continues it."""
+DEPTHS = (0.1, 0.4, 0.7, 0.9)
+"""Of the needles."""
+
+
+def code(tokenizer: Any, context: int) -> Iterator[Sample]:
+    """Code completion across files."""
+    documents = demo_prompts()
+    for first, second in TOGETHER:
+        head = _tokens(tokenizer, f"# {first}.py\n{documents[first]}")[: context // 2]
+        named = [*head, *_tokens(tokenizer, f"\n\n# {second}.py\n")]
+        body = _tokens(tokenizer, documents[second])
+        room = context - len(named)
+        yield Sample(
+            f"{second} behind {first}",
+            (tokenizer.decode(body[room : room + DEMO_TOKENS]),),
+            prompt=[*named, *body[:room]],
+        )
+
+
+def documentation(tokenizer: Any, context: int) -> Iterator[Sample]:
+    """Continuing documentation, from the first lines of the longest docstring."""
+    documents = demo_prompts()
+    for name in DOCUMENTED:
+        text = documents[name]
+        pieces = text.split(QUOTES)
+        longest = max(range(1, len(pieces) - 1, 2), key=lambda index: len(pieces[index]))
+        start = len(QUOTES.join(pieces[:longest])) + len(QUOTES)
+        cut = text.index("\n", start + len(pieces[longest]) // 4) + 1
+        rest = _tokens(tokenizer, text[cut:])[:DEMO_TOKENS]
+        prompt = _tokens(tokenizer, text[:cut])[-context:]
+        yield Sample(name, (tokenizer.decode(rest),), prompt=prompt)
+
+
+def recall(tokenizer: Any, context: int) -> Iterator[Sample]:
+    """Copying from far back: the end of the prompt begins an early passage again."""
+    documents = demo_prompts()
+    for name in DOCUMENTED:
+        text = documents[name]
+        # A token has about three letters. A context longer than the document takes its middle.
+        start = text.index("\n\n", min(context // 4, len(text) // 2)) + 2
+        passage = _tokens(tokenizer, text[start:])
+        again = [*_tokens(tokenizer, "\n\n"), *passage[:RECALLED]]
+        before = _tokens(tokenizer, text)[: context - len(again)]
+        rest = passage[RECALLED : RECALLED + DEMO_TOKENS]
+        yield Sample(name, (tokenizer.decode(rest),), prompt=[*before, *again])
+
+
+def needles(tokenizer: Any, texts: Sequence[str], context: int, seed: int = 0) -> Iterator[Sample]:
+    """Codes hidden in documents of exactly ``context`` tokens, at several depths."""
+    for index, depth in enumerate(DEPTHS):
+        tokens, code = needle_document(tokenizer, texts, context, depth, seed + index)
+        yield Sample(f"{depth:g} of {context}", (code,), prompt=tokens)
+
+
+def hidden(tokenizer: Any, context: int) -> Iterator[Sample]:
+    """Needles in the package's documents."""
+    return needles(tokenizer, [*demo_prompts().values()], context)
+
+
+SUITE: dict[str, Callable[[Any, int], Iterator[Sample]]] = {
+    "demo_code": code,
+    "demo_docs": documentation,
+    "demo_copy": recall,
+    "demo_needle": hidden,
+}
+"""The demo tasks: from a tokenizer and a number of tokens to samples."""
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def needle_document(
+    tokenizer: Any, texts: Sequence[str], length: int, depth: float, seed: int
+) -> tuple[list[int], str]:
+    """A document of exactly ``length`` tokens with a line that gives a code, and the code.
+
+    The document ends with that line again, up to the code.
+
+    Args:
+      tokenizer: a transformers tokenizer.
+      texts: what surrounds the needle, repeated as needed; the seed chooses the first.
+      length: tokens, the needle and the question at the end included.
+      depth: of the needle, at the nearest end of a line: 0 is the beginning, 1 the end.
+      seed: of words, code and text.
+
+    Raises:
+      ValueError: if there is no room for text around the needle.
+    """
+    draw = np.random.default_rng(seed)
+    sentence = SENTENCE.format(adjective=draw.choice(ADJECTIVES), noun=draw.choice(NOUNS))
+    code = "".join(map(str, draw.integers(0, 10, DIGITS)))
+    question, answer, end = (
+        _tokens(tokenizer, text) for text in (f"\n{sentence}", f" {code}", "\n")
+    )
+    needle = [*question, *answer, *end]
+    room = length - len(needle) - len(question)
+    if room < 1:
+        raise ValueError(
+            f"{length} tokens leave no room around a needle of {len(needle)} tokens and its "
+            f"question of {len(question)}; name a longer --context"
+        )
+    hay = _hay(tokenizer, texts, room, int(draw.integers(len(texts))))
+    line_ends = {_tokens(tokenizer, text)[-1] for text in ("\n", "a\n", "a.\n", ":\n")}
+    ends = [0, *(index + 1 for index, token in enumerate(hay) if token in line_ends)]
+    place = min(ends, key=lambda end: abs(end - depth * room))
+    return [*hay[:place], *needle, *hay[place:], *question], code
+
+
+def _hay(tokenizer: Any, texts: Sequence[str], length: int, first: int) -> list[int]:
+    """``length`` tokens of the texts, from one of them on."""
+    hay: list[int] = []
+    while len(hay) < length:
+        before = len(hay)
+        for index in range(len(texts)):
+            hay += _tokens(tokenizer, texts[(first + index) % len(texts)])
+            if len(hay) >= length:
+                break
+        if len(hay) == before:
+            raise ValueError("the texts around the needle are empty; name files with text in them")
+    return hay[:length]
+
+
+def metric_of(task: str) -> str | None:
+    """What scores a task's answers: a key of :data:`infer.eval.scores.METRICS`, or None."""
+    if task in (NEEDLE, "demo_needle"):
+        return "found"
+    if task in SUITE:
+        return "whole_similarity"
+    return TASKS[task].metric if task in TASKS else None

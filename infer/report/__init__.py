@@ -1,5 +1,6 @@
 """Reports of evaluation runs: the papers' tables and figures from raw counts, as one page.
 
-``runs`` reads, ``blocks`` says what may be compared, ``counting`` and ``intervals`` compute; every
-table has a file of its own; ``page``, ``markdown`` and ``rows`` write.
+``blocks`` reads runs and groups those that compare; ``figures`` computes; ``tables`` specifies
+every table by its columns, ``charts`` draws them; ``report`` puts all in order; ``render`` writes
+HTML, Markdown and CSV.
 """

@@ -1,26 +1,33 @@
-"""Which samples may be compared: those of one target, on one machine, under one protocol.
+"""The runs of a report, in blocks whose figures compare.
 
-Runs that agree in all of that and never measured the same thing are put together, so that methods
-may be evaluated one after another. Whatever differs begins a block of its own: nothing is left out
-and nothing is counted twice.
+Runs that agree in target, device, precision, protocol and options, and never measured the same
+text, share a block: methods may be evaluated one after another. A run that differs begins a block
+of its own. Nothing is left out and nothing is counted twice.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from longspec_jax.cli import counted
 
-from ..eval.records import PLAIN_METHOD, Header, SampleRecord
-from ..eval.run_folder import Run
+from ..eval.records import PLAIN_METHOD, Header, SampleRecord, from_json
+from ..eval.run_folder import Run, read
 
 Sample = tuple[str, str]
 """A task and the name of one of its samples."""
+SUMMARY_FIELDS = {
+    *("task", "method", "temperature", "acceptance_length", "tokens_per_second"),
+    *("speedup_over_plain", "identical_to_plain_fraction", "samples"),
+}
+"""Fields of a summary's row that a report shows."""
 KEPT = ("breakdown", "rounds", "cases")
-"""Options that say what a run keeps: its figures are the same without."""
+"""Options that add to what a run keeps and change none of its figures."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,71 @@ class NamedRun:
 
 
 @dataclass(frozen=True)
+class Summary:
+    """What ``--summary`` of an evaluation has written: figures without their records."""
+
+    name: str
+    header: Header
+    rows: Sequence[Mapping[str, Any]]
+    """Of every task, method and temperature."""
+
+
+def read_summary(path: Path) -> Summary:
+    """Read a summary.
+
+    Raises:
+      OSError: if there is no such file.
+      ValueError: for a file that is no summary.
+    """
+    try:
+        value = json.loads(path.expanduser().read_text("utf-8"))
+        rows, header = value["rows"], from_json(Header, value["header"], "its header")
+        if not rows or any(not SUMMARY_FIELDS <= row.keys() for row in rows):
+            raise ValueError(f"its rows must have {', '.join(sorted(SUMMARY_FIELDS))}")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is no summary of an evaluation ({error}); name one, or the folder of a run"
+        ) from None
+    return Summary(path.stem, header, rows)
+
+
+def read_runs(folders: Sequence[Path]) -> list[NamedRun]:
+    """Read runs. A run has the name of its folder, with the folders above it where two agree.
+
+    Args:
+      folders: of the runs, in the order they are reported.
+
+    Raises:
+      OSError: for a folder that holds no run.
+      ValueError: for a run without a sample, a folder given twice, and a file that is no record.
+    """
+    real = [folder.expanduser().resolve() for folder in folders]
+    for index, folder in enumerate(real):
+        if folder in real[:index]:
+            raise ValueError(
+                f"{folders[index]} is given twice, so that its samples would count twice; name it "
+                "once"
+            )
+    names = [folder.name for folder in real]
+    if len(set(names)) < len(names):
+        above = os.path.commonpath(real)
+        names = [str(folder.relative_to(above)) for folder in real]
+    runs = [NamedRun(name, read(folder)) for name, folder in zip(names, real, strict=True)]
+    for folder, run in zip(folders, runs, strict=True):
+        if not run.run.samples:
+            raise ValueError(
+                f"{folder} holds no finished sample yet; continue the run with the command that "
+                "began it"
+            )
+    return runs
+
+
+@dataclass(frozen=True)
 class Block:
     """Records whose figures compare."""
 
     condition: str
-    """The target, and what sets this block apart from others of the report, the batch aside."""
+    """The target, and what distinguishes this block from others of the report but the batch."""
     label: str
     """The same with the batch, if the report has several."""
     batch: int
@@ -51,7 +118,7 @@ class Block:
 
     @property
     def speculative(self) -> tuple[str, ...]:
-        """All methods but plain decoding."""
+        """All methods except plain decoding."""
         return tuple(method for method in self.methods if method != PLAIN_METHOD)
 
     @cached_property
@@ -61,13 +128,17 @@ class Block:
             index.setdefault((record.task, record.method, record.temperature), []).append(record)
         return index
 
-    def of(self, task: str, method: str, temperature: float) -> list[SampleRecord]:
-        """The records of a task by a method."""
-        return self._index.get((task, method, temperature), [])
+    def of(self, task: str | None, method: str, temperature: float) -> list[SampleRecord]:
+        """The records of a method.
 
-    def all_tasks(self, method: str, temperature: float) -> list[SampleRecord]:
-        """The records of every task by a method."""
-        return [record for task in self.tasks for record in self.of(task, method, temperature)]
+        Args:
+          task: of the records; None for all tasks.
+          method: that decoded them.
+          temperature: of the draws.
+        """
+        tasks = self.tasks if task is None else (task,)
+        keys = [(each, method, temperature) for each in tasks]
+        return [record for key in keys for record in self._index.get(key, [])]
 
     @cached_property
     def rows_of_call(self) -> dict[str, int]:
@@ -79,7 +150,7 @@ class Block:
 
     @property
     def batch_words(self) -> str:
-        """The rows of a call, and how many there were at most where no call was full."""
+        """The batch, and the rows of the largest call if no call was full."""
         most = max(self.rows_of_call.values(), default=self.batch)
         return f"{self.batch}" if most >= self.batch else f"{self.batch} ({counted(most, 'row')})"
 
@@ -93,7 +164,7 @@ class Block:
 
     @cached_property
     def units(self) -> dict[Sample, Sample]:
-        """What is drawn anew together, by sample: samples that ever shared a call are one."""
+        """The bootstrap's unit of every sample: samples that ever shared a call have one unit."""
         parents: dict[Sample, Sample] = {}
 
         def root(sample: Sample) -> Sample:
@@ -110,7 +181,7 @@ class Block:
 
 
 def blocks(runs: Sequence[NamedRun]) -> tuple[Block, ...]:
-    """Put runs together as far as they compare.
+    """Group runs that compare.
 
     Args:
       runs: in the order they were named.
@@ -134,7 +205,7 @@ def blocks(runs: Sequence[NamedRun]) -> tuple[Block, ...]:
 
 
 def _compare(one: NamedRun, other: NamedRun) -> bool:
-    """Whether two runs belong together: one setting of everything, and nothing twice."""
+    """Whether two runs compare: all settings agree, and no text was measured twice."""
     left, right = one.run.header, other.run.header
     if _circumstances(left) != _circumstances(right):
         return False
@@ -146,7 +217,7 @@ def _compare(one: NamedRun, other: NamedRun) -> bool:
 
 
 def _circumstances(header: Header) -> dict[str, str]:
-    """What figures of two runs must have in common to be compared, in words."""
+    """The settings in which runs must agree to be compared, in words."""
     return {
         "target": header.target,
         "dtype": header.dtype,
@@ -166,7 +237,7 @@ def _words(value: Any) -> str:
 
 
 def _conditions(groups: Sequence[Sequence[NamedRun]]) -> list[str]:
-    """A name for every block: the target, what differs among them, and the folder if need be."""
+    """A name for every block: target, settings that differ, and the folder if two names agree."""
     circumstances = [_circumstances(group[0].run.header) for group in groups]
     names = list(dict.fromkeys(name for each in circumstances for name in each))
     varied = {name for name in names if len({each.get(name) for each in circumstances}) > 1}

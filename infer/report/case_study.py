@@ -1,7 +1,7 @@
-"""Texts by how their tokens came, and the trees of their rounds.
+"""Texts coloured by the origin of their tokens, and the trees of their rounds.
 
 The first token of a text comes from the prefill. Every round then emits the draft tokens that the
-target's own draws walked over, at depth 1, 2, ..., and the bonus, the draw behind the last of them.
+target's own draws accept, at depth 1, 2, ..., and the bonus, the draw behind the last of them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,13 +15,13 @@ from .blocks import Block
 
 Origin = Literal["prefill", "draft", "bonus"]
 DEEPEST_SHADE = 8
-"""Depths from here on share a colour."""
+"""Deeper tokens share the colour of this depth."""
 REASONS = {
     "not proposed": "the draft had not proposed what the target drew",
     "nothing below": "the tree has nothing below the last accepted node",
     "ended": "the text ended",
 }
-"""Why a walk stopped, by the records' words."""
+"""Why the accepted path ended, by the records' words."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Token:
     text: str
     origin: Origin
     depth: int
-    """Of the draft's tree; 0 for what is no draft token."""
+    """In the draft's tree; 0 for the prefill's token and the bonus."""
     round: int
     """Number of its round, from 1; 0 for the prefill's."""
 
     @property
     def shown(self) -> str:
-        """With a sign for what cannot be seen."""
+        """The text, with a sign for a line break and for an empty text."""
         return self.text.replace("\n", "↵\n") or "∅"
 
     @property
     def shade(self) -> str:
-        """The style sheet's name for how it came."""
+        """The style sheet's class of the origin."""
         return f"depth-{min(self.depth, DEEPEST_SHADE)}" if self.depth else self.origin
 
 
@@ -51,7 +51,7 @@ class CaseStudy:
     """A text whose rounds were kept."""
 
     block: str
-    """Label of the block it is from."""
+    """Label of its block."""
     record: SampleRecord
     tokens: tuple[Token, ...]
     trees: tuple[RoundTree, ...]
@@ -59,7 +59,7 @@ class CaseStudy:
 
     @property
     def rounds(self) -> list[tuple[Token, ...]]:
-        """Tokens by their round, the prefill's first."""
+        """The tokens of every round, the prefill's first."""
         groups: dict[int, list[Token]] = {}
         for token in self.tokens:
             groups.setdefault(token.round, []).append(token)
@@ -80,14 +80,14 @@ def case_studies(blocks: Iterable[Block]) -> Iterator[CaseStudy]:
 
 
 def spread(cases: Sequence[CaseStudy], most: int | None) -> list[CaseStudy]:
-    """At most so many, from all over the tasks and methods; all without a limit."""
+    """At most so many, spread over tasks and methods; all without a limit."""
     if most is None or most >= len(cases):
         return list(cases)
     return [cases[number * len(cases) // most] for number in range(most)]
 
 
 def tokens(record: SampleRecord) -> tuple[Token, ...]:
-    """The tokens of a text by how they came.
+    """The tokens of a text with their origins.
 
     Raises:
       ValueError: if its counts contradict each other.
@@ -97,7 +97,7 @@ def tokens(record: SampleRecord) -> tuple[Token, ...]:
         raise ValueError(
             f"{record.task}, sample {record.sample}, {record.method}: {len(pieces)} pieces of text "
             f"for {1 + sum(record.emitted_by_round)} tokens by round; remove the line, and the run "
-            "will make it anew"
+            "measures it again"
         )
     found = [Token(pieces[0], "prefill", 0, 0)]
     counts = zip(record.emitted_by_round, record.accepted_by_round, strict=True)
@@ -110,7 +110,7 @@ def tokens(record: SampleRecord) -> tuple[Token, ...]:
 
 
 def _tree_data(tree: RoundTree) -> dict[str, Any]:
-    """A round in short names: it is in the page many times."""
+    """A round, with short keys: the page has many."""
     last = tree.path[-1]
     below = sum(parent == last for parent in tree.parents)
     return {
@@ -123,7 +123,7 @@ def _tree_data(tree: RoundTree) -> dict[str, Any]:
 
 
 def _why(tree: RoundTree, last: int, below: int) -> str:
-    """Why the walk stopped, with what the target drew there."""
+    """Why the accepted path ended, with the number of candidates."""
     words = REASONS[tree.stop]
     among = f"{words} (among {counted(below, 'candidate')})"
     return among if tree.stop == "not proposed" else words

@@ -21,7 +21,7 @@ function code(text) {
   return node("code", "", readable(text));
 }
 
-// The nodes below one, the walked one first.
+// The nodes below one, the accepted one first.
 function branch(tree, parent) {
   const below = tree.parents.map((each, index) => (each === parent ? index : -1)).filter((index) => index >= 0);
   if (!below.length) return null;
@@ -34,7 +34,7 @@ function branch(tree, parent) {
 
 function leaf(tree, index) {
   const place = tree.path.indexOf(index);
-  const item = node("li", place >= 0 ? "walked" : "");
+  const item = node("li", place >= 0 ? "accepted" : "");
   item.append(code(tree.texts[index]));
   if (place === 0) item.append(node("span", "why", " the last token of the text so far"));
   if (place > 0) item.append(node("span", "why", ` depth ${place}: what the target drew, accepted`));
@@ -66,7 +66,7 @@ function explain(panel, number, trees) {
   }
   const proposed = tree.texts.length - 1;
   const accepted = tree.path.length - 1;
-  said.append(node("p", "", `${counted(proposed, "token")} proposed, ${accepted} accepted. The walk stopped: ${tree.why}.`));
+  said.append(node("p", "", `${counted(proposed, "token")} proposed, ${accepted} accepted. The accepted path ended: ${tree.why}.`));
   const list = node("ul");
   list.append(leaf(tree, 0));
   drawing.append(list);

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from infer.eval import loading
-from infer.eval.samples import references, text_field
+from infer.eval.loading import references, text_field
 from infer.eval.tasks import LONGBENCH, TASKS, Hub
 
 ROWS = [
@@ -50,9 +50,9 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b'{"a": 1}\n{"a": \n', "line 2 is no JSON .* mend or remove the line"),
+        (b'{"a": 1}\n{"a": \n', "line 2 is not JSON .* correct or remove the line"),
         (b'["a"]\n', "line 1 must be an object with named fields"),
-        (b"\xff\xfe\n", "line 1 is no JSON"),
+        (b"\xff\xfe\n", "line 1 is not JSON"),
         (b"\n", "holds no rows"),
     ],
 )
@@ -69,14 +69,14 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no qmsum.jsonl; name another archive"):
         loading.rows("qmsum", LONGBENCH, zipped(tmp_path / "data.zip"), None)
     (tmp_path / "torn.zip").write_bytes((tmp_path / "data.zip").read_bytes()[:40])
-    with pytest.raises(ValueError, match="no whole zip archive .* download it again"):
+    with pytest.raises(ValueError, match="not a whole zip archive .* download it again"):
         loading.rows("lcc", LONGBENCH, tmp_path / "torn.zip", None)
     with pytest.raises(ValueError, match="name it with --data=FILE.jsonl"):
         loading.rows("jsonl", None, None, None)
 
 
 class TestTheHub:
-    """Nothing of a dataset is run, and whoever has no network is told what to do."""
+    """Nothing of a dataset is run, and a message says what to do without a network."""
 
     def test_an_archive_is_read_in_the_place_of_a_script(self, tmp_path, monkeypatch) -> None:
         asked = []
@@ -140,7 +140,7 @@ def test_without_the_packages_that_read_them(tmp_path: Path, monkeypatch) -> Non
     ("row", "words"),
     [
         ({"text": "x", "id": 1}, "a, line 3 lacks the field 'context'; it has id, text"),
-        ({"context": " \n"}, "'context' is empty; remove the row"),
+        ({"context": " \n"}, "'context' is empty; fill it in"),
         ({"context": 5}, "'context' must be text, got 5"),
     ],
 )
@@ -154,5 +154,5 @@ def test_answers_of_every_form() -> None:
     assert references({"answer": 42}, "answer", "here") == ("42",)
     assert references({"answers": ["a", 1]}, "answers", "here") == ("a", "1")
     assert references({"summary": [{"text": "s", "source": "x"}]}, "summary", "here") == ("s",)
-    with pytest.raises(ValueError, match="must hold texts and holds a list"):
+    with pytest.raises(ValueError, match="must hold texts, not list"):
         references({"answers": [["a"]]}, "answers", "here")

@@ -10,11 +10,9 @@ import pytest
 
 from infer.eval import __main__ as command
 from infer.eval.arguments import method_argument, parser, settled
-from infer.eval.decoders import by_round
-from infer.eval.methods import METHODS, Chosen
-from infer.eval.methods import settled as settled_methods
+from infer.eval.decoders import by_round, round_trees
+from infer.eval.methods import METHODS, Chosen, with_drafts
 from infer.eval.records import RoundTree
-from infer.eval.trees import round_trees
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.streaming import StreamingDraft
@@ -30,7 +28,7 @@ from longspec_jax.generation.inspection import RoundView, TreeView
         ("001011", (1, 2, 2), (0, 1, 2)),  # The last round was cut inside the draft.
     ],
 )
-def test_rounds_are_told_by_the_tokens_that_no_draft_proposed(
+def test_rounds_end_with_tokens_that_no_draft_proposed(
     drafted: str, emitted: tuple, accepted: tuple
 ) -> None:
     assert by_round([letter == "1" for letter in drafted]) == (emitted, accepted)
@@ -41,7 +39,7 @@ DRAFTS = [NgramDraft(), StreamingDraft()]
 
 
 def names(*typed: str, drafts: Any = DRAFTS, with_torch: bool = False) -> list[str]:
-    found = settled_methods([method_argument(text) for text in typed], drafts, with_torch)
+    found = with_drafts([method_argument(text) for text in typed], drafts, with_torch)
     return [chosen.name for chosen, _ in found]
 
 
@@ -79,10 +77,13 @@ def test_trees_of_the_methods() -> None:
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        (["--task=nothing"], "--task: invalid choice: 'nothing'"),
-        (["--task=qmsum", "--method=magic"], "--method: no method 'magic'; there are plain, "),
+        (["--task=nothing"], "--task: unknown 'nothing'; choose from gov_report"),
+        (
+            ["--task=qmsum", "--method=magic"],
+            "--method: unknown method 'magic'; ",
+        ),
         (["--task=qmsum", "--method=plain=4"], "plain takes no tree; write --method=plain"),
-        (["--task=qmsum", "--method=ngram=none"], "without a tree it is --method=plain"),
+        (["--task=qmsum", "--method=ngram=none"], "decoding without a tree is --method=plain"),
         (["--task=qmsum", "--task=qmsum"], "--task=qmsum is given twice"),
         (["--task=demo", "--task=demo_docs"], "--task=demo_docs is given twice"),
         (["--task=qmsum", "--method=ngram", "--method=ngram"], "--method=ngram is given twice"),
@@ -94,10 +95,24 @@ def test_trees_of_the_methods() -> None:
             ["--task=lcc", f"--data=lcc={__file__}", f"--data=lcc={__file__}"],
             "--data=lcc is given twice",
         ),
-        (["--task=qmsum", "--data=absent.jsonl"], "--data=absent.jsonl: there is no such file"),
-        (["--task=qmsum", f"--data=lcc={__file__}"], "is for a task that is not run; add --task="),
+        (["--task=qmsum", "--data=absent.jsonl"], "--data=absent.jsonl: no such file"),
+        (["--task=qmsum", f"--data=lcc={__file__}"], "names a task that is not run; add --task="),
         (["--task=qmsum", "--task=lcc", f"--data={__file__}"], "is one file for 2 tasks"),
-        (["--task=lcc", "--protocol=longbench", "--min_prompt=3"], "longbench skips nothing"),
+        (["--task=demo", f"--data={__file__}"], "--data has no effect on --task=demo_code, demo_"),
+        (["--task=demo_docs", f"--data=demo_docs={__file__}"], "demo_docs is made of the package"),
+        (["--task=demo", "--hub=a/b"], "--hub has no effect on --task=demo_code"),
+        (["--task=lcc", "--hub=a/b", f"--data={__file__}"], "--hub has no effect on --task=lcc"),
+        (["--task=needle", "--min_prompt=3"], "--min_prompt has no effect on --task=needle"),
+        (["--task=aime24", "--min_prompt=3"], "It is for gov_report, qmsum"),
+        (["--task=demo", "--max_prompt=30"], "--max_prompt has no effect on --task=demo_code"),
+        (["--task=demo", "--prompt_style=raw"], "--prompt_style has no effect"),
+        (["--task=demo", "--protocol=longbench"], "--protocol=longbench has no effect"),
+        (["--task=lcc", "--context=512"], "It is for pg19, booksum, needle, demo_code"),
+        (
+            ["--task=lcc", "--protocol=longbench", "--min_prompt=3"],
+            "--min_prompt has no effect on --task=lcc with --protocol=longbench; leave it out",
+        ),
+        (["--task=lcc", f"--summary={__file__}"], "is there and holds no results"),
         (["--task=lcc", "--samples=0"], "--samples: 0 must be"),
         (["--task=lcc", "--summary=/tmp"], "--summary: /tmp is a folder; name a file in it"),
         (["--task=lcc", "--summary=/nowhere/x.json"], "x.json: its folder does not exist; make it"),
@@ -133,10 +148,10 @@ def test_a_summary_in_the_place_of_a_file_of_the_run_is_refused(tmp_path: Path) 
 def test_defaults() -> None:
     found = settled(parser().parse_args(["--task=demo", "--out=x"]))
     assert found.task == ["demo_code", "demo_docs", "demo_copy", "demo_needle"]
-    assert found.drafter == ["demo", "demo_small_lm", "ngram", "streaming"]
+    assert found.draft == ["demo", "demo_small_lm", "ngram", "streaming"]
     assert (found.temperature, found.seed, found.context) == ([0.0], [0], [2048])
     other = settled(parser().parse_args(["--task=lcc", "--out=x", "--target=y", "--seed=2"]))
-    assert other.drafter is None and other.seed == [2]
+    assert other.draft is None and other.seed == [2]
 
 
 def test_every_method_is_described(capsys) -> None:

@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 
-from infer.eval.prepare import Sources, Target, prepare
-from infer.eval.protocols import LeftOut, LongBenchProtocol, LongSpecProtocol, Ready
-from infer.eval.samples import Sample
-from infer.eval.suite import DEPTHS, SUITE
-from infer.eval.tasks import TASKS
+from infer.eval.prepare import (
+    LongBenchProtocol,
+    LongSpecProtocol,
+    Ready,
+    Skipped,
+    Sources,
+    Target,
+    prepare,
+)
+from infer.eval.tasks import DEPTHS, DIGITS, SENTENCE, SUITE, TASKS, Sample, needle_document
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer
 
@@ -39,14 +44,15 @@ class Characters:
 
 
 def longspec(tokenizer: Any = None, least: int | None = None, most: int | None = None):
-    return LongSpecProtocol.of(tokenizer or Characters(), POSITIONS, least, most)
+    target = Target(tokenizer or Characters(), 2**20, POSITIONS)
+    return LongSpecProtocol.of(target, least, most)
 
 
 def longbench(style: str | None = "raw", most: int | None = None) -> LongBenchProtocol:
-    return LongBenchProtocol.of(Characters(), 2**20, POSITIONS, style, most)
+    return LongBenchProtocol.of(TARGET, style, most)
 
 
-def text_of(found: Ready | LeftOut) -> str:
+def text_of(found: Ready | Skipped) -> str:
     assert isinstance(found, Ready)
     return "".join(map(chr, found.tokens))
 
@@ -86,7 +92,7 @@ def test_the_release_skips_prompts_out_of_its_bounds(length: int, kept: bool) ->
     found = longspec().prompt(task, sample("x" * (length - len(empty))))
     assert isinstance(found, Ready) is kept and found.original_tokens == length
     beyond = longspec().prompt(task, sample("x" * (2001 - len(empty))))
-    assert isinstance(beyond, LeftOut) and "more than 2000 tokens" in beyond.reason
+    assert isinstance(beyond, Skipped) and "more than 2000 tokens" in beyond.reason
 
 
 def test_longbench_asks_in_one_text() -> None:
@@ -124,7 +130,7 @@ def test_longbench_puts_the_chat_format_around_all_but_code() -> None:
     ):
         longbench(style=None)
     limits = [
-        LongBenchProtocol.of(Characters(), 9, positions, "raw", None).most
+        LongBenchProtocol.of(Target(Characters(), 9, positions), "raw", None).most
         for positions in (16384, 32768, 131072)
     ]
     assert limits == [15500, 31500, 129804]
@@ -152,17 +158,17 @@ TARGET = Target(Characters(), 2**20, POSITIONS)
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     rows = [{"context": "x" * size, "_id": str(size)} for size in (10, 1500, 3000)]
     path = written(tmp_path / "lcc.jsonl", *rows)
-    found = prepare("lcc", sources(path), longspec(), TARGET, None)
+    found = prepare("lcc", sources(path), longspec(), None)
     [prompt] = found.prompts
     assert prompt.sample == "1500" and prompt.new_tokens == 1024
     assert [(each.sample, each.reason.split(" tokens")[0]) for each in found.skipped] == [
         ("10", "no more than 1200"),
         ("3000", "more than 2000"),
     ]
-    short = prepare("lcc", sources(path, limit=1), longspec(), TARGET, 7)
+    short = prepare("lcc", sources(path, limit=1), longspec(), 7)
     assert [each.sample for each in short.prompts] == ["1500"] and short.prompts[0].new_tokens == 7
-    with pytest.raises(ValueError, match="all 3 samples are left out .* --max_prompt move"):
-        prepare("lcc", sources(path), longspec(most=3), TARGET, None)
+    with pytest.raises(ValueError, match="all 3 samples are skipped .* --max_prompt change"):
+        prepare("lcc", sources(path), longspec(most=3), None)
 
 
 def test_prompts_of_a_length_that_is_asked_for_are_too_long_by_that() -> None:
@@ -170,22 +176,22 @@ def test_prompts_of_a_length_that_is_asked_for_are_too_long_by_that() -> None:
     with pytest.raises(
         ValueError, match="leave no room in .* positions.; name a shorter --context"
     ):
-        prepare("needle", longer, longspec(), TARGET, None)
+        prepare("needle", longer, longspec(), None)
 
 
 def test_new_tokens_fit_the_targets_range(tmp_path: Path) -> None:
     path = written(tmp_path / "lcc.jsonl", {"context": "x" * 3800})
-    found = prepare("lcc", sources(path), longspec(most=3990), TARGET, None)
+    found = prepare("lcc", sources(path), longspec(most=3990), None)
     [prompt] = found.prompts
     assert len(prompt.tokens) + prompt.new_tokens == POSITIONS
     longer = written(tmp_path / "longer.jsonl", {"context": "x" * 4000})
     with pytest.raises(ValueError, match="leave no room in 4000 positions"):
-        prepare("lcc", sources(longer), longspec(most=9999), TARGET, None)
+        prepare("lcc", sources(longer), longspec(most=9999), None)
 
 
 def test_books_are_cut_to_every_context(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", {"text": "y" * 300}, {"text": "z" * 150})
-    found = prepare("pg19", sources(path, contexts=[100, 200]), longspec(), TARGET, None)
+    found = prepare("pg19", sources(path, contexts=[100, 200]), longspec(), None)
     assert [each.sample for each in found.prompts] == ["0 to 100", "0 to 200", "1 to 100"]
     assert [len(each.tokens) for each in found.prompts] == [101, 201, 101]
     assert {each.new_tokens for each in found.prompts} == {256}
@@ -198,7 +204,7 @@ def test_prompts_of_a_users_file(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "hello"}]},
     ]
     path = written(tmp_path / "a.jsonl", *rows)
-    found = prepare("jsonl", sources(path, style="longspec"), longspec(), TARGET, 5).prompts
+    found = prepare("jsonl", sources(path, style="longspec"), longspec(), 5).prompts
     assert [each.sample for each in found] == ["0", "mine", "2"]
     assert [each.references for each in found] == [("a",), ("r",), ()]
     assert found[1].tokens == [5, 6]
@@ -224,18 +230,18 @@ def test_prompts_of_a_users_file(tmp_path: Path) -> None:
 def test_rows_that_cannot_be_asked(tmp_path: Path, rows: list[dict], words: str) -> None:
     path = written(tmp_path / "a.jsonl", *rows)
     with pytest.raises(ValueError, match=words):
-        prepare("jsonl", sources(path), longspec(), TARGET, 5)
+        prepare("jsonl", sources(path), longspec(), 5)
 
 
 def test_problems_of_2024_are_chosen_by_their_ids(tmp_path: Path) -> None:
     """Of the usual dataset, which has three years; another file is taken whole."""
     rows = [{"id": number, "problem": f"p{number}", "answer": 7} for number in range(90)]
     path = written(tmp_path / "a.jsonl", *rows)
-    found = prepare("aime24", sources(path), longspec(), TARGET, None).prompts
+    found = prepare("aime24", sources(path), longspec(), None).prompts
     assert [each.sample for each in found] == [str(number) for number in range(60, 90)]
     assert found[0].references == ("7",)
     few = written(tmp_path / "few.jsonl", *rows[:3])
-    assert len(prepare("aime24", sources(few), longspec(), TARGET, None).prompts) == 3
+    assert len(prepare("aime24", sources(few), longspec(), None).prompts) == 3
 
 
 @on_the_demo
@@ -260,9 +266,9 @@ def test_needles_lie_in_a_users_text(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a line of hay\n" * 99)
     tokenizer = load_tokenizer(DEMO / "target")
-    target = Target(tokenizer, 4096, 16384)
+    protocol = LongSpecProtocol.of(Target(tokenizer, 4096, 16384), None, None)
     named = sources(text, contexts=[200, 300])
-    found = prepare("needle", named, longspec(), target, None).prompts
+    found = prepare("needle", named, protocol, None).prompts
     assert [len(each.tokens) for each in found] == [200] * 4 + [300] * 4
     for prompt in found:
         assert prompt.references[0] in tokenizer.decode(prompt.tokens)
@@ -275,3 +281,32 @@ def test_passages_are_copied_at_contexts_longer_than_the_documents(context: int)
     found = list(SUITE["demo_copy"](load_tokenizer(DEMO / "target"), context))
     assert len(found) == len(DEPTHS)
     assert all(each.references[0] and len(each.prompt) <= context for each in found)
+
+
+TEXTS = ["one line\nanother line\n" * 9, "prose without an end. " * 7, "x\n" * 50]
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("length", [180, 1000])
+def test_a_document_holds_its_needle_once_and_asks_for_it(length: int, depth: float) -> None:
+    """Of exactly the length, however short the texts are, at a line's end near the depth."""
+    tokens, code = needle_document(Characters(), TEXTS, length, depth, seed=3)
+    text = "".join(map(chr, tokens))
+    assert len(text) == length and len(code) == DIGITS and code.isdigit()
+    assert text.count(code) == 1
+    question = text.rpartition("\n")[2]
+    assert text.count(question) == 2 and f"{question} {code}\n" in text
+    place = text.index(question) - 1
+    assert place == 0 or text[place - 1] == "\n"
+    # A text without line ends may have moved it.
+    assert abs(place - depth * (length - 2 * len(question) - 20)) <= 160
+
+
+def test_a_needle_follows_from_its_seed() -> None:
+    one, same, other = (needle_document(Characters(), TEXTS, 400, 0.5, seed) for seed in (1, 1, 2))
+    assert one == same and one[1] != other[1]
+    assert SENTENCE.partition("{")[0] in "".join(map(chr, other[0]))
+    with pytest.raises(ValueError, match="60 tokens leave no room around a needle of"):
+        needle_document(Characters(), TEXTS, 60, 0.5, 0)
+    with pytest.raises(ValueError, match="are empty; name files"):
+        needle_document(Characters(), ["", ""], 400, 0.5, 0)

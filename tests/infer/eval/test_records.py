@@ -21,10 +21,10 @@ from infer.eval.records import (
     SkippedSample,
     acceptance_length,
     decode_seconds,
+    summary_rows,
     tokens_per_second,
 )
 from infer.eval.run_folder import SAMPLES, Writer, differences, read, write_header
-from infer.eval.summary import rows
 
 SETTING = Setting("demo", "4,16@8", 8, {"int8": True})
 TREE = RoundTree(
@@ -106,7 +106,7 @@ def test_counts_follow_one_definition() -> None:
     outside = another(target_passes=None, emitted_by_round=(), call="third", decode_s=1.0)
     assert RECORD.decode_tokens == outside.decode_tokens == 7
     assert acceptance_length([RECORD, plain, outside]) == 14 / 10
-    assert RECORD.truncated and RECORD.accepted_by_depth == (2, 2, 1)
+    assert RECORD.truncated
     row = another(sample="8")  # Of the same call: its seconds are counted once.
     assert decode_seconds([RECORD, row, plain]) == 3.0
     assert tokens_per_second([RECORD, row]) == 14 / 2
@@ -133,7 +133,7 @@ def test_a_call_is_written_whole_or_not_at_all(folder: Path, monkeypatch) -> Non
     assert read(folder).samples == (RECORD,)
 
 
-def test_a_write_that_takes_a_part_is_gone_on_with(folder: Path) -> None:
+def test_a_partial_write_is_continued(folder: Path) -> None:
     """As one does on a disk that fills up; here a limit on the size of files."""
     before = (folder / SAMPLES).stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -157,6 +157,14 @@ def test_a_write_that_takes_a_part_is_gone_on_with(folder: Path) -> None:
         ({"tokens": [1, "2"]}, "tokens: '2' has the wrong type"),
         ({"colour": 1}, "SampleRecord has unknown colour"),
         ({"setting": {"drafter": None}}, "setting: Setting lacks nodes, options, tree"),
+        ({"decode_s": -1.0}, "line 1: decode_s is -1, which must be 0 or more; remove the line"),
+        ({"prefill_s": float("nan")}, "prefill_s is nan, which must be 0 or more"),
+        (
+            {"breakdown": {"draft_s": 0.1, "verify_s": -2, "other_s": 0.1, "rounds": 1}},
+            "breakdown.verify_s is -2",
+        ),
+        ({"new_tokens": 9}, "new_tokens is 9 for 8 tokens"),
+        ({"accepted_by_round": [1]}, "emitted_by_round and accepted_by_round differ in length"),
     ],
 )
 def test_what_is_no_record_is_refused(folder: Path, change: dict, words: str) -> None:
@@ -170,7 +178,7 @@ def test_files_that_are_damaged_say_what_to_do(folder: Path) -> None:
     path = folder / SAMPLES
     line = path.read_text()
     path.write_text(line + "{broken\n" + line)
-    with pytest.raises(ValueError, match="line 2 is no JSON .* remove the line"):
+    with pytest.raises(ValueError, match="line 2 is not JSON .* remove the line"):
         read(folder)
     path.write_text(line * 2)
     with pytest.raises(ValueError, match="count it twice; remove one of the two lines"):
@@ -200,7 +208,7 @@ def test_the_summary_compares_the_same_samples() -> None:
         )
         for sample, seconds in (("7", 4.0), ("8", 100.0))
     ]
-    first, second = rows([*plain, RECORD])
+    first, second = summary_rows([*plain, RECORD])
     assert first["speedup_over_plain"] is None and first["samples"] == 2
     assert first["identical_to_plain_fraction"] is None
     assert second["speedup_over_plain"] == 2.0 and second["identical_to_plain_fraction"] == 0.0

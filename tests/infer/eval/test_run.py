@@ -26,7 +26,7 @@ def options(tmp_path_factory) -> list[str]:
     rows = ({"id": f"p{n}", "prompt": text} for n, text in enumerate(PROMPTS))
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
-        *("--task=jsonl", f"--data={data}", f"--target={target}", f"--drafter={draft}"),
+        *("--task=jsonl", f"--data={data}", f"--target={target}", f"--draft={draft}"),
         *("--method=longspec-tree=4,5", f"--max_new_tokens={NEW}", "--prefill_chunk=32"),
         *("--temperature=0", "--temperature=1", "--seed=7", "--compilation_cache=off"),
     ]
@@ -115,10 +115,12 @@ def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypat
     capsys.readouterr()
     assert command.main(greedy) == 0
     said = capsys.readouterr()
-    assert "was cut short; its sample is made again" in said.err
-    assert "2 results of an earlier run" in said.err and "\x1b" not in said.out + said.err
+    assert "was cut short; its sample is measured again" in said.err
+    assert "2 results of earlier starts" in said.err and "\x1b" not in said.out + said.err
     run = read(tmp_path)
     assert len(run.samples) == 2 * len(PROMPTS) and len(run.header.continued) == 1
+    assert [record.start for record in run.samples] == [0, 0, 1, 1, 1, 1]
+    assert "plain timed in another start of this run" in said.out
     assert all(record.identical_to_plain for record in by_method(run, "longspec-tree=4,5"))
     assert data[:-20].rpartition(b"\n")[0] in path.read_bytes()
     assert command.main(greedy) == 0 and read(tmp_path).samples == run.samples
@@ -157,7 +159,7 @@ def test_of_several_runs_the_one_of_median_seconds_is_kept(
 def test_a_folder_with_other_files_is_refused(options: list[str], tmp_path, capsys) -> None:
     (tmp_path / "mine.txt").write_text("x")
     assert command.main([*options, f"--out={tmp_path}"]) == 2
-    assert "holds files and no run; name a folder that is empty" in capsys.readouterr().err
+    assert "holds other files and no run; name an empty or new" in capsys.readouterr().err
 
 
 def test_what_can_be_no_folder_is_refused(options: list[str], tmp_path, capsys) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from infer import text_similarity
 from infer.eval import scores
+from infer.eval.scores import Similarity, similarity, similarity_in_words
 from infer.eval.tasks import TASKS
 
 ROUGE_CASES = [
@@ -57,7 +57,7 @@ def test_rouge_l_counts_words_once() -> None:
 def test_the_usual_rouge_l(text: str, reference: str) -> None:
     scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"])
     theirs = scorer.score(reference, text)["rougeL"].fmeasure
-    assert text_similarity.rouge_l(text, reference) == theirs
+    assert scores.usual_rouge_l(text, reference) == theirs
 
 
 @pytest.mark.parametrize(("text", "reference", "expected"), CODE_CASES)
@@ -66,11 +66,11 @@ def test_code_is_compared_by_its_first_line(text: str, reference: str, expected:
     assert scores.code_similarity(text, reference) == expected
 
 
-def test_edit_similarity_is_rapidfuzzs() -> None:
+def test_edit_similarity_is_python_levenshteins_ratio() -> None:
     """One substitution is a deletion and an insertion of 16 characters."""
     pytest.importorskip("rapidfuzz")
-    assert text_similarity.edit_similarity("return y", "return x") == 1 - 2 / 16
-    assert text_similarity.edit_similarity("", "") == 1.0
+    assert scores.edit_similarity("return y", "return x") == 1 - 2 / 16
+    assert scores.edit_similarity("", "") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -93,3 +93,31 @@ def test_the_best_reference_counts() -> None:
     assert scores.score("found", " 123 and on", ["999", "123"]) == 1.0
     assert scores.score("found", "no 123", ["123"]) == 0.0
     assert {task.metric for task in TASKS.values()} - {None} <= scores.METRICS.keys()
+
+
+def test_identical_texts_need_no_scores() -> None:
+    assert similarity(9, None, None, None) == Similarity(9, 1.0, 1.0)
+
+
+def test_differing_texts_are_scored() -> None:
+    """Of three words two are there in order; of the letters and blanks all but three."""
+    found = similarity(9, 3, "the cat sat", "the dog sat")
+    assert found.exact_prefix == 3 and found.rouge_l == pytest.approx(2 / 3)
+    assert found.edit_similarity == pytest.approx(1 - 6 / 22)
+    assert similarity(9, 0, "", "the dog") == Similarity(0, 0.0, 0.0)
+
+
+def test_the_prefix_needs_neither_texts_nor_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert similarity(9, 3, None, None) == Similarity(3, None, None)
+    monkeypatch.setattr(scores, "missing_packages", lambda extra: f"pip install {extra}")
+    found = similarity(9, 3, "a", "b")
+    assert found == Similarity(3, None, None)
+    assert similarity_in_words([found, Similarity(9, 1.0, 1.0)], 18) == (
+        "exact prefix 12 of 18 tokens; pip install eval"
+    )
+
+
+def test_similarities_are_summed_and_averaged() -> None:
+    rows = [Similarity(3, 0.5, 0.25), Similarity(9, 1.0, 1.0)]
+    words = "exact prefix 12 of 18 tokens, edit similarity 0.750, ROUGE-L 0.625"
+    assert similarity_in_words(rows, 18) == words

@@ -14,6 +14,8 @@ from infer.report.__main__ import main
 
 from .made import HOSTILE, record, run, studied, write
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -116,14 +118,16 @@ def test_markdown_has_every_table(folder: Path) -> None:
         len(re.findall(r"(?<!\\)\|", line)) for line in text.split("\n\n")[4].splitlines() if line
     }
     assert len(widths) == 1 and widths != {0}
-    assert "bonus included, prefill excluded" in text
 
 
-def test_what_intervals_are_is_said_once(folder: Path) -> None:
+def test_what_figures_mean_is_said_once(folder: Path) -> None:
+    """And not under every table."""
     main([str(folder)])
-    for name, words in {"report.html": "Small figures", "report.md": "Figures in brackets"}.items():
+    for name in ("report.html", "report.md"):
         text = (folder / name).read_text()
-        assert text.count(f"{words} are intervals: 95%") == text.count("bootstrap") == 1
+        assert text.count("95% bootstrap") == text.count("bootstrap") == 1
+        assert text.count("bonus included, prefill excluded") == 1
+        assert text.count("without prefill, the token drawn") == 1
 
 
 def test_csv_has_the_figures(folder: Path) -> None:
@@ -167,10 +171,13 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (["run", "--out=no/such/folder"], "--out=no/such/folder: its folder does not exist"),
         (["run", "--out=taken"], "--out=taken cannot be written"),
         (["run", "--out="], "--out: the value is empty; leave the option out"),
-        (["run", "--lengths=5,3"], "--lengths: '5,3' must be positive and ascend"),
-        (["run", "--lengths=5,x"], "--lengths: '5,x' must be whole numbers with commas"),
+        (["run", "--lengths=0"], "--lengths: 0 must be"),
+        (["run", "--lengths=x"], "--lengths: 'x' must be a whole number"),
+        (["mine.md"], "mine.md is no summary of an evaluation (Expecting value"),
+        (["summary.json"], "is no summary of an evaluation (its rows must have acceptance_length,"),
         (["run", "--cases=-1"], "--cases: "),
         (["empty"], "empty holds no finished sample yet"),
+        (["run", "--out=mine.md"], "mine.md exists and is no report; move it, or name another"),
         ([], "required: RUN"),
     ],
 )
@@ -185,6 +192,9 @@ def test_bad_input_is_refused(
     write(run([record()]), tmp_path / "run")
     write(run([]), tmp_path / "empty")
     (tmp_path / "taken").write_text("a file")
+    (tmp_path / "mine.md").write_text("# Notes")
+    header = json.loads((tmp_path / "run" / "header.json").read_text())
+    (tmp_path / "summary.json").write_text(json.dumps({"header": header, "rows": [{"a": 1}]}))
     before = sorted(tmp_path.rglob("*"))
     assert main(arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -200,7 +210,7 @@ def test_a_line_cut_short_is_told(folder: Path) -> None:
 
 
 def test_ranges_of_lengths_can_be_chosen(folder: Path) -> None:
-    assert main([str(folder), "--lengths=900,1100"]) == 0
+    assert main([str(folder), "--lengths=900", "--lengths=1100"]) == 0
     assert "900–1100" in (folder / "report.md").read_text()
 
 
@@ -224,4 +234,35 @@ def test_a_page_needs_no_package_for_scores(tmp_path: Path, monkeypatch) -> None
     assert main([str(folder)]) == 0
     text = (folder / "report.md").read_text()
     assert "lcc has no score: scores of texts need packages that are not" in text
-    assert "found: share of answers" in text and "edit similarity" not in text
+    assert "needle: found" in text and "lcc: edit similarity" not in text
+
+
+COMMITTED = sorted((ROOT / "docs" / "results").glob("eval_demo*.json"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_published_summaries_can_be_shown(path: Path, tmp_path: Path) -> None:
+    """Beside a run, with the figures that their rows hold."""
+    folder = write(run([record()]), tmp_path / "run")
+    assert main([str(folder), str(path), f"--out={tmp_path}"]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert f"**{path.stem}, T = 0**".replace("_", "\\_") in text
+    rows = json.loads(path.read_text())["rows"]
+    figures = csv.DictReader(io.StringIO((tmp_path / "report.csv").read_text()))
+    shown = {
+        (row["row"], row["group"], row["column"]): float(row["value"])
+        for row in figures
+        if row["table"] == "summary-" + path.stem.replace("_", "-") + "-0-0"
+    }
+    for row in rows:
+        if row["temperature"] == 0:
+            assert shown[row["method"], row["task"], "τ"] == row["acceptance_length"]
+    assert "<table" in (tmp_path / "report.html").read_text()
+
+
+def test_the_published_report_is_a_report(tmp_path: Path) -> None:
+    """So that a newer one may replace it."""
+    copy = tmp_path / "report.html"
+    copy.write_bytes((ROOT / "docs" / "results" / "eval_demo_report.html").read_bytes())
+    folder = write(run([record()]), tmp_path / "run")
+    assert main([str(folder), f"--out={copy}"]) == 0

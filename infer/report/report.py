@@ -1,0 +1,323 @@
+"""A report in its order: sections of tables and charts, what is missing, and the sources.
+
+What is missing also names figures to distrust. Nothing is left out of a table without a sentence.
+"""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longspec_jax.cli import counted
+
+from ..eval.records import PLAIN_METHOD, Header, SampleRecord
+from .blocks import Block, NamedRun, Summary, blocks
+from .case_study import CaseStudy, case_studies, spread
+from .charts import Chart, charts, colours
+from .figures import DEFINITIONS, EDGES, FEWEST, Selection, acceptance, speed
+from .table import Table, build, temperature_words
+from .tables import SPECS, summary_tables, unscored
+
+TITLES = {
+    "brief": "In brief",
+    "lossless": "Losslessness",
+    "main": "Tasks and methods",
+    "pairs": "Methods against each other",
+    "lengths": "Length of the prompt",
+    "depth": "Acceptance by depth",
+    "context": "Acceptance along the context",
+    "parts": "Parts of a round",
+    "batches": "Batches",
+    "quality": "Quality",
+    "times": "What a user waits for",
+    "summaries": "Summaries",
+}
+"""Sections, in their order."""
+MANY = 4
+"""Most tables of a section that are shown open."""
+TOLERANCE = 1.25
+"""A speed-up above τ times this is no effect of speculation: a round costs a plain step at least,
+and timings vary by less."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Tables and charts of one question."""
+
+    key: str
+    title: str
+    tables: Sequence[Table]
+    charts: Sequence[Chart] = ()
+
+    @property
+    def unfolded(self) -> int:
+        """Number of first tables that are shown open; a reader opens the others by hand."""
+        return len(self.tables) if len(self.tables) <= MANY else 1
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run as the report names it."""
+
+    name: str
+    facts: tuple[tuple[str, str], ...]
+    """Names and values, in the order they are shown."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that is written, in whatever form."""
+
+    title: str
+    sources: tuple[Source, ...]
+    definitions: tuple[tuple[str, str], ...]
+    """Names of figures, and what they are."""
+    sections: tuple[Section, ...]
+    """Those that have a table."""
+    missing: tuple[str, ...]
+    """Sentences."""
+    cases: tuple[CaseStudy, ...]
+
+
+def report(
+    runs: Sequence[NamedRun],
+    edges: Sequence[int] = EDGES,
+    most_cases: int | None = None,
+    summaries: Sequence[Summary] = (),
+) -> Report:
+    """Compute a report.
+
+    Args:
+      runs: in the order they were named.
+      edges: of ranges of context lengths, ascending from 0.
+      most_cases: how many texts are studied; all whose rounds were kept if absent.
+      summaries: figures of other runs, whose records are not at hand.
+    """
+    compared = blocks(runs)
+    methods = colours(compared)
+    tables = build(SPECS, compared, edges)
+    drawn = {
+        "brief": charts(
+            tables["main"], methods, "speed-up", column="speed-up", joined=False, level=1.0
+        ),
+        "depth": charts(tables["depth"], methods, "share of rounds", "depth"),
+        "context": charts(tables["context"], methods, "τ", "position"),
+        "parts": charts(tables["parts"], methods, "seconds per round", joined=False),
+        "batches": charts(tables["batches"], methods, "tokens/s", "batch"),
+    }
+    tables["summaries"] = [table for each in summaries for table in summary_tables(each)]
+    cases = list(case_studies(compared))
+    chosen = spread(cases, most_cases)
+    left_out = (
+        [f"{len(chosen)} of the {len(cases)} texts whose rounds were kept are shown."]
+        if len(chosen) < len(cases)
+        else []
+    )
+    headers = {run.name: run.run.header for run in runs} | {s.name: s.header for s in summaries}
+    kept = {run.name: f"{len(run.run.samples)} samples" for run in runs}
+    targets = dict.fromkeys(header.target for header in headers.values())
+    return Report(
+        title=f"Evaluation of {', '.join(targets)}",
+        sources=tuple(
+            _source(name, header, kept.get(name, "a summary without records"))
+            for name, header in headers.items()
+        ),
+        definitions=tuple(DEFINITIONS.items()),
+        sections=tuple(
+            Section(key, title, tables[key], drawn.get(key, ()))
+            for key, title in TITLES.items()
+            if tables[key]
+        ),
+        missing=(
+            *missing_or_doubtful(runs, compared),
+            *(f"{each.name}: a summary has no records and no intervals." for each in summaries),
+            *left_out,
+        ),
+        cases=tuple(chosen),
+    )
+
+
+def missing_or_doubtful(runs: Sequence[NamedRun], blocks: Sequence[Block]) -> list[str]:
+    """Everything that is doubtful, missing or left out, the gravest first.
+
+    Args:
+      runs: that were read.
+      blocks: of the runs.
+    """
+    found = []
+    for block in blocks:
+        found += [*_commits(runs, block), *_sessions(block), *_implausible(block), *_absent(block)]
+    for run in runs:
+        found += _of_run(run)
+    for block in blocks:
+        found += [f"{block.label}: {sentence}" for sentence in _without_figures(block)]
+    return found
+
+
+def _commits(runs: Sequence[NamedRun], block: Block) -> Iterator[str]:
+    """Figures that are compared and were measured with different code."""
+    commits = {
+        str(provenance.get("commit", "unknown"))
+        for run in runs
+        if run.name in block.names
+        for provenance in (run.run.header.provenance, *run.run.header.continued)
+    }
+    if len(commits) > 1:
+        words = ", ".join(commit[:12] for commit in sorted(commits))
+        yield (
+            f"{block.label}: measured at several commits ({words}). Speeds compare only if no "
+            "change between them affects speed."
+        )
+
+
+def _sessions(block: Block) -> Iterator[str]:
+    """Plain decoding that was timed in another run, or before the run was resumed."""
+    plain = {_text_of(r): _session(r) for r in block.records if r.method == PLAIN_METHOD}
+    apart = Counter(
+        record.method
+        for record in block.records
+        if plain.get(_text_of(record), _session(record)) != _session(record)
+    )
+    if apart:
+        words = ", ".join(f"{method} ({counted(n, 'text')})" for method, n in apart.items())
+        yield (
+            f"{block.label}: plain decoding was timed in another session than {words}. The "
+            "speed-ups hold only if the machine's load was the same; measure both in one session "
+            "to be sure."
+        )
+
+
+def _text_of(record: SampleRecord) -> tuple[str, str, float, int]:
+    """What two methods have in common of a text."""
+    return record.task, record.sample, record.temperature, record.seed
+
+
+def _session(record: SampleRecord) -> tuple[str, int]:
+    """The run of a record and its start: a block begins the names of calls with the run."""
+    return record.call.partition("/")[0], record.start
+
+
+def _implausible(block: Block) -> Iterator[str]:
+    """Speed-ups that speculation cannot give."""
+    for temperature in block.temperatures:
+        for method in block.speculative:
+            for task in block.tasks:
+                records = Selection(block, temperature, method, task)
+                gain, tau = records.ratio(speed), records.figure(acceptance)
+                if gain and tau and gain.value > TOLERANCE * tau.value:
+                    yield (
+                        f"{block.label}: {method} has a speed-up of {gain.value:.2f}× at τ "
+                        f"{tau.value:.2f} on {task}, {temperature_words(temperature)}. More than τ "
+                        "is no effect of speculation: plain decoding was timed under another "
+                        "load. Measure both again on an idle machine."
+                    )
+
+
+def _absent(block: Block) -> Iterator[str]:
+    """Samples that one method decoded and another did not."""
+    for task in block.tasks:
+        expected = {
+            (record.sample, record.seed)
+            for method in block.methods
+            for temperature in block.temperatures
+            for record in block.of(task, method, temperature)
+        }
+        if not expected:
+            yield f"{block.label}: task {task} has no sample at all."
+            continue
+        for temperature in block.temperatures:
+            for method in block.methods:
+                found = {(r.sample, r.seed) for r in block.of(task, method, temperature)}
+                if found != expected:
+                    yield (
+                        f"{block.label}: {method} lacks {len(expected - found)} of the "
+                        f"{len(expected)} texts of {task} at {temperature_words(temperature)} (the "
+                        "command that began the run continues it)."
+                    )
+
+
+def _of_run(run: NamedRun) -> Iterator[str]:
+    """What a run left out or cut."""
+    if run.run.torn:
+        yield (
+            f"{run.name}: the last line was cut short in writing ({run.run.torn} bytes) and is not "
+            "counted; the run measures it again when it continues."
+        )
+    skipped = Counter((sample.task, sample.reason) for sample in run.run.skipped)
+    for (task, reason), number in skipped.items():
+        yield f"{run.name}: {counted(number, 'sample')} of {task} skipped: {reason}."
+    cut = {(r.task, r.sample) for r in run.run.samples if r.truncated}
+    for task, number in Counter(task for task, _ in cut).items():
+        yield (
+            f"{run.name}: the protocol cut the prompts of {counted(number, 'sample')} of {task}; "
+            "they are counted with the length that was left."
+        )
+
+
+def _without_figures(block: Block) -> Iterator[str]:
+    """Which figures do not exist, and why."""
+    records = block.records
+    if PLAIN_METHOD not in block.methods:
+        yield "plain decoding did not run, so that there is no speed-up."
+    for method in sorted({record.method for record in records if record.target_passes is None}):
+        yield f"{method} does not report its target passes: it has speeds and no τ."
+    few = [
+        task
+        for task in block.tasks
+        if 0 < len({block.units[r.task, r.sample] for r in records if r.task == task}) < FEWEST
+    ]
+    if few:
+        yield (
+            f"fewer than {FEWEST} independent samples of {', '.join(few)}, so that their figures "
+            "have no interval."
+        )
+    if not any(record.breakdown for record in records):
+        yield "no round was timed in parts."
+    if not any(record.references for record in records):
+        yield "no sample has references, so that there are no scores."
+    yield from unscored(block)
+    if not any(record.rounds for record in records):
+        yield "no round was kept as a tree, so that there is no case study."
+
+
+def _source(name: str, header: Header, records: str) -> Source:
+    """Where, with what and how a run was made, and what it holds."""
+    provenance = header.provenance
+    starts = (f"{each.get('date')} (commit {each.get('commit')})" for each in header.continued)
+    facts: list[tuple[str, Any]] = [
+        ("command", header.command),
+        ("target", header.target),
+        ("dtype", header.dtype),
+        ("protocol", header.protocol),
+        ("device", provenance.get("device", "unknown")),
+        ("commit", provenance.get("commit", "unknown")),
+        ("begun", provenance.get("date", "unknown")),
+        ("continued", ", ".join(starts)),
+        ("versions", provenance.get("versions", {})),
+        ("tasks", ", ".join(header.tasks)),
+        ("temperatures", ", ".join(f"{value:g}" for value in header.temperatures)),
+        ("seeds", ", ".join(map(str, header.seeds))),
+        ("batch", header.batch),
+        *((f"method {method}", _given(setting)) for method, setting in header.methods.items()),
+        ("options", header.options),
+        ("records", records),
+    ]
+    return Source(name, tuple((fact, _words(value)) for fact, value in facts if value != ""))
+
+
+def _given(setting: Any) -> dict[str, Any]:
+    """The fields of a setting that say anything."""
+    values = dataclasses.asdict(setting)
+    return {name: value for name, value in values.items() if value not in (None, {})}
+
+
+def _words(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    items = (
+        f"{key} {item if isinstance(item, str) else json.dumps(item)}"
+        for key, item in value.items()
+    )
+    return ", ".join(items) or "none"
