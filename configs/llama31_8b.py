@@ -2,8 +2,8 @@
 
     python -m train.run --config=configs/llama31_8b.py
 
-Its three stages are one run. ``configs/llama31_8b.py:short``, ``:long`` and ``:sft`` are a run
-each, to be started in this order.
+Variants: ``all``, the three stages in one run, or one of ``short``, ``long`` and ``sft``, to be
+started in this order (``--config=llama31_8b:short``).
 
 Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
 eight H200, not measured: short 11 hours, long 5 hours; sft is its file's padded tokens at the rate
@@ -12,18 +12,15 @@ of long. Expected τ (paper): GovReport 3.25, QMSum 2.99, Multi-News 3.36, LCC 3
 ``--config.target=FOLDER``.
 """
 
-from ml_collections import ConfigDict
+from functools import partial
 
 from longspec_jax.config import TARGETS
 from longspec_jax.recipes import paper_config
 
-
-def get_config(variant: str = "all") -> ConfigDict:
-    """All three stages, or one: ``short``, ``long``, ``sft``."""
-    return paper_config(
-        "llama31_8b",
-        variant,
-        target=TARGETS["llama31-8b"].repository,
-        long_length=32768,
-        max_offset=30_000,
-    )
+get_config = partial(
+    paper_config,
+    "llama31_8b",
+    target=TARGETS["llama31-8b"].repository,
+    long_length=32768,
+    max_offset=30_000,
+)

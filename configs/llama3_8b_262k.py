@@ -2,8 +2,8 @@
 
     python -m train.run --config=configs/llama3_8b_262k.py
 
-Its three stages are one run. ``configs/llama3_8b_262k.py:short``, ``:long`` and ``:sft`` are a run
-each, to be started in this order.
+Variants: ``all``, the three stages in one run, or one of ``short``, ``long`` and ``sft``, to be
+started in this order (``--config=llama3_8b_262k:short``).
 
 Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
 eight H200, not measured: short 11 hours, long 5 hours; sft is its file's padded tokens at the rate
@@ -17,18 +17,15 @@ a draft of another revision is refused on loading, not decoded slowly. Pin the c
 ``--config.revision=COMMIT``.
 """
 
-from ml_collections import ConfigDict
+from functools import partial
 
 from longspec_jax.config import TARGETS
 from longspec_jax.recipes import paper_config
 
-
-def get_config(variant: str = "all") -> ConfigDict:
-    """All three stages, or one: ``short``, ``long``, ``sft``."""
-    return paper_config(
-        "llama3_8b_262k",
-        variant,
-        target=TARGETS["llama3-8b"].repository,
-        long_length=32768,
-        max_offset=30_000,
-    )
+get_config = partial(
+    paper_config,
+    "llama3_8b_262k",
+    target=TARGETS["llama3-8b"].repository,
+    long_length=32768,
+    max_offset=30_000,
+)

@@ -2,8 +2,8 @@
 
     python -m train.run --config=configs/qwen3_4b.py
 
-Its three stages are one run. ``configs/qwen3_4b.py:short``, ``:long`` and ``:sft`` are a run
-each, to be started in this order.
+Variants: ``all``, the three stages in one run, or one of ``short``, ``long`` and ``sft``, to be
+started in this order (``--config=qwen3_4b:short``).
 
 Hardware: one GPU of 80 GB or more, or one host of eight, ``mesh.fsdp`` over all of them.
 An estimate for eight H200, not measured: short 6 hours, long 4 hours; sft is its file's padded
@@ -12,20 +12,17 @@ traces, as QwQ's does; for use without thinking,
 ``--config.stages.sft.data.hub=sail/longspec-data/long_sft_data.jsonl``.
 """
 
-from ml_collections import ConfigDict
+from functools import partial
 
 from longspec_jax.config import TARGETS
 from longspec_jax.recipes import CHATML_TURN, COT_DATA, paper_config
 
-
-def get_config(variant: str = "all") -> ConfigDict:
-    """All three stages, or one: ``short``, ``long``, ``sft``."""
-    return paper_config(
-        "qwen3_4b",
-        variant,
-        target=TARGETS["qwen3-4b"].repository,
-        long_length=32768,
-        max_offset=39_000,
-        sft_data=COT_DATA,
-        data=dict(turn=CHATML_TURN),
-    )
+get_config = partial(
+    paper_config,
+    "qwen3_4b",
+    target=TARGETS["qwen3-4b"].repository,
+    long_length=32768,
+    max_offset=39_000,
+    sft_data=COT_DATA,
+    data=dict(turn=CHATML_TURN),
+)

@@ -2,18 +2,16 @@
 
     python -m train.run --config=small_scale:target --workdir=runs/small/target
     python -m train.run --config=small_scale:offset --config.seed=1 --workdir=runs/small/offset-1
-    python -m train.reproduce runs/small --json runs/small/reproduction.json
 
 The first command gathers the corpus (source code and documentation of the Python distributions
-installed beside this project) and trains the target; the second, for each variant and seed, a
-draft; the third compares them. docs/reproduction.md says what came out.
+installed beside this project) and trains the target; the second trains a draft, once for each
+variant and seed. docs/reproduction.md says what came out.
 
 Variants: ``target``; ``plain``, ``offset`` and ``offset0``, drafts without anchor-offset positions,
 with them, and with them but without positions that stay in place; ``long_only``, without the stage
 of short rows, at as many floating-point operations; ``shift1``, which never runs ahead of the
-target's keys by more than one token; ``rollout`` and ``distilled``, two ways to learn that the
-paper does not have. ``tiny`` in front of a variant (``tiny_plain``) is the same in miniature, for a
-CPU.
+target's keys by more than one token; ``distilled``, which learns the target's own distribution.
+``tiny`` in front of a variant (``tiny_plain``) is the same in miniature, for a CPU.
 Hardware: two H200s for the target, about 8 minutes; one for a draft, 1 to 3 minutes.
 """
 
@@ -39,7 +37,6 @@ def get_config(variant: str = "target") -> ConfigDict:
         "offset0": lambda config: config.draft.update(max_sinks=0),
         "long_only": _long_only,
         "shift1": lambda config: config.draft.update(max_shift=1),
-        "rollout": lambda config: config.draft.update(rollout=4),
         "distilled": lambda config: config.draft.update(distillation=1.0),
     }
     if name not in changes:

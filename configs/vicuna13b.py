@@ -2,8 +2,8 @@
 
     python -m train.run --config=configs/vicuna13b.py
 
-Its three stages are one run. ``configs/vicuna13b.py:short``, ``:long`` and ``:sft`` are a run
-each, to be started in this order.
+Variants: ``all``, the three stages in one run, or one of ``short``, ``long`` and ``sft``, to be
+started in this order (``--config=vicuna13b:short``).
 
 Hardware: one host of eight 80 GB GPUs or better, ``mesh.fsdp`` over all of them. An estimate for
 eight H200, not measured: short 15 hours, long 4 hours; sft is its file's padded tokens at the rate
@@ -11,18 +11,15 @@ of long. Expected τ (paper): GovReport 3.31, QMSum 2.76, Multi-News 3.44, LCC 3
 3.59.
 """
 
-from ml_collections import ConfigDict
+from functools import partial
 
 from longspec_jax.config import TARGETS
 from longspec_jax.recipes import paper_config
 
-
-def get_config(variant: str = "all") -> ConfigDict:
-    """All three stages, or one: ``short``, ``long``, ``sft``."""
-    return paper_config(
-        "vicuna13b",
-        variant,
-        target=TARGETS["vicuna13b"].repository,
-        long_length=16384,
-        max_offset=15_000,
-    )
+get_config = partial(
+    paper_config,
+    "vicuna13b",
+    target=TARGETS["vicuna13b"].repository,
+    long_length=16384,
+    max_offset=15_000,
+)

@@ -4,12 +4,13 @@ A configuration is a Python file anywhere with a function ``get_config([variant]
 ``train/config.py`` says what each field means, and unknown ones are refused. A whole one for a
 target of your own::
 
+    from functools import partial
+
     from longspec_jax.recipes import paper_config
 
-    def get_config(variant="all"):
-        return paper_config(
-            "mine", variant, target="owner/model", long_length=32768, max_offset=15_000
-        )
+    get_config = partial(
+        paper_config, "mine", target="owner/model", long_length=32768, max_offset=15_000
+    )
 
 The paper trains in three stages (LongSpec, section 3.2 and appendix). ``short`` teaches a fresh
 draft on 1,024-token documents at anchor-offset positions, ``long`` goes on with long documents at
@@ -86,15 +87,13 @@ def base_config() -> "ConfigDict":
                 stream=False,
             ),
             draft=dict(
-                window=512,
+                kind="longspec",
                 init="",
+                window=512,
                 anchor_offset=True,
                 max_sinks=4,
                 max_shift=4,
-                per_row=True,
                 distillation=0.0,
-                rollout=0,
-                rollout_decay=0.8,
             ),
             optimizer=dict(
                 b1=0.9,
@@ -198,7 +197,7 @@ def miniature(config: Any) -> None:
 
 def paper_config(
     name: str,
-    variant: str,
+    variant: str = "all",
     *,
     target: str,
     long_length: int,

@@ -20,7 +20,7 @@ from longspec_jax.models.target import Target
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
 from tests.children import environment
-from train.data.tokenizer import load_tokenizer as load_for_training
+from train.data.tokens import load_tokenizer as load_for_training
 
 ROOT = Path(__file__).parents[1]
 ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"

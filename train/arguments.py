@@ -1,22 +1,39 @@
-"""The arguments of the training command: a configuration, overrides of its fields, a few flags."""
+"""The arguments of the training commands: a configuration, overrides of its fields, a few flags.
 
+A configuration is a Python file with ``get_config([variant])``. Those of the project lie beside
+this folder, in a checkout and in a wheel alike, and are found by name from anywhere. Types and
+ranges of all fields are checked here, before anything runs: a key that no field takes and a field
+that no key fills are errors, too.
+"""
+
+import dataclasses
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
-from . import config_file
+from longspec_jax.checks import shown
 
+from .config import DraftSettings, RunConfig
+from .drafts.kinds import SETTINGS
+
+BUNDLED = Path(__file__).parents[1] / "configs"
 HELP = """\
 usage: {command} --config=NAME[:VARIANT] [--workdir=FOLDER] [--config.FIELD=VALUE ...]
 
 Train a draft. Overrides are dotted: --config.target=FOLDER --config.data.files='data/*.jsonl'
---config.mesh.tp=2. The exit status is 0, 1 for a training that has diverged, 2 for bad input, and
-75 (try again) for a run that a signal stopped.
+--config.mesh.tp=2. The exit status is 0, 1 for a training that has diverged, 2 for bad input, 130
+after Ctrl-C, and 75 (try again) after SIGTERM; the same command resumes a stopped run.
 
 configurations of the project: {names}
 
@@ -27,10 +44,10 @@ options:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What was asked for."""
+    """A command line of the trainer, read and checked."""
 
-    config: Mapping[str, Any]
-    """Fields of the run, overrides applied."""
+    config: RunConfig
+    """The run, overrides applied."""
     workdir: Path
     distributed: bool
     coordinator: str
@@ -41,13 +58,13 @@ class Arguments:
 def help_text(command: str) -> str:
     """What ``--help`` prints for the command as it was typed."""
     options = _flags(None, []).get_help(include_special_flags=False).strip()
-    names = ", ".join(config_file.bundled_names())
+    names = ", ".join(bundled_names())
     # The first line names the module that declares the flags.
     return HELP.format(command=command, names=names, options=options.partition("\n")[2])
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """What a command line asks for.
+    """Read a command line.
 
     Raises:
       ValueError, OSError: for a mistake, in one sentence.
@@ -56,7 +73,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     named, rest = _without_config(argv)
     if not named:  # Before the overrides, which mean nothing without one.
         raise ValueError("--config=FILE is missing; try --config=demo, or --help for the others")
-    config = config_file.load(named)
+    config = load(named)
     try:
         values = _flags(config, rest)
         unexpected = values(["train", *rest])[1:]
@@ -66,8 +83,9 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise ValueError(
             f"unexpected argument {unexpected[0]!r}; overrides are written --config.NAME=VALUE"
         )
+    _check_processes(values)
     return Arguments(
-        config=config.to_dict(),
+        config=from_config(config.to_dict()),
         workdir=Path(values.workdir or _default_workdir(named)).expanduser(),
         distributed=values.distributed,
         coordinator=values.coordinator,
@@ -108,12 +126,36 @@ def _flags(config: Any, overrides: Sequence[str]) -> flags.FlagValues:
         flag_values=values,
     )
     flags.DEFINE_integer(
-        "processes", 0, "Processes of the run, with --coordinator.", flag_values=values
+        "processes", 0, "Number of processes of the run; needs --coordinator.", flag_values=values
     )
     flags.DEFINE_integer(
-        "process", -1, "Number of this process, with --coordinator.", flag_values=values
+        "process", -1, "Number of this process, from 0; needs --coordinator.", flag_values=values
     )
     return values
+
+
+def _check_processes(values: Any) -> None:
+    """Refuse flags about several processes that contradict each other."""
+    if not values.coordinator:
+        for name, absent in (("processes", 0), ("process", -1)):
+            if (value := values[name].value) != absent:
+                raise ValueError(
+                    f"--{name}={value} needs --coordinator=HOST:PORT; --distributed asks the "
+                    "scheduler instead"
+                )
+        return
+    if values.distributed:
+        raise ValueError("--coordinator and --distributed are two ways to join; give one of them")
+    host, colon, port = values.coordinator.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(
+            f"--coordinator={values.coordinator} must be HOST:PORT, such as node0:55527"
+        )
+    if not 0 <= values.process < values.processes:
+        raise ValueError(
+            f"--process={values.process} of --processes={values.processes}: give both with "
+            "--coordinator, and count processes from 0"
+        )
 
 
 def _without_config(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -142,5 +184,161 @@ def _sentence(error: Exception) -> str:
     if names and ("instead of" in text or isinstance(error, KeyError | AttributeError)):
         near = f"; did you mean {names[0]!r}?" if len(names) == 2 else ""
         return f"the configuration has no field {names[-1]!r}{near}"
-    said = ". ".join(line.strip() for line in text.splitlines() if line.strip())
-    return said or f"the arguments cannot be read ({type(error).__name__}); see --help"
+    lines = ". ".join(line.strip() for line in text.splitlines() if line.strip())
+    return lines or f"the arguments cannot be read ({type(error).__name__}); see --help"
+
+
+# The configuration file.
+
+
+def bundled_names() -> list[str]:
+    """The configurations that come with the project."""
+    return sorted(path.stem for path in BUNDLED.glob("*.py") if not path.stem.startswith("_"))
+
+
+def is_bundled(name: str) -> bool:
+    """Whether a name or ``configs/NAME.py`` is one of the project's configurations."""
+    path = Path(name)
+    by_name = str(path.parent) in (".", "configs") and path.suffix in ("", ".py")
+    return by_name and path.stem in bundled_names()
+
+
+def find(name: str) -> Path:
+    """The file that ``vicuna7b``, ``vicuna7b.py``, ``configs/vicuna7b.py`` or any other path means.
+
+    A file that exists is taken as it is; the bundled ones are for names that are no file.
+
+    Raises:
+      FileNotFoundError: for a name of neither.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if is_bundled(name):
+        return BUNDLED / f"{path.stem}.py"
+    raise FileNotFoundError(
+        f"there is no configuration file {name!r}; the project's own are "
+        f"{', '.join(bundled_names())}"
+    )
+
+
+def load(argument: str) -> ConfigDict:
+    """The configuration that ``NAME[:VARIANT]`` stands for.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ValueError: if it gives no configuration, with its own words where it refuses a variant.
+    """
+    name, colon, variant = argument.partition(":")
+    path = find(name)
+    try:
+        with _loaded(path) as get_config:
+            config = get_config(*[variant] if colon else [])
+    except ValueError:
+        raise
+    except Exception as error:  # Whatever a user's file may do: it is named, and what went wrong.
+        raise ValueError(
+            f"the configuration {name} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(config, ConfigDict):
+        raise ValueError(
+            f"get_config of {name} returned {type(config).__name__}, not a ConfigDict; "
+            "longspec_jax.recipes makes one"
+        )
+    return config
+
+
+@contextmanager
+def _loaded(path: Path) -> Iterator[Callable[..., Any]]:
+    """The function a configuration file defines; its module is known while it is called."""
+    loader = SourceFileLoader(f"longspec_configuration_{path.stem}", str(path))
+    module = types.ModuleType(loader.name)
+    module.__file__ = str(path)
+    sys.modules[loader.name] = module  # Dataclasses look their module up.
+    try:
+        loader.exec_module(module)
+        yield module.get_config
+    finally:
+        sys.modules.pop(loader.name, None)
+
+
+# From its values to the frozen dataclasses.
+
+
+def from_config(values: Mapping[str, Any]) -> RunConfig:
+    """The run that a config file and its overrides describe.
+
+    Raises:
+      ValueError: for an unknown, missing, mistyped or out-of-range field, or fields that
+        contradict each other.
+    """
+    return _build(RunConfig, values, "--config")
+
+
+def _build(cls: Any, values: Mapping[str, Any], path: str) -> Any:
+    """An instance of a dataclass from a mapping with exactly its fields."""
+    if cls is DraftSettings:
+        cls = _draft_settings(values.get("kind"), path)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name in values:
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(fields)}"
+            raise ValueError(f"{path} has no field {name!r}{hint}")
+    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+    if missing := sorted(required - set(values)):
+        raise ValueError(
+            f"{path} lacks {', '.join(missing)}; longspec_jax.recipes.base_config gives their "
+            "values"
+        )
+    kinds = typing.get_type_hints(cls, include_extras=True)
+    converted = {n: _convert(kinds[n], v, f"{path}.{n}") for n, v in values.items()}
+    try:
+        return cls(**converted)
+    except ValueError as error:
+        if cls.__module__.startswith(__package__ or "train"):
+            raise
+        raise ValueError(f"{path}: {error}") from None  # A shape of the library, without the path.
+
+
+def _draft_settings(kind: Any, path: str) -> type[DraftSettings]:
+    """The settings of a kind of draft."""
+    if isinstance(kind, str) and kind in SETTINGS:
+        return SETTINGS[kind]
+    raise ValueError(f"{path}.kind={shown(kind)} must be one of {', '.join(SETTINGS)}")
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+    """A value of a field's type and range."""
+    if typing.get_origin(kind) is typing.Annotated:
+        kind, rule = typing.get_args(kind)
+        value = _convert(kind, value, path)
+        if words := rule.refusal(value):
+            raise ValueError(f"{path}={shown(value)} must be {words}")
+        return value
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        if value is None:
+            return None
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{path}={shown(value)} must be a section with fields of its own")
+        return _build(kind, value, path)
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        if isinstance(value, Mapping):
+            return _stages(item, value, path)
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{path}={shown(value)} must be a list")
+        return tuple(_convert(item, each, path) for each in value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{path}={shown(value)} must be of type {kind.__name__}")
+    return value
+
+
+def _stages(kind: Any, sections: Mapping[str, Any], path: str) -> tuple[Any, ...]:
+    """Named stages, from short to long sequences: a ConfigDict forgets the order of writing."""
+    built = [_build(kind, {"name": n, **s}, f"{path}.{n}") for n, s in sections.items()]
+    return tuple(sorted(built, key=lambda stage: (stage.seq_len, stage.name)))

@@ -1,9 +1,9 @@
-"""How fast a draft is trained: ``python -m train.bench --shape vicuna7b --mesh fsdp=2``.
+"""How fast the LongSpec draft is trained: ``python -m train.bench --shape vicuna7b --mesh fsdp=2``.
 
 Whole optimiser steps of the draft objective on random weights and tokens of real shapes, no data
-loading, no checkpoints; the target's own loss, which a run tells in one of many steps, only with
-``--target-loss``. One device always runs; every mesh is compared with it, at the same rows per
-device. ``flops_utilization`` is needed operations (:mod:`train.flops`) over what the device's own
+loading, no checkpoints; the target's own loss, which a run reports at few steps, only with
+``--target_loss``. One device always runs; every mesh is compared with it, at the same rows per
+device. ``flops_utilization`` is needed operations (:mod:`train.target`) over what the device's own
 large bfloat16 product reaches in the same run; ``step_bytes`` is what the compiled step takes
 on each device beyond its arguments, the rest is weights, masters and moments.
 """
@@ -16,7 +16,6 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,24 +23,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from longspec_jax import files
+from longspec_jax import cli, files
+from longspec_jax.checks import Real, Whole
 from longspec_jax.config import TARGETS, TINY, TargetConfig
 from longspec_jax.drafters.longspec.config import DraftConfig
-from longspec_jax.mesh_argument import GRAMMAR, mesh_argument, written
 from longspec_jax.models.target import Target
 from longspec_jax.provenance import provenance
 from longspec_jax.sharding import make_mesh, param_shardings
 
-from .config import DraftSettings, OptimizerConfig
-from .flops import flops_per_token
+from .config import OptimizerConfig
+from .drafts.longspec.objective import LongSpecObjective
+from .drafts.longspec.settings import LongSpecSettings
 from .losses import tokens_at_once
-from .objectives import DraftObjective
-from .optim import make_optimizer
-from .passes import mlp_tokens_at_once
-from .step import ROWS, Batch, initial_state, make_step, state_shardings
+from .step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings
+from .target import mlp_tokens_at_once
 
-SETTINGS = DraftSettings(
-    window=512, init="", anchor_offset=True, max_sinks=4, max_shift=4, per_row=True
+SETTINGS = LongSpecSettings(
+    kind="longspec", init="", window=512, anchor_offset=True, max_sinks=4, max_shift=4
 )
 OPTIMIZER = OptimizerConfig(
     b1=0.9, b2=0.95, eps=1e-6, clip=1.0, weight_decay=0.1, decay_all=False, warmup=0.1, floor=1e-4
@@ -50,20 +48,20 @@ SHAPES = {"tiny": TINY, **{name: known.config for name, known in TARGETS.items()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, or 2 for bad input."""
+    """Run the command; the exit status."""
+    return cli.run(lambda: _command(argv), argv)
+
+
+def _command(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        for axes in arguments.mesh or ():  # Refused before anything is measured.
-            make_mesh(**axes)
-        run(arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    for axes in arguments.mesh or ():  # Refused before anything is measured.
+        make_mesh(**axes)
+    run(arguments)
+    return cli.OK
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure every shape, length and mesh, print, and write what was asked for."""
+    """Measure every shape, length and mesh, print the rows, and write them to ``--json``."""
     rate = matmul_rate()
     kind = jax.devices()[0].device_kind
     header = {
@@ -88,52 +86,28 @@ def run(arguments: argparse.Namespace) -> None:
                     files.replace(arguments.json, (report + "\n").encode())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="train.bench", description="Time whole training steps.")
-    names, sizes = _several(str, SHAPES), _several(_count)
-    parser.add_argument("--shape", type=names, default=["vicuna7b"], help=", ".join(SHAPES))
-    parser.add_argument("--length", type=sizes, default=[1024], help="tokens of a row")
-    parser.add_argument(
-        "--mesh", type=mesh_argument, action="append", metavar="AXIS=N,...", help=GRAMMAR
+def _parser() -> cli.Parser:
+    parser = cli.Parser(prog="python -m train.bench", description=__doc__)
+    add = parser.add_argument
+    shapes = cli.several(cli.one_of([*SHAPES]), commas=True)
+    add("--shape", **shapes, default=["vicuna7b"], help=f"one of {', '.join(SHAPES)}")
+    lengths = cli.several(cli.number(Whole(2)), commas=True)
+    add("--length", **lengths, default=[1024], help="tokens of a row")
+    mesh_help = f"{cli.MESH_GRAMMAR}; repeated, each is measured"
+    add("--mesh", type=cli.mesh, action="append", metavar="AXIS=N,...", help=mesh_help)
+    add(
+        "--tokens",
+        type=cli.COUNT,
+        default=16384,
+        help="of a micro-batch, per device that holds rows",
     )
-    parser.add_argument(
-        "--tokens", type=_count, default=16384, help="of a micro-batch, per device that holds rows"
-    )
-    parser.add_argument("--accumulation", type=_count, default=4, help="micro-batches of a step")
-    parser.add_argument("--steps", type=_count, default=4, help="that are timed, after one")
-    parser.add_argument(
-        "--loss-chunk", type=_count, help="tokens whose logits exist at once; default: a gigabyte"
-    )
-    parser.add_argument(
-        "--mlp-chunk",
-        type=_count,
-        help="tokens whose MLP activations exist at once, in the draft half as many; default: all "
-        "of 16384, 8192 of more",
-    )
-    parser.add_argument(
-        "--target-loss", action="store_true", help="tell the target's own loss in every step"
-    )
-    parser.add_argument("--distillation", type=float, default=0.0, help="its share, 0 to 1")
-    parser.add_argument("--rollout", type=int, default=0, help="levels of it")
-    parser.add_argument("--json", type=Path, help="write header and rows to this file")
+    add("--accumulation", type=cli.COUNT, default=4, help="micro-batches of a step")
+    add("--steps", type=cli.COUNT, default=4, help="timed steps, after one that is not")
+    add("--target_loss", action="store_true", help="report the target's own loss in every step")
+    share = cli.number(Real(0, 1, "a number from 0 to 1"))
+    add("--distillation", type=share, default=0.0, help="its share of the loss")
+    add("--json", type=cli.result_file, help="write header and rows to this file")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
-    return int(text)
-
-
-def _several(kind: Any, choices: Mapping[str, Any] | None = None) -> Any:
-    def read(text: str) -> list[Any]:
-        values = [kind(part) for part in text.split(",")]
-        for value in values:
-            if choices is not None and value not in choices:
-                raise argparse.ArgumentTypeError(f"unknown {value}; choose from {list(choices)}")
-        return values
-
-    return read
 
 
 def measure(
@@ -147,15 +121,13 @@ def measure(
     draft = DraftConfig.for_target(config, window=SETTINGS.window)
     offset = max(0, min(15_000, config.max_positions - length)) if length <= 1024 else 0
     rows = max(1, arguments.tokens // length)
-    objective = DraftObjective(
+    objective = LongSpecObjective(
         config,
         draft,
-        dataclasses.replace(
-            SETTINGS, distillation=arguments.distillation, rollout=arguments.rollout
-        ),
+        dataclasses.replace(SETTINGS, distillation=arguments.distillation),
         offset,
-        arguments.loss_chunk or tokens_at_once(config.vocab_size),
-        arguments.mlp_chunk or mlp_tokens_at_once(rows * length),
+        tokens_at_once(config.vocab_size),
+        mlp_tokens_at_once(rows * length),
         arguments.target_loss,
     )
     optimizer = make_optimizer(OPTIMIZER)
@@ -183,17 +155,16 @@ def measure(
         "stage": "short" if length <= 1024 else "long",
         "sequence": length,
         "gpus": mesh.size,
-        "layout": written(axes) or "one",
+        "layout": cli.mesh_text(axes) or "one",
         "rows": rows,
         "accumulation": arguments.accumulation,
         "loss_chunk": objective.loss_chunk,
         "mlp_chunk": objective.mlp_chunk,
         "target_loss": objective.target_loss,
         "distillation": arguments.distillation,
-        "rollout": arguments.rollout,
         "tokens_per_second": _rounded(tokens / seconds),
         "step_ms": _rounded(1e3 * seconds),
-        "flops_per_s": flops_per_token(objective, length) * tokens / seconds / mesh.size,
+        "flops_per_s": objective.flops_per_token(length) * tokens / seconds / mesh.size,
         "peak_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
         "step_bytes": memory.temp_size_in_bytes,
         "loss": _rounded(float(values["loss"])),

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import jax
 
+from .arguments import is_bundled
 from .config import RunConfig
-from .config_file import is_bundled
-from .records import read_records
+from .metrics import read_records
 
-_HEAD = """---
+_FRONT = """---
 license: mit
 library_name: longspec_jax
 ---
+"""
+_HEAD = (
+    _FRONT
+    + """
 
 # {title}
 
@@ -29,6 +33,7 @@ saving apart).
 
 {measures}
 """
+)
 
 _SOURCES = """
 ## Training data
@@ -73,6 +78,11 @@ def write_card(workdir: Path, config: RunConfig, command: str) -> None:
         )
         card += _SOURCES.format(rows=rows)
     (workdir / "README.md").write_text(card)
+
+
+def is_card(path: Path) -> bool:
+    """Whether a file begins as the cards do that :func:`write_card` writes."""
+    return path.is_file() and path.read_bytes().startswith(_FRONT.encode())
 
 
 def portable_command(command: str, arguments: Sequence[str]) -> str:

@@ -57,6 +57,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._finishing: Future[None] | None = None
         self._newest: Path | None = None
+        self._damaged: set[str] = set()
 
     @property
     def newest(self) -> Path | None:
@@ -141,8 +142,9 @@ class Checkpoints:
         self._remove_all_but_newest(final)
 
     def _remove_all_but_newest(self, newest: Path) -> None:
-        """Remove older checkpoints, and what a damaged or killed run left at later steps."""
-        earlier = [path for path in self._all() if _key(path) <= _key(newest)]
+        """Remove older and damaged checkpoints, and what a killed run left at later steps."""
+        intact = [path for path in _named(self._folder) if path.name not in self._damaged]
+        earlier = [path for path in intact if _key(path) <= _key(newest)]
         kept = {path.name for path in earlier[-self._max_to_keep :]}
         for path in self._folder.iterdir():
             if path.name in kept or not path.is_dir():
@@ -151,20 +153,32 @@ class Checkpoints:
                 path = path.rename(path.with_name(path.name + _PARTIAL))
             shutil.rmtree(path)
 
-    def _all(self) -> list[Path]:
-        """Folders with a checkpoint's name, the newest last."""
-        named = (path for path in self._folder.iterdir() if _NAME.fullmatch(path.name))
-        return sorted(named, key=_key)
-
     def _choose(self) -> tuple[int, int]:
         """Step and number of the newest intact checkpoint."""
-        found = self._all()
+        found = _named(self._folder)
         for path in reversed(found):
             reason = damage(path)
             if reason is None:
                 return _key(path)
             print(f"checkpoint {path} is skipped: {reason}", file=sys.stderr, flush=True)
+            self._damaged.add(path.name)
         return (_NOTHING_INTACT if found else _NOTHING), 0
+
+
+def newest_saved(folder: Path) -> Saved | None:
+    """The newest checkpoint that says what run it is of; its other bytes are not checked."""
+    for path in reversed(_named(folder)):
+        try:
+            return Saved(path, json.loads((path / META).read_text()))
+        except (OSError, ValueError):
+            continue  # Damaged, which :meth:`Checkpoints.find` reports.
+    return None
+
+
+def _named(folder: Path) -> list[Path]:
+    """Folders with a checkpoint's name, the newest last."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_key)
 
 
 def checksums(folder: Path) -> bytes:

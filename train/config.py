@@ -1,29 +1,63 @@
-"""What a training run is, as frozen dataclasses, and how a config file becomes them.
+"""What a training run is, as frozen dataclasses with the range of every number.
 
 Each field is declared here once; :mod:`longspec_jax.recipes` holds the values and the config files
-override them. The conversion is strict both ways: a key no field takes and a field no key fills are
-errors.
+override them. :func:`train.arguments.from_config` checks types and ranges; rules that concern
+several fields are checked by the dataclasses themselves.
 """
 
+import argparse
 import dataclasses
-import difflib
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from longspec_jax.checks import LARGEST_NUMBER, Real, Whole, is_whole
 from longspec_jax.config import TargetConfig
+
+MOST_BUCKETS = 8
+SMALLEST_VOCABULARY = 259
+"""Of a byte-level tokenizer: every byte, and three special tokens."""
+
+
+@dataclass(frozen=True)
+class MeshSize:
+    """The rule of a mesh axis."""
+
+    def refusal(self, value: Any) -> str | None:
+        """What a value must be instead; None for one that will do."""
+        if is_whole(value) and (value == -1 or value >= 1):
+            return None
+        return "a number of devices, at least 1, or -1 for all that are left"
+
+
+@dataclass(frozen=True)
+class TurnTemplate:
+    """The rule of a turn's template."""
+
+    def refusal(self, value: Any) -> str | None:
+        """What a value must be instead; None for one that will do."""
+        return None if "{content}" in value else "a template with {content}, and usually {role}"
+
+
+AtLeastOne = Annotated[int, Whole(1)]
+ZeroOrMore = Annotated[int, Whole(0)]
+Share = Annotated[float, Real(0, 1, "a number from 0 to 1")]
+BelowOne = Annotated[float, Real(0, 1 - 1e-9, "a number from 0 to below 1")]
+Amount = Annotated[float, Real(0, LARGEST_NUMBER, f"a number from 0 to {LARGEST_NUMBER:g}")]
+Positive = Annotated[
+    float,
+    Real(0, LARGEST_NUMBER, f"a number above 0, at most {LARGEST_NUMBER:g}", includes_least=False),
+]
+AxisSize = Annotated[int, MeshSize()]
 
 
 @dataclass(frozen=True)
 class MeshConfig:
     """Devices along each axis; -1 once: all that are left."""
 
-    data: int
-    fsdp: int
-    tp: int
+    data: AxisSize
+    fsdp: AxisSize
+    tp: AxisSize
 
     def resolve(self, devices: int) -> tuple[int, int, int]:
         """Sizes whose product is the device count where an axis is -1."""
@@ -43,13 +77,13 @@ class CorpusConfig:
 
     held_out: tuple[str, ...]
     """Distributions kept out of training; those that are installed give the held-out documents."""
-    vocab_size: int
+    vocab_size: Annotated[int, Whole(SMALLEST_VOCABULARY)]
     """Entries of the byte-level BPE tokenizer trained on it."""
-    max_bytes: int
+    max_bytes: ZeroOrMore
     """Most bytes of training text; 0 for all there is."""
-    max_distribution_bytes: int
+    max_distribution_bytes: AtLeastOne
     """Most bytes from one distribution, so that no project dominates."""
-    tokenizer_bytes: int
+    tokenizer_bytes: AtLeastOne
     """Bytes of text the tokenizer is trained on."""
     tokenizer: str = ""
     """Folder or hub id of a model whose tokenizer is used; one is trained if empty."""
@@ -59,9 +93,6 @@ class CorpusConfig:
     def place(self, workdir: Path) -> Path:
         """The folder, of a run that works in ``workdir``."""
         return Path(self.folder).expanduser() if self.folder else workdir / "corpus"
-
-
-MOST_BUCKETS = 8
 
 
 @dataclass(frozen=True)
@@ -80,35 +111,38 @@ class DataConfig:
     document per row."""
     mask_prompts: bool
     """Learn answers only (the paper's last stage); otherwise all text but the system prompt."""
-    answer_room: int
+    answer_room: ZeroOrMore
     """Tokens left for the answer when a masked prompt is shortened; packed ones are not."""
-    turn: str
+    turn: Annotated[str, TurnTemplate()]
     """How a conversation's turn is written, with ``{role}`` and ``{content}``."""
-    max_bad_rows: int
+    max_bad_rows: ZeroOrMore
     """Rows of files or hub that may be skipped because they hold no document; 0 refuses the first
     one."""
-    synthetic_rows: int
-    """Random rows of this number, for trying a set-up without data."""
+    synthetic_rows: ZeroOrMore
+    """How many random rows to train on, for trying a set-up without data; 0 for none."""
     begin_rows: bool = False
     """Begin every packed row with the tokenizer's first token, as prompts begin. Otherwise a row
     begins wherever the one before it was cut, and the model seldom sees that token at position
     0."""
     corpus: CorpusConfig | None = None
-    buckets: int = 1
+    buckets: Annotated[int, Whole(1, MOST_BUCKETS, ": each is another program to compile")] = 1
     """Lengths that documents are padded to, if they are not packed: the stage's and its halves. A
     step has rows of one of them, shorter ones as many more."""
-
     stream: bool = False
     """Read the hub data once, as a stream, straight into tokens on disk, instead of downloading
     them first; of a data set too large for this machine's disk only the tokens are kept."""
 
     @classmethod
-    def whole(cls, files: str, hub: str, split: str) -> "DataConfig":
-        """Documents as they are, for commands that make no rows of them."""
+    def whole(cls, options: argparse.Namespace) -> "DataConfig":
+        """Documents as they are, for commands that make no rows of them.
+
+        Args:
+          options: what :func:`add_documents` made of a command line.
+        """
         return cls(
-            files=files,
-            hub=hub,
-            split=split,
+            files=options.files or "",
+            hub=options.hub or "",
+            split=options.split,
             pack=True,
             mask_prompts=False,
             answer_room=0,
@@ -134,19 +168,10 @@ class DataConfig:
         return self.sources == ("files",) or self.sources == ("hub",)
 
     def __post_init__(self) -> None:
-        if self.max_bad_rows < 0:
-            raise ValueError(
-                f"max_bad_rows={self.max_bad_rows} of the data is no number of rows; give 0 or more"
-            )
         if self.begin_rows and self.reads_documents and not self.pack:
             raise ValueError(
-                "--config.data.begin_rows is of packed rows, and each of these is one document, "
+                "--config.data.begin_rows is for packed rows, and these are one document each, "
                 "which begins with that token anyway; set it to False, or --config.data.pack"
-            )
-        if not 1 <= self.buckets <= MOST_BUCKETS:
-            raise ValueError(
-                f"--config.data.buckets={self.buckets} must be 1 to {MOST_BUCKETS}: each is another"
-                " program to compile"
             )
         if self.stream and self.sources != ("hub",):
             raise ValueError(
@@ -160,67 +185,42 @@ class DataConfig:
             )
 
 
+def add_documents(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a target and documents, for commands beside the training."""
+    parser.add_argument("--target", required=True, help="folder or hub id, with its tokenizer")
+    parser.add_argument("--revision", help="version of the target on the hub; the newest if absent")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--files", help="comma-separated json, jsonl, text or parquet files")
+    data.add_argument("--hub", help="a data set on the hub, owner/name or owner/name/file")
+    parser.add_argument("--split", default="train", help="split of a hub data set")
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW with clipping."""
 
-    b1: float
-    b2: float
-    eps: float
-    clip: float
+    b1: BelowOne
+    b2: BelowOne
+    eps: Positive
+    clip: Positive
     """Largest global norm of a gradient."""
-    weight_decay: float
+    weight_decay: Amount
     decay_all: bool
     """Decay norms and biases too, as the published trainer does."""
-    warmup: float
+    warmup: Share
     """Fraction of a stage that warms up."""
-    floor: float
+    floor: Share
     """Last learning rate, as a fraction of the peak."""
 
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """The draft and its random transforms."""
+    """What every kind of draft has; :mod:`train.drafts.kinds` knows the kinds and their fields."""
 
-    window: int
-    """Past tokens its self-attention sees."""
+    kind: str
+    """The kind of draft that is trained."""
     init: str
     """Folder or hub id of a draft to start from; fresh if empty."""
-    anchor_offset: bool
-    """Use anchor-offset positions in the stages that set a ``max_offset``."""
-    max_sinks: int
-    """Most positions that stay in place."""
-    max_shift: int
-    """Most tokens the draft runs ahead of the target's keys."""
-    per_row: bool
-    """One draw of offset and shift per row; otherwise one per micro-batch, as in the published
-    code."""
-    distillation: float = 0.0
-    """Share of the divergence from the target's own distribution in what is learned, 0 to 1; the
-    rest is the cross-entropy of the text, which is all the paper learns."""
-
-    rollout: int = 0
-    """Levels of the draft's own chain that are learned together, each where the levels before it
-    were right; 0: one shift per row, drawn, as in the paper."""
-    rollout_decay: float = 0.8
-    """Weight of a level over that of the one before."""
-
-    def __post_init__(self) -> None:
-        if self.rollout < 0 or not 0.0 < self.rollout_decay <= 1.0:
-            raise ValueError(
-                f"--config.draft.rollout={self.rollout} levels with rollout_decay="
-                f"{self.rollout_decay}: give 0 or more levels, and a decay above 0 and at most 1"
-            )
-        if self.rollout and self.distillation:
-            raise ValueError(
-                "--config.draft.rollout and distillation are two ways to learn; set one of them "
-                "to 0"
-            )
-        if not 0.0 <= self.distillation <= 1.0:
-            raise ValueError(
-                f"--config.draft.distillation={self.distillation} is no share of the loss; give 0 "
-                "to 1"
-            )
 
 
 @dataclass(frozen=True)
@@ -235,8 +235,8 @@ class LogConfig:
     def __post_init__(self) -> None:
         if wrong := sorted(set(self.wandb) & set("/\\#?%:")):
             raise ValueError(
-                f"--config.log.wandb={self.wandb} is no project of Weights & Biases, whose names "
-                f"are without {' '.join(wrong)}; the owner goes into the variable WANDB_ENTITY"
+                f"--config.log.wandb={self.wandb} must be the name of a project, without "
+                f"{' '.join(wrong)}; the variable WANDB_ENTITY names the owner"
             )
 
     @property
@@ -247,24 +247,24 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """Training at one sequence length, until steps, epochs or time are up, what comes first."""
+    """Training at one sequence length, until steps, epochs or time are up, whichever is first."""
 
     name: str
-    seq_len: int
-    batch: int
+    seq_len: Annotated[int, Whole(2)]
+    batch: AtLeastOne
     """Rows of one optimiser step, over all devices."""
-    accumulation: int
+    accumulation: ZeroOrMore
     """Micro-batches a step is made of; 0: the fewest of at most 16k tokens per device, or one row
     where that is longer."""
-    learning_rate: float
-    steps: int
+    learning_rate: Positive
+    steps: ZeroOrMore
     """Optimiser steps; 0: as many as the epochs give, or unlimited."""
-    epochs: int
+    epochs: ZeroOrMore
     """Passes over the data; 0: unlimited."""
-    max_seconds: float
+    max_seconds: Amount
     """Training time, compilation apart; 0: unlimited. The schedule follows the clock if it is
     faster."""
-    max_offset: int
+    max_offset: ZeroOrMore
     """Largest anchor offset, as far as the target's positions reach; 0 keeps positions plain."""
     data: DataConfig | None = None
     """Where the stage's rows come from; the run's data if absent."""
@@ -308,7 +308,7 @@ class PretrainingConfig:
 class RunConfig:
     """A whole training run."""
 
-    seed: int
+    seed: ZeroOrMore
     target: str
     """Folder or hub id of the frozen target; empty where pretraining makes one."""
     revision: str
@@ -319,24 +319,26 @@ class RunConfig:
     """Folder for the draft in the released format; ``workdir/draft`` if empty."""
     title: str
     """A sentence for the model card."""
-    loss_chunk: int
+    loss_chunk: ZeroOrMore
     """Most tokens of a device whose logits exist at once; 0: as many as take a gigabyte."""
-    mlp_chunk: int
+    mlp_chunk: ZeroOrMore
     """Most tokens of a device whose MLP activations exist at once; 0: all of up to 16384, 8192 of
     more. The draft's MLP, which has a backward pass, goes in chunks of half as many."""
-    target_loss_every: int
-    """Steps between those that report the target's own loss, a check on the positions that costs 4
-    to 7 % of such a step; 0 for none. With distillation it comes for nothing, at every step."""
-    log_every: int
-    save_every: int
+    target_loss_every: ZeroOrMore
+    """Steps between log steps that report the target's own loss, a check on the positions that
+    costs 4 to 7 % of such a step; 0 for none. With distillation every step reports it, for free."""
+    log_every: AtLeastOne
+    """Steps from one record of the metrics to the next."""
+    save_every: ZeroOrMore
     """Steps between checkpoints; 0 saves at the end of a stage and on a signal only."""
-    accept_every: int
+    accept_every: ZeroOrMore
     """Steps between measurements of simulated acceptance; 0 for the end of a stage only."""
-    accept_rows: int
+    accept_rows: AtLeastOne
     """Rows one such measurement reads."""
-    accept_seq_len: int
+    accept_seq_len: ZeroOrMore
     """Tokens of those rows; 0 for the stage's own length."""
-    max_to_keep: int
+    max_to_keep: AtLeastOne
+    """Intact checkpoints of a stage that are kept."""
     mesh: MeshConfig
     data: DataConfig
     draft: DraftSettings
@@ -345,10 +347,10 @@ class RunConfig:
     """Run from short to long sequences."""
     pretraining: PretrainingConfig | None = None
     log: LogConfig = LogConfig()
-    profile_at: int = 0
+    profile_at: ZeroOrMore = 0
     """Step of every stage at which a trace of the profiler begins; 0: no trace, for step 0
     compiles."""
-    profile_steps: int = 0
+    profile_steps: ZeroOrMore = 0
     """Steps that are traced."""
 
     def __post_init__(self) -> None:
@@ -358,11 +360,9 @@ class RunConfig:
                 f"a config that trains one; got target={self.target!r} and "
                 f"{'a' if self.pretraining else 'no'} pretraining section"
             )
-        if self.mlp_chunk < 0 or self.target_loss_every < 0:
-            raise ValueError(
-                f"--config.mlp_chunk={self.mlp_chunk} tokens, --config.target_loss_every="
-                f"{self.target_loss_every} steps: give 0 or more of both"
-            )
+        if not self.stages and self.pretraining is None:
+            raise ValueError("a run needs stages: --config.stages holds none")
+        self._check_pretraining()
         if self.dtype == "float16":
             raise ValueError(
                 "dtype='float16' is for decoding: its gradients vanish without a scaled loss; "
@@ -392,6 +392,19 @@ class RunConfig:
                     f"stage {stage.name}: rows of seq_len={stage.seq_len} leave nothing of a "
                     f"masked prompt before answer_room={data.answer_room}; lower "
                     f"--config.{stage.data_section}.answer_room or choose longer rows"
+                )
+
+    def _check_pretraining(self) -> None:
+        """Refuse rows that are longer than a target's positions that the run itself makes."""
+        if self.pretraining is None:
+            return
+        most = self.pretraining.shape.max_positions
+        for stage in self.pretraining.stages:
+            if max(stage.seq_len, self.accept_seq_len) > most:
+                raise ValueError(
+                    f"--config.pretraining.stages.{stage.name}.seq_len={stage.seq_len} and "
+                    f"--config.accept_seq_len={self.accept_seq_len} must be at most "
+                    f"--config.pretraining.shape.max_positions={most}"
                 )
 
     def _check_sources(self) -> None:
@@ -426,52 +439,3 @@ class RunConfig:
             )
             for stage in self.stages
         )
-
-
-def from_config(values: Mapping[str, Any]) -> RunConfig:
-    """The run that a config file and its overrides describe."""
-    return _build(RunConfig, values, "config")
-
-
-def _build(cls: Any, values: Mapping[str, Any], path: str) -> Any:
-    """An instance of a dataclass from a mapping with exactly its fields."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for name in values:
-        if name not in fields:
-            close = difflib.get_close_matches(name, fields, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(fields)}"
-            raise ValueError(f"{path} has no field {name!r}{hint}")
-    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
-    if missing := sorted(required - set(values)):
-        raise ValueError(
-            f"{path} lacks {', '.join(missing)}; longspec_jax.recipes.base_config gives their "
-            "values"
-        )
-    kinds = typing.get_type_hints(cls)
-    return cls(**{n: _convert(kinds[n], v, f"{path}.{n}") for n, v in values.items()})
-
-
-def _convert(kind: Any, value: Any, path: str) -> Any:
-    """A value of a field's type."""
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        if value is None:
-            return None
-        kind = next(k for k in typing.get_args(kind) if k is not type(None))
-    if dataclasses.is_dataclass(kind):
-        return _build(kind, value, path)
-    if typing.get_origin(kind) is tuple:
-        item = typing.get_args(kind)[0]
-        if isinstance(value, Mapping):
-            return _stages(item, value, path)
-        return tuple(_convert(item, each, path) for each in value)
-    if kind is float and type(value) is int:
-        return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"{path}={value!r} must be of type {kind.__name__}")
-    return value
-
-
-def _stages(kind: Any, sections: Mapping[str, Any], path: str) -> tuple[Any, ...]:
-    """Named stages, from short to long sequences: a ConfigDict forgets the order of writing."""
-    built = [_build(kind, {"name": n, **s}, f"{path}.{n}") for n, s in sections.items()]
-    return tuple(sorted(built, key=lambda stage: (stage.seq_len, stage.name)))

@@ -1,13 +1,17 @@
-"""What makes a resumed run the same run, by name, so that a resume of another one is refused.
+"""What makes a resumed run the same run, and one set of data the same data.
 
-Everything in the configuration counts but what changes neither the batches nor the mathematics:
-where things lie, how often something is written, and how the work is cut for the devices, so that a
-run may be resumed on other ones. Data and models count by their content.
+Data and models count by their content, never by where they lie: a copied or moved file is the same
+data, a file that was rewritten under the same name is not. Everything in the configuration counts
+except what changes neither the batches nor the mathematics: where things lie, how often something
+is written, and how the work is split over devices, so that a run may be resumed on other ones. A
+resume of another run is refused, with the names of what differs.
 """
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,6 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.weights.hub import local_folder
 
 from .config import RunConfig, StageConfig
-from .data.fingerprint import files_digest
 
 Fingerprint = dict[str, Any]
 """A value that JSON can hold for every name; two runs are the same if all are equal."""
@@ -36,16 +39,13 @@ _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.pth")
 
 def draft_settings(config: RunConfig, stage: StageConfig) -> Fingerprint:
     """What a configuration decides of a draft's stage, by dotted names as they are typed."""
-    kept = _settings(config, stage)
-    if config.draft.per_row:  # Every row has draws of its own, however many go together.
-        del kept["stages"][stage.name]["accumulation"]
-    return _typed(kept)
+    return _typed(_settings(config, stage))
 
 
 def target_settings(config: RunConfig, shape: TargetConfig, stage: StageConfig) -> Fingerprint:
     """What a configuration decides of a stage that trains a target of this shape."""
     kept = _settings(config, stage)
-    del kept["draft"], kept["stages"][stage.name]["accumulation"]
+    del kept["draft"]
     stages = kept.pop("stages")
     return _typed({**kept, "pretraining": {"shape": dataclasses.asdict(shape), "stages": stages}})
 
@@ -88,6 +88,7 @@ def _settings(config: RunConfig, stage: StageConfig) -> dict[str, Any]:
     for section, names in _NOT_COUNTED_IN.items():
         kept[section] = {key: kept[section][key] for key in kept[section] if key not in names}
     fields = dataclasses.asdict(stage)
+    del fields["accumulation"]  # Rows draw by themselves: micro-batches of any size are the same.
     return {**kept, "stages": {fields.pop("name"): fields}}
 
 
@@ -107,3 +108,49 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Fingerprint:
 
 def _shown(value: Any) -> str:
     return "absent" if value is None else str(value)
+
+
+# Digests of files.
+
+BLOCK = 1 << 18
+BLOCKS = 1024
+"""Larger files than this many blocks are known by as many of them."""
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+    "*.model", "*.tiktoken",
+)  # fmt: skip
+
+
+def fingerprint(parts: Mapping[str, Any]) -> str:
+    """A short digest of JSON values, the same for the same names and values."""
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def files_digest(paths: Iterable[Path]) -> str:
+    """A digest of files in their order: names without folders, and contents."""
+    return fingerprint({"files": [(path.name, content_digest(path)) for path in paths]})
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """A digest of the files in a folder that make tokens of text."""
+    found = {path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)}
+    return files_digest(sorted(path for path in found if path.is_file()))
+
+
+def content_digest(path: Path) -> str:
+    """A digest of a file's size and content.
+
+    Up to 256 MiB every byte counts. Of a larger file, which would take longer to read than a run
+    may wait, head, tail and evenly spaced blocks do, 256 MiB in all: an edit that keeps the size
+    and falls between them goes unseen.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(str(size).encode())
+        count = min(BLOCKS, -(-size // BLOCK))
+        for index in range(count):
+            # The first block begins the file and the last one ends it.
+            file.seek(max(0, size - BLOCK) * index // max(1, count - 1))
+            digest.update(file.read(BLOCK))
+    return digest.hexdigest()

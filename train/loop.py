@@ -2,7 +2,7 @@
 
 The loop knows no model: it drives a step over batches. It stays one step ahead of the device,
 fetching the metrics of a step only after the next one is on its way. Before a save or a measurement
-it waits for the step's own, so that nothing is saved of a training that has come to no number.
+it waits for the step's own, so that nothing is saved of a training whose values are not finite.
 """
 
 import signal
@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from longspec_jax import cli
 from longspec_jax.ops.partitioned import use_mesh
 
 from .checkpoint import Checkpoints
@@ -27,14 +28,20 @@ from .config import OptimizerConfig, RunConfig, StageConfig
 from .data.batches import Batches, prefetch
 from .fingerprint import Fingerprint, check_same_run
 from .metrics import Metrics
-from .optim import learning_rate
-from .profiling import Trace, traced_steps
-from .report import Clock, Report, not_finite
-from .step import ROWS, Batch, Objective, Step, TrainState
+from .report import Clock, Report, Trace, not_finite, traced_steps
+from .step import ROWS, Batch, Objective, Step, TrainState, learning_rate
+
+TRY_AGAIN = 75
+"""Exit status after SIGTERM, EX_TEMPFAIL of sysexits.h: schedulers may queue the job again."""
 
 
 class Interrupted(Exception):
     """A signal asked the run to stop; the state is saved."""
+
+    def __init__(self, message: str, status: int = TRY_AGAIN):
+        """Stop with an exit status: 75, or 130 after Ctrl-C."""
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -54,10 +61,9 @@ class Stage:
     """Tokens a second at which rows of a length would fully use the devices; None if it is not
     known."""
     traces: Path = Path("profile")
-    """Where the profiler writes, if it is asked for."""
-    telling_step: Step | None = None
-    """A step that learns the same and says more of it, taken at the turns of
-    ``target_loss_every``."""
+    """Where the profiler writes its traces."""
+    log_step: Step | None = None
+    """A step that learns the same and reports more, taken every ``target_loss_every`` steps."""
 
     @property
     def steps(self) -> int:
@@ -65,9 +71,9 @@ class Stage:
         return self.config.limit(self.batches.per_epoch)
 
     def program(self, step: int, run: RunConfig) -> tuple[Step, bool]:
-        """What is run as a step, and whether it is the one that says more."""
-        if self.telling_step is not None and _is_turn(step, run.target_loss_every):
-            return self.telling_step, True
+        """The program of a step, and whether it is that of log steps."""
+        if self.log_step is not None and _is_turn(step, run.target_loss_every):
+            return self.log_step, True
         return self.step, False
 
     def progress(self, step: int, elapsed: float) -> float:
@@ -89,7 +95,7 @@ def run_stage(
 
     Raises:
       Interrupted: after a SIGTERM or SIGINT, with the state saved.
-      FloatingPointError: if loss, gradient, parameters or a measurement are no finite numbers.
+      FloatingPointError: if loss, gradient, parameters or a measurement are not finite.
       ValueError: if the checkpoint is of another run, or none is intact.
     """
     _check_clock(stage.config)
@@ -102,8 +108,8 @@ def run_stage(
             return state
         step, clock.elapsed = saved.meta["step"], saved.meta["elapsed"]
     metrics.rewind(name, saved.meta["records"] if saved else 0)
-    place = _Place(stage, mesh, checkpoints, metrics, clock)
-    report = Report(name, run.log_every, metrics, clock, place.diverged)
+    keeper = _Keeper(stage, mesh, checkpoints, metrics, clock)
+    report = Report(name, run.log_every, metrics, clock, keeper.diverged)
     metrics.start(name, step, stage.steps)
     ahead = prefetch(stage.batches, step, NamedSharding(mesh, ROWS))
     first = step
@@ -113,25 +119,25 @@ def run_stage(
         compiled = set()
         while not (stopped := stop(step)) and (progress := stage.progress(step, clock.elapsed)) < 1:
             rate = _rate(stage.config, run.optimizer, progress)
-            take, tells = stage.program(step, run)
+            take, logs = stage.program(step, run)
             trace.before(step)
-            asked = time.monotonic()
+            started = time.monotonic()
             batch = next(batches)
-            waited = time.monotonic() - asked
+            waited = time.monotonic() - started
             real, shape = batches.real_tokens, batch.tokens.shape
             padded = 1 - real / batch.tokens.size
-            compiles = (shape, tells) not in compiled
+            compiles = (shape, logs) not in compiled
             if compiles:  # What is on its way is not to be timed with it.
                 report.flush()
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, values = take(state, stage.frozen, batch, np.float32(rate))
             more = {"lr": rate, "data_wait": waited, "padding": padded, "row_tokens": shape[-1]}
             peak = stage.peak_tokens_per_second(shape[-1])
-            report.add(step, {**values, **more}, real, peak, timed=not trace.running, always=tells)
+            report.add(step, {**values, **more}, real, peak, timed=not trace.running, always=logs)
             trace.after(step)
             step += 1
             if compiles:  # Compilation is not training time.
-                compiled.add((shape, tells))
+                compiled.add((shape, logs))
                 jax.block_until_ready(values)
                 report.skip()
             measures, saves = _is_turn(step, run.accept_every), _is_turn(step, run.save_every)
@@ -139,23 +145,23 @@ def run_stage(
                 report.flush()
                 if stage.progress(step, clock.elapsed) < 1:  # Its end does both, below.
                     if measures:
-                        place.measure(step, state)
+                        keeper.measure(step, state)
                     if saves:
-                        place.save(step, state, done=False)
+                        keeper.save(step, state, done=False)
                 report.skip()
         report.flush()
         if stopped:
-            place.save(step, state, done=False)
-            raise Interrupted(f"stopped at step {step} of stage {name}")
-    place.measure(step, state)
+            keeper.save(step, state, done=False)
+            raise Interrupted(f"stopped at step {step} of stage {name}", stopped)
+    keeper.measure(step, state)
     metrics.finish()
-    place.save(step, state, done=True)
+    keeper.save(step, state, done=True)
     return state
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a stage is measured and saved, and what is said if it comes to no number."""
+class _Keeper:
+    """Measures and saves a stage, and ends it if its values are not finite."""
 
     stage: Stage
     mesh: Mesh
@@ -164,7 +170,7 @@ class _Place:
     clock: Clock
 
     def measure(self, step: int, state: TrainState) -> None:
-        """Record what the objective says of the held-out rows."""
+        """Record what the objective measures on the held-out rows."""
         stage = self.stage
         try:
             with use_mesh(self.mesh.abstract_mesh):
@@ -192,7 +198,7 @@ class _Place:
         self.checkpoints.save(step, state, meta)
 
     def diverged(self, step: int, what: str) -> FloatingPointError:
-        """The error that ends a run whose numbers have become none."""
+        """The error that ends a run whose values are not finite."""
         epoch, index = self.stage.batches.position(step)
         kept = self.checkpoints.newest
         return FloatingPointError(
@@ -215,23 +221,25 @@ def _all_finite(state: TrainState) -> jax.Array:
 
 
 @contextmanager
-def stop_signals() -> Iterator[Callable[[int], bool]]:
-    """Whether to stop before a step: after SIGTERM or SIGINT, or when any process got a SIGTERM.
+def stop_signals() -> Iterator[Callable[[int], int]]:
+    """The exit status to stop with before a step; 0 to go on.
 
-    Elsewhere than in the main thread signals are left alone. With several processes jax listens for
-    SIGTERM, and makes all of them stop before the same step.
+    A run stops after SIGTERM or SIGINT, or when any process got a SIGTERM. Elsewhere than in the
+    main thread signals are left alone. With several processes jax listens for SIGTERM, and makes
+    all of them stop before the same step.
     """
     if jax.process_count() > 1:
-        yield multihost_utils.reached_preemption_sync_point
+        yield lambda step: TRY_AGAIN * multihost_utils.reached_preemption_sync_point(step)
         return
-    event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield lambda step: False
+        yield lambda step: 0
         return
+    received: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, lambda *_: event.set()) for number in numbers]
+    before = [signal.signal(number, lambda got, _: received.append(got)) for number in numbers]
+    statuses = {signal.SIGTERM: TRY_AGAIN, signal.SIGINT: cli.INTERRUPTED}
     try:
-        yield lambda step: event.is_set()
+        yield lambda step: statuses[signal.Signals(received[0])] if received else 0
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)

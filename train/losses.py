@@ -1,7 +1,16 @@
-"""Losses over a vocabulary without ever holding all logits (:mod:`train.head_loop`)."""
+"""Losses over a vocabulary, computed for one chunk of tokens at a time.
+
+The logits of ``B x T`` tokens over ``V`` entries are the largest array of a training step: 20 GB in
+float32 for 32k tokens of QwQ. Here they exist for one chunk at a time, and only once. The gradient
+of a sum over tokens with respect to the hidden states is known, up to one scalar, as soon as the
+logits are. It is computed beside the loss, kept in the dtype of the hidden states, ``[B, T, D]``,
+and scaled in the backward pass, which therefore repeats no matmul.
+Matmuls are in the model's dtype with float32 accumulation; everything between them is float32.
+"""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +18,9 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
 from longspec_jax.models.target import head_logits
-
-from .head_loop import Judgement, judge
+from longspec_jax.ops.chunks import chunk_length, cut, put, whole_chunks
+from longspec_jax.ops.partitioned import row_shares
+from longspec_jax.ops.products.skinny import matmul_precision
 
 
 def next_token_labels(
@@ -21,7 +31,7 @@ def next_token_labels(
 
 
 def tokens_at_once(vocab_size: int) -> int:
-    """Tokens whose float32 logits take about a gigabyte: a larger product is no faster."""
+    """Tokens whose float32 logits take about a gigabyte: a larger matmul is no faster."""
     return max(256, 2**28 // vocab_size)
 
 
@@ -42,23 +52,12 @@ def cross_entropy_sum(
       labels: token to predict at every position.
       weights: 0 where a position is not to be learned; no gradient.
       chunk: most tokens whose logits exist at once on a device.
-      head_gradient: give the head a gradient; a frozen one saves the product.
+      head_gradient: give the head a gradient; a frozen one saves the matmul.
     """
-    parts = labels, weights
-    return judge(_of_text, hidden, head, parts, chunk=chunk, head_gradient=head_gradient)[0]
-
-
-def cross_entropy_and_choice(
-    hidden: Float[Array, "B T D"],
-    head: Float[Array, "V D"],
-    labels: Int[Array, "B T"],
-    weights: Float[Array, "B T"],
-    *,
-    chunk: int = 8192,
-) -> tuple[Float[Array, ""], Int[Array, "B T"]]:
-    """:func:`cross_entropy_sum`, and of the same logits the most probable token everywhere."""
-    loss, _, tokens = judge(_of_text_and_choice, hidden, head, (labels, weights), chunk=chunk)
-    return loss, tokens
+    loss, _ = chunked_loss(
+        _text_loss, hidden, head, (labels, weights), chunk=chunk, head_gradient=head_gradient
+    )
+    return loss
 
 
 def cross_entropy_sums(
@@ -72,30 +71,10 @@ def cross_entropy_sums(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """:func:`cross_entropy_sum` of two models' hidden states; only the first has a gradient.
 
-    In one pass over chunks half as long, so that the logits of both take no more than those of one.
+    One loop over chunks half as long: the logits of both take no more memory than those of one.
     """
     parts = labels, weights, other
-    loss, told, _ = judge(_of_text_twice, hidden, head, parts, chunk=max(1, chunk // 2))
-    return loss, told
-
-
-class TokenScores(NamedTuple):
-    """How well each position predicts the next token; no gradient."""
-
-    loss: Float[Array, "B T"]
-    choice: Int[Array, "B T"]
-    """The most probable token."""
-
-
-def token_scores(
-    hidden: Float[Array, "B T D"],
-    head: Float[Array, "V D"],
-    labels: Int[Array, "B T"],
-    *,
-    chunk: int = 8192,
-) -> TokenScores:
-    """The cross-entropy of every token by itself, and the most probable token everywhere."""
-    return judge(_of_each_token, hidden, head, labels, chunk=chunk)[2]
+    return chunked_loss(_two_text_losses, hidden, head, parts, chunk=max(1, chunk // 2))
 
 
 class Distillation(NamedTuple):
@@ -124,47 +103,51 @@ def distillation_sums(
     """``(1 - share) * cross_entropy + share * divergence``, and its parts.
 
     Args:
-      hidden: final hidden states of the model that learns; teacher and head get no gradient.
-      teacher: those of the model that is imitated, at the same positions.
+      hidden: final hidden states of the student; teacher and head get no gradient.
+      teacher: those of the teacher, at the same positions.
       head: the LM head, which both share.
       labels: token to predict at every position.
       weights: 0 where a position is not to be learned.
       share: of the divergence, 0 to 1.
       chunk: most tokens whose logits exist at once on a device; of each model half as many.
     """
-    criterion = functools.partial(_of_mixture, share)
+    criterion = functools.partial(_distillation_loss, share)
     parts = labels, weights, teacher
-    loss, sums, _ = judge(criterion, hidden, head, parts, chunk=max(1, chunk // 2))
+    loss, sums = chunked_loss(criterion, hidden, head, parts, chunk=max(1, chunk // 2))
     return Distillation(loss, *sums)
 
 
-def _of_text(logits: Array, head: Array, parts: tuple[Array, Array]) -> Judgement:
+class ChunkLoss(NamedTuple):
+    """What a criterion computes for one chunk of tokens."""
+
+    loss: Float[Array, ""]
+    """What is learned, a sum over the tokens."""
+    error: Float[Array, "B t V"]
+    """Its gradient with respect to the logits."""
+    sums: Any = ()
+    """Other sums over the tokens, not differentiated."""
+
+
+Criterion: TypeAlias = Callable[[Array, Array, Any], ChunkLoss]
+"""``(logits[B, t, V], head[V, D], parts) -> ChunkLoss``; ``parts`` are the chunk's."""
+
+
+def _text_loss(logits: Array, head: Array, parts: tuple[Array, Array]) -> ChunkLoss:
     labels, weights = parts
     lse, surprise, label = _surprise(logits, labels)
     error = (jnp.exp(logits - lse[..., None]) - label) * weights[..., None]
-    return Judgement(jnp.sum(weights * surprise), error)
+    return ChunkLoss(jnp.sum(weights * surprise), error)
 
 
-def _of_text_and_choice(logits: Array, head: Array, parts: tuple[Array, Array]) -> Judgement:
-    return _of_text(logits, head, parts)._replace(tokens=jnp.argmax(logits, axis=-1))
-
-
-def _of_each_token(logits: Array, head: Array, labels: Array) -> Judgement:
-    _, surprise, _ = _surprise(logits, labels)
-    tokens = TokenScores(surprise, jnp.argmax(logits, axis=-1))
-    return Judgement(jnp.float32(0), jnp.zeros_like(logits), tokens=tokens)  # Nothing is learned.
-
-
-def _of_text_twice(logits: Array, head: Array, parts: tuple[Array, Array, Array]) -> Judgement:
+def _two_text_losses(logits: Array, head: Array, parts: tuple[Array, Array, Array]) -> ChunkLoss:
     labels, weights, other = parts
     _, surprise, _ = _surprise(head_logits(head, other), labels)
-    told = jnp.sum(weights * surprise)
-    return _of_text(logits, head, (labels, weights))._replace(sums=told)
+    return _text_loss(logits, head, (labels, weights))._replace(sums=jnp.sum(weights * surprise))
 
 
-def _of_mixture(
+def _distillation_loss(
     share: float, logits: Array, head: Array, parts: tuple[Array, Array, Array]
-) -> Judgement:
+) -> ChunkLoss:
     labels, weights, teacher = parts
     teacher_logits = head_logits(head, teacher)
     lse, surprise, label = _surprise(logits, labels)
@@ -175,13 +158,109 @@ def _of_mixture(
     aim = (1 - share) * label + share * probable
     sums = tuple(jnp.sum(weights * each) for each in (surprise, divergence, teacher_surprise))
     loss = (1 - share) * sums[0] + share * sums[1]
-    return Judgement(loss, (jnp.exp(learned) - aim) * weights[..., None], sums)
+    return ChunkLoss(loss, (jnp.exp(learned) - aim) * weights[..., None], sums)
 
 
 def _surprise(logits: Array, labels: Array) -> tuple[Array, Array, Array]:
     """Log-sum-exp and ``-log softmax[labels]``, both ``[B, t]``, and the labels as one-hot."""
-    # One-hot by comparison fuses and stays local under a sharded vocabulary. No constant is as
-    # large as the logits: JAX would take it out of a scan over levels, and keep it.
+    # One-hot by comparison fuses, and stays local under a sharded vocabulary.
     label = labels[..., None] == jnp.arange(logits.shape[-1])
     lse = jax.nn.logsumexp(logits, axis=-1)
     return lse, lse - jnp.sum(label * logits, axis=-1), label
+
+
+def chunked_loss(
+    criterion: Criterion,
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    parts: Any,
+    *,
+    chunk: int,
+    head_gradient: bool = False,
+) -> tuple[Float[Array, ""], Any]:
+    """A criterion over all tokens of whole rows.
+
+    Args:
+      criterion: static; computes a chunk. Where all parts of a token are 0 its loss must be 0,
+        because the last chunk may be padded with such tokens.
+      hidden: final hidden states.
+      head: the LM head.
+      parts: arrays ``[B, T, ...]`` that the criterion reads beside the logits; no gradient.
+      chunk: most tokens of a device whose logits exist at once.
+      head_gradient: give the head a gradient, too; a frozen one saves the matmul.
+
+    Returns:
+      The loss, which alone is differentiable, and the other sums.
+    """
+    rows, length = hidden.shape[:2]
+    size = chunk_length(rows // row_shares(rows), length, chunk)
+    hidden = whole_chunks(hidden, size)
+    parts = jax.lax.stop_gradient(jax.tree.map(lambda part: whole_chunks(part, size), parts))
+    found: Any = _chunked(criterion, size, head_gradient, hidden, head, parts)
+    return found[0], jax.lax.stop_gradient(found[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _chunked(
+    criterion: Criterion, size: int, head_gradient: bool, hidden: Array, head: Array, parts: Any
+) -> tuple[Array, Any]:
+    total, _ = _loop(criterion, size, hidden, head, parts, ())
+    return total
+
+
+def _forward(
+    criterion: Criterion, size: int, head_gradient: bool, hidden: Array, head: Array, parts: Any
+) -> tuple[Any, tuple[Array, Array | None]]:
+    wide = jnp.zeros(head.shape, jnp.float32) if head_gradient else None
+    first = jnp.zeros_like(hidden), wide
+    total, (gradient, head_sum) = _loop(criterion, size, hidden, head, parts, first)
+    return total, (gradient, None if head_sum is None else head_sum.astype(head.dtype))
+
+
+def _backward(
+    criterion: Criterion, size: int, head_gradient: bool, saved: Any, cotangents: Any
+) -> tuple[Any, ...]:
+    def scaled(gradient: Array) -> Array:
+        return (gradient.astype(jnp.float32) * cotangents[0]).astype(gradient.dtype)
+
+    gradient, head_sum = saved
+    return scaled(gradient), None if head_sum is None else scaled(head_sum), None
+
+
+_chunked.defvjp(_forward, _backward)
+
+
+def _loop(
+    criterion: Criterion, size: int, hidden: Array, head: Array, parts: Any, first: Any
+) -> tuple[Any, Any]:
+    """Loss and sums, and the gradients if there are any to begin with.
+
+    Gradients are of hidden states and, if it is not None, of the head.
+    """
+
+    def computed(start: Array) -> tuple[ChunkLoss, Array]:
+        x, mine = jax.tree.map(lambda part: cut(part, start, size), (hidden, parts))
+        return criterion(head_logits(head, x), head, mine), x
+
+    def step(carry: tuple[Any, Any], start: Array) -> tuple[tuple[Any, Any], None]:
+        total, gradients = carry
+        found, x = computed(start)
+        if gradients:
+            gradients = _add_gradients(gradients, found.error, x, head, start)
+        return (jax.tree.map(jnp.add, total, (found.loss, found.sums)), gradients), None
+
+    shapes, _ = jax.eval_shape(computed, jnp.int32(0))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (shapes.loss, shapes.sums))
+    return jax.lax.scan(step, (zeros, first), jnp.arange(0, hidden.shape[1], size))[0]
+
+
+def _add_gradients(gradients: Any, error: Array, x: Array, head: Array, start: Array) -> Any:
+    """The gradients with those of a chunk put in and added."""
+    gradient, head_sum = gradients
+    precision, error = matmul_precision(head.dtype), error.astype(head.dtype)
+    dx = jnp.einsum("BTV,VD->BTD", error, head, precision=precision)
+    if head_sum is not None:
+        head_sum = head_sum + jnp.einsum(
+            "BTV,BTD->VD", error, x, precision=precision, preferred_element_type=jnp.float32
+        )
+    return put(gradient, dx, start), head_sum

@@ -1,17 +1,90 @@
-"""Metrics of a run: JSON lines always, a progress bar on a terminal, plain lines elsewhere."""
+"""Where the measurements of a run go.
 
+``metrics.jsonl`` has everything: one JSON object a line, each with its stage and step. A terminal
+shows a progress bar, anything else plain lines. TensorBoard and Weights & Biases are imported only
+if the configuration names them; if one fails, that is printed once and ends it, never the run.
+"""
+
+import dataclasses
 import json
 import math
+import secrets
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import jax
+from longspec_jax import files
 
-from .records import mend, read_records, rewind
-from .writers import Writer
+from .config import RunConfig
+from .processes import is_first
+
+Record = dict[str, Any]
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a log, without lines that a killed process or a full disk cut off."""
+    return [record for record in map(_record, _lines(path)) if record is not None]
+
+
+def mend(path: Path) -> int:
+    """Take lines out that are no records, so that more can be appended; returns their number."""
+    if not path.is_file():
+        return 0
+    lines = _lines(path)
+    whole = [line for line in lines if _record(line) is not None]
+    # A line may be whole and yet lack its end, at which the next one begins.
+    if _joined(whole) != path.read_bytes():
+        files.replace(path, _joined(whole))
+    return len(lines) - len(whole)
+
+
+def rewind(path: Path, stage: str, count: int) -> None:
+    """Keep the first few records of a stage, and all of the others."""
+    kept, seen = [], 0
+    lines = _lines(path)
+    for line in lines:
+        record = _record(line)
+        if record is not None and record["stage"] == stage:
+            seen += 1
+            if seen > count:
+                continue
+        kept.append(line)
+    if len(kept) < len(lines):
+        files.replace(path, _joined(kept))
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()
+
+
+def _record(line: str) -> Record | None:
+    """The record of a line, None if it is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and {"stage", "step"} <= record.keys() else None
+
+
+def _joined(lines: Iterable[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+class Writer(Protocol):
+    """What takes the records of a run."""
+
+    def write(self, record: Record) -> None:
+        """Take a record that has just been appended to ``metrics.jsonl``."""
+        ...
+
+    def close(self) -> None:
+        """Leave nothing unwritten."""
+        ...
 
 
 class Metrics:
@@ -27,7 +100,7 @@ class Metrics:
         self._bar: Any = None
         self._counts: Counter[str] = Counter()
         self._file = None
-        if jax.process_index() == 0:
+        if is_first():
             if cut := mend(path):
                 print(f"{path}: a line that was cut off is left out ({cut})", file=sys.stderr)
             self._open()
@@ -95,3 +168,153 @@ def _round(value: float) -> float | None:
     """Six significant digits; null for what JSON cannot say."""
     value = float(value)
     return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def open_writers(config: RunConfig, workdir: Path) -> tuple[Writer, ...]:
+    """The writers that a run asks for, none of which raises; none but in process 0."""
+    if not is_first():
+        return ()
+    log, writers = config.log, []
+    if log.tensorboard:
+        folder, source = workdir / "tensorboard", workdir / "metrics.jsonl"
+        writers.append(Steady("TensorBoard", lambda: TensorBoard(folder, source)))
+    if log.wandb:
+        settings = dataclasses.asdict(config)
+        writers.append(
+            Steady("Weights & Biases", lambda: WeightsAndBiases(workdir, log.wandb, settings))
+        )
+    return tuple(writers)
+
+
+class Steady:
+    """A writer until its first failure, which is told; nothing afterwards.
+
+    Args:
+      name: what people call it.
+      make: makes the writer, and may fail.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Writer]):
+        self._name = name
+        self._writer: Writer | None = None
+        with self._steadily():
+            self._writer = make()
+
+    def write(self, record: Record) -> None:
+        """Pass a record on."""
+        if self._writer is not None:
+            with self._steadily():
+                self._writer.write(record)
+
+    def close(self) -> None:
+        """Close the writer."""
+        if self._writer is not None:
+            with self._steadily():
+                self._writer.close()
+
+    @contextmanager
+    def _steadily(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Whatever it is, the training is worth more.
+            self._writer = None
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            print(
+                f"{self._name} gets no metrics from here on ({reason}); metrics.jsonl does",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+class TensorBoard:
+    """Event files, a folder for every stage, so that its steps count from 0 and curves overlay.
+
+    A stage begins with all that ``metrics.jsonl`` has of it, marked as a restart: TensorBoard then
+    forgets what it read before, as the file has forgotten the steps that a resumed run repeats.
+
+    Args:
+      folder: of the stages' folders.
+      source: ``metrics.jsonl``.
+    """
+
+    def __init__(self, folder: Path, source: Path):
+        self._folder, self._source = folder, source
+        self._events = import_module("tensorboard.compat.proto.event_pb2")
+        self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        writer = import_module("tensorboard.summary.writer.event_file_writer")
+        self._open_file = writer.EventFileWriter
+        self._stages: dict[str, Any] = {}
+
+    def write(self, record: Record) -> None:
+        """Write a record's numbers at its step."""
+        stage = record["stage"]
+        if stage in self._stages:
+            self._add_numbers(record)
+        else:
+            self._stages[stage] = self._open_file(str(self._folder / stage))
+            log = self._events.SessionLog
+            self._add(stage, 0, session_log=log(status=log.START))
+            for earlier in read_records(self._source):  # The last of which is this one.
+                if earlier["stage"] == stage:
+                    self._add_numbers(earlier)
+        self._stages[stage].flush()
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._stages.values():
+            file.close()
+
+    def _add_numbers(self, record: Record) -> None:
+        value = self._summary.Value
+        values = [value(tag=name, simple_value=v) for name, v in _numbers(record).items()]
+        self._add(record["stage"], record["step"], summary=self._summary(value=values))
+
+    def _add(self, stage: str, step: int, **what: Any) -> None:
+        event = self._events.Event(wall_time=time.time(), step=step, **what)
+        self._stages[stage].add_event(event)
+
+
+class WeightsAndBiases:
+    """One run of a project for one working folder, however often its command is repeated.
+
+    What a resumed run repeats is there twice: what was sent stays.
+
+    Args:
+      workdir: the run's, whose name it gets; what was not sent yet is kept in ``workdir/wandb``.
+      project: where it belongs.
+      config: what it shows of the configuration.
+    """
+
+    def __init__(self, workdir: Path, project: str, config: dict[str, Any]):
+        known = workdir / "wandb" / "id"
+        if not known.is_file():
+            known.parent.mkdir(parents=True, exist_ok=True)
+            files.replace(known, secrets.token_hex(8).encode())
+        self._stages: set[str] = set()
+        self._run = import_module("wandb").init(
+            project=project,
+            id=known.read_text(),
+            resume="allow",
+            name=workdir.resolve().name,
+            dir=str(workdir),
+            config=config,
+        )
+
+    def write(self, record: Record) -> None:
+        """Log a record's numbers under its stage, over the steps of that stage."""
+        stage = record["stage"]
+        if stage not in self._stages:
+            self._stages.add(stage)
+            self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+        values = {**_numbers(record), "step": record["step"]}
+        self._run.log({f"{stage}/{name}": value for name, value in values.items()})
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    """What was measured; null stands for no number."""
+    about = ("stage", "step")
+    return {n: v for n, v in record.items() if n not in about and isinstance(v, int | float)}

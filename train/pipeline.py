@@ -1,13 +1,15 @@
 """A whole run: data, a target (trained here or loaded), the draft's stages, the exports.
 
 Everything lives in the working folder, and whatever is there already is not made again; the same
-command therefore resumes an interrupted run wherever it stopped.
+command therefore resumes an interrupted run wherever it stopped. ``config.json`` is written once
+the data of all stages have been read and their checkpoints compared with the configuration: a
+command that is refused changes no run, and no folder of another program.
 """
 
 import dataclasses
 import hashlib
-import shutil
-import time
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,31 +17,43 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from longspec_jax import files
 from longspec_jax.config import TargetConfig
-from longspec_jax.drafters.longspec.checkpoint import load_draft, save_draft
-from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_target, load_target_config, save_target
 
-from .card import write_card
-from .checkpoint import Checkpoints
-from .config import CorpusConfig, PretrainingConfig, RunConfig, StageConfig
-from .data.batches import Batches, Rows, write_tokens
-from .data.corpus import build_corpus, read_texts, tokens_file
-from .data.rows import Source
-from .data.tokenizer import encode_documents, load_tokenizer, train_tokenizer
-from .fingerprint import Fingerprint, draft_settings, model_digest, target_settings
-from .flops import peak_tokens_per_second
+from .card import is_card, write_card
+from .checkpoint import Checkpoints, newest_saved
+from .config import PretrainingConfig, RunConfig, StageConfig
+from .data.batches import Batches
+from .data.corpus import prepare_corpus
+from .data.rows import Rows
+from .data.source import Source
+from .data.tokens import load_tokenizer
+from .drafts.kinds import trainer_class
+from .fingerprint import (
+    Fingerprint,
+    check_same_run,
+    draft_settings,
+    model_digest,
+    target_settings,
+)
 from .loop import Stage, run_stage
 from .losses import tokens_at_once
-from .metrics import Metrics
-from .objectives import DraftObjective, TargetObjective
-from .optim import make_optimizer
-from .passes import cast, mlp_tokens_at_once
+from .metrics import Metrics, open_writers
 from .processes import by_first, gathered
-from .profiling import check_window
-from .step import Batch, Objective, Step, initial_state, make_step, state_shardings
-from .writers import open_writers
+from .report import check_window, peak_tokens_per_second
+from .step import (
+    Batch,
+    Objective,
+    Step,
+    cast,
+    initial_state,
+    make_optimizer,
+    make_step,
+    state_shardings,
+)
+from .target import TargetObjective, mlp_tokens_at_once
 
 TOKENS_PER_DEVICE = 16384
 """Of a micro-batch: enough for the matrix units, and little beside the weights of a 7B target."""
@@ -68,7 +82,7 @@ class TrainingRun:
 
 
 def train(config: RunConfig, workdir: Path, command: str = "") -> None:
-    """Do everything the configuration asks for.
+    """Train what a configuration describes.
 
     Args:
       config: the run.
@@ -76,17 +90,24 @@ def train(config: RunConfig, workdir: Path, command: str = "") -> None:
       command: what started it, for the model card.
 
     Raises:
-      ValueError: if configuration, data and models do not fit together.
+      ValueError: if configuration, data and models do not fit together, or the working folder
+        belongs to something else.
       FileNotFoundError: if a model or file is missing.
       Interrupted: after a signal, with the state saved.
     """
+    check_workdir(workdir)
     mesh = make_mesh(*config.mesh.resolve(len(jax.devices())))
     workdir.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(workdir / "metrics.jsonl", open_writers(config, workdir))
     run = TrainingRun(config, workdir, mesh, metrics)
-    if config.data.corpus is not None:
-        corpus = config.data.corpus
-        by_first("corpus", lambda: prepare_corpus(run, corpus))
+    if (corpus := config.data.corpus) is not None:
+        target = Path(run.target_source)
+        by_first(
+            "corpus",
+            lambda: prepare_corpus(
+                corpus, workdir, target, lambda values: metrics.write("corpus", 0, values)
+            ),
+        )
     if config.pretraining is not None and not Path(run.target_source, "config.json").is_file():
         pretrain(run, config.pretraining)
     if config.stages:
@@ -95,33 +116,85 @@ def train(config: RunConfig, workdir: Path, command: str = "") -> None:
     by_first("card", lambda: write_card(run.workdir, config, command))
 
 
-def prepare_corpus(run: TrainingRun, config: CorpusConfig) -> None:
-    """Corpus, tokenizer and token files; whatever exists is kept."""
-    folder = config.place(run.workdir)
-    if config.tokenizer and not (run.workdir / "tokenizer").is_dir():
-        # Before the corpus, which takes minutes: one that is missing is said at once.
-        load_tokenizer(config.tokenizer).save_pretrained(run.workdir / "tokenizer")
-    if not (folder / "sources.json").is_file():
-        build_corpus(config, folder)
-        shutil.copy(folder / "sources.json", run.workdir / "sources.json")
-    if not (run.workdir / "tokenizer").is_dir():
-        # A target that is already there brings the tokenizer it was trained with.
-        target = Path(run.target_source)
-        if (target / "tokenizer.json").is_file():
-            tokenizer = load_tokenizer(target)
-        else:
-            texts = _sample(folder / "train.jsonl", config.tokenizer_bytes)
-            tokenizer = train_tokenizer(texts, config.vocab_size)
-        tokenizer.save_pretrained(run.workdir / "tokenizer")
-    for name in ("heldout", "train"):
-        path = tokens_file(folder, name, run.workdir / "tokenizer")
-        if not path.is_file():
-            tokenizer = load_tokenizer(run.workdir / "tokenizer")
-            parts = encode_documents(tokenizer, read_texts(folder / f"{name}.jsonl"))
-            started = time.monotonic()
-            count = write_tokens(path, parts, len(tokenizer))
-            seconds = time.monotonic() - started
-            run.metrics.write("corpus", 0, {f"{name}_tokens": count, "seconds": seconds})
+def check_workdir(workdir: Path) -> None:
+    """Refuse a folder in which a run would replace files that no run has written.
+
+    Raises:
+      ValueError: names the file.
+    """
+    config, card = workdir / "config.json", workdir / "README.md"
+    for path, known in ((config, _is_run), (card, is_card)):
+        if path.exists() and not known(path):
+            raise ValueError(
+                f"{path} was not written by a training run and would be replaced; choose another "
+                "--workdir"
+            )
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a file is the ``config.json`` of a run."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and {"stages", "optimizer", "draft"} <= values.keys()
+
+
+class PlannedStage(NamedTuple):
+    """A stage whose data have been read, before anything is trained."""
+
+    run: TrainingRun
+    """With the stage's own data."""
+    config: StageConfig
+    """With micro-batches that spread over the devices."""
+    name: str
+    """Of its checkpoints and records, such as ``draft_short``."""
+    rows: Rows
+    held_out: Batch
+    """One micro-batch that is never trained on."""
+    fingerprint: Fingerprint
+
+
+def plan_stage(
+    run: TrainingRun, stage: StageConfig, kind: str, vocab_size: int, settings: Fingerprint
+) -> PlannedStage:
+    """Read the data of a stage from end to end.
+
+    Args:
+      run: with the stage's own data.
+      stage: with micro-batches that spread over the devices.
+      kind: ``target`` or ``draft``, whichever learns.
+      vocab_size: of the target.
+      settings: what a checkpoint must agree in, besides the data.
+    """
+    source = Source(run.config, run.workdir, run.target_source, vocab_size, run.data_section)
+    rows, held_out = source.split(stage, run.mesh)
+    if len(rows) < stage.batch:
+        stages = "stages" if kind == "draft" else "pretraining.stages"
+        raise ValueError(
+            f"the data gives {len(rows)} rows, a step needs {stage.batch}; set "
+            f"--config.{stages}.{stage.name}.batch to at most {len(rows)}, or give more data"
+        )
+    data = {"data and tokenizer": source.fingerprint(), "rows to train on": len(rows)}
+    return PlannedStage(run, stage, f"{kind}_{stage.name}", rows, held_out, {**settings, **data})
+
+
+def settle(run: TrainingRun, plans: Sequence[PlannedStage]) -> None:
+    """Write ``config.json``, unless a stage has a checkpoint of another run.
+
+    Raises:
+      ValueError: names what differs.
+    """
+    for plan in plans:
+        saved = newest_saved(_checkpoints(plan))
+        if saved is not None:
+            check_same_run(saved.meta["run"], plan.fingerprint, saved.folder)
+    text = json.dumps(dataclasses.asdict(run.config), indent=1) + "\n"
+    by_first("config", lambda: files.replace(run.workdir / "config.json", text.encode()))
+
+
+def _checkpoints(plan: PlannedStage) -> Path:
+    return plan.run.workdir / "checkpoints" / plan.name
 
 
 def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
@@ -133,13 +206,16 @@ def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
             f"the tokenizer has {len(tokenizer)} entries, the target's "
             f"vocab_size={shape.vocab_size}; make the target's at least as large"
         )
-    objective = TargetObjective(shape, run.config.loss_chunk or tokens_at_once(shape.vocab_size))
-    params = None
+    plans = []
     for stage in config.stages:
         stage = with_micro_batches(stage, run.mesh)
         settings = target_settings(run.config, shape, stage)
-        data = StageData.of(run, stage, shape.vocab_size)
-        params = _train_stage(run, stage, objective, (), params, data, settings)
+        plans.append(plan_stage(run, stage, "target", shape.vocab_size, settings))
+    settle(run, plans)
+    objective = TargetObjective(shape, run.config.loss_chunk or tokens_at_once(shape.vocab_size))
+    params = None
+    for plan in plans:
+        params = _train_stage(plan, objective, None, (), params)
     whole, end = gathered(cast(params, shape.dtype)), (tokenizer.eos_token_id,)
 
     def save() -> None:
@@ -155,35 +231,28 @@ def train_draft(run: TrainingRun) -> None:
     source = {"dtype": config.dtype, "revision": config.revision or None}
     target = load_target_config(run.target_source, **source)
     _check_fits(config, target)
-    models, parts = _models(run), _stage_by_stage(run)
-    # The rows of all stages are looked at before the first one takes its hours.
-    data = [StageData.of(part, part.config.stages[0], target.vocab_size) for part in parts]
-    rows_of = zip(config.stages, data, strict=True)
-    check_window(config, [len(rows.rows) // stage.batch for stage, rows in rows_of])
-    target, frozen = load_target(run.target_source, mesh=run.mesh, **source)
-    draft, params = DraftConfig.for_target(target, window=config.draft.window), None
-    if config.draft.init:
-        draft, params = load_draft(config.draft.init, target, dtype="float32", mesh=run.mesh)
-        draft = dataclasses.replace(draft, dtype=config.dtype, window=config.draft.window)
-    chunk = config.loss_chunk or tokens_at_once(target.vocab_size)
-    shares = run.mesh.shape["data"] * run.mesh.shape["fsdp"]
-    for part, rows in zip(parts, data, strict=True):
+    models = _models(run)
+    plans = []
+    for part in _stage_by_stage(run):
         [stage] = part.config.stages
-        tokens = stage.seq_len * stage.batch // (stage.accumulation * shares)
-        telling = DraftObjective(
-            target,
-            draft,
-            config.draft,
-            stage.max_offset,
-            chunk,
-            config.mlp_chunk or mlp_tokens_at_once(tokens),
-        )
-        objective = dataclasses.replace(telling, target_loss=False)
         settings = {**draft_settings(part.config, stage), **models}
-        more = None if config.draft.distillation else telling
-        params = _train_stage(part, stage, objective, frozen, params, rows, settings, more)
-    whole = gathered(cast(params, draft.dtype))
-    by_first("draft", lambda: save_draft(run.draft_folder, draft, whole, target=target))
+        plans.append(plan_stage(part, stage, "draft", target.vocab_size, settings))
+    check_window(config, [len(plan.rows) // plan.config.batch for plan in plans])
+    settle(run, plans)
+    target, frozen = load_target(run.target_source, mesh=run.mesh, **source)
+    trainer, params = trainer_class(config.draft).begin(
+        config.draft, target, dtype=config.dtype, mesh=run.mesh
+    )
+    loss_chunk = config.loss_chunk or tokens_at_once(target.vocab_size)
+    shares = run.mesh.shape["data"] * run.mesh.shape["fsdp"]
+    for plan in plans:
+        stage = plan.config
+        tokens = stage.seq_len * stage.batch // (stage.accumulation * shares)
+        mlp_chunk = config.mlp_chunk or mlp_tokens_at_once(tokens)
+        objectives = trainer.objectives(stage, loss_chunk, mlp_chunk)
+        params = _train_stage(plan, *objectives, frozen, params)
+    whole = gathered(cast(params, trainer.dtype))
+    by_first("draft", lambda: trainer.save(run.draft_folder, whole))
 
 
 def _stage_by_stage(run: TrainingRun) -> list[TrainingRun]:
@@ -208,77 +277,51 @@ def _check_fits(config: RunConfig, target: TargetConfig) -> None:
             )
 
 
-class StageData(NamedTuple):
-    """What a stage reads."""
-
-    rows: Rows
-    held_out: Batch
-    """One micro-batch that is never trained on."""
-    fingerprint: str
-
-    @classmethod
-    def of(cls, run: TrainingRun, stage: StageConfig, vocab_size: int) -> "StageData":
-        """The data of a run's stage, looked at from end to end."""
-        place = run.workdir, run.target_source
-        source = Source(run.config, *place, vocab_size, run.data_section)
-        rows, held_out = source.split(stage, run.mesh)
-        if len(rows) < stage.batch:
-            stages = "stages" if stage in run.config.stages else "pretraining.stages"
-            raise ValueError(
-                f"the data gives {len(rows)} rows, a step needs {stage.batch}; set "
-                f"--config.{stages}.{stage.name}.batch to at most {len(rows)}, or give more data"
-            )
-        return cls(rows, held_out, source.fingerprint())
-
-
 def _train_stage(
-    run: TrainingRun,
-    stage: StageConfig,
-    objective: Objective,
-    frozen: Any,
-    params: Any,
-    data: StageData,
-    settings: Fingerprint,
-    telling: Objective | None = None,
+    plan: PlannedStage, objective: Objective, reporting: Objective | None, frozen: Any, params: Any
 ) -> Any:
-    """Masters after a stage that starts from the given ones; ``settings`` are all that say how.
+    """Masters after a stage that starts from the given ones.
 
-    ``telling`` is the objective where it has more to say, now and then.
+    Args:
+      plan: the stage.
+      objective: what is learned.
+      reporting: the same with more to report, for log steps; None if there is no more.
+      frozen: parameters that are only read.
+      params: to start from; fresh ones if None.
     """
-    config = run.config
-    kind = "draft" if frozen else "target"
+    run, config = plan.run, plan.run.config
     optimizer = make_optimizer(config.optimizer)
     shardings = state_shardings(run.mesh, objective, optimizer)
-    # Every stage has its own randomness; its name is what tells it from the others.
-    seed = int.from_bytes(hashlib.sha256(f"{config.seed}/{stage.name}".encode()).digest()[:4])
+    # Every stage has its own randomness, which follows from its name.
+    seed = int.from_bytes(hashlib.sha256(f"{config.seed}/{plan.config.name}".encode()).digest()[:4])
     state = initial_state(objective, optimizer, shardings, seed, params)
 
     def step_of(objective: Objective) -> Step:
         return make_step(objective, optimizer, seed, run.mesh, shardings)
 
-    plan = Stage(
-        dataclasses.replace(stage, name=f"{kind}_{stage.name}"),
+    stage = Stage(
+        dataclasses.replace(plan.config, name=plan.name),
         objective,
         step_of(objective),
         frozen,
-        Batches(data.rows, stage.batch, stage.accumulation, seed, config.data.buckets),
-        data.held_out,
-        {**settings, "data and tokenizer": data.fingerprint, "rows to train on": len(data.rows)},
+        Batches(plan.rows, plan.config.batch, plan.config.accumulation, seed, config.data.buckets),
+        plan.held_out,
+        plan.fingerprint,
         lambda length: peak_tokens_per_second(
-            objective, length, config.dtype, [*run.mesh.devices.flat]
+            objective.flops_per_token(length), config.dtype, [*run.mesh.devices.flat]
         ),
         run.workdir / "profile",
-        None if telling is None else step_of(telling),
+        None if reporting is None else step_of(reporting),
     )
-    checkpoints = Checkpoints(run.workdir / "checkpoints" / plan.config.name, config.max_to_keep)
+    checkpoints = Checkpoints(_checkpoints(plan), config.max_to_keep)
     try:
-        return run_stage(plan, state, config, run.mesh, checkpoints, run.metrics).params
+        return run_stage(stage, state, config, run.mesh, checkpoints, run.metrics).params
     finally:
         checkpoints.close()
 
 
 def _models(run: TrainingRun) -> Fingerprint:
-    """What tells the frozen target, and the draft that training starts from."""
+    """Digests of the frozen target, and of the draft that training starts from."""
     config = run.config
     models = {"the target": model_digest(run.target_source, config.revision or None)}
     if config.draft.init:
@@ -309,9 +352,3 @@ def with_micro_batches(stage: StageConfig, mesh: Mesh) -> StageConfig:
             f"--config.stages.{stage.name}.batch, its accumulation, or --config.mesh"
         )
     return dataclasses.replace(stage, accumulation=accumulation)
-
-
-def _sample(path: Path, size: int) -> Any:
-    """Texts of a corpus file, evenly spread, of about this many bytes in all."""
-    every = max(1, path.stat().st_size // max(1, size))
-    return (text for index, text in enumerate(read_texts(path)) if index % every == 0)

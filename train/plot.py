@@ -8,16 +8,15 @@ A column is a stage, a colour is a run. Acceptance is simulated, in tokens per t
 bad input.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longspec_jax.commands import command_name
-from longspec_jax.extras import missing_extra
+from longspec_jax import cli
+from longspec_jax.files import expanded
 
-from .records import Record, read_records
+from .metrics import Record, read_records
 
 PANELS = {
     "loss": {"loss": "-", "heldout_loss": "o--"},
@@ -27,18 +26,15 @@ PANELS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
+    """Run the command; the exit status."""
+    return cli.run(lambda: _command(argv), argv)
+
+
+def _command(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        runs = {_name(path): _read(path) for path in map(Path.expanduser, arguments.logs)}
-        draw(runs, arguments.png)
-    except ModuleNotFoundError as error:
-        print(f"error: {missing_extra(error) or error}", file=sys.stderr)
-        return 2
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    runs = {_name(path): _read(path) for path in map(expanded, arguments.logs)}
+    draw(runs, arguments.png)
+    return cli.OK
 
 
 def draw(runs: Mapping[str, Sequence[Record]], png: Path) -> None:
@@ -99,12 +95,6 @@ def _name(path: Path) -> str:
     return str(path.parent if path.name == "metrics.jsonl" else path)
 
 
-def _png(text: str) -> Path:
-    if not text.lower().endswith(".png"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be the name of a .png file")
-    return Path(text).expanduser()
-
-
 def _pyplot() -> Any:
     """Matplotlib, drawing into files."""
     import matplotlib
@@ -115,17 +105,14 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=command_name(__package__, "plot"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parser() -> cli.Parser:
+    parser = cli.Parser(prog=cli.command_name(__package__, "plot"), description=__doc__)
     parser.add_argument(
         "logs", nargs="+", type=Path, metavar="LOG", help="working folder of a run, or its log"
     )
-    parser.add_argument("--png", required=True, type=_png, metavar="FILE", help="what is drawn")
+    parser.add_argument(
+        "--png", required=True, type=cli.chart_file, metavar="FILE", help="the chart to write"
+    )
     return parser
 
 

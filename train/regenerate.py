@@ -11,162 +11,114 @@ those in the data. Of plain text it keeps --prefix_tokens and goes on behind the
 Rows are written in the order of the data, as messages or text, with the number of the row they were
 made of, and whether the last answer came to its end within --max_new_tokens; one that did not ends
 its row. A row that has no room for an answer within --max_row_tokens is left out, or ends before
-it, and is counted. The rows do not depend on --row_slots, --rows_at_once, --drafter and --tree, but
-for near-ties in 16 bits.
+it, and is counted. The rows do not depend on --row_slots, --rows_at_once, --draft and --tree,
+except for near-ties in 16 bits.
 
-The same command goes on where it was stopped. The exit status is 0, 1 for a target whose numbers
-are not finite, 2 for bad input, and 75 (try again) after Ctrl-C.
+The same command continues where it was stopped. The exit status is 0, 1 for a target whose logits
+are not finite, 2 for bad input, and 130 after Ctrl-C.
 """
 
 import argparse
-import contextlib
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from longspec_jax.checks import SAMPLING, Real, Whole
-from longspec_jax.commands import command_name
-from longspec_jax.config import TreeConfig
-from longspec_jax.extras import missing_extra
-from longspec_jax.mesh_argument import GRAMMAR, mesh_argument
+from longspec_jax import cli
+from longspec_jax.checks import SAMPLING, Whole
 
-COMMAND = command_name(__package__, "regenerate")
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 75
-"""Exit statuses; the last is EX_TEMPFAIL of sysexits.h."""
+from .config import add_documents
+
+ZERO_OR_MORE = cli.number(Whole(0))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    arguments = parser().parse_args(argv)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # It misses PyTorch; we do not.
-    try:
-        from .regeneration.work import regenerate
+    """Run the command; the exit status."""
+    return cli.run(lambda: _command(argv), argv)
 
+
+def _command(argv: Sequence[str] | None) -> int:
+    arguments = parser().parse_args(argv)
+    from .regeneration import regenerate
+
+    try:
         print(regenerate(arguments))
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        return INTERRUPTED
-    except ModuleNotFoundError as error:
-        if (missing := missing_extra(error)) is None:
-            raise
-        return _fail(missing)
-    except FloatingPointError as error:  # A target that overflows.
-        return _fail(str(error), FAILED)
-    except (ValueError, OSError, NotImplementedError, MemoryError) as error:
-        return _fail(str(error))
-    return 0
+        cli.say("the same command continues from here")
+        raise
+    return cli.OK
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> cli.Parser:
     """The command's parser."""
-    result = argparse.ArgumentParser(
-        prog=COMMAND,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    result = cli.Parser(prog=cli.command_name(__package__, "regenerate"), description=__doc__)
+    add_documents(result)
+    result.add_argument("--out", required=True, metavar="FILE.jsonl", help="where rows are written")
+    result.add_argument(
+        "--prefix_tokens",
+        type=ZERO_OR_MORE,
+        default=0,
+        help="tokens of plain text rows that the target continues; 0 refuses such rows",
     )
-    _add_data(result)
-    _add_models(result)
+    result.add_argument(
+        "--max_bad_rows",
+        type=ZERO_OR_MORE,
+        default=0,
+        help="rows that may be skipped because they ask nothing or the template cannot write them",
+    )
+    _add_model(result)
     _add_sampling(result)
     return result
 
 
-def _add_data(result: argparse.ArgumentParser) -> None:
-    data = result.add_mutually_exclusive_group(required=True)
-    data.add_argument("--files", help="comma-separated json, jsonl, text or parquet files")
-    data.add_argument("--hub", help="a data set on the hub, owner/name or owner/name/file")
-    result.add_argument("--split", default="train", help="split of a hub data set")
-    result.add_argument("--out", required=True, metavar="FILE.jsonl", help="where rows are written")
-    result.add_argument(
-        "--prefix_tokens",
-        type=_whole(0),
-        default=0,
-        help="of plain text rows, kept before the target goes on; 0 refuses such rows",
-    )
-    result.add_argument(
-        "--max_bad_rows",
-        type=_whole(0),
-        default=0,
-        help="rows that may be skipped because they ask nothing or the template cannot write them",
-    )
-
-
-def _add_models(result: argparse.ArgumentParser) -> None:
-    result.add_argument("--target", required=True, help="folder or hub id, with its tokenizer")
-    result.add_argument("--revision", help="version of the target on the hub")
+def _add_model(result: argparse.ArgumentParser) -> None:
     result.add_argument(
         "--chat_template", metavar="FILE", help="Jinja file instead of the tokenizer's own template"
     )
     result.add_argument(
-        "--drafter",
+        "--draft",
+        type=cli.path,
         action="append",
         help="what proposes tokens, for speed: folder or hub id of a draft, or ngram; of several "
-        "the fastest here. Plain decoding if absent",
+        "the fastest here is used. Plain decoding if absent",
     )
-    result.add_argument("--tree", type=_tree, help="of the first draft; the fastest if absent")
+    result.add_argument("--tree", type=cli.tree, help="of the first draft; the fastest if absent")
     result.add_argument(
-        "--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"]
+        "--dtype",
+        default="auto",
+        choices=["auto", "bfloat16", "float16", "float32"],
+        help="of the weights; auto takes the target's own, or float32 on a CPU",
     )
     result.add_argument(
-        "--mesh", type=mesh_argument, metavar="AXIS=N,...", help=f"devices: {GRAMMAR}"
+        "--mesh", type=cli.mesh, metavar="AXIS=N,...", help=f"devices: {cli.MESH_GRAMMAR}"
     )
     result.add_argument(
-        "--row_slots", type=_whole(1), default=8, help="rows that are decoded at once"
+        "--row_slots", type=cli.COUNT, default=8, help="rows that are decoded at once"
     )
     result.add_argument(
         "--rows_at_once",
-        type=_whole(1),
-        help="rows in hand, whose questions pass through the slots; what a killed run loses. 16 a "
-        "slot if absent",
+        type=cli.COUNT,
+        help="rows in hand, whose questions pass through the slots; a killed run loses them. 16 "
+        "times the slots if absent",
     )
 
 
 def _add_sampling(result: argparse.ArgumentParser) -> None:
     result.add_argument(
         "--max_row_tokens",
-        type=_whole(2),
+        type=cli.number(Whole(2)),
         help="most tokens of a row with its answers; what the target was made for if absent",
     )
     defaults = {"max_new_tokens": 1024, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
     notes = {
         "max_new_tokens": "most tokens of an answer",
         "temperature": "0 is greedy",
-        "seed": "every answer has one of its own, which follows from it",
+        "top_p": "draw from the most probable tokens that together have this probability",
+        "top_k": "draw from this many most probable tokens; 0 for all",
+        "seed": "every answer has a seed of its own, which follows from this one",
     }
     for name, value in defaults.items():
         result.add_argument(
-            f"--{name}", type=_number(SAMPLING[name]), default=value, help=notes.get(name)
+            f"--{name}", type=cli.number(SAMPLING[name]), default=value, help=notes[name]
         )
-
-
-def _number(rule: Whole | Real) -> Callable[[str], int | float]:
-    """What reads a number that keeps a rule, for ``argparse``."""
-    kind = int if isinstance(rule, Whole) else float
-
-    def read(text: str) -> int | float:
-        with contextlib.suppress(ValueError):
-            if rule.refusal(kind(text)) is None:
-                return kind(text)
-        words = rule.rule if isinstance(rule, Real) else rule.refusal(None)
-        raise argparse.ArgumentTypeError(f"{text!r:.60} must be {words}")
-
-    return read
-
-
-def _whole(least: int) -> Callable[[str], int | float]:
-    return _number(Whole(least))
-
-
-def _tree(text: str) -> TreeConfig:
-    try:
-        return TreeConfig.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _fail(message: str, status: int = BAD_INPUT) -> int:
-    print(f"{COMMAND.removeprefix('python -m ')}: {message}", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":

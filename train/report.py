@@ -1,14 +1,42 @@
-"""What a step has to say of itself: its losses, its speed, and whether they are numbers at all."""
+"""What is recorded of the steps of a stage: losses, speed, and traces of the profiler.
+
+Metrics are fetched one step late, so that the device never waits for the host. Every step is
+checked for values that are not finite, and timed.
+"""
 
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from .config import RunConfig
 from .metrics import Metrics
+
+_DENSE_PEAKS = {"H100": 990e12, "H200": 990e12, "A100": 312e12}
+"""Operations a second in 16 bits, without sparsity, as the vendor states them."""
+_SLOWER = ("PCIe", "NVL")
+"""Boards of the same names with other clocks, except A100."""
+
+
+def peak_tokens_per_second(
+    flops_per_token: float, dtype: str, devices: Sequence[Any]
+) -> float | None:
+    """Tokens a second that devices at their peak would train on; None if the peak is unknown."""
+    peak = _peak(devices[0].device_kind)
+    return None if peak is None or dtype == "float32" else len(devices) * peak / flops_per_token
+
+
+def _peak(kind: str) -> float | None:
+    for name, peak in _DENSE_PEAKS.items():
+        if name in kind and not (name != "A100" and any(word in kind for word in _SLOWER)):
+            return peak
+    return None
 
 
 @dataclass
@@ -160,3 +188,85 @@ def _memory() -> dict[str, float]:
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return {"peak_bytes": max(peaks)} if peaks else {}
+
+
+def check_window(run: RunConfig, per_epoch: Sequence[int]) -> None:
+    """Refuse a trace that none of the draft's stages would get to.
+
+    Args:
+      run: what says where the trace begins.
+      per_epoch: steps that a pass over the data of each of its stages takes.
+
+    Raises:
+      ValueError: if all of them end before.
+    """
+    if not run.profile_steps or run.pretraining is not None:  # Which may be what is traced.
+        return
+    limits = [stage.limit(steps) for stage, steps in zip(run.stages, per_epoch, strict=True)]
+    if all(0 < limit <= run.profile_at for limit in limits):
+        named = zip(run.stages, limits, strict=True)
+        ends = ", ".join(f"{stage.name} ends after {limit}" for stage, limit in named)
+        raise ValueError(
+            f"no stage gets to --config.profile_at={run.profile_at}, counted in the steps of each: "
+            f"{ends}; choose an earlier step"
+        )
+
+
+class Trace:
+    """The trace of a stage, which process 0 writes of its own devices.
+
+    What goes wrong with it is told, and the training goes on without it. Traced steps are not
+    timed, as writing the trace takes part of their time.
+
+    Args:
+      folder: where it is written.
+      steps: those that are traced; the others around them have ended, or not yet begun.
+      report: the stage's.
+    """
+
+    def __init__(self, folder: Path, steps: range, report: Report):
+        self._folder, self._report = folder, report
+        self._steps = steps if jax.process_index() == 0 else range(0)
+        self.running = False
+        """Whether the step at hand is part of it."""
+
+    def before(self, step: int) -> None:
+        """Begin with the first of the steps, when the step before it has ended."""
+        if self._steps and step == self._steps[0]:
+            self._report.flush()
+            with self._steadily():
+                jax.profiler.start_trace(self._folder)
+                self.running = True
+            self._report.skip()
+
+    def after(self, step: int) -> None:
+        """End when the last of the steps, which is on its way, has ended."""
+        if self.running and step == self._steps[-1]:
+            self._report.flush()
+            self.close()
+            self._report.skip()
+
+    def close(self) -> None:
+        """Write what there is of it."""
+        if self.running:
+            self.running = False
+            with self._steadily():
+                jax.profiler.stop_trace()
+                print(f"a trace is in {self._folder}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _steadily(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # A profiler that is not there, a folder that is full.
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            print(f"no trace is written ({reason})", file=sys.stderr, flush=True)
+
+
+def traced_steps(run: RunConfig, first: int) -> range:
+    """The steps of a stage that are traced, where this call begins with the given one.
+
+    The first step of a call compiles, and is not traced.
+    """
+    begin = run.profile_at + (run.profile_at == first)
+    return range(begin, begin + run.profile_steps)

@@ -1,12 +1,18 @@
-"""One jitted, sharded optimiser step for anything with an objective.
+"""One jitted, sharded optimiser step for anything with an objective, and its AdamW.
 
 An *objective* knows what is learned: it draws a step's randomness and turns one micro-batch into
 sums of losses. The step knows the rest: float32 masters cast to the model's dtype, accumulation
 over micro-batches, clipping, AdamW. Loss and gradient are means over all weighted tokens of the
 step, so neither the number of micro-batches nor the number of devices changes them.
+
+The learning rate is a function of progress, a number in [0, 1] that the loop takes from steps or
+from the clock. The optimiser itself does not know it, so that a stage limited by time decays
+exactly like one limited by steps.
 """
 
 import functools
+import math
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -23,11 +29,17 @@ from longspec_jax.config import BATCH_AXES
 from longspec_jax.ops.partitioned import use_mesh
 from longspec_jax.sharding import param_shardings, partition_spec, path_name
 
-from .passes import cast
+from .config import OptimizerConfig
 
 ROWS = P(None, BATCH_AXES)
 """Batches are ``[A, B, T]``: micro-batches one after another, their rows spread over both data
 axes."""
+_NOT_DECAYED = re.compile(r"(scale|bias)$")
+
+
+def cast(params: Any, dtype: str) -> Any:
+    """All leaves in a dtype."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
 
 
 class Batch(NamedTuple):
@@ -68,6 +80,10 @@ class Objective(Protocol):
 
     def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
         """What shows progress on one micro-batch, and is not learned."""
+        ...
+
+    def flops_per_token(self, length: int) -> float:
+        """Operations that a token of a row of this length needs, forward and backward."""
         ...
 
 
@@ -190,3 +206,36 @@ def initial_state(
     if params is None:
         return jax.jit(fresh, out_shardings=shardings)(jax.random.key(seed))
     return jax.jit(taken, out_shardings=shardings)(params)
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Clipping, Adam and weight decay; updates are yet to be scaled by minus the learning rate."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+        optax.add_decayed_weights(
+            config.weight_decay, mask=None if config.decay_all else decayed_parameters
+        ),
+    )
+
+
+def decayed_parameters(params: Any) -> Any:
+    """True for matrices and tables, False for norms and biases."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: _NOT_DECAYED.search(path_name(path)) is None, params
+    )
+
+
+def learning_rate(progress: float, peak: float, *, warmup: float, floor: float) -> float:
+    """Linear warm-up over a fraction of the stage, then a cosine down to ``floor * peak``.
+
+    Args:
+      progress: how much of the stage is done, 0 to 1.
+      peak: the largest learning rate.
+      warmup: the fraction of the stage that warms up.
+      floor: the last learning rate, as a fraction of the peak.
+    """
+    if progress < warmup:
+        return peak * progress / warmup
+    fraction = min(1.0, (progress - warmup) / max(1e-9, 1.0 - warmup))
+    return peak * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * fraction)))

@@ -1,16 +1,15 @@
 """Order a target's tokens by how often a corpus holds them, for a reduced draft vocabulary.
 
-    python -m train.vocabulary --target=TARGET --drafter=FOLDER --files='corpus/*.jsonl'
-    python -m infer.decode --target=TARGET --drafter=FOLDER --drafter_option=vocabulary=16384
+    python -m train.vocabulary --target=TARGET --draft=FOLDER --files='corpus/*.jsonl'
+    python -m infer.decode --target=TARGET --draft=FOLDER --draft_option=vocabulary=16384
 
-The table is saved beside the draft, which proposes from its first tokens where it is told to; what
-the target says does not change. Use text like that to be generated. Special and stop tokens come
-first, whatever their counts. Files are read as the trainer reads them. The exit status is 0, or 2
-for bad input.
+The table is saved beside the draft, which proposes from its first tokens if the option
+``vocabulary`` says so; the target's output does not change. Use text like that to be generated.
+Special and stop tokens come first, whatever their counts. Files are read as the trainer reads them.
+The exit status is 0, or 2 for bad input.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,52 +18,49 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from longspec_jax.commands import command_name
-from longspec_jax.drafters.vocabulary import most_frequent, save_draft_vocabulary
+from longspec_jax import cli
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.vocabulary import most_frequent
 from longspec_jax.extras import missing_packages
+from longspec_jax.files import expanded
+from longspec_jax.weights.checkpoint import holds
+from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
 from longspec_jax.weights.hf import load_stop_tokens
-from longspec_jax.weights.hf_config import target_config
+from longspec_jax.weights.hf_config import draft_config, target_config
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import read_json
 
-from .config import DataConfig
+from .config import DataConfig, add_documents
 from .data.loading import load_documents
-from .data.tokenizer import encode_documents, load_tokenizer
+from .data.tokens import encode_documents, load_tokenizer
 
+EMBEDDING = "model.embed_tokens.weight"
+"""What every language model's weights hold, and no LongSpec draft's."""
 SHARES = (32, 16, 8, 4, 2)
 """Fractions of the vocabulary whose coverage of the corpus is printed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
+    """Run the command; the exit status."""
+    return cli.run(lambda: _command(argv), argv)
+
+
+def _command(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
     if (missing := missing_packages("train")) is not None:
-        print(f"error: {missing}", file=sys.stderr)
-        return 2
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # It misses PyTorch; we do not.
-    try:
-        for line in run(arguments):
-            print(line, flush=True)
-    except (ValueError, OSError, NotImplementedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        raise ValueError(missing)
+    for line in run(arguments):
+        print(line, flush=True)
+    return cli.OK
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
-    """Count, save, and say what a smaller vocabulary would cover."""
-    folder = Path(arguments.draft).expanduser()
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"--draft={arguments.draft} is not a folder; the table is saved beside the draft's "
-            "weights: name the folder they are in, a hub draft's after downloading it"
-        )
+    """Count, save, and report what a smaller vocabulary would cover."""
     target = local_folder(arguments.target, arguments.revision)
-    vocab_size = target_config(read_json(target / "config.json"), "float32").vocab_size
+    config = target_config(read_json(target / "config.json"), "float32")
+    folder, vocab_size = _draft_folder(arguments.draft, config), config.vocab_size
     tokenizer = load_tokenizer(target)
-    documents = load_documents(
-        DataConfig.whole(arguments.files or "", arguments.hub or "", arguments.split)
-    )
+    documents = load_documents(DataConfig.whole(arguments))
     counts = count_tokens(documents.texts(), tokenizer, vocab_size)
     always = {*tokenizer.all_special_ids, *load_stop_tokens(target)}
     table = most_frequent(counts, arguments.size, sorted(always))
@@ -75,7 +71,28 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
     for size in sorted({len(table), *(vocab_size // share for share in SHARES)}):
         if size <= len(table):
             covered = counts[table[:size]].sum() / counts.sum()
-            yield f"--drafter_option=vocabulary={size}: {covered:.2%} of the corpus"
+            yield f"--draft_option=vocabulary={size}: {covered:.2%} of the corpus"
+
+
+def _draft_folder(name: str, target: TargetConfig) -> Path:
+    """The folder of a draft that fits the target.
+
+    Raises:
+      OSError, ValueError: if it is none.
+    """
+    folder = expanded(name)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"--draft={name} is not a folder; the table is saved beside the draft's weights: name "
+            "the folder they are in, a hub draft's after downloading it"
+        )
+    try:
+        draft_config(read_json(folder / "config.json"), target).check_fits(target)
+        if holds(folder, EMBEDDING):
+            raise ValueError("it is a whole language model, and only LongSpec drafts have a table")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--draft={name} holds no draft for this target: {error}") from None
+    return folder
 
 
 def count_tokens(texts: Iterable[str], tokenizer: Any, vocab_size: int) -> Int[np.ndarray, " V"]:
@@ -98,21 +115,13 @@ def count_tokens(texts: Iterable[str], tokenizer: Any, vocab_size: int) -> Int[n
     return counts
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=command_name(__package__, "vocabulary"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--target", required=True, help="folder or hub id: config and tokenizer")
-    parser.add_argument("--revision", help="version of the target on the hub")
+def _parser() -> cli.Parser:
+    parser = cli.Parser(prog=cli.command_name(__package__, "vocabulary"), description=__doc__)
+    add_documents(parser)
     parser.add_argument("--draft", required=True, help="folder of its draft, where the table goes")
-    corpus = parser.add_mutually_exclusive_group(required=True)
-    corpus.add_argument("--files", help="comma-separated json, jsonl, text or parquet files")
-    corpus.add_argument("--hub", help="a data set on the hub, owner/name or owner/name/file")
-    parser.add_argument("--split", default="train", help="split of a hub data set")
-    parser.add_argument("--size", type=int, help="tokens to keep; all of them, in order, if absent")
+    parser.add_argument(
+        "--size", type=cli.COUNT, help="tokens to keep; all of them, in order, if absent"
+    )
     return parser
 
 

@@ -13,15 +13,14 @@ import pytest
 
 import configs
 from longspec_jax.config import PRESETS, TARGETS, TargetConfig
-from longspec_jax.drafters.longspec.checkpoint import draft_table
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.sharding import make_mesh
-from longspec_jax.weights.tables import target_table
-from train.config import RunConfig, from_config
-from train.objectives import DraftObjective
-from train.optim import make_optimizer
+from longspec_jax.weights.tables import draft_table, target_table
+from train.arguments import from_config
+from train.config import RunConfig
+from train.drafts.longspec.objective import LongSpecObjective
 from train.pipeline import with_micro_batches
-from train.step import Batch, state_shardings
+from train.step import Batch, make_optimizer, state_shardings
 
 SHARED = {"__init__", "common", "paper"}
 FOLDER = Path(configs.__path__[0])
@@ -95,8 +94,9 @@ def test_the_drafts_of_the_study_differ_in_one_thing(prefix: str) -> None:
     assert longest <= target.pretraining.shape.max_positions
     offset = load("small_scale", f"{prefix}offset")
     assert dataclasses.replace(offset.draft, anchor_offset=False) == plain.draft
-    changed = {"offset0": {"max_sinks": 0}, "shift1": {"max_shift": 1},
-               "rollout": {"rollout": 4}, "distilled": {"distillation": 1.0}}  # fmt: skip
+    changed = {
+        "offset0": {"max_sinks": 0}, "shift1": {"max_shift": 1}, "distilled": {"distillation": 1.0}
+    }  # fmt: skip
     for variant, change in changed.items():
         other = load("small_scale", f"{prefix}{variant}")
         assert other == dataclasses.replace(
@@ -170,7 +170,7 @@ def test_data_that_no_stage_would_read_are_refused() -> None:
 def test_the_docstring_says_how_and_what_to_expect(name: str) -> None:
     text = importlib.import_module(f"configs.{name}").__doc__ or ""
     assert f"python -m train.run --config=configs/{name}.py\n" in text
-    for variant in (f"configs/{name}.py:short", ":long", ":sft"):
+    for variant in ("all", "short", "long", "sft", f"--config={name}:short"):
         assert f"``{variant}``" in text
     assert "An estimate" in text and "Hardware" in text
 
@@ -210,7 +210,7 @@ def test_a_micro_batch_fits_the_shapes(name: str, variant: str) -> None:
     # All layers are alike: two of them show what the others would.
     target = dataclasses.replace(preset(config), num_layers=2)
     draft = DraftConfig.for_target(target, window=config.draft.window)
-    objective = DraftObjective(target, draft, config.draft, stage.max_offset, 8192)
+    objective = LongSpecObjective(target, draft, config.draft, stage.max_offset, 8192)
     params = jax.eval_shape(objective.initialize, jax.random.key(0))
     mesh = make_mesh(*config.mesh.resolve(8))
     rows = (1, stage.batch // with_micro_batches(stage, mesh).accumulation)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from longspec_jax import files
 from longspec_jax.sharding import make_mesh
 from train import checkpoint
-from train.checkpoint import Checkpoints, damage
+from train.checkpoint import Checkpoints, damage, newest_saved
 from train.step import TrainState
 
 
@@ -141,6 +141,24 @@ def test_a_damaged_newer_one_makes_room(two: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["5", "9"]
     save(folder, 12)
     assert restored(folder) == 12
+
+
+def test_a_damaged_one_does_not_count_among_those_that_are_kept(two: Path, tmp_path: Path) -> None:
+    folder = copied(two, tmp_path)
+    shorten(folder / "12" / checkpoint.META)
+    checkpoints = Checkpoints(folder, 2)
+    assert checkpoints.find() is not None
+    checkpoints.save(20, state(20), {"step": 20})
+    checkpoints.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["20", "5"]
+
+
+def test_the_newest_that_says_what_it_is(two: Path, tmp_path: Path) -> None:
+    folder = copied(two, tmp_path)
+    assert (saved := newest_saved(folder)) is not None and saved.meta == {"step": 12}
+    (folder / "12" / checkpoint.META).write_text("{")
+    assert (saved := newest_saved(folder)) is not None and saved.folder == folder / "5"
+    assert newest_saved(tmp_path / "absent") is None
 
 
 def test_a_step_saved_again_is_there_all_the_time(

@@ -9,16 +9,15 @@ import pytest
 
 from configs import demo
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.longspec.checkpoint import load_draft
 from longspec_jax.drafters.small_lm.load import load
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer
-from longspec_jax.sharding import make_mesh
-from longspec_jax.weights.hf import load_target
+from longspec_jax.weights.hf import load_draft, load_target
 from tests.train.tiny import ROOT, records
 from train import pipeline
-from train.config import from_config
-from train.data.corpus import tokens_file
+from train.arguments import from_config
+from train.data.corpus import prepare_corpus, tokens_file
+from train.drafts.longspec.settings import LongSpecSettings
 from train.metrics import Metrics
 
 
@@ -43,6 +42,7 @@ def test_the_demo_from_nothing(tmp_path: Path) -> None:
     assert list(dict.fromkeys(stages)) == [
         "corpus", "target_short", "target_long", "draft_short", "draft_long",
     ]  # fmt: skip
+    assert isinstance(config.draft, LongSpecSettings)
     last, shifts = records(tmp_path)[-1], config.draft.max_shift
     assert 1 <= last["tau_chain"] <= 1 + shifts and 0 <= last[f"agree_top4_shift{shifts}"] <= 1
 
@@ -60,8 +60,8 @@ def test_the_demo_from_nothing(tmp_path: Path) -> None:
     assert before.is_file() and corpus is not None
     held.write_text(held.read_text().splitlines()[0] + "\n")
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    run = pipeline.TrainingRun(config, tmp_path, make_mesh(1, 1, 1), metrics)
-    pipeline.prepare_corpus(run, corpus)
+    target = tmp_path / "target"
+    prepare_corpus(corpus, tmp_path, target, lambda values: metrics.write("corpus", 0, values))
     metrics.close()
     after = tokens_file(*where)
     assert len(np.load(after)) < len(np.load(before))

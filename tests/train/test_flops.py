@@ -8,16 +8,17 @@ import pytest
 from longspec_jax.config import TARGETS, TargetConfig
 from longspec_jax.drafters.longspec.config import DraftConfig
 from tests.kit import tiny_target_config
-from train.config import DraftSettings
-from train.flops import flops_per_token, peak_tokens_per_second
-from train.objectives import DraftObjective, TargetObjective
+from train.drafts.longspec.objective import LongSpecObjective
+from train.drafts.longspec.settings import LongSpecSettings
+from train.report import peak_tokens_per_second
+from train.target import TargetObjective
 
-SETTINGS = DraftSettings(512, "", True, 4, 4, True)
+SETTINGS = LongSpecSettings("longspec", "", 512, True, 4, 4)
 
 
-def draft_of(target: TargetConfig, window: int = 512) -> DraftObjective:
+def draft_of(target: TargetConfig, window: int = 512) -> LongSpecObjective:
     draft = DraftConfig.for_target(target, window=window)
-    return DraftObjective(target, draft, SETTINGS, 0, 8192)
+    return LongSpecObjective(target, draft, SETTINGS, 0, 8192)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_models_of_the_paper_need_what_was_counted_elsewhere(
     config = TARGETS[name].config
     d, q = config.model_width, config.num_heads * config.head_width
     unread = 2 * (2 * d * q + 3 * d * config.mlp_width) + 4 * q * (length + 1) / 2
-    needed = flops_per_token(draft_of(config), length) + unread
+    needed = draft_of(config).flops_per_token(length) + unread
     assert needed / 1e9 == pytest.approx(gigaflops, rel=0.01)
 
 
@@ -53,16 +54,12 @@ def test_every_product_of_a_tiny_draft_is_counted() -> None:
     draft = 2 * (4 * 36 + 2 * 12 + 90) + 4 * 6 * (5 / 3 + 2)
     plain, keys_values = draft_of(target, window=1), 2 * 2 * 12
     read = layer + keys_values
-    assert flops_per_token(plain, 3) == pytest.approx(read + 3 * draft + 2 * head)
-    assert flops_per_token(replace(plain, target_loss=False), 3) == flops_per_token(plain, 3)
-    for more, needed in (
-        (dict(rollout=3), read + 3 * (3 * draft + 2 * head)),
-        (dict(distillation=0.5), 2 * layer + 3 * draft + 3 * head),
-    ):
-        other = replace(plain, settings=replace(SETTINGS, **more))
-        assert flops_per_token(other, 3) == pytest.approx(needed)
+    assert plain.flops_per_token(3) == pytest.approx(read + 3 * draft + 2 * head)
+    assert replace(plain, target_loss=False).flops_per_token(3) == plain.flops_per_token(3)
+    distilled = replace(plain, settings=replace(SETTINGS, distillation=0.5))
+    assert distilled.flops_per_token(3) == pytest.approx(2 * layer + 3 * draft + 3 * head)
     trained = TargetObjective(target, 16)
-    assert flops_per_token(trained, 3) == 3 * (2 * layer + head)
+    assert trained.flops_per_token(3) == 3 * (2 * layer + head)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +76,8 @@ def test_every_product_of_a_tiny_draft_is_counted() -> None:
     ],
 )
 def test_use_is_told_where_the_peak_is_known(kind: str, peak: float | None) -> None:
-    objective = draft_of(tiny_target_config())
+    flops = draft_of(tiny_target_config()).flops_per_token(64)
     devices = 4 * [SimpleNamespace(device_kind=kind)]
-    expected = peak and pytest.approx(4 * peak / flops_per_token(objective, 64))
-    assert peak_tokens_per_second(objective, 64, "bfloat16", devices) == expected
-    assert peak_tokens_per_second(objective, 64, "float32", devices) is None
-    assert peak_tokens_per_second(object(), 64, "bfloat16", devices) is None
+    expected = peak and pytest.approx(4 * peak / flops)
+    assert peak_tokens_per_second(flops, "bfloat16", devices) == expected
+    assert peak_tokens_per_second(flops, "float32", devices) is None

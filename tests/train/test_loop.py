@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import os
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +17,13 @@ import pytest
 
 from configs import demo
 from longspec_jax.sharding import make_mesh
+from train.arguments import from_config
 from train.checkpoint import Checkpoints
-from train.config import RunConfig, StageConfig, from_config
-from train.data.batches import Batches, Row, SyntheticRows
-from train.loop import Stage, run_stage
-from train.metrics import Metrics
-from train.records import read_records
+from train.config import RunConfig, StageConfig
+from train.data.batches import Batches
+from train.data.rows import Row, SyntheticRows
+from train.loop import Stage, run_stage, stop_signals
+from train.metrics import Metrics, read_records
 from train.step import Batch, TrainState
 
 CONFIG = StageConfig(
@@ -43,8 +46,8 @@ class Toy:
     """Seconds that the first call of either step takes."""
     compiled: set[str] = field(default_factory=set)
 
-    def telling_step(self, *arguments: Any) -> Any:
-        state, values = self._step("telling", *arguments)
+    def log_step(self, *arguments: Any) -> Any:
+        state, values = self._step("log", *arguments)
         return state, {**values, "target_loss": jnp.float32(2)}
 
     def step(self, *arguments: Any) -> Any:
@@ -105,7 +108,7 @@ class Run:
             traces=self.folder / "profile",
         )  # fmt: skip
         if self.tells:
-            stage = dataclasses.replace(stage, telling_step=toy.telling_step)
+            stage = dataclasses.replace(stage, log_step=toy.log_step)
         checkpoints = Checkpoints(self.folder / "checkpoints", run.max_to_keep)
         metrics = Metrics(self.folder / "metrics.jsonl")
         mesh = make_mesh(1, 1, 1)
@@ -269,6 +272,16 @@ def test_steps_say_how_fast_they_were(run: Run) -> None:
     assert jax.default_backend() == "cpu" and "flops_utilization" not in steps[-1]
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_stops_before_the_next_step(number: signal.Signals, status: int) -> None:
+    before = signal.getsignal(number)
+    with stop_signals() as stop:
+        assert stop(0) == 0
+        os.kill(os.getpid(), number)
+        assert stop(1) == status
+    assert signal.getsignal(number) is before
+
+
 def test_the_step_that_says_more_is_taken_at_its_turns_and_logged_there(run: Run) -> None:
     """Whatever else is logged, after a resume as without one; nothing else changes."""
     other = Run(run.folder / "plain")
@@ -283,7 +296,7 @@ def test_the_step_that_says_more_is_taken_at_its_turns_and_logged_there(run: Run
     assert [r["step"] for r in steps if "target_loss" in r] == [0, 3, 6, 9]
 
 
-@pytest.mark.parametrize(("every", "kinds"), [(0, {"plain"}), (1, {"telling"})])
+@pytest.mark.parametrize(("every", "kinds"), [(0, {"plain"}), (1, {"log"})])
 def test_a_step_that_is_never_taken_is_never_compiled(
     run: Run, every: int, kinds: set[str]
 ) -> None:

@@ -1,6 +1,5 @@
 """Chunked cross-entropy against the dense one."""
 
-import functools
 from typing import Any
 
 import jax
@@ -10,16 +9,9 @@ import pytest
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.ops.slicing import chunk_length
 from tests.kit import relative_error, tiny_target_config
-from train.acceptance import Pair, _count
-from train.losses import (
-    cross_entropy_and_choice,
-    cross_entropy_sum,
-    cross_entropy_sums,
-    distillation_sums,
-    next_token_labels,
-)
-from train.passes import TargetView
-from train.rollout import roll_out
+from train.drafts.longspec.acceptance import Pair, _count
+from train.losses import cross_entropy_sum, cross_entropy_sums, distillation_sums, next_token_labels
+from train.target import TargetView
 
 
 def dense(hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
@@ -123,19 +115,6 @@ def test_of_two_models_in_one_pass_one_learns(chunk: int) -> None:
     assert relative_error(gradients[0], wanted) < 1e-5 and not jnp.any(gradients[1])
 
 
-@pytest.mark.parametrize("chunk", [1, 9, 1000])
-def test_choices_are_those_of_all_logits_and_the_loss_is_the_same(chunk: int) -> None:
-    hidden, head, labels, weights = inputs(jnp.float32)
-
-    def both(hidden: jax.Array) -> Any:
-        return cross_entropy_and_choice(hidden, head, labels, weights, chunk=chunk)
-
-    (loss, tokens), gradient = jax.jit(jax.value_and_grad(both, has_aux=True))(hidden)
-    assert jnp.array_equal(tokens, jnp.argmax(jnp.einsum("BTD,VD->BTV", hidden, head), -1))
-    expected, wanted = jax.value_and_grad(dense)(hidden, head, labels, weights)
-    assert relative_error(loss, expected) < 1e-5 and relative_error(gradient, wanted) < 1e-5
-
-
 def products(function: Any, hidden: jax.Array) -> int:
     """How many a compiled function has; those of a loop count once."""
     return jax.jit(function).lower(hidden).compile().as_text().count(" dot(")
@@ -152,14 +131,8 @@ def test_logits_are_made_once_whatever_is_learned() -> None:
         found = distillation_sums(hidden, -head[labels], head, labels, weights, share=0.5, chunk=9)
         return found.loss
 
-    def chain(hidden: jax.Array) -> jax.Array:
-        learn = functools.partial(cross_entropy_and_choice, head=head, labels=labels, chunk=9)
-        return roll_out(
-            3, 0.5, lambda n: hidden * n, lambda h, w: learn(h, weights=w), labels, weights
-        ).loss
-
     assert products(text, hidden) == 1
-    assert products(jax.grad(text), hidden) == products(jax.grad(chain), hidden) == 2
+    assert products(jax.grad(text), hidden) == 2
     assert products(jax.grad(mixture), hidden) == 3
 
 
@@ -187,14 +160,6 @@ def test_logits_exist_for_one_chunk_only() -> None:
         return jax.jit(loss).lower(hidden).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(64) < whole / 2 < temporary_bytes(1024)
-
-    def level(states: jax.Array, learned: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return cross_entropy_and_choice(states, head, labels, learned, chunk=64)
-
-    # What levels have in common, their labels, is not kept for all chunks either.
-    chain = jax.grad(lambda h: roll_out(2, 0.5, lambda n: h * n, level, labels, weights).loss)
-    memory = jax.jit(chain).lower(hidden).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < whole / 2
 
 
 @pytest.mark.parametrize("length", [11, 13])

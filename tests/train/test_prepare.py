@@ -12,11 +12,10 @@ from longspec_jax.sharding import make_mesh
 from tests.train.tiny import ROOT, arguments, save_tiny_target, write_documents
 from train import prepare
 from train.arguments import parse
-from train.config import from_config
-from train.data import workers
-from train.data.documents import Encoding
-from train.data.encoded import EncodedDocuments
-from train.data.rows import Source
+from train.data import tokens
+from train.data.rows import Encoding
+from train.data.source import Source
+from train.data.tokens import EncodedDocuments
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +32,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_several_processes_make_the_tokens_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(workers, "SHARE", 7)
+    monkeypatch.setattr(tokens, "SHARE", 7)
     target = save_tiny_target(tmp_path / "target")
     files = write_documents(tmp_path / "documents.jsonl", 60)
     files.write_text(files.read_text() + "\n5\n")
@@ -52,7 +51,7 @@ def test_several_processes_make_the_tokens_of_one(
 def rows_of(given: list[str]) -> tuple[Any, list[tuple[Any, ...]]]:
     """What the tokens come from, and the rows."""
     parsed = parse(given)
-    config = from_config(parsed.config)
+    config = parsed.config
     parsed.workdir.mkdir(exist_ok=True)
     source = Source(config, parsed.workdir, config.target, 304)
     rows = source.split(config.stages[0], make_mesh(1, 1, 1))[0]
@@ -97,7 +96,10 @@ def test_a_stages_own_bad_rows_are_allowed_by_its_own_option(
     ("given", "sentence"),
     [
         ([f"--config={ROOT}/configs/demo.py"], "makes its own data, there is nothing to prepare"),
-        ([f"--config={ROOT}/configs/vicuna7b.py", "--workers=0"], "--workers=0 is no number of"),
+        (
+            [f"--config={ROOT}/configs/vicuna7b.py", "--workers=0"],
+            "--workers=0 must be a number",
+        ),
         ([], "--config=FILE is missing"),
     ],
 )
@@ -106,7 +108,7 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     assert prepare.main([*given, f"--workdir={tmp_path / 'work'}"]) == 2
     error = capsys.readouterr().err
-    assert sentence in error and error.startswith("train.prepare: ") and error.count("\n") == 1
+    assert sentence in error and error.startswith("error: ") and error.count("\n") == 1
 
 
 def test_a_killed_worker_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,12 +116,12 @@ def test_a_killed_worker_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         """A pool one of whose processes was killed."""
 
         def submit(self, *_: Any) -> Any:
-            raise workers.BrokenProcessPool("x")
+            raise tokens.BrokenProcessPool("x")
 
         __enter__ = lambda self: self  # noqa: E731
         __exit__ = lambda *_: None  # noqa: E731
 
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", lambda *_: Killed())
-    work = workers.Work(np.zeros(3), "", None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(tokens, "ProcessPoolExecutor", lambda *_: Killed())
+    work = tokens.Work(np.zeros(3), "", None, None)  # type: ignore[arg-type]
     with pytest.raises(ChildProcessError, match="try fewer --workers"):
-        list(workers.encode_by_workers(work, 2))
+        list(tokens.encode_by_workers(work, 2))

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from tests.children import environment
 from tests.kit import relative_error
 from tests.train.tiny import ROOT, arguments, command, records, save_tiny_target, write_documents
-from train import run
+from train.loop import TRY_AGAIN
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
@@ -92,7 +92,7 @@ def test_two_processes_train_like_one_and_stop_together(
             break
         time.sleep(0.02)
     for status, _, error in finish(both):
-        assert status == run.INTERRUPTED and "the same command resumes it" in error, error
+        assert status == TRY_AGAIN and "the same command resumes it" in error, error
     assert not (shared / "draft").exists()
 
     for status, _, error in finish(start(given, tmp_path / "cache")):

@@ -1,6 +1,7 @@
 """The training command on Vicuna's configuration, end to end at toy scale, and its mistakes."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.longspec.checkpoint import load_draft
-from longspec_jax.weights.hf import load_target
+from longspec_jax import cli
+from longspec_jax.weights.hf import load_draft, load_target
 from tests.train.tiny import (
     ROOT,
     arguments,
@@ -23,7 +24,9 @@ from tests.train.tiny import (
     save_tiny_target,
     write_documents,
 )
-from train import pipeline, run
+from train import run
+from train.drafts.longspec import objective
+from train.loop import TRY_AGAIN
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +77,7 @@ def test_all_stages_are_one_resumable_run(
     ]
     good = sft.read_text()
     sft.write_text(good + "{}\n")
-    assert command(*given) == run.BAD_INPUT
+    assert command(*given) == cli.BAD_INPUT
     said = capsys.readouterr().err
     assert "line 11 of" in said and "sft.jsonl" in said
     assert "--config.stages.sft.data.max_bad_rows=NUMBER" in said
@@ -82,7 +85,7 @@ def test_all_stages_are_one_resumable_run(
     sft.write_text(good)
     with monkeypatch.context() as patch:
         interrupt_at(1, patch)  # Of them only the long stage has more than one step.
-        assert command(*given) == run.INTERRUPTED
+        assert command(*given) == TRY_AGAIN
     assert not (workdir / "draft").exists()
     assert command(*given) == 0
     steps = [(record["stage"], record["step"]) for record in records(workdir) if "loss" in record]
@@ -104,8 +107,8 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
         exported[str(folder)] = params
         save_draft(folder, draft, params, **options)
 
-    save_draft = pipeline.save_draft
-    monkeypatch.setattr(pipeline, "save_draft", saving)
+    save_draft = objective.save_draft
+    monkeypatch.setattr(objective, "save_draft", saving)
     straight, halved = tmp_path / "straight", tmp_path / "halved"
     # Two of the 38 documents are measured on, the others give four steps an epoch.
     epochs = "--config.stages.short.epochs=2"
@@ -114,14 +117,16 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
 
     with monkeypatch.context() as patch:
         interrupt_at(3, patch)
-        assert command(*arguments(target, files, halved), epochs) == run.INTERRUPTED
+        assert command(*arguments(target, files, halved), epochs) == TRY_AGAIN
     assert "of stage draft_short; the same command resumes it" in capsys.readouterr().err
     assert not (halved / "draft").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     more = write_documents(tmp_path / "more.jsonl", 60)
     changed = ["--config.seed=43", "--config.optimizer.b1=0.8"]
-    assert command(*arguments(target, more, halved), epochs, *changed) == run.BAD_INPUT
+    kept = (halved / "config.json").read_bytes()
+    assert command(*arguments(target, more, halved), epochs, *changed) == cli.BAD_INPUT
     error = capsys.readouterr().err
+    assert (halved / "config.json").read_bytes() == kept
     for words in (
         "--config.seed=43 (was 42)",
         "--config.optimizer.b1=0.8 (was 0.9)",
@@ -160,6 +165,42 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
+def test_files_of_others_are_never_replaced(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model's folder has a ``config.json`` too, and a project's a README."""
+    files = write_documents(tmp_path / "documents.jsonl", 38)
+    model = shutil.copytree(target, tmp_path / "model")
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "README.md").write_text("---\nlicense: mit\n---\n# Mine")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("[" * 50_000)
+    for folder, name in ((model, "config"), (project, "README"), (tmp_path / "broken", "config")):
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        assert command(*arguments(target, files, folder)) == cli.BAD_INPUT
+        error = capsys.readouterr().err
+        assert f"{folder}/{name}" in error and "was not written by a training run" in error
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_refused_command_leaves_a_finished_run_as_it_was(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if what differs is of its last stage alone."""
+    files = write_documents(tmp_path / "documents.jsonl", 38)
+    work = tmp_path / "work"
+    given = [*arguments(target, files, work), "--config.stages.short.steps=1"]
+    assert command(*given) == 0
+    before = (work / "config.json").read_bytes()
+    for change in ("--config.seed=7", "--config.stages.short.learning_rate=1.0"):
+        assert command(*given, change) == cli.BAD_INPUT
+        assert f"is of another run: {change}" in capsys.readouterr().err
+        assert (work / "config.json").read_bytes() == before
+    assert command(*given, "--config.title=New") == 0
+    assert json.loads((work / "config.json").read_text())["title"] == "New"
+
+
 def test_heads_that_are_wider_than_the_model(tmp_path: Path) -> None:
     """As Qwen3-4B's are; its head is its embedding, and queries and keys are normalised."""
     shape = dict(architecture="Qwen3ForCausalLM", qk_norm=True, tied_embeddings=True, head_width=14)
@@ -185,9 +226,9 @@ def test_a_training_that_diverges_ends_with_a_sentence_and_what_was_finite(
     work = tmp_path / "work"
     given = arguments(target, files, work)
     wild = ["--config.stages.short.learning_rate=1e30", "--config.save_every=1"]
-    assert command(*given, *wild) == run.FAILED
+    assert command(*given, *wild) == cli.FAILED
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("train.run: stage draft_short has diverged: loss=nan")
+    assert last.startswith("error: stage draft_short has diverged: loss=nan")
     assert "at step 2 (epoch 0, from row 16 of its order on)" in last and "learning_rate" in last
     assert not (work / "draft").exists() and not (work / "README.md").exists()
     folders = work / "checkpoints" / "draft_short"
@@ -253,9 +294,9 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(ROOT)
     given, sentence = MISTAKES[name]
-    assert command(*given, f"--workdir={tmp_path / 'work'}") == run.BAD_INPUT
+    assert command(*given, f"--workdir={tmp_path / 'work'}") == cli.BAD_INPUT
     error = capsys.readouterr().err.strip()
-    assert sentence in error and error.startswith("train.run: ") and "\n" not in error
+    assert sentence in error and error.startswith("error: ") and "\n" not in error
     assert not (tmp_path / "work").exists()
 
 
@@ -278,7 +319,7 @@ def test_data_and_model_that_do_not_fit_are_refused(
             "no stage gets to --config.profile_at=9, counted in the steps of each: short ends"
         ),
     }.items():
-        assert command(*given, *change.split()) == run.BAD_INPUT
+        assert command(*given, *change.split()) == cli.BAD_INPUT
         error = capsys.readouterr().err.strip()
         assert sentence in error and "Traceback" not in error, change
 
@@ -290,9 +331,9 @@ def test_the_shell_sees_one_line_and_a_status() -> None:
         capture_output=True,
         text=True,
     )
-    assert ended.returncode == run.BAD_INPUT and not ended.stdout
+    assert ended.returncode == cli.BAD_INPUT and not ended.stdout
     assert ended.stderr.splitlines() == [
-        "train.run: the configuration has no field 'sed'; did you mean 'seed'?"
+        "error: the configuration has no field 'sed'; did you mean 'seed'?"
     ]
 
 
@@ -309,11 +350,11 @@ def test_without_the_extra_the_shell_sees_what_to_type(missing: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", HELP, missing], cwd=ROOT, capture_output=True, text=True
     )
-    assert ended.returncode == run.BAD_INPUT and not ended.stdout
+    assert ended.returncode == cli.BAD_INPUT and not ended.stdout
     [sentence] = ended.stderr.splitlines()
     names = missing.replace(",", ", ")
     assert sentence.startswith(
-        f"train.run: training needs packages that are not installed ({names}): pip install "
+        f"error: training needs packages that are not installed ({names}): pip install "
     )
 
 

@@ -17,11 +17,13 @@ from longspec_jax.models import target as target_lib
 from longspec_jax.models.target import Target
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.kit import tiny_target_config
-from train import passes
-from train.config import DraftSettings, OptimizerConfig
-from train.objectives import DraftObjective, TargetObjective
-from train.optim import make_optimizer
-from train.step import ROWS, Batch, TrainState, make_step, state_shardings
+from train import target as training_target
+from train.config import OptimizerConfig
+from train.drafts.longspec import passes
+from train.drafts.longspec.objective import LongSpecObjective
+from train.drafts.longspec.settings import LongSpecSettings
+from train.step import ROWS, Batch, TrainState, make_optimizer, make_step, state_shardings
+from train.target import TargetObjective
 
 ROWS_, TOKENS, WIDTH, MLP = 8, 26, 64, 144
 CONFIG = tiny_target_config(
@@ -32,7 +34,7 @@ CONFIG = tiny_target_config(
     num_kv_heads=2,
     head_width=16,
 )
-SETTINGS = DraftSettings(5, "", True, 4, 4, True)
+SETTINGS = LongSpecSettings("longspec", "", 5, True, 4, 4)
 ADAMW = OptimizerConfig(0.9, 0.95, 1e-6, 1.0, 0.1, False, 0.1, 1e-4)
 COLLECTIVE = r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
@@ -42,7 +44,7 @@ def compiled(kind: str, layers: int = 2, **axes: int) -> Any:
     config = dataclasses.replace(CONFIG, num_layers=layers)
     draft = DraftConfig.for_target(config, window=5)
     objectives: dict[str, Any] = {
-        "draft": DraftObjective(config, draft, SETTINGS, 90, 1024),
+        "draft": LongSpecObjective(config, draft, SETTINGS, 90, 1024),
         "target": TargetObjective(config, 1024),
     }
     objective, optimizer, mesh = objectives[kind], make_optimizer(ADAMW), make_mesh(**axes)
@@ -115,8 +117,8 @@ def test_left_to_the_compiler_every_device_computes_all_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Negative control: what the search above finds without a word on activations."""
-    for module in (target_lib, draft_lib, passes):
-        monkeypatch.setattr(module, "with_sharding", lambda terms, *arrays: arrays)
+    for module in (target_lib, draft_lib, training_target, passes):
+        monkeypatch.setattr(module, "placed", lambda terms, *arrays: arrays)
     assert of_all_rows(compiled("draft", fsdp=8).as_text())
 
 
@@ -136,7 +138,10 @@ def test_weights_are_gathered_layer_by_layer_for_every_micro_batch() -> None:
 def test_no_two_devices_hold_the_same_masters_and_moments(axes: dict[str, int]) -> None:
     """ZeRO-1 on a mesh of ``data``, where the weights that are read are whole."""
     draft = DraftConfig.for_target(CONFIG, window=5)
-    objective, optimizer = DraftObjective(CONFIG, draft, SETTINGS, 90, 1024), make_optimizer(ADAMW)
+    objective, optimizer = (
+        LongSpecObjective(CONFIG, draft, SETTINGS, 90, 1024),
+        make_optimizer(ADAMW),
+    )
     params = jax.eval_shape(objective.initialize, jax.random.key(0))
     state = TrainState((), params, jax.eval_shape(optimizer.init, params))
     shardings = dataclasses.replace(

@@ -13,18 +13,28 @@ from jax.sharding import NamedSharding
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.sharding import make_mesh, param_shardings, path_name
 from tests.kit import relative_error, tiny_target_config
-from train.config import DraftSettings, OptimizerConfig
-from train.objectives import DraftObjective, TargetObjective
-from train.optim import decayed_parameters, learning_rate, make_optimizer
-from train.passes import _lookup
-from train.step import ROWS, Batch, TrainState, initial_state, make_step, state_shardings
+from train.config import OptimizerConfig
+from train.drafts.longspec.objective import LongSpecObjective
+from train.drafts.longspec.settings import LongSpecSettings
+from train.step import (
+    ROWS,
+    Batch,
+    TrainState,
+    decayed_parameters,
+    initial_state,
+    learning_rate,
+    make_optimizer,
+    make_step,
+    state_shardings,
+)
+from train.target import TargetObjective, _lookup
 
 ADAMW = OptimizerConfig(0.9, 0.95, 1e-6, 1.0, 0.1, False, 0.1, 1e-4)
-SETTINGS = DraftSettings(5, "", True, 4, 4, True)
+SETTINGS = LongSpecSettings("longspec", "", 5, True, 4, 4)
 TARGET = tiny_target_config(
     vocab_size=104, model_width=32, mlp_width=48, num_layers=1, num_heads=4, head_width=8
 )
-DRAFT = DraftObjective(TARGET, DraftConfig.for_target(TARGET, window=5), SETTINGS, 90, 16)
+DRAFT = LongSpecObjective(TARGET, DraftConfig.for_target(TARGET, window=5), SETTINGS, 90, 16)
 OBJECTIVES: dict[str, Any] = {
     "draft": DRAFT,
     "target": TargetObjective(TARGET, 16),

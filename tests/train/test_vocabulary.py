@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longspec_jax.drafters.vocabulary import FILE, load_draft_vocabulary
-from longspec_jax.weights.hf import save_target
-from tests.kit import random_target, tiny_target_config
+from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.weights.draft_vocabulary import FILE, load_draft_vocabulary
+from longspec_jax.weights.hf import save_draft, save_target
+from tests.kit import tiny_target_config
+from tests.weights.random_params import random_draft, random_target
 from train import vocabulary
-from train.data.tokenizer import train_tokenizer
+from train.data.tokens import train_tokenizer
 
 TEXTS = ["the cat sat on the mat", "the dog sat", "a mat"]
 STOP = 7
@@ -19,13 +21,15 @@ STOP = 7
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A target with its tokenizer, an empty draft folder, and a corpus."""
+    """A target with its tokenizer, a draft, and a corpus."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = train_tokenizer(TEXTS, 270)
     config = tiny_target_config(vocab_size=len(tokenizer) + 3)
     save_target(folder / "target", config, random_target(config), stop_tokens=(STOP,))
     tokenizer.save_pretrained(folder / "target")
-    (folder / "draft").mkdir()
+    draft = DraftConfig.for_target(config)
+    save_draft(folder / "draft", draft, random_draft(draft), target=config)
+    (folder / "empty").mkdir()
     lines = [json.dumps({"text": text}) for text in TEXTS]
     (folder / "corpus.jsonl").write_text("\n".join(lines))
     return folder
@@ -52,7 +56,7 @@ def test_the_table_orders_tokens_by_count(folder: Path, capsys) -> None:
     )
     printed = capsys.readouterr().out
     assert f"3 documents, {counts.sum() + 3} tokens" in printed  # An end behind every document.
-    assert f"--drafter_option=vocabulary={size}: 100.00% of the corpus" in printed
+    assert f"--draft_option=vocabulary={size}: 100.00% of the corpus" in printed
 
 
 def test_a_size_keeps_the_beginning(folder: Path, capsys) -> None:
@@ -63,6 +67,8 @@ def test_a_size_keeps_the_beginning(folder: Path, capsys) -> None:
 
 BAD = {
     "draft": (dict(draft="absent"), "absent is not a folder; the table is saved beside"),
+    "no draft": (dict(draft="{folder}/empty"), "empty holds no draft for this target: "),
+    "a target": (dict(draft="{folder}/target"), "it is a whole language model"),
     "target": (dict(target="absent"), "absent is not a folder"),
     "files": (dict(files="absent.jsonl"), "no file matches 'absent.jsonl'"),
     "size": (dict(size="3"), "a draft vocabulary of 3 tokens is out of range"),
@@ -72,6 +78,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_sentence(folder: Path, case: str, capsys) -> None:
     changed, message = BAD[case]
+    changed = {name: value.format(folder=folder) for name, value in changed.items()}
     assert vocabulary.main(arguments(folder, **changed)) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and message in printed.err

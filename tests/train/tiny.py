@@ -13,9 +13,9 @@ import pytest
 from longspec_jax.weights.hf import save_target
 from tests.kit import tiny_target_config
 from train import run
-from train.data.tokenizer import train_tokenizer
+from train.data.tokens import train_tokenizer
 from train.metrics import Metrics
-from train.objectives import TargetObjective
+from train.target import TargetObjective
 
 ROOT = Path(__file__).parents[2]
 WORDS = "the draft proposes a tree of tokens and the target checks it in one pass".split()

@@ -1,166 +1,124 @@
-"""Rows, their order, and their way to the devices.
+"""The batches of a stage: which rows a step takes, how long they are, and their way to the devices.
 
-A row source is anything with a length and ``[i]`` that gives ``(tokens[T], weights[T])``. The batch
-of a step is a pure function of (seed, step), as :mod:`.buckets` plans it: no iterator state exists,
-so a resumed run reads the very rows the uninterrupted one would have read, and prefetching cannot
-disturb it.
+Rows that are not packed have the length of their documents, most of which are far shorter than the
+longest. They are sorted into buckets of few lengths, each half of the next, and a step takes rows
+of one bucket: a program is compiled for every length, and little more is computed than is there. A
+step of a shorter bucket takes as many more rows, so that every step has the same number of places
+for tokens, and about the same memory.
+
+The batch of a step is a pure function of the seed, the step and the rows' lengths. No iterator
+state exists: every process makes the same plan, a resumed run reads the very rows the uninterrupted
+one would have read, and prefetching cannot disturb it.
 """
 
 import functools
 import os
 import queue
-import tempfile
 import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from longspec_jax import files
-
 from ..step import Batch
-from .buckets import Plan, bucket_lengths
+from .rows import Rows
 
 
-class Row(NamedTuple):
-    """A row of a batch."""
+def bucket_lengths(seq_len: int, count: int) -> tuple[int, ...]:
+    """Lengths of so many buckets, from short to long; the last one holds whole rows."""
+    return tuple(seq_len >> halvings for halvings in reversed(range(count)))
 
-    tokens: np.ndarray
-    """``[T]`` int32."""
-    weights: np.ndarray
-    """``[T]`` float32; 0 where a token is not learned."""
+
+class StepRows(NamedTuple):
+    """What a step takes."""
+
+    rows: np.ndarray
+    """Indices."""
     length: int
-    """Tokens in front of the padding."""
+    """Tokens that each is padded to."""
 
 
-class Rows(Protocol):
-    """A random-access source of rows of one length."""
+class _Epoch(NamedTuple):
+    """A pass over the rows."""
 
-    @property
-    def seq_len(self) -> int: ...  # noqa: D102
-
-    def __len__(self) -> int: ...  # noqa: D105
-
-    def __getitem__(self, index: int) -> Row: ...  # noqa: D105
-
-    def lengths(self) -> np.ndarray:
-        """Tokens in front of the padding of every row, ``[rows]``."""
-        ...
+    bucket: np.ndarray
+    """Of every step, ``[steps]``."""
+    nth: np.ndarray
+    """Which of its bucket's steps every step is, ``[steps]``."""
+    rows: tuple[np.ndarray, ...]
+    """For every bucket the rows of its steps, ``[steps of the bucket, rows]``."""
 
 
 @dataclass(frozen=True, eq=False)
-class Spans:
-    """Weights of a long run of tokens, where neighbours mostly have the same."""
+class Plan:
+    """The rows of every step: a shuffle per epoch, rows left over at its end dropped."""
 
-    ends: np.ndarray
-    """Tokens up to the end of every span."""
-    weights: np.ndarray
-    """Of every span's tokens, float32."""
+    lengths: tuple[int, ...]
+    """Of the buckets, from short to long."""
+    bucket: np.ndarray
+    """Of every row, the shortest that holds it; uint8 ``[rows]``."""
+    batch: int
+    """Rows of a step of the longest bucket."""
+    seed: int
 
-    def between(self, start: int, stop: int) -> np.ndarray:
-        """The weights of the tokens from one place to another."""
-        first, last = np.searchsorted(self.ends, (start, stop - 1), "right")
-        ends = np.clip(self.ends[first : last + 1], start, stop)
-        return np.repeat(self.weights[first : last + 1], np.diff(ends, prepend=start))
+    @classmethod
+    def of(cls, row_lengths: np.ndarray, lengths: tuple[int, ...], batch: int, seed: int) -> "Plan":
+        """The plan for rows with so many tokens each, none longer than the last length."""
+        bucket = np.searchsorted(lengths, row_lengths).astype(np.uint8)
+        return cls(lengths, bucket, batch, seed)
+
+    @functools.cached_property
+    def per_epoch(self) -> int:
+        """Steps in one pass over the data, which is the same for every pass."""
+        steps = rest = 0
+        for bucket, length in enumerate(self.lengths):
+            whole, rest = divmod(rest + (self.bucket == bucket).sum(), self._rows_of(length))
+            steps += int(whole)
+        return steps
+
+    def position(self, step: int) -> tuple[int, int]:
+        """Epoch, and the rows it has taken before a step."""
+        epoch, within = divmod(step, self.per_epoch)
+        before = _epoch(self, epoch).bucket[:within]
+        return epoch, sum(self._rows_of(self.lengths[bucket]) for bucket in before)
+
+    def __call__(self, step: int) -> StepRows:
+        """What a step takes."""
+        epoch, within = divmod(step, self.per_epoch)
+        plan = _epoch(self, epoch)
+        bucket = plan.bucket[within]
+        return StepRows(plan.rows[bucket][plan.nth[within]], self.lengths[bucket])
+
+    def _rows_of(self, length: int) -> int:
+        return self.batch * (self.lengths[-1] // length)
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """Rows cut from one long run of tokens, documents one after another.
+@functools.lru_cache(maxsize=2)
+def _epoch(plan: Plan, epoch: int) -> _Epoch:
+    """The steps of an epoch.
 
-    Neighbouring documents of the run share a row, so their order decides what a long row contains.
+    What is left of a bucket, too little for a step, goes to the next longer one: however many
+    buckets there are, an epoch leaves out less than the rows of one step of the longest.
     """
-
-    tokens: np.ndarray
-    """All tokens, usually memory-mapped."""
-    seq_len: int
-    spans: Spans | None = None
-    """Their weights; all are learned if absent."""
-    begin: int | None = None
-    """A token in front of every row, of which the run then gives one less. It is never
-    predicted."""
-
-    def __len__(self) -> int:
-        """Whole rows."""
-        return len(self.tokens) // self._cut
-
-    def __getitem__(self, index: int) -> Row:
-        """The row at an index."""
-        start = index * self._cut
-        stop = start + self._cut
-        row = np.asarray(self.tokens[start:stop], np.int32)
-        weights = None if self.spans is None else self.spans.between(start, stop)
-        if self.begin is not None:
-            row = np.insert(row, 0, self.begin)
-            weights = None if weights is None else np.insert(weights, 0, 0.0)
-        return full_row(row) if weights is None else Row(row, weights, self.seq_len)
-
-    @property
-    def _cut(self) -> int:
-        """Tokens of a row that the run gives."""
-        return self.seq_len - (self.begin is not None)
-
-    def lengths(self) -> np.ndarray:
-        """Tokens of every row; none is padding."""
-        return np.full(len(self), self.seq_len)
-
-
-@dataclass(frozen=True)
-class SyntheticRows:
-    """Random tokens, for trying a set-up without data."""
-
-    count: int
-    seq_len: int
-    vocab_size: int
-
-    def __len__(self) -> int:
-        """Rows there are."""
-        return self.count
-
-    def __getitem__(self, index: int) -> Row:
-        """The row at an index."""
-        tokens = np.random.default_rng(index).integers(0, self.vocab_size, self.seq_len)
-        return full_row(tokens.astype(np.int32))
-
-    def lengths(self) -> np.ndarray:
-        """Tokens of every row; none is padding."""
-        return np.full(len(self), self.seq_len)
-
-
-def full_row(tokens: np.ndarray) -> Row:
-    """A row that is learned whole."""
-    return Row(tokens, np.ones(len(tokens), np.float32), len(tokens))
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Some of another source's rows."""
-
-    rows: Rows
-    chosen: np.ndarray
-    """Their indices."""
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a row."""
-        return self.rows.seq_len
-
-    def __len__(self) -> int:
-        """Rows that are chosen."""
-        return len(self.chosen)
-
-    def __getitem__(self, index: int) -> Row:
-        """The row at an index of the selection."""
-        return self.rows[int(self.chosen[index])]
-
-    def lengths(self) -> np.ndarray:
-        """Tokens in front of the padding of every row."""
-        return self.rows.lengths()[self.chosen]
+    shuffled = np.random.default_rng((plan.seed, epoch)).permutation(len(plan.bucket))
+    of_row, rest, taken = plan.bucket[shuffled], shuffled[:0], []
+    for bucket, length in enumerate(plan.lengths):
+        rows = np.concatenate([rest, shuffled[of_row == bucket]])
+        size = plan._rows_of(length)
+        whole = len(rows) // size * size
+        taken.append(rows[:whole].reshape(-1, size))
+        rest = rows[whole:]
+    # Long and short steps are mixed, so that the end of an epoch is like its beginning.
+    order = np.repeat(np.arange(len(taken)), [len(rows) for rows in taken])
+    order = np.random.default_rng((plan.seed, epoch, 1)).permutation(order)
+    nth = np.zeros(len(order), np.int64)
+    for bucket in range(len(taken)):
+        nth[order == bucket] = np.arange(len(taken[bucket]))
+    return _Epoch(order, nth, tuple(taken))
 
 
 @dataclass(frozen=True)
@@ -308,32 +266,3 @@ def to_devices(batches: Batches, step: int, sharding: NamedSharding) -> tuple[Ba
         return jax.make_array_from_callback(shape, sharding, shard)
 
     return Batch(place(own.tokens), place(own.weights)), real * shape[1] // (last - first)
-
-
-def read_tokens(path: Path) -> np.ndarray:
-    """A memory-mapped token file, as :func:`write_tokens` makes it."""
-    return np.load(path, mmap_mode="r")
-
-
-def write_tokens(path: Path, parts: Iterator[np.ndarray], vocab_size: int) -> int:
-    """Write token arrays one after another in the narrowest type; returns how many there are.
-
-    The length is known only at the end, so that the parts go to a raw file first and are then
-    copied behind a NumPy header; a reader never sees a half-written file.
-    """
-    kind = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-    total = 0
-    with tempfile.TemporaryFile(dir=path.parent) as raw:
-        for part in parts:
-            raw.write(part.astype(kind).tobytes())
-            total += len(part)
-        raw.flush()
-        with files.replacing(path) as unfinished:
-            if total:
-                final = np.lib.format.open_memmap(unfinished, "w+", kind, (total,))
-                final[:] = np.memmap(raw, dtype=kind, mode="r")
-                final.flush()
-            else:
-                with unfinished.open("wb") as empty:
-                    np.save(empty, np.zeros((0,), kind))
-    return total

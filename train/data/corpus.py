@@ -10,9 +10,11 @@ import hashlib
 import importlib.metadata
 import json
 import re
+import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,8 +22,16 @@ from pathlib import Path
 import numpy as np
 
 from ..config import CorpusConfig
-from .fingerprint import content_digest, fingerprint, tokenizer_digest
-from .tokenizer import BOS, EOS, PAD
+from ..fingerprint import content_digest, fingerprint, tokenizer_digest
+from .tokens import (
+    BOS,
+    EOS,
+    PAD,
+    encode_documents,
+    load_tokenizer,
+    train_tokenizer,
+    write_tokens,
+)
 
 FORM = 1
 """Of how texts become tokens; another one makes older files unknown."""
@@ -79,6 +89,47 @@ class _Origin:
     licence: str
     root: Path
     files: tuple[str, ...]
+
+
+def prepare_corpus(
+    config: CorpusConfig, workdir: Path, target: Path, record: Callable[[dict[str, float]], None]
+) -> None:
+    """Corpus, tokenizer and token files of a run; whatever exists is kept.
+
+    Args:
+      config: of the corpus.
+      workdir: the run's.
+      target: the target's folder; one that is already there brings its tokenizer.
+      record: takes the number of tokens and the seconds of a token file that was made.
+    """
+    folder, own = config.place(workdir), workdir / "tokenizer"
+    if config.tokenizer and not own.is_dir():
+        # Before the corpus, which takes minutes: a tokenizer that is missing is reported at once.
+        load_tokenizer(config.tokenizer).save_pretrained(own)
+    if not (folder / "sources.json").is_file():
+        build_corpus(config, folder)
+        shutil.copy(folder / "sources.json", workdir / "sources.json")
+    if not own.is_dir():
+        if (target / "tokenizer.json").is_file():
+            tokenizer = load_tokenizer(target)
+        else:
+            texts = _sample(folder / "train.jsonl", config.tokenizer_bytes)
+            tokenizer = train_tokenizer(texts, config.vocab_size)
+        tokenizer.save_pretrained(own)
+    for name in ("heldout", "train"):
+        path = tokens_file(folder, name, own)
+        if not path.is_file():
+            tokenizer = load_tokenizer(own)
+            parts = encode_documents(tokenizer, read_texts(folder / f"{name}.jsonl"))
+            started = time.monotonic()
+            count = write_tokens(path, parts, len(tokenizer))
+            record({f"{name}_tokens": count, "seconds": time.monotonic() - started})
+
+
+def _sample(path: Path, size: int) -> Iterator[str]:
+    """Texts of a corpus file, evenly spread, of about this many bytes in all."""
+    every = max(1, path.stat().st_size // max(1, size))
+    return (text for index, text in enumerate(read_texts(path)) if index % every == 0)
 
 
 def build_corpus(config: CorpusConfig, folder: Path) -> None:

@@ -1,107 +1,217 @@
-"""Documents as training rows: tokens, and which of them are learned.
+"""From a row of data to a document: the table of row formats, and what becomes of bad rows.
 
-A document becomes one row, truncated and padded. What a row of data means is
-:mod:`.formats`' table, where it comes from is :mod:`.loading`'s work, and its tokens are made by
-:mod:`.encoded`.
+A row is recognised by its fields and becomes a list of :class:`Turn`; plain text is one turn
+without a role. Another data set is one more line of the table. A row that means nothing is refused,
+or skipped and counted within a budget.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-
-from ..config import DataConfig
-from .batches import Row, Spans
-from .encoded import SPEAKERS, EncodedDocuments, EncodedTurn, encode
-from .loading import Documents
-
-
-class Encoded(Protocol):
-    """Documents as the tokens of their turns."""
-
-    def __len__(self) -> int: ...  # noqa: D105
-
-    def __getitem__(self, index: int) -> list[EncodedTurn]: ...  # noqa: D105
+from typing import Any
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """Documents that become tokens when they are asked for."""
+class Turn:
+    """A piece of a document."""
 
-    documents: Documents
-    tokenizer: Any
-    data: DataConfig
-
-    @property
-    def skipped(self) -> str:
-        """What was left out, in one sentence; empty if nothing was."""
-        return self.documents.skipped
-
-    def __len__(self) -> int:
-        """Documents there are."""
-        return len(self.documents)
-
-    def __getitem__(self, index: int) -> list[EncodedTurn]:
-        """The turns of a document."""
-        return next(encode([self.documents[index]], self.tokenizer, self.data))
+    content: str
+    role: str = ""
+    """``system``, ``user`` or ``assistant``; empty for plain text, which no template wraps."""
 
 
-@dataclass(frozen=True)
-class DocumentRows:
-    """One document per row, truncated and padded to a length."""
+Fields = Mapping[str, Any]
+Format = Callable[[Fields], list[Turn]]
+"""Reads the turns of a row."""
+PLAIN = ("target", "text")
+"""Fields that are a whole document."""
+SYSTEM = Turn("You are a helpful assistant", "system")
+_ROLES = {role: role for role in ("system", "user", "assistant")}
+SPEAKERS = {"role": _ROLES, "from": {"human": "user", "gpt": "assistant", **_ROLES}}
+"""How turns name their speakers: OpenAI's way with ``content``, ShareGPT's with ``value``."""
 
-    documents: Encoded
-    data: DataConfig
-    seq_len: int
-    pad: int
-    """The token that fills a row up."""
 
-    def __len__(self) -> int:
-        """Documents there are."""
-        return len(self.documents)
+def _task(question: str, answer: str) -> Callable[[Fields], list[Turn]]:
+    """A format that asks a question about some fields and answers with others."""
 
-    def __getitem__(self, index: int) -> Row:
-        """The row of a document."""
-        tokens, weights, length = cut_turns(self.documents[index], self.data, self.seq_len)
-        fill = self.seq_len - length
-        return Row(
-            np.pad(tokens, (0, fill), constant_values=self.pad), np.pad(weights, (0, fill)), length
+    def turns(row: Fields) -> list[Turn]:
+        texts = _Texts(row)
+        return [
+            SYSTEM,
+            Turn(question.format_map(texts), "user"),
+            Turn(answer.format_map(texts), "assistant"),
+        ]
+
+    return turns
+
+
+class _Texts(dict[str, Any]):
+    """Fields of a row that are taken as text, which they have to be."""
+
+    def __getitem__(self, name: str) -> str:
+        return _text(super().__getitem__(name), name)
+
+
+def _text(value: Any, name: str) -> str:
+    """A value, if it is text that a tokenizer takes."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} holds a value of type {type(value).__name__} where text belongs")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds half a surrogate pair, which is no text") from error
+    return value
+
+
+def _article(row: Fields) -> list[Turn]:
+    """Articles and abstracts come as strings or as parallel lists of strings."""
+    articles, abstracts = (
+        [row[name]] if isinstance(row[name], str) else _list(row[name], name)
+        for name in ("article", "abstract")
+    )
+    if len(articles) != len(abstracts):
+        raise ValueError(f"{len(articles)} articles and {len(abstracts)} abstracts do not pair up")
+    turns = [SYSTEM]
+    for article, abstract in zip(articles, abstracts, strict=True):
+        asked = f"Please summarize the following article: {_text(article, 'article')}"
+        turns += [Turn(asked, "user"), Turn(_text(abstract, "abstract"), "assistant")]
+    return turns
+
+
+def _conversation(field: str) -> Callable[[Fields], list[Turn]]:
+    """A format whose field holds turns as they are."""
+    return lambda row: [_turn(turn, field) for turn in _list(row[field], field)]
+
+
+def _turn(turn: Any, field: str) -> Turn:
+    """A turn of a conversation, written in either way."""
+    if not isinstance(turn, Mapping):
+        raise ValueError(
+            f"{field} holds a {type(turn).__name__} where a turn belongs, such as "
+            '{"role": "user", "content": "..."} or {"from": "human", "value": "..."}'
+        )
+    key, said = ("from", "value") if turn.get("from") is not None else ("role", "content")
+    speaker = turn.get(key)
+    if not isinstance(speaker, str) or speaker not in SPEAKERS[key]:
+        raise ValueError(
+            f"a turn of {field} has {key} {speaker!r}; {key}s are {', '.join(SPEAKERS[key])}"
+        )
+    return Turn(_text(turn.get(said), f"{field}'s {said}"), SPEAKERS[key][speaker])
+
+
+def _list(value: Any, field: str) -> list[Any]:
+    """A value, if it is a list."""
+    if not isinstance(value, list):
+        raise ValueError(
+            f"{field} holds a value of type {type(value).__name__} where a list belongs"
+        )
+    return value
+
+
+def _plain(field: str) -> Callable[[Fields], list[Turn]]:
+    """A format whose field is the text."""
+    return lambda row: [Turn(_text(row[field], field))]
+
+
+FORMATS: dict[frozenset[str], Format] = {
+    frozenset({"conversation"}): _conversation("conversation"),
+    frozenset({"article", "abstract"}): _article,
+    frozenset({"problem", "qwq"}): _task("{problem}", "{qwq}"),
+    frozenset({"report", "summary"}): _task(
+        "You are given a report by a government agency. Write a one-page summary of the report.\n\n"
+        "Report:\n{report}\n\nNow, write a one-page summary of the report.",
+        "Summary: {summary}",
+    ),
+    frozenset({"document", "summary"}): _task(
+        "You are given several news passages. Write a one-page summary of all news.\n\n"
+        "News:\n{document}\n\nNow, write a one-page summary of all the news.",
+        "Summary: {summary}",
+    ),
+    frozenset({"transcript", "summary"}): _task(
+        "You are given a meeting transcript. Write a summary of the transcript.\n\n{transcript}",
+        "{summary}",
+    ),
+    frozenset({"prefix", "suffix"}): _task(
+        "Please complete the code given below.\n{prefix}\nNow, complete the code given.", "{suffix}"
+    ),
+    frozenset({"messages"}): _conversation("messages"),
+    frozenset({"conversations"}): _conversation("conversations"),
+    **{frozenset({field}): _plain(field) for field in PLAIN},
+}
+"""Row formats by the fields that identify them, the more telling first."""
+FIELDS = frozenset[str]().union(*FORMATS)
+"""All fields that any format knows."""
+
+
+def _questions(row: Fields) -> list[Turn]:
+    """A prompt as text, or as the turns of a conversation."""
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return [Turn(_text(prompt, "prompt"), "user")]
+    return [_turn(turn, "prompt") for turn in _list(prompt, "prompt")]
+
+
+ASKING: dict[frozenset[str], Format] = {
+    **{fields: read for fields, read in FORMATS.items() if not fields <= {*PLAIN}},
+    frozenset({"prompt"}): _questions,
+    **{fields: read for fields, read in FORMATS.items() if fields <= {*PLAIN}},
+}
+"""Formats of rows whose questions are to be answered: an answer may be missing."""
+
+
+def to_turns(row: Fields, formats: Mapping[frozenset[str], Format] = FORMATS) -> list[Turn]:
+    """The turns of a row, by the first format all of whose fields it fills.
+
+    Raises:
+      ValueError: if there is none, or a field holds something else than it says.
+    """
+    present = {name for name, value in row.items() if value is not None}
+    for fields, read in formats.items():
+        if fields <= present:
+            if turns := read(row):
+                return turns
+            raise ValueError(f"{' + '.join(sorted(fields))} holds no turns; drop the row")
+    known = "; ".join(" + ".join(sorted(fields)) for fields in formats)
+    raise ValueError(f"a data row has the fields {sorted(row)}; known formats: {known}")
+
+
+class BadRows:
+    """Counts the rows that cannot be used, and refuses the first one beyond its budget."""
+
+    def __init__(self, budget: int, option: str = "--config.data.max_bad_rows"):
+        """Begin with none.
+
+        Args:
+          budget: how many may be skipped.
+          option: what is typed to change that.
+        """
+        self.count, self.first = 0, ""
+        self._budget, self._option = budget, option
+
+    def add(self, place: str, error: ValueError) -> None:
+        """Take note of a row.
+
+        Args:
+          place: ``line 7 of data.jsonl``.
+          error: what is wrong with it.
+
+        Raises:
+          ValueError: if there are more of them than may be skipped.
+        """
+        self.count += 1
+        self.first = self.first or f"{place}: {error}"
+        if self.count <= self._budget:
+            return
+        if self._budget:
+            raise ValueError(
+                f"more rows than {self._option}={self._budget} cannot be used, the "
+                f"first is {self.first}; repair or remove them, or raise the number"
+            )
+        raise ValueError(
+            f"{self.first}; repair or remove the row, or skip so many of them with "
+            f"{self._option}=NUMBER"
         )
 
-    def lengths(self) -> np.ndarray:
-        """Tokens in front of the padding of every row; documents on disk are not read for it."""
-        if not isinstance(self.documents, EncodedDocuments):
-            return np.asarray([self[index].length for index in range(len(self))])
-        lengths = self.documents.lengths()
-        room = self.data.answer_room if self.data.mask_prompts else 0
-        for index in np.flatnonzero(lengths > self.seq_len - room).tolist() if room else ():
-            lengths[index] = cut_turns(self.documents[index], self.data, self.seq_len).length
-        return np.minimum(lengths, self.seq_len)
-
-
-def cut_turns(turns: Iterable[EncodedTurn], data: DataConfig, seq_len: int) -> Row:
-    """Tokens and weights of a document, at most ``seq_len`` of them.
-
-    System prompts are not learned, questions only where prompts are not masked. A masked question
-    is shortened so that an answer of ``answer_room`` tokens fits behind it.
-    """
-    tokens, weights, length = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)], 0
-    for ids, role in turns:
-        if role == "user" and data.mask_prompts:
-            ids = ids[: max(0, seq_len - data.answer_room - length)]
-        tokens.append(np.asarray(ids[: seq_len - length], np.int32))
-        weights.append(np.full(len(tokens[-1]), is_learned(role, data), np.float32))
-        length += len(tokens[-1])
-    return Row(np.concatenate(tokens), np.concatenate(weights), length)
-
-
-def is_learned(role: str, data: DataConfig) -> bool:
-    """Whether the turns of a speaker are learned."""
-    return role != "system" and not (role == "user" and data.mask_prompts)
-
-
-def learned_spans(documents: EncodedDocuments, data: DataConfig) -> Spans:
-    """Which tokens of all documents, one after another, are learned."""
-    learned = np.asarray([is_learned(role, data) for role in SPEAKERS], np.float32)
-    return Spans(documents.turn_ends, learned[documents.speakers])
+    def summary(self) -> str:
+        """How many were skipped and which was the first; empty if there was none."""
+        rows = "row that cannot" if self.count == 1 else "rows that cannot"
+        return f"skipped {self.count} {rows} be used, the first is {self.first}" * bool(self.count)

@@ -2,7 +2,9 @@
 
 Files of several kinds and rows of several formats may be mixed. All rows are looked at once, when
 they are loaded: what cannot be used is refused, or skipped within a budget, with the file, the line
-and what was expected. JSON lines are read in place, everything else by the ``datasets`` library.
+and what was expected. JSON lines are read in place, because lines are not columns of a table and
+rows of different shapes may be mixed; the ``datasets`` library reads everything else. Files packed
+by gzip or zstd are unpacked once, so that any row is at hand.
 """
 
 import bisect
@@ -10,6 +12,10 @@ import contextlib
 import glob
 import importlib.util
 import itertools
+import json
+import mmap
+import shutil
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +24,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from longspec_jax import files
+from longspec_jax.checks import shown
+
 from ..config import DataConfig
-from .bad_rows import BadRows
-from .fingerprint import files_digest
-from .formats import FIELDS, PLAIN, Fields, Format, Turn, to_turns
-from .json_lines import read_json_lines
-from .packed_files import unpacked
+from ..fingerprint import content_digest, files_digest
+from .documents import FIELDS, PLAIN, BadRows, Fields, Format, Turn, to_turns
+
+CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
 class Fieldsets(Protocol):
@@ -256,3 +264,100 @@ def expand(files: str) -> Sequence[str]:
             raise ValueError(f"no file matches {pattern!r}; name files that exist")
         found += matches
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class JsonLines:
+    """The lines of a file that hold documents."""
+
+    path: Path
+    starts: np.ndarray
+    """Byte at which every one of them begins, int64."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process maps the file for itself."""
+        return JsonLines, (self.path, self.starts)
+
+    @cached_property
+    def _bytes(self) -> mmap.mmap:
+        with self.path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __len__(self) -> int:
+        """Documents there are."""
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> Fields:
+        """The fields of a document."""
+        start = int(self.starts[index])
+        end = self._bytes.find(b"\n", start)
+        return parse(self._bytes[start : None if end < 0 else end])
+
+
+def read_json_lines(path: Path, name: str, bad: BadRows, read: Format = to_turns) -> JsonLines:
+    """Look at every line of a file once; blank ones are passed over.
+
+    Args:
+      path: the file.
+      name: what it is called where a line is wrong.
+      bad: takes note of lines that hold no document.
+      read: the turns of a line's fields; raises ValueError for one that holds none.
+
+    Raises:
+      ValueError: if there are too many of those.
+    """
+    starts, at = array("q"), 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.isspace():
+                try:
+                    read(parse(line))
+                    starts.append(at)
+                except ValueError as error:
+                    bad.add(f"line {number} of {name}", error)
+            at += len(line)
+    return JsonLines(path, np.asarray(starts, np.int64))
+
+
+def parse(line: bytes) -> Fields:
+    """The fields of a line.
+
+    Raises:
+      ValueError: if it is not one JSON object.
+    """
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"the line is not JSON ({error.msg} at character {error.pos + 1}); write one object a "
+            "line"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the line is not UTF-8 text ({error.reason})") from error
+    except RecursionError as error:
+        raise ValueError("the line nests too deeply; write one flat object a line") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"the line must be one JSON object, got {shown(fields)}")
+    return fields
+
+
+def unpacked(path: Path) -> Path:
+    """A file as it is, or what a packed one holds, kept in the cache of the data sets.
+
+    Raises:
+      OSError, ValueError: if it is damaged.
+    """
+    codec = CODECS.get(path.suffix)
+    if codec is None:
+        return path
+    import pyarrow
+    from datasets import config
+
+    folder = Path(config.HF_DATASETS_CACHE) / "unpacked"
+    kept = folder / f"{content_digest(path)[:32]}{path.with_suffix('').suffix}"
+    if not kept.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with pyarrow.input_stream(str(path), compression=codec) as packed:
+            with files.replacing(kept) as unfinished, unfinished.open("wb") as file:
+                shutil.copyfileobj(packed, file, 1 << 20)
+    return kept

@@ -1,214 +1,241 @@
-"""Where a stage's rows come from, and which of them are kept for measuring.
+"""Sources of training rows: documents, packed tokens, random tokens.
 
-A corpus brings its own held-out documents. Of other data a few rows, evenly spread, are taken out
-of training, so that simulated acceptance is never measured on rows that were learned.
+A row source is anything with a length and ``[i]`` that gives a :class:`Row`. A document becomes one
+row, truncated and padded; packed, documents follow each other and rows are cut from the whole.
 """
 
-import dataclasses
-import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
-from longspec_jax.weights.hub import local_folder
+from ..config import DataConfig
+from .loading import Documents
+from .tokens import SPEAKERS, EncodedDocuments, EncodedTurn, encode
 
-from ..config import RunConfig, StageConfig
-from ..processes import by_first, is_first
-from ..step import ROWS, Batch
-from .bad_rows import BadRows
-from .batches import (
-    PackedRows,
-    Rows,
-    Selection,
-    SyntheticRows,
-    read_tokens,
-)
-from .corpus import tokens_file
-from .documents import DocumentRows, Encoding, learned_spans
-from .encoded import FORM, EncodedDocuments, encode, read_encoded, write_encoded
-from .fingerprint import files_digest, fingerprint, tokenizer_digest
-from .loading import data_digest, load_documents
-from .streaming import Stream, stream_digest, stream_revision
-from .tokenizer import load_tokenizer
-from .workers import Work, encode_by_workers
+
+class Row(NamedTuple):
+    """A row of a batch."""
+
+    tokens: np.ndarray
+    """``[T]`` int32."""
+    weights: np.ndarray
+    """``[T]`` float32; 0 where a token is not learned."""
+    length: int
+    """Tokens in front of the padding."""
+
+
+class Rows(Protocol):
+    """A random-access source of rows of one length."""
+
+    @property
+    def seq_len(self) -> int: ...  # noqa: D102
+
+    def __len__(self) -> int: ...  # noqa: D105
+
+    def __getitem__(self, index: int) -> Row: ...  # noqa: D105
+
+    def lengths(self) -> np.ndarray:
+        """Tokens in front of the padding of every row, ``[rows]``."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Weights of a long run of tokens, where neighbours mostly have the same."""
+
+    ends: np.ndarray
+    """Tokens up to the end of every span."""
+    weights: np.ndarray
+    """Of every span's tokens, float32."""
+
+    def between(self, start: int, stop: int) -> np.ndarray:
+        """The weights of the tokens from one place to another."""
+        first, last = np.searchsorted(self.ends, (start, stop - 1), "right")
+        ends = np.clip(self.ends[first : last + 1], start, stop)
+        return np.repeat(self.weights[first : last + 1], np.diff(ends, prepend=start))
 
 
 @dataclass(frozen=True)
-class Source:
-    """The data of a run."""
+class PackedRows:
+    """Rows cut from one long run of tokens, documents one after another.
 
-    config: RunConfig
-    workdir: Path
-    target: str
-    """Folder or hub id whose tokenizer makes tokens of text."""
-    vocab_size: int
-    section: str = "data"
-    """Of the configuration, as it is typed, in which these data are described."""
+    Neighbouring documents of the run share a row, so their order decides what a long row contains.
+    """
 
-    def split(self, stage: StageConfig, mesh: Mesh) -> tuple[Rows, Batch]:
-        """The rows a stage trains on, and a micro-batch it never does; the same on every mesh."""
-        count = self.config.accept_rows
-        length = self.config.accept_seq_len or stage.seq_len
-        if self.config.data.corpus is not None:
-            train, held = (
-                PackedRows(read_tokens(path), each, begin=self._begin)
-                for path, each in zip(self._corpus_files, (stage.seq_len, length), strict=True)
-            )
-            return train, _batch(held, _spread(held, count), mesh)
-        if self.config.data.pack and length != stage.seq_len:
-            raise ValueError(
-                f"accept_seq_len={length} differs from seq_len={stage.seq_len} of stage "
-                f"{stage.name}: packed rows are kept from training whole; leave "
-                "--config.accept_seq_len at 0"
-            )
-        rows = self._rows(stage.seq_len)
-        chosen = _spread(rows, count)
-        rest = np.setdiff1d(np.arange(len(rows)), chosen)
-        return Selection(rows, rest), _batch(self._rows(length), chosen, mesh)
+    tokens: np.ndarray
+    """All tokens, usually memory-mapped."""
+    seq_len: int
+    spans: Spans | None = None
+    """Their weights; all are learned if absent."""
+    begin: int | None = None
+    """A token in front of every row, of which the run then gives one less. It is never
+    predicted."""
 
-    def fingerprint(self) -> str:
-        """A digest of what the rows are made of: data, tokenizer, options; 16 hexadecimal digits.
+    def __len__(self) -> int:
+        """Whole rows."""
+        return len(self.tokens) // self._cut
 
-        It does not change when files move and does when their content, their order, the tokenizer's
-        files or an option of the data changes. Of files above 256 MiB evenly spaced blocks count
-        (:func:`.fingerprint.content_digest`). Lengths, batches and seeds are the run's, and not in
-        it. The target needs to exist only where its tokenizer makes the tokens.
-        """
-        data = self.config.data
-        options = dataclasses.asdict(data)
-        # Where data lie is not what they are; and a budget changes no row of a run that begins.
-        for name in ("files", "hub", "corpus", "max_bad_rows", "buckets", "stream"):
-            del options[name]
-        if data.synthetic_rows:
-            return fingerprint({"options": options, "vocab_size": self.vocab_size})
-        if data.corpus is not None:
-            digest = files_digest(self._corpus_files)
-            return fingerprint({"options": options, "data": digest})
-        digests = {"data": self._data_digest, "tokenizer": self._tokenizer_digest}
-        return fingerprint({"options": options, **digests})
-
-    def prepare(self, workers: int) -> EncodedDocuments:
-        """All documents as tokens on disk, made by so many processes unless they are there."""
-        data, folder = self.config.data, self.encoded_folder
-        if not folder.is_dir():
-            bad = self._bad_rows()
-            if data.stream:
-                documents = Stream(data, stream_revision(data, self.workdir), bad)
-            else:
-                documents = load_documents(data, bad=bad)
-            if workers > 1:
-                work = Work(documents, self.target, self.config.revision or None, data)
-                turns = encode_by_workers(work, workers)
-            else:
-                turns = encode(documents, self._tokenizer, data)
-            write_encoded(folder, turns, len(self._tokenizer), bad.summary)
-        return read_encoded(folder)
-
-    @cached_property
-    def encoded_folder(self) -> Path:
-        """Where the tokens of these data are kept, or will be: its name says what they are of."""
-        data = self.config.data
-        options = (data.split, data.turn, data.pack, data.max_bad_rows, FORM)
-        digests = {"data": self._data_digest, "tokenizer": self._tokenizer_digest}
-        return self.workdir / f"tokens-{fingerprint({'options': options, **digests})}"
-
-    @cached_property
-    def _data_digest(self) -> str:
-        """Of the content of files or hub data; of a stream, what it is of and its revision."""
-        data = self.config.data
-        return stream_digest(data, self.workdir) if data.stream else data_digest(data)
-
-    @cached_property
-    def _corpus_files(self) -> list[Path]:
-        """The tokens to train on, and those held out."""
-        corpus = self.config.data.corpus
-        assert corpus is not None, "a run without a corpus has no files of one"
-        folder, tokenizer = corpus.place(self.workdir), self.workdir / "tokenizer"
-        return [tokens_file(folder, name, tokenizer) for name in ("train", "heldout")]
-
-    @cached_property
-    def _begin(self) -> int | None:
-        """What packed rows begin with, if they are to begin with anything."""
-        if not self.config.data.begin_rows:
-            return None
-        made = self.workdir / "tokenizer"  # A corpus run's, before there is a target.
-        tokenizer = load_tokenizer(made) if made.is_dir() else self._tokenizer
-        if tokenizer.bos_token_id is None:
-            raise ValueError(
-                f"--config.data.begin_rows asks for rows that begin with the first token of "
-                f"{self.target}'s tokenizer, which has none; set it to False"
-            )
-        return tokenizer.bos_token_id
+    def __getitem__(self, index: int) -> Row:
+        """The row at an index."""
+        start = index * self._cut
+        stop = start + self._cut
+        row = np.asarray(self.tokens[start:stop], np.int32)
+        weights = None if self.spans is None else self.spans.between(start, stop)
+        if self.begin is not None:
+            row = np.insert(row, 0, self.begin)
+            weights = None if weights is None else np.insert(weights, 0, 0.0)
+        return full_row(row) if weights is None else Row(row, weights, self.seq_len)
 
     @property
-    def _tokenizer_digest(self) -> str:
-        return tokenizer_digest(local_folder(self.target, self.config.revision or None))
+    def _cut(self) -> int:
+        """Tokens of a row that the run gives."""
+        return self.seq_len - (self.begin is not None)
 
-    @cached_property
-    def _tokenizer(self) -> Any:
-        tokenizer = load_tokenizer(self.target, self.config.revision or None)
-        if len(tokenizer) > self.vocab_size:
-            raise ValueError(
-                f"the tokenizer of {self.target} has {len(tokenizer)} entries, the model "
-                f"vocab_size={self.vocab_size}; use the tokenizer that was saved with the model"
-            )
-        return tokenizer
-
-    @cached_property
-    def _documents(self) -> Encoding | EncodedDocuments:
-        """The documents of files or hub, all of them looked at, as tokens."""
-        data = self.config.data
-        # A stream has no rows by number, and nobody knows their lengths before there are tokens.
-        if data.pack or data.stream or data.buckets > 1:
-            by_first("tokens", lambda: self.prepare(workers=1))
-        if self.encoded_folder.is_dir():
-            documents = read_encoded(self.encoded_folder)
-        else:
-            loaded = load_documents(data, bad=self._bad_rows())
-            documents = Encoding(loaded, self._tokenizer, data)
-        if documents.skipped and is_first():
-            print(documents.skipped, file=sys.stderr, flush=True)
-        return documents
-
-    def _bad_rows(self) -> BadRows:
-        """The budget of rows that cannot be used."""
-        return BadRows(self.config.data.max_bad_rows, f"--config.{self.section}.max_bad_rows")
-
-    def _rows(self, seq_len: int) -> Rows:
-        """All rows of files, hub or chance, cut to a length."""
-        data = self.config.data
-        if data.synthetic_rows:
-            return SyntheticRows(data.synthetic_rows, seq_len, self.vocab_size)
-        pad, documents = self._tokenizer.pad_token_id or 0, self._documents
-        if data.pack and isinstance(documents, EncodedDocuments):
-            spans = learned_spans(documents, data)
-            return PackedRows(documents.tokens, seq_len, spans, self._begin)
-        return DocumentRows(documents, data, seq_len, pad)
+    def lengths(self) -> np.ndarray:
+        """Tokens of every row; none is padding."""
+        return np.full(len(self), self.seq_len)
 
 
-def _spread(rows: Rows, count: int) -> np.ndarray:
-    """Indices of a few rows, evenly spread, so that all kinds of documents have a say."""
-    if len(rows) < count:
-        raise ValueError(
-            f"measuring acceptance needs {count} rows of {rows.seq_len} tokens, the data give "
-            f"{len(rows)}; lower accept_rows or accept_seq_len, or give more data"
+@dataclass(frozen=True)
+class SyntheticRows:
+    """Random tokens, for trying a set-up without data."""
+
+    count: int
+    seq_len: int
+    vocab_size: int
+
+    def __len__(self) -> int:
+        """Rows there are."""
+        return self.count
+
+    def __getitem__(self, index: int) -> Row:
+        """The row at an index."""
+        tokens = np.random.default_rng(index).integers(0, self.vocab_size, self.seq_len)
+        return full_row(tokens.astype(np.int32))
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of every row; none is padding."""
+        return np.full(len(self), self.seq_len)
+
+
+def full_row(tokens: np.ndarray) -> Row:
+    """A row that is learned whole."""
+    return Row(tokens, np.ones(len(tokens), np.float32), len(tokens))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some of another source's rows."""
+
+    rows: Rows
+    chosen: np.ndarray
+    """Their indices."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row."""
+        return self.rows.seq_len
+
+    def __len__(self) -> int:
+        """Rows that are chosen."""
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> Row:
+        """The row at an index of the selection."""
+        return self.rows[int(self.chosen[index])]
+
+    def lengths(self) -> np.ndarray:
+        """Tokens in front of the padding of every row."""
+        return self.rows.lengths()[self.chosen]
+
+
+class Encoded(Protocol):
+    """Documents as the tokens of their turns."""
+
+    def __len__(self) -> int: ...  # noqa: D105
+
+    def __getitem__(self, index: int) -> list[EncodedTurn]: ...  # noqa: D105
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Documents that become tokens when they are asked for."""
+
+    documents: Documents
+    tokenizer: Any
+    data: DataConfig
+
+    @property
+    def skipped(self) -> str:
+        """What was left out, in one sentence; empty if nothing was."""
+        return self.documents.skipped
+
+    def __len__(self) -> int:
+        """Documents there are."""
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> list[EncodedTurn]:
+        """The turns of a document."""
+        return next(encode([self.documents[index]], self.tokenizer, self.data))
+
+
+@dataclass(frozen=True)
+class DocumentRows:
+    """One document per row, truncated and padded to a length."""
+
+    documents: Encoded
+    data: DataConfig
+    seq_len: int
+    pad: int
+    """The token that fills a row up."""
+
+    def __len__(self) -> int:
+        """Documents there are."""
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> Row:
+        """The row of a document."""
+        tokens, weights, length = cut_turns(self.documents[index], self.data, self.seq_len)
+        fill = self.seq_len - length
+        return Row(
+            np.pad(tokens, (0, fill), constant_values=self.pad), np.pad(weights, (0, fill)), length
         )
-    return np.arange(count) * len(rows) // count
+
+    def lengths(self) -> np.ndarray:
+        """Tokens in front of the padding of every row; documents on disk are not read for it."""
+        if not isinstance(self.documents, EncodedDocuments):
+            return np.asarray([self[index].length for index in range(len(self))])
+        lengths = self.documents.lengths()
+        room = self.data.answer_room if self.data.mask_prompts else 0
+        for index in np.flatnonzero(lengths > self.seq_len - room).tolist() if room else ():
+            lengths[index] = cut_turns(self.documents[index], self.data, self.seq_len).length
+        return np.minimum(lengths, self.seq_len)
 
 
-def _batch(rows: Rows, chosen: np.ndarray, mesh: Mesh) -> Batch:
-    """Some rows as a micro-batch on the devices, filled up with rows of no weight to spread."""
-    sharding = NamedSharding(mesh, jax.sharding.PartitionSpec(*ROWS[1:]))
-    tokens, weights, _ = zip(*(rows[int(index)] for index in chosen), strict=True)
-    missing = -len(chosen) % (mesh.shape["data"] * mesh.shape["fsdp"])
+def cut_turns(turns: Iterable[EncodedTurn], data: DataConfig, seq_len: int) -> Row:
+    """Tokens and weights of a document, at most ``seq_len`` of them.
 
-    def place(parts: tuple[np.ndarray, ...]) -> jax.Array:
-        whole = np.stack([*parts, *missing * [np.zeros_like(parts[0])]])
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    System prompts are not learned, questions only where prompts are not masked. A masked question
+    is shortened so that an answer of ``answer_room`` tokens fits behind it.
+    """
+    tokens, weights, length = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)], 0
+    for ids, role in turns:
+        if role == "user" and data.mask_prompts:
+            ids = ids[: max(0, seq_len - data.answer_room - length)]
+        tokens.append(np.asarray(ids[: seq_len - length], np.int32))
+        weights.append(np.full(len(tokens[-1]), is_learned(role, data), np.float32))
+        length += len(tokens[-1])
+    return Row(np.concatenate(tokens), np.concatenate(weights), length)
 
-    return Batch(place(tokens), place(weights))
+
+def is_learned(role: str, data: DataConfig) -> bool:
+    """Whether the turns of a speaker are learned."""
+    return role != "system" and not (role == "user" and data.mask_prompts)
+
+
+def learned_spans(documents: EncodedDocuments, data: DataConfig) -> Spans:
+    """Which tokens of all documents, one after another, are learned."""
+    learned = np.asarray([is_learned(role, data) for role in SPEAKERS], np.float32)
+    return Spans(documents.turn_ends, learned[documents.speakers])

@@ -3,7 +3,7 @@
 Training needs every row looked at before its first step, at hand by number afterwards, and at the
 same number when it is resumed. A stream has none of this, and a shuffle of a few thousand rows at a
 time where the others have one of all. The stream therefore ends in the tokens on disk that
-:mod:`.encoded` writes, two or four bytes a token; from there on nothing differs. One that is
+:mod:`.tokens` writes, two or four bytes a token; from there on nothing differs. One that is
 interrupted is read anew.
 """
 
@@ -16,12 +16,9 @@ from pathlib import Path, PurePosixPath
 from longspec_jax import files
 
 from ..config import DataConfig
-from .bad_rows import BadRows
-from .fingerprint import files_digest, fingerprint
-from .formats import Fields, Turn, to_turns
-from .json_lines import parse
-from .loading import readable
-from .packed_files import CODECS
+from ..fingerprint import files_digest, fingerprint
+from .documents import BadRows, Fields, Turn, to_turns
+from .loading import CODECS, parse, readable
 
 
 @dataclass

@@ -12,7 +12,6 @@ import pytest
 
 from longspec_jax.recipes import base_config
 from tests.train.tiny import arguments, command, save_tiny_target, write_documents
-from train import run
 from train.config import DataConfig
 from train.data.loading import Documents, load_documents
 
@@ -128,8 +127,8 @@ def test_a_run_refuses_a_bad_row_before_its_first_step(
     files = write_documents(tmp_path / "documents.jsonl", 38)
     files.write_text("\n\n" + files.read_text() + '{"text": \n')
     given = arguments(target, files, tmp_path / "work")
-    assert command(*given) == run.BAD_INPUT
+    assert command(*given) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith(f"train.run: line 41 of {files}: the line is not JSON")
+    assert error.startswith(f"error: line 41 of {files}: the line is not JSON")
     assert error.endswith("--config.data.max_bad_rows=NUMBER")
     assert not (tmp_path / "work" / "metrics.jsonl").read_text()

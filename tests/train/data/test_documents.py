@@ -11,12 +11,10 @@ import pytest
 
 from longspec_jax.recipes import CHATML_TURN, LLAMA_TURN, base_config
 from train.config import DataConfig
-from train.data.batches import Row
-from train.data.documents import DocumentRows, Encoding, cut_turns
-from train.data.encoded import encode
-from train.data.formats import Turn, to_turns
+from train.data.documents import Turn, to_turns
 from train.data.loading import data_digest, load_documents
-from train.data.tokenizer import train_tokenizer
+from train.data.rows import DocumentRows, Encoding, Row, cut_turns
+from train.data.tokens import encode, train_tokenizer
 
 SYSTEM = ("system", "You are a helpful assistant")
 PARALLEL = {"article": ["one", "two"], "abstract": ["1", "2"]}

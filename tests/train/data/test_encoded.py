@@ -11,11 +11,11 @@ import pytest
 from configs.vicuna7b import get_config
 from longspec_jax.sharding import make_mesh
 from tests.train.tiny import save_tiny_target, write_documents
-from train.config import RunConfig, from_config
-from train.data.batches import Rows
-from train.data.encoded import EncodedTurn, read_encoded, write_encoded
-from train.data.rows import Source
-from train.data.tokenizer import load_tokenizer
+from train.arguments import from_config
+from train.config import RunConfig
+from train.data.rows import Rows
+from train.data.source import Source
+from train.data.tokens import EncodedTurn, load_tokenizer, read_encoded, write_encoded
 
 
 @pytest.fixture(scope="module")

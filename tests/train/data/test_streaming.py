@@ -14,12 +14,12 @@ import pytest
 from configs.vicuna7b import get_config
 from longspec_jax.sharding import make_mesh
 from tests.train.tiny import save_tiny_target, write_documents
-from train.config import from_config
-from train.data import streaming, workers
-from train.data.bad_rows import BadRows
-from train.data.encoded import EncodedDocuments, read_encoded
-from train.data.rows import Source
+from train.arguments import from_config
+from train.data import streaming
+from train.data.documents import BadRows
+from train.data.source import Source
 from train.data.streaming import Stream, stream_digest, stream_revision
+from train.data.tokens import EncodedDocuments, read_encoded
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +67,11 @@ def chats(count: int) -> list[dict[str, Any]]:
 def test_a_stream_gives_the_tokens_of_the_files(
     target: Path, tmp_path: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "SHARE", 3)
+    monkeypatch.setattr("train.data.tokens.SHARE", 3)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     # Threads do what processes do, which take long to start.
     monkeypatch.setattr(
-        workers,
-        "ProcessPoolExecutor",
+        "train.data.tokens.ProcessPoolExecutor",
         lambda count, context, begin, given: ThreadPoolExecutor(count, "", begin, given),
     )
     folder = local_set(tmp_path / "set", chats(11))

@@ -1,0 +1,320 @@
+"""Configurations are found, overridden, checked, and become frozen dataclasses."""
+
+import dataclasses
+import math
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from absl import flags
+
+from configs import demo, vicuna7b
+from longspec_jax import cli
+from longspec_jax.config import LinearRopeScaling
+from train import arguments, run
+from train.arguments import from_config, parse
+from train.config import MeshConfig, RunConfig, TargetConfig
+from train.drafts.longspec.settings import LongSpecSettings
+
+
+def values() -> dict[str, Any]:
+    return demo.get_config("tiny").to_dict()
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The values with one that is different."""
+    whole = values()
+    *parents, last = path.split(".")
+    node = whole
+    for parent in parents:
+        node = node[parent]
+    node[last] = value
+    return whole
+
+
+def test_the_run_is_frozen_hashable_and_typed() -> None:
+    run = from_config(values())
+    assert hash(run) == hash(from_config(values()))
+    assert run.pretraining is not None and isinstance(run.pretraining.shape, TargetConfig)
+    # A ConfigDict sorts its keys; stages run from short to long rows.
+    assert [stage.name for stage in run.stages] == ["short", "long"]
+    assert run.data.corpus is not None and run.data.corpus.held_out == ("attrs", "jinja2")
+    whole = values()
+    whole["optimizer"]["clip"] = 2
+    assert isinstance(from_config(whole).optimizer.clip, float)
+
+
+def test_nested_shapes_convert() -> None:
+    nested = values()
+    nested["pretraining"]["shape"]["rope_scaling"] = None
+    assert from_config(nested).pretraining.shape.rope_scaling is None  # type: ignore[union-attr]
+    nested["pretraining"]["shape"]["rope_scaling"] = {"factor": 2.0}
+    shape = from_config(nested).pretraining.shape  # type: ignore[union-attr]
+    assert shape.rope_scaling == LinearRopeScaling(2.0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        ("draft.windo", 3, "config.draft has no field 'windo'; did you mean 'window'"),
+        ("zzz", 3, "config has no field 'zzz'; known: seed"),
+        ("seed", "x", "config.seed='x' must be of type int"),
+        ("seed", True, "config.seed=True must be of type int"),
+        ("seed", None, "config.seed=None must be of type int"),
+        ("draft.anchor_offset", 1, "config.draft.anchor_offset=1 must be of type bool"),
+        ("optimizer.b1", "0.9", "config.optimizer.b1='0.9' must be of type float"),
+        ("data.corpus.held_out", (1,), "config.data.corpus.held_out=1 must be of type str"),
+        ("stages.short.batch", 4.0, "config.stages.short.batch=4.0 must be of type int"),
+    ],
+)
+def test_what_does_not_fit_is_refused(path: str, value: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence.replace("(", "[(]")):
+        from_config(changed(path, value))
+
+
+def test_a_missing_field_is_named() -> None:
+    whole = values()
+    del whole["draft"]["window"], whole["draft"]["init"]
+    with pytest.raises(ValueError, match="config.draft lacks init, window"):
+        from_config(whole)
+
+
+def test_local_files_replace_hub_data() -> None:
+    config = vicuna7b.get_config("short")
+    assert config.data.hub
+    config.data.files = "x.jsonl"
+    assert from_config(config.to_dict()).data.files == "x.jsonl"
+
+
+def test_one_mesh_axis_takes_what_is_left() -> None:
+    assert MeshConfig(1, -1, 2).resolve(8) == (1, 4, 2)
+    assert MeshConfig(2, 2, 2).resolve(8) == (2, 2, 2)
+    with pytest.raises(ValueError, match="only one mesh axis may be -1"):
+        MeshConfig(-1, -1, 1).resolve(8)
+
+
+OWN = """
+from longspec_jax.recipes import paper_config
+
+def get_config(variant="short"):
+    return paper_config("mine", variant, target="a/b", long_length=2048, max_offset=7, seed=5)
+"""
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["vicuna7b", "vicuna7b.py", "configs/vicuna7b.py"])
+def test_the_projects_own_are_found_by_name(name: str) -> None:
+    assert arguments.find(name) == arguments.BUNDLED / "vicuna7b.py"
+    found = parse([f"--config={name}:long", "--config.seed=3"])
+    assert [stage.name for stage in found.config.stages] == ["long"] and found.config.seed == 3
+    assert found.workdir == Path("runs/vicuna7b-long")
+
+
+@pytest.mark.parametrize("name", ["vicuna7b.py", "configs/vicuna7b.py", "vicuna7b"])
+def test_a_file_of_the_user_wins(name: str, empty_folder: Path) -> None:
+    file = empty_folder / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(OWN)
+    assert parse(["--config", name]).config.seed == 5
+
+
+def test_folders_of_the_same_name_are_no_configurations(empty_folder: Path) -> None:
+    (empty_folder / "demo").mkdir()
+    (empty_folder / "configs").mkdir()
+    assert parse(["--config=demo:tiny"]).config.dtype == "float32"
+
+
+def test_a_file_anywhere_is_built_from_the_library(empty_folder: Path) -> None:
+    home = empty_folder / "elsewhere"
+    home.mkdir()
+    (home / "mine.py").write_text(OWN)
+    found = parse([f"--config={home}/mine.py:sft", "--config.draft.window=9"])
+    draft = found.config.draft
+    assert isinstance(draft, LongSpecSettings)
+    assert (draft.init, draft.window) == ("runs/mine-long/draft", 9)
+    assert found.workdir == Path("runs/mine-sft")
+
+
+@pytest.mark.parametrize(
+    "name", ["absent", "other/vicuna7b.py", "configs/absent.py", "__init__", ""]
+)
+def test_unknown_names_are_answered_with_the_known_ones(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main([f"--config={name}"]) == cli.BAD_INPUT
+    error = capsys.readouterr().err
+    if name:
+        assert f"no configuration file {name!r}; the project's own are demo, llama31_8b" in error
+    else:
+        assert "--config=FILE is missing" in error
+
+
+BROKEN = {
+    "no function": ("x = 1", "has no attribute 'get_config'"),
+    "syntax": ("def", "cannot be loaded: SyntaxError"),
+    "no such module": ("import absent_module", "No module named 'absent_module'"),
+    "nothing": ("def get_config(variant): pass", "get_config of mine.py returned NoneType"),
+    "no variants": ("def get_config(): pass", "takes 0 positional arguments"),
+    "refused": ("def get_config(variant): raise ValueError('never')", "error: never"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named_with_its_fault(
+    name: str, empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, sentence = BROKEN[name]
+    (empty_folder / "mine.py").write_text(text)
+    assert run.main(["--config=mine.py:small"]) == cli.BAD_INPUT
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
+    assert "mine.py" in error or name == "refused"
+
+
+RECORD = """
+from __future__ import annotations
+from dataclasses import dataclass
+from longspec_jax.recipes import paper_config
+
+def get_config(variant="short"):
+    @dataclass
+    class Choice:
+        seed: int = 5
+    seed = Choice().seed
+    return paper_config("mine", variant, target="a/b", long_length=2048, max_offset=7, seed=seed)
+"""
+
+
+def test_a_configuration_leaves_no_module_behind(empty_folder: Path) -> None:
+    """Its module is known while it is loaded and called, as dataclasses need, and no longer."""
+    (empty_folder / "mine.py").write_text(RECORD)
+    assert parse(["--config=mine.py"]).config.seed == 5
+    (empty_folder / "bad.py").write_text("x = 1")
+    with pytest.raises(ValueError, match="get_config"):
+        parse(["--config=bad.py"])
+    assert not [name for name in sys.modules if name.startswith("longspec_configuration")]
+
+
+@pytest.mark.parametrize("argv", [["--config.target=x"], ["--config.target", "x"], []])
+def test_overrides_of_nothing(argv: list[str]) -> None:
+    with pytest.raises(ValueError, match="--config=FILE is missing; try --config=demo"):
+        parse(argv)
+
+
+@pytest.mark.parametrize("error", [KeyError(), AttributeError(), flags.Error(), ValueError("\n")])
+def test_an_error_without_words_is_a_sentence(error: Exception, monkeypatch) -> None:
+    def fail(*given):
+        raise error
+
+    monkeypatch.setattr(arguments, "_flags", fail)
+    with pytest.raises(ValueError, match=rf"cannot be read \({type(error).__name__}\); see --help"):
+        parse(["--config=demo"])
+
+
+ODD: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "log_every", "accept_rows", "max_to_keep", "stages.short.batch", "draft.window",
+            "draft.max_shift", "pretraining.stages.long.batch", "data.corpus.tokenizer_bytes",
+            "data.corpus.max_distribution_bytes",
+        ),
+        (0, -1, -4, 2**31),
+    ),
+    **dict.fromkeys(
+        (
+            "seed", "save_every", "accept_every", "accept_seq_len", "loss_chunk", "mlp_chunk",
+            "target_loss_every", "profile_at", "profile_steps", "stages.short.steps",
+            "stages.short.epochs", "stages.short.accumulation", "stages.short.max_offset",
+            "data.answer_room", "data.max_bad_rows", "data.synthetic_rows", "draft.max_sinks",
+            "data.corpus.max_bytes", "pretraining.stages.short.steps",
+        ),
+        (-1, 2**31),
+    ),
+    **dict.fromkeys(("stages.short.seq_len", "pretraining.stages.short.seq_len"), (1, 0, -32)),
+    "data.buckets": (0, 9),
+    "data.corpus.vocab_size": (0, 258),
+    **dict.fromkeys(("mesh.data", "mesh.fsdp", "mesh.tp"), (0, -2)),
+    **dict.fromkeys(
+        ("stages.short.learning_rate", "optimizer.eps", "optimizer.clip"),
+        (0.0, -1.0, math.nan, math.inf),
+    ),
+    **dict.fromkeys(("optimizer.b1", "optimizer.b2"), (1.0, -0.1, math.nan)),
+    **dict.fromkeys(
+        ("optimizer.warmup", "optimizer.floor", "draft.distillation"), (-0.1, 1.1, math.nan)
+    ),
+    **dict.fromkeys(
+        ("optimizer.weight_decay", "stages.short.max_seconds"), (-0.1, math.nan, math.inf)
+    ),
+    "data.turn": ("", "{role} says"),
+    "draft.kind": ("", "eagle"),
+    "dtype": ("int8", "float16"),
+}  # fmt: skip
+"""Values out of range, by field."""
+
+
+@pytest.mark.parametrize("path", ODD)
+def test_values_out_of_range_are_refused_by_name(path: str) -> None:
+    """With field, value and rule, before anything runs."""
+    for value in ODD[path]:
+        with pytest.raises(ValueError) as refused:
+            from_config(changed(path, value))
+        sentence = str(refused.value)
+        assert f"{path}={value!r}" in sentence and "\n" not in sentence, sentence
+        assert "must be" in sentence or path == "dtype"
+
+
+def test_every_number_has_a_range() -> None:
+    """A field that is added without one would take anything."""
+
+    def numbers(kind: Any) -> Iterator[str]:
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+            if hint in (int, float):
+                yield f"{kind.__name__}.{name}"
+            for inner in (hint, *typing.get_args(hint)):
+                known = isinstance(inner, type) and dataclasses.is_dataclass(inner)
+                if known and inner is not TargetConfig:
+                    yield from numbers(inner)
+
+    # A target's shape has checks of its own.
+    assert not [*numbers(RunConfig), *numbers(LongSpecSettings)]
+
+
+def test_shapes_of_a_target_are_refused_with_their_place() -> None:
+    for name, value in {"num_layers": 0, "vocab_size": -1, "max_positions": 0}.items():
+        path = f"pretraining.shape.{name}"
+        with pytest.raises(ValueError, match=f"--config.pretraining.shape: {name}={value} must be"):
+            from_config(changed(path, value))
+    with pytest.raises(ValueError, match="must be at most --config.pretraining.shape.max_pos"):
+        from_config(changed("pretraining.stages.long.seq_len", 512))
+    with pytest.raises(ValueError, match="--config.data=5 must be a section"):
+        from_config(changed("data", 5))
+    with pytest.raises(ValueError, match="--config.data.corpus.held_out='attrs' must be a list"):
+        from_config(changed("data.corpus.held_out", "attrs"))
+    with pytest.raises(ValueError, match="a run needs stages"):
+        from_config({**changed("stages", {}), "pretraining": None, "target": "x"})
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--process=1"], "--process=1 needs --coordinator=HOST:PORT"),
+        (["--processes=2"], "--processes=2 needs --coordinator=HOST:PORT"),
+        (["--coordinator=nohost", "--processes=2", "--process=0"], "=nohost must be HOST:PORT"),
+        (["--coordinator=a:0", "--processes=2", "--process=0"], "=a:0 must be HOST:PORT"),
+        (["--coordinator=a:99999", "--processes=2", "--process=0"], "must be HOST:PORT"),
+        (["--coordinator=a:1", "--processes=2", "--process=2"], "--process=2 of --processes=2"),
+        (["--coordinator=a:1"], "--process=-1 of --processes=0"),
+        (["--coordinator=a:1", "--distributed"], "two ways to join"),
+    ],
+)
+def test_processes_that_cannot_be_joined(given: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        parse(["--config=demo:tiny", *given])

@@ -1,0 +1,310 @@
+"""Documents as tokens: the tokenizer, token files, and documents encoded once by many processes.
+
+Turns stand one after another in one file of tokens; beside it stand where they end and who speaks.
+Which of them are learned is not kept: masks are laid over the same tokens as the options say.
+Several processes give the order and the result of one: a worker looks up, parses and tokenises
+documents by itself, only their numbers go to it and only tokens come back. Documents of a stream,
+which has no numbers, are sent to it.
+"""
+
+import multiprocessing
+import os
+import shutil
+import tempfile
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longspec_jax import files, loading
+
+from ..config import DataConfig
+from .documents import Turn
+from .loading import Documents
+from .streaming import Stream
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+"""Special tokens, with ids 0, 1 and 2."""
+FORM = 1
+"""Of the files, and of how documents become tokens; another one makes older files unknown."""
+SPEAKERS = ("", "system", "user", "assistant")
+SHARE = 256
+"""Documents a worker is given at a time."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer (any text round-trips) that begins every text with BOS."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=16,  # Longer ones would be licence headers learned by heart.
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
+    """The tokenizer of a Hugging Face folder or hub id."""
+    tokenizer = loading.load_tokenizer(source, revision)
+    if tokenizer is None:
+        raise ValueError(
+            f"{source} comes without a tokenizer; put tokenizer.json and tokenizer_config.json "
+            "beside the model"
+        )
+    return tokenizer
+
+
+def encode_documents(
+    tokenizer: Any, texts: Iterable[str], batch: int = 256
+) -> Iterator[np.ndarray]:
+    """Token ids of every text, with the tokenizer's own BOS in front and EOS behind."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    texts = iter(texts)
+    while chunk := list(islice(texts, batch)):
+        for ids in encode_texts(tokenizer, chunk):
+            ids = ids[:-1] if end and ids and ids[-1] == end[0] else ids
+            yield np.asarray(ids + end, np.uint32)
+
+
+def encode_texts(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
+    """Ids of every text; a fast tokenizer's backend does it in parallel and without offsets."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        yield from tokenizer(texts)["input_ids"]
+    else:
+        yield from (encoding.ids for encoding in backend.encode_batch_fast(texts))
+
+
+def read_tokens(path: Path) -> np.ndarray:
+    """A memory-mapped token file, as :func:`write_tokens` makes it."""
+    return np.load(path, mmap_mode="r")
+
+
+def write_tokens(path: Path, parts: Iterator[np.ndarray], vocab_size: int) -> int:
+    """Write token arrays one after another in the narrowest type; returns how many there are.
+
+    The length is known only at the end, so that the parts go to a raw file first and are then
+    copied behind a NumPy header; a reader never sees a half-written file.
+    """
+    kind = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+    total = 0
+    with tempfile.TemporaryFile(dir=path.parent) as raw:
+        for part in parts:
+            raw.write(part.astype(kind).tobytes())
+            total += len(part)
+        raw.flush()
+        with files.replacing(path) as unfinished:
+            if total:
+                final = np.lib.format.open_memmap(unfinished, "w+", kind, (total,))
+                final[:] = np.memmap(raw, dtype=kind, mode="r")
+                final.flush()
+            else:
+                with unfinished.open("wb") as empty:
+                    np.save(empty, np.zeros((0,), kind))
+    return total
+
+
+class EncodedTurn(NamedTuple):
+    """A turn's tokens."""
+
+    ids: np.ndarray
+    role: str
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedDocuments:
+    """The documents of a folder that :func:`write_encoded` made."""
+
+    tokens: np.ndarray
+    """Of all turns, memory-mapped."""
+    turn_ends: np.ndarray
+    """Tokens up to the end of every turn."""
+    speakers: np.ndarray
+    """Of every turn, as places in ``SPEAKERS``."""
+    ends: np.ndarray
+    """Turns up to the end of every document."""
+    skipped: str
+    """What was left out, in one sentence; empty if nothing was."""
+
+    def __len__(self) -> int:
+        """Documents there are."""
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> list[EncodedTurn]:
+        """The turns of a document."""
+        first, last = (int(self.ends[index - 1]) if index else 0), int(self.ends[index])
+        return [self._turn(turn) for turn in range(first, last)]
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of every document, ``[documents]``."""
+        return np.diff(self.turn_ends[self.ends - 1], prepend=0)
+
+    def _turn(self, index: int) -> EncodedTurn:
+        start = self.turn_ends[index - 1] if index else 0
+        ids = self.tokens[start : self.turn_ends[index]]
+        return EncodedTurn(ids, SPEAKERS[self.speakers[index]])
+
+
+def read_encoded(folder: Path) -> EncodedDocuments:
+    """The documents of a folder."""
+    return EncodedDocuments(
+        read_tokens(folder / "tokens.npy"),
+        *(np.load(folder / f"{name}.npy") for name in ("turn_ends", "speakers", "ends")),
+        skipped=(folder / "skipped.txt").read_text(),
+    )
+
+
+def write_encoded(
+    folder: Path,
+    documents: Iterable[list[EncodedTurn]],
+    vocab_size: int,
+    skipped: Callable[[], str],
+) -> None:
+    """Write documents into a new folder, which is there when all of it is.
+
+    Args:
+      folder: does not exist yet.
+      documents: their tokens.
+      vocab_size: no token is as large.
+      skipped: says, once all are written, what was left out.
+    """
+    turn_ends, speakers, ends = array("q"), array("B"), array("q")
+
+    def parts() -> Iterator[np.ndarray]:
+        total = 0
+        for turns in documents:
+            for turn in turns:
+                total += len(turn.ids)
+                turn_ends.append(total)
+                speakers.append(SPEAKERS.index(turn.role))
+                yield turn.ids
+            ends.append(len(turn_ends))
+
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # Of a run that was killed.
+    unfinished.mkdir()
+    write_tokens(unfinished / "tokens.npy", parts(), vocab_size)
+    np.save(unfinished / "turn_ends.npy", np.asarray(turn_ends, np.int64))
+    np.save(unfinished / "speakers.npy", np.asarray(speakers, np.uint8))
+    np.save(unfinished / "ends.npy", np.asarray(ends, np.int64))
+    (unfinished / "skipped.txt").write_text(skipped())
+    unfinished.rename(folder)
+
+
+def encode(
+    documents: Iterable[list[Turn]], tokenizer: Any, data: DataConfig, batch: int = 256
+) -> Iterator[list[EncodedTurn]]:
+    """The tokens of documents, a batch of which the tokenizer gets at once.
+
+    Turns are tokenised one by one with the tokenizer's own special tokens, as the published trainer
+    does. Plain text ends with the end-of-text token, a turn by its template.
+    """
+    documents, end = iter(documents), tokenizer.eos_token_id
+    while chunk := list(islice(documents, batch)):
+        texts = [_written(turn, data) for turns in chunk for turn in turns]
+        encoded = encode_texts(tokenizer, texts)
+        for turns in chunk:
+            yield [EncodedTurn(_ended(next(encoded), turn, end), turn.role) for turn in turns]
+
+
+def _written(turn: Turn, data: DataConfig) -> str:
+    """The text of a turn."""
+    if not turn.role:
+        return turn.content
+    # Replaced, not formatted: a template may have braces of its own.
+    return data.turn.replace("{role}", turn.role).replace("{content}", turn.content)
+
+
+def _ended(ids: list[int], turn: Turn, end: int | None) -> np.ndarray:
+    """The tokens of a turn, with the end-of-text token behind plain text."""
+    if not turn.role and end is not None and ids[-1:] != [end]:
+        ids = [*ids, end]
+    return np.asarray(ids, np.int32)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker needs to know."""
+
+    documents: Documents | Stream
+    tokenizer: str
+    """Folder or hub id."""
+    revision: str | None
+    data: DataConfig
+
+
+def encode_by_workers(work: Work, workers: int) -> Iterator[list[EncodedTurn]]:
+    """The tokens of all documents, in their order.
+
+    Raises:
+      ChildProcessError: if a worker is ended from outside.
+    """
+    # Forking a process with jax's threads is not safe.
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, spawned, _begin, (work,)) as pool:
+        waiting: deque[Future[list[list[EncodedTurn]]]] = deque()
+        try:
+            for share in _shares(work.documents):
+                waiting.append(pool.submit(_encode_share, share))
+                if len(waiting) > 4 * workers:  # What is made is written before more is.
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                f"one of {workers} workers was ended from outside, perhaps because memory ran out; "
+                "try fewer --workers"
+            ) from error
+
+
+_own: dict[str, Any] = {}
+"""What a worker keeps between shares."""
+
+
+def _begin(work: Work) -> None:
+    """Make a process a worker."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # The processes share the cores.
+    _own.update(work=work, tokenizer=load_tokenizer(work.tokenizer, work.revision))
+
+
+def _shares(documents: Documents | Stream) -> Iterator[range | list[list[Turn]]]:
+    """What a worker is given at a time: the numbers of documents, or documents."""
+    if isinstance(documents, Stream):
+        rest = iter(documents)
+        while share := list(islice(rest, SHARE)):
+            yield share
+        return
+    for start in range(0, len(documents), SHARE):
+        yield range(start, min(start + SHARE, len(documents)))
+
+
+def _encode_share(share: range | list[list[Turn]]) -> list[list[EncodedTurn]]:
+    """Tokens of some documents."""
+    work: Work = _own["work"]
+    known: Any = work.documents
+    documents = (known[index] for index in share) if isinstance(share, range) else share
+    return list(encode(documents, _own["tokenizer"], work.data))

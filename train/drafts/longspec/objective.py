@@ -1,0 +1,188 @@
+"""What a LongSpec draft learns under a frozen target, and how it is begun and saved.
+
+The draft predicts the next token. It reads the target's last layer at anchor-offset positions and
+a few tokens behind (:mod:`.passes`), and learns the text, or the target's own distribution.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from longspec_jax.axes import Array
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec.model import LongSpecLayer
+from longspec_jax.models.target import head_of
+from longspec_jax.ops.partitioned import placed
+from longspec_jax.weights.hf import load_draft, save_draft
+
+from ...config import DraftSettings, StageConfig
+from ...losses import (
+    cross_entropy_sum,
+    cross_entropy_sums,
+    distillation_sums,
+    next_token_labels,
+)
+from ...step import Batch
+from ...target import (
+    FORWARD_AND_BACKWARD,
+    attention_flops,
+    flops_after_last_keys,
+    head_flops,
+    matmul_flops,
+    mlp_flops,
+    plain_positions,
+    projection_flops,
+    run_target,
+    target_flops,
+)
+from .acceptance import Pair, simulated_acceptance
+from .passes import Draws, anchored_positions, noisy_shifts, run_draft
+from .settings import LongSpecSettings
+
+
+@dataclass(frozen=True)
+class LongSpecObjective:
+    """Next-token prediction by the draft, which reads the frozen target's last layer."""
+
+    target: TargetConfig
+    draft: DraftConfig
+    settings: LongSpecSettings
+    max_offset: int
+    loss_chunk: int
+    mlp_chunk: int = 0
+    """Most tokens of a device whose MLP activations exist at once; 0: all."""
+    target_loss: bool = True
+    """Report the target's own cross-entropy, which costs its last layer and a pass of the head.
+    With distillation it is free, and always reported."""
+
+    def initialize(self, key: Array) -> Any:
+        """Fresh parameters."""
+        config = replace(self.draft, dtype="float32")
+        embedded = jnp.zeros((1, 2, config.model_width), jnp.float32)
+        positions = jnp.zeros((1, 2), jnp.int32)
+        draft = LongSpecLayer(config)
+        return draft.init(key, embedded, positions, lambda q, k, v: q, lambda q: q)["params"]
+
+    def draw(self, key: Array, rows: tuple[int, int], length: int) -> Draws:
+        """Positions, the target's and the draft's alike, and the shift."""
+        position_key, shift_key = jax.random.split(key)
+        s = self.settings
+        positions = plain_positions(rows, length)
+        if s.anchor_offset and self.max_offset:
+            positions = anchored_positions(
+                position_key,
+                rows,
+                length,
+                # The target must not meet positions it was not made for.
+                max_offset=max(0, min(self.max_offset, self.target.max_positions - length)),
+                max_sinks=s.max_sinks,
+            )
+        return Draws(positions, noisy_shifts(shift_key, rows, max_shift=s.max_shift))
+
+    def sums(self, params: Any, frozen: Any, batch: Batch, draws: Draws) -> dict[str, Array]:
+        """The draft's loss and, as a check on the positions, the target's cross-entropy.
+
+        Without the latter nothing reads the target's last layer but its keys and values, and the
+        compiler leaves out the rest. With distillation ``loss`` is the mixture, and its parts are
+        named beside it.
+        """
+        view = run_target(self.target, frozen, batch.tokens, draws.positions, self.mlp_chunk)
+        view = jax.lax.stop_gradient(view)
+        labels, weights = next_token_labels(*batch)
+        [head] = placed("v d", head_of(frozen))
+        hidden = run_draft(
+            self.draft, params, frozen, batch.tokens, draws, view, mlp_chunk=self.mlp_chunk
+        )
+        about: Any = {"labels": labels, "weights": weights, "chunk": self.loss_chunk}
+        if share := self.settings.distillation:
+            sums = distillation_sums(hidden, view.hidden, head, share=share, **about)._asdict()
+            return {"target_loss": sums.pop("teacher_loss"), **sums}
+        if self.target_loss:
+            loss, target_loss = cross_entropy_sums(hidden, view.hidden, head, **about)
+            return {"loss": loss, "target_loss": target_loss}
+        return {"loss": cross_entropy_sum(hidden, head, **about)}
+
+    def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
+        """Simulated acceptance."""
+        pair = Pair(
+            self.target, self.draft, self.settings.max_shift, self.loss_chunk, self.mlp_chunk
+        )
+        return simulated_acceptance(pair, params, frozen, batch.tokens, batch.weights)
+
+    def flops_per_token(self, length: int) -> float:
+        """Operations that a token of a row of this length needs.
+
+        The target's forward pass as far as the draft reads it, which is the keys and values of its
+        last layer; the draft's forward and backward pass; the head once forward and once for the
+        gradient of its input. Distillation needs the rest of the last layer and the head once more.
+        The target's loss is a diagnostic and does not count.
+        """
+        head, rest = head_flops(self.target), flops_after_last_keys(self.target, length)
+        learned = FORWARD_AND_BACKWARD * draft_flops(self.draft, length) + 2 * head
+        imitated = head + rest if self.settings.distillation else 0.0
+        return target_flops(self.target, length) - rest + learned + imitated
+
+
+def draft_flops(config: DraftConfig, length: int) -> float:
+    """Self-attention in its window, cross-attention with queries alone, and the MLP, forward."""
+    window = min(config.window + 1, length)
+    seen = window - window * (window - 1) / (2 * length)  # On average: early tokens see fewer.
+    cross = 2 * matmul_flops(config.model_width, config.num_heads * config.head_width)
+    attention = attention_flops(config, seen) + attention_flops(config, (length + 1) / 2)
+    return projection_flops(config) + cross + mlp_flops(config) + attention
+
+
+@dataclass(frozen=True)
+class LongSpecTrainer:
+    """A LongSpec draft for a target, as the pipeline trains it."""
+
+    target: TargetConfig
+    draft: DraftConfig
+    settings: LongSpecSettings
+
+    @classmethod
+    def begin(
+        cls, settings: DraftSettings, target: TargetConfig, *, dtype: str, mesh: Mesh
+    ) -> tuple["LongSpecTrainer", Mapping[str, Any] | None]:
+        """The trainer, and the parameters to start from; None for fresh ones.
+
+        Raises:
+          ValueError, OSError: if the draft to start from cannot be loaded, or fits another target.
+        """
+        assert isinstance(settings, LongSpecSettings)
+        draft, params = DraftConfig.for_target(target), None
+        if settings.init:
+            draft, params = load_draft(settings.init, target, dtype="float32", mesh=mesh)
+        draft = replace(draft, dtype=dtype, window=settings.window)
+        return cls(target, draft, settings), params
+
+    @property
+    def dtype(self) -> str:
+        """What the draft is saved in."""
+        return self.draft.dtype
+
+    def objectives(
+        self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
+    ) -> tuple[LongSpecObjective, LongSpecObjective | None]:
+        """What a stage learns, and the same with more to report at log steps; None if not needed.
+
+        Args:
+          stage: its largest anchor offset counts.
+          loss_chunk: most tokens of a device whose logits exist at once.
+          mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all.
+        """
+        reporting = LongSpecObjective(
+            self.target, self.draft, self.settings, stage.max_offset, loss_chunk, mlp_chunk
+        )
+        quiet = replace(reporting, target_loss=False)
+        return quiet, None if self.settings.distillation else reporting
+
+    def save(self, folder: Path, params: Any) -> None:
+        """Write the draft in the released format."""
+        save_draft(folder, self.draft, params, target=self.target)

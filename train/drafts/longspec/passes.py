@@ -1,0 +1,155 @@
+"""The draft's pass over whole training rows, and the two random transforms of LongSpec training.
+
+*Anchor-offset positions* (LongSpec 3.2): the first few positions, the attention sinks, stay where
+they are and all others move by one random offset, so that short sequences train the draft at large
+positions. The target runs on the same positions.
+
+*Flash noisy training* (LongSpec 3.2): the draft proposes several tokens past the last one the
+target has seen, so in training query ``t`` sees the target's keys up to ``t - shift`` only. The
+shift is a traced number and needs no mask: rolling the queries turns it into plain causal
+attention.
+
+Both transforms draw for every row by itself; the published code draws once for each micro-batch.
+Rows are arranged as ``[A, B]``, micro-batches by rows, so draws do not depend on how devices share
+them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from longspec_jax.axes import Array
+from longspec_jax.drafters.longspec.config import DraftConfig
+from longspec_jax.drafters.longspec.model import LongSpecLayer
+from longspec_jax.ops.attention.dispatch import causal_attention
+from longspec_jax.ops.partitioned import placed, row_shares
+
+from ...step import cast
+from ...target import TargetView
+
+
+class Draws(NamedTuple):
+    """A draft step's randomness."""
+
+    positions: Array
+    """``[A, B, T]``."""
+    shift: Array
+    """``[A, B]``."""
+
+
+def anchored_positions(
+    key: Array,
+    rows: tuple[int, int],
+    length: int,
+    *,
+    max_offset: int,
+    max_sinks: int = 4,
+) -> Int[Array, "A B T"]:
+    """Positions whose first few stay and whose others move by a random offset.
+
+    Args:
+      key: randomness of this step.
+      rows: micro-batches and rows of each.
+      length: tokens of a row.
+      max_offset: largest offset, itself included.
+      max_sinks: most positions that stay; 0 to this many do, as in the published code.
+    """
+    sink_key, offset_key = jax.random.split(key)
+    sinks = jax.random.randint(sink_key, (*rows, 1), 0, max_sinks + 1)
+    offset = jax.random.randint(offset_key, (*rows, 1), 0, max_offset + 1)
+    index = jnp.arange(length)
+    return index + jnp.where(index >= sinks, offset, 0)
+
+
+def noisy_shifts(key: Array, rows: tuple[int, int], *, max_shift: int = 4) -> Int[Array, "A B"]:
+    """How far behind each row's queries the target's last visible key lies: 1 to ``max_shift``."""
+    return jax.random.randint(key, rows, 1, max_shift + 1)
+
+
+def shifted_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    shift: Int[Array, " B"],
+    attend: Callable[[Array, Array, Array], Array] = causal_attention,
+) -> Float[Array, "B T N H"]:
+    """Causal attention that sees keys ``<= t - shift``; the first ``shift`` rows are 0.
+
+    Query ``t`` is moved to row ``t - shift``, where plain causal attention shows it exactly those
+    keys, and its result is moved back. One compiled program and one fused kernel serve all shifts.
+    """
+    out = _roll(attend(_roll(q, -shift), k, v), shift)
+    visible = jnp.arange(q.shape[1]) >= shift[:, None]
+    return jnp.where(visible[:, :, None, None], out, 0)
+
+
+@jax.custom_vjp
+def _roll(x: Float[Array, "B T ..."], by: Int[Array, " B"]) -> Float[Array, "B T ..."]:
+    """Every row rolled along its tokens by its own distance.
+
+    The gradient is the opposite roll; left to JAX it would be a scatter.
+    """
+    return jax.vmap(lambda row, distance: jnp.roll(row, distance, axis=0))(x, by)
+
+
+def _roll_forward(x: Array, by: Array) -> tuple[Array, Array]:
+    return _roll(x, by), by
+
+
+def _roll_backward(by: Array, cotangent: Array) -> tuple[Array, None]:
+    return _roll(cotangent, -by), None
+
+
+_roll.defvjp(_roll_forward, _roll_backward)
+
+
+def run_draft(
+    config: DraftConfig,
+    params: Any,
+    frozen: Any,
+    tokens: Array,
+    draws: Draws,
+    view: TargetView,
+    mlp_chunk: int = 0,
+) -> Array:
+    """Hidden states ``[B, T, D]`` of the draft over whole rows, given the target's last layer.
+
+    Its MLP goes in chunks of half of ``mlp_chunk``, because the backward pass holds twice as much.
+    Where there are several chunks, the backward pass also recomputes everything but matmuls and
+    attention.
+    """
+    mlp_chunk = -(-mlp_chunk // 2)
+
+    def layer(params: Any, embedded: Array, draws: Draws, keys: Array, values: Array) -> Array:
+        output: Any = LongSpecLayer(config, mlp_chunk=mlp_chunk).apply(
+            {"params": cast(params, config.dtype)},
+            embedded,
+            draws.positions,
+            lambda q, k, v: causal_attention(q, k, v, window=config.window),
+            lambda q: shifted_attention(q, keys, values, draws.shift),
+        )
+        return output.hidden
+
+    rows, length = tokens.shape
+    if mlp_chunk and rows * length > mlp_chunk * row_shares(rows):
+        layer = jax.checkpoint(layer, policy=_is_costly)
+    with jax.named_scope("draft"):
+        embedded = jax.lax.stop_gradient(jnp.take(frozen["embedding"], tokens, axis=0))
+        [embedded] = placed("b t d", embedded)
+        return layer(params, embedded, draws, view.keys, view.values)
+
+
+_CHEAP = frozenset(
+    "add add_any broadcast_in_dim concatenate convert_element_type cos div dynamic_slice exp "
+    "gather integer_pow iota log logistic max mul neg pad reduce_sum reshape rsqrt select_n "
+    "sharding_constraint sin slice split square squeeze sub transpose".split()
+)
+"""Elementwise primitives, and those that move and sum."""
+
+
+def _is_costly(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether a result is kept for the backward pass: those of matmuls and attention are."""
+    return primitive.name not in _CHEAP

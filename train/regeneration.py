@@ -1,0 +1,266 @@
+"""The work of :mod:`train.regenerate`: data, target and output file brought together.
+
+The output has whole lines, in order, none of them twice. Every line names the row it was made of,
+so that the last line says where to continue. What the rows depend on lies in a small file beside
+it, and a run that differs in any of it is refused.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longspec_jax import LongSpec, files, make_mesh
+from longspec_jax.embedded import DEMO, DEMO_NAME, DRAFTS
+from longspec_jax.weights.hf_config import target_config
+from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.json_files import read_json
+
+from .answering import Answering, Asking, Conversation, Counts, Limits, is_text
+from .config import DataConfig
+from .data.documents import BadRows
+from .data.loading import Documents, data_digest, expand, load_documents
+from .data.tokens import load_tokenizer
+from .fingerprint import fingerprint, model_digest, tokenizer_digest
+
+COUNTED = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "prefix_tokens", "dtype")
+"""Options that the rows depend on as they are typed."""
+
+
+class Output:
+    """An output file, open for more rows; no other process may write it meanwhile."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]):
+        """Open a new file, or one to go on with; a line that was cut off is taken away.
+
+        Args:
+          path: the file.
+          settings: what its rows depend on, as JSON values by the names of their options.
+
+        Raises:
+          ValueError: if the file is there and of other settings, or not of this command.
+          OSError: if it cannot be written.
+        """
+        self.path = path
+        settings_file = path.with_name(f"{path.name}.settings")
+        if path.exists() and path.stat().st_size:
+            _check_same(path, settings_file, settings)
+        else:
+            files.replace(settings_file, f"{json.dumps(settings, indent=1)}\n".encode())
+        self._file = path.open("ab", buffering=0)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ValueError(f"another process is writing {path}; wait for it to end") from error
+        self.rows, self.next_row = self._mend()
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Add rows, which are on the disk when this returns."""
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+        if not lines:
+            return
+        data = memoryview("".join(lines).encode())
+        while data:  # The system may take less than it is given.
+            data = data[self._file.write(data) :]
+        os.fsync(self._file.fileno())
+        self.rows += len(lines)
+
+    def close(self) -> None:
+        """Let others write."""
+        self._file.close()
+
+    def _mend(self) -> tuple[int, int]:
+        """Cut the file behind its last whole line; how many lines there are, and the next row."""
+        count, end, last = 0, 0, b""
+        with self.path.open("rb") as lines:
+            for line in lines:
+                if line.endswith(b"\n"):
+                    count, end, last = count + 1, end + len(line), line
+        self._file.truncate(end)
+        if not count:
+            return 0, 0
+        try:
+            return count, int(json.loads(last)["row"]) + 1
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"the last line of {self.path} is no row that this command wrote; remove the line, "
+                "or name another --out"
+            ) from error
+
+
+def check_no_input(path: Path, inputs: Sequence[Path]) -> None:
+    """Refuse to write where rows are read.
+
+    Raises:
+      ValueError: names the file.
+    """
+    for one in inputs:
+        if path.resolve() == one.resolve() or (path.exists() and path.samefile(one)):
+            raise ValueError(f"--out={path} is one of the --files; name another file")
+
+
+def _check_same(path: Path, settings_file: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to go on with rows that were made in another way."""
+    try:
+        before = json.loads(settings_file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} exists and was not written by this command ({settings_file.name} is missing or"
+            " damaged); name another --out"
+        ) from error
+    now = json.loads(json.dumps(settings))
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    if names:
+        changes = ", ".join(f"{name}={now.get(name)} (was {before.get(name)})" for name in names)
+        raise ValueError(
+            f"{path} was written with other settings: {changes}; repeat them to go on with it, or "
+            "name another --out"
+        )
+
+
+def regenerate(arguments: argparse.Namespace) -> str:
+    """Answer the rows of a data set; what came of it, in a sentence.
+
+    Raises:
+      ValueError, OSError: for a mistake, or data or a target that cannot be read.
+    """
+    data = DataConfig.whole(arguments)
+    out = files.writable(files.expanded(arguments.out), arguments.out, of_results=False)
+    check_no_input(out, [Path(name) for name in expand(data.files)])
+    source, template = _target(arguments), _template(arguments.chat_template)
+    limits = _limits(arguments, source)
+    bad = BadRows(arguments.max_bad_rows, "--max_bad_rows")
+    documents = load_documents(data, Asking(limits.prefix_tokens), bad)
+    tokenizer = load_tokenizer(source)
+    _check_template(documents, source, template or tokenizer.chat_template)
+    settings = _settings(arguments, limits, data, source, template or tokenizer.chat_template)
+    output = Output(out, settings)
+    try:
+        if output.next_row >= len(documents):
+            return f"{out} has {output.rows} rows and is complete"
+        work = Answering(
+            spec=_load(arguments, source),
+            limits=limits,
+            options={name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")},
+            seed=arguments.seed,
+            bad=bad,
+            at_once=arguments.rows_at_once or 16 * arguments.row_slots,
+            template=template,
+            tree=arguments.tree,
+        )
+        return _run(work, documents, output)
+    finally:
+        output.close()
+
+
+def _settings(
+    arguments: argparse.Namespace, limits: Limits, data: DataConfig, source: Path, template: Any
+) -> dict[str, Any]:
+    """What the rows depend on, by the names of options where it has one."""
+    return {
+        **{f"--{name}": getattr(arguments, name) for name in COUNTED},
+        "--max_row_tokens": limits.max_row_tokens,
+        "the chat template": fingerprint({"template": template}),
+        "the data": data_digest(data),
+        "the target": model_digest(source),
+        "the tokenizer": tokenizer_digest(source),
+    }
+
+
+def _run(work: Answering, documents: Documents, output: Output) -> str:
+    """Answer the rows that are left, and print the progress."""
+    started, counts, printed = time.monotonic(), work.counts, 0
+    for rows in work.run(_conversations(documents, output.next_row)):
+        output.append(row.record() for row in rows)
+        if counts.answers > printed:
+            printed, seconds = counts.answers, time.monotonic() - started
+            print(
+                f"{output.rows} rows of {len(documents)}, {printed} answers of {counts.tokens} "
+                f"tokens in {seconds:.0f} s, {counts.tokens / max(seconds, 1e-9):.1f} tokens/s",
+                file=sys.stderr,
+                flush=True,
+            )
+    return _summary(work, output)
+
+
+def _conversations(documents: Documents, first: int) -> Iterator[Conversation]:
+    """The rows from one on."""
+    return (Conversation(row, deque(documents[row])) for row in range(first, len(documents)))
+
+
+def _summary(work: Answering, output: Output) -> str:
+    """What came of the rows of this run."""
+    counts: Counts = work.counts
+    room = f"--max_row_tokens={work.limits.max_row_tokens}"
+    notes = {
+        f"left out {counts.too_long} without room for an answer within {room}": counts.too_long,
+        f"ended {counts.shortened} before a question without room within {room}": counts.shortened,
+        f"cut {counts.cut} at --max_new_tokens={work.limits.max_new_tokens}": counts.cut,
+        work.bad.summary(): work.bad.count,
+    }
+    said = [f"{output.path} has {output.rows} rows", *(note for note in notes if notes[note])]
+    return "; ".join(said)
+
+
+def _target(arguments: argparse.Namespace) -> Path:
+    """The folder of the target."""
+    if arguments.target == DEMO_NAME:
+        return DEMO / "target"
+    return local_folder(arguments.target, arguments.revision)
+
+
+def _limits(arguments: argparse.Namespace, source: Path) -> Limits:
+    """How long rows may be; the target sets the maximum."""
+    most = target_config(read_json(source / "config.json"), "float32").max_positions
+    limits = Limits(
+        arguments.max_new_tokens, arguments.max_row_tokens or most, arguments.prefix_tokens
+    )
+    if limits.max_row_tokens > most:
+        raise ValueError(
+            f"--max_row_tokens={limits.max_row_tokens} is more than the target was made for; give "
+            f"at most {most}"
+        )
+    if limits.longest_prompt < max(1, limits.prefix_tokens):
+        raise ValueError(
+            f"--max_row_tokens={limits.max_row_tokens} has no room for prompts beside "
+            f"--max_new_tokens={limits.max_new_tokens}"
+            + f" and --prefix_tokens={limits.prefix_tokens}" * bool(limits.prefix_tokens)
+            + "; give fewer new tokens"
+        )
+    return limits
+
+
+def _template(path: str | None) -> str | None:
+    """The Jinja text of a file."""
+    return None if path is None else files.expanded(path).read_text("utf-8")
+
+
+def _check_template(documents: Documents, source: Path, template: Any) -> None:
+    """Refuse conversations without a chat template, before the target is loaded."""
+    if template:
+        return
+    chats = (row for row, turns in enumerate(documents) if not is_text(turns))
+    if (row := next(chats, None)) is not None:
+        raise ValueError(
+            f"row {row + 1} is a conversation, and the tokenizer of {source} has no chat template; "
+            "give --chat_template=FILE, the Jinja template the target was trained with (Vicuna's "
+            "is longspec_jax.generation.chat.VICUNA_TEMPLATE)"
+        )
+
+
+def _load(arguments: argparse.Namespace, source: Path) -> LongSpec:
+    """The target and what drafts for it."""
+    options: dict[str, Any] = {
+        "draft": [DRAFTS.get(name, name) for name in arguments.draft or ()] or None,
+        "dtype": arguments.dtype,
+        "mesh": make_mesh(**arguments.mesh) if arguments.mesh else None,
+        "row_slots": arguments.row_slots,
+    }
+    return LongSpec.from_pretrained(source, **options)

@@ -1,0 +1,187 @@
+"""The target in training: its pass over whole rows, what it learns itself, and what both cost.
+
+A frozen target is only read: its last layer's keys and values, its embeddings and its head. The
+demo's target, which is trained from scratch, learns the next token.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.axes import Array
+from longspec_jax.config import TargetConfig
+from longspec_jax.models.target import Target, head_of
+from longspec_jax.ops.attention.dispatch import causal_attention
+from longspec_jax.ops.partitioned import placed
+
+from .losses import cross_entropy_sum, next_token_labels
+from .step import Batch, cast
+
+LONG = 16384
+"""Up to so many tokens of a device an MLP's activations are small beside a 7B target's weights."""
+FORWARD_AND_BACKWARD = 3
+"""Each matmul has two more in the backward pass: for its input and for its weights."""
+
+
+def mlp_tokens_at_once(tokens: int) -> int:
+    """Tokens whose MLP activations exist at once, of so many of a device; 0: all of them.
+
+    A chunk's matmuls are large enough for the matrix units.
+    """
+    return 8192 if tokens > LONG else 0
+
+
+def plain_positions(rows: tuple[int, int], length: int) -> Array:
+    """Positions ``0, 1, 2, ...`` for every row, ``[A, B, T]``."""
+    return jnp.broadcast_to(jnp.arange(length), (*rows, length))
+
+
+class TargetView(NamedTuple):
+    """What the draft and its measures need of one target pass."""
+
+    hidden: Array
+    """Final hidden states ``[B, T, D]``."""
+    keys: Array
+    """Last-layer keys ``[B, T, K, H]``; the only layer that outlives the pass."""
+    values: Array
+    """Last-layer values ``[B, T, K, H]``."""
+
+
+class TrainedTarget(Target):
+    """The target with a gradient for its embedding table that a bfloat16 sum would lose.
+
+    Frequent tokens receive thousands of contributions in a step; they are summed in float32.
+    """
+
+    def embed(self, tokens: Array) -> Array:
+        """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
+        [embedded] = placed("b t d", _lookup(self.embedding, tokens))
+        return embedded
+
+
+@jax.custom_vjp
+def _lookup(table: Array, tokens: Array) -> Array:
+    return jnp.take(table, tokens, axis=0)
+
+
+def _lookup_forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _lookup(table, tokens), (table, tokens)
+
+
+def _lookup_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
+    table, tokens = saved
+    total = jnp.zeros(table.shape, jnp.float32).at[tokens].add(cotangent.astype(jnp.float32))
+    return total.astype(table.dtype), None
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+def run_target(
+    config: TargetConfig, params: Any, tokens: Array, positions: Array, mlp_chunk: int = 0
+) -> TargetView:
+    """One causal pass of the target over whole rows ``[B, T]``.
+
+    Args:
+      config: the target's shape.
+      params: its parameters.
+      tokens: token ids.
+      positions: their rotary positions.
+      mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all.
+    """
+    with jax.named_scope("target"):
+        output: Any = TrainedTarget(config, mlp_chunk).apply(
+            {"params": params}, tokens, positions, lambda layer, q, k, v: causal_attention(q, k, v)
+        )
+    return TargetView(output.hidden, output.keys[-1], output.values[-1])
+
+
+@dataclass(frozen=True)
+class TargetObjective:
+    """Next-token prediction by the target itself; nothing is frozen."""
+
+    config: TargetConfig
+    loss_chunk: int
+
+    def initialize(self, key: Array) -> Any:
+        """Fresh parameters."""
+        target = Target(replace(self.config, dtype="float32"))
+        return target.init(key, jnp.zeros((1, 2), jnp.int32), method="initialize")["params"]
+
+    def draw(self, key: Array, rows: tuple[int, int], length: int) -> tuple[()]:
+        """No randomness."""
+        return ()
+
+    def sums(self, params: Any, frozen: Any, batch: Batch, draws: tuple[()]) -> dict[str, Array]:
+        """The cross-entropy."""
+        params = cast(params, self.config.dtype)
+        positions = plain_positions((1, batch.tokens.shape[0]), batch.tokens.shape[1])[0]
+        hidden = run_target(self.config, params, batch.tokens, positions).hidden
+        labels, weights = next_token_labels(*batch)
+        [head] = placed("v d", head_of(params))
+        loss = cross_entropy_sum(
+            hidden, head, labels, weights, chunk=self.loss_chunk, head_gradient=True
+        )
+        return {"loss": loss}
+
+    def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
+        """The held-out cross-entropy."""
+        tokens = jnp.maximum(jnp.sum(batch.weights[:, 1:]), 1.0)
+        return {"heldout_loss": float(_sums(self, params, frozen, batch, ())["loss"] / tokens)}
+
+    def flops_per_token(self, length: int) -> float:
+        """Operations that a token of a row of this length needs, forward and backward."""
+        return FORWARD_AND_BACKWARD * (target_flops(self.config, length) + head_flops(self.config))
+
+
+@partial(jax.jit, static_argnums=0)
+def _sums(
+    objective: TargetObjective, params: Any, frozen: Any, batch: Batch, draws: Any
+) -> dict[str, Array]:
+    return objective.sums(params, frozen, batch, draws)
+
+
+# Floating-point operations of one token that no implementation can leave out. A multiplication with
+# an addition counts as two. Attention counts the keys that a causal query sees. Norms, rotations
+# and softmax count nothing, nor does what is computed twice to save memory.
+
+
+def target_flops(config: TargetConfig, length: int) -> float:
+    """All layers, forward."""
+    layer = projection_flops(config) + mlp_flops(config)
+    return config.num_layers * (layer + attention_flops(config, (length + 1) / 2))
+
+
+def flops_after_last_keys(config: TargetConfig, length: int) -> float:
+    """Of the last layer, forward, all but its keys and values."""
+    keys_values = matmul_flops(config.model_width, 2 * config.num_kv_heads * config.head_width)
+    return target_flops(config, length) / config.num_layers - keys_values
+
+
+def head_flops(config: TargetConfig) -> float:
+    """The LM head, forward."""
+    return matmul_flops(config.model_width, config.vocab_size)
+
+
+def projection_flops(config: Any) -> float:
+    """Queries, keys, values and output of a layer of target or draft."""
+    heads = 2 * (config.num_heads + config.num_kv_heads)
+    return matmul_flops(config.model_width, heads * config.head_width)
+
+
+def mlp_flops(config: Any) -> float:
+    """The gated MLP of a layer of target or draft."""
+    return 3 * matmul_flops(config.model_width, config.mlp_width)
+
+
+def attention_flops(config: Any, keys: float) -> float:
+    """Scores and weighted values of a query that sees so many keys."""
+    return 2 * matmul_flops(config.num_heads * config.head_width, 1) * keys
+
+
+def matmul_flops(inputs: int, outputs: int) -> float:
+    """A vector times a matrix."""
+    return 2.0 * inputs * outputs
