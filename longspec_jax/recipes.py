@@ -1,7 +1,7 @@
 """What training configurations are built from: the common fields, and the stages of the paper.
 
 A configuration is a Python file anywhere with a function ``get_config([variant])``;
-``train/config.py`` says what each field means, and unknown ones are refused. A whole one for a
+``train/config.py`` documents each field, and unknown ones are refused. A whole one for a
 target of your own::
 
     from functools import partial
@@ -13,7 +13,7 @@ target of your own::
     )
 
 The paper trains in three stages (LongSpec, section 3.2 and appendix). ``short`` teaches a fresh
-draft on 1,024-token documents at anchor-offset positions, ``long`` goes on with long documents at
+draft on 1,024-token documents at anchor-offset positions, ``long`` continues with long documents at
 plain positions, and ``sft`` with long questions whose answers alone are learned. The variant
 ``all`` is one resumable run of the three, each with data of its own, which
 ``--config.stages.short.data.files=PATHS`` replaces by local files. The variants ``short``, ``long``

@@ -1,7 +1,7 @@
 """Questions of many rows answered together, through the row slots of a ``LongSpec``.
 
-What a system prompt or a user says is kept, what an assistant said is left out: after every turn of
-a user stands the target's own answer, which later turns follow. Plain text has no turns: a prefix
+Turns of the system and of users are kept, those of an assistant are left out: every turn of a user
+is followed by the target's own answer. Plain text has no turns: a prefix
 of it is kept, and the target continues it.
 
 Every wave answers one question of each row in hand, whichever question that row has come to; rows
@@ -28,8 +28,8 @@ SHORTEST = 256
 
 
 @dataclass(frozen=True)
-class Asking:
-    """Reads what is asked in a row; may go to other processes."""
+class Questions:
+    """Reads the questions of a row."""
 
     prefix_tokens: int = 0
     """Of plain text; 0 if none is expected."""
@@ -38,14 +38,14 @@ class Asking:
         """The turns that are kept.
 
         Raises:
-          ValueError: for a row of which there is nothing to answer.
+          ValueError: for a row with nothing to answer.
         """
         kept = [turn for turn in to_turns(row, ASKING) if turn.role != "assistant"]
         if is_text(kept):
             if not self.prefix_tokens:
                 raise ValueError(
-                    "the row is plain text, which asks nothing; give --prefix_tokens=NUMBER to have"
-                    " the target go on behind so many of its tokens"
+                    "the row is plain text, which asks nothing; give --prefix_tokens=NUMBER, and "
+                    "the target continues that many of its tokens"
                 )
         elif not any(turn.role == "user" for turn in kept):
             raise ValueError("no turn of the row is a user's, so there is nothing to answer")
@@ -64,8 +64,8 @@ class Conversation:
     row: int
     """Its number among the sound rows of the data."""
     waiting: deque[Turn]
-    """What is still to be said."""
-    said: list[Turn] = field(default_factory=list)
+    """Turns that are still to come."""
+    turns: list[Turn] = field(default_factory=list)
     """Turns in order, answers among them; of plain text the text with what was added."""
     complete: bool = True
     """Whether the last answer came to its own end."""
@@ -73,13 +73,13 @@ class Conversation:
     @property
     def answers(self) -> int:
         """How many there are."""
-        return sum(turn.role in ("assistant", "") for turn in self.said)
+        return sum(turn.role in ("assistant", "") for turn in self.turns)
 
     def ask(self) -> bool:
-        """Go on to the next question; whether there is one."""
+        """Advance to the next question; whether there is one."""
         while self.waiting:
             turn = self.waiting.popleft()
-            self.said.append(turn)
+            self.turns.append(turn)
             if turn.role in ("user", ""):
                 return True
         self.unask()
@@ -87,32 +87,29 @@ class Conversation:
 
     def unask(self) -> None:
         """End behind the last answer."""
-        while self.said and self.said[-1].role != "assistant":
-            self.said.pop()
+        while self.turns and self.turns[-1].role != "assistant":
+            self.turns.pop()
         self.waiting.clear()
 
     def answer(self, text: str, *, complete: bool) -> None:
         """Take the answer to the last question; one that was cut off ends the conversation."""
-        if is_text(self.said):
-            self.said[-1] = Turn(text)
+        if is_text(self.turns):
+            self.turns[-1] = Turn(text)
         else:
-            self.said.append(Turn(text.strip(), "assistant"))
+            self.turns.append(Turn(text.strip(), "assistant"))
         self.complete = complete
         if not complete:
             self.waiting.clear()
 
     def messages(self) -> list[dict[str, str]]:
-        """What was said, as chat templates take it."""
-        return [{"role": turn.role, "content": turn.content} for turn in self.said]
+        """The turns so far, as chat templates take them."""
+        return [{"role": turn.role, "content": turn.content} for turn in self.turns]
 
     def record(self) -> dict[str, Any]:
         """The row that is written; training reads ``messages`` or ``text``."""
-        said = {"text": self.said[0].content} if is_text(self.said) else None
-        return {
-            "row": self.row,
-            "complete": self.complete,
-            **(said or {"messages": self.messages()}),
-        }
+        text = is_text(self.turns)
+        content = {"text": self.turns[0].content} if text else {"messages": self.messages()}
+        return {"row": self.row, "complete": self.complete, **content}
 
 
 def seed_of(seed: int, row: int, answer: int) -> int:
@@ -128,7 +125,7 @@ class Limits:
     max_new_tokens: int
     """Of an answer."""
     max_row_tokens: int
-    """Of a prompt with all that was said before, and its answer."""
+    """Of a prompt with all turns before it, and its answer."""
     prefix_tokens: int = 0
     """Of plain text that are kept."""
 
@@ -182,22 +179,22 @@ class Answering:
         in_hand: deque[Conversation] = deque()  # Those that are done wait for the ones before.
         open_rows: list[Conversation] = []
         while True:
-            asked = [each for row in open_rows if (each := self._next(row)) is not None]
-            while len(asked) < self.at_once and (row := next(conversations, None)) is not None:
+            questions = [each for row in open_rows if (each := self._next(row)) is not None]
+            while len(questions) < self.at_once and (row := next(conversations, None)) is not None:
                 if (each := self._next(row)) is not None:
-                    asked.append(each)
-                if row.said:
+                    questions.append(each)
+                if row.turns:
                     in_hand.append(row)
-            if asked:
-                self._answer(asked)
-            open_rows = [row for row, _ in asked if row.waiting]
+            if questions:
+                self._answer(questions)
+            open_rows = [row for row, _ in questions if row.waiting]
             unfinished = {row.row for row in open_rows}
             done = []
             while in_hand and in_hand[0].row not in unfinished:
                 done.append(in_hand.popleft())
             self.counts.cut += sum(not row.complete for row in done)
             yield done
-            if not asked and not in_hand:
+            if not questions and not in_hand:
                 return
 
     def _next(self, row: Conversation) -> tuple[Conversation, np.ndarray] | None:
@@ -213,37 +210,39 @@ class Answering:
         if len(prompt) <= self.limits.longest_prompt:
             return row, prompt
         row.unask()
-        if row.said:
+        if row.turns:
             self.counts.shortened += 1
         else:
             self.counts.too_long += 1
         return None
 
     def _prompt(self, row: Conversation) -> np.ndarray:
-        """Token ids of what was said and asked."""
+        """Token ids of the turns so far."""
         tokenizer, vocab_size = self.spec.tokenizer, self.spec.target_config.vocab_size
-        if is_text(row.said):
-            whole = to_prompt(row.said[0].content, tokenizer, vocab_size)
+        if is_text(row.turns):
+            whole = to_prompt(row.turns[0].content, tokenizer, vocab_size)
             return whole[: self.limits.prefix_tokens]
         return to_prompt(row.messages(), tokenizer, vocab_size, self.template)
 
-    def _answer(self, asked: list[tuple[Conversation, np.ndarray]]) -> None:
+    def _answer(self, questions: list[tuple[Conversation, np.ndarray]]) -> None:
         """Have the target answer."""
-        prompts = [prompt for _, prompt in asked]
-        budgets = [self.limits.max_new_tokens] * len(asked)
+        prompts = [prompt for _, prompt in questions]
+        budgets = [self.limits.max_new_tokens] * len(questions)
         fillers = self._fillers(prompts)
         result = self.spec.generate(
             [*prompts, *fillers],
             tree=self.tree,
             max_new_tokens=[*budgets, *[1] * len(fillers)],
             seed=[
-                *(seed_of(self.seed, row.row, row.answers) for row, _ in asked),
+                *(seed_of(self.seed, row.row, row.answers) for row, _ in questions),
                 *[0] * len(fillers),
             ],
             **self.options,
         )
-        for (row, prompt), tokens, text in zip(asked, result.sequences, result.text, strict=False):
-            if is_text(row.said):
+        for (row, prompt), tokens, text in zip(
+            questions, result.sequences, result.text, strict=False
+        ):
+            if is_text(row.turns):
                 text = self._decoded([*prompt.tolist(), *tokens])
             row.answer(text or "", complete=tokens[-1] in self.spec.stop_tokens)
             self.counts.answers += 1

@@ -40,6 +40,29 @@ configurations of the project: {names}
 options:
 {options}
 """
+FLAGS = (
+    (
+        flags.DEFINE_string,
+        "workdir",
+        "",
+        "Folder for checkpoints, metrics and exports; runs/CONFIG-VARIANT if empty.",
+    ),
+    (
+        flags.DEFINE_bool,
+        "distributed",
+        False,
+        "Join the other processes that Slurm, Open MPI or Kubernetes started.",
+    ),
+    (
+        flags.DEFINE_string,
+        "coordinator",
+        "",
+        "HOST:PORT of process 0: join --processes by hand, this one as --process.",
+    ),
+    (flags.DEFINE_integer, "processes", 0, "Number of processes; needs --coordinator."),
+    (flags.DEFINE_integer, "process", -1, "Number of this one, from 0; needs --coordinator."),
+)
+"""Flags beside the configuration: definition, name, default and help."""
 
 
 @dataclass(frozen=True)
@@ -107,30 +130,8 @@ def _flags(config: Any, overrides: Sequence[str]) -> flags.FlagValues:
         config_flags.DEFINE_config_dict(
             "config", config, text, values, sys_argv=["train", *overrides]
         )
-    flags.DEFINE_string(
-        "workdir",
-        "",
-        "Folder for checkpoints, metrics and exports; runs/CONFIG-VARIANT if empty.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "distributed",
-        False,
-        "Join the other processes that Slurm, Open MPI or Kubernetes started.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "coordinator",
-        "",
-        "HOST:PORT of process 0: join --processes by hand, this one as --process.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "processes", 0, "Number of processes of the run; needs --coordinator.", flag_values=values
-    )
-    flags.DEFINE_integer(
-        "process", -1, "Number of this process, from 0; needs --coordinator.", flag_values=values
-    )
+    for define, name, default, words in FLAGS:
+        define(name, default, words, flag_values=values)
     return values
 
 
@@ -178,7 +179,7 @@ def _default_workdir(named: str) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """What a flag library's error says, without quoting and line breaks."""
+    """The message of a flag library's error, without quoting and line breaks."""
     text = str(error)
     names = re.findall(r'"(\w+)"', text) or re.findall(r"\w+", text)
     if names and ("instead of" in text or isinstance(error, KeyError | AttributeError)):

@@ -4,7 +4,7 @@ Whole optimiser steps of the draft objective on random weights and tokens of rea
 loading, no checkpoints; the target's own loss, which a run reports at few steps, only with
 ``--target_loss``. One device always runs; every mesh is compared with it, at the same rows per
 device. ``flops_utilization`` is needed operations (:mod:`train.target`) over what the device's own
-large bfloat16 product reaches in the same run; ``step_bytes`` is what the compiled step takes
+large bfloat16 matmul reaches in the same run; ``step_bytes`` is what the compiled step takes
 on each device beyond its arguments, the rest is weights, masters and moments.
 """
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
         "matmul_tflop_per_s": round(rate / 1e12, 1),
         "method": " ".join((__doc__ or "").split()),
     }
-    print(f"{header['device']}; a large product reaches {rate / 1e12:.0f} TFLOP/s", flush=True)
+    print(f"{header['device']}; a large matmul reaches {rate / 1e12:.0f} TFLOP/s", flush=True)
     rows: list[dict[str, Any]] = []
     for shape in arguments.shape:
         for length in arguments.length:
@@ -179,23 +179,23 @@ def random_target(config: TargetConfig, mesh: Mesh) -> Any:
         jax.random.key(0),
     )
     leaves, tree = jax.tree.flatten(shapes)
-    places = jax.tree.leaves(param_shardings(mesh, shapes))
+    shardings = jax.tree.leaves(param_shardings(mesh, shapes))
     drawn = [
-        _drawer(leaf.shape, leaf.dtype.name, place)(jax.random.key(number, impl="rbg"))
-        for number, (leaf, place) in enumerate(zip(leaves, places, strict=True))
+        _drawer(leaf.shape, leaf.dtype.name, sharding)(jax.random.key(number, impl="rbg"))
+        for number, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
     ]
     return jax.tree.unflatten(tree, drawn)
 
 
 @functools.cache
-def _drawer(shape: tuple[int, ...], dtype: str, place: NamedSharding) -> Any:
+def _drawer(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> Any:
     """A compiled generator of one array; layers of equal shape share it."""
 
     def draw(key: jax.Array) -> jax.Array:
         values = 0.02 * jax.random.normal(key, shape, jnp.dtype(dtype))
         return values if len(shape) > 1 else jnp.ones(shape, jnp.dtype(dtype))
 
-    return jax.jit(draw, out_shardings=place)
+    return jax.jit(draw, out_shardings=sharding)
 
 
 def _random_batch(mesh: Mesh, config: TargetConfig, shape: tuple[int, int, int]) -> Batch:
@@ -204,15 +204,15 @@ def _random_batch(mesh: Mesh, config: TargetConfig, shape: tuple[int, int, int])
 
 
 def matmul_rate() -> float:
-    """Operations per second of a large product on the first device, bfloat16 on a GPU."""
+    """Operations per second of a large matmul on the first device, bfloat16 on a GPU."""
     side = 8192 if jax.default_backend() == "gpu" else 256
     a, b = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
-    product = jax.jit(jnp.matmul)
-    jax.block_until_ready(product(a, b))
+    matmul = jax.jit(jnp.matmul)
+    jax.block_until_ready(matmul(a, b))
     seconds = []
     for _ in range(5):
         begin = time.perf_counter()
-        results = [product(a, b) for _ in range(10)]
+        results = [matmul(a, b) for _ in range(10)]
         jax.block_until_ready(results)
         seconds.append((time.perf_counter() - begin) / 10)
     return 2 * side**3 / sorted(seconds)[2]

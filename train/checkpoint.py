@@ -35,7 +35,7 @@ CHECKSUMS, META, STATE = "SHA256SUMS", "meta.json", "state"
 """What a checkpoint's folder holds."""
 _PARTIAL = ".partial"
 _NAME = re.compile(r"(\d+)(?:\.(\d+))?")
-"""A step; a number behind it tells a later save of the same step from the earlier ones."""
+"""A step, with a number behind it if the same step was saved before."""
 _NOTHING, _NOTHING_INTACT = -1, -2
 
 
@@ -125,7 +125,7 @@ class Checkpoints:
             finishing.result()
 
     def _unused_name(self, step: int) -> str:
-        """A name nobody has: what is there of the same step stays until this save is whole."""
+        """A name that is free: an earlier save of the same step stays until this one is whole."""
         repeated = next(
             n for n in itertools.count() if not (self._folder / _name(step, n)).exists()
         )
@@ -166,7 +166,7 @@ class Checkpoints:
 
 
 def newest_saved(folder: Path) -> Saved | None:
-    """The newest checkpoint that says what run it is of; its other bytes are not checked."""
+    """The newest checkpoint whose description can be read; its other bytes are not checked."""
     for path in reversed(_named(folder)):
         try:
             return Saved(path, json.loads((path / META).read_text()))
@@ -187,7 +187,7 @@ def checksums(folder: Path) -> bytes:
 
 
 def damage(folder: Path) -> str | None:
-    """What differs between a checkpoint and the one that was saved; None if nothing does."""
+    """How a checkpoint differs from what was saved; None if it does not."""
     try:
         listed = (folder / CHECKSUMS).read_bytes()
     except OSError:
@@ -224,7 +224,7 @@ def _key(folder: Path) -> tuple[int, int]:
 
 
 def _agreed(numbers: tuple[int, int]) -> tuple[int, int]:
-    """What process 0 says."""
+    """The numbers of process 0."""
     if jax.process_count() == 1:
         return numbers
     first, second = multihost_utils.broadcast_one_to_all(np.asarray(numbers, np.int32))

@@ -153,7 +153,7 @@ class DataConfig:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The fields that say where rows come from, of those that are set; should be one."""
+        """The fields that name where rows come from and are set; exactly one should be."""
         given = {
             "files": self.files,
             "hub": "" if self.files else self.hub,
@@ -283,11 +283,11 @@ class StageConfig:
 
     @property
     def data_section(self) -> str:
-        """The section of the configuration, as it is typed, that says where its rows come from."""
+        """The section of the configuration, as it is typed, that names its data."""
         return f"stages.{self.name}.data" if self.data else "data"
 
     def limit(self, per_epoch: int) -> int:
-        """Steps after which it ends whatever the clock says; 0 if time alone ends it.
+        """Steps after which it ends even if time is left; 0 if time alone ends it.
 
         Args:
           per_epoch: steps that a pass over the data takes.
@@ -383,7 +383,7 @@ class RunConfig:
             if stage.seq_len % (1 << (data.buckets - 1)):
                 raise ValueError(
                     f"stage {stage.name}: seq_len={stage.seq_len} cannot be halved "
-                    f"{data.buckets - 1} times, as data.buckets={data.buckets} asks for; choose a "
+                    f"{data.buckets - 1} times, as data.buckets={data.buckets} needs; choose a "
                     "seq_len with more factors of 2, or fewer buckets"
                 )
             cuts = data.mask_prompts and not data.pack
@@ -408,7 +408,7 @@ class RunConfig:
                 )
 
     def _check_sources(self) -> None:
-        """Refuse a stage without a source of rows, one with several, and a source nobody reads."""
+        """Refuse a stage without a source or with several, and a source that no stage reads."""
         own = [stage for stage in self.stages if stage.data is not None]
         if self.data.sources and self.stages and len(own) == len(self.stages):
             first = own[0].name
@@ -430,7 +430,7 @@ class RunConfig:
                 )
 
     def runs_of_stages(self) -> "tuple[RunConfig, ...]":
-        """For every stage the run of it alone, with its data in place of the run's."""
+        """For every stage a run of it alone, with its data in place of the run's."""
         return tuple(
             dataclasses.replace(
                 self,

@@ -29,21 +29,21 @@ _NOT_COUNTED = (
     "accept_every", "accept_rows", "accept_seq_len", "max_to_keep", "mesh", "stages", "pretraining",
     "log", "profile_at", "profile_steps",
 )  # fmt: skip
-"""Fields of a run that have no say, or have it through the stage, the rows and the models."""
+"""Fields of a run that do not count, or count through the stage, the rows and the models."""
 _NOT_COUNTED_IN = {
     "data": ("files", "hub", "split", "stream", "corpus", "max_bad_rows"), "draft": ("init",),
 }  # fmt: skip
-"""Those of its sections, most of which say where something lies whose content counts."""
+"""Fields of its sections; most of them name places whose content counts."""
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.pth")
 
 
 def draft_settings(config: RunConfig, stage: StageConfig) -> Fingerprint:
-    """What a configuration decides of a draft's stage, by dotted names as they are typed."""
+    """Settings of a draft's stage that count, by dotted names as they are typed."""
     return _typed(_settings(config, stage))
 
 
 def target_settings(config: RunConfig, shape: TargetConfig, stage: StageConfig) -> Fingerprint:
-    """What a configuration decides of a stage that trains a target of this shape."""
+    """Settings that count of a stage that trains a target of this shape."""
     kept = _settings(config, stage)
     del kept["draft"]
     stages = kept.pop("stages")
@@ -51,14 +51,14 @@ def target_settings(config: RunConfig, shape: TargetConfig, stage: StageConfig) 
 
 
 def model_digest(source: str | Path, revision: str | None = None) -> str:
-    """What a model's files hold; of large ones, evenly spaced parts."""
+    """A digest of a model's files; of large ones, evenly spaced parts count."""
     folder = local_folder(source, revision)
     found = {path for pattern in _MODEL_FILES for path in folder.glob(pattern)}
     return files_digest(sorted(found))
 
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to go on from a checkpoint of another run.
+    """Refuse to resume from a checkpoint of another run.
 
     Args:
       saved: the fingerprint in the checkpoint.
@@ -76,8 +76,8 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
             f"{name}={_shown(now.get(name))} (was {_shown(saved.get(name))})" for name in names
         )
         raise ValueError(
-            f"the checkpoint {folder} is of another run: {changes}; restore what changed to go on "
-            "from it, or begin anew with another --workdir"
+            f"the checkpoint {folder} is of another run: {changes}; restore what changed to resume "
+            "it, or begin anew with another --workdir"
         )
 
 

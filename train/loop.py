@@ -56,10 +56,9 @@ class Stage:
     held_out: Batch
     """One micro-batch that is never trained on; the objective is measured on it."""
     fingerprint: Fingerprint = field(default_factory=dict)
-    """What a checkpoint must agree in for the stage to go on from it."""
+    """A checkpoint must agree in all of it for the stage to resume from it."""
     peak_tokens_per_second: Callable[[int], float | None] = lambda length: None
-    """Tokens a second at which rows of a length would fully use the devices; None if it is not
-    known."""
+    """Tokens a second at which rows of a length would fully use the devices; None if unknown."""
     traces: Path = Path("profile")
     """Where the profiler writes its traces."""
     log_step: Step | None = None
@@ -67,7 +66,7 @@ class Stage:
 
     @property
     def steps(self) -> int:
-        """Steps after which it ends whatever the clock says; 0 if time alone ends it."""
+        """Steps after which it ends even if time is left; 0 if time alone ends it."""
         return self.config.limit(self.batches.per_epoch)
 
     def program(self, step: int, run: RunConfig) -> tuple[Step, bool]:
@@ -222,7 +221,7 @@ def _all_finite(state: TrainState) -> jax.Array:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[int], int]]:
-    """The exit status to stop with before a step; 0 to go on.
+    """The exit status to stop with before a step; 0 to continue.
 
     A run stops after SIGTERM or SIGINT, or when any process got a SIGTERM. Elsewhere than in the
     main thread signals are left alone. With several processes jax listens for SIGTERM, and makes

@@ -32,7 +32,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def mend(path: Path) -> int:
-    """Take lines out that are no records, so that more can be appended; returns their number."""
+    """Remove lines that are not records, so that more can be appended; returns their number."""
     if not path.is_file():
         return 0
     lines = _lines(path)
@@ -102,7 +102,7 @@ class Metrics:
         self._file = None
         if is_first():
             if cut := mend(path):
-                print(f"{path}: a line that was cut off is left out ({cut})", file=sys.stderr)
+                print(f"{path}: a line that was cut off is removed ({cut})", file=sys.stderr)
             self._open()
 
     def _open(self) -> None:
@@ -114,7 +114,7 @@ class Metrics:
         return self._counts[stage]
 
     def rewind(self, stage: str, count: int) -> None:
-        """Forget what was recorded of a stage behind its checkpoint: it is about to be repeated."""
+        """Remove the records of a stage after its checkpoint: those steps are repeated."""
         if self._file is not None and count < self.count(stage):
             self._file.close()
             rewind(self._path, stage, count)
@@ -165,29 +165,29 @@ class Metrics:
 
 
 def _round(value: float) -> float | None:
-    """Six significant digits; null for what JSON cannot say."""
+    """Six significant digits; null for what JSON cannot write."""
     value = float(value)
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def open_writers(config: RunConfig, workdir: Path) -> tuple[Writer, ...]:
-    """The writers that a run asks for, none of which raises; none but in process 0."""
+    """The writers that a configuration names; only process 0 has any, and none of them raises."""
     if not is_first():
         return ()
     log, writers = config.log, []
     if log.tensorboard:
         folder, source = workdir / "tensorboard", workdir / "metrics.jsonl"
-        writers.append(Steady("TensorBoard", lambda: TensorBoard(folder, source)))
+        writers.append(Guarded("TensorBoard", lambda: TensorBoard(folder, source)))
     if log.wandb:
         settings = dataclasses.asdict(config)
         writers.append(
-            Steady("Weights & Biases", lambda: WeightsAndBiases(workdir, log.wandb, settings))
+            Guarded("Weights & Biases", lambda: WeightsAndBiases(workdir, log.wandb, settings))
         )
     return tuple(writers)
 
 
-class Steady:
-    """A writer until its first failure, which is told; nothing afterwards.
+class Guarded:
+    """A writer until its first failure, which is printed; nothing afterwards.
 
     Args:
       name: what people call it.
@@ -197,23 +197,23 @@ class Steady:
     def __init__(self, name: str, make: Callable[[], Writer]):
         self._name = name
         self._writer: Writer | None = None
-        with self._steadily():
+        with self._guarded():
             self._writer = make()
 
     def write(self, record: Record) -> None:
         """Pass a record on."""
         if self._writer is not None:
-            with self._steadily():
+            with self._guarded():
                 self._writer.write(record)
 
     def close(self) -> None:
         """Close the writer."""
         if self._writer is not None:
-            with self._steadily():
+            with self._guarded():
                 self._writer.close()
 
     @contextmanager
-    def _steadily(self) -> Iterator[None]:
+    def _guarded(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # Whatever it is, the training is worth more.

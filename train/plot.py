@@ -4,8 +4,8 @@
     python -m train.plot runs/a/metrics.jsonl runs/b/metrics.jsonl --png a_and_b.png
 
 A column is a stage, a colour is a run. Acceptance is simulated, in tokens per target pass
-(train/acceptance.py says how). A run that is under way can be drawn. The exit status is 0, or 2 for
-bad input.
+(train/drafts/longspec/acceptance.py defines it). A run that is under way can be drawn. The exit
+status is 0, or 2 for bad input.
 """
 
 import sys
@@ -38,7 +38,7 @@ def _command(argv: Sequence[str] | None) -> int:
 
 
 def draw(runs: Mapping[str, Sequence[Record]], png: Path) -> None:
-    """Draw the records of runs, by the names that tell them apart.
+    """Draw the records of runs by their names.
 
     Raises:
       ModuleNotFoundError: without matplotlib.

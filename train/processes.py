@@ -18,10 +18,10 @@ import jax
 from jax.experimental import multihost_utils
 
 HEARTBEAT_SECONDS = 20
-"""A process that is silent for so long is taken for dead, and the others end."""
+"""A process that is silent for so long counts as dead, and the others end."""
 FAILED, HEARD = "longspec/failed/", "longspec/heard/"
-"""Where the process that failed says so, and where the others say that they know."""
-LOOK_SECONDS, GRACE_SECONDS = 0.5, 10.0
+"""Keys under which a process reports its failure, and the others that they have read it."""
+POLL_SECONDS, GRACE_SECONDS = 0.5, 10.0
 
 
 def join(coordinator: str, processes: int, process: int) -> None:
@@ -82,7 +82,7 @@ def ending_together(report: Callable[[Exception], int]) -> Iterator[None]:
     process leads out. In a run of one process errors go their way.
 
     Args:
-      report: tells people of an error and gives the exit status.
+      report: prints an error and returns the exit status.
     """
     if jax.process_count() == 1:
         yield
@@ -112,7 +112,7 @@ def _exchange() -> Any:
 
 def _end_with_others(finished: threading.Event) -> None:
     """End this process as soon as another one has failed."""
-    while not finished.wait(LOOK_SECONDS):
+    while not finished.wait(POLL_SECONDS):
         try:
             failures = _exchange().key_value_dir_get(FAILED)
         except jax.errors.JaxRuntimeError:
@@ -133,13 +133,13 @@ def _leave(status: int, words: dict[str, str]) -> None:
             exchange.key_value_set(f"{folder}{own}", word)
         until = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < until:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             if len(exchange.key_value_dir_get(HEARD)) == jax.process_count():
                 # The last words of the others go through process 0.
-                time.sleep(2 * LOOK_SECONDS if is_first() else 0)
+                time.sleep(2 * POLL_SECONDS if is_first() else 0)
                 break
     except jax.errors.JaxRuntimeError:
-        pass  # Process 0 is gone: either it knew that all know, or nobody can be told.
+        pass  # Process 0 is gone, and with it the keys.
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

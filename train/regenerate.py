@@ -3,10 +3,10 @@
     python -m train.regenerate --target=TARGET --files='chats/*.jsonl' --out=regenerated.jsonl
     python -m train.run --config=NAME:sft --config.data.files=regenerated.jsonl
 
-A draft has to guess what its target will say, and text that others wrote is not that. Rows are read
+A draft has to guess the target's own text, which differs from text that others wrote. Rows are read
 as training reads them (messages, ShareGPT's conversations, the paper's fields), and prompts: system
 and user turns are kept, and the target answers every user turn, its own earlier answers in place of
-those in the data. Of plain text it keeps --prefix_tokens and goes on behind them.
+those in the data. Of plain text it keeps --prefix_tokens and continues them.
 
 Rows are written in the order of the data, as messages or text, with the number of the row they were
 made of, and whether the last answer came to its end within --max_new_tokens; one that did not ends

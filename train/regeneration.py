@@ -22,7 +22,7 @@ from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import read_json
 
-from .answering import Answering, Asking, Conversation, Counts, Limits, is_text
+from .answering import Answering, Conversation, Counts, Limits, Questions, is_text
 from .config import DataConfig
 from .data.documents import BadRows
 from .data.loading import Documents, data_digest, expand, load_documents
@@ -37,7 +37,7 @@ class Output:
     """An output file, open for more rows; no other process may write it meanwhile."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]):
-        """Open a new file, or one to go on with; a line that was cut off is taken away.
+        """Open a new file, or continue one; a line that was cut off is removed.
 
         Args:
           path: the file.
@@ -90,7 +90,7 @@ class Output:
             return count, int(json.loads(last)["row"]) + 1
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"the last line of {self.path} is no row that this command wrote; remove the line, "
+                f"this command did not write the last line of {self.path}; remove the line, "
                 "or name another --out"
             ) from error
 
@@ -107,7 +107,7 @@ def check_no_input(path: Path, inputs: Sequence[Path]) -> None:
 
 
 def _check_same(path: Path, settings_file: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse to go on with rows that were made in another way."""
+    """Refuse to continue rows that were made with other settings."""
     try:
         before = json.loads(settings_file.read_text())
     except (OSError, ValueError) as error:
@@ -120,7 +120,7 @@ def _check_same(path: Path, settings_file: Path, settings: Mapping[str, Any]) ->
     if names:
         changes = ", ".join(f"{name}={now.get(name)} (was {before.get(name)})" for name in names)
         raise ValueError(
-            f"{path} was written with other settings: {changes}; repeat them to go on with it, or "
+            f"{path} was written with other settings: {changes}; repeat them to continue it, or "
             "name another --out"
         )
 
@@ -137,7 +137,7 @@ def regenerate(arguments: argparse.Namespace) -> str:
     source, template = _target(arguments), _template(arguments.chat_template)
     limits = _limits(arguments, source)
     bad = BadRows(arguments.max_bad_rows, "--max_bad_rows")
-    documents = load_documents(data, Asking(limits.prefix_tokens), bad)
+    documents = load_documents(data, Questions(limits.prefix_tokens), bad)
     tokenizer = load_tokenizer(source)
     _check_template(documents, source, template or tokenizer.chat_template)
     settings = _settings(arguments, limits, data, source, template or tokenizer.chat_template)
@@ -205,8 +205,7 @@ def _summary(work: Answering, output: Output) -> str:
         f"cut {counts.cut} at --max_new_tokens={work.limits.max_new_tokens}": counts.cut,
         work.bad.summary(): work.bad.count,
     }
-    said = [f"{output.path} has {output.rows} rows", *(note for note in notes if notes[note])]
-    return "; ".join(said)
+    return "; ".join([f"{output.path} has {output.rows} rows", *filter(notes.get, notes)])
 
 
 def _target(arguments: argparse.Namespace) -> Path:

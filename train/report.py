@@ -71,8 +71,8 @@ class _Pending:
 
 
 @dataclass
-class _Pace:
-    """What the timed steps since the last record did."""
+class _Timings:
+    """The timed steps since the last record."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -101,8 +101,8 @@ class _Pace:
 class Report:
     """Metrics fetched one step late, so that the device never waits for the host.
 
-    Speeds are means over the timed steps since the last record: of steps that differ, such as those
-    that tell the target's loss, a record would otherwise only ever see one kind.
+    Speeds are means over the timed steps since the last record, because steps differ: log steps
+    that report the target's loss take longer.
 
     Args:
       stage: its name.
@@ -123,7 +123,7 @@ class Report:
         self._stage, self._every, self._metrics, self._clock = stage, every, metrics, clock
         self._diverged = diverged
         self._pending: _Pending | None = None
-        self._pace = _Pace()
+        self._timings = _Timings()
 
     def add(
         self,
@@ -140,7 +140,7 @@ class Report:
         Args:
           step: its number.
           values: its metrics.
-          real_tokens: its tokens that are no padding.
+          real_tokens: its tokens without the padding.
           peak: tokens a second at which it would fully use the devices, if it is known.
           timed: whether its time is that of training; otherwise it has no speed.
           always: whether it is written even if it is not its turn.
@@ -158,7 +158,7 @@ class Report:
         """Wait for the pending step, check it, and write its metrics if it is its turn.
 
         Raises:
-          FloatingPointError: if loss or gradient are not finite; the record says so, too.
+          FloatingPointError: if loss or gradient are not finite, after they are recorded.
         """
         if self._pending is None:
             return
@@ -168,10 +168,10 @@ class Report:
         self._metrics.advance()
         wrong = not_finite({name: values[name] for name in ("loss", "grad_norm") if name in values})
         if pending.timed:
-            self._pace.add(pending, seconds)
+            self._timings.add(pending, seconds)
         if wrong or pending.always or pending.step % self._every == 0:
-            more = {**self._pace.metrics(), **_memory(), "elapsed": self._clock.elapsed}
-            self._pace = _Pace()
+            more = {**self._timings.metrics(), **_memory(), "elapsed": self._clock.elapsed}
+            self._timings = _Timings()
             self._metrics.write(self._stage, pending.step, {**values, **more})
         if wrong:
             raise self._diverged(pending.step, wrong)
@@ -184,17 +184,17 @@ def not_finite(values: Mapping[str, float]) -> str:
 
 
 def _memory() -> dict[str, float]:
-    """Most bytes that were in use on any of this process's devices, where they tell."""
+    """Most bytes that were in use on any of this process's devices, where they report it."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return {"peak_bytes": max(peaks)} if peaks else {}
 
 
 def check_window(run: RunConfig, per_epoch: Sequence[int]) -> None:
-    """Refuse a trace that none of the draft's stages would get to.
+    """Refuse a trace that none of the draft's stages would reach.
 
     Args:
-      run: what says where the trace begins.
+      run: with the step at which the trace begins.
       per_epoch: steps that a pass over the data of each of its stages takes.
 
     Raises:
@@ -207,7 +207,7 @@ def check_window(run: RunConfig, per_epoch: Sequence[int]) -> None:
         named = zip(run.stages, limits, strict=True)
         ends = ", ".join(f"{stage.name} ends after {limit}" for stage, limit in named)
         raise ValueError(
-            f"no stage gets to --config.profile_at={run.profile_at}, counted in the steps of each: "
+            f"no stage reaches --config.profile_at={run.profile_at}, counted in the steps of each: "
             f"{ends}; choose an earlier step"
         )
 
@@ -215,8 +215,8 @@ def check_window(run: RunConfig, per_epoch: Sequence[int]) -> None:
 class Trace:
     """The trace of a stage, which process 0 writes of its own devices.
 
-    What goes wrong with it is told, and the training goes on without it. Traced steps are not
-    timed, as writing the trace takes part of their time.
+    If it fails, that is printed and the training continues without it. Traced steps are not timed,
+    because writing the trace takes part of their time.
 
     Args:
       folder: where it is written.
@@ -228,13 +228,13 @@ class Trace:
         self._folder, self._report = folder, report
         self._steps = steps if jax.process_index() == 0 else range(0)
         self.running = False
-        """Whether the step at hand is part of it."""
+        """Whether the present step is traced."""
 
     def before(self, step: int) -> None:
         """Begin with the first of the steps, when the step before it has ended."""
         if self._steps and step == self._steps[0]:
             self._report.flush()
-            with self._steadily():
+            with self._guarded():
                 jax.profiler.start_trace(self._folder)
                 self.running = True
             self._report.skip()
@@ -250,12 +250,12 @@ class Trace:
         """Write what there is of it."""
         if self.running:
             self.running = False
-            with self._steadily():
+            with self._guarded():
                 jax.profiler.stop_trace()
                 print(f"a trace is in {self._folder}", file=sys.stderr, flush=True)
 
     @contextmanager
-    def _steadily(self) -> Iterator[None]:
+    def _guarded(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # A profiler that is not there, a folder that is full.

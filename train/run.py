@@ -86,7 +86,7 @@ def _run(arguments: "Arguments", given: Sequence[str]) -> int:
 
 
 def _report(error: Exception) -> int:
-    """Print what ended the training, with a traceback if nobody foresaw it; the exit status."""
+    """Print what ended the training, with a traceback if it is unexpected; the exit status."""
     return cli.fail(error, shows_traceback=not isinstance(error, SENTENCES))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from train.answering import Asking, Conversation, seed_of
+from train.answering import Conversation, Questions, seed_of
 from train.data.documents import Turn
 
 USER, SYSTEM = Turn("why", "user"), Turn("be brief", "system")
@@ -21,7 +21,7 @@ KEPT: list[tuple[dict[str, Any], list[Turn]]] = [
 
 @pytest.mark.parametrize(("row", "kept"), KEPT)
 def test_what_an_assistant_said_is_left_out(row: dict[str, Any], kept: list[Turn]) -> None:
-    assert Asking(prefix_tokens=1)(row) == kept
+    assert Questions(prefix_tokens=1)(row) == kept
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_what_an_assistant_said_is_left_out(row: dict[str, Any], kept: list[Turn
 )
 def test_rows_that_ask_nothing_are_refused(row: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        Asking()(row)
+        Questions()(row)
 
 
 def test_answers_stand_between_questions_and_nothing_behind_the_last() -> None:
@@ -56,7 +56,7 @@ def test_an_answer_that_was_cut_off_is_the_last() -> None:
     talk = Conversation(0, deque([USER, USER]))
     talk.ask()
     talk.answer("because", complete=False)
-    assert not talk.ask() and len(talk.said) == 2 and not talk.record()["complete"]
+    assert not talk.ask() and len(talk.turns) == 2 and not talk.record()["complete"]
 
 
 def test_every_answer_has_a_seed_of_its_own() -> None:

@@ -17,7 +17,7 @@ from train.arguments import from_config
 from train.card import portable_command, write_card
 from train.config import LogConfig, RunConfig
 from train.drafts.longspec.acceptance import implied_length
-from train.metrics import Metrics, Record, Steady, open_writers, read_records
+from train.metrics import Guarded, Metrics, Record, open_writers, read_records
 
 
 def written(tmp_path: Path) -> Path:
@@ -258,7 +258,7 @@ def test_what_fails_is_told_once_and_the_file_has_everything(
         raise PermissionError("not logged in")
 
     broken, last = Failing(1), Failing(9)
-    steady = [Steady(n, m) for n, m in
+    steady = [Guarded(n, m) for n, m in
               (("A", unable), ("B", lambda: broken), ("C", lambda: last))]  # fmt: skip
     log = Metrics(tmp_path / "metrics.jsonl", steady)
     for step in range(4):

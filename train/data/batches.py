@@ -166,7 +166,7 @@ class Batches:
         return self.counted(step, share)[0]
 
     def counted(self, step: int, share: slice = slice(None)) -> tuple[Batch, int]:
-        """The batch of a step, and how many of its tokens are no padding."""
+        """The batch of a step, and how many of its tokens are not padding."""
         chosen, length = self.plan(step)
         order = chosen.reshape(self.accumulation, -1)[:, share]
         rows = _readers().map(self.rows.__getitem__, order.ravel().tolist())
@@ -189,7 +189,7 @@ class Prefetched(Iterator[Batch]):
     """Batches that a thread makes ahead, and what is known of the one taken last."""
 
     real_tokens = 0
-    """Tokens of the batch taken last that are no padding, masked ones among them. Of several
+    """Tokens of the batch taken last that are not padding, masked ones among them. Of several
     processes each knows its own rows, and takes the others to be like them."""
 
     def __init__(self, ahead: Generator[tuple[Batch, int], None, None]):
@@ -247,7 +247,7 @@ def _ahead(
 
 
 def to_devices(batches: Batches, step: int, sharding: NamedSharding) -> tuple[Batch, int]:
-    """A step's batch, and its tokens that are no padding.
+    """A step's batch, and its tokens that are not padding.
 
     Every process makes the columns of its own devices only, and counts as if all were like them.
     """

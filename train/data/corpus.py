@@ -291,11 +291,11 @@ def _unlike(held_lines: set[str], documents: Iterable[Document]) -> Iterator[Doc
             yield document
 
 
-def _upto(room: int, documents: Iterable[Document]) -> list[Document]:
+def _upto(most: int, documents: Iterable[Document]) -> list[Document]:
     kept, size = [], 0
     for document in documents:
         size += len(document.text)
-        if size > room:
+        if size > most:
             break
         kept.append(document)
     return kept

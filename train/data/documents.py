@@ -1,7 +1,7 @@
 """From a row of data to a document: the table of row formats, and what becomes of bad rows.
 
 A row is recognised by its fields and becomes a list of :class:`Turn`; plain text is one turn
-without a role. Another data set is one more line of the table. A row that means nothing is refused,
+without a role. Another data set is one more line of the table. A row without a document is refused,
 or skipped and counted within a budget.
 """
 
@@ -58,7 +58,7 @@ def _text(value: Any, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} holds half a surrogate pair, which is no text") from error
+        raise ValueError(f"{name} holds half a surrogate pair, which cannot be encoded") from error
     return value
 
 
@@ -72,8 +72,8 @@ def _article(row: Fields) -> list[Turn]:
         raise ValueError(f"{len(articles)} articles and {len(abstracts)} abstracts do not pair up")
     turns = [SYSTEM]
     for article, abstract in zip(articles, abstracts, strict=True):
-        asked = f"Please summarize the following article: {_text(article, 'article')}"
-        turns += [Turn(asked, "user"), Turn(_text(abstract, "abstract"), "assistant")]
+        question = f"Please summarize the following article: {_text(article, 'article')}"
+        turns += [Turn(question, "user"), Turn(_text(abstract, "abstract"), "assistant")]
     return turns
 
 
@@ -89,13 +89,13 @@ def _turn(turn: Any, field: str) -> Turn:
             f"{field} holds a {type(turn).__name__} where a turn belongs, such as "
             '{"role": "user", "content": "..."} or {"from": "human", "value": "..."}'
         )
-    key, said = ("from", "value") if turn.get("from") is not None else ("role", "content")
+    key, content = ("from", "value") if turn.get("from") is not None else ("role", "content")
     speaker = turn.get(key)
     if not isinstance(speaker, str) or speaker not in SPEAKERS[key]:
         raise ValueError(
             f"a turn of {field} has {key} {speaker!r}; {key}s are {', '.join(SPEAKERS[key])}"
         )
-    return Turn(_text(turn.get(said), f"{field}'s {said}"), SPEAKERS[key][speaker])
+    return Turn(_text(turn.get(content), f"{field}'s {content}"), SPEAKERS[key][speaker])
 
 
 def _list(value: Any, field: str) -> list[Any]:
@@ -137,7 +137,7 @@ FORMATS: dict[frozenset[str], Format] = {
     frozenset({"conversations"}): _conversation("conversations"),
     **{frozenset({field}): _plain(field) for field in PLAIN},
 }
-"""Row formats by the fields that identify them, the more telling first."""
+"""Row formats by the fields that identify them, the more specific first."""
 FIELDS = frozenset[str]().union(*FORMATS)
 """All fields that any format knows."""
 
@@ -155,14 +155,14 @@ ASKING: dict[frozenset[str], Format] = {
     frozenset({"prompt"}): _questions,
     **{fields: read for fields, read in FORMATS.items() if fields <= {*PLAIN}},
 }
-"""Formats of rows whose questions are to be answered: an answer may be missing."""
+"""Formats of rows whose questions are to be answered; their answers may be missing."""
 
 
 def to_turns(row: Fields, formats: Mapping[frozenset[str], Format] = FORMATS) -> list[Turn]:
     """The turns of a row, by the first format all of whose fields it fills.
 
     Raises:
-      ValueError: if there is none, or a field holds something else than it says.
+      ValueError: if there is none, or a field holds a value of another type.
     """
     present = {name for name, value in row.items() if value is not None}
     for fields, read in formats.items():

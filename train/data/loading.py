@@ -1,10 +1,10 @@
-"""Documents from files or the Hugging Face hub, at hand one by one and never held whole.
+"""Documents from files or the Hugging Face hub, read one by one and never held whole.
 
-Files of several kinds and rows of several formats may be mixed. All rows are looked at once, when
+Files of several kinds and rows of several formats may be mixed. All rows are checked once, when
 they are loaded: what cannot be used is refused, or skipped within a budget, with the file, the line
 and what was expected. JSON lines are read in place, because lines are not columns of a table and
 rows of different shapes may be mixed; the ``datasets`` library reads everything else. Files packed
-by gzip or zstd are unpacked once, so that any row is at hand.
+by gzip or zstd are unpacked once, so that any row can be read.
 """
 
 import bisect
@@ -35,7 +35,7 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
 class Fieldsets(Protocol):
-    """Rows as their fields, at hand by number."""
+    """Rows as their fields, by number."""
 
     def __len__(self) -> int: ...  # noqa: D105
 
@@ -82,7 +82,7 @@ def load_documents(
     read: Format = to_turns,
     bad: BadRows | None = None,
 ) -> Documents:
-    """The documents of files or a hub data set, every one of them looked at.
+    """The documents of files or a hub data set, every one of them checked.
 
     Args:
       data: where they are.
@@ -93,13 +93,13 @@ def load_documents(
       ValueError: if nothing is there, it cannot be read, or more rows than may be skipped are bad.
     """
     bad = bad or BadRows(data.max_bad_rows)
-    look = _Look(read, bad)
+    check = _Check(read, bad)
     if data.files:
-        parts = [look.through(_load(_load_file, name, data), name) for name in expand(data.files)]
+        parts = [check.sound(_load(_load_file, name, data), name) for name in expand(data.files)]
         if not parts:
             raise ValueError(f"files={data.files!r} names no file")
     else:
-        parts = [look.through(_load(_load_hub, data.hub, data), data.hub)]
+        parts = [check.sound(_load(_load_hub, data.hub, data), data.hub)]
     return Documents(tuple(parts), bad.summary(), read)
 
 
@@ -213,14 +213,14 @@ def _without_blanks(rows: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Look:
-    """How rows are looked at."""
+class _Check:
+    """How rows are checked."""
 
     read: Format
     bad: BadRows
 
-    def through(self, loaded: Any, name: str) -> Fieldsets:
-        """The rows that are documents, all of which are looked at."""
+    def sound(self, loaded: Any, name: str) -> Fieldsets:
+        """The rows that are documents, all of which are checked."""
         before = self.bad.count
         if isinstance(loaded, Path):
             rows = read_json_lines(loaded, name, self.bad, self.read)

@@ -51,7 +51,7 @@ class Spans:
     """Of every span's tokens, float32."""
 
     def between(self, start: int, stop: int) -> np.ndarray:
-        """The weights of the tokens from one place to another."""
+        """The weights of the tokens from one index to another."""
         first, last = np.searchsorted(self.ends, (start, stop - 1), "right")
         ends = np.clip(self.ends[first : last + 1], start, stop)
         return np.repeat(self.weights[first : last + 1], np.diff(ends, prepend=start))
@@ -161,7 +161,7 @@ class Encoded(Protocol):
 
 @dataclass(frozen=True)
 class Encoding:
-    """Documents that become tokens when they are asked for."""
+    """Documents that become tokens when they are read."""
 
     documents: Documents
     tokenizer: Any
@@ -208,8 +208,8 @@ class DocumentRows:
         if not isinstance(self.documents, EncodedDocuments):
             return np.asarray([self[index].length for index in range(len(self))])
         lengths = self.documents.lengths()
-        room = self.data.answer_room if self.data.mask_prompts else 0
-        for index in np.flatnonzero(lengths > self.seq_len - room).tolist() if room else ():
+        answer = self.data.answer_room if self.data.mask_prompts else 0
+        for index in np.flatnonzero(lengths > self.seq_len - answer).tolist() if answer else ():
             lengths[index] = cut_turns(self.documents[index], self.data, self.seq_len).length
         return np.minimum(lengths, self.seq_len)
 

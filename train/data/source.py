@@ -112,7 +112,7 @@ class Source:
 
     @cached_property
     def encoded_folder(self) -> Path:
-        """Where the tokens of these data are kept, or will be: its name says what they are of."""
+        """Where the tokens of these data are kept, or will be; its name is their digest."""
         data = self.config.data
         options = (data.split, data.turn, data.pack, data.max_bad_rows, FORM)
         digests = {"data": self._data_digest, "tokenizer": self._tokenizer_digest}
@@ -141,7 +141,7 @@ class Source:
         tokenizer = load_tokenizer(made) if made.is_dir() else self._tokenizer
         if tokenizer.bos_token_id is None:
             raise ValueError(
-                f"--config.data.begin_rows asks for rows that begin with the first token of "
+                f"--config.data.begin_rows begins rows with the first token of "
                 f"{self.target}'s tokenizer, which has none; set it to False"
             )
         return tokenizer.bos_token_id
@@ -162,9 +162,9 @@ class Source:
 
     @cached_property
     def _documents(self) -> Encoding | EncodedDocuments:
-        """The documents of files or hub, all of them looked at, as tokens."""
+        """The documents of files or hub, all of them checked, as tokens."""
         data = self.config.data
-        # A stream has no rows by number, and nobody knows their lengths before there are tokens.
+        # A stream has no rows by number, and buckets need the lengths of all rows.
         if data.pack or data.stream or data.buckets > 1:
             by_first("tokens", lambda: self.prepare(workers=1))
         if self.encoded_folder.is_dir():
@@ -193,7 +193,7 @@ class Source:
 
 
 def _spread(rows: Rows, count: int) -> np.ndarray:
-    """Indices of a few rows, evenly spread, so that all kinds of documents have a say."""
+    """Indices of a few rows, evenly spread, so that all kinds of documents are measured."""
     if len(rows) < count:
         raise ValueError(
             f"measuring acceptance needs {count} rows of {rows.seq_len} tokens, the data give "

@@ -1,7 +1,7 @@
 """A hub data set as a stream: read once, in its order, in constant memory, nothing of it kept.
 
-Training needs every row looked at before its first step, at hand by number afterwards, and at the
-same number when it is resumed. A stream has none of this, and a shuffle of a few thousand rows at a
+Training checks every row before its first step, reads rows by number afterwards, and by the same
+numbers when it is resumed. A stream has none of this, and a shuffle of a few thousand rows at a
 time where the others have one of all. The stream therefore ends in the tokens on disk that
 :mod:`.tokens` writes, two or four bytes a token; from there on nothing differs. One that is
 interrupted is read anew.
@@ -52,11 +52,11 @@ class Stream:
 def stream_revision(data: DataConfig, workdir: Path) -> str:
     """The commit of the hub data set that a run reads: the newest when it began.
 
-    It is kept in the working folder, so that a run that goes on, and one that finds tokens made
+    It is kept in the working folder, so that a resumed run, and one that finds tokens made
     before, needs no network and never meets other data. Of a folder on this machine it is a digest.
 
     Raises:
-      ValueError: if the hub cannot be asked.
+      ValueError: if the hub does not answer.
     """
     folder = Path(data.hub).expanduser()
     if folder.is_dir():
@@ -85,7 +85,7 @@ def _newest(name: str) -> str:
     except Exception as error:  # Networks fail in many ways.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"the hub cannot be asked for {name} ({reason}); check the name and the network, or "
+            f"the hub does not answer for {name} ({reason}); check the name and the network, or "
             "prepare the tokens where there is one and copy the working folder"
         ) from error
     if found is None:

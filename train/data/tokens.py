@@ -1,7 +1,7 @@
 """Documents as tokens: the tokenizer, token files, and documents encoded once by many processes.
 
 Turns stand one after another in one file of tokens; beside it stand where they end and who speaks.
-Which of them are learned is not kept: masks are laid over the same tokens as the options say.
+Which of them are learned is not kept: the options mask the same tokens in different ways.
 Several processes give the order and the result of one: a worker looks up, parses and tokenises
 documents by itself, only their numbers go to it and only tokens come back. Documents of a stream,
 which has no numbers, are sent to it.
@@ -190,7 +190,7 @@ def write_encoded(
       folder: does not exist yet.
       documents: their tokens.
       vocab_size: no token is as large.
-      skipped: says, once all are written, what was left out.
+      skipped: describes, once all are written, what was left out.
     """
     turn_ends, speakers, ends = array("q"), array("B"), array("q")
 

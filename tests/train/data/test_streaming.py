@@ -158,7 +158,7 @@ def test_a_run_stays_with_the_revision_it_began_with(
     digests = {stream_digest(of(f"o/n/{file}.jsonl"), tmp_path) for file in "abc"}
     assert len(digests) == 3  # Two files of one revision are different data.
     newest.clear()
-    with pytest.raises(ValueError, match="cannot be asked for o/m .no network.; check the name"):
+    with pytest.raises(ValueError, match="does not answer for o/m .no network.; check the name"):
         stream_revision(of("o/m"), tmp_path)
 
 
