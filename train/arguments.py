@@ -40,7 +40,7 @@ configurations of the project: {names}
 options:
 {options}
 """
-FLAGS = (
+FLAGS: tuple[tuple[Any, str, Any, str], ...] = (
     (
         flags.DEFINE_string,
         "workdir",
