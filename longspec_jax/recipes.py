@@ -81,7 +81,6 @@ def base_config() -> "ConfigDict":
                 answer_room=1024,
                 turn=LLAMA_TURN,
                 max_bad_rows=0,
-                synthetic_rows=0,
                 begin_rows=False,
                 buckets=1,
                 stream=False,

@@ -97,7 +97,7 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where rows come from: files or hub, a corpus, or synthetic rows."""
+    """Where rows come from: files, the hub, or a corpus."""
 
     files: str
     """Comma-separated paths or patterns of json, jsonl, text or parquet files; instead of
@@ -118,8 +118,6 @@ class DataConfig:
     max_bad_rows: ZeroOrMore
     """Rows of files or hub that may be skipped because they hold no document; 0 refuses the first
     one."""
-    synthetic_rows: ZeroOrMore
-    """How many random rows to train on, for trying a set-up without data; 0 for none."""
     begin_rows: bool = False
     """Begin every packed row with the tokenizer's first token, as prompts begin. Otherwise a row
     begins wherever the one before it was cut, and the model seldom sees that token at position
@@ -148,7 +146,6 @@ class DataConfig:
             answer_room=0,
             turn="",
             max_bad_rows=0,
-            synthetic_rows=0,
         )
 
     @property
@@ -157,7 +154,6 @@ class DataConfig:
         given = {
             "files": self.files,
             "hub": "" if self.files else self.hub,
-            "synthetic_rows": self.synthetic_rows,
             "corpus": self.corpus,
         }
         return tuple(name for name, value in given.items() if value)
@@ -178,7 +174,7 @@ class DataConfig:
                 "--config.data.stream reads hub data: set --config.data.hub=NAME and no other "
                 "source, or stream to False"
             )
-        if self.buckets > 1 and (self.pack or self.corpus or self.synthetic_rows):
+        if self.buckets > 1 and (self.pack or self.corpus):
             raise ValueError(
                 f"--config.data.buckets={self.buckets} is for rows of one document each, and these "
                 "are full; set it to 1, or pack to False"

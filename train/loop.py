@@ -24,7 +24,7 @@ from longspec_jax import cli
 from longspec_jax.ops.partitioned import use_mesh
 
 from .checkpoint import Checkpoints
-from .config import OptimizerConfig, RunConfig, StageConfig
+from .config import RunConfig, StageConfig
 from .data.batches import Batches, prefetch
 from .fingerprint import Fingerprint, check_same_run
 from .metrics import Metrics
@@ -97,7 +97,6 @@ def run_stage(
       FloatingPointError: if loss, gradient, parameters or a measurement are not finite.
       ValueError: if the checkpoint is of another run, or none is intact.
     """
-    _check_clock(stage.config)
     clock, step, name = Clock(), 0, stage.config.name
     saved = checkpoints.find()
     if saved is not None:
@@ -117,7 +116,12 @@ def run_stage(
         clock.skip()
         compiled = set()
         while not (stopped := stop(step)) and (progress := stage.progress(step, clock.elapsed)) < 1:
-            rate = _rate(stage.config, run.optimizer, progress)
+            rate = learning_rate(
+                progress,
+                stage.config.learning_rate,
+                warmup=run.optimizer.warmup,
+                floor=run.optimizer.floor,
+            )
             take, logs = stage.program(step, run)
             trace.before(step)
             started = time.monotonic()
@@ -242,17 +246,3 @@ def stop_signals() -> Iterator[Callable[[int], int]]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-
-
-def _rate(stage: StageConfig, optimizer: OptimizerConfig, progress: float) -> float:
-    return learning_rate(
-        progress, stage.learning_rate, warmup=optimizer.warmup, floor=optimizer.floor
-    )
-
-
-def _check_clock(stage: StageConfig) -> None:
-    if stage.max_seconds and jax.process_count() > 1:
-        raise ValueError(
-            f"stage {stage.name}: max_seconds={stage.max_seconds} would end each process by its "
-            "own clock; with several processes limit the stage by steps or epochs"
-        )

@@ -96,6 +96,7 @@ def train(config: RunConfig, workdir: Path, command: str = "") -> None:
       Interrupted: after a signal, with the state saved.
     """
     check_workdir(workdir)
+    _check_clocks(config)
     mesh = make_mesh(*config.mesh.resolve(len(jax.devices())))
     workdir.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(workdir / "metrics.jsonl", open_writers(config, workdir))
@@ -128,6 +129,17 @@ def check_workdir(workdir: Path) -> None:
             raise ValueError(
                 f"{path} was not written by a training run and would be replaced; choose another "
                 "--workdir"
+            )
+
+
+def _check_clocks(config: RunConfig) -> None:
+    """Refuse stages that each of several processes would end by its own clock."""
+    pretraining = config.pretraining.stages if config.pretraining else ()
+    for stage in (*pretraining, *config.stages):
+        if stage.max_seconds and jax.process_count() > 1:
+            raise ValueError(
+                f"stage {stage.name}: max_seconds={stage.max_seconds} would end each process by "
+                "its own clock; with several processes limit the stage by steps or epochs"
             )
 
 

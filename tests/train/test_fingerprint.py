@@ -69,12 +69,6 @@ def test_options_and_the_tokenizer_count(target: Path, tmp_path: Path) -> None:
     assert of(other, files) not in seen
 
 
-def test_chance_needs_no_files(target: Path) -> None:
-    chance = {"files": "", "hub": "", "synthetic_rows": 9}
-    assert of(Path("absent"), **chance) == of(target, **chance)
-    assert of(target, **{**chance, "synthetic_rows": 8}) != of(target, **chance)
-
-
 def test_every_byte_of_a_small_file_counts_and_the_ends_of_a_large_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

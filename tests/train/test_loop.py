@@ -17,11 +17,12 @@ import pytest
 
 from configs import demo
 from longspec_jax.sharding import make_mesh
+from tests.train.tiny import SyntheticRows
 from train.arguments import from_config
 from train.checkpoint import Checkpoints
 from train.config import RunConfig, StageConfig
 from train.data.batches import Batches
-from train.data.rows import Row, SyntheticRows
+from train.data.rows import Row
 from train.loop import Stage, run_stage, stop_signals
 from train.metrics import Metrics, read_records
 from train.step import Batch, TrainState

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,32 @@ import pytest
 from longspec_jax.weights.hf import save_target
 from tests.kit import tiny_target_config
 from train import run
+from train.data.rows import Row, full_row
 from train.data.tokens import train_tokenizer
 from train.metrics import Metrics
 from train.target import TargetObjective
 
 ROOT = Path(__file__).parents[2]
 WORDS = "the draft proposes a tree of tokens and the target checks it in one pass".split()
+
+
+@dataclass(frozen=True)
+class SyntheticRows:
+    """Random tokens, full rows."""
+
+    count: int
+    seq_len: int
+    vocab_size: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Row:
+        tokens = np.random.default_rng(index).integers(0, self.vocab_size, self.seq_len)
+        return full_row(tokens.astype(np.int32))
+
+    def lengths(self) -> np.ndarray:
+        return np.full(len(self), self.seq_len)
 
 
 def save_tiny_target(folder: Path, **shape: Any) -> Path:

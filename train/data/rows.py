@@ -1,4 +1,4 @@
-"""Sources of training rows: documents, packed tokens, random tokens.
+"""Sources of training rows: documents, and packed tokens.
 
 A row source is anything with a length and ``[i]`` that gives a :class:`Row`. A document becomes one
 row, truncated and padded; packed, documents follow each other and rows are cut from the whole.
@@ -92,28 +92,6 @@ class PackedRows:
     def _cut(self) -> int:
         """Tokens of a row that the run gives."""
         return self.seq_len - (self.begin is not None)
-
-    def lengths(self) -> np.ndarray:
-        """Tokens of every row; none is padding."""
-        return np.full(len(self), self.seq_len)
-
-
-@dataclass(frozen=True)
-class SyntheticRows:
-    """Random tokens, for trying a set-up without data."""
-
-    count: int
-    seq_len: int
-    vocab_size: int
-
-    def __len__(self) -> int:
-        """Rows there are."""
-        return self.count
-
-    def __getitem__(self, index: int) -> Row:
-        """The row at an index."""
-        tokens = np.random.default_rng(index).integers(0, self.vocab_size, self.seq_len)
-        return full_row(tokens.astype(np.int32))
 
     def lengths(self) -> np.ndarray:
         """Tokens of every row; none is padding."""

@@ -24,7 +24,7 @@ from ..step import ROWS, Batch
 from .corpus import tokens_file
 from .documents import BadRows
 from .loading import data_digest, load_documents
-from .rows import DocumentRows, Encoding, PackedRows, Rows, Selection, SyntheticRows, learned_spans
+from .rows import DocumentRows, Encoding, PackedRows, Rows, Selection, learned_spans
 from .streaming import Stream, stream_digest, stream_revision
 from .tokens import (
     FORM,
@@ -85,8 +85,6 @@ class Source:
         # Where data lie is not what they are; and a budget changes no row of a run that begins.
         for name in ("files", "hub", "corpus", "max_bad_rows", "buckets", "stream"):
             del options[name]
-        if data.synthetic_rows:
-            return fingerprint({"options": options, "vocab_size": self.vocab_size})
         if data.corpus is not None:
             digest = files_digest(self._corpus_files)
             return fingerprint({"options": options, "data": digest})
@@ -181,10 +179,8 @@ class Source:
         return BadRows(self.config.data.max_bad_rows, f"--config.{self.section}.max_bad_rows")
 
     def _rows(self, seq_len: int) -> Rows:
-        """All rows of files, hub or chance, cut to a length."""
+        """All rows of files or hub, cut to a length."""
         data = self.config.data
-        if data.synthetic_rows:
-            return SyntheticRows(data.synthetic_rows, seq_len, self.vocab_size)
         pad, documents = self._tokenizer.pad_token_id or 0, self._documents
         if data.pack and isinstance(documents, EncodedDocuments):
             spans = learned_spans(documents, data)

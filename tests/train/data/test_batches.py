@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding
 
 from configs.vicuna7b import get_config
 from longspec_jax.sharding import make_mesh
-from tests.train.tiny import ROOT, save_tiny_target, write_documents
+from tests.train.tiny import ROOT, SyntheticRows, save_tiny_target, write_documents
 from train.arguments import from_config
 from train.config import RunConfig, StageConfig
 from train.data.batches import Batches, Plan, bucket_lengths, prefetch
-from train.data.rows import DocumentRows, PackedRows, Row, Selection, Spans, SyntheticRows
+from train.data.rows import DocumentRows, PackedRows, Row, Selection, Spans
 from train.data.source import Source
 from train.data.tokens import read_tokens, write_tokens
 from train.step import ROWS

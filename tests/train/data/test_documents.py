@@ -264,7 +264,7 @@ def test_files_of_several_kinds_follow_each_other(folder: Path) -> None:
     ("name", "content", "sentence"),
     [
         ("a.jsonl", '{"text": "x"}\n{"text": \n', "line 2 of .*a.jsonl: the line is not JSON"),
-        ("a.jsonl", "[1]", "line 1 of .*a.jsonl: the line is a list"),
+        ("a.jsonl", "[1]", "line 1 of .*a.jsonl: the line must be one JSON object"),
         ("a.jsonl", '{"body": "x"}', "line 1 of .*known formats"),
         ("a.jsonl", "", "a.jsonl holds no documents"),
         ("a.txt", " \n\n \n", "a.txt holds no documents"),
