@@ -1,4 +1,4 @@
-"""How fast the LongSpec draft is trained: ``python -m train.bench --shape vicuna7b --mesh fsdp=2``.
+"""How fast a draft is trained: ``python -m train.bench --shape vicuna7b --mesh fsdp=2``.
 
 Whole optimiser steps of the draft objective on random weights and tokens of real shapes, no data
 loading, no checkpoints; the target's own loss, which a run reports at few steps, only with
@@ -24,26 +24,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from longspec_jax import cli, files
-from longspec_jax.checks import Real, Whole
+from longspec_jax.checks import Whole
 from longspec_jax.config import TARGETS, TINY, TargetConfig
-from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.models.target import Target
 from longspec_jax.provenance import provenance
+from longspec_jax.recipes import base_config, stage
 from longspec_jax.sharding import make_mesh, param_shardings
 
-from .config import OptimizerConfig
-from .drafts.longspec.objective import LongSpecObjective
-from .drafts.longspec.settings import LongSpecSettings
+from .arguments import from_config
+from .config import RunConfig
+from .drafts.kinds import trainer_class
 from .losses import tokens_at_once
 from .step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings
 from .target import mlp_tokens_at_once
 
-SETTINGS = LongSpecSettings(
-    kind="longspec", init="", window=512, anchor_offset=True, max_sinks=4, max_shift=4
-)
-OPTIMIZER = OptimizerConfig(
-    b1=0.9, b2=0.95, eps=1e-6, clip=1.0, weight_decay=0.1, decay_all=False, warmup=0.1, floor=1e-4
-)
 SHAPES = {"tiny": TINY, **{name: known.config for name, known in TARGETS.items()}}
 
 
@@ -104,8 +98,6 @@ def _parser() -> cli.Parser:
     add("--accumulation", type=cli.COUNT, default=4, help="micro-batches of a step")
     add("--steps", type=cli.COUNT, default=4, help="timed steps, after one that is not")
     add("--target_loss", action="store_true", help="report the target's own loss in every step")
-    share = cli.number(Real(0, 1, "a number from 0 to 1"))
-    add("--distillation", type=share, default=0.0, help="its share of the loss")
     add("--json", type=cli.result_file, help="write header and rows to this file")
     return parser
 
@@ -118,19 +110,14 @@ def measure(
     config = dataclasses.replace(
         SHAPES[shape], max_positions=max(SHAPES[shape].max_positions, length)
     )
-    draft = DraftConfig.for_target(config, window=SETTINGS.window)
-    offset = max(0, min(15_000, config.max_positions - length)) if length <= 1024 else 0
     rows = max(1, arguments.tokens // length)
-    objective = LongSpecObjective(
-        config,
-        draft,
-        dataclasses.replace(SETTINGS, distillation=arguments.distillation),
-        offset,
-        tokens_at_once(config.vocab_size),
-        mlp_tokens_at_once(rows * length),
-        arguments.target_loss,
-    )
-    optimizer = make_optimizer(OPTIMIZER)
+    loss_chunk = tokens_at_once(config.vocab_size)
+    mlp_chunk = mlp_tokens_at_once(rows * length)
+    run = _run_config(config, length)
+    trainer, _ = trainer_class(run.draft).begin(run.draft, config, dtype=config.dtype, mesh=mesh)
+    quiet, reporting = trainer.objectives(run.stages[0], loss_chunk, mlp_chunk)
+    objective = reporting or quiet if arguments.target_loss else quiet
+    optimizer = make_optimizer(run.optimizer)
     shardings = state_shardings(mesh, objective, optimizer)
     state = initial_state(objective, optimizer, shardings, seed=0)
     frozen = random_target(config, mesh)
@@ -158,10 +145,9 @@ def measure(
         "layout": cli.mesh_text(axes) or "one",
         "rows": rows,
         "accumulation": arguments.accumulation,
-        "loss_chunk": objective.loss_chunk,
-        "mlp_chunk": objective.mlp_chunk,
-        "target_loss": objective.target_loss,
-        "distillation": arguments.distillation,
+        "loss_chunk": loss_chunk,
+        "mlp_chunk": mlp_chunk,
+        "target_loss": arguments.target_loss,
         "tokens_per_second": _rounded(tokens / seconds),
         "step_ms": _rounded(1e3 * seconds),
         "flops_per_s": objective.flops_per_token(length) * tokens / seconds / mesh.size,
@@ -169,6 +155,18 @@ def measure(
         "step_bytes": memory.temp_size_in_bytes,
         "loss": _rounded(float(values["loss"])),
     }
+
+
+def _run_config(target: TargetConfig, length: int) -> RunConfig:
+    """The paper's settings, short rows at the positions of long ones."""
+    offset = max(0, min(15_000, target.max_positions - length)) if length <= 1024 else 0
+    values = base_config()
+    values.update(
+        target="random",
+        data=dict(files="random"),
+        stages=dict(bench=stage(length, 1, 1e-4, max_offset=offset)),
+    )
+    return from_config(values.to_dict())
 
 
 def random_target(config: TargetConfig, mesh: Mesh) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from longspec_jax import files
 
 from .config import RunConfig
-from .processes import is_first
+from .processes import is_first, reason_of
 
 Record = dict[str, Any]
 
@@ -218,7 +218,7 @@ class Guarded:
             yield
         except Exception as error:  # Whatever it is, the training is worth more.
             self._writer = None
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = reason_of(error)
             print(
                 f"{self._name} gets no metrics from here on ({reason}); metrics.jsonl does",
                 file=sys.stderr,

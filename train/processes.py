@@ -49,11 +49,16 @@ def join(coordinator: str, processes: int, process: int) -> None:
         else:
             jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = reason_of(error)
         raise ValueError(
             f"the processes could not be joined ({reason}); outside Slurm, Open MPI and Kubernetes "
             "give --coordinator=HOST:PORT --processes=N --process=I"
         ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def is_first() -> bool:
@@ -96,7 +101,7 @@ def ending_together(report: Callable[[Exception], int]) -> Iterator[None]:
         finished.set()
         watch.join()  # If another one failed before, this is where it ends.
         status = report(error)
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = reason_of(error)
         _leave(status, {FAILED: json.dumps({"status": status, "reason": reason})})
     finally:
         finished.set()

@@ -85,7 +85,7 @@ def _add_model(result: argparse.ArgumentParser) -> None:
         "--dtype",
         default="auto",
         choices=["auto", "bfloat16", "float16", "float32"],
-        help="of the weights; auto takes the target's own, or float32 on a CPU",
+        help="of weights and activations; auto takes what suits this device",
     )
     result.add_argument(
         "--mesh", type=cli.mesh, metavar="AXIS=N,...", help=f"devices: {cli.MESH_GRAMMAR}"

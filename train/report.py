@@ -17,6 +17,7 @@ import jax
 
 from .config import RunConfig
 from .metrics import Metrics
+from .processes import reason_of
 
 _DENSE_PEAKS = {"H100": 990e12, "H200": 990e12, "A100": 312e12}
 """Operations a second in 16 bits, without sparsity, as the vendor states them."""
@@ -259,7 +260,7 @@ class Trace:
         try:
             yield
         except Exception as error:  # A profiler that is not there, a folder that is full.
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = reason_of(error)
             print(f"no trace is written ({reason})", file=sys.stderr, flush=True)
 
 

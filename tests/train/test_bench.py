@@ -31,11 +31,11 @@ def test_steps_are_timed_on_one_device_and_on_a_mesh(tmp_path: Path, capsys: Any
 
 def test_a_row_says_how_its_step_was_made(tmp_path: Path) -> None:
     file = tmp_path / "training.json"
-    given = ["--target_loss", "--distillation=0.5", f"--json={file}"]
+    given = ["--target_loss", f"--json={file}"]
     assert bench.main([*OPTIONS, *given]) == 0
     [row] = json.loads(file.read_text())["rows"]
-    names = ("mlp_chunk", "loss_chunk", "target_loss", "distillation")
-    assert [row[name] for name in names] == [0, 2**28 // 512, True, 0.5]
+    names = ("mlp_chunk", "loss_chunk", "target_loss")
+    assert [row[name] for name in names] == [0, 2**28 // 512, True]
 
 
 def test_the_needed_operations_are_shared_out() -> None:
@@ -51,7 +51,6 @@ def test_the_needed_operations_are_shared_out() -> None:
     [
         (["--shape=foo"], "unknown 'foo'; choose from"),
         (["--length=0"], "0 must be a whole number"),
-        (["--distillation=2"], "2 must be a number from 0 to 1"),
         (["--json=/nope/x"], "/nope/x: its folder does not exist"),
         (["--mesh=dp=2"], "sizes of the axes data, fsdp, tp"),
     ],

@@ -29,6 +29,7 @@ from longspec_jax.checks import shown
 
 from ..config import DataConfig
 from ..fingerprint import content_digest, files_digest
+from ..processes import reason_of
 from .documents import FIELDS, PLAIN, BadRows, Fields, Format, Turn, to_turns
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -130,7 +131,7 @@ def readable(name: str) -> Iterator[None]:
     try:
         yield
     except _unreadable() as error:
-        reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+        reason = reason_of(error.__cause__ or error)
         raise ValueError(
             f"the data of {name} cannot be read ({reason}); files are .jsonl, .json, .parquet or "
             ".txt, packed by gzip or zstd or not, hub data sets owner/name or owner/name/file, "

@@ -17,6 +17,7 @@ from longspec_jax import files
 
 from ..config import DataConfig
 from ..fingerprint import files_digest, fingerprint
+from ..processes import reason_of
 from .documents import BadRows, Fields, Turn, to_turns
 from .loading import CODECS, parse, readable
 
@@ -83,7 +84,7 @@ def _newest(name: str) -> str:
     try:
         found = HfApi().dataset_info(_repository(name)[0]).sha
     except Exception as error:  # Networks fail in many ways.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = reason_of(error)
         raise ValueError(
             f"the hub does not answer for {name} ({reason}); check the name and the network, or "
             "prepare the tokens where there is one and copy the working folder"
