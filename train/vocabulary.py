@@ -20,13 +20,13 @@ from jaxtyping import Int
 
 from longspec_jax import cli
 from longspec_jax.config import TargetConfig
-from longspec_jax.drafters.vocabulary import most_frequent
+from longspec_jax.drafters.longspec.checkpoint import draft_config
+from longspec_jax.drafters.vocabulary import most_frequent, save_draft_vocabulary
 from longspec_jax.extras import missing_packages
 from longspec_jax.files import expanded
 from longspec_jax.weights.checkpoint import holds
-from longspec_jax.weights.draft_vocabulary import save_draft_vocabulary
 from longspec_jax.weights.hf import load_stop_tokens
-from longspec_jax.weights.hf_config import draft_config, target_config
+from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import read_json
 

@@ -13,9 +13,10 @@ import pytest
 
 import configs
 from longspec_jax.config import PRESETS, TARGETS, TargetConfig
+from longspec_jax.drafters.longspec.checkpoint import draft_table
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.sharding import make_mesh
-from longspec_jax.weights.tables import draft_table, target_table
+from longspec_jax.weights.tables import target_table
 from train.arguments import from_config
 from train.config import RunConfig
 from train.drafts.longspec.objective import LongSpecObjective

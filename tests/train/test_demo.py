@@ -9,10 +9,11 @@ import pytest
 
 from configs import demo
 from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.longspec.checkpoint import load_draft
 from longspec_jax.drafters.small_lm.load import load
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer
-from longspec_jax.weights.hf import load_draft, load_target
+from longspec_jax.weights.hf import load_target
 from tests.train.tiny import ROOT, records
 from train import pipeline
 from train.arguments import from_config

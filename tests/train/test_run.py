@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from longspec_jax import cli
-from longspec_jax.weights.hf import load_draft, load_target
+from longspec_jax.drafters.longspec.checkpoint import load_draft
+from longspec_jax.weights.hf import load_target
 from tests.train.tiny import (
     ROOT,
     arguments,

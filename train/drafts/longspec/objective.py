@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.longspec.checkpoint import load_draft, save_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import head_of
 from longspec_jax.ops.partitioned import placed
-from longspec_jax.weights.hf import load_draft, save_draft
 
 from ...config import DraftSettings, StageConfig
 from ...losses import (
