@@ -22,7 +22,7 @@ from longspec_jax.recipes import base_config, code_corpus, miniature, small_llam
 CONTEXT = 16384
 SHORT_STEPS, LONG_STEPS = 120, 50
 LONG_ONLY_STEPS = 110
-"""Of the long stage alone: as many floating-point operations as both stages (``flops_per_token``)."""
+"""Of the long stage alone: as many floating-point operations as both stages."""
 TARGET = "runs/small/target/target"
 CORPUS = "runs/small/corpus"
 

@@ -18,9 +18,9 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
 from longspec_jax.models.target import head_logits
-from longspec_jax.ops.chunks import chunk_length, cut, put, whole_chunks
+from longspec_jax.ops.matmul.few_rows import matmul_precision
 from longspec_jax.ops.partitioned import row_shares
-from longspec_jax.ops.products.skinny import matmul_precision
+from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
 
 
 def next_token_labels(

@@ -15,7 +15,7 @@ from longspec_jax.axes import Array
 from longspec_jax.config import TargetConfig
 from longspec_jax.models.target import Target, head_of
 from longspec_jax.ops.attention.dispatch import causal_attention
-from longspec_jax.ops.partitioned import placed
+from longspec_jax.ops.partitioned import with_sharding
 
 from .losses import cross_entropy_sum, next_token_labels
 from .step import Batch, cast
@@ -58,7 +58,7 @@ class TrainedTarget(Target):
 
     def embed(self, tokens: Array) -> Array:
         """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
-        [embedded] = placed("b t d", _lookup(self.embedding, tokens))
+        [embedded] = with_sharding("b t d", _lookup(self.embedding, tokens))
         return embedded
 
 
@@ -121,7 +121,7 @@ class TargetObjective:
         positions = plain_positions((1, batch.tokens.shape[0]), batch.tokens.shape[1])[0]
         hidden = run_target(self.config, params, batch.tokens, positions).hidden
         labels, weights = next_token_labels(*batch)
-        [head] = placed("v d", head_of(params))
+        [head] = with_sharding("v d", head_of(params))
         loss = cross_entropy_sum(
             hidden, head, labels, weights, chunk=self.loss_chunk, head_gradient=True
         )

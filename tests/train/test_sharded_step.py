@@ -118,7 +118,7 @@ def test_left_to_the_compiler_every_device_computes_all_rows(
 ) -> None:
     """Negative control: what the search above finds without a word on activations."""
     for module in (target_lib, draft_lib, training_target, passes):
-        monkeypatch.setattr(module, "placed", lambda terms, *arrays: arrays)
+        monkeypatch.setattr(module, "with_sharding", lambda terms, *arrays: arrays)
     assert of_all_rows(compiled("draft", fsdp=8).as_text())
 
 

@@ -19,7 +19,7 @@ from longspec_jax.drafters.longspec.checkpoint import load_draft, save_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.models.target import head_of
-from longspec_jax.ops.partitioned import placed
+from longspec_jax.ops.partitioned import with_sharding
 
 from ...config import DraftSettings, StageConfig
 from ...losses import (
@@ -95,7 +95,7 @@ class LongSpecObjective:
         view = run_target(self.target, frozen, batch.tokens, draws.positions, self.mlp_chunk)
         view = jax.lax.stop_gradient(view)
         labels, weights = next_token_labels(*batch)
-        [head] = placed("v d", head_of(frozen))
+        [head] = with_sharding("v d", head_of(frozen))
         hidden = run_draft(
             self.draft, params, frozen, batch.tokens, draws, view, mlp_chunk=self.mlp_chunk
         )

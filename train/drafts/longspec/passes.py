@@ -25,7 +25,7 @@ from longspec_jax.axes import Array
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecLayer
 from longspec_jax.ops.attention.dispatch import causal_attention
-from longspec_jax.ops.partitioned import placed, row_shares
+from longspec_jax.ops.partitioned import row_shares, with_sharding
 
 from ...step import cast
 from ...target import TargetView
@@ -138,7 +138,7 @@ def run_draft(
         layer = jax.checkpoint(layer, policy=_is_costly)
     with jax.named_scope("draft"):
         embedded = jax.lax.stop_gradient(jnp.take(frozen["embedding"], tokens, axis=0))
-        [embedded] = placed("b t d", embedded)
+        [embedded] = with_sharding("b t d", embedded)
         return layer(params, embedded, draws, view.keys, view.values)
 
 
