@@ -24,6 +24,7 @@ SPECS = dict(
     q=P(DATA, None, "tp"),
     slots=P(DATA, "tp"),
     length=P(DATA),
+    start=P(DATA),
     rows=P(DATA, None, "tp"),
     mask=P(DATA),
     path=P(DATA),
@@ -46,6 +47,7 @@ def operands(kv_heads: int = 2, groups: int = 2) -> dict[str, jax.Array]:
         q=normal(2, TOKENS, kv_heads * groups, WIDTH),
         slots=normal(2, kv_heads, SLOTS, WIDTH),
         length=jnp.asarray([61, 17]),
+        start=jnp.asarray([40, 0]),
         rows=normal(2, KEYS, kv_heads, WIDTH),
         mask=jnp.asarray(random.random((2, TOKENS, KEYS)) < 0.5),
         path=jnp.asarray([[0, 4], [2, 3]]),
@@ -75,6 +77,7 @@ def every_op(**x: jax.Array) -> Any:
     return (
         attention(**x),
         prefix(x["q"], Prefix(slots, slots, length)),
+        prefix(x["q"], Prefix(slots, slots, length, x["start"])),
         fresh_pallas.tree_attention(x["q"], Fresh(rows, rows, x["mask"]), interpret=True),
         layer_pallas.split_heads(x["qkv"], x["cos"], x["cos"], interpret=True),
         layer_pallas.residual_norm(x["x"], x["x"][None], x["scale"], eps=1e-5, interpret=True),
@@ -113,7 +116,7 @@ def test_shares_are_computed_where_they_lie() -> None:
     actual = compiled(**arrays)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
     jax.tree.map(close, actual, expected(every_op, 2))
-    q, prefix, _, (_, k, _), (total, _), (cache, *_) = actual
+    q, prefix, _, _, (_, k, _), (total, _), (cache, *_) = actual
     for array in (q, prefix.out, prefix.lse, k):
         where = NamedSharding(mesh, P(DATA, None, "tp"))
         assert array.sharding.is_equivalent_to(where, array.ndim)

@@ -25,14 +25,15 @@ BLOCK = 1024
 def prefix_attention(
     q: Queries, prefix: Prefix, *, scale: float | None = None, dtype: DTypeLike = jnp.float32
 ) -> Partial:
-    """Attend to ``s < length[b]``."""
-    k, v, length = prefix.keys, prefix.values, prefix.length
+    """Attend to ``start[b] <= s < length[b]``."""
+    k, v, length, start = prefix.keys, prefix.values, prefix.length, prefix.start
     batch, tokens, heads, width = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     factor = width**-0.5 if scale is None else scale
     block = min(BLOCK, slots)
     rows = (heads // kv_heads) * tokens
     packed = pack(q, kv_heads)
+    first = jnp.zeros_like(length) if start is None else start
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     def visit(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -41,7 +42,7 @@ def prefix_attention(
         offset = jnp.minimum(index * block, slots - block)
         slot = offset + jnp.arange(block)
         fresh = slot >= index * block
-        seen = fresh & (slot < length[:, None])
+        seen = fresh & (slot >= first[:, None]) & (slot < length[:, None])
         k_block = jax.lax.dynamic_slice_in_dim(k, offset, block, axis=2)
         v_block = jax.lax.dynamic_slice_in_dim(v, offset, block, axis=2)
         # Slots behind the mask may hold anything, NaN included.
@@ -73,7 +74,7 @@ def prefix_attention(
         jnp.zeros((batch, kv_heads, rows, width), jnp.float32),
     )
     last = (jnp.clip(length.max(), 0, slots) + block - 1) // block
-    top, total, out = jax.lax.fori_loop(0, last, visit, state)
+    top, total, out = jax.lax.fori_loop(first.min() // block, last, visit, state)
     empty = total == 0
     out = out / jnp.where(empty, 1.0, total)[..., None]
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))

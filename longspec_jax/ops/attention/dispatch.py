@@ -220,8 +220,10 @@ def causal_attention(
 def _check_prefix(q: Queries, prefix: Prefix) -> None:
     """Refuse a cache that does not fit the queries."""
     _check_pair(q, prefix.keys, prefix.values, "[B, K, S, H]", prefix.keys.shape[1])
-    if prefix.length.shape != q.shape[:1]:
-        raise ValueError(f"length {prefix.length.shape} must have one number a row, {q.shape[:1]}")
+    for name in ("length", "start"):
+        bound = getattr(prefix, name)
+        if bound is not None and bound.shape != q.shape[:1]:
+            raise ValueError(f"{name} {bound.shape} must have one number a row, {q.shape[:1]}")
 
 
 def _check_fresh(q: Queries, fresh: Fresh) -> None:

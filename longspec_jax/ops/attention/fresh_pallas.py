@@ -137,9 +137,9 @@ def _tree_kernel(
         tree = read_fresh(fresh_refs, head, rows, mine, block=tile.keys, width=width, shape=problem)
     if prefix_refs:
         length_ref, partial_ref, partial_lse_ref = prefix_refs
-        splits = reached_splits(length_ref[batch], problem)
+        splits = reached_splits(length_ref[batch], None, problem)
         state = load_merged(
-            *(partial_ref, partial_lse_ref, splits, *head, rows),
+            *(partial_ref, partial_lse_ref, *splits, *head, rows),
             chunk=tile.partials,
             interpret=problem.interpret,
         )
@@ -161,7 +161,7 @@ def _tree_kernel(
         return
     leave_and_merge(
         *(merging, (out_ref, lse_ref), head, pl.program_id(0) // blocks),
-        *(mine, blocks, rows, flat, state),
+        *(mine, 0, blocks, rows, flat, state),
         interpret=problem.interpret,
     )
 
@@ -230,9 +230,9 @@ def _chunk_kernel(
             scores = jnp.where(key[None, :] <= token[:, None], scores, -jnp.inf)
         return update(state, scores, v, problem.interpret)
 
-    splits = reached_splits(length_ref[batch], problem)
+    splits = reached_splits(length_ref[batch], None, problem)
     state = load_merged(
-        *(partial_ref, partial_lse_ref, splits, batch, kv_head, rows),
+        *(partial_ref, partial_lse_ref, *splits, batch, kv_head, rows),
         chunk=tile.partials,
         interpret=problem.interpret,
     )

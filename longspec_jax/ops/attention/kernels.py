@@ -44,7 +44,7 @@ def prefix_attention(
     hopper: bool = False,
     interpret: bool = False,
 ) -> Partial:
-    """Attend to ``s < length[b]`` in one kernel, or in two, of which the second merges.
+    """Attend to ``start[b] <= s < length[b]`` in one kernel, or two, of which the second merges.
 
     Args:
       q: query tokens.
@@ -60,7 +60,7 @@ def prefix_attention(
     if isinstance(tile, PrefixTile) and prefix_pallas.joins(tile):
         out, lse = prefix_pallas.joined_attention(q, prefix, None, tile, problem, dtype)
         return Partial(out.reshape(q.shape), lse.reshape(q.shape[:3]))
-    return merge_splits(_partials(q, prefix, tile, problem), prefix.length, problem, dtype)
+    return merge_splits(_partials(q, prefix, tile, problem), prefix, problem, dtype)
 
 
 @functools.partial(
@@ -83,6 +83,7 @@ def speculative_attention(
     Options as in :func:`prefix_attention`, with a tile for each kernel; a tile for the second one
     makes it two.
     """
+    _refuse_start(prefix)
     tile = prefix_tile or _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
     problem = _problem(q, prefix, scale, tile, interpret)
     if tree_tile is None and isinstance(tile, PrefixTile) and prefix_pallas.joins(tile):
@@ -116,6 +117,7 @@ def chunk_attention(
 
     Options as in :func:`prefix_attention`, with a tile for each kernel.
     """
+    _refuse_start(prefix)
     tile = prefix_tile or _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
     problem = _problem(q, prefix, scale, tile, interpret)
     past = prefix.length.astype(jnp.int32), *_partials(q, prefix, tile, problem)
@@ -125,12 +127,22 @@ def chunk_attention(
     return fresh_pallas.attend_to_chunk(q, keys, values, past, chunk_tile, problem)
 
 
+def _refuse_start(prefix: Prefix) -> None:
+    """Raise for a prefix whose first slots are not seen."""
+    if prefix.start is not None:
+        raise NotImplementedError(
+            "the fused kernels see every slot from the first on; choose 'xla' for a prefix with a "
+            "start"
+        )
+
+
 def _choose_tile(
     q: Queries, prefix: Prefix, *, hopper: bool, interpret: bool
 ) -> PrefixTile | MosaicTile:
     """The heuristic's tile for this GPU; refuses where there is none.
 
-    Interpret mode does not run the Hopper kernel, and older versions of jax cannot express it.
+    The Hopper kernel takes no lower bound, interpret mode does not run it and older versions of jax
+    cannot express it.
     """
     _, tokens, heads, width = q.shape
     kv_heads, slots = prefix.keys.shape[1:3]
@@ -139,7 +151,7 @@ def _choose_tile(
         return tiles.mosaic_prefix_tile(tokens, heads, kv_heads, slots)
     capability = hardware.AMPERE if interpret else hardware.require_ampere("the Pallas kernels")
     sizes = (tokens, heads, kv_heads, width, slots, q.dtype.itemsize, capability)
-    if interpret or not hardware.mosaic_is_supported():
+    if prefix.start is not None or interpret or not hardware.mosaic_is_supported():
         return tiles.triton_prefix_tile(*sizes)
     return tiles.prefix_tile(*sizes)
 
@@ -155,12 +167,14 @@ def _partials(
     q: Queries, prefix: Prefix, tile: PrefixTile | MosaicTile, problem: Problem
 ) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
     """Partial results of every split by the kernel that the tile is for."""
-    operands = q, prefix.keys, prefix.values, prefix.length
     refuse_unsupported(q, problem.kv_heads)
     if isinstance(tile, PrefixTile):
-        return prefix_pallas.split_attention(*operands, tile, problem)
-    if problem.interpret:
-        raise NotImplementedError("the Mosaic GPU kernel does not run in interpret mode")
+        return prefix_pallas.split_attention(q, prefix, tile, problem)
+    if prefix.start is not None or problem.interpret:
+        raise NotImplementedError(
+            "the Mosaic GPU kernel takes no lower bound and does not run in interpret mode"
+        )
     from longspec_jax.ops.attention import prefix_mosaic  # Older versions lack its backend.
 
+    operands = q, prefix.keys, prefix.values, prefix.length
     return prefix_mosaic.split_attention(*operands, tile, problem)

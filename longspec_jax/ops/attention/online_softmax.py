@@ -121,11 +121,12 @@ def update(state: State, scores: jax.Array, v: jax.Array, interpret: bool) -> St
 
 
 def slots_of_split(
-    split: jax.Array, length: jax.Array, problem: Problem
+    split: jax.Array, length: jax.Array, start: jax.Array | None, problem: Problem
 ) -> tuple[jax.Array, jax.Array]:
-    """The slots of a split that a row of this length sees: ``lower <= s < upper``."""
+    """The slots of a split that a row sees from ``start`` to its length: ``lower <= s < upper``."""
     lower = split * problem.split
-    return lower, jnp.minimum(jnp.minimum(length, problem.slots), lower + problem.split)
+    upper = jnp.minimum(jnp.minimum(length, problem.slots), lower + problem.split)
+    return lower if start is None else jnp.maximum(lower, start), upper
 
 
 def attend_to_slots(
@@ -138,11 +139,14 @@ def attend_to_slots(
     upper: jax.Array,
     tile: PrefixTile,
     problem: Problem,
+    *,
+    bounded: bool,
 ) -> list[State]:
     """The softmax of each part of the rows after the slots ``lower <= s < upper``.
 
     Each part has queries ``[R, H]``, with ``H`` a power of two, and its softmax so far. Keys and
-    values are caches ``[B, K, S, H]``; ``lower`` begins a block of ``tile.slots``.
+    values are caches ``[B, K, S, H]``. Unless the rows are ``bounded`` below, ``lower`` begins a
+    block of ``tile.slots``.
     """
     width, padded = k_ref.shape[3], queries[0].shape[1]
     h = jnp.arange(padded)
@@ -150,7 +154,7 @@ def attend_to_slots(
 
     def visit(offset: jax.Array, states: list[State], edge: bool) -> list[State]:
         slot = offset + jnp.arange(tile.slots)
-        seen = slot < upper
+        seen = (slot >= lower) & (slot < upper)
         # Slots beyond the length may hold anything, NaN included: they are never read.
         mask = within if not edge else within & seen[:, None]
         plain = not edge and padded == width
@@ -167,14 +171,23 @@ def attend_to_slots(
             scores = [jnp.where(seen[None, :], s, -jnp.inf) for s in scores]
         return _update_whole(states, scores, read(v_ref), problem.interpret)
 
-    # Whole blocks need no mask; at most one partial block at the end does.
-    first, whole = lower // tile.slots, upper // tile.slots
+    # Whole blocks need no mask; at most one partial block at either end does, at the lower one only
+    # where rows are bounded below.
+    inner, outer = pl.cdiv(lower, tile.slots), upper // tile.slots
+    if bounded:
+        ragged = ((lower % tile.slots) > 0) & (inner <= outer)
+        states = jax.lax.fori_loop(
+            0,
+            ragged.astype(jnp.int32),
+            lambda _, s: visit((inner - 1) * tile.slots, s, edge=True),
+            states,
+        )
     states = jax.lax.fori_loop(
-        first, whole, lambda block, s: visit(block * tile.slots, s, edge=False), states
+        inner, outer, lambda block, s: visit(block * tile.slots, s, edge=False), states
     )
-    ragged = upper > jnp.maximum(whole * tile.slots, lower)
+    ragged = upper > jnp.maximum(outer * tile.slots, lower)
     return jax.lax.fori_loop(
-        0, ragged.astype(jnp.int32), lambda _, s: visit(whole * tile.slots, s, edge=True), states
+        0, ragged.astype(jnp.int32), lambda _, s: visit(outer * tile.slots, s, edge=True), states
     )
 
 

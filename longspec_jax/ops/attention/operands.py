@@ -18,13 +18,15 @@ from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, Queries, TreeMas
 
 @struct.dataclass
 class Prefix:
-    """One layer's committed tokens; row ``b`` sees its slots ``s < length[b]``."""
+    """One layer's committed tokens; row ``b`` sees its slots ``start[b] <= s < length[b]``."""
 
     keys: Leaf[CacheSlots]
     """Rotary applied."""
     values: Leaf[CacheSlots]
     length: Leaf[Lengths]
     """Slots that hold committed tokens; memory beyond may hold anything."""
+    start: Leaf[Lengths] | None = None
+    """The first slot each row sees; 0 if absent."""
 
 
 Reading: TypeAlias = Callable[[int, Queries], tuple[Queries, Prefix]]
@@ -50,10 +52,10 @@ class Fresh:
         return cls(keys, values, jnp.broadcast_to(causal, (batch, tokens, tokens)))
 
 
-PREFIX_AXES = "b t (k g) h, b k s h, b k s h, b -> b t (k g) h, b t (k g)"
+PREFIX_AXES = "b t (k g) h, b k s h, b k s h, b, b -> b t (k g) h, b t (k g)"
 TREE_AXES = "b t (k g) h, b u k h, b u k h, b t u -> b t (k g) h, b t (k g)"
-SPECULATIVE_AXES = "b t (k g) h, b k s h, b k s h, b, b u k h, b u k h, b t u -> b t (k g) h"
-CHUNK_AXES = "b t (k g) h, b k s h, b k s h, b, b t k h, b t k h -> b t (k g) h"
+SPECULATIVE_AXES = "b t (k g) h, b k s h, b k s h, b, b, b u k h, b u k h, b t u -> b t (k g) h"
+CHUNK_AXES = "b t (k g) h, b k s h, b k s h, b, b, b t k h, b t k h -> b t (k g) h"
 """The axes of queries, of the fields above and of the results, for
 :func:`longspec_jax.ops.partitioned.partitioned`."""
 

@@ -2,8 +2,8 @@
 
 The cache is cut into splits of a fixed number of slots. One program attends with a tile of packed
 query rows (the queries of every token and every head that read one key/value head) to one split.
-Programs whose split lies behind the row's length exit at once and write nothing, so time follows
-the rows' lengths and not the capacity.
+Programs whose split lies outside ``start <= s < length`` exit at once and write nothing, so time
+follows the rows' lengths and not the capacity.
 
 :func:`split_attention` leaves a float32 partial result of every split. :func:`joined_attention`
 is for few query rows, as of a plain step, of which a second launch takes a tenth of the time at 4k:
@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, CacheSlots, Lengths, Queries
+from longspec_jax.axes import Array, Queries
 from longspec_jax.ops.attention.online_softmax import (
     attend_to_fresh,
     attend_to_slots,
@@ -36,27 +36,30 @@ from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.packing import Problem, flat_rows, pack, refuse_unsupported
 from longspec_jax.ops.attention.splits import (
     MERGE_ROWS,
+    bound_operands,
     counters,
     leave_and_merge,
     partial_results,
     reached_splits,
+    with_optional_start,
 )
 from longspec_jax.ops.attention.tiles import PrefixTile
 from longspec_jax.ops.hardware import triton_params
 
 
 def split_attention(
-    q: Queries, k: CacheSlots, v: CacheSlots, length: Lengths, tile: PrefixTile, problem: Problem
+    q: Queries, prefix: Prefix, tile: PrefixTile, problem: Problem
 ) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
     """Partial results of every split, unmerged, each with its natural log-sum-exp.
 
     ``R`` counts the packed rows of :class:`Problem`. The entries of splits that a row does not
     reach are never written: read only those of ``reached_splits``.
     """
-    batch, kv_heads, slots, width = k.shape
+    batch, kv_heads, slots, width = prefix.keys.shape
     splits, packed = pl.cdiv(slots, tile.split), problem.packed
+    kernel = functools.partial(_split_kernel, tile=tile, problem=problem)
     return pl.pallas_call(
-        functools.partial(_split_kernel, tile=tile, problem=problem),
+        with_optional_start(kernel, prefix.start),
         # Programs that share a split are neighbours, so its keys and values are read from memory
         # once and from the second-level cache afterwards.
         grid=(pl.cdiv(packed, tile.total_rows), splits, kv_heads * batch),
@@ -67,11 +70,12 @@ def split_attention(
         compiler_params=triton_params(tile.warps, tile.stages),
         interpret=problem.interpret,
         name="prefix_attention",
-    )(length.astype(jnp.int32), pack(q, kv_heads), k, v)
+    )(*bound_operands(prefix.length, prefix.start), pack(q, kv_heads), prefix.keys, prefix.values)
 
 
 def _split_kernel(
     length_ref: Any,
+    start_ref: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -85,12 +89,16 @@ def _split_kernel(
     row_tile, split = pl.program_id(0), pl.program_id(1)
     kv_heads = problem.kv_heads
     batch, kv_head = head = pl.program_id(2) // kv_heads, pl.program_id(2) % kv_heads
-    lower, upper = slots_of_split(split, length_ref[batch], problem)
+    start = None if start_ref is None else start_ref[batch]
+    lower, upper = slots_of_split(split, length_ref[batch], start, problem)
 
     def attend() -> None:
         queries, parts = load_queries(q_ref, head, row_tile * tile.total_rows, tile.rows, problem)
         states = [empty_state(*q.shape) for q in queries]
-        states = attend_to_slots(queries, k_ref, v_ref, head, states, lower, upper, tile, problem)
+        states = attend_to_slots(
+            *(queries, k_ref, v_ref, head, states, lower, upper, tile, problem),
+            bounded=start is not None,
+        )
         for state, rows in zip(states, parts, strict=True):
             store_rows(out_ref, lse_ref, (batch, split, kv_head), rows, finish(state))
 
@@ -113,7 +121,7 @@ def joined_attention(
     problem: Problem,
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "B R H"], Float[Array, "B R"]]:
-    """Attend to the slots ``s < length`` and to the fresh tokens, where there are any.
+    """Attend to the slots ``start <= s < length`` and to the fresh tokens, where there are any.
 
     Returns:
       Outputs of type ``dtype`` and natural log-sum-exps of the flattened [T N] axis; 0 and -inf for
@@ -123,13 +131,14 @@ def joined_attention(
     kv_heads, slots = prefix.keys.shape[1:3]
     refuse_unsupported(q, kv_heads)
     splits, row_tiles = pl.cdiv(slots, tile.split), pl.cdiv(problem.packed, tile.total_rows)
-    length = prefix.length.astype(jnp.int32)
-    operands = [length, pack(q, kv_heads), prefix.keys, prefix.values]
+    bounds = bound_operands(prefix.length, prefix.start)
+    operands = [*bounds, pack(q, kv_heads), prefix.keys, prefix.values]
     if fresh is not None:
         operands += [fresh.keys, fresh.values, fresh.mask]
+    kernel = functools.partial(_joined_kernel, tile=tile, problem=problem)
     arrived = counters(batch, kv_heads, row_tiles)
     out, lse, *_ = pl.pallas_call(
-        functools.partial(_joined_kernel, tile=tile, problem=problem),
+        with_optional_start(kernel, prefix.start),
         # Programs that share a split are neighbours, as in the prefix kernel.
         grid=(row_tiles, splits, kv_heads * batch),
         out_shape=(
@@ -147,6 +156,7 @@ def joined_attention(
 
 def _joined_kernel(
     length_ref: Any,
+    start_ref: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -159,38 +169,42 @@ def _joined_kernel(
     row_tile, split = pl.program_id(0), pl.program_id(1)
     kv_heads = problem.kv_heads
     batch, kv_head = head = pl.program_id(2) // kv_heads, pl.program_id(2) % kv_heads
-    length = length_ref[batch]
-    lower, upper = slots_of_split(split, length, problem)
+    length, start = length_ref[batch], None if start_ref is None else start_ref[batch]
+    lower, upper = slots_of_split(split, length, start, problem)
+    first, last = reached_splits(length, start, problem)
     # A row that sees no slot is the first program's.
-    splits = jnp.maximum(reached_splits(length, problem), 1)
+    first, last = jnp.where(first < last, first, 0), jnp.where(first < last, last, 1)
 
     def attend() -> None:
-        first = row_tile * tile.total_rows
-        (q,), (rows,) = load_queries(q_ref, head, first, (MERGE_ROWS,), problem)
+        row = row_tile * tile.total_rows
+        (q,), (rows,) = load_queries(q_ref, head, row, (MERGE_ROWS,), problem)
         state = empty_state(*q.shape)
         if fresh_refs:
             keys = fresh_refs[0].shape[1]
             block = min(tile.slots, max(16, pl.next_power_of_2(keys)))
             state = attend_to_fresh(
                 *(q, rows, fresh_refs, head, state),
-                steps=(split == splits - 1).astype(jnp.int32) * pl.cdiv(keys, block),
+                steps=(split == last - 1).astype(jnp.int32) * pl.cdiv(keys, block),
                 block=block,
                 problem=problem,
             )
-        (state,) = attend_to_slots([q], k_ref, v_ref, head, [state], lower, upper, tile, problem)
+        (state,) = attend_to_slots(
+            *([q], k_ref, v_ref, head, [state], lower, upper, tile, problem),
+            bounded=start is not None,
+        )
         packed, valid = rows
         flat = flat_rows(packed, kv_head, problem), valid
 
-        @pl.when(splits == 1)
+        @pl.when(last - first == 1)
         def _() -> None:
             store_rows(out_ref, lse_ref, (batch,), flat, finish(state))
 
-        @pl.when(splits > 1)
+        @pl.when(last - first > 1)
         def _() -> None:
             leave_and_merge(
                 *(refs[-3:], (out_ref, lse_ref), head, row_tile),
-                *(split, splits, rows, flat, state),
+                *(split, first, last, rows, flat, state),
                 interpret=problem.interpret,
             )
 
-    pl.when(split < splits)(attend)
+    pl.when((first <= split) & (split < last))(attend)

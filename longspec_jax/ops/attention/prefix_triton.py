@@ -37,9 +37,9 @@ def prefix_attention(
     dtype: DTypeLike = jnp.float32,
     tile: PrefixTile | None = None,
 ) -> Partial:
-    """Attend to ``s < length[b]``; as ``reference.prefix_attention`` defines."""
+    """Attend to ``start[b] <= s < length[b]``; as ``reference.prefix_attention`` defines."""
     capability = require_ampere("the jax-triton prefix kernel")
-    k, v, length = prefix.keys, prefix.values, prefix.length
+    k, v, length, start = prefix.keys, prefix.values, prefix.length, prefix.start
     refuse_unsupported(q, k.shape[1])
     batch, tokens, heads, width = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
@@ -53,6 +53,7 @@ def prefix_attention(
     # A tile with several row parts is taken as the next larger power of two.
     rows = 1 << (tile.total_rows - 1).bit_length()
     length = length.astype(jnp.int32)
+    start = jnp.zeros_like(length) if start is None else start.astype(jnp.int32)
     sizes = dict(
         tokens=tokens,
         heads=heads,
@@ -65,6 +66,7 @@ def prefix_attention(
     )
     out, lse = jax_triton.triton_call(
         length,
+        start,
         q,
         k,
         v,
@@ -85,6 +87,7 @@ def prefix_attention(
     )
     out, lse = jax_triton.triton_call(
         length,
+        start,
         out,
         lse,
         kernel=_merge_kernel,
@@ -118,6 +121,7 @@ def _import() -> Any:
 @triton.jit
 def _split_kernel(
     length_ptr,
+    start_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -142,9 +146,9 @@ def _split_kernel(
     split = tl.program_id(1)
     batch = (tl.program_id(2) // kv_heads).to(tl.int64)
     kv_head = tl.program_id(2) % kv_heads
-    lower = split * split_size
+    lower = tl.maximum(split * split_size, tl.load(start_ptr + batch))
     length = tl.minimum(tl.load(length_ptr + batch), slots)
-    upper = tl.minimum(length, lower + split_size)
+    upper = tl.minimum(length, split * split_size + split_size)
     if lower >= upper:
         return
     h = tl.arange(0, padded)
@@ -163,7 +167,7 @@ def _split_kernel(
     acc = tl.zeros([rows, padded], tl.float32)
     for index in range(lower // block, tl.cdiv(upper, block)):
         slot = index * block + tl.arange(0, block)
-        seen = slot < upper
+        seen = (slot >= lower) & (slot < upper)
         offset = cache + slot[:, None].to(tl.int64) * width + h[None, :]
         k = tl.load(k_ptr + offset, mask=seen[:, None] & within, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
@@ -187,6 +191,7 @@ def _split_kernel(
 @triton.jit
 def _merge_kernel(
     length_ptr,
+    start_ptr,
     partial_ptr,
     partial_lse_ptr,
     out_ptr,
@@ -208,13 +213,15 @@ def _merge_kernel(
     valid = row < tokens * heads
     kv_head = row % heads // groups
     packed = row // heads * groups + row % groups
+    start = tl.load(start_ptr + batch)
     length = tl.minimum(tl.load(length_ptr + batch), slots)
     h = tl.arange(0, padded)
     mask = valid[:, None] & (h < width)[None, :]
     top = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
     acc = tl.zeros([rows, padded], tl.float32)
-    for split in range(0, tl.cdiv(length, split_size)):
+    last = tl.where(start < length, tl.cdiv(length, split_size), 0)
+    for split in range(tl.maximum(start, 0) // split_size, last):
         source = ((batch * splits + split) * kv_heads + kv_head) * (tokens * groups) + packed
         lse = tl.load(partial_lse_ptr + source, mask=valid, other=0.0) * 1.4426950408889634
         part = tl.load(partial_ptr + source[:, None] * width + h[None, :], mask=mask, other=0.0)

@@ -16,7 +16,7 @@ from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 def prefix_attention(
     q: Queries, prefix: Prefix, *, scale: float | None = None, dtype: DTypeLike = jnp.float32
 ) -> Partial:
-    """Every query of row ``b`` sees the cache slots ``s < length[b]``."""
+    """Every query of row ``b`` sees the cache slots ``start[b] <= s < length[b]``."""
     seen = _seen(q, prefix)
     keys, values = prefix.keys.swapaxes(1, 2), prefix.values.swapaxes(1, 2)
     return _dense(q, keys, values, seen, scale).in_dtype(dtype)
@@ -32,7 +32,7 @@ def tree_attention(
 def speculative_attention(
     q: Queries, prefix: Prefix, fresh: Fresh, *, scale: float | None = None
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the slots ``s < length[b]`` and the masked tree rows."""
+    """One softmax over the slots ``start[b] <= s < length[b]`` and the masked tree rows."""
     k = jnp.concatenate([prefix.keys.swapaxes(1, 2), fresh.keys], axis=1)
     v = jnp.concatenate([prefix.values.swapaxes(1, 2), fresh.values], axis=1)
     mask = jnp.concatenate([_seen(q, prefix), fresh.mask], axis=2)
@@ -63,6 +63,8 @@ def _seen(q: Queries, prefix: Prefix) -> Bool[Array, "B T S"]:
     """The slots that every query of a row sees."""
     slots = jnp.arange(prefix.keys.shape[2])
     seen = slots < prefix.length[:, None]
+    if prefix.start is not None:
+        seen &= slots >= prefix.start[:, None]
     return jnp.broadcast_to(seen[:, None, :], (q.shape[0], q.shape[1], slots.size))
 
 

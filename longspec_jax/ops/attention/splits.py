@@ -2,8 +2,8 @@
 
 A kernel of its own merges them (:func:`merge_splits`), or the beginning of another
 (:func:`load_merged`), or the last program of the launch that made them (:func:`leave_and_merge`).
-Only splits that hold a slot of the row, ``s < length``, were ever written; only they are read, in
-ascending order.
+Only splits that hold a slot the row sees, ``start <= s < length``, were ever written; only they are
+read, in ascending order. Most calls have no lower bound; their kernels get no operand for it.
 """
 
 import functools
@@ -27,7 +27,7 @@ from longspec_jax.ops.attention.online_softmax import (
     finite,
     store_rows,
 )
-from longspec_jax.ops.attention.operands import Partial
+from longspec_jax.ops.attention.operands import Partial, Prefix
 from longspec_jax.ops.attention.packing import LOG2_E, Problem, packed_rows
 from longspec_jax.ops.hardware import triton_params
 
@@ -35,14 +35,33 @@ MERGE_ROWS = 16
 MERGE_PARTIALS = 8
 
 
-def reached_splits(length: jax.Array, problem: Problem) -> jax.Array:
-    """How many splits hold a slot that a row of this length sees."""
-    return (jnp.minimum(length, problem.slots) + problem.split - 1) // problem.split
+def bound_operands(length: Lengths, start: Lengths | None) -> list[Array]:
+    """The row bounds a kernel takes as its first operands."""
+    bounds = [length.astype(jnp.int32)]
+    return bounds if start is None else [*bounds, start.astype(jnp.int32)]
+
+
+def with_optional_start(kernel: Any, start: Lengths | None) -> Any:
+    """Give a kernel without a lower bound the reference ``None`` in its place."""
+    if start is not None:
+        return kernel
+    return lambda length_ref, *refs: kernel(length_ref, None, *refs)
+
+
+def reached_splits(
+    length: jax.Array, start: jax.Array | None, problem: Problem
+) -> tuple[jax.Array, jax.Array]:
+    """First and one-past-last split that holds a slot a row sees; empty if it sees none."""
+    split = problem.split
+    last = (jnp.minimum(length, problem.slots) + split - 1) // split
+    if start is None:
+        return jnp.zeros_like(last), last
+    return jnp.where(start < length, jnp.maximum(start, 0) // split, last), last
 
 
 def merge_splits(
     partials: tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]],
-    length: Lengths,
+    prefix: Prefix,
     problem: Problem,
     dtype: DTypeLike,
 ) -> Partial:
@@ -51,7 +70,7 @@ def merge_splits(
     batch, width = out.shape[0], out.shape[4]
     flat = problem.tokens * problem.heads
     merged, merged_lse = pl.pallas_call(
-        functools.partial(_merge_kernel, problem=problem),
+        with_optional_start(functools.partial(_merge_kernel, problem=problem), prefix.start),
         grid=(pl.cdiv(flat, MERGE_ROWS), batch),
         out_shape=(
             jax.ShapeDtypeStruct((batch, flat, width), dtype),
@@ -60,7 +79,7 @@ def merge_splits(
         compiler_params=triton_params(warps=4, stages=2),
         interpret=problem.interpret,
         name="merge_splits",
-    )(length.astype(jnp.int32), out, lse)
+    )(*bound_operands(prefix.length, prefix.start), out, lse)
     rows = (batch, problem.tokens, problem.heads)
     return Partial(merged.reshape(*rows, width), merged_lse.reshape(rows))
 
@@ -68,7 +87,8 @@ def merge_splits(
 def load_merged(
     out_ref: Any,
     lse_ref: Any,
-    count: jax.Array | int,
+    first: jax.Array | int,
+    last: jax.Array | int,
     batch: jax.Array,
     kv_head: jax.Array,
     rows: Rows,
@@ -76,7 +96,7 @@ def load_merged(
     chunk: int,
     interpret: bool,
 ) -> State:
-    """Merge the first ``count`` splits of some rows, in ascending order.
+    """Merge the splits ``first <= p < last`` of some rows, in ascending order.
 
     Splits have outputs ``[B, P, K, R, H]`` and log-sum-exps ``[B, P, K, R]``; ``chunk`` of them are
     read at once. ``kv_head`` is one key/value head, or one for each row.
@@ -90,11 +110,11 @@ def load_merged(
 
     def visit(index: jax.Array, state: State) -> State:
         # Unrolled, so that every read of a chunk is in flight before the first is used.
-        splits = [index * chunk + i for i in range(chunk)]
+        splits = [first + index * chunk + i for i in range(chunk)]
         sums = [
             pltriton.load(
                 lse_ref.at[batch, split, kv_head, packed],
-                mask=valid & (split < count),
+                mask=valid & (split < last),
                 other=-jnp.inf,
             )
             * LOG2_E
@@ -103,7 +123,7 @@ def load_merged(
         outs = [
             pltriton.load(
                 out_ref.at[batch, split, kv_rows, packed[:, None], h[None, :]],
-                mask=mask & (split < count),
+                mask=mask & (split < last),
                 other=0.0,
             )
             for split in splits
@@ -119,11 +139,12 @@ def load_merged(
         return new_top, total, acc
 
     state = empty_state(packed.shape[0], h.shape[0])
-    return jax.lax.fori_loop(0, pl.cdiv(count, chunk), visit, state)
+    return jax.lax.fori_loop(0, pl.cdiv(last - first, chunk), visit, state)
 
 
 def _merge_kernel(
     length_ref: Any,
+    start_ref: Any,
     out_ref: Any,
     lse_ref: Any,
     merged_ref: Any,
@@ -136,9 +157,10 @@ def _merge_kernel(
     row = pl.program_id(0) * MERGE_ROWS + jnp.arange(MERGE_ROWS)
     valid = row < problem.tokens * problem.heads
     kv_head, packed = packed_rows(row, problem)
-    splits = reached_splits(length_ref[batch], problem)
+    start = None if start_ref is None else start_ref[batch]
+    splits = reached_splits(length_ref[batch], start, problem)
     state = load_merged(
-        *(out_ref, lse_ref, splits, batch, kv_head, (packed, valid)),
+        *(out_ref, lse_ref, *splits, batch, kv_head, (packed, valid)),
         chunk=MERGE_PARTIALS,
         interpret=problem.interpret,
     )
@@ -167,7 +189,8 @@ def leave_and_merge(
     head: Head,
     row_tile: jax.Array,
     split: jax.Array,
-    count: jax.Array | int,
+    first: jax.Array | int,
+    last: jax.Array | int,
     rows: Rows,
     flat: Rows,
     state: State,
@@ -185,7 +208,8 @@ def leave_and_merge(
       head: the batch row and its key/value head.
       row_tile: which of its row tiles.
       split: which split this is.
-      count: how many splits these rows have.
+      first: the first split of these rows.
+      last: the first split beyond.
       rows: the packed rows.
       flat: where they are in the results.
       state: what the program found.
@@ -196,10 +220,10 @@ def leave_and_merge(
     place = batch, split, kv_head
     store_rows(partial_ref, partial_lse_ref, place, rows, finish(state))
 
-    @pl.when(_last_to_arrive(arrived_ref, (*head, row_tile), count, interpret))
+    @pl.when(_last_to_arrive(arrived_ref, (*head, row_tile), last - first, interpret))
     def _() -> None:
         merged = load_merged(
-            *(partial_ref, partial_lse_ref, count, batch, kv_head, rows),
+            *(partial_ref, partial_lse_ref, first, last, batch, kv_head, rows),
             chunk=MERGE_PARTIALS,
             interpret=interpret,
         )

@@ -37,13 +37,14 @@ class Inputs:
     k: Any
     v: Any
     length: Any
+    start: Any
     tree_k: Any
     tree_v: Any
     mask: Any
 
     @property
     def prefix(self) -> tuple[Any, ...]:
-        return self.q, Prefix(self.k, self.v, self.length)
+        return self.q, Prefix(self.k, self.v, self.length, self.start)
 
     @property
     def tree(self) -> tuple[Any, ...]:
@@ -58,6 +59,7 @@ def inputs(
     shape: Shape,
     dtype: str,
     length: list[int],
+    start: list[int] | None = None,
     mask: np.ndarray | None = None,
     seed: int | None = None,
 ) -> Inputs:
@@ -73,7 +75,8 @@ def inputs(
     cache = normal(2, shape.batch, shape.kv_heads, shape.slots, shape.width)
     slot = np.arange(shape.slots)
     for row in range(shape.batch):
-        cache[:, row, :, slot >= length[row]] = np.nan
+        low = 0 if start is None else start[row]
+        cache[:, row, :, (slot < low) | (slot >= length[row])] = np.nan
     tree = normal(2, shape.batch, shape.keys, shape.kv_heads, shape.width)
     tree[:, ~mask.any(axis=1)] = np.nan
     return Inputs(
@@ -81,6 +84,7 @@ def inputs(
         k=jnp.asarray(cache[0], dtype),
         v=jnp.asarray(cache[1], dtype),
         length=jnp.asarray(length, jnp.int32),
+        start=None if start is None else jnp.asarray(start, jnp.int32),
         tree_k=jnp.asarray(tree[0], dtype),
         tree_v=jnp.asarray(tree[1], dtype),
         mask=jnp.asarray(mask),
@@ -108,6 +112,8 @@ def _seen(x: Inputs) -> np.ndarray:
     """The slots that every query of a row sees."""
     slot = np.arange(x.k.shape[2])
     seen = slot < np.asarray(x.length)[:, None]
+    if x.start is not None:
+        seen &= slot >= np.asarray(x.start)[:, None]
     return np.broadcast_to(seen[:, None], (x.q.shape[0], x.q.shape[1], slot.size))
 
 

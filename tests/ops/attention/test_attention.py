@@ -113,6 +113,17 @@ def test_prefix_of_many_rows_on_hopper(tokens: int, heads: int, slots: int) -> N
     check(compiled("prefix_attention", "mosaic")(*x.prefix), oracle.prefix(x), "bfloat16")
 
 
+@pytest.mark.parametrize("implementation", PREFIX)
+def test_prefix_between_a_lower_and_an_upper_bound(implementation: str) -> None:
+    bounds = [(0, 9), (5, 5), (7, 3), (63, 64), (64, 65), (64, 128), (65, 127), (63, 129)]
+    bounds += [(31, 1031), (1030, 1031), (512, 1025), (513, 1024)]
+    start, length = (list(side) for side in zip(*bounds, strict=True))
+    shape = Shape(batch=len(bounds), tokens=2, heads=2, kv_heads=1, slots=1031)
+    x = inputs(shape, "float32", length, start)
+    actual = compiled("prefix_attention", implementation)(*x.prefix)
+    check(actual, oracle.prefix(x), "float32")
+
+
 @pytest.mark.parametrize(
     ("implementation", "shape", "dtype"),
     cases(*EVERYWHERE, "pallas", interpreted=("gqa", "width96")),
@@ -169,6 +180,15 @@ def test_speculative_over_many_splits(implementation: str) -> None:
     assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE["float32"]
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla", None])
+def test_speculative_between_a_lower_and_an_upper_bound(implementation: str | None) -> None:
+    x = inputs(Shape(batch=3, slots=1031), "float32", [1031, 1024, 9], [1000, 0, 9])
+    actual = compiled("speculative_attention", implementation)(*x.speculative)
+    assert relative_error(actual, oracle.speculative(x)) <= TOLERANCE["float32"]
+    with pytest.raises(NotImplementedError, match="prefix with a start"):
+        dispatch.speculative_attention(*x.speculative, implementation="interpret")
+
+
 @pytest.mark.parametrize("implementation", PREFIX)
 def test_prefix_and_tree_merge_to_the_whole(implementation: str) -> None:
     if implementation == "triton":
@@ -190,6 +210,7 @@ def test_a_row_does_not_depend_on_its_neighbours(implementation: str) -> None:
         fields = {
             field.name: getattr(others, field.name).at[first].set(getattr(values, field.name)[0])
             for field in dataclasses.fields(others)
+            if getattr(others, field.name) is not None
         }
         return dataclasses.replace(others, **fields)
 
@@ -340,6 +361,7 @@ def test_explicit_choices_refuse_and_automatic_choice_falls_back() -> None:
         (lambda x: dict(mask=x.mask.astype(jnp.int8)), "must be boolean"),
         (lambda x: dict(tree_v=x.tree_v[:1]), "whole shape"),
         (lambda x: dict(length=x.length[:1]), "length .* must have one number a row"),
+        (lambda x: dict(start=x.length[:, None]), "start .* must have one number a row"),
     ],
 )
 def test_operands_that_do_not_fit_are_named(change, message: str) -> None:

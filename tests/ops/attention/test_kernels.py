@@ -26,7 +26,7 @@ def test_hopper_with_an_older_jax_takes_the_triton_kernel(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         prefix_pallas,
         "split_attention",
-        lambda *operands: calls.append(operands[4]) or real(*operands),
+        lambda *operands: calls.append(operands[2]) or real(*operands),
     )
     operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
     cache, length = operand((1, 1, 4096, 128)), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -65,13 +65,16 @@ ONE_KERNEL, TWO_KERNELS = PrefixTile((16,), 16, 32, 4, 2), PrefixTile((16, 32), 
 @pytest.mark.parametrize("tile", [ONE_KERNEL, TWO_KERNELS], ids=["one", "two"])
 def test_splits_are_merged_by_one_kernel_or_two(tile: PrefixTile, interpret: bool) -> None:
     """Over two row tiles, at lengths of no split, a part of one, whole ones and all of them."""
-    x = inputs(Shape(batch=6, tokens=9), "float32", [0, 1, 32, 33, 64, 131])
+    lengths, starts = [0, 1, 32, 33, 64, 131], [0, 0, 7, 32, 33, 130]
+    x = inputs(Shape(batch=6, tokens=9), "float32", lengths)
+    bounded = inputs(Shape(batch=6, tokens=9), "float32", lengths, starts)
     options = dict(interpret=interpret)
-    found = kernels.prefix_attention(*x.prefix, tile=tile, **options)
-    expected, lse = oracle.prefix(x)
-    assert relative_error(found.out, expected) <= TOLERANCE["float32"]
-    np.testing.assert_array_equal(np.isneginf(found.lse), np.isneginf(lse))
-    np.testing.assert_allclose(found.lse, lse, rtol=0, atol=1e-5)
+    for operands in (x, bounded):
+        found = kernels.prefix_attention(*operands.prefix, tile=tile, **options)
+        expected, lse = oracle.prefix(operands)
+        assert relative_error(found.out, expected) <= TOLERANCE["float32"]
+        np.testing.assert_array_equal(np.isneginf(found.lse), np.isneginf(lse))
+        np.testing.assert_allclose(found.lse, lse, rtol=0, atol=1e-5)
     found = kernels.speculative_attention(*x.speculative, prefix_tile=tile, **options)
     assert relative_error(found, oracle.speculative(x)) <= TOLERANCE["float32"]
 
