@@ -39,7 +39,7 @@ from longspec_jax.weights.tables import target_table
 def load_target(
     source: str | Path, dtype: str, *, mesh: Mesh | None = None, revision: str | None = None
 ) -> tuple[TargetConfig, Any]:
-    """Load a target, if there is room for it.
+    """Load a target, if the device has memory for it.
 
     Args:
       source: a folder or hub id.

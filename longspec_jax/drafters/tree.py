@@ -53,7 +53,7 @@ class Tree:
 
 
 def plant(pending: Int[Array, " B"], config: TreeConfig) -> Tree:
-    """A tree that holds its root only, with room for all nodes that will be grown."""
+    """A tree that holds its root only, with space for all nodes that will be grown."""
     batch, nodes = pending.shape[0], config.num_grown
     root = jnp.arange(nodes) == 0
     tokens = jnp.where(root, pending[:, None], 0).astype(jnp.int32)
@@ -64,7 +64,7 @@ def plant(pending: Int[Array, " B"], config: TreeConfig) -> Tree:
 
 def grow(tree: Tree, first: int, tokens: Int[Array, "B w"], parents: Int[Array, "B w"]) -> Tree:
     """Append one level as nodes ``first ... first + w - 1`` under the given parent nodes."""
-    # As slices: an indexed update is a scatter, which asks the device whether its place exists.
+    # As slices: an indexed update is a scatter, which checks every index on the device.
     write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
     ancestors = jnp.take_along_axis(tree.mask, parents[:, :, None], axis=1)
     itself = jnp.eye(tokens.shape[1], tree.tokens.shape[1], first, dtype=bool)
@@ -324,8 +324,8 @@ def accept_trusted(
 ) -> AcceptedPath:
     """Accept a whole chain whatever the target drew, then follow its draws: *not* lossless.
 
-    The rule of SpecPV (arXiv:2512.02337, section 3.3): tokens that a partial pass verified are
-    emitted, and the full pass only repairs their keys and values.
+    The rule of SpecPV (arXiv:2512.02337, section 3.3): tokens that a partial forward verified are
+    emitted, and the full verification only repairs their keys and values.
 
     Args:
       tree: a chain, maybe with a tree at its end.

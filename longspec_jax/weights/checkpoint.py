@@ -72,11 +72,10 @@ def _open_indexed(index: Path, stack: ExitStack) -> Tensors:
     shards = sorted(set(files.values()))
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing or not shards:
-        raise FileNotFoundError(
-            f"{index}: weight_map names {len(shards)} files, of which "
-            f"{', '.join(missing) or 'none'} {'are' if len(missing) > 1 else 'is'} missing; "
-            "download the model again"
-        )
+        are = "are" if len(missing) > 1 else "is"
+        problem = f"names {len(shards)} files, but {', '.join(missing)} {are} missing"
+        problem = problem if shards else "names no file"
+        raise FileNotFoundError(f"{index}: weight_map {problem}; download the model again")
     tensors: Tensors = {}
     for shard in shards:
         opened = _open_file(index.parent / shard, stack)

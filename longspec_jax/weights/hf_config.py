@@ -297,7 +297,7 @@ def _dtype(raw: JsonObject, dtype: str | None) -> str:
 
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_condense_ratio")
-"""Every key that says something about the rotary embedding."""
+"""All keys about the rotary embedding."""
 
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _OTHER = "load another model"

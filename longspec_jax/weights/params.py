@@ -47,7 +47,7 @@ def load_params(table: Table, tensors: Tensors, dtype: str, mesh: Mesh | None) -
     shardings = _shardings(table, dtype, mesh)
 
     def load(leaf: Leaf) -> jax.Array:
-        # Devices that replicate a shard ask for it one by one; it is assembled once.
+        # Devices that replicate a shard get it one by one; it is assembled once.
         shards: dict[Ranges, np.ndarray] = {}
 
         def shard(index: Any) -> np.ndarray:
@@ -74,19 +74,19 @@ def assemble(leaf: Leaf, ranges: Ranges, tensors: Tensors, dtype: str) -> np.nda
             continue
         stacked = (start - part.start, stop - part.start)
         inside = (*ranges[: leaf.stack], stacked, *ranges[leaf.stack + 1 :])
-        room = block[(slice(None),) * leaf.stack + (slice(start - first, stop - first),)]
-        _fill(room, part, inside, tensors[part.source])
+        into = block[(slice(None),) * leaf.stack + (slice(start - first, stop - first),)]
+        _fill(into, part, inside, tensors[part.source])
     return block
 
 
-def _fill(room: np.ndarray, part: Part, ranges: Ranges, tensor: Tensor) -> None:
-    """Fill ``room`` with a part's block, in pieces along the tensor's slowest factor."""
+def _fill(into: np.ndarray, part: Part, ranges: Ranges, tensor: Tensor) -> None:
+    """Fill ``into`` with a part's block, in pieces along the tensor's slowest factor."""
     axis = part.order.index(0)
     for piece in _pieces(part, ranges, axis, jnp.dtype(tensor.dtype).itemsize):
         offset = ranges[axis][0]
         at = (slice(None),) * axis + (slice(piece[axis][0] - offset, piece[axis][1] - offset),)
         values = _read(part, piece, tensor)
-        room[at] = _cast(values, room.dtype, part.source, tensor)
+        into[at] = _cast(values, into.dtype, part.source, tensor)
 
 
 def _pieces(part: Part, ranges: Ranges, axis: int, itemsize: int) -> Iterator[Ranges]:

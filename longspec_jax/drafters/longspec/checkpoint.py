@@ -138,7 +138,7 @@ def draft_config(raw: JsonObject, target: TargetConfig, dtype: str | None = None
             "belongs to this target"
         )
     _check_layers(raw, target)
-    # The release's drafts have biases whatever their file says about the target's.
+    # The release's drafts have biases, though their file may say that the target has none.
     check_refused(raw, REFUSED)
     width = raw.whole("hidden_size", target.model_width)
     heads = raw.whole("num_attention_heads", target.num_heads)

@@ -32,7 +32,7 @@ from longspec_jax.ops.partitioned import with_sharding
 
 
 class DraftOutput(NamedTuple):
-    """What one pass of the draft over ``T`` tokens yields."""
+    """What one forward of the draft over ``T`` tokens yields."""
 
     hidden: Array
     """``[B, T, D]``; the target's LM head turns it into logits."""

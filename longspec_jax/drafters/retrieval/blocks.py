@@ -231,7 +231,7 @@ class CachedSelection:
         """The selection for the next round.
 
         Args:
-          rows: those that choose anew; if there are none, nothing is computed.
+          rows: those that choose again; if there are none, nothing is computed.
           length: their committed tokens.
           choose: from the retriever's state to blocks of the shape of those that are cached.
         """
@@ -281,7 +281,7 @@ class Refreshed(Selector):
         return replace(state, retriever=self.retriever.extend(state.retriever, committed))
 
     def before_round(self, state: CachedSelection, view: View) -> CachedSelection:
-        """Choose anew in the rows that need it."""
+        """Choose again in the rows that need it."""
         budget = self.retriever.budget
         if not budget.gathers(view.keys[0].shape[2]):
             return state

@@ -7,12 +7,12 @@ exactly the target's, whatever was selected.
 
 Two published methods are instances. SpecPV (arXiv:2512.02337, sections 3.2 and 3.3) verifies an
 EAGLE-3 tree over part of the cache for many rounds, emits what they accept, and repairs the cache
-by a full pass now and then; here the full pass decides before anything is emitted, unless
+by a full forward now and then; here the full one decides before anything is emitted, unless
 ``verify_all`` is False. TriForce (arXiv:2404.11912): a small model with a short cache drafts for
 the target with a retrieved one, which drafts for the target with all of it. Here that is a
 hierarchy around a small model with a working cache.
 
-A tree of the inner drafter may hang at the end of the chain. Only the full pass verifies it: where
+A tree of the inner drafter may hang at the end of the chain, for the full verification only: where
 it confirms the whole chain, it goes on into the tree instead of stopping at one more token.
 """
 
@@ -68,7 +68,7 @@ class Hierarchy(DrafterBase):
     level, without partial verification."""
     verify_all: bool = True
     """Whether the full verification decides about the chain. If not, the chain is emitted as it is,
-    as SpecPV was published: fast, and *not lossless*. The full pass then computes the exact keys
+    as SpecPV was published: fast, and *not lossless*. The full forward then computes the exact keys
     and values of the chain, but a token that only the whole context rules out stays in the text."""
 
     def __post_init__(self) -> None:

@@ -60,7 +60,7 @@ class WorkingCache:
         return replace(choice, retriever=self._retriever.extend(choice.retriever, committed))
 
     def before_round(self, choice: CachedSelection | None, view: View) -> CachedSelection | None:
-        """Choose anew in the rows that need it."""
+        """Choose again in the rows that need it."""
         if choice is None:
             return None
 
