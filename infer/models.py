@@ -28,7 +28,7 @@ def start_devices() -> threading.Thread:
     """
 
     def start() -> None:
-        with contextlib.suppress(Exception):  # Raised again where the devices are asked for.
+        with contextlib.suppress(Exception):  # jax.devices() raises it again.
             jax.devices()
 
     thread = threading.Thread(target=start, name="devices", daemon=True)

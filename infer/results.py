@@ -331,7 +331,7 @@ def _identity_lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
     rows = sum(len(outcome.result.sequences) for outcome in compared)
     lossless = all(outcome.stats.lossless for outcome in compared)
     meaning = (
-        "not lossless, as was asked for by retrieve_verify=partial"
+        "retrieve_verify=partial is not lossless"
         if not lossless
         else "float32 must not differ: please report this"
         if dtype == "float32"

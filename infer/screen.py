@@ -39,7 +39,7 @@ class Screen:
     """Where the command prints: text, and a status line while there is none."""
 
     def __init__(self, color: bool, out: TextIO | None = None, status: StatusLine | None = None):
-        """Print to standard output unless told otherwise.
+        """Print to a stream, standard output by default.
 
         Args:
           color: whether to emit colours.

@@ -194,7 +194,7 @@ class Session:
             self._out.line(COMPLETION)
 
     def _decode(self, call: Call) -> Outcome:
-        """Decode, with the plain run beside it if it was asked for; noted in the journal."""
+        """Decode, beside a plain run unless --no-compare; the journal keeps the outcome."""
         with command_words(call.row_names):
             if self._arguments.compare is not False and self._speculates:
                 compared = self._call(self._spec.compare, call)

@@ -1,4 +1,4 @@
-"""Packages that only an extra installs, and the sentence for whoever lacks one.
+"""Packages that only an extra installs, and the message where one is missing.
 
 The commands ask here, so that a missing package is answered by what to type and not by a traceback.
 """

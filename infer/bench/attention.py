@@ -43,7 +43,7 @@ CPU_SECONDS = 5
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, print a table, and write what was asked for."""
+    """Measure, print a table, and write the files."""
     # Torch needs its share of the memory that jax would otherwise take.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     cpu = jax.default_backend() == "cpu"

@@ -47,7 +47,7 @@ from .timing import announce, measure_roofline, rounded, step
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the files."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     cpu = jax.default_backend() == "cpu"
     arguments = settled(arguments, cpu)

@@ -35,7 +35,7 @@ CPU_SECONDS = 10
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the files."""
     import torch
 
     cpu = not torch.cuda.is_available()

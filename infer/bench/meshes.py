@@ -37,7 +37,7 @@ Prompts = list[list[int]]
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure every mesh, print, and write what was asked for."""
+    """Measure every mesh, print, and write the files."""
     cpu = jax.default_backend() == "cpu"
     arguments = settled(arguments, cpu)
     wanted = arguments.mesh or [{axis: 2} for axis in MESH_AXES]

@@ -12,10 +12,10 @@ Table 1: ``plain-eager`` is plain decoding with attention that writes out all sc
 (the paper's Vanilla HF). ``magicdec`` drafts a chain of 2 tokens with the target over 32 first
 and 1024 last tokens of its cache: the paper's rounds of 2.0 to 3.4 plain steps and its acceptance
 lengths below 3 are those of such a chain.
-``longspec-chain`` and ``ngram`` have no acceptance length in the paper, so that only their rounds
-are timed. ``round_over_plain`` is a round in plain steps, and so the tokens per pass from which it
-pays; ``acceptance_length_of_tree`` the tokens per pass at which a method would be as fast as
-``longspec-tree`` is at the paper's. The paper does not say how long its prompts are: ``context`` is
+``longspec-chain`` and ``ngram`` have no acceptance length in the paper, so only their rounds are
+timed. ``round_over_plain`` is a round in plain steps, which is also the tokens per forward from
+which it pays. ``acceptance_length_of_tree`` is the tokens per forward at which a method is as fast
+as ``longspec-tree`` at the paper's. The paper does not say how long its prompts are: ``context`` is
 the middle of the range of Table 4 in which the mean of LongBench's task lies, by a rough count of
 its tokens (``infer.bench.published``).
 
@@ -62,7 +62,7 @@ demo, docs/results/demo_trees_temperature1_h200.json."""
 CHAIN = TreeConfig((1, 1, 1, 1))
 """The chain of the LongSpec release."""
 ANY = 2.0
-"""Tokens per pass of rounds whose time alone is of interest; it does not depend on them."""
+"""Tokens per forward of rounds whose time alone is of interest; it does not depend on them."""
 TREE = "longspec-tree"
 CPU_COMPILE_SECONDS = 2
 """Of one program, which is most of what a small case takes; a rough estimate for two cores."""
@@ -96,7 +96,7 @@ def all_methods() -> dict[str, Method]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the files."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     cpu = jax.default_backend() == "cpu"
     arguments = settled(arguments, cpu)
@@ -330,7 +330,7 @@ def _table_1(shape: str, task: Any, rows: list[Row]) -> Iterator[str]:
             *(_fixed(row["paper_speed_up"]), _brief(row["tokens_per_second"])),
             *(_fixed(row["speed_up"]), _fixed(row["round_ms"]), _fixed(row["round_over_plain"])),
         )
-    yield "gain: over plain. ms: of a round. level: tokens per pass"
+    yield "gain: over plain. ms: of a round. level: tokens per forward"
     yield "from which a round of so many ms pays."
 
 
@@ -347,7 +347,7 @@ def _table_4(shape: str, rows: list[Row]) -> Iterator[str]:
         }
         yield _range(row["range"], "paper", paper, "target_ms", "verify_ms")
         yield _range(row["context"], "ours", row, "verify_ms", "rest_ms")
-    yield "target: the target pass; verify: what is left of a round."
+    yield "target: the target forward; verify: what is left of a round."
 
 
 def _range(prefill: Any, whose: str, row: Row, target: str, verify: str) -> str:

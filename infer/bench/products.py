@@ -54,7 +54,7 @@ INT8_OPS: dict[str, tuple[Op, Op]] = {
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the files."""
     cpu = jax.default_backend() == "cpu"
     arguments = settled(arguments, cpu)
     ops = INT8_OPS if arguments.int8 else OPS

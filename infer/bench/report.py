@@ -204,7 +204,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Merge, write and draw what was asked for."""
+    """Merge result files, and write and draw the rows."""
     merged = merge(map(read, arguments.files))
     print(f"{len(merged['rows'])} rows of {len(merged['headers'])} runs")
     if arguments.json:

@@ -39,7 +39,7 @@ class Request(NamedTuple):
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Run every way, print, and write what was asked for."""
+    """Run every way, print, and write the files."""
     cpu = jax.default_backend() == "cpu"
     arguments = settled(arguments, cpu)
     if cpu:

@@ -57,7 +57,7 @@ PART_ROUNDS = 24
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the files."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     cpu = jax.default_backend() == "cpu"
     arguments = settled(arguments, cpu)
@@ -115,7 +115,7 @@ def check_contexts(arguments: argparse.Namespace) -> None:
         if slots >= longest:
             raise ValueError(
                 f"--retrieve={slots} leaves nothing out of a context of {longest} tokens, the "
-                "longest asked for; name fewer, or a longer --context"
+                "longest; name fewer, or a longer --context"
             )
 
 

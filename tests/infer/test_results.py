@@ -56,7 +56,7 @@ def test_what_is_not_lossless_is_called_so() -> None:
     found, difference = dataclasses.replace(stats(), lossless=False), Divergence(0, 1, 2, 3, None)
     printed = [*lines([outcome(difference, found=found)], "float32")]
     assert printed[0].startswith("not lossless ")
-    assert any("not lossless, as was asked for by retrieve_verify=partial" in x for x in printed)
+    assert any("retrieve_verify=partial is not lossless" in x for x in printed)
     assert printed[-1].startswith("similarity to plain exact prefix 1 of 5 tokens, edit similarity")
     told = as_json([outcome(difference, found=found)], {})
     assert told["rows"][0]["similarity_to_plain"]["exact_prefix"] == 1
