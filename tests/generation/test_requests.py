@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from infer.bench.compilations import compilations
+from infer.bench.timing import compilations
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 from tests.infer.toys import toy_spec
 
