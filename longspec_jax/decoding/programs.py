@@ -22,7 +22,7 @@ import jax
 from longspec_jax.ops.placement import tree_bytes
 
 MOST_PROGRAMS = 64
-"""Executables kept; a call uses six, one of them for every tree it may choose."""
+"""Executables kept; a call uses five, one of them for every tree it may choose."""
 SMALL = 1_000_000_000
 """Bytes of a program's arguments up to which a GPU spends its time on launches, not on products."""
 

@@ -129,7 +129,7 @@ def test_retrieval_copies_what_it_chooses_alone(drafter: Drafter, batch: int) ->
 )
 def test_no_copy_of_a_small_models_cache(batch: int, tree: TreeConfig) -> None:
     """Without a tree as well: adaptive runs keep the small model up to date in plain rounds."""
-    small, large = (compiled_loop(batch, size, way="round", small=tree) for size in (2048, 4096))
+    small, large = (compiled_loop(batch, size, streams=True, small=tree) for size in (2048, 4096))
     assert cache_sized(large.as_text(), batch, 4096) == []
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
 
@@ -142,7 +142,7 @@ def test_a_choice_of_what_is_read_copies_no_cache(small: TreeConfig | None) -> N
     """Neither the one that is read nor the target's, to which the look is conditional."""
     drafter = LongSpecDrafter(DRAFT, TreeConfig((3, 2)), working=WORKING)
     one, other = (
-        compiled_loop(3, size, way="round", drafter=drafter, small=small, working=WORKING)
+        compiled_loop(3, size, streams=True, drafter=drafter, small=small, working=WORKING)
         for size in (2048, 4096)
     )
     assert cache_sized(other.as_text(), 3, 4096) == []

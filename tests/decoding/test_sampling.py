@@ -11,6 +11,7 @@ from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.sampling import (
     NO_TOKEN,
     Sampling,
+    SamplingKind,
     draw,
     noise,
     perturb,
@@ -25,8 +26,7 @@ def sampling(rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0) 
         jnp.full((rows,), top_k, jnp.int32),
         jnp.full((rows,), top_p),
         jnp.arange(rows, dtype=jnp.uint32),
-        stochastic=temperature > 0,
-        filtered=top_k > 0 or top_p < 1,
+        SamplingKind(stochastic=temperature > 0, filtered=top_k > 0 or top_p < 1),
     )
 
 
