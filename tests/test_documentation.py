@@ -3,8 +3,10 @@
 import argparse
 import dataclasses
 import importlib.util
+import json
 import re
 import shlex
+import tomllib
 import types
 import typing
 from pathlib import Path
@@ -21,6 +23,7 @@ from infer.report import __main__ as report
 from train import arguments as train_arguments
 from train import bench, plot, regenerate, reproduce, vocabulary
 from train.config import RunConfig, from_config
+from train.study.summary import summary
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -29,6 +32,8 @@ CODE = sorted(
     for folder in ("longspec_jax", "train", "infer", "configs", "tests")
     for path in (ROOT / folder).rglob("*.py")
 )
+RESULTS = ROOT / "docs" / "results"
+FIGURE = re.compile(r"([+-]?\d+\.\d+) (?:±|\+-) (\d+\.\d+)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 DECISION = re.compile(r"decisions? (4\.\d+)")
@@ -192,15 +197,78 @@ def test_training_commands_can_be_typed() -> None:
             assert parsed.processes == job["spec"]["parallelism"] == job["spec"]["completions"]
 
 
+def tables() -> types.ModuleType:
+    """The command that renders the tables; it stands beside the pages and belongs to no package."""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_results_are_those_of_the_raw_files() -> None:
+    """``python docs/tables.py`` would change nothing."""
+    module = tables()
+    assert module.chart() == module.FIGURE.read_text()
+    rendered = [name for page in PAGES for _, name, _ in module.BLOCK.findall(page.read_text())]
+    assert len(rendered) > 20
+    described = tomllib.loads((ROOT / "docs" / "results" / "tables.toml").read_text())
+    assert sorted(rendered) == sorted(described.keys() - {"columns"})
+    for page in module.PAGES:
+        assert module.written(page) == page.read_text(), f"{page.name}: run python docs/tables.py"
+
+
+def test_a_changed_figure_is_rendered_anew(tmp_path: Path) -> None:
+    module = tables()
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table: match -->\n| 26 of 26 |\n<!-- end -->\nafter\n")
+    assert "| 20 of 26 |" in module.written(page) and "26 of 26" not in module.written(page)
+    assert module.written(page).startswith("before\n") and module.written(page).endswith("after\n")
+    page.write_text("<!-- table: none_of_this_name -->\n<!-- end -->\n")
+    with pytest.raises(KeyError, match="none_of_this_name"):
+        module.written(page)
+
+
+def test_differences_of_drafts_are_those_of_the_studies() -> None:
+    """Every mean with an error on the page is one that ``train.reproduce`` prints."""
+    files = (
+        ("reproduction_h200", "reproduction_second_target_h200"),
+        ("reproduction_third_target_h200",),
+    )
+    printed = "".join(
+        summary([json.loads((RESULTS / f"{name}.json").read_text()) for name in names], "plain")
+        for names in files
+    )
+    known = [(float(mean), float(error)) for mean, error in FIGURE.findall(printed)]
+    shown = FIGURE.findall((ROOT / "docs" / "reproduction.md").read_text().replace("−", "-"))
+    assert len(shown) > 20
+    for mean, error in shown:
+        digits = len(mean.partition(".")[2])
+        near = 0.5 * 10**-digits + 1e-4
+        assert any(
+            abs(abs(float(mean)) - abs(value)) <= near and abs(float(error) - spread) <= near
+            for value, spread in known
+        ), f"{mean} ± {error}"
+
+
+def test_lines_end_at_100_characters() -> None:
+    """But for tables, which Markdown cannot break, and what is rendered."""
+    block = tables().BLOCK
+    for page in PAGES:
+        if page.name != "CHANGELOG.md":
+            prose = block.sub("", page.read_text()).splitlines()
+            long = [line for line in prose if len(line) > 100 and not line.startswith("|")]
+            assert not long, f"{page.name}: {long[0]}"
+
+
 def test_every_benchmark_is_described() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert [name for name in BENCHMARKS if f"| `{name}` |" not in page] == []
 
 
 def test_every_raw_file_is_listed() -> None:
-    folder = ROOT / "docs" / "results"
-    page = (folder / "README.md").read_text()
-    assert [path.name for path in folder.glob("*.json*") if path.name not in page] == []
+    page = (RESULTS / "README.md").read_text()
+    assert [path.name for path in RESULTS.glob("*.json*") if path.name not in page] == []
 
 
 def test_the_pages_are_read() -> None:
