@@ -251,6 +251,12 @@ def test_differences_of_drafts_are_those_of_the_studies() -> None:
         ), f"{mean} ± {error}"
 
 
+def test_python_of_the_pages_compiles() -> None:
+    for page in PAGES:
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            compile(block, str(page), "exec")
+
+
 def test_lines_end_at_100_characters() -> None:
     """But for tables, which Markdown cannot break, and what is rendered."""
     block = tables().BLOCK
