@@ -3,7 +3,7 @@
 A page says where a table belongs by ``<!-- table: NAME -->`` and ``<!-- end -->``. What stands
 between the two is written by this command, and a test renders it again and compares. The tables
 are described in ``docs/results/tables.toml``: raw files, the rows that are shown, and a template
-for each column. ``<!-- chart: NAME -->`` works likewise and draws an SVG beside the pages.
+for each column. The README's picture is drawn from the rows of its table.
 """
 
 import json
