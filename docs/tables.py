@@ -13,7 +13,7 @@ import string
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,12 +21,7 @@ RESULTS = ROOT / "docs" / "results"
 FIGURE = ROOT / "docs" / "figures" / "speed.svg"
 PAGES = (ROOT / "README.md", *sorted(RESULTS.parent.glob("*.md")), RESULTS / "README.md")
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-SHAPES = {
-    "vicuna7b": "Vicuna-7B",
-    "llama3-8b": "Llama-3-8B",
-    "llama32-1b": "Llama-3.2-1B",
-    "qwq32b": "QwQ-32B",
-}
+DESCRIBED = tomllib.loads((RESULTS / "tables.toml").read_text())
 
 Row = dict[str, Any]
 Where = Mapping[str, Any]
@@ -55,7 +50,7 @@ class Words(string.Formatter):
             raise KeyError(format_spec)
         match format_spec:
             case "shape":
-                return SHAPES.get(value, value)
+                return DESCRIBED["names"].get(value, value)
             case "tree":
                 return ",".join(map(str, value))
             case "k":
@@ -74,13 +69,12 @@ def rows_of(name: str) -> list[Row]:
     """All rows of a raw file, each with its ``header``, its ``run`` and its place (``row``)."""
     data = json.loads((RESULTS / f"{name}.json").read_text())
     if "drafts" in data:  # of ``train.reproduce``
-        found = [{**_studied(values), "draft": draft} for draft, values in data["drafts"].items()]
+        found = _studied(data["drafts"])
     elif "runs" in data:
         found = []
         for run, part in enumerate(data["runs"]):
             # A run of ``infer.decode`` is a row itself, and its rows are texts.
-            of_text = "acceptance_definition" in part
-            rows = [part["setting"] | part] if of_text else part["rows"]
+            rows = [part["setting"] | part] if "acceptance_definition" in part else part["rows"]
             found += [{"header": part["header"], **row, "run": run} for row in rows]
     elif "acceptance_definition" in data:
         found = [data["setting"] | data]
@@ -92,18 +86,34 @@ def rows_of(name: str) -> list[Row]:
     return [{"header": data, **row, "row": place, "file": name} for place, row in enumerate(found)]
 
 
-def _studied(draft: Mapping[str, Any]) -> Row:
-    """Of a draft that ``train.reproduce`` has measured: losses, and tokens per target pass."""
-    losses = {
-        f"loss_{context}": fmean(map(fmean, scores["loss"]))
-        for context, scores in draft["scores"]["contexts"].items()
-    }
-    passes = {
-        f"T{temperature[0]}_{context}": counts["tokens"] / counts["target_passes"]
-        for temperature, contexts in draft["decoding"].items()
-        for context, counts in contexts.items()
-    }
-    return losses | passes
+def _studied(drafts: Mapping[str, Any]) -> list[Row]:
+    """Drafts of a target, with what differs (``d_``) from ``plain`` of the same seed."""
+    figures = {name: _figures(draft) for name, draft in drafts.items()}
+    rows = []
+    for name, of_draft in figures.items():
+        variant, seed = name.rsplit("-", 1)
+        plain = figures[f"plain-{seed}"] if variant != "plain" else {}
+        differences = {f"d_{each}": of_draft[each] - plain[each] for each in plain}
+        rows.append({"draft": name, "variant": variant, **of_draft, **differences})
+    return rows
+
+
+def _figures(draft: Mapping[str, Any]) -> dict[str, float]:
+    """Losses, and tokens per target forward and shares accepted by depth, by temperature."""
+    found = {"training": fmean(draft["curve"]["draft_long"]["loss"])}
+    for context, scores in draft["scores"]["contexts"].items():
+        found[f"loss_{context}"] = fmean(map(fmean, scores["loss"]))
+    for kind, copies in draft["scores"]["copies"].items():
+        found[kind] = fmean(copies["loss"]) / copies["tokens"]
+    for temperature, contexts in draft["decoding"].items():
+        for context, counts in contexts.items():
+            found[f"T{temperature[0]}_{context}"] = counts["tokens"] / counts["target_passes"]
+        histograms = (counts["histogram"] for counts in contexts.values())
+        rounds = [sum(each) for each in zip(*histograms, strict=True)]
+        for depth in range(1, len(rounds)):
+            accepted, reached = sum(rounds[depth:]), sum(rounds[depth - 1 :])
+            found[f"T{temperature[0]}_depth_{depth}"] = accepted / reached
+    return found
 
 
 def _matches(row: Row, where: Where) -> bool:
@@ -130,11 +140,10 @@ def render(name: str, page: Path) -> str:
       KeyError: for a name that is not in ``tables.toml``.
       ValueError: for a column without a single figure.
     """
-    described = tomllib.loads((RESULTS / "tables.toml").read_text())
-    table = described[name]
+    table = DESCRIBED[name]
     columns = table["columns"]
     if isinstance(columns, str):
-        columns = described["columns"][columns]
+        columns = DESCRIBED["columns"][columns]
     rows = chosen_rows(table)
     lines: dict[Any, list[Row]] = {}
     for place, row in enumerate(rows):
@@ -154,7 +163,7 @@ def _cell(column: str | Mapping[str, Any], line: Sequence[Row]) -> str:
     """What a column shows of the rows of one line.
 
     A template alone is a name that the rows share. Otherwise all rows that match are shown, or the
-    smallest and the largest figure.
+    smallest and the largest figure (``to``), or the mean and its standard error (``±``).
     """
     where = {} if isinstance(column, str) else {**column}
     template, join = where.pop("show", column), where.pop("join", " / ")
@@ -168,6 +177,10 @@ def _cell(column: str | Mapping[str, Any], line: Sequence[Row]) -> str:
     if join == "to":
         shown = sorted(set(shown), key=float)
         return " to ".join([*shown[:1], *shown[1:][-1:]])
+    if join == "±" and shown:
+        values = [float(each) for each in shown]
+        error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+        return f"{fmean(values):+.3f}" + ("" if error is None else f" ± {error:.3f}")
     return join.join(dict.fromkeys(shown) if isinstance(column, str) else shown)
 
 
@@ -188,12 +201,11 @@ def _origin(rows: Sequence[Row], page: Path) -> Iterator[str]:
 
 def chart() -> str:
     """The README's picture: a bar for each speed of the table ``speed``."""
-    table = tomllib.loads((RESULTS / "tables.toml").read_text())["speed"]
-    rows = [row for row in chosen_rows(table) if row["batch"] == 1]
+    rows = [row for row in chosen_rows(DESCRIBED["speed"]) if row["batch"] == 1]
     largest, drawn = max(row["tokens_per_second"] for row in rows), []
     for place, row in enumerate(rows):
         top = 44 + 46 * place
-        name = f"{SHAPES[row['shape']]}, {row['context'] // 1024}k"
+        name = Words().vformat("{shape:shape}, {context:k}", (), row)
         drawn.append(f'<text x="128" y="{top + 20}" text-anchor="end">{name}</text>')
         for field, color, note in (
             ("plain_tokens_per_second", "#9aa0a6", ""),
