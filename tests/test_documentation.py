@@ -3,13 +3,16 @@
 import argparse
 import dataclasses
 import importlib.util
+import json
 import re
 import shlex
+import tomllib
 import types
 import typing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -30,6 +33,7 @@ CODE = sorted(
     for folder in ("longspec_jax", "train", "infer", "configs", "tests")
     for path in (ROOT / folder).rglob("*.py")
 )
+RESULTS = ROOT / "docs" / "results"
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 DECISION = re.compile(r"decisions? (4\.\d+)")
@@ -194,15 +198,76 @@ def test_training_commands_can_be_typed() -> None:
             assert parsed.processes == job["spec"]["parallelism"] == job["spec"]["completions"]
 
 
+def tables() -> types.ModuleType:
+    """The command that renders the tables; it stands beside the pages and belongs to no package."""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_results_are_those_of_the_raw_files() -> None:
+    """``python docs/tables.py`` would change nothing."""
+    module = tables()
+    assert module.chart() == module.FIGURE.read_text()
+    rendered = [name for page in PAGES for _, name, _ in module.BLOCK.findall(page.read_text())]
+    assert len(rendered) > 20
+    described = tomllib.loads((ROOT / "docs" / "results" / "tables.toml").read_text())
+    assert sorted(rendered) == sorted(described.keys() - {"columns", "names"})
+    for page in module.PAGES:
+        assert module.written(page) == page.read_text(), f"{page.name}: run python docs/tables.py"
+
+
+def test_a_changed_figure_is_rendered_anew(tmp_path: Path) -> None:
+    module = tables()
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table: match -->\n| 26 of 26 |\n<!-- end -->\nafter\n")
+    assert "| 20 of 26 |" in module.written(page) and "26 of 26" not in module.written(page)
+    assert module.written(page).startswith("before\n") and module.written(page).endswith("after\n")
+    page.write_text("<!-- table: none_of_this_name -->\n<!-- end -->\n")
+    with pytest.raises(KeyError, match="none_of_this_name"):
+        module.written(page)
+
+
+def test_differences_of_drafts_are_means_over_pairs() -> None:
+    """As a short computation of its own has them, for one figure."""
+    names = ("reproduction_h200", "reproduction_second_target_h200")
+    studies = [json.loads((RESULTS / f"{name}.json").read_text())["drafts"] for name in names]
+    loss = [
+        {name: np.mean(draft["scores"]["contexts"]["512"]["loss"]) for name, draft in study.items()}
+        for study in studies
+    ]
+    pairs = [of[f"shift1-{n}"] - of[f"plain-{n}"] for of, n in zip(loss, (1, 2), strict=True)]
+    pairs.append(loss[1]["shift1-3"] - loss[1]["plain-3"])
+    shown = f"{np.mean(pairs):+.3f} ± {np.std(pairs, ddof=1) / 3**0.5:.3f}"
+    table = tables().render("difference-loss", ROOT / "docs" / "reproduction.md")
+    assert shown in next(line for line in table.splitlines() if "`shift1`" in line)
+
+
+def test_python_of_the_pages_compiles() -> None:
+    for page in PAGES:
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            compile(block, str(page), "exec")
+
+
+def test_lines_end_at_100_characters() -> None:
+    """But for tables, which Markdown cannot break, and what is rendered."""
+    block = tables().BLOCK
+    for page in PAGES:
+        prose = block.sub("", page.read_text()).splitlines()
+        long = [line for line in prose if len(line) > 100 and not line.startswith("|")]
+        assert not long, f"{page.name}: {long[0]}"
+
+
 def test_every_benchmark_is_described() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert [name for name in BENCHMARKS if f"| `{name}` |" not in page] == []
 
 
 def test_every_raw_file_is_listed() -> None:
-    folder = ROOT / "docs" / "results"
-    page = (folder / "README.md").read_text()
-    assert [path.name for path in folder.glob("*.json*") if path.name not in page] == []
+    page = (RESULTS / "README.md").read_text()
+    assert [path.name for path in RESULTS.glob("*.json*") if path.name not in page] == []
 
 
 def test_the_pages_are_read() -> None:

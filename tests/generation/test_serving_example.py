@@ -1,0 +1,32 @@
+"""The script of docs/serving.md, run as it stands on the toy instead of the demo."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from longspec_jax import LongSpec
+from tests.infer.toys import toy_spec
+
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+FOR_THE_TOY = {
+    r'"def fibonacci(n):\n"': '"ab cd"',
+    "max_tokens=512": "max_tokens=64",
+    '{"temperature"': '{"max_new_tokens": 9, "temperature"',
+}
+
+
+def test_the_script_serves_what_calls_of_their_own_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = toy_spec()
+    monkeypatch.setattr(LongSpec, "demo", lambda: spec)
+    [script] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    for old, new in FOR_THE_TOY.items():
+        assert old in script
+        script = script.replace(old, new)
+    found: dict = {}
+    exec(compile(script, str(PAGE), "exec"), found)
+    alone = [
+        spec.generate("ab cd", max_new_tokens=9, temperature=0.7, seed=seed).text[0]
+        for seed in range(8)
+    ]
+    assert found["texts"] == alone and len(set(alone)) > 1
