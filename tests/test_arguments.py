@@ -48,7 +48,11 @@ BAD_TO_CALL: dict[str, list[Any]] = {
 
 def cases(table: dict[str, list[Any]]) -> list[Any]:
     return [
-        pytest.param(name, value, id=f"{name}={value!r:.30}")
+        pytest.param(
+            name,
+            value,
+            id=f"{name}={type(value).__name__ if type(value) is object else repr(value):.30}",
+        )
         for name, values in table.items()
         for value in values
     ]

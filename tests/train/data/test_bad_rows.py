@@ -34,7 +34,7 @@ def said(documents: Documents) -> list[str]:
 GOOD = json.dumps({"text": "good"})
 BAD = {
     "not JSON": (b'{"text": ', "the line is not JSON .Expecting value at character 11"),
-    "a list": (b"[1]", "the line must be one JSON object, got \[1\]"),
+    "a list": (b"[1]", r"the line must be one JSON object, got \[1\]"),
     "no format": (b'{"body": "x"}', "a data row has the fields .'body'.; known formats"),
     "a number": (b'{"text": 5}', "text holds a value of type int where text belongs"),
     "no turns": (b'{"messages": []}', "messages holds no turns"),
