@@ -180,13 +180,10 @@ def test_compare_reports_where_and_how_close(spec, monkeypatch) -> None:
     comparison = importlib.import_module("longspec_jax.generation.comparison")
     follow = comparison.follow
 
-    def corrupt(*args):
-        run = follow(*args)
-        if not args[0].job.drafter.tree.widths:
-            return run
-        output = run.progress.output.copy()
-        output[1, 4] = (output[1, 4] + 1) % 17
-        return run._replace(progress=run.progress._replace(output=output))
+    def corrupt(run, *args):
+        follow(run, *args)
+        if run.call.drafter.tree.widths:
+            run.progress.tokens[1][4] = (run.progress.tokens[1][4] + 1) % 17
 
     monkeypatch.setattr(comparison, "follow", corrupt)
     found = spec.compare(PROMPTS, **WARM, eos_token_id=[])

@@ -509,15 +509,23 @@ class Engine:
             self._held[self._held.index(id)] = None
         return StepOutput(id, tokens, drafted, rounds, finish)
 
-    def rehearse(self) -> None:
-        """Run a round of every candidate, so that no later one compiles; of no use afterwards."""
-        kind = reduce(or_, (one.sampling.kind for one in self._requests.values()))
+    def rehearse(self, kind: SamplingKind) -> None:
+        """Run a round of every candidate, so that no later one compiles; of no use afterwards.
+
+        Args:
+          kind: of the launches to come.
+        """
         length, remaining = self.rows.length, jnp.maximum(self.rows.remaining, 1)
+        # On a mesh a launch's rows may be sharded otherwise than those of the prefill.
+        launches = 1 if self.target.mesh is None else 2
         for candidate in range(len(self.drafters)):
-            # From the start anew, so that no row outgrows its budget.
-            self._rows = replace(self.rows, length=jnp.copy(length), remaining=jnp.copy(remaining))
-            self._rows, report = self._launch(Choice(candidate, 1), kind)
-            np.asarray(report)
+            for turn in range(launches):
+                if not turn:
+                    # From the start again, so that no row outgrows its budget.
+                    fresh = {"length": jnp.copy(length), "remaining": jnp.copy(remaining)}
+                    self._rows = replace(self.rows, **fresh)
+                self._rows, report = self._launch(Choice(candidate, 1), kind)
+                np.asarray(report)
 
     def branch(
         self,

@@ -60,7 +60,7 @@ class WarmShapes:
                 while engine.busy if call.waits else engine.prefilling:
                     engine.step(decode=call.waits)
                 if rounds and not call.waits:
-                    engine.rehearse()
+                    engine.rehearse(call.request.sampling.kind)
         seconds = time.perf_counter() - start
         with self._lock:
             kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}

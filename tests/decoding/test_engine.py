@@ -594,7 +594,7 @@ def test_rehearsal_compiles_everything_and_emits_within_the_budget() -> None:
     while engine.prefilling:
         engine.step(decode=False)
     before = many_rounds._cache_size()
-    engine.rehearse()
+    engine.rehearse(requested().sampling.kind)
     assert many_rounds._cache_size() - before == 3
     np.testing.assert_array_equal(engine.rows.length, LENGTHS + 1)
     run(engine_of(*given, requested(), own, policy=EVERY_SWITCH, ahead=False))

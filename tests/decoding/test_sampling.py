@@ -80,7 +80,7 @@ def test_noise_depends_on_seed_and_position_alone() -> None:
     s = sampling(3, 1.0)
     together = noise(s, jnp.array([[3, 8], [3, 8], [9, 3]]), VOCABULARY)
     alone = noise(
-        Sampling(s.temperature[:1], s.top_k[:1], s.top_p[:1], s.seed[2:], True, False),
+        Sampling(s.temperature[:1], s.top_k[:1], s.top_p[:1], s.seed[2:], s.kind),
         jnp.array([[3]]),
         VOCABULARY,
     )

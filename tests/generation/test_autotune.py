@@ -371,7 +371,7 @@ def test_a_call_that_was_slower_says_so_and_the_next_one_times_again(
 ) -> None:
     monkeypatch.setattr(autotune, "correct", CORRECT)
     told = []
-    options = {**OPTIONS, "on_activity": told.append}
+    options = {**OPTIONS, "on_activity": told.append, "max_new_tokens": 120}
     spec.generate(PROMPT, **options)
     [file] = folder.glob("*.json")
     whole = json.loads(file.read_text())

@@ -13,8 +13,8 @@ from longspec_jax.generation import comparison
 def test_a_gap_is_a_number_or_none(other, gap, monkeypatch) -> None:
     """Filters leave tokens out by a score of minus infinity."""
     monkeypatch.setattr(comparison, "_scores", lambda *args: jnp.asarray([[2.0, other]]))
-    job = SimpleNamespace(flows=False, prompts=((3, 4),), target=None, params=None, request=None)
-    progress = SimpleNamespace(output=np.asarray([[1, 0]]), emitted=np.asarray([2]))
-    run = SimpleNamespace(progress=progress, rows=SimpleNamespace(cache=None))
-    found = comparison._divergence(job, run, 0, ((1, 0), (1, 1)))  # type: ignore[arg-type]
+    call = SimpleNamespace(waits=False, prompts=((3, 4),), target=None, params=None, request=None)
+    engine = SimpleNamespace(rows=SimpleNamespace(cache=None))
+    run = SimpleNamespace(call=call, engine=engine, progress=SimpleNamespace(tokens=[[1, 0]]))
+    found = comparison._divergence(run, 0, ((1, 0), (1, 1)))  # type: ignore[arg-type]
     assert found == comparison.Divergence(0, 1, 0, 1, gap)

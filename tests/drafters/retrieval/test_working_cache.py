@@ -221,7 +221,8 @@ def test_a_working_cache_changes_no_token(drafter: Drafter, plain: Any) -> None:
     if drafter.needs.queries:
         inner = getattr(state.rows.draft, "inner", state.rows.draft)
         choice = inner.choice
-        assert (np.asarray(choice.length) > LENGTHS).all(), "rows chose again while they went on"
+        # The rows that end before it read nothing any more.
+        assert choice.length[0] > LENGTHS[0], "the longest row chose again while it went on"
     assert int((state.record.emitted - 1 - state.record.rounds).sum()) > 0
 
 
