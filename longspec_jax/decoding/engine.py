@@ -14,7 +14,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -26,6 +25,7 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.candidates import check_one_clock, tallest
+from longspec_jax.decoding.launches import LaunchQueue
 from longspec_jax.decoding.policy import Always, Choice, LateChoices, Measurement, Policy
 from longspec_jax.decoding.prefill import prefill_chunks, vacant
 from longspec_jax.decoding.round import MOST_ROUNDS, Report, many_rounds, one_round, slack_slots
@@ -75,20 +75,6 @@ class _Prefill:
         """Chunks to launch."""
         self.rows: Rows | None = None
         """The prefilled rows, once all chunks are launched."""
-
-
-class _Flight(NamedTuple):
-    """A launch that was not read yet."""
-
-    begun: float
-    landing: "Future[tuple[Any, float]]"
-    """What the launch did, and when it had."""
-    read: Callable[[Any, float], list[StepOutput]]
-    """Takes in what it did, in so many seconds."""
-    choice: Choice | None
-    """The rounds; None for a part of a prefill."""
-    held: tuple[int | None, ...]
-    """The request of every slot."""
 
 
 class Engine:
@@ -160,15 +146,13 @@ class Engine:
         """Requests that are prefilled together with others and will not be decoded."""
         self._queue: deque[_Waiting] = deque()
         self._prefills: list[_Prefill] = []
-        self._flights: deque[_Flight] = deque()
-        self._last_arrival = -math.inf
+        self._launches = LaunchQueue(clock)
         self.rounds_per_launch: int | None = None
         """Of launches of many rounds; None for as many as fill :data:`LAUNCH_SECONDS`."""
         self._round_seconds = math.nan
         self._programs: dict[tuple[int, SamplingKind], Any] = {}
         self._next_id = 0
         self._failure: BaseException | None = None
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="launch-reader")
 
     @property
     def drafter(self) -> Drafter:
@@ -205,7 +189,7 @@ class Engine:
     @property
     def prefilling(self) -> bool:
         """Whether a prompt waits or is under way, or a launch was not read."""
-        return bool(self._queue or self._prefills or self._flights)
+        return bool(self._queue or self._prefills or self._launches)
 
     def submit(self, tokens: np.ndarray, request: Request) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
@@ -261,9 +245,8 @@ class Engine:
     def finish(self) -> None:
         """Take no more steps: end the reader's thread, and wait for nothing; the rows stay."""
         self._failure = self._failure or RuntimeError("it was closed; make a new one")
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._launches.close()
         self._queue.clear()
-        self._flights.clear()
         self._prefills.clear()
 
     def close(self) -> None:
@@ -303,7 +286,7 @@ class Engine:
             raise
 
     def _step(self, begun: float, decode: bool) -> list[StepOutput]:
-        before = len(self._flights)
+        before = len(self._launches)
         if count := plan(self._snapshot()).admit:
             self._admit(count)
         if (index := plan(self._snapshot()).chunk) is not None:
@@ -312,12 +295,12 @@ class Engine:
             self._place(self._prefills.pop(index), begun)
         if decode:
             self._launch_rounds(begun)
-        queued = int(self.ahead and len(self._flights) > before)
+        queued = int(self.ahead and len(self._launches) > before)
         # A prompt's chunk and its first token may have been launched beside the rounds.
         most = queued + 2 if self.ahead else 0
         outputs: list[StepOutput] = []
-        while len(self._flights) > (most if outputs else queued):
-            outputs += self._land()
+        while len(self._launches) > (most if outputs else queued):
+            outputs += self._launches.land()
         return outputs
 
     def _snapshot(self) -> Snapshot:
@@ -362,7 +345,7 @@ class Engine:
             self.seconds_of_prefill += seconds
             return []
 
-        self._fly(begun, after, read, fetched=False)
+        self._launches.add(begun, after, read, tuple(self._held), fetched=False)
 
     def _place(self, prefill: _Prefill, begun: float) -> None:
         """Move prefilled rows into slots, and have their first tokens read."""
@@ -392,15 +375,14 @@ class Engine:
                 if id in self._left
             ]
 
-        self._fly(begun, first, read)
+        self._launches.add(begun, first, read, tuple(self._held))
 
     def _launch_rounds(self, begun: float) -> None:
         held = tuple(self._held)
         live = [id for id in held if id is not None]
         if not any(self._may_go_on(id) for id in live):
             return
-        running = [flight.choice for flight in self._flights if flight.choice is not None]
-        choice = self._choices.next(running, self._most_rounds())
+        choice = self._choices.next(self._launches.choices, self._most_rounds())
         kind = reduce(or_, (self._requests[id].sampling.kind for id in live))
         self._rows, packed = self._launch(choice, kind)
 
@@ -418,16 +400,11 @@ class Engine:
                 if id is not None and id in self._left and report.count[:, slot].any()
             ]
 
-        self._fly(begun, packed, read, choice)
+        self._launches.add(begun, packed, read, held, choice)
 
     def _may_go_on(self, id: int) -> bool:
         """Whether a request may need a round beyond those under way, each of at least a token."""
-        under_way = (
-            flight.choice.rounds
-            for flight in self._flights
-            if flight.choice is not None and id in flight.held
-        )
-        return self._left[id] > sum(under_way)
+        return self._left[id] > self._launches.rounds_of(id)
 
     def _most_rounds(self) -> int:
         """Rounds of a launch: one of a stream, else as many as fill its time."""
@@ -452,35 +429,6 @@ class Engine:
         if key not in self._programs:
             self._programs[key] = launch.of_shape(*args)
         return self._programs[key](*args)
-
-    def _fly(
-        self,
-        begun: float,
-        output: Array,
-        read: Callable[[Any, float], list[StepOutput]],
-        choice: Choice | None = None,
-        *,
-        fetched: bool = True,
-    ) -> None:
-        """Queue a launch to be read; another thread waits for its output, and fetches it."""
-
-        def land() -> tuple[Any, float]:
-            # Waiting here lets other threads run; converting an unfinished array may not.
-            output.block_until_ready()
-            landed = np.asarray(output) if fetched else None
-            return landed, self._clock()
-
-        landing = self._reader.submit(land)
-        self._flights.append(_Flight(begun, landing, read, choice, tuple(self._held)))
-
-    def _land(self) -> list[StepOutput]:
-        """Wait for the oldest launch, and take in what it did."""
-        flight = self._flights.popleft()
-        output, arrived = flight.landing.result()
-        # From the end of the launch before, or from its own step if the device had nothing to do.
-        seconds = arrived - max(flight.begun, self._last_arrival)
-        self._last_arrival = arrived
-        return flight.read(output, seconds)
 
     def _of_report(self, report: Report, slot: int, id: int) -> StepOutput:
         rounds = np.flatnonzero(report.count[:, slot])

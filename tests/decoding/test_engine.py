@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -512,19 +513,20 @@ def clocked(
         return rows, packed
 
     engine._launch = timed  # type: ignore[method-assign]
-    land = engine._land
+    launches = engine._launches
+    land = launches.land
 
     def landed() -> list[StepOutput]:
-        flight = engine._flights[0]
-        arrived = ends.pop(0) if flight.choice is not None else now[0]
+        oldest = launches._launches[0]
+        arrived = ends.pop(0) if oldest.choice is not None else now[0]
         now[0] = max(now[0], arrived)
-        output, _ = flight.landing.result()
-        done = engine_lib.Future()
+        output, _ = oldest.landing.result()
+        done = Future()
         done.set_result((output, arrived))
-        engine._flights[0] = flight._replace(landing=done)
+        launches._launches[0] = oldest._replace(landing=done)
         return land()
 
-    engine._land = landed  # type: ignore[method-assign]
+    launches.land = landed  # type: ignore[method-assign]
     tokens: list[list[int]] = [[] for _ in LENGTHS]
     while engine.busy:
         for out in engine.step():
