@@ -326,6 +326,7 @@ class LongSpec:
     def _learn(self, running: Run) -> None:
         """Warn of a draft that does not help, and correct the kept timings by a finished run."""
         self._notices.look_at(running.stats)
+        self._warm.learn(running)
         autotune.correct(self._timings, running)
 
     def compare(

@@ -35,10 +35,11 @@ from longspec_jax.decoding.schedule import Snapshot, plan
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 
-LAUNCH_SECONDS = 0.25
-"""Seconds of a launch of many rounds: the host can interrupt a run between two of them."""
-FIRST_ROUNDS = 2
-"""Rounds of the first launch of many, whose seconds say how many the next ones take."""
+LAUNCH_SECONDS = 0.4
+"""Seconds of a launch of many rounds: the host can interrupt a run between two of them. Behind each
+a GPU waits some 2 ms for the host."""
+FIRST_ROUNDS = 4
+"""Rounds of the first launch of many where nothing is known of a round's seconds."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ class Engine:
         self._launches = LaunchQueue(clock)
         self.rounds_per_launch: int | None = None
         """Of launches of many rounds; None for as many as fill :data:`LAUNCH_SECONDS`."""
-        self._round_seconds = math.nan
+        self.round_seconds = math.nan
+        """Of the last launch, or as they are known from an earlier run; NaN before."""
         self._programs: dict[tuple[int, SamplingKind], Any] = {}
         self._next_id = 0
         self._failure: BaseException | None = None
@@ -393,7 +395,7 @@ class Engine:
             seen = Measurement(rounds, row_rounds, int(report.count.sum()), seconds)
             self._choices.record(choice.candidate, seen)
             if rounds:
-                self._round_seconds = seconds / rounds
+                self.round_seconds = seconds / rounds
             return [
                 self._of_report(report, slot, id)
                 for slot, id in enumerate(held)
@@ -415,9 +417,9 @@ class Engine:
         if len(self.drafters) > 1 or jax.process_count() > 1:
             # The policy decides, or every process has to decide alike.
             return MOST_ROUNDS
-        if math.isnan(self._round_seconds):
+        if math.isnan(self.round_seconds):
             return FIRST_ROUNDS
-        rounds = int(LAUNCH_SECONDS / max(self._round_seconds, 1e-6))
+        rounds = int(LAUNCH_SECONDS / max(self.round_seconds, 1e-6))
         return min(max(rounds, 1), MOST_ROUNDS)
 
     def _launch(self, choice: Choice, kind: SamplingKind) -> tuple[Rows, Array]:
@@ -457,23 +459,29 @@ class Engine:
             self._held[self._held.index(id)] = None
         return StepOutput(id, tokens, drafted, rounds, finish)
 
-    def rehearse(self, kind: SamplingKind) -> None:
-        """Run a round of every candidate, so that no later one compiles; of no use afterwards.
+    def rehearse(self, kind: SamplingKind) -> float:
+        """Run two rounds of every candidate, so that no later one compiles; of no use afterwards.
+
+        On a mesh a launch's rows may be sharded otherwise than those of the prefill, so that the
+        second round compiles, too.
 
         Args:
           kind: of the launches to come.
+
+        Returns:
+          Seconds of the last candidate's second round, at most.
         """
         length, remaining = self.rows.length, jnp.maximum(self.rows.remaining, 1)
-        # On a mesh a launch's rows may be sharded otherwise than those of the prefill.
-        launches = 1 if self.target.mesh is None else 2
+        begun = 0.0
         for candidate in range(len(self.drafters)):
-            for turn in range(launches):
-                if not turn:
-                    # From the start again, so that no row outgrows its budget.
-                    fresh = {"length": jnp.copy(length), "remaining": jnp.copy(remaining)}
-                    self._rows = replace(self.rows, **fresh)
+            # From the start again, so that no row outgrows its budget.
+            fresh = {"length": jnp.copy(length), "remaining": jnp.copy(remaining)}
+            self._rows = replace(self.rows, **fresh)
+            for _ in range(2):
+                begun = self._clock()
                 self._rows, report = self._launch(Choice(candidate, 1), kind)
                 np.asarray(report)
+        return self._clock() - begun
 
     def branch(
         self,

@@ -183,6 +183,7 @@ def _start_after_timing(
     settled.engine.seconds_of_prefill = run.engine.seconds_of_prefill
     run.engine.close()
     settled.compile_seconds = seconds
+    settled.engine.round_seconds = warm.round_seconds(chosen)
     return settled
 
 

@@ -101,6 +101,7 @@ def run_both(
         compiled = warm.prepare(plain_call, streams)
         plain_run = run.branch(plain_call, own_cache=True)
         plain_run.compile_seconds = compiled
+        plain_run.engine.round_seconds = warm.round_seconds(plain_call)
         plain_run.engine.seconds_of_prefill = run.engine.seconds_of_prefill
     follow(run, tokenizer, on_round)
     speculative = collect(run, tokenizer)

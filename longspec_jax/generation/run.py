@@ -8,6 +8,7 @@ and one round of every tree. Whatever is compiled or loaded on first use is paid
 as compile time, so that prefill and decode seconds mean the same in every call.
 """
 
+import math
 import time
 from collections.abc import Callable, Generator, Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ class WarmShapes:
     def __init__(self) -> None:
         """Start with none."""
         self._programs: dict[Any, Set[Any]] = {}
+        self._round_seconds: dict[Any, float] = {}
         self._lock = Lock()
 
     def prepare(self, call: Call, streams: bool = False, rounds: bool = True) -> float:
@@ -60,12 +62,23 @@ class WarmShapes:
                 while engine.busy if call.waits else engine.prefilling:
                     engine.step(decode=call.waits)
                 if rounds and not call.waits:
-                    engine.rehearse(call.request.sampling.kind)
+                    seconds = engine.rehearse(call.request.sampling.kind)
+                    self._round_seconds[call.signature] = seconds
         seconds = time.perf_counter() - start
         with self._lock:
             kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
             self._programs = {**kept, (streams, rounds, call.signature): used}
         return seconds
+
+    def round_seconds(self, call: Call) -> float:
+        """Seconds of a round of such a call, as it last ran; NaN where none did."""
+        return self._round_seconds.get(call.signature, math.nan)
+
+    def learn(self, run: "Run") -> None:
+        """Remember how long the rounds of a finished run took."""
+        rounds = [total for total in run.engine.totals if total.rounds]
+        if len(rounds) == len(run.call.drafters) == 1:
+            self._round_seconds[run.call.signature] = rounds[0].seconds / rounds[0].rounds
 
     def knows(self, call: Call, streams: bool = False, rounds: bool = True) -> bool:
         """Whether everything the call will run is compiled; it is then the last to be let go."""
@@ -235,5 +248,6 @@ def start(
         on_activity(Compiling())
     compiled = warm.prepare(call, streams, rounds)
     engine = call.engine(streams=streams, ahead=ahead)
+    engine.round_seconds = warm.round_seconds(call)
     run = Run(call, engine, Progress.of(call), compiled, on_activity=on_activity)
     return run if call.waits else run.prefill()

@@ -561,9 +561,9 @@ def test_the_clock_decides_what_runs(streams: bool) -> None:
 
 def test_launches_of_many_rounds_fill_their_time() -> None:
     rounds: list[int] = []
-    clocked((0.04,), Always(), drafters=[NoDraft()], params=Params(TABLE, ()), rounds=rounds)
-    assert rounds == [2, 6, 6, 6, 6, 4]
-    assert 6 * 0.04 <= engine_lib.LAUNCH_SECONDS < 7 * 0.04
+    clocked((0.041,), Always(), drafters=[NoDraft()], params=Params(TABLE, ()), rounds=rounds)
+    assert rounds == [4, 9, 9, 8]
+    assert 9 * 0.041 <= engine_lib.LAUNCH_SECONDS < 10 * 0.041
 
 
 def test_the_promise_holds_across_drafters() -> None:

@@ -231,4 +231,4 @@ def test_ctrl_c_is_honoured_between_two_launches(monkeypatch) -> None:
     monkeypatch.setattr("longspec_jax.decoding.engine.LAUNCH_SECONDS", 1e-6)
     with pytest.raises(KeyboardInterrupt):
         spec.generate(PROMPT, max_new_tokens=400, eos_token_id=[])
-    assert launches == [2, 2, 1] or launches == [2, 1, 1]
+    assert launches == [1, 1, 1]
