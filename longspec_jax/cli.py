@@ -60,12 +60,6 @@ RENAMED = {
     "--drafters": "--draft",
     "--drafter_option": "--draft_option",
     "--drafter_revision": "--draft_revision",
-    "--batches": "--batch",
-    "--contexts": "--context",
-    "--implementations": "--implementation",
-    "--methods": "--method",
-    "--ranges": "--range",
-    "--tables": "--table",
 }
 """Options by their names of earlier releases, which still work and are not documented."""
 

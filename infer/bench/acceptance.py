@@ -80,11 +80,6 @@ class AcceptanceLengths:
         reached += [0.0] * (tree.num_levels + 2 - len(reached))
         return cls(tuple(a - b for a, b in itertools.pairwise(reached)))
 
-    @classmethod
-    def always(cls, emitted: int, tree: TreeConfig) -> "AcceptanceLengths":
-        """Every round emits so many tokens."""
-        return cls(tuple(float(i + 1 == emitted) for i in range(tree.num_levels + 1)))
-
 
 def drawn_count(edges: UInt[Array, " h"], rounds: Lengths) -> Lengths:
     """Tokens that each row's next round emits, 1 to the tree's levels + 1.
@@ -112,7 +107,9 @@ def accept_drawn(
 ) -> AcceptedPath:
     """The path to the first node of the drawn depth, as if the target had drawn its tokens.
 
-    The first three arguments are those of :func:`longspec_jax.drafters.tree.accept`.
+    Where a budget has left no node so deep, the path ends earlier and the tokens are repeated. The
+    real accept runs, too, so that its cost is part of the round. The first three arguments are
+    those of :func:`longspec_jax.drafters.tree.accept`.
 
     Raises:
       ValueError: for acceptance lengths that the tree does not hold.
@@ -123,42 +120,9 @@ def accept_drawn(
             f"levels, which emits at most {levels + 1}"
         )
     count = drawn_count(edges, rounds)
-    return first_at_depth(tree, draws, levels, count, shape)
-
-
-def first_at_depth(
-    tree: Tree, draws: Int[Array, "B T"], levels: int, count: Lengths, shape: TreeConfig
-) -> AcceptedPath:
-    """The path to the first node of depth ``count - 1``, which emits ``count`` tokens.
-
-    Where a budget has left no node so deep, the path ends earlier and the tokens are repeated.
-    """
     depths = jnp.broadcast_to(node_depths(tree, shape), tree.tokens.shape)
     deepest = jnp.minimum(count - 1, depths.max(axis=1))
     last = jnp.argmax(depths == deepest[:, None], axis=1)
-    return path_to(tree, draws, levels, depths, last, count)
-
-
-def path_to(
-    tree: Tree,
-    draws: Int[Array, "B T"],
-    levels: int,
-    depths: Int[Array, "B T"],
-    last: Lengths,
-    count: Lengths,
-) -> AcceptedPath:
-    """The path from the root to one node of every row, in the place of the real one.
-
-    The real accept runs, too, so that its cost is part of the round.
-
-    Args:
-      tree: the drafted tree.
-      draws: the target's at every node.
-      levels: of the tree.
-      depths: of its nodes.
-      last: the node.
-      count: tokens to emit: those of the path, and the draw at its end.
-    """
     on_path = jnp.take_along_axis(tree.mask, last[:, None, None], axis=1)
     at_depth = on_path & (depths[:, None, :] == jnp.arange(levels + 1)[:, None])
     nodes = jnp.where(at_depth.any(axis=2), jnp.argmax(at_depth, axis=2), last[:, None])

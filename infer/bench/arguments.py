@@ -25,8 +25,6 @@ from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
 
-from . import published
-
 LLAMA_1B = TargetConfig(
     architecture="LlamaForCausalLM",
     vocab_size=128256,
@@ -61,9 +59,6 @@ ATTENTION_CANDIDATES = (
     *TORCH_CANDIDATES,
 )
 """What ``attention`` compares; ours is the automatic choice."""
-PAPER_METHODS = ("plain", "plain-eager", "magicdec", "longspec-tree", "longspec-chain", "ngram")
-"""What ``paper`` compares."""
-PAPER_TABLES = ("1", "4")
 CHAIN = TreeConfig((1, 1, 1))
 """A small tree: the fastest on a CPU, which computes node after node."""
 SEVERAL_TOKENS = cli.number(Whole(2))
@@ -114,7 +109,13 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ragged", action="store_true", help="rows of a batch from the whole context to half of it"
     )
-    _add_acceptance(parser, ByMachine(3.545, 2.1), "the default is the paper's 3.57 of 69 nodes")
+    parser.add_argument(
+        "--acceptance",
+        type=ACCEPTANCE,
+        default=ByMachine(3.545, 2.1),
+        help="mean tokens emitted per round, the bonus included; the default is the paper's 3.57 "
+        "of 69 nodes",
+    )
     parser.add_argument(
         "--draft",
         type=one_of([*KINDS]),
@@ -122,9 +123,23 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         help=f"kind of the draft, of random weights: {', '.join(KINDS)}",
     )
     _add_tree(parser)
-    _add_draft_option(parser)
-    _add_amounts(parser, ByMachine(192, 48), ByMachine(3, 2), ByMachine(10, 3))
-    _add_attention(parser)
+    parser.add_argument(
+        "--draft_option",
+        **several(cli.draft_option),
+        metavar="NAME[=VALUE]",
+        help="an option of the draft's kind. longspec: int8 reads weights and LM head in 8 bits "
+        "(here only where it is named), vocabulary=N proposes N tokens only",
+    )
+    _add_new_tokens(parser, ByMachine(192, 48), "tokens of one repetition")
+    _add_repetitions(parser, ByMachine(3, 2))
+    parser.add_argument(
+        "--turns", type=COUNT, default=ByMachine(10, 3), help="repeats of a separately timed part"
+    )
+    parser.add_argument(
+        "--attention",
+        type=one_of(ATTENTION),
+        help=f"one of {', '.join(ATTENTION)}; automatic if absent",
+    )
     _add_outputs(parser)
 
 
@@ -140,7 +155,7 @@ def _requests(parser: argparse.ArgumentParser) -> None:
     )
     _add_new_tokens(parser, ByMachine(256, 32), "most tokens of an answer; at least a quarter")
     _add_tree(parser)
-    _add_outputs(parser, chart=False)
+    _add_outputs(parser)
 
 
 def _meshes(parser: argparse.ArgumentParser) -> None:
@@ -162,30 +177,7 @@ def _meshes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=COUNT, default=ByMachine(4, 2), help="rows")
     _add_new_tokens(parser, ByMachine(48, 16), "tokens of a row")
     _add_tree(parser)
-    _add_outputs(parser, chart=False)
-
-
-def _paper(parser: argparse.ArgumentParser) -> None:
-    _add_shape(parser, ByMachine(["vicuna7b"], ["tiny"]))
-    parser.add_argument(
-        "--table",
-        **several(one_of(PAPER_TABLES), commas=True),
-        default=[*PAPER_TABLES],
-        help="of the paper",
-    )
-    parser.add_argument(
-        "--method",
-        **several(one_of(PAPER_METHODS), commas=True),
-        default=[*PAPER_METHODS],
-        help="of table 1, beside plain",
-    )
-    ranges, few = [*published.RANGES], [published.SHORT, published.LONG]
-    _add_several(
-        *(parser, "--range", one_of(ranges), ByMachine(ranges, few)),
-        "prefill lengths of table 4",
-    )
-    _add_amounts(parser, ByMachine(128, 48), ByMachine(2, 1), ByMachine(5, 1))
-    _add_outputs(parser, chart=False)
+    _add_outputs(parser)
 
 
 def _products(parser: argparse.ArgumentParser) -> None:
@@ -197,43 +189,7 @@ def _products(parser: argparse.ArgumentParser) -> None:
         help="rows that are multiplied",
     )
     parser.add_argument("--int8", action="store_true", help="the matmuls of a draft in 8 bits")
-    _add_outputs(parser, chart=False)
-
-
-def _retrieval(parser: argparse.ArgumentParser) -> None:
-    share = cli.number(Real(0.0, 1.0, "above 0 and at most 1", includes_least=False))
-    _add_shape(parser, ByMachine(["llama3-8b"], ["tiny"]))
-    _add_several(parser, "--context", COUNT, ByMachine([32768, 131072], [1024]), "cached tokens")
-    parser.add_argument("--batch", type=COUNT, default=1, help="rows")
-    _add_several(
-        *(parser, "--retrieve", COUNT, ByMachine([4096], [256])),
-        "tokens that a partial forward reads",
-    )
-    _add_several(
-        parser, "--chain", COUNT, ByMachine([16], [8]), "most tokens of a partially verified chain"
-    )
-    parser.add_argument(
-        "--end",
-        type=cli.tree,
-        metavar="TREE",
-        help="what a full forward verifies behind the chain, cut with it to 64 nodes, such as 4,8, "
-        "or none; --tree if absent",
-    )
-    _add_acceptance(parser, ByMachine(3.476, 2.1), "also of a partial round")
-    _add_several(
-        *(parser, "--agreement", share, ByMachine([0.9, 0.95, 0.97, 0.99], [0.9, 0.99])),
-        "how often a full forward confirms a token of the chain, given the one before",
-    )
-    _add_tree(parser)
-    _add_draft_option(parser)
-    parser.add_argument(
-        "--offload",
-        action="store_true",
-        help="with the cache in the host's memory, and plain decoding beside",
-    )
-    _add_amounts(parser, ByMachine(1024, 48), ByMachine(3, 1))
-    _add_attention(parser)
-    _add_outputs(parser, chart=False)
+    _add_outputs(parser)
 
 
 def _transformers(parser: argparse.ArgumentParser) -> None:
@@ -244,21 +200,13 @@ def _transformers(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser)
 
 
-def _report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", type=cli.file_path, nargs="+", help="result files")
-    _add_outputs(parser)
-
-
 DECLARATIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "attention": _attention,
     "decode": _decode,
     "meshes": _meshes,
-    "paper": _paper,
     "products": _products,
     "requests": _requests,
-    "retrieval": _retrieval,
     "transformers": _transformers,
-    "report": _report,
 }
 
 
@@ -285,31 +233,12 @@ def _add_implementations(
     _add_several(parser, "--implementation", one_of(names), default, words)
 
 
-def _add_acceptance(parser: argparse.ArgumentParser, default: ByMachine, words: str) -> None:
-    parser.add_argument(
-        "--acceptance",
-        type=ACCEPTANCE,
-        default=default,
-        help=f"mean tokens emitted per round, the bonus included; {words}",
-    )
-
-
 def _add_tree(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tree",
         type=cli.drafting_tree,
         default=ByMachine(DEFAULT_TREE, CHAIN),
         help=f"what the draft proposes: {cli.TREE_GRAMMAR}",
-    )
-
-
-def _add_draft_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--draft_option",
-        **several(cli.draft_option),
-        metavar="NAME[=VALUE]",
-        help="an option of the draft's kind. longspec: int8 reads weights and LM head in 8 bits "
-        "(here only where it is named), vocabulary=N proposes N tokens only",
     )
 
 
@@ -323,33 +252,8 @@ def _add_repetitions(parser: argparse.ArgumentParser, default: Any) -> None:
     )
 
 
-def _add_amounts(
-    parser: argparse.ArgumentParser,
-    new_tokens: ByMachine,
-    repetitions: ByMachine,
-    turns: ByMachine | None = None,
-) -> None:
-    """How much is measured."""
-    _add_new_tokens(parser, new_tokens, "tokens of one repetition")
-    _add_repetitions(parser, repetitions)
-    if turns is not None:
-        parser.add_argument(
-            "--turns", type=COUNT, default=turns, help="repeats of a separately timed part"
-        )
-
-
-def _add_attention(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--attention",
-        type=one_of(ATTENTION),
-        help=f"one of {', '.join(ATTENTION)}; automatic if absent",
-    )
-
-
-def _add_outputs(parser: argparse.ArgumentParser, chart: bool = True) -> None:
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=cli.result_file, help="write header and rows to this file")
-    if chart:
-        parser.add_argument("--chart", type=cli.chart_file, help="draw the rows into this PNG")
     cli.add_traceback(parser)
 
 

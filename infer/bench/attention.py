@@ -10,36 +10,384 @@ is excluded alike for our kernels and for the alternatives (torch runs in a CUDA
 The roofline of a case is ``max(bytes / bandwidth, operations / rate)``: bytes are queries, keys,
 values and output once each, operations those of the two matmuls. Bandwidth and rate are measured in
 the same run.
+
+A candidate of jax that cannot be built or compiled gives the reason instead of a time. Keys and
+values of prefix and tree are one array for torch and FlashInfer, which saves a concatenation.
 """
 
 import argparse
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from longspec_jax.cli import counted, settled
+from longspec_jax.ops.attention import dispatch
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 
-from .attention_candidates import (
-    CANDIDATES,
-    TORCH,
-    Case,
-    Operands,
-    Refusal,
-    compiled,
-    torch_seconds,
-)
 from .models import check_memory
 from .report import Report, run_header
-from .timing import Roofline, announce, jax_seconds, measure_roofline
+from .timing import Roofline, announce, jax_seconds, measure_roofline, median_seconds
 
 HEAD_WIDTH = 128
 CPU_SECONDS = 5
 """A rough estimate for a program, to compile and time it."""
+HEAD_MAJOR, TOKEN_MAJOR = "head-major", "token-major"
+"""The two layouts of a cache: ``[B, K, S, H]``, the engine's, and ``[B, S, K, H]``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention problem of the decode step."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    batch: int
+    dtype: str = "bfloat16"
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values in the prefix."""
+        slots = self.batch * self.kv_heads * self.context
+        return 2 * slots * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes any implementation moves: each operand once."""
+        itemsize = jnp.dtype(self.dtype).itemsize
+        rows = self.batch * self.tokens * self.head_dim * itemsize
+        return self.cache_bytes + rows * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def operations(self) -> int:
+        """Operations of the two products over the prefix and the whole tree square."""
+        keys = self.context + self.tokens
+        return 4 * self.batch * self.tokens * self.heads * keys * self.head_dim
+
+    @property
+    def copies(self) -> int:
+        """Distinct caches in rotation: more than any second-level cache, or as memory allows."""
+        return max(2, min(32, math.ceil(2**30 / self.cache_bytes)))
+
+    @property
+    def turns(self) -> int:
+        """Times a program goes round the caches; enough calls to hide its launch."""
+        return math.ceil(8 / self.copies)
+
+    @property
+    def calls(self) -> int:
+        """Calls in one program."""
+        return self.copies * self.turns
+
+    def cache_shape(self, layout: str) -> tuple[int, ...]:
+        """Of the keys, or the values, of one cache."""
+        sizes = (self.kv_heads, self.context)
+        return (self.batch, *(sizes if layout == HEAD_MAJOR else sizes[::-1]), self.head_dim)
+
+    def row(
+        self, implementation: str, roofline: Roofline, seconds: float | None, **more: Any
+    ) -> dict:
+        """The result of one implementation; ``seconds`` is none where it did not run."""
+        row = {"implementation": implementation, **dataclasses.asdict(self)}
+        row |= {"microseconds": None, **more}
+        if seconds is not None:
+            row |= {
+                "microseconds": round(seconds * 1e6, 2),
+                "tb_per_s": round(self.bytes / seconds / 1e12, 3),
+                "tflop_per_s": round(self.operations / seconds / 1e12, 1),
+                "percent_of_roof": round(
+                    100 * roofline.seconds(self.bytes, self.operations) / seconds, 1
+                ),
+            }
+        return row
+
+
+def abstract_operands(case: Case, layout: str) -> tuple[Any, ...]:
+    """The shapes of :meth:`Operands.of`: compiling from them allocates nothing."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(case.dtype))
+    cache = shape(case.cache_shape(layout))
+    rows = (case.batch, case.tokens)
+    tree = shape((*rows, case.kv_heads, case.head_dim))
+    mask = jax.ShapeDtypeStruct((*rows, case.tokens), jnp.bool_)
+    q = shape((*rows, case.heads, case.head_dim))
+    return q, [(cache, cache)] * case.copies, tree, tree, mask
+
+
+class Operands:
+    """Random operands, whose caches stay in memory until a case of another shape comes."""
+
+    def __init__(self) -> None:
+        """Begin without caches."""
+        self._kind: Any = None
+        self._caches: list[tuple[jax.Array, jax.Array]] = []
+
+    def of(self, case: Case, layout: str) -> tuple[Any, ...]:
+        """``(q, caches, tree_k, tree_v, mask)``: queries, distinct caches, tree rows, tree mask."""
+        keys = jax.random.split(jax.random.key(3), 3)
+        rows = (case.batch, case.tokens)
+        dtype = jnp.dtype(case.dtype)
+        q = jax.random.normal(keys[0], (*rows, case.heads, case.head_dim), dtype)
+        tree_k = jax.random.normal(keys[1], (*rows, case.kv_heads, case.head_dim), dtype)
+        tree_v = jax.random.normal(keys[2], (*rows, case.kv_heads, case.head_dim), dtype)
+        mask = jnp.asarray(np.broadcast_to(tree_mask(case.tokens), (*rows, case.tokens)))
+        return q, self._caches_of(case, layout), tree_k, tree_v, mask
+
+    def _caches_of(self, case: Case, layout: str) -> list[tuple[jax.Array, jax.Array]]:
+        shape, dtype = case.cache_shape(layout), jnp.dtype(case.dtype)
+        kind = (shape, dtype, case.copies)
+        if kind != self._kind:
+            self._kind, self._caches = kind, []  # Freed before others are drawn.
+            fill = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
+            keys = jax.random.split(jax.random.key(2), 2 * case.copies)
+            self._caches = [(fill(keys[2 * i]), fill(keys[2 * i + 1])) for i in range(case.copies)]
+        return self._caches
+
+
+def tree_mask(tokens: int) -> np.ndarray:
+    """``[T, T]`` ancestors of a random tree's nodes, each node included."""
+    rng = np.random.default_rng(0)
+    mask = np.eye(tokens, dtype=bool)
+    for node in range(1, tokens):
+        mask[node] |= mask[rng.integers(max(0, node - 16), node)]
+    return mask
+
+
+Call = Callable[..., jax.Array]
+"""``(q, k, v, tree_k, tree_v, mask) -> out``, all in the shapes of a case."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """An implementation, and how it wants the cache."""
+
+    build: Callable[[Case], Call]
+    layout: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why there is no time: part of the result."""
+
+    reason: str
+
+    @classmethod
+    def of(cls, error: Exception) -> "Refusal":
+        """The first line of an error, with its kind."""
+        reason = (str(error).splitlines() or [""])[0][:200]
+        return cls(f"{type(error).__name__}: {reason}")
+
+
+def ours(implementation: str | None) -> Candidate:
+    """The project's op, by its automatic choice if no implementation is named."""
+
+    def build(case: Case) -> Call:
+        length = jnp.full((case.batch,), case.context, jnp.int32)
+
+        def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
+            operands = Prefix(k, v, length), Fresh(tree_k, tree_v, mask)
+            return dispatch.speculative_attention(q, *operands, implementation=implementation)
+
+        return call
+
+    return Candidate(build, HEAD_MAJOR)
+
+
+def _cudnn(case: Case) -> Call:
+    """CuDNN over the prefix alone: less work than ours, since it takes no mask at this speed."""
+
+    def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+
+    return call
+
+
+def _xla_masked(case: Case) -> Call:
+    """XLA with materialised scores over the prefix, masked.
+
+    The tree part is played by the last ``tokens`` slots, so that nothing is concatenated.
+    """
+
+    def call(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
+        seen = jnp.ones((case.batch, case.tokens, case.context - case.tokens), bool)
+        whole = jnp.concatenate([seen, mask], axis=2)[:, None]
+        return jax.nn.dot_product_attention(q, k, v, mask=whole, implementation="xla")
+
+    return call
+
+
+CANDIDATES: dict[str, Candidate] = {
+    "ours": ours(None),
+    **{name: ours(name) for name in ("pallas", "mosaic", "triton", "xla")},
+    "cudnn": Candidate(_cudnn, TOKEN_MAJOR),
+    "xla-masked": Candidate(_xla_masked, TOKEN_MAJOR),
+}
+"""``ours`` is the automatic choice; the four names after it are the dispatch's."""
+
+
+def compiled(case: Case, candidate: Candidate) -> Any:
+    """The compiled program of a case, or a :class:`Refusal`; allocates nothing."""
+    try:
+        program = jax.jit(_chain(case, candidate.build(case)))
+        return program.lower(*abstract_operands(case, candidate.layout)).compile()
+    except Exception as error:  # A call that does not compile is a result, too.
+        return Refusal.of(error)
+
+
+def _chain(case: Case, call: Call) -> Callable[..., jax.Array]:
+    """Call once per cache and turn, each call's output being the next one's queries."""
+    inner = jax.jit(call)
+
+    def program(q: Any, caches: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
+        for _ in range(case.turns):
+            for k, v in caches:
+                q = inner(q, k, v, tree_k, tree_v, mask)
+        return q
+
+    return program
+
+
+Attend = Callable[[Case, Any], Callable[..., Any]]
+"""Makes ``(q, k, v) -> out`` from a case and its tree mask ``[T, T]``."""
+FLASHINFER_WORKSPACE = 256 << 20
+"""Bytes for the partial results of its splits, twice what its documentation recommends."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """A library's attention, and how it wants queries, keys and values."""
+
+    attend: Attend
+    layout: str
+
+
+def torch_seconds(case: Case, alternative: Alternative) -> float:
+    """Median seconds of one call.
+
+    Args:
+      case: the problem.
+      alternative: a value of ``TORCH``.
+    """
+    import torch
+
+    total = _chain_seconds(case, alternative)
+    torch.cuda.empty_cache()  # What the chain held is free by now, for jax beside it.
+    return total / case.calls
+
+
+def torch_operands(case: Case, layout: str, device: str) -> tuple[Any, list[Any]]:
+    """Queries ``[B, N, T, H]``, or ``[B, T, N, H]``, and distinct caches ``[2, ...]`` like them."""
+    import torch
+
+    torch.manual_seed(0)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, device=device, dtype=getattr(torch, case.dtype))
+
+    # Queries lie like the keys of a cache of their own.
+    queries = dataclasses.replace(case, kv_heads=case.heads, context=case.tokens)
+    whole = dataclasses.replace(case, context=case.context + case.tokens).cache_shape(layout)
+    return normal(*queries.cache_shape(layout)), [normal(2, *whole) for _ in range(case.copies)]
+
+
+def _chain_seconds(case: Case, alternative: Alternative) -> float:
+    """Median seconds of all calls, each waiting for the one before, as one CUDA graph."""
+    import torch
+
+    q, caches = torch_operands(case, alternative.layout, "cuda")
+    call = alternative.attend(case, torch.from_numpy(tree_mask(case.tokens)).cuda())
+
+    def chain() -> Any:
+        out = q
+        for _ in range(case.turns):
+            for k, v in caches:
+                out = call(out, k, v)
+        return out
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        chain()
+        chain()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    return median_seconds(graph.replay, lambda _: torch.cuda.synchronize())
+
+
+def _sdpa(case: Case, tree: Any) -> Callable[..., Any]:
+    """``scaled_dot_product_attention`` with a boolean mask over all keys."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    mask = _whole_mask(case, tree)
+    grouped = case.heads != case.kv_heads
+    return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def _flex(case: Case, tree: Any) -> Callable[..., Any]:
+    """``flex_attention``, compiled for the case, with a block mask."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def visible(b: Any, h: Any, query: Any, key: Any) -> Any:
+        inside = torch.clamp(key - case.context, min=0)
+        return (key < case.context) | tree[query, inside]
+
+    keys = case.context + case.tokens
+    blocks = create_block_mask(visible, None, None, case.tokens, keys, device=tree.device.type)
+    flex = torch.compile(flex_attention, dynamic=False)
+    grouped = case.heads != case.kv_heads
+    return lambda q, k, v: flex(q, k, v, block_mask=blocks, enable_gqa=grouped)
+
+
+def _flashinfer(case: Case, tree: Any) -> Callable[..., Any]:
+    """FlashInfer's attention of a batch under a custom mask, as engines verify trees with it.
+
+    Planned once, outside the graph, as an engine does for all layers of a pass.
+    """
+    import flashinfer  # pyright: ignore[reportMissingImports]
+    import torch
+
+    keys, dtype = case.context + case.tokens, getattr(torch, case.dtype)
+    workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=tree.device)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    ends = torch.arange(case.batch + 1, dtype=torch.int32, device=tree.device)
+    wrapper.plan(
+        *(ends * case.tokens, ends * keys, case.heads, case.kv_heads, case.head_dim),
+        custom_mask=_whole_mask(case, tree).flatten().repeat(case.batch),
+        q_data_type=dtype,
+    )
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return wrapper.run(*(part.flatten(0, 1) for part in (q, k, v))).view(q.shape)
+
+    return call
+
+
+def _whole_mask(case: Case, tree: Any) -> Any:
+    """``[T, S + T]``: which of all keys a node sees."""
+    import torch
+
+    prefix = torch.ones(case.tokens, case.context, dtype=torch.bool, device=tree.device)
+    return torch.cat([prefix, tree], 1)
+
+
+TORCH: dict[str, Alternative] = {
+    "torch-sdpa": Alternative(_sdpa, HEAD_MAJOR),
+    "torch-flex": Alternative(_flex, HEAD_MAJOR),
+    "flashinfer": Alternative(_flashinfer, TOKEN_MAJOR),
+}
+"""Those that compute with torch tensors; one that is not installed refuses with the reason."""
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -73,7 +421,7 @@ def main(arguments: argparse.Namespace) -> None:
     roofline = measure_roofline()
     method = (__doc__ or "").split("\n\n", 1)[1]
     header = run_header(jax.devices()[0].device_kind, method, **roofline.fields)
-    with Report(header, arguments.json, arguments.chart) as report:
+    with Report(header, arguments.json) as report:
         for row in compare(cases, roofline, arguments.implementation):
             report.add(row, line(row))
 

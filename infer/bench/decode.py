@@ -39,11 +39,10 @@ from ..output import tree_fields, tree_of
 from ..wording import command_words
 from .acceptance import AcceptanceLengths
 from .arguments import SHAPES
-from .charts import brief
 from .models import Model, check_memory, draft_options, draft_state, random_model
 from .report import Report, run_header
-from .rounds import PARTS, Bench, Drawn, LoopTime, Setting
-from .timing import announce, measure_roofline, rounded, step
+from .rounds import PARTS, Bench, LoopTime, Setting
+from .timing import announce, brief, measure_roofline, rounded, step
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -53,17 +52,15 @@ def main(arguments: argparse.Namespace) -> None:
     arguments = settled(arguments, cpu)
     settings = all_settings(arguments)
     for setting in settings:
-        check_memory(
-            f"{setting.shape} with {setting.context} cached tokens", setting.device_bytes()
-        )
+        check_memory(f"{setting.shape} with {setting.context} cached tokens", setting.device_bytes)
     if cpu:
         shapes = ", ".join(dict.fromkeys(setting.shape for setting in settings))
         work = f"{counted(len(settings), 'case')} of the shape {shapes}"
-        announce(work, sum(setting.rough_seconds() for setting in settings))
+        announce(work, sum(setting.rough_seconds for setting in settings))
     device, roofline = jax.devices()[0].device_kind, measure_roofline()
     header = run_header(device, __doc__ or "", **roofline.fields)
     options = as_options(arguments.draft_option)
-    with Report(header, arguments.json, arguments.chart) as report:
+    with Report(header, arguments.json) as report:
         for shape, of_shape in itertools.groupby(settings, lambda setting: setting.shape):
             step(f"drawing the weights of {shape}")
             model = random_model(
@@ -118,7 +115,7 @@ def measure(setting: Setting, model: Model, bytes_per_s: float) -> dict[str, Any
     place = f"{setting.shape}, {setting.context} cached tokens, batch {setting.batch}"
     step(f"{place}: compiling")
     begin = time.perf_counter()
-    thunks = [bench.loop(plain), bench.loop(drafter, Drawn(drafter.tree), edges)]
+    thunks = [bench.loop(plain), bench.loop(drafter, edges)]
     thunks += [bench.part(part, drafter) for part in PARTS]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         plain_program, round_program, *programs = pool.map(lambda compile_: compile_(), thunks)

@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> None:
     bytes_per_s = measure_bandwidth(device)
     name = "cpu" if cpu else torch.cuda.get_device_name()
     header = run_header(name, __doc__ or "", roof_tb_per_s=bytes_per_s / 1e12)
-    with Report(header, arguments.json, arguments.chart) as report:
+    with Report(header, arguments.json) as report:
         for shape in arguments.shape:
             step(f"drawing the weights of {shape}")
             model = random_model(SHAPES[shape], device)

@@ -12,12 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from longspec_jax.checks import shown_bytes
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.offloaded import OffloadedCache
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.draft import Draft
@@ -29,7 +27,7 @@ from longspec_jax.drafters.retrieval.draft import RetrievalDraft
 from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.models.target import Target
-from longspec_jax.ops.placement import HOST_MEMORY, tree_bytes
+from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.sharding import path_name
 
 from .arguments import DTYPES, KINDS
@@ -204,32 +202,22 @@ def _key(seed: int, number: int) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed, impl="rbg"), number)
 
 
-def filled_cache(
-    config: TargetConfig, batch: int, capacity: int, offload: bool = False, seed: int = 2
-) -> KVCache:
+def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2) -> KVCache:
     """A cache that looks as if a prompt had been prefilled into all of it.
 
     Args:
       config: the target's shape.
       batch: rows.
       capacity: slots of a row.
-      offload: whether it lies in the host's memory, where the target has it then.
       seed: of the values.
     """
     shape = (batch, config.num_kv_heads, capacity, config.head_width)
     fill = _filler(shape, config.dtype, 1.0)
-    host = SingleDeviceSharding(jax.devices()[0], memory_kind=HOST_MEMORY)
-    last = config.num_layers - 1
-
-    def filled(layer: int, part: int) -> jax.Array:
-        slots = fill(_key(seed, 2 * layer + part))
-        if offload and layer < last:
-            # One after the other: the device may have room for few of them.
-            slots = jax.block_until_ready(jax.device_put(slots, host))
-        return slots
-
-    keys, values = (tuple(filled(layer, part) for layer in range(last + 1)) for part in (0, 1))
-    return (OffloadedCache if offload else KVCache)(keys, values)
+    layers = range(config.num_layers)
+    keys, values = (
+        tuple(fill(_key(seed, 2 * layer + part)) for layer in layers) for part in (0, 1)
+    )
+    return KVCache(keys, values)
 
 
 def draft_state(model: Model, drafter: Drafter, batch: int, capacity: int = 8) -> Any:

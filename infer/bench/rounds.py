@@ -17,17 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Int
+from jaxtyping import Int, UInt
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import round as round_lib
-from longspec_jax.decoding.cache import KVCache, bucket_capacity
+from longspec_jax.decoding.cache import KVCache, bucket_capacity, cache_bytes
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, Params
-from longspec_jax.drafters.tree import AcceptRule, Tree, plant
+from longspec_jax.drafters.tree import Tree, plant
 
 from .acceptance import AcceptanceLengths, accept_drawn
 from .arguments import SHAPES
@@ -36,6 +36,7 @@ from .models import Model, abstract, draft_state, filled_cache, target_bytes
 CPU_BYTES_PER_S, CPU_NODES_PER_FORWARD, CPU_COMPILE_SECONDS = 2e9, 32, 20
 """For a rough estimate: two shared cores."""
 GREEDY = SamplingKind(stochastic=False, filtered=False)
+Edges = UInt[Array, " h"]
 Part = Callable[[Params, Rows], Any]
 """A program over a round's inputs that repeats one part of it."""
 
@@ -69,19 +70,20 @@ class Setting:
         needed = self.context + self.new_tokens + round_lib.slack_slots(self.tree.num_levels)
         return bucket_capacity(needed)
 
-    def device_bytes(self, offload: bool = False) -> int:
-        """The target's weights and the cache on the device: most of what a setting takes."""
+    @property
+    def device_bytes(self) -> int:
+        """The target's weights and the cache: most of what a setting takes."""
         config = SHAPES[self.shape]
-        held = CachedTarget(config, offload=offload).cache_bytes(self.batch, self.capacity)
-        return target_bytes(config) + held.device
+        return target_bytes(config) + cache_bytes(config, self.batch, self.capacity)
 
-    def rough_seconds(self, compile_seconds: float = CPU_COMPILE_SECONDS) -> float:
+    @property
+    def rough_seconds(self) -> float:
         """What a setting takes on a CPU, to say minutes or hours beforehand."""
-        token = self.device_bytes() / CPU_BYTES_PER_S
+        token = self.device_bytes / CPU_BYTES_PER_S
         round_ = token * (1 + self.tree.num_nodes / CPU_NODES_PER_FORWARD)
         rounds = self.new_tokens / self.lengths.mean + 2 * self.turns
         once = self.new_tokens * token + rounds * round_
-        return compile_seconds + (self.repetitions + 1) * once
+        return CPU_COMPILE_SECONDS + (self.repetitions + 1) * once
 
 
 @struct.dataclass
@@ -95,45 +97,27 @@ class Decoded:
     """Tokens, the one drawn from the prefill not counted."""
 
 
-Accepting = Callable[[Any, Rows, Array], AcceptRule]
-"""``(given, rows, rounds) -> rule``: how a round accepts."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """Accepts as many tokens as :func:`drawn_count` says; ``given`` are the edges."""
-
-    shape: TreeConfig
-
-    def __call__(self, given: Any, rows: Rows, rounds: Array) -> AcceptRule:
-        """The rule of one round."""
-        return functools.partial(accept_drawn, shape=self.shape, edges=given, rounds=rounds)
-
-
-@functools.partial(
-    jax.jit, static_argnames=("target", "drafter", "accepting"), donate_argnames=("rows",)
-)
+@functools.partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("rows",))
 def decode(
-    target: CachedTarget,
-    drafter: Drafter,
-    accepting: Accepting | None,
-    given: Any,
-    params: Params,
-    rows: Rows,
+    target: CachedTarget, drafter: Drafter, edges: Edges | None, params: Params, rows: Rows
 ) -> Decoded:
     """Rounds until every row is done, in one program.
 
     Args:
       target: the target's static part.
       drafter: the drafter's static part.
-      accepting: how rounds accept; by the target's draws if absent.
-      given: arrays that ``accepting`` needs; none of them is compiled in.
+      edges: of the :class:`AcceptanceLengths` that rounds draw from; without them the target's
+        draws accept.
       params: parameters of both.
       rows: before the first round; donated.
     """
 
     def round_(now: Decoded) -> Decoded:
-        rule = None if accepting is None else accepting(given, now.rows, now.rounds)
+        rule = None
+        if edges is not None:
+            rule = functools.partial(
+                accept_drawn, shape=drafter.tree, edges=edges, rounds=now.rounds
+            )
         rows, emitted = round_lib.spec_step(target, drafter, params, now.rows, GREEDY, rule)
         return Decoded(rows, now.rounds + (emitted.count > 0), now.emitted + emitted.count)
 
@@ -181,9 +165,8 @@ class Bench:
 
     @classmethod
     def prepare(cls, setting: Setting, model: Model) -> "Bench":
-        """Fill a cache, in the memory where the target has it."""
-        size = setting.batch, setting.capacity
-        return cls(setting, model, filled_cache(model.config, *size, model.target.offload))
+        """Fill a cache."""
+        return cls(setting, model, filled_cache(model.config, setting.batch, setting.capacity))
 
     @functools.cached_property
     def drafter(self) -> Any:
@@ -196,39 +179,30 @@ class Bench:
         draft = draft_state(self.model, drafter, setting.batch, setting.capacity)
         return rows_at(self.cache, draft, setting.contexts, setting.new_tokens)
 
-    def loop(
-        self, drafter: Any, accepting: Accepting | None = None, given: Any = ()
-    ) -> Callable[[], Any]:
-        """What compiles a decode, for later: a program of ``given``, parameters and rows."""
-        static = self.model.target, drafter, accepting
-        return self._compiling(decode, *static, dynamic=(given, *self._inputs(drafter)))
+    def loop(self, drafter: Any, edges: Edges | None = None) -> Callable[[], Any]:
+        """What compiles a decode, for later: a program of edges, parameters and rows."""
+        inputs = abstract((edges, self.model.params, self.rows(drafter)))
+        return lambda: decode.lower(self.model.target, drafter, *inputs).compile()
 
     def part(self, part: Callable[..., Part], drafter: Any) -> Callable[[], Any]:
         """What compiles a part of a round, for later: a program of parameters and rows."""
         program = jax.jit(part(self.model.target, drafter, self.setting.turns))
-        return self._compiling(program, dynamic=self._inputs(drafter))
+        inputs = abstract((self.model.params, self.rows(drafter)))
+        return lambda: program.lower(*inputs).compile()
 
-    def _inputs(self, drafter: Any) -> tuple[Params, Rows]:
-        return self.model.params, self.rows(drafter)
-
-    def _compiling(self, program: Any, *static: Any, dynamic: Any) -> Callable[[], Any]:
-        if not self.model.target.offload:  # A shape does not say in which memory an array lies.
-            dynamic = abstract(dynamic)
-        return lambda: program.lower(*static, *dynamic).compile()
-
-    def time_loop(self, program: Any, drafter: Any, given: Any = ()) -> LoopTime:
+    def time_loop(self, program: Any, drafter: Any, edges: Edges | None = None) -> LoopTime:
         """Median seconds of decoding the setting's tokens.
 
         Args:
           program: of :meth:`loop`.
           drafter: of the program.
-          given: what its acceptance needs.
+          edges: of the acceptance lengths, if the program takes them.
         """
 
         def once() -> tuple[Decoded, float]:
             rows = jax.block_until_ready(self.rows(drafter))
             begin = time.perf_counter()
-            done = jax.block_until_ready(program(given, self.model.params, rows))
+            done = jax.block_until_ready(program(edges, self.model.params, rows))
             seconds = time.perf_counter() - begin
             self.cache = done.rows.cache
             return done, seconds

@@ -1,6 +1,5 @@
 """What the benchmarks are asked for: quick to parse, refused in a line before anything runs."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from infer.bench import arguments as bench_arguments
 from infer.bench import decode as bench_decode
 from infer.bench import models as bench_models
 from infer.bench import timing as bench_timing
-from infer.bench.attention_candidates import CANDIDATES, TORCH
+from infer.bench.attention import CANDIDATES, TORCH
 from longspec_jax.cli import ByMachine, result_file, settled, typed
 from longspec_jax.config import ATTENTION, DEFAULT_TREE
 from longspec_jax.ops.attention.dispatch import (
@@ -68,13 +67,6 @@ BAD = {
     "--dtype: unknown 'int3'; choose from float32": "attention --dtype=int3",
     "--implementation: unknown 'nothing'; choose from ours": "attention --implementation=nothing",
     "--rows: 'many' must": "products --rows=many",
-    "--table: unknown '2'; choose from 1, 4": "paper --table=2",
-    "--range: unknown '4k'": "paper --range=4k",
-    "--method: unknown 'eagle'": "paper --method=eagle",
-    "--chain=1000: tree (1, 1, 1": "retrieval --shape=tiny --chain=1000",
-    "--retrieve=4096 leaves nothing out of a context of 700 tokens": (
-        "retrieval --shape=tiny --context=64 --context=700 --retrieve=256 --retrieve=4096"
-    ),
     "--implementation: unknown 'fast'; choose from transformers-static": (
         "transformers --implementation=fast"
     ),
@@ -84,10 +76,6 @@ BAD = {
     "--json: the value is empty": "decode --json=",
     "--json: '-' must be the name of a file": "decode --json=-",
     f"--json: {__file__} is there and holds no results": f"decode --json={__file__}",
-    "--chart: 'x.pdf' must be the name of a .png file": "attention --chart=x.pdf",
-    "result file /nowhere/a.json: No such file": "report /nowhere/a.json",
-    "result file /tmp: Is a directory": "report /tmp",
-    "required: files": "report",
     "required: attention|decode": "",
     "invalid choice: 'fly'": "fly",
 }
@@ -149,7 +137,7 @@ def test_defaults_depend_on_the_machine_and_what_is_named_stands() -> None:
     assert (here.shape, there.shape) == (["demo"], ["vicuna7b"])
     assert there.tree.num_nodes == 64 and here.tree.num_nodes < 8
     for name in SUMMARIES:
-        arguments = parser.parse_args([name, *(["a"] if name == "report" else [])])
+        arguments = parser.parse_args([name])
         for cpu in (True, False):
             values = vars(settled(arguments, cpu)).values()
             assert not any(isinstance(value, ByMachine) for value in values)
@@ -182,24 +170,6 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -
     assert "1.00 GB are free on the device; choose a shorter context" in printed.err
 
 
-@pytest.mark.parametrize("spelling", ["a.json", "./a.json", "link.json", "hard.json"])
-def test_an_input_is_no_output(spelling: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.json").write_text('{"header": {}, "rows": []}')
-    Path("link.json").symlink_to("a.json")
-    os.link("a.json", "hard.json")
-    before = Path("a.json").read_text()
-    assert bench.main(["report", "a.json", f"--json={spelling}"]) == 2
-    assert f"--json={Path(spelling)} would replace a.json" in capsys.readouterr().err
-    assert Path("a.json").read_text() == before
-
-
-def test_two_outputs_are_two_files(tmp_path: Path, capsys) -> None:
-    file = tmp_path / "x.png"
-    assert bench.main(["decode", f"--json={file}", f"--chart={file}"]) == 2
-    assert "would replace what --json writes" in capsys.readouterr().err
-
-
 def test_a_folder_that_cannot_be_written_is_noticed(tmp_path: Path, monkeypatch, capsys) -> None:
     def refuse(*_, **__) -> None:
         raise PermissionError(13, "Permission denied")
@@ -216,13 +186,6 @@ def test_looking_at_a_file_leaves_it_as_it_was(tmp_path: Path) -> None:
     file.write_text('{"header": {}}')
     result_file(str(file))
     assert list(tmp_path.iterdir()) == [file] and file.read_text() == '{"header": {}}'
-
-
-def test_a_missing_matplotlib_is_told_before_the_run(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert bench.main(["decode", f"--chart={tmp_path / 'x.png'}"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "(matplotlib): pip install '" in line or "(matplotlib): pip install -e" in line
 
 
 def test_a_missing_torch_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

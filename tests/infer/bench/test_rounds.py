@@ -1,5 +1,6 @@
 """Rounds of the benchmarks: the wanted acceptance along real paths, and parts that do the work."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 
 from infer.bench import rounds as bench_rounds
-from infer.bench.acceptance import AcceptanceLengths, drawn_count
+from infer.bench.acceptance import AcceptanceLengths, accept_drawn, drawn_count
 from infer.bench.arguments import SHAPES
 from infer.bench.models import draft_state, filled_cache, random_model
-from infer.bench.rounds import GREEDY, Drawn, decode, rows_at
+from infer.bench.rounds import GREEDY, decode, rows_at
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.rows import Rows
@@ -65,7 +66,7 @@ def test_impossible_lengths_are_refused() -> None:
 
 def test_rounds_emit_the_wanted_mean_along_existing_paths() -> None:
     """One program serves every acceptance length."""
-    program = decode.lower(TARGET, DRAFTER, Drawn(TREE), LENGTHS.edges, PARAMS, start()).compile()
+    program = decode.lower(TARGET, DRAFTER, LENGTHS.edges, PARAMS, start()).compile()
     for mean in (2.6, 1.4):
         edges = AcceptanceLengths.geometric(mean, TREE).edges
         end = program(edges, PARAMS, start())
@@ -84,7 +85,7 @@ def test_rounds_emit_the_wanted_mean_along_existing_paths() -> None:
 def test_a_budget_that_left_no_node_so_deep_ends_the_path(budget: int) -> None:
     """The wanted mean is kept: a benchmark's rounds do the same work, whatever they commit."""
     drafter = LookupDrafter(TreeConfig(TREE.widths, budget))
-    end = decode(TARGET, drafter, Drawn(drafter.tree), LENGTHS.edges, PARAMS, start(drafter))
+    end = decode(TARGET, drafter, LENGTHS.edges, PARAMS, start(drafter))
     np.testing.assert_array_equal(end.emitted, [NEW - 1] * 2)
     np.testing.assert_allclose(end.emitted / end.rounds, LENGTHS.mean, atol=0.2)
 
@@ -92,14 +93,16 @@ def test_a_budget_that_left_no_node_so_deep_ends_the_path(budget: int) -> None:
 def test_a_simulated_round_costs_what_a_real_one_does() -> None:
     """The real accept is still compiled in: the simulated round does all of the work."""
 
-    def flops(accepting, given) -> float:
-        rule = None if accepting is None else accepting(given, start(), jnp.zeros(2, jnp.int32))
+    def flops(rule) -> float:
         step = jax.jit(
             lambda params, rows: round_lib.spec_step(TARGET, DRAFTER, params, rows, GREEDY, rule)
         )
         return step.lower(PARAMS, start()).compile().cost_analysis()["flops"]
 
-    real, simulated = flops(None, ()), flops(Drawn(TREE), LENGTHS.edges)
+    drawn = functools.partial(
+        accept_drawn, shape=TREE, edges=LENGTHS.edges, rounds=jnp.zeros(2, jnp.int32)
+    )
+    real, simulated = flops(None), flops(drawn)
     # A lookup table computes next to nothing: what the simulation adds would vanish in a model.
     assert real <= simulated <= real + 2000
 
