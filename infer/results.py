@@ -228,8 +228,8 @@ def _speed_of(timing: TreeTiming) -> float:
 def slower_line(slower: Slower) -> str:
     """That speculation did not pay in a call, and what follows from it."""
     return (
-        f"slower than plain decoding, {slower.speed:.2f} of its speed; the next run times the "
-        "trees again"
+        f"slower than plain decoding was when it was timed, {slower.speed:.2f} of that speed; the "
+        "next run times the trees again"
     )
 
 

@@ -495,9 +495,7 @@ def chart_file(text: str) -> Path:
         from longspec_jax.extras import missing_extra
 
         missing = missing_extra(ModuleNotFoundError(name="matplotlib"))
-        raise argparse.ArgumentTypeError(
-            f"{missing}; or leave the chart out, and draw it later where matplotlib is installed"
-        )
+        raise argparse.ArgumentTypeError(str(missing))
     return found
 
 

@@ -171,7 +171,9 @@ Call = Callable[..., jax.Array]
 class Candidate:
     """An implementation, and how it wants the cache."""
 
-    build: Callable[[Case], Call]
+    build: Callable[..., Callable[..., Any]]
+    """From a case to a :data:`Call`; with torch, from a case and its tree mask ``[T, T]`` to
+    ``(q, k, v) -> out``."""
     layout: str
 
 
@@ -257,30 +259,20 @@ def _chain(case: Case, call: Call) -> Callable[..., jax.Array]:
     return program
 
 
-Attend = Callable[[Case, Any], Callable[..., Any]]
-"""Makes ``(q, k, v) -> out`` from a case and its tree mask ``[T, T]``."""
 FLASHINFER_WORKSPACE = 256 << 20
 """Bytes for the partial results of its splits, twice what its documentation recommends."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Alternative:
-    """A library's attention, and how it wants queries, keys and values."""
-
-    attend: Attend
-    layout: str
-
-
-def torch_seconds(case: Case, alternative: Alternative) -> float:
+def torch_seconds(case: Case, candidate: Candidate) -> float:
     """Median seconds of one call.
 
     Args:
       case: the problem.
-      alternative: a value of ``TORCH``.
+      candidate: a value of ``TORCH``.
     """
     import torch
 
-    total = _chain_seconds(case, alternative)
+    total = _chain_seconds(case, candidate)
     torch.cuda.empty_cache()  # What the chain held is free by now, for jax beside it.
     return total / case.calls
 
@@ -300,12 +292,12 @@ def torch_operands(case: Case, layout: str, device: str) -> tuple[Any, list[Any]
     return normal(*queries.cache_shape(layout)), [normal(2, *whole) for _ in range(case.copies)]
 
 
-def _chain_seconds(case: Case, alternative: Alternative) -> float:
+def _chain_seconds(case: Case, candidate: Candidate) -> float:
     """Median seconds of all calls, each waiting for the one before, as one CUDA graph."""
     import torch
 
-    q, caches = torch_operands(case, alternative.layout, "cuda")
-    call = alternative.attend(case, torch.from_numpy(tree_mask(case.tokens)).cuda())
+    q, caches = torch_operands(case, candidate.layout, "cuda")
+    call = candidate.build(case, torch.from_numpy(tree_mask(case.tokens)).cuda())
 
     def chain() -> Any:
         out = q
@@ -382,10 +374,10 @@ def _whole_mask(case: Case, tree: Any) -> Any:
     return torch.cat([prefix, tree], 1)
 
 
-TORCH: dict[str, Alternative] = {
-    "torch-sdpa": Alternative(_sdpa, HEAD_MAJOR),
-    "torch-flex": Alternative(_flex, HEAD_MAJOR),
-    "flashinfer": Alternative(_flashinfer, TOKEN_MAJOR),
+TORCH: dict[str, Candidate] = {
+    "torch-sdpa": Candidate(_sdpa, HEAD_MAJOR),
+    "torch-flex": Candidate(_flex, HEAD_MAJOR),
+    "flashinfer": Candidate(_flashinfer, TOKEN_MAJOR),
 }
 """Those that compute with torch tensors; one that is not installed refuses with the reason."""
 

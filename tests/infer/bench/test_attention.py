@@ -128,10 +128,10 @@ def test_flashinfer_sees_what_torch_sees(monkeypatch: pytest.MonkeyPatch) -> Non
     assert theirs.layout == TOKEN_MAJOR
     q, caches = attention.torch_operands(TORCH_CASE, theirs.layout, "cpu")
     assert len(caches) == TORCH_CASE.copies and caches[0].shape == (2, 3, 25 + 7, 2, 16)
-    out = theirs.attend(TORCH_CASE, tree)(q, *caches[1])
+    out = theirs.build(TORCH_CASE, tree)(q, *caches[1])
     assert out.shape == q.shape == (3, 7, 6, 16)
     head_major = (part.transpose(1, 2) for part in (q, *caches[1]))
-    expected = whole.attend(TORCH_CASE, tree)(*head_major).transpose(1, 2)
+    expected = whole.build(TORCH_CASE, tree)(*head_major).transpose(1, 2)
     torch.testing.assert_close(out, expected)
     assert not torch.allclose(out[0], out[1])
 
@@ -140,4 +140,4 @@ def test_one_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     torch = pytest.importorskip("torch", reason="the alternatives take its tensors")
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ModuleNotFoundError, match="flashinfer"):
-        TORCH["flashinfer"].attend(TORCH_CASE, torch.from_numpy(tree_mask(TORCH_CASE.tokens)))
+        TORCH["flashinfer"].build(TORCH_CASE, torch.from_numpy(tree_mask(TORCH_CASE.tokens)))
