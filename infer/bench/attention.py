@@ -34,7 +34,7 @@ from longspec_jax.ops.attention import dispatch
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 
 from .models import check_memory
-from .report import Report, run_header
+from .report import Report, refusal, run_header
 from .timing import Roofline, announce, jax_seconds, measure_roofline, median_seconds
 
 HEAD_WIDTH = 128
@@ -177,19 +177,6 @@ class Candidate:
     layout: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """Why there is no time: part of the result."""
-
-    reason: str
-
-    @classmethod
-    def of(cls, error: Exception) -> "Refusal":
-        """The first line of an error, with its kind."""
-        reason = (str(error).splitlines() or [""])[0][:200]
-        return cls(f"{type(error).__name__}: {reason}")
-
-
 def ours(implementation: str | None) -> Candidate:
     """The project's op, by its automatic choice if no implementation is named."""
 
@@ -238,12 +225,12 @@ CANDIDATES: dict[str, Candidate] = {
 
 
 def compiled(case: Case, candidate: Candidate) -> Any:
-    """The compiled program of a case, or a :class:`Refusal`; allocates nothing."""
+    """The compiled program of a case, or why there is none; allocates nothing."""
     try:
         program = jax.jit(_chain(case, candidate.build(case)))
         return program.lower(*abstract_operands(case, candidate.layout)).compile()
     except Exception as error:  # A call that does not compile is a result, too.
-        return Refusal.of(error)
+        return refusal(error)
 
 
 def _chain(case: Case, call: Call) -> Callable[..., jax.Array]:
@@ -439,15 +426,15 @@ def compare(
             programs = dict(zip(ours, found, strict=True))
         for name, case in work:
             outcome = _timed(name, case, programs.get((name, case)), operands)
-            if isinstance(outcome, Refusal):
-                yield case.row(name, roofline, None, refusal=outcome.reason)
+            if isinstance(outcome, str):
+                yield case.row(name, roofline, None, refusal=outcome)
             else:
                 yield case.row(name, roofline, outcome)
 
 
-def _timed(name: str, case: Case, program: Any, operands: Operands) -> float | Refusal:
+def _timed(name: str, case: Case, program: Any, operands: Operands) -> float | str:
     """Seconds of one call, or why there are none."""
-    if isinstance(program, Refusal):
+    if isinstance(program, str):
         return program
     try:
         if name in TORCH:
@@ -455,7 +442,7 @@ def _timed(name: str, case: Case, program: Any, operands: Operands) -> float | R
         arrays = operands.of(case, CANDIDATES[name].layout)
         return jax_seconds(functools.partial(program, *arrays)) / case.calls
     except Exception as error:  # An alternative that fails is a result, too.
-        return Refusal.of(error)
+        return refusal(error)
 
 
 def line(row: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.weights.hf_config import hf_config
 
 from .arguments import DYNAMIC, SHAPES, STATIC
-from .report import Report, run_header
+from .report import Report, refusal, run_header
 from .timing import announce, median_seconds, rounded, step
 
 WARM_TOKENS = 6
@@ -81,8 +81,7 @@ def timed(
     try:
         found = measure(model, implementation, context, batch, arguments)
     except Exception as error:  # An alternative that fails is a result, too.
-        reason = (str(error).splitlines() or [""])[0][:200]
-        return {"ms_per_token": None, "refusal": f"{type(error).__name__}: {reason}"}
+        return {"ms_per_token": None, "refusal": refusal(error)}
     floor = found["step_bytes"] / bytes_per_s
     return {**found, "percent_of_roof": rounded(100e3 * floor / found["ms_per_token"])}
 

@@ -25,6 +25,12 @@ def run_header(device: str, method: str, **more: Any) -> Row:
     return {**provenance(device), **more, "method": " ".join(method.split())}
 
 
+def refusal(error: Exception) -> str:
+    """Why there is no time, for a row: the first line of an error, with its kind."""
+    reason = (str(error).splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {reason}"
+
+
 class Report:
     """The rows of one run, printed and written as they come; leaving it ends the file."""
 

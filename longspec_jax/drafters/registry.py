@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args
 
-from longspec_jax.checks import LARGEST_NUMBER, Real, Truth, Whole, Word, shown
+from longspec_jax.checks import LARGEST_NUMBER, Real, Truth, Whole, Word, nearest, shown
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,10 @@ def _checked(options_type: type[Any], values: Mapping[str, Any], draft: str) -> 
     for name, value in values.items():
         if name not in fields:
             known = ", ".join(fields) or "none"
+            close = nearest(str(name), [*fields, RETRIEVE])
+            hint = f"; did you mean {close}?" if close else ""
             raise ValueError(
-                f"draft_options: unknown option {shown(name)} for {draft}; it has {known}"
+                f"draft_options: unknown option {shown(name)} for {draft}; it has {known}{hint}"
             )
         if words := _refusal(value, fields[name].type):
             raise ValueError(f"draft_options: {name}={shown(value)} must be {words}")
