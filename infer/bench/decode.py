@@ -42,7 +42,7 @@ from .arguments import SHAPES
 from .models import Model, check_memory, draft_options, draft_state, random_model
 from .report import Report, run_header
 from .rounds import PARTS, Bench, LoopTime, Setting
-from .timing import announce, brief, measure_roofline, rounded, step
+from .timing import announce, measure_roofline, rounded, step
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -178,26 +178,19 @@ def results(
     setting: Setting, plain: LoopTime, spec: LoopTime, times: dict[str, float]
 ) -> dict[str, Any]:
     """The figures of a row, in milliseconds and tokens per second."""
-    rest = spec.seconds / spec.rounds - sum(times.values())
-    return {
-        **compared(plain, spec),
-        **{f"{name}_ms": rounded(1e3 * seconds) for name, seconds in times.items()},
-        "rest_ms": rounded(1e3 * rest),
-        "acceptance_wanted": rounded(setting.lengths.mean),
-    }
-
-
-def compared(plain: LoopTime, spec: LoopTime) -> dict[str, Any]:
-    """The figures of whole decodes, one beside the other."""
     plain_step, round_ = plain.seconds / plain.rounds, spec.seconds / spec.rounds
+    speed, plain_speed = spec.emitted / spec.seconds, plain.emitted / plain.seconds
     return {
         "plain_ms_per_token": rounded(1e3 * plain_step),
         "round_ms": rounded(1e3 * round_),
         "round_over_plain": rounded(round_ / plain_step),
         "acceptance_length": rounded(spec.emitted / spec.row_rounds),
-        "tokens_per_second": rounded(spec.emitted / spec.seconds),
-        "plain_tokens_per_second": rounded(plain.emitted / plain.seconds),
-        "speed_up": rounded(spec.emitted / spec.seconds / (plain.emitted / plain.seconds)),
+        "tokens_per_second": rounded(speed),
+        "plain_tokens_per_second": rounded(plain_speed),
+        "speed_up": rounded(speed / plain_speed),
+        **{f"{name}_ms": rounded(1e3 * seconds) for name, seconds in times.items()},
+        "rest_ms": rounded(1e3 * (round_ - sum(times.values()))),
+        "acceptance_wanted": rounded(setting.lengths.mean),
     }
 
 
@@ -207,10 +200,15 @@ def verdict(row: dict[str, Any], device: str) -> str:
     rows = f" in {row['batch']} rows together" if row["batch"] > 1 else ""
     return (
         f"{row['shape']} at {row['context']} tokens on {device}: "
-        f"{brief(row['tokens_per_second'])} tokens/s{rows} with a tree of {nodes} nodes, "
-        f"{brief(row['plain_tokens_per_second'])} without: {row['speed_up']:.1f}x "
+        f"{_brief(row['tokens_per_second'])} tokens/s{rows} with a tree of {nodes} nodes, "
+        f"{_brief(row['plain_tokens_per_second'])} without: {row['speed_up']:.1f}x "
         f"(accepted length drawn at {row['acceptance_length']:.2f}, random weights)"
     )
+
+
+def _brief(value: float) -> str:
+    """A speed for people: a whole number, or one decimal of a small one."""
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def line(row: dict[str, Any]) -> str:

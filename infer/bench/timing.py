@@ -83,11 +83,6 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def brief(value: float) -> str:
-    """A speed for people: a whole number, or one decimal of a small one."""
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
 @contextmanager
 def compilations() -> Iterator[list[float]]:
     """The moments at which programs are compiled inside."""
