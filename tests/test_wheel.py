@@ -142,5 +142,5 @@ def test_training_finds_configurations_and_the_users_own(site: Path, hostile: Pa
         "--config=absent": "no configuration file 'absent'; the project's own are demo, ",
     }.items():
         ended = run([*script(site, "longspec-train"), given], hostile, site)
-        assert ended.returncode == 2 and ended.stderr.startswith("longspec-train: "), ended.stderr
+        assert ended.returncode == 2 and ended.stderr.startswith("error: "), ended.stderr
         assert sentence in ended.stderr and ended.stderr.count("\n") == 1

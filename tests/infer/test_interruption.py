@@ -114,7 +114,8 @@ def test_what_was_decoded_is_shown_and_written(
     assert "--- completion ---\nabcbc\n" in printed.out and printed.out.count("abcbc") == 1
     assert "acceptance length   2.00 tokens per target pass" in printed.out
     assert "interrupted after 5 new tokens of prompt" in printed.out
-    assert printed.err == "interrupted\n"
+    *status, last = printed.err.splitlines()  # A slow machine says what takes it so long.
+    assert last == "interrupted" and all(line.startswith("... ") for line in status)
     found = json.loads(path.read_text())
     assert found["interrupted"] is True and found["text"] == "abcbc" and found["new_tokens"] == 5
     assert found["rows"][0]["tokens"] == [3, 4, 5, 4, 5] and found["target_passes"] == 2
