@@ -322,7 +322,7 @@ def test_a_target_is_its_own_perfect_drafter(models: Params) -> None:
 
 @pytest.mark.parametrize("budget", [2, 9])
 def test_a_budget_changes_no_token(budget: int) -> None:
-    """Not even one that leaves the root alone, which is plain decoding."""
+    """Not even one that leaves the root a single child."""
     target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
     params = Params(TABLE, DRAFT_TABLES["near"])
     drafter = LookupDrafter(TreeConfig((4, 5, 3), budget))
@@ -331,7 +331,7 @@ def test_a_budget_changes_no_token(budget: int) -> None:
         rows, state = generate(target, drafter, params, tokens, LENGTHS, req)
         assert_same(rows, plain)
         accepted = state.record.emitted - 1 - state.record.rounds
-        assert int(accepted.sum()) == 0 if budget == 1 else int(accepted.min()) > 0
+        assert int(accepted.min()) > 0
 
 
 def test_a_reduced_draft_vocabulary_changes_no_token(models: Params) -> None:
