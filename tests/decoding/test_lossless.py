@@ -188,14 +188,15 @@ def models() -> Params:
     return Params(target, draft_params(random_draft(DRAFT), target))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_transformers_are_drafter_invariant(models: Params, temperature: float) -> None:
+@pytest.mark.parametrize("requests", [GREEDY, EVERY], ids=["greedy", "every"])
+def test_transformers_are_drafter_invariant(models: Params, requests: list[Request]) -> None:
     target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
-    req = request(temperature)
-    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
-    for tree in (*TREES[:2], TreeConfig((4, 5, 3), budget=9)):
-        rows, _ = generate(target, LongSpecDrafter(DRAFT, tree), models, tokens, LENGTHS, req)
-        assert_same(rows, plain)
+    for req in requests:
+        plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+        for tree in (*TREES[:2], TreeConfig((4, 5, 3), budget=9)):
+            drafter = LongSpecDrafter(DRAFT, tree)
+            rows, _ = generate(target, drafter, models, tokens, LENGTHS, req)
+            assert_same(rows, plain)
 
 
 FEW = BlockBudget(slots=6, sinks=0, recent=2, block=2)
