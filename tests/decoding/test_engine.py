@@ -258,8 +258,11 @@ def test_a_cancelled_request_makes_room_and_disturbs_nobody() -> None:
     while not engine.step():
         pass
     waiting = engine.submit(prompt(4), endless(20))
+    assert not engine.rows.done.all()
     engine.cancel(cancelled)
     engine.cancel(waiting)
+    # The device neither decodes what nobody reads, nor reads its cache.
+    assert engine.rows.done.all()
     shown, outputs = serve(engine, range(6))
     assert_same(shown, alone(TARGET, TABLE, range(6), VOCABULARY))
     assert not {cancelled, waiting} & {out.id for out in outputs}

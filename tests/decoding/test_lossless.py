@@ -188,14 +188,15 @@ def models() -> Params:
     return Params(target, draft_params(random_draft(DRAFT), target))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_transformers_are_drafter_invariant(models: Params, temperature: float) -> None:
+@pytest.mark.parametrize("requests", [GREEDY, EVERY], ids=["greedy", "every"])
+def test_transformers_are_drafter_invariant(models: Params, requests: list[Request]) -> None:
     target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
-    req = request(temperature)
-    plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
-    for tree in (*TREES[:2], TreeConfig((4, 5, 3), budget=9)):
-        rows, _ = generate(target, LongSpecDrafter(DRAFT, tree), models, tokens, LENGTHS, req)
-        assert_same(rows, plain)
+    for req in requests:
+        plain, _ = generate(target, NoDraft(), models, tokens, LENGTHS, req)
+        for tree in (*TREES[:2], TreeConfig((4, 5, 3), budget=9)):
+            drafter = LongSpecDrafter(DRAFT, tree)
+            rows, _ = generate(target, drafter, models, tokens, LENGTHS, req)
+            assert_same(rows, plain)
 
 
 FEW = BlockBudget(slots=6, sinks=0, recent=2, block=2)
@@ -322,7 +323,7 @@ def test_a_target_is_its_own_perfect_drafter(models: Params) -> None:
 
 @pytest.mark.parametrize("budget", [2, 9])
 def test_a_budget_changes_no_token(budget: int) -> None:
-    """Not even one that leaves the root alone, which is plain decoding."""
+    """Not even one that leaves the root a single child."""
     target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
     params = Params(TABLE, DRAFT_TABLES["near"])
     drafter = LookupDrafter(TreeConfig((4, 5, 3), budget))
@@ -331,7 +332,7 @@ def test_a_budget_changes_no_token(budget: int) -> None:
         rows, state = generate(target, drafter, params, tokens, LENGTHS, req)
         assert_same(rows, plain)
         accepted = state.record.emitted - 1 - state.record.rounds
-        assert int(accepted.sum()) == 0 if budget == 1 else int(accepted.min()) > 0
+        assert int(accepted.min()) > 0
 
 
 def test_a_reduced_draft_vocabulary_changes_no_token(models: Params) -> None:
