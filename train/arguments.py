@@ -69,6 +69,8 @@ FLAGS: tuple[tuple[Any, str, Any, str], ...] = (
 class Arguments:
     """A command line of the trainer, read and checked."""
 
+    name: str
+    """Of the configuration and its variant, ``vicuna7b:long``, without the path to it."""
     config: RunConfig
     """The run, overrides applied."""
     workdir: Path
@@ -107,9 +109,12 @@ def parse(argv: Sequence[str]) -> Arguments:
             f"unexpected argument {unexpected[0]!r}; overrides are written --config.NAME=VALUE"
         )
     _check_processes(values)
+    file, colon, variant = named.partition(":")
+    name = Path(file).stem + (colon + variant) * bool(variant)
     return Arguments(
+        name=name,
         config=from_config(config.to_dict()),
-        workdir=Path(values.workdir or _default_workdir(named)).expanduser(),
+        workdir=Path(values.workdir or f"runs/{name.replace(':', '-')}").expanduser(),
         distributed=values.distributed,
         coordinator=values.coordinator,
         processes=values.processes,
@@ -172,12 +177,6 @@ def _without_config(argv: Sequence[str]) -> tuple[str, list[str]]:
     return named, rest
 
 
-def _default_workdir(named: str) -> str:
-    """``runs/vicuna7b-long`` for ``--config=vicuna7b:long``, whatever the path to it."""
-    file, _, variant = named.partition(":")
-    return "runs/" + "-".join(filter(None, (Path(file).stem, variant)))
-
-
 def _sentence(error: Exception) -> str:
     """The message of a flag library's error, without quoting and line breaks."""
     text = str(error)
@@ -197,13 +196,6 @@ def bundled_names() -> list[str]:
     return sorted(path.stem for path in BUNDLED.glob("*.py") if not path.stem.startswith("_"))
 
 
-def is_bundled(name: str) -> bool:
-    """Whether a name or ``configs/NAME.py`` is one of the project's configurations."""
-    path = Path(name)
-    by_name = str(path.parent) in (".", "configs") and path.suffix in ("", ".py")
-    return by_name and path.stem in bundled_names()
-
-
 def find(name: str) -> Path:
     """The file that ``vicuna7b``, ``vicuna7b.py``, ``configs/vicuna7b.py`` or any other path means.
 
@@ -215,8 +207,9 @@ def find(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    if is_bundled(name):
-        return BUNDLED / f"{path.stem}.py"
+    bundled = BUNDLED / f"{path.stem}.py"
+    if str(path.parent) in (".", "configs") and path.suffix in ("", ".py") and bundled.is_file():
+        return bundled
     raise FileNotFoundError(
         f"there is no configuration file {name!r}; the project's own are "
         f"{', '.join(bundled_names())}"

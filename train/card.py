@@ -2,13 +2,10 @@
 
 import json
 import platform
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
-from .arguments import is_bundled
 from .config import RunConfig
 from .metrics import read_records
 
@@ -23,11 +20,12 @@ _HEAD = (
 
 # {title}
 
-Trained by `{command}` (seed {seed}, {dtype}) on {device} with jax {jax}, Python {python}:
-{minutes:.1f} minutes of training in all calls of the command together (compilation, measuring and
-saving apart).
+Trained from the configuration {configuration} (seed {seed}, {dtype}) on {device} with jax {jax},
+Python {python}: {minutes:.1f} minutes of training in all calls together, without compilation,
+measurements and saves.
 
-{folders}- `config.json`: the whole configuration; `metrics.jsonl`: every measurement.
+{folders}- `config.json`: the whole configuration, overrides applied; `metrics.jsonl`: every
+  measurement.
 
 ## Last measurements
 
@@ -53,12 +51,12 @@ _TARGET = "- `target/`: the model and its tokenizer, in Hugging Face format.\n"
 _DRAFT = "- `draft/`: the LongSpec draft, in the format of the LongSpec release.\n"
 
 
-def write_card(workdir: Path, config: RunConfig, command: str) -> None:
-    """Write ``README.md``, ``config.json`` having been written before."""
+def write_card(workdir: Path, config: RunConfig, name: str) -> None:
+    """Write ``README.md`` for a run of the configuration of this name."""
     last = _last_records(workdir / "metrics.jsonl")
     card = _HEAD.format(
         title=config.title,
-        command=command or "train.pipeline.train",
+        configuration=f"`{name}`" if name else "`config.json`",
         seed=config.seed,
         dtype=config.dtype,
         device=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
@@ -83,47 +81,6 @@ def write_card(workdir: Path, config: RunConfig, command: str) -> None:
 def is_card(path: Path) -> bool:
     """Whether a file begins as the cards do that :func:`write_card` writes."""
     return path.is_file() and path.read_bytes().startswith(_FRONT.encode())
-
-
-def portable_command(command: str, arguments: Sequence[str]) -> str:
-    """The training command without what only its author's machine knows: folders and hosts.
-
-    Args:
-      command: how it was called.
-      arguments: what it was given.
-    """
-    kept = []
-    for argument in _joined(arguments):
-        name, _, value = argument.partition("=")
-        match name.lstrip("-"):
-            case "config":
-                argument = f"{name}={_portable_config(value)}"
-            case "workdir" | "config.export" | "coordinator" | "process" | "processes":
-                continue
-            case _ if value.startswith(("/", "~", ".")) or Path(value).exists():
-                argument = f"{name}={Path(value).name or 'FOLDER'}" if value else argument
-        kept.append(argument)
-    return shlex.join([*command.split(), *kept])
-
-
-def _joined(arguments: Sequence[str]) -> list[str]:
-    """``--flag value`` as ``--flag=value``; a training command takes no other plain words."""
-    words: list[str] = []
-    for argument in arguments:
-        if words and "=" not in words[-1] and not argument.startswith("-"):
-            words[-1] += f"={argument}"
-        else:
-            words.append(argument)
-    return words
-
-
-def _portable_config(value: str) -> str:
-    """A configuration as another machine finds it: by name, or by file name."""
-    file, colon, variant = value.partition(":")
-    path = Path(file)
-    if path.parent.name == "configs" and is_bundled(path.name):
-        return f"configs/{path.name}{colon}{variant}"
-    return path.name + colon + variant
 
 
 def _last_records(path: Path) -> dict[str, dict[str, float]]:

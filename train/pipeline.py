@@ -81,13 +81,13 @@ class TrainingRun:
         return Path(self.config.export or self.workdir / "draft")
 
 
-def train(config: RunConfig, workdir: Path, command: str = "") -> None:
+def train(config: RunConfig, workdir: Path, name: str = "") -> None:
     """Train what a configuration describes.
 
     Args:
       config: the run.
       workdir: where everything is kept; shared by all processes.
-      command: what started it, for the model card.
+      name: of the configuration, for the model card.
 
     Raises:
       ValueError: if configuration, data and models do not fit together, or the working folder
@@ -114,7 +114,7 @@ def train(config: RunConfig, workdir: Path, command: str = "") -> None:
     if config.stages:
         train_draft(run)
     metrics.close()
-    by_first("card", lambda: write_card(run.workdir, config, command))
+    by_first("card", lambda: write_card(workdir, config, name))
 
 
 def check_workdir(workdir: Path) -> None:

@@ -34,20 +34,11 @@ def join(coordinator: str, processes: int, process: int) -> None:
       process: which one this is, from 0.
 
     Raises:
-      ValueError: if the numbers do not fit together, or nothing answers for them.
+      ValueError: if nothing answers for them.
     """
-    if coordinator and not 0 <= process < processes:
-        raise ValueError(
-            f"--process={process} of --processes={processes}: give both with --coordinator, and "
-            "count processes from 0"
-        )
+    given = (coordinator, processes, process) if coordinator else ()
     try:
-        if coordinator:
-            jax.distributed.initialize(
-                coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
-            )
-        else:
-            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+        jax.distributed.initialize(*given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except (RuntimeError, ValueError) as error:
         reason = reason_of(error)
         raise ValueError(

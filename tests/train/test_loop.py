@@ -150,9 +150,7 @@ def test_what_is_no_number_stops_the_run_and_is_never_saved(
     with pytest.raises(FloatingPointError) as raised:
         run.go(Toy(losses={at: value}))
     message = str(raised.value)
-    assert f"stage short has diverged: loss={value} at step {at} (epoch 0, from row {3 * at}" in (
-        message
-    )
+    assert f"stage short has diverged: loss={value} at step {at}; " in (message)
     assert "learning_rate" in message
     assert run.saved == [step for step in (4, 8) if step <= at]
     if at > 4:

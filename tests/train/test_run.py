@@ -230,7 +230,7 @@ def test_a_training_that_diverges_ends_with_a_sentence_and_what_was_finite(
     assert command(*given, *wild) == cli.FAILED
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: stage draft_short has diverged: loss=nan")
-    assert "at step 2 (epoch 0, from row 16 of its order on)" in last and "learning_rate" in last
+    assert "at step 2; " in last and "learning_rate" in last
     assert not (work / "draft").exists() and not (work / "README.md").exists()
     folders = work / "checkpoints" / "draft_short"
     # The update of step 1 is the first that moves anything: far, but to finite numbers.

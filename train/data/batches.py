@@ -80,12 +80,6 @@ class Plan:
             steps += int(whole)
         return steps
 
-    def position(self, step: int) -> tuple[int, int]:
-        """Epoch, and the rows it has taken before a step."""
-        epoch, within = divmod(step, self.per_epoch)
-        before = _epoch(self, epoch).bucket[:within]
-        return epoch, sum(self._rows_of(self.lengths[bucket]) for bucket in before)
-
     def __call__(self, step: int) -> StepRows:
         """What a step takes."""
         epoch, within = divmod(step, self.per_epoch)
@@ -151,10 +145,6 @@ class Batches:
     def per_epoch(self) -> int:
         """Steps in one pass over the data."""
         return self.plan.per_epoch
-
-    def position(self, step: int) -> tuple[int, int]:
-        """Epoch, and index of the next row in its order: where a run at this step stands."""
-        return self.plan.position(step)
 
     def shape(self, step: int) -> tuple[int, int, int]:
         """Of a step's batch, ``[A, B, T]``."""

@@ -37,7 +37,6 @@ def test_an_epoch_serves_every_row_once_in_an_order_of_its_own() -> None:
     for epoch in epochs:
         assert len(epoch) == len(set(epoch)) == 12 and set(epoch) <= set(range(13))
     assert epochs[0] != epochs[1]
-    assert batches.position(4) == (1, 4)
     other = Batches(numbered(13), batch=4, accumulation=2, seed=6)
     assert served(batches, 4) == served(batches, 4) != served(other, 4)
 
@@ -217,7 +216,6 @@ def test_an_epoch_has_every_row_once_and_every_step_as_many_tokens(buckets: int)
     for epoch in range(2):
         seen = []
         for step in range(epoch * made.per_epoch, (epoch + 1) * made.per_epoch):
-            assert made.position(step) == (epoch, len(seen))
             batch, real = made.counted(step)
             assert batch.tokens.shape == batch.weights.shape == made.shape(step)
             assert batch.tokens.size == 4 * 32 and batch.tokens.shape[0] == 2
@@ -288,12 +286,10 @@ def planned_padding(
 
 def test_documented_padding_is_that_of_the_plan() -> None:
     listed = json.loads((ROOT / "docs" / "results" / "padding.json").read_text())["rows"]
-    page = (ROOT / "docs" / "data.md").read_text()
     for row in listed:
-        told = row.pop("padding")
+        padding = row.pop("padding")
         shares = [planned_padding(**row, n=count) for count in range(1, 7)]
-        assert [round(share, 3) for share in shares] == told
-        assert " | ".join(f"{share:.0%}".replace("%", " %") for share in shares) in page
+        assert [round(share, 3) for share in shares] == padding
 
 
 @pytest.mark.parametrize("mask", [False, True])
