@@ -36,7 +36,7 @@ def join(coordinator: str, processes: int, process: int) -> None:
     Raises:
       ValueError: if nothing answers for them.
     """
-    given = (coordinator, processes, process) if coordinator else ()
+    given: Any = (coordinator, processes, process) if coordinator else ()
     try:
         jax.distributed.initialize(*given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except (RuntimeError, ValueError) as error:

@@ -12,11 +12,9 @@ one would have read, and prefetching cannot disturb it.
 """
 
 import functools
-import os
 import queue
 import threading
 from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -159,7 +157,7 @@ class Batches:
         """The batch of a step, and how many of its tokens are not padding."""
         chosen, length = self.plan(step)
         order = chosen.reshape(self.accumulation, -1)[:, share]
-        rows = _readers().map(self.rows.__getitem__, order.ravel().tolist())
+        rows = (self.rows[index] for index in order.ravel().tolist())
         tokens, weights, lengths = zip(*rows, strict=True)
         shape = (*order.shape, length)
 
@@ -167,12 +165,6 @@ class Batches:
             return np.stack([part[:length] for part in parts]).reshape(shape)
 
         return Batch(together(tokens), together(weights)), sum(lengths)
-
-
-@functools.cache
-def _readers() -> ThreadPoolExecutor:
-    """Threads that read rows: a tokenizer, which most of the time goes to, lets others run."""
-    return ThreadPoolExecutor(min(32, 2 * (os.cpu_count() or 1)), thread_name_prefix="rows")
 
 
 class Prefetched(Iterator[Batch]):

@@ -23,13 +23,11 @@ from ..processes import by_first, is_first
 from ..step import ROWS, Batch
 from .corpus import tokens_file
 from .documents import BadRows
-from .loading import data_digest, load_documents
-from .rows import DocumentRows, Encoding, PackedRows, Rows, Selection, learned_spans
-from .streaming import Stream, stream_digest, stream_revision
+from .loading import Documents, data_digest, stream_digest, stream_revision
+from .rows import DocumentRows, PackedRows, Rows, Selection, learned_spans
 from .tokens import (
     FORM,
     EncodedDocuments,
-    Work,
     encode,
     encode_by_workers,
     load_tokenizer,
@@ -92,19 +90,17 @@ class Source:
         return fingerprint({"options": options, **digests})
 
     def prepare(self, workers: int) -> EncodedDocuments:
-        """All documents as tokens on disk, made by so many processes unless they are there."""
+        """All documents as tokens on disk, made by this number of processes if they are absent."""
         data, folder = self.config.data, self.encoded_folder
         if not folder.is_dir():
-            bad = self._bad_rows()
-            if data.stream:
-                documents = Stream(data, stream_revision(data, self.workdir), bad)
-            else:
-                documents = load_documents(data, bad=bad)
+            bad = BadRows(data.max_bad_rows, f"--config.{self.section}.max_bad_rows")
+            pinned = stream_revision(data, self.workdir) if data.stream else None
+            documents = Documents(data, bad, revision=pinned)
             if workers > 1:
-                work = Work(documents, self.target, self.config.revision or None, data)
-                turns = encode_by_workers(work, workers)
+                revision = self.config.revision or None
+                turns = encode_by_workers(documents, self.target, revision, data, workers)
             else:
-                turns = encode(documents, self._tokenizer, data)
+                turns = encode(documents, self._tokenizer, data.turn)
             write_encoded(folder, turns, len(self._tokenizer), bad.summary)
         return read_encoded(folder)
 
@@ -159,30 +155,19 @@ class Source:
         return tokenizer
 
     @cached_property
-    def _documents(self) -> Encoding | EncodedDocuments:
+    def _documents(self) -> EncodedDocuments:
         """The documents of files or hub, all of them checked, as tokens."""
-        data = self.config.data
-        # A stream has no rows by number, and buckets need the lengths of all rows.
-        if data.pack or data.stream or data.buckets > 1:
-            by_first("tokens", lambda: self.prepare(workers=1))
-        if self.encoded_folder.is_dir():
-            documents = read_encoded(self.encoded_folder)
-        else:
-            loaded = load_documents(data, bad=self._bad_rows())
-            documents = Encoding(loaded, self._tokenizer, data)
+        by_first("tokens", lambda: self.prepare(workers=1))
+        documents = read_encoded(self.encoded_folder)
         if documents.skipped and is_first():
             print(documents.skipped, file=sys.stderr, flush=True)
         return documents
-
-    def _bad_rows(self) -> BadRows:
-        """The budget of rows that cannot be used."""
-        return BadRows(self.config.data.max_bad_rows, f"--config.{self.section}.max_bad_rows")
 
     def _rows(self, seq_len: int) -> Rows:
         """All rows of files or hub, cut to a length."""
         data = self.config.data
         pad, documents = self._tokenizer.pad_token_id or 0, self._documents
-        if data.pack and isinstance(documents, EncodedDocuments):
+        if data.pack:
             spans = learned_spans(documents, data)
             return PackedRows(documents.tokens, seq_len, spans, self._begin)
         return DocumentRows(documents, data, seq_len, pad)

@@ -15,7 +15,7 @@ from tests.train.tiny import ROOT, SyntheticRows, save_tiny_target, write_docume
 from train.arguments import from_config
 from train.config import RunConfig, StageConfig
 from train.data.batches import Batches, Plan, bucket_lengths, prefetch
-from train.data.rows import DocumentRows, PackedRows, Row, Selection, Spans
+from train.data.rows import PackedRows, Row, Selection, Spans
 from train.data.source import Source
 from train.data.tokens import read_tokens, write_tokens
 from train.step import ROWS
@@ -89,23 +89,6 @@ def test_weights_of_a_run_are_those_of_its_tokens() -> None:
     for start in range(9):
         for stop in range(start + 1, 10):
             assert Spans(ends, weights).between(start, stop).tolist() == whole[start:stop]
-
-
-class Together(SyntheticRows):
-    """Rows of which two must be asked for at the same time."""
-
-    pair = threading.Barrier(2)
-
-    def __getitem__(self, index: int) -> Row:
-        self.pair.wait(timeout=20)
-        return super().__getitem__(index)
-
-
-def test_rows_of_a_batch_are_read_side_by_side_and_keep_their_order() -> None:
-    rows = Together(16, 5, 7)
-    batch = Batches(rows, batch=8, accumulation=2, seed=1)(1)
-    alone = Batches(SyntheticRows(16, 5, 7), batch=8, accumulation=2, seed=1)(1)
-    np.testing.assert_array_equal(batch.tokens, alone.tokens)
 
 
 class Broken(SyntheticRows):
@@ -304,8 +287,6 @@ def test_lengths_of_documents_are_those_of_their_rows(mask: bool, tmp_path: Path
     rows, _ = source.split(run.stages[0], make_mesh(1, 1, 1))
     lengths = [rows[index].length for index in range(len(rows))]
     assert rows.lengths().tolist() == lengths and max(lengths) == 48 > min(lengths)
-    lazy = DocumentRows([source._documents[i] for i in range(40)], run.data, 48, 2)
-    assert set(lengths) <= set(lazy.lengths().tolist())
 
 
 @pytest.mark.parametrize(
