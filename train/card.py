@@ -9,14 +9,11 @@ import jax
 from .config import RunConfig
 from .metrics import read_records
 
-_FRONT = """---
+_HEAD = """\
+---
 license: mit
 library_name: longspec_jax
 ---
-"""
-_HEAD = (
-    _FRONT
-    + """
 
 # {title}
 
@@ -31,7 +28,6 @@ measurements and saves.
 
 {measures}
 """
-)
 
 _SOURCES = """
 ## Training data
@@ -76,11 +72,6 @@ def write_card(workdir: Path, config: RunConfig, name: str) -> None:
         )
         card += _SOURCES.format(rows=rows)
     (workdir / "README.md").write_text(card)
-
-
-def is_card(path: Path) -> bool:
-    """Whether a file begins as the cards do that :func:`write_card` writes."""
-    return path.is_file() and path.read_bytes().startswith(_FRONT.encode())
 
 
 def _last_records(path: Path) -> dict[str, dict[str, float]]:

@@ -68,17 +68,21 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
     Raises:
       ValueError: if they differ.
     """
-    # What is compared went through JSON, in which a tuple is a list.
-    now = json.loads(json.dumps(now))
-    names = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
-    if names:
-        changes = ", ".join(
-            f"{name}={_shown(now.get(name))} (was {_shown(saved.get(name))})" for name in names
-        )
+    if changes := differences(saved, now):
         raise ValueError(
             f"the checkpoint {folder} is of another run: {changes}; restore what changed to resume "
             "it, or begin anew with another --workdir"
         )
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Names and values of what differs from JSON values that were saved; empty if all agree."""
+    # In JSON a tuple is a list.
+    now = json.loads(json.dumps(now))
+    names = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
+    return ", ".join(
+        f"{name}={_shown(now.get(name))} (was {_shown(saved.get(name))})" for name in names
+    )
 
 
 def _settings(config: RunConfig, stage: StageConfig) -> dict[str, Any]:

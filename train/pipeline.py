@@ -22,7 +22,7 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_target, load_target_config, save_target
 
-from .card import is_card, write_card
+from .card import write_card
 from .checkpoint import Checkpoints, newest_saved
 from .config import PretrainingConfig, RunConfig, StageConfig
 from .data.batches import Batches
@@ -42,7 +42,7 @@ from .loop import Stage, run_stage
 from .losses import tokens_at_once
 from .metrics import Metrics, open_writers
 from .processes import by_first, gathered
-from .report import check_window, peak_tokens_per_second
+from .report import peak_tokens_per_second
 from .step import (
     Batch,
     Objective,
@@ -123,9 +123,9 @@ def check_workdir(workdir: Path) -> None:
     Raises:
       ValueError: names the file.
     """
-    config, card = workdir / "config.json", workdir / "README.md"
-    for path, known in ((config, _is_run), (card, is_card)):
-        if path.exists() and not known(path):
+    config = workdir / "config.json"
+    for path in (config, workdir / "README.md"):
+        if path.exists() and not _is_run(config):
             raise ValueError(
                 f"{path} was not written by a training run and would be replaced; choose another "
                 "--workdir"
@@ -249,7 +249,6 @@ def train_draft(run: TrainingRun) -> None:
         [stage] = part.config.stages
         settings = {**draft_settings(part.config, stage), **models}
         plans.append(plan_stage(part, stage, "draft", target.vocab_size, settings))
-    check_window(config, [len(plan.rows) // plan.config.batch for plan in plans])
     settle(run, plans)
     target, frozen = load_target(run.target_source, mesh=run.mesh, **source)
     trainer, params = trainer_class(config.draft).begin(

@@ -29,7 +29,7 @@ from .config import DataConfig
 from .data.documents import BadRows, Turn
 from .data.loading import Documents, data_digest, expand
 from .data.tokens import load_tokenizer
-from .fingerprint import fingerprint, model_digest, tokenizer_digest
+from .fingerprint import differences, fingerprint, model_digest, tokenizer_digest
 
 COUNTED = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "prefix_tokens", "dtype")
 """Options that the rows depend on as they are typed."""
@@ -117,10 +117,7 @@ def _check_same(path: Path, settings_file: Path, settings: Mapping[str, Any]) ->
             f"{path} exists and was not written by this command ({settings_file.name} is missing or"
             " damaged); name another --out"
         ) from error
-    now = json.loads(json.dumps(settings))
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    if names:
-        changes = ", ".join(f"{name}={now.get(name)} (was {before.get(name)})" for name in names)
+    if changes := differences(before, settings):
         raise ValueError(
             f"{path} was written with other settings: {changes}; repeat them to continue it, or "
             "name another --out"
