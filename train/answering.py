@@ -243,7 +243,11 @@ class Answering:
             questions, result.sequences, result.text, strict=False
         ):
             if is_text(row.turns):
-                text = self._decoded([*prompt.tolist(), *tokens])
+                text = self.spec.tokenizer.decode(
+                    [*prompt.tolist(), *tokens],
+                    skip_special_tokens=True,
+                    clean_up_tokenization_spaces=False,
+                )
             row.answer(text or "", complete=tokens[-1] in self.spec.stop_tokens)
             self.counts.answers += 1
             self.counts.tokens += len(tokens)
@@ -259,8 +263,3 @@ class Answering:
         length = max(len(longest), min(length, self.limits.longest_prompt))
         missing = (self.spec.row_slots or 0) - len(prompts)
         return [np.resize(longest, length), *[longest[:1]] * max(0, missing)]
-
-    def _decoded(self, tokens: list[int]) -> str:
-        return self.spec.tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )

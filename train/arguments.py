@@ -40,29 +40,6 @@ configurations of the project: {names}
 options:
 {options}
 """
-FLAGS: tuple[tuple[Any, str, Any, str], ...] = (
-    (
-        flags.DEFINE_string,
-        "workdir",
-        "",
-        "Folder for checkpoints, metrics and exports; runs/CONFIG-VARIANT if empty.",
-    ),
-    (
-        flags.DEFINE_bool,
-        "distributed",
-        False,
-        "Join the other processes that Slurm, Open MPI or Kubernetes started.",
-    ),
-    (
-        flags.DEFINE_string,
-        "coordinator",
-        "",
-        "HOST:PORT of process 0: join --processes by hand, this one as --process.",
-    ),
-    (flags.DEFINE_integer, "processes", 0, "Number of processes; needs --coordinator."),
-    (flags.DEFINE_integer, "process", -1, "Number of this one, from 0; needs --coordinator."),
-)
-"""Flags beside the configuration: definition, name, default and help."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +112,16 @@ def _flags(config: Any, overrides: Sequence[str]) -> flags.FlagValues:
         config_flags.DEFINE_config_dict(
             "config", config, text, values, sys_argv=["train", *overrides]
         )
-    for define, name, default, words in FLAGS:
-        define(name, default, words, flag_values=values)
+    text = "Folder for checkpoints, metrics and exports; runs/CONFIG-VARIANT if empty."
+    flags.DEFINE_string("workdir", "", text, flag_values=values)
+    text = "Join the other processes that Slurm, Open MPI or Kubernetes started."
+    flags.DEFINE_bool("distributed", False, text, flag_values=values)
+    text = "HOST:PORT of process 0; join --processes by hand, this one as --process."
+    flags.DEFINE_string("coordinator", "", text, flag_values=values)
+    text = "Number of processes; needs --coordinator."
+    flags.DEFINE_integer("processes", 0, text, flag_values=values)
+    text = "Number of this process, from 0; needs --coordinator."
+    flags.DEFINE_integer("process", -1, text, flag_values=values)
     return values
 
 

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -123,7 +122,9 @@ def measure(
     frozen = random_target(config, mesh)
     holders = mesh.shape["data"] * mesh.shape["fsdp"]
     rows *= holders
-    batch = _random_batch(mesh, config, (arguments.accumulation, rows, length))
+    sizes = arguments.accumulation, rows, length
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, sizes, np.int32)
+    batch = jax.device_put(Batch(tokens, np.ones(sizes, np.float32)), NamedSharding(mesh, ROWS))
     step = make_step(objective, optimizer, 0, mesh, shardings)
     rate = np.float32(1e-4)
     jitted: Any = step
@@ -135,7 +136,6 @@ def measure(
         state, values = compiled(state, frozen, batch, rate)
     jax.block_until_ready(values)
     seconds = (time.perf_counter() - begin) / arguments.steps
-    tokens = math.prod(batch.tokens.shape)
     memory = compiled.memory_analysis()
     return {
         "config": shape,
@@ -148,9 +148,9 @@ def measure(
         "loss_chunk": loss_chunk,
         "mlp_chunk": mlp_chunk,
         "target_loss": arguments.target_loss,
-        "tokens_per_second": _rounded(tokens / seconds),
+        "tokens_per_second": _rounded(tokens.size / seconds),
         "step_ms": _rounded(1e3 * seconds),
-        "flops_per_s": objective.flops_per_token(length) * tokens / seconds / mesh.size,
+        "flops_per_s": objective.flops_per_token(length) * tokens.size / seconds / mesh.size,
         "peak_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
         "step_bytes": memory.temp_size_in_bytes,
         "loss": _rounded(float(values["loss"])),
@@ -194,11 +194,6 @@ def _drawer(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> Any:
         return values if len(shape) > 1 else jnp.ones(shape, jnp.dtype(dtype))
 
     return jax.jit(draw, out_shardings=sharding)
-
-
-def _random_batch(mesh: Mesh, config: TargetConfig, shape: tuple[int, int, int]) -> Batch:
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape, np.int32)
-    return jax.device_put(Batch(tokens, np.ones(shape, np.float32)), NamedSharding(mesh, ROWS))
 
 
 def matmul_rate() -> float:

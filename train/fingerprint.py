@@ -96,15 +96,12 @@ def _settings(config: RunConfig, stage: StageConfig) -> dict[str, Any]:
     return {**kept, "stages": {fields.pop("name"): fields}}
 
 
-def _typed(kept: Mapping[str, Any]) -> Fingerprint:
-    return {f"--config.{name}": value for name, value in _flat(kept).items()}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Fingerprint:
+def _typed(values: Mapping[str, Any], prefix: str = "--config.") -> Fingerprint:
+    """Fields by their names as they are typed."""
     flat: Fingerprint = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{name}."))
+            flat.update(_typed(value, f"{prefix}{name}."))
         else:
             flat[prefix + name] = value
     return flat

@@ -18,13 +18,12 @@ import jax
 from jax.sharding import Mesh
 
 from longspec_jax import files
-from longspec_jax.config import TargetConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_target, load_target_config, save_target
 
 from .card import write_card
 from .checkpoint import Checkpoints, newest_saved
-from .config import PretrainingConfig, RunConfig, StageConfig
+from .config import PretrainingConfig, RunConfig, StageConfig, check_lengths
 from .data.batches import Batches
 from .data.corpus import prepare_corpus
 from .data.rows import Rows
@@ -242,7 +241,8 @@ def train_draft(run: TrainingRun) -> None:
     config = run.config
     source = {"dtype": config.dtype, "revision": config.revision or None}
     target = load_target_config(run.target_source, **source)
-    _check_fits(config, target)
+    most = "the target's max_positions", target.max_positions
+    check_lengths(config.stages, config.accept_seq_len, *most, section="stages")
     models = _models(run)
     plans = []
     for part in _stage_by_stage(run):
@@ -274,18 +274,6 @@ def _stage_by_stage(run: TrainingRun) -> list[TrainingRun]:
         settled = dataclasses.replace(alone, stages=(with_micro_batches(stage, run.mesh),))
         parts.append(dataclasses.replace(run, config=settled, data_section=typed.data_section))
     return parts
-
-
-def _check_fits(config: RunConfig, target: TargetConfig) -> None:
-    """Refuse rows that are longer than the target's positions."""
-    for stage in config.stages:
-        longest = max(stage.seq_len, config.accept_seq_len)
-        if longest > target.max_positions:
-            raise ValueError(
-                f"stage {stage.name} has rows of {longest} tokens, the target was made for "
-                f"{target.max_positions} positions; set --config.stages.{stage.name}.seq_len and "
-                "--config.accept_seq_len to at most that"
-            )
 
 
 def _train_stage(
@@ -347,19 +335,18 @@ def with_micro_batches(stage: StageConfig, mesh: Mesh) -> StageConfig:
       ValueError: if its rows do not spread over the devices.
     """
     shares = mesh.shape["data"] * mesh.shape["fsdp"]
-    accumulation = stage.accumulation
-    if not accumulation and stage.batch % shares == 0:
-        most = max(1, TOKENS_PER_DEVICE // stage.seq_len)
-        per_device = stage.batch // shares
-        rows = max(
-            size for size in range(1, per_device + 1) if per_device % size == 0 and size <= most
-        )
-        accumulation = per_device // rows
-    rows = stage.batch // (accumulation or 1)
+    most = shares * max(1, TOKENS_PER_DEVICE // stage.seq_len)
+    fitting = (
+        count
+        for count in range(1, stage.batch + 1)
+        if stage.batch % (count * shares) == 0 and stage.batch // count <= most
+    )
+    accumulation = stage.accumulation or next(fitting, 1)
+    rows = stage.batch // accumulation
     if rows % shares:
         raise ValueError(
             f"stage {stage.name}: a micro-batch of {rows} rows (batch={stage.batch} / accumulation="
-            f"{accumulation or 1}) does not spread over mesh data x fsdp = {shares}; change "
+            f"{accumulation}) does not spread over mesh data x fsdp = {shares}; change "
             f"--config.stages.{stage.name}.batch, its accumulation, or --config.mesh"
         )
     return dataclasses.replace(stage, accumulation=accumulation)

@@ -309,7 +309,7 @@ def test_data_and_model_that_do_not_fit_are_refused(
     files = write_documents(tmp_path / "documents.jsonl", 8)
     given = arguments(target, files, tmp_path / "work")
     for change, sentence in {
-        "--config.stages.short.seq_len=97": "the target was made for 96 positions",
+        "--config.stages.short.seq_len=97": "must be at most the target's max_positions=96",
         "--config.mesh.data=3": "does not spread over mesh data x fsdp = 6",
         "--config.accept_rows=9": "measuring acceptance needs 9 rows of 40 tokens, the data give 8",
         "--config.stages.short.epochs=3": "the data gives 6 rows, a step needs 8",

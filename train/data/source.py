@@ -86,8 +86,7 @@ class Source:
         if data.corpus is not None:
             digest = files_digest(self._corpus_files)
             return fingerprint({"options": options, "data": digest})
-        digests = {"data": self._data_digest, "tokenizer": self._tokenizer_digest}
-        return fingerprint({"options": options, **digests})
+        return fingerprint({"options": options, **self._digests})
 
     def prepare(self, workers: int) -> EncodedDocuments:
         """All documents as tokens on disk, made by this number of processes if they are absent."""
@@ -109,14 +108,14 @@ class Source:
         """Where the tokens of these data are kept, or will be; its name is their digest."""
         data = self.config.data
         options = (data.split, data.turn, data.pack, data.max_bad_rows, FORM)
-        digests = {"data": self._data_digest, "tokenizer": self._tokenizer_digest}
-        return self.workdir / f"tokens-{fingerprint({'options': options, **digests})}"
+        return self.workdir / f"tokens-{fingerprint({'options': options, **self._digests})}"
 
     @cached_property
-    def _data_digest(self) -> str:
-        """Of the content of files or hub data; of a stream, what it is of and its revision."""
-        data = self.config.data
-        return stream_digest(data, self.workdir) if data.stream else data_digest(data)
+    def _digests(self) -> dict[str, str]:
+        """What the data and the tokenizer are; of a stream, which is not read, its revision."""
+        data, folder = self.config.data, local_folder(self.target, self.config.revision or None)
+        digest = stream_digest(data, self.workdir) if data.stream else data_digest(data)
+        return {"data": digest, "tokenizer": tokenizer_digest(folder)}
 
     @cached_property
     def _corpus_files(self) -> list[Path]:
@@ -139,10 +138,6 @@ class Source:
                 f"{self.target}'s tokenizer, which has none; set it to False"
             )
         return tokenizer.bos_token_id
-
-    @property
-    def _tokenizer_digest(self) -> str:
-        return tokenizer_digest(local_folder(self.target, self.config.revision or None))
 
     @cached_property
     def _tokenizer(self) -> Any:
