@@ -116,7 +116,7 @@ def _flags(config: Any, overrides: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_string("workdir", "", text, flag_values=values)
     text = "Join the other processes that Slurm, Open MPI or Kubernetes started."
     flags.DEFINE_bool("distributed", False, text, flag_values=values)
-    text = "HOST:PORT of process 0; join --processes by hand, this one as --process."
+    text = "HOST:PORT of process 0, to join without a scheduler; needs --processes and --process."
     flags.DEFINE_string("coordinator", "", text, flag_values=values)
     text = "Number of processes; needs --coordinator."
     flags.DEFINE_integer("processes", 0, text, flag_values=values)

@@ -83,21 +83,21 @@ def _parser() -> cli.Parser:
     parser = cli.Parser(prog="python -m train.bench", description=__doc__)
     add = parser.add_argument
     shapes = cli.several(cli.one_of([*SHAPES]), commas=True)
-    add("--shape", **shapes, default=["vicuna7b"], help=f"one of {', '.join(SHAPES)}")
+    add("--shape", **shapes, default=["vicuna7b"], help=f"target: one of {', '.join(SHAPES)}")
     lengths = cli.several(cli.number(Whole(2)), commas=True)
     add("--length", **lengths, default=[1024], help="tokens of a row")
-    mesh_help = f"{cli.MESH_GRAMMAR}; repeated, each is measured"
+    mesh_help = f"{cli.MESH_GRAMMAR}; repeat to measure several; one device if absent"
     add("--mesh", type=cli.mesh, action="append", metavar="AXIS=N,...", help=mesh_help)
     add(
         "--tokens",
         type=cli.COUNT,
         default=16384,
-        help="of a micro-batch, per device that holds rows",
+        help="tokens of a micro-batch on each device that holds rows",
     )
     add("--accumulation", type=cli.COUNT, default=4, help="micro-batches of a step")
-    add("--steps", type=cli.COUNT, default=4, help="timed steps, after one that is not")
+    add("--steps", type=cli.COUNT, default=4, help="timed steps, after one warm-up step")
     add("--target_loss", action="store_true", help="report the target's own loss in every step")
-    add("--json", type=cli.result_file, help="write header and rows to this file")
+    add("--json", type=cli.result_file, help="also write the results to this file")
     return parser
 
 

@@ -85,18 +85,10 @@ def _last_records(path: Path) -> dict[str, dict[str, float]]:
 
 def _measures(last: dict[str, dict[str, float]]) -> str:
     """The last held-out figures of every stage."""
-    shown = (
-        "step",
-        "loss",
-        "target_loss",
-        "heldout_loss",
-        "tau_chain",
-        "tau_chain_far",
-        "tau_top4",
-    )
+    named = "step loss target_loss heldout_loss tau_chain tau_chain_far tau_top4".split()
     lines = [
         f"- {stage}: "
-        + ", ".join(f"{name} {values[name]}" for name in shown if values.get(name) is not None)
+        + ", ".join(f"{name} {values[name]}" for name in named if values.get(name) is not None)
         for stage, values in last.items()
     ]
     return "\n".join(lines)

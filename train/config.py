@@ -139,16 +139,8 @@ class DataConfig:
         Args:
           options: what :func:`add_documents` made of a command line.
         """
-        return cls(
-            files=options.files or "",
-            hub=options.hub or "",
-            split=options.split,
-            pack=True,
-            mask_prompts=False,
-            answer_room=0,
-            turn="",
-            max_bad_rows=0,
-        )
+        given = (options.files or "", options.hub or "", options.split)
+        return cls(*given, pack=True, mask_prompts=False, answer_room=0, turn="", max_bad_rows=0)
 
     @property
     def sources(self) -> tuple[str, ...]:

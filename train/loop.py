@@ -125,9 +125,9 @@ def run_stage(
             take, logs = stage.program(step, run)
             trace.before(step)
             started = time.monotonic()
-            batch = next(batches)
+            batch, real = next(batches)
             waited = time.monotonic() - started
-            real, shape = batches.real_tokens, batch.tokens.shape
+            shape = batch.tokens.shape
             padded = 1 - real / batch.tokens.size
             compiles = (shape, logs) not in compiled
             if compiles:  # What is on its way is not to be timed with it.

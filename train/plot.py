@@ -107,7 +107,7 @@ def _parser() -> cli.Parser:
         "logs", nargs="+", type=Path, metavar="LOG", help="working folder of a run, or its log"
     )
     parser.add_argument(
-        "--png", required=True, type=cli.chart_file, metavar="FILE", help="the chart to write"
+        "--png", required=True, type=cli.chart_file, metavar="FILE", help="chart file to write"
     )
     return parser
 

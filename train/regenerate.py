@@ -62,7 +62,7 @@ def parser() -> cli.Parser:
         "--max_bad_rows",
         type=ZERO_OR_MORE,
         default=0,
-        help="rows that may be skipped because they ask nothing or the template cannot write them",
+        help="rows that may be skipped because they hold no question or the template refuses them",
     )
     _add_model(result)
     _add_sampling(result)
@@ -77,27 +77,30 @@ def _add_model(result: argparse.ArgumentParser) -> None:
         "--draft",
         type=cli.path,
         action="append",
-        help="what proposes tokens, for speed: folder or hub id of a draft, or ngram; of several "
-        "the fastest here is used. Plain decoding if absent",
+        help="proposes tokens, for speed: folder or hub id of a draft, or ngram; repeat to use the "
+        "fastest of several; plain decoding if absent",
     )
-    result.add_argument("--tree", type=cli.tree, help="of the first draft; the fastest if absent")
+    result.add_argument(
+        "--tree", type=cli.tree, help="tree of the first draft; the fastest if absent"
+    )
     result.add_argument(
         "--dtype",
         default="auto",
         choices=["auto", "bfloat16", "float16", "float32"],
-        help="of weights and activations; auto takes what suits this device",
+        help="dtype of weights and activations; auto takes what suits this device",
     )
     result.add_argument(
-        "--mesh", type=cli.mesh, metavar="AXIS=N,...", help=f"devices: {cli.MESH_GRAMMAR}"
+        "--mesh",
+        type=cli.mesh,
+        metavar="AXIS=N,...",
+        help=f"devices: {cli.MESH_GRAMMAR}; one if absent",
     )
-    result.add_argument(
-        "--row_slots", type=cli.COUNT, default=8, help="rows that are decoded at once"
-    )
+    result.add_argument("--row_slots", type=cli.COUNT, default=8, help="rows decoded at once")
     result.add_argument(
         "--rows_at_once",
         type=cli.COUNT,
-        help="rows in hand, whose questions pass through the slots; a killed run loses them. 16 "
-        "times the slots if absent",
+        help="rows between reading and writing, which a killed run repeats; 16 times the slots if "
+        "absent",
     )
 
 
@@ -105,7 +108,7 @@ def _add_sampling(result: argparse.ArgumentParser) -> None:
     result.add_argument(
         "--max_row_tokens",
         type=cli.number(Whole(2)),
-        help="most tokens of a row with its answers; what the target was made for if absent",
+        help="most tokens of a row with its answers; the target's max_positions if absent",
     )
     defaults = {"max_new_tokens": 1024, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
     notes = {
@@ -113,7 +116,7 @@ def _add_sampling(result: argparse.ArgumentParser) -> None:
         "temperature": "0 is greedy",
         "top_p": "draw from the most probable tokens that together have this probability",
         "top_k": "draw from this many most probable tokens; 0 for all",
-        "seed": "every answer has a seed of its own, which follows from this one",
+        "seed": "of the run; the seed of each answer is derived from it",
     }
     for name, value in defaults.items():
         result.add_argument(

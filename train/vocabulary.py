@@ -122,10 +122,10 @@ def count_tokens(
 def _parser() -> cli.Parser:
     parser = cli.Parser(prog=cli.command_name(__package__, "vocabulary"), description=__doc__)
     add_documents(parser)
-    parser.add_argument("--draft", required=True, help="folder of its draft, where the table goes")
     parser.add_argument(
-        "--size", type=cli.COUNT, help="tokens to keep; all of them, in order, if absent"
+        "--draft", required=True, help="folder of the draft, where the table is written"
     )
+    parser.add_argument("--size", type=cli.COUNT, help="tokens to keep; all if absent")
     return parser
 
 

@@ -71,7 +71,7 @@ class Toy:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Rows of which so many tokens are padding."""
+    """Rows of which a number of tokens are padding."""
 
     padding: int
     seq_len: int

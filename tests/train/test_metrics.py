@@ -156,7 +156,7 @@ def test_tensorboard_draws_the_log_whatever_was_repeated(tmp_path: Path) -> None
 
 
 class FakeRun:
-    """Remembers what it is told."""
+    """Remembers the records."""
 
     def __init__(self) -> None:
         self.logged: list[dict[str, float]] = []
