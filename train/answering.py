@@ -1,8 +1,7 @@
 """Questions of many rows answered together, through the row slots of a ``LongSpec``.
 
-Turns of the system and of users are kept, those of an assistant are left out: every turn of a user
-is followed by the target's own answer. Plain text has no turns: a prefix
-of it is kept, and the target continues it.
+System and user turns are kept. Assistant turns are dropped: the target answers every user turn.
+Of plain text, which has no turns, a prefix is kept, and the target continues it.
 
 Every wave answers one question of each row in hand, whichever question that row has come to; rows
 that are done make room for new ones before the next wave. Tokens of an answer depend on its prompt,
@@ -162,7 +161,7 @@ class Answering:
     bad: BadRows
     """Takes note of rows that the chat template cannot write."""
     at_once: int
-    """Rows in hand."""
+    """Rows whose questions are answered together."""
     template: str | None = None
     """Instead of the tokenizer's own."""
     tree: Any = None

@@ -192,9 +192,9 @@ def find(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    bundled = BUNDLED / f"{path.stem}.py"
-    if str(path.parent) in (".", "configs") and path.suffix in ("", ".py") and bundled.is_file():
-        return bundled
+    by_name = str(path.parent) in (".", "configs") and path.suffix in ("", ".py")
+    if by_name and path.stem in bundled_names():
+        return BUNDLED / f"{path.stem}.py"
     raise FileNotFoundError(
         f"there is no configuration file {name!r}; the project's own are "
         f"{', '.join(bundled_names())}"

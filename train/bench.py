@@ -1,11 +1,10 @@
 """How fast a draft is trained: ``python -m train.bench --shape vicuna7b --mesh fsdp=2``.
 
-Whole optimiser steps of the draft objective on random weights and tokens of real shapes, no data
-loading, no checkpoints; the target's own loss, which a run reports at few steps, only with
-``--target_loss``. One device always runs; every mesh is compared with it, at the same rows per
-device. ``flops_utilization`` is needed operations (:mod:`train.target`) over what the device's own
-large bfloat16 matmul reaches in the same run; ``step_bytes`` is what the compiled step takes
-on each device beyond its arguments, the rest is weights, masters and moments.
+It times whole optimiser steps of the draft on random weights and tokens of real shapes, without
+data loading and checkpoints. One device always runs. Every mesh is compared with it, at the same
+rows per device. ``flops_utilization`` is the necessary operations (:mod:`train.target`) divided by
+the rate of a large bfloat16 matmul on the same device. ``step_bytes`` is the memory of the compiled
+step on each device beyond its arguments; the rest is weights, masters and moments.
 """
 
 import argparse

@@ -78,7 +78,7 @@ def _last_records(path: Path) -> dict[str, dict[str, float]]:
     """The last figures of every kind, by stage."""
     last: dict[str, dict[str, float]] = {}
     for record in read_records(path):
-        # What could not be measured last is not what was measured before.
+        # A null replaces an earlier value.
         last.setdefault(record.pop("stage"), {}).update(record)
     return last
 

@@ -130,7 +130,7 @@ def run_stage(
             shape = batch.tokens.shape
             padded = 1 - real / batch.tokens.size
             compiles = (shape, logs) not in compiled
-            if compiles:  # What is on its way is not to be timed with it.
+            if compiles:  # The step before must not be timed with it.
                 report.flush()
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, values = take(state, stage.frozen, batch, np.float32(rate))

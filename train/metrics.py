@@ -60,7 +60,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _record(line: str) -> Record | None:
-    """The record of a line, None if it is none."""
+    """The record in a line; None if there is none."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -69,14 +69,14 @@ def _record(line: str) -> Record | None:
 
 
 class Writer(Protocol):
-    """What takes the records of a run."""
+    """Receives the records of a run."""
 
     def write(self, record: Record) -> None:
         """Take a record that has just been appended to ``metrics.jsonl``."""
         ...
 
     def close(self) -> None:
-        """Leave nothing unwritten."""
+        """Write what is left."""
         ...
 
 
@@ -183,7 +183,7 @@ class Guarded:
     """A writer until its first failure, which is printed; nothing afterwards.
 
     Args:
-      name: what people call it.
+      name: of the service, for messages.
       make: makes the writer, and may fail.
     """
 
@@ -209,7 +209,7 @@ class Guarded:
     def _guarded(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # Whatever it is, the training is worth more.
+        except Exception as error:  # A writer that fails must not end the training.
             self._writer = None
             reason = reason_of(error)
             print(

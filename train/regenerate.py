@@ -3,16 +3,16 @@
     python -m train.regenerate --target=TARGET --files='chats/*.jsonl' --out=regenerated.jsonl
     python -m train.run --config=NAME:sft --config.data.files=regenerated.jsonl
 
-A draft has to guess the target's own text, which differs from text that others wrote. Rows are read
-as training reads them (messages, ShareGPT's conversations, the paper's fields), and prompts: system
-and user turns are kept, and the target answers every user turn, its own earlier answers in place of
-those in the data. Of plain text it keeps --prefix_tokens and continues them.
+A draft has to guess the target's own text, which differs from text that others wrote. Rows may have
+the formats of training data (messages, ShareGPT's conversations, the paper's fields), or a prompt.
+System and user turns are kept, and the target answers every user turn. Its answers replace those of
+the data. Of plain text the first --prefix_tokens are kept, and the target continues them.
 
-Rows are written in the order of the data, as messages or text, with the number of the row they were
-made of, and whether the last answer came to its end within --max_new_tokens; one that did not ends
-its row. A row that has no room for an answer within --max_row_tokens is left out, or ends before
-it, and is counted. The rows do not depend on --row_slots, --rows_at_once, --draft and --tree,
-except for near-ties in 16 bits.
+Rows are written in the order of the data, as messages or text. Each has the number of its row in
+the data, and whether its last answer ended within --max_new_tokens. An answer that did not ends its
+row. A row ends before a question that leaves no room for an answer within --max_row_tokens; it is
+left out if that is the first question. --row_slots, --rows_at_once, --draft and --tree do not
+change the rows, except for near-ties in 16 bits.
 
 The same command continues where it was stopped. The exit status is 0, 1 for a target whose logits
 are not finite, 2 for bad input, and 130 after Ctrl-C.

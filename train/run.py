@@ -50,7 +50,7 @@ def _train(arguments: "Arguments") -> int:
 
     from . import processes
 
-    flags.FLAGS.mark_as_parsed()  # Orbax declares flags of its own, which this command has not.
+    flags.FLAGS.mark_as_parsed()  # Orbax declares flags that this command does not parse.
     logging.set_verbosity(logging.WARNING)  # Orbax logs every step of every save.
     for extra in arguments.config.log.extras:
         if (missing := missing_packages(extra)) is not None:

@@ -149,7 +149,7 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     card = (halved / "README.md").read_text()
     trained = max(record.get("elapsed", 0) for record in records(halved))
     assert f"{trained / 60:.1f} minutes of training" in card
-    assert "python -m train.run --config=configs/vicuna7b.py:short" in card
+    assert "from the configuration `vicuna7b:short`" in card
     assert str(tmp_path) not in card and str(ROOT) not in card and "workdir" not in card
     assert json.loads((halved / "config.json").read_text())["stages"][0]["batch"] == 8
 

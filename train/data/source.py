@@ -50,7 +50,7 @@ class Source:
     """Of the configuration, as it is typed, in which these data are described."""
 
     def split(self, stage: StageConfig, mesh: Mesh) -> tuple[Rows, Batch]:
-        """The rows a stage trains on, and a micro-batch it never does; the same on every mesh."""
+        """The rows of a stage, and a micro-batch kept from training; the same on every mesh."""
         count = self.config.accept_rows
         length = self.config.accept_seq_len or stage.seq_len
         if self.config.data.corpus is not None:
