@@ -80,9 +80,8 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     # In JSON a tuple is a list.
     now = json.loads(json.dumps(now))
     names = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
-    return ", ".join(
-        f"{name}={_shown(now.get(name))} (was {_shown(saved.get(name))})" for name in names
-    )
+    shown = {name: (now.get(name, "absent"), saved.get(name, "absent")) for name in names}
+    return ", ".join(f"{name}={value} (was {before})" for name, (value, before) in shown.items())
 
 
 def _settings(config: RunConfig, stage: StageConfig) -> dict[str, Any]:
@@ -105,10 +104,6 @@ def _typed(values: Mapping[str, Any], prefix: str = "--config.") -> Fingerprint:
         else:
             flat[prefix + name] = value
     return flat
-
-
-def _shown(value: Any) -> str:
-    return "absent" if value is None else str(value)
 
 
 # Digests of files.

@@ -100,7 +100,7 @@ class _Timings:
 
 
 class Report:
-    """Metrics fetched one step late, so that the device never waits for the host.
+    """The metrics of a stage's steps.
 
     Speeds are means over the timed steps since the last record, because steps differ: log steps
     that report the target's loss take longer.
