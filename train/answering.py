@@ -1,8 +1,7 @@
 """Questions of many rows answered together, through the row slots of a ``LongSpec``.
 
-Turns of the system and of users are kept, those of an assistant are left out: every turn of a user
-is followed by the target's own answer. Plain text has no turns: a prefix
-of it is kept, and the target continues it.
+System and user turns are kept. Assistant turns are dropped: the target answers every user turn.
+Of plain text, which has no turns, a prefix is kept, and the target continues it.
 
 Every wave answers one question of each row in hand, whichever question that row has come to; rows
 that are done make room for new ones before the next wave. Tokens of an answer depend on its prompt,
@@ -162,7 +161,7 @@ class Answering:
     bad: BadRows
     """Takes note of rows that the chat template cannot write."""
     at_once: int
-    """Rows in hand."""
+    """Rows whose questions are answered together."""
     template: str | None = None
     """Instead of the tokenizer's own."""
     tree: Any = None
@@ -243,7 +242,11 @@ class Answering:
             questions, result.sequences, result.text, strict=False
         ):
             if is_text(row.turns):
-                text = self._decoded([*prompt.tolist(), *tokens])
+                text = self.spec.tokenizer.decode(
+                    [*prompt.tolist(), *tokens],
+                    skip_special_tokens=True,
+                    clean_up_tokenization_spaces=False,
+                )
             row.answer(text or "", complete=tokens[-1] in self.spec.stop_tokens)
             self.counts.answers += 1
             self.counts.tokens += len(tokens)
@@ -259,8 +262,3 @@ class Answering:
         length = max(len(longest), min(length, self.limits.longest_prompt))
         missing = (self.spec.row_slots or 0) - len(prompts)
         return [np.resize(longest, length), *[longest[:1]] * max(0, missing)]
-
-    def _decoded(self, tokens: list[int]) -> str:
-        return self.spec.tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )

@@ -40,35 +40,14 @@ configurations of the project: {names}
 options:
 {options}
 """
-FLAGS: tuple[tuple[Any, str, Any, str], ...] = (
-    (
-        flags.DEFINE_string,
-        "workdir",
-        "",
-        "Folder for checkpoints, metrics and exports; runs/CONFIG-VARIANT if empty.",
-    ),
-    (
-        flags.DEFINE_bool,
-        "distributed",
-        False,
-        "Join the other processes that Slurm, Open MPI or Kubernetes started.",
-    ),
-    (
-        flags.DEFINE_string,
-        "coordinator",
-        "",
-        "HOST:PORT of process 0: join --processes by hand, this one as --process.",
-    ),
-    (flags.DEFINE_integer, "processes", 0, "Number of processes; needs --coordinator."),
-    (flags.DEFINE_integer, "process", -1, "Number of this one, from 0; needs --coordinator."),
-)
-"""Flags beside the configuration: definition, name, default and help."""
 
 
 @dataclass(frozen=True)
 class Arguments:
     """A command line of the trainer, read and checked."""
 
+    name: str
+    """Of the configuration and its variant, ``vicuna7b:long``, without the path to it."""
     config: RunConfig
     """The run, overrides applied."""
     workdir: Path
@@ -107,9 +86,12 @@ def parse(argv: Sequence[str]) -> Arguments:
             f"unexpected argument {unexpected[0]!r}; overrides are written --config.NAME=VALUE"
         )
     _check_processes(values)
+    file, colon, variant = named.partition(":")
+    name = Path(file).stem + (colon + variant) * bool(variant)
     return Arguments(
+        name=name,
         config=from_config(config.to_dict()),
-        workdir=Path(values.workdir or _default_workdir(named)).expanduser(),
+        workdir=Path(values.workdir or f"runs/{name.replace(':', '-')}").expanduser(),
         distributed=values.distributed,
         coordinator=values.coordinator,
         processes=values.processes,
@@ -130,8 +112,16 @@ def _flags(config: Any, overrides: Sequence[str]) -> flags.FlagValues:
         config_flags.DEFINE_config_dict(
             "config", config, text, values, sys_argv=["train", *overrides]
         )
-    for define, name, default, words in FLAGS:
-        define(name, default, words, flag_values=values)
+    text = "Folder for checkpoints, metrics and exports; runs/CONFIG-VARIANT if empty."
+    flags.DEFINE_string("workdir", "", text, flag_values=values)
+    text = "Join the other processes that Slurm, Open MPI or Kubernetes started."
+    flags.DEFINE_bool("distributed", False, text, flag_values=values)
+    text = "HOST:PORT of process 0, to join without a scheduler; needs --processes and --process."
+    flags.DEFINE_string("coordinator", "", text, flag_values=values)
+    text = "Number of processes; needs --coordinator."
+    flags.DEFINE_integer("processes", 0, text, flag_values=values)
+    text = "Number of this process, from 0; needs --coordinator."
+    flags.DEFINE_integer("process", -1, text, flag_values=values)
     return values
 
 
@@ -172,12 +162,6 @@ def _without_config(argv: Sequence[str]) -> tuple[str, list[str]]:
     return named, rest
 
 
-def _default_workdir(named: str) -> str:
-    """``runs/vicuna7b-long`` for ``--config=vicuna7b:long``, whatever the path to it."""
-    file, _, variant = named.partition(":")
-    return "runs/" + "-".join(filter(None, (Path(file).stem, variant)))
-
-
 def _sentence(error: Exception) -> str:
     """The message of a flag library's error, without quoting and line breaks."""
     text = str(error)
@@ -197,13 +181,6 @@ def bundled_names() -> list[str]:
     return sorted(path.stem for path in BUNDLED.glob("*.py") if not path.stem.startswith("_"))
 
 
-def is_bundled(name: str) -> bool:
-    """Whether a name or ``configs/NAME.py`` is one of the project's configurations."""
-    path = Path(name)
-    by_name = str(path.parent) in (".", "configs") and path.suffix in ("", ".py")
-    return by_name and path.stem in bundled_names()
-
-
 def find(name: str) -> Path:
     """The file that ``vicuna7b``, ``vicuna7b.py``, ``configs/vicuna7b.py`` or any other path means.
 
@@ -215,7 +192,8 @@ def find(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    if is_bundled(name):
+    by_name = str(path.parent) in (".", "configs") and path.suffix in ("", ".py")
+    if by_name and path.stem in bundled_names():
         return BUNDLED / f"{path.stem}.py"
     raise FileNotFoundError(
         f"there is no configuration file {name!r}; the project's own are "

@@ -1,18 +1,16 @@
 """How fast a draft is trained: ``python -m train.bench --shape vicuna7b --mesh fsdp=2``.
 
-Whole optimiser steps of the draft objective on random weights and tokens of real shapes, no data
-loading, no checkpoints; the target's own loss, which a run reports at few steps, only with
-``--target_loss``. One device always runs; every mesh is compared with it, at the same rows per
-device. ``flops_utilization`` is needed operations (:mod:`train.target`) over what the device's own
-large bfloat16 matmul reaches in the same run; ``step_bytes`` is what the compiled step takes
-on each device beyond its arguments, the rest is weights, masters and moments.
+It times whole optimiser steps of the draft on random weights and tokens of real shapes, without
+data loading and checkpoints. One device always runs. Every mesh is compared with it, at the same
+rows per device. ``flops_utilization`` is the necessary operations (:mod:`train.target`) divided by
+the rate of a large bfloat16 matmul on the same device. ``step_bytes`` is the memory of the compiled
+step on each device beyond its arguments; the rest is weights, masters and moments.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -84,21 +82,21 @@ def _parser() -> cli.Parser:
     parser = cli.Parser(prog="python -m train.bench", description=__doc__)
     add = parser.add_argument
     shapes = cli.several(cli.one_of([*SHAPES]), commas=True)
-    add("--shape", **shapes, default=["vicuna7b"], help=f"one of {', '.join(SHAPES)}")
+    add("--shape", **shapes, default=["vicuna7b"], help=f"target: one of {', '.join(SHAPES)}")
     lengths = cli.several(cli.number(Whole(2)), commas=True)
     add("--length", **lengths, default=[1024], help="tokens of a row")
-    mesh_help = f"{cli.MESH_GRAMMAR}; repeated, each is measured"
+    mesh_help = f"{cli.MESH_GRAMMAR}; repeat to measure several; one device if absent"
     add("--mesh", type=cli.mesh, action="append", metavar="AXIS=N,...", help=mesh_help)
     add(
         "--tokens",
         type=cli.COUNT,
         default=16384,
-        help="of a micro-batch, per device that holds rows",
+        help="tokens of a micro-batch on each device that holds rows",
     )
     add("--accumulation", type=cli.COUNT, default=4, help="micro-batches of a step")
-    add("--steps", type=cli.COUNT, default=4, help="timed steps, after one that is not")
+    add("--steps", type=cli.COUNT, default=4, help="timed steps, after one warm-up step")
     add("--target_loss", action="store_true", help="report the target's own loss in every step")
-    add("--json", type=cli.result_file, help="write header and rows to this file")
+    add("--json", type=cli.result_file, help="also write the results to this file")
     return parser
 
 
@@ -123,7 +121,9 @@ def measure(
     frozen = random_target(config, mesh)
     holders = mesh.shape["data"] * mesh.shape["fsdp"]
     rows *= holders
-    batch = _random_batch(mesh, config, (arguments.accumulation, rows, length))
+    sizes = arguments.accumulation, rows, length
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, sizes, np.int32)
+    batch = jax.device_put(Batch(tokens, np.ones(sizes, np.float32)), NamedSharding(mesh, ROWS))
     step = make_step(objective, optimizer, 0, mesh, shardings)
     rate = np.float32(1e-4)
     jitted: Any = step
@@ -135,7 +135,6 @@ def measure(
         state, values = compiled(state, frozen, batch, rate)
     jax.block_until_ready(values)
     seconds = (time.perf_counter() - begin) / arguments.steps
-    tokens = math.prod(batch.tokens.shape)
     memory = compiled.memory_analysis()
     return {
         "config": shape,
@@ -148,9 +147,9 @@ def measure(
         "loss_chunk": loss_chunk,
         "mlp_chunk": mlp_chunk,
         "target_loss": arguments.target_loss,
-        "tokens_per_second": _rounded(tokens / seconds),
+        "tokens_per_second": _rounded(tokens.size / seconds),
         "step_ms": _rounded(1e3 * seconds),
-        "flops_per_s": objective.flops_per_token(length) * tokens / seconds / mesh.size,
+        "flops_per_s": objective.flops_per_token(length) * tokens.size / seconds / mesh.size,
         "peak_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
         "step_bytes": memory.temp_size_in_bytes,
         "loss": _rounded(float(values["loss"])),
@@ -194,11 +193,6 @@ def _drawer(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> Any:
         return values if len(shape) > 1 else jnp.ones(shape, jnp.dtype(dtype))
 
     return jax.jit(draw, out_shardings=sharding)
-
-
-def _random_batch(mesh: Mesh, config: TargetConfig, shape: tuple[int, int, int]) -> Batch:
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape, np.int32)
-    return jax.device_put(Batch(tokens, np.ones(shape, np.float32)), NamedSharding(mesh, ROWS))
 
 
 def matmul_rate() -> float:

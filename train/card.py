@@ -2,38 +2,32 @@
 
 import json
 import platform
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
-from .arguments import is_bundled
 from .config import RunConfig
 from .metrics import read_records
 
-_FRONT = """---
+_HEAD = """\
+---
 license: mit
 library_name: longspec_jax
 ---
-"""
-_HEAD = (
-    _FRONT
-    + """
 
 # {title}
 
-Trained by `{command}` (seed {seed}, {dtype}) on {device} with jax {jax}, Python {python}:
-{minutes:.1f} minutes of training in all calls of the command together (compilation, measuring and
-saving apart).
+Trained from the configuration {configuration} (seed {seed}, {dtype}) on {device} with jax {jax},
+Python {python}: {minutes:.1f} minutes of training in all calls together, without compilation,
+measurements and saves.
 
-{folders}- `config.json`: the whole configuration; `metrics.jsonl`: every measurement.
+{folders}- `config.json`: the whole configuration, overrides applied; `metrics.jsonl`: every
+  measurement.
 
 ## Last measurements
 
 {measures}
 """
-)
 
 _SOURCES = """
 ## Training data
@@ -53,12 +47,12 @@ _TARGET = "- `target/`: the model and its tokenizer, in Hugging Face format.\n"
 _DRAFT = "- `draft/`: the LongSpec draft, in the format of the LongSpec release.\n"
 
 
-def write_card(workdir: Path, config: RunConfig, command: str) -> None:
-    """Write ``README.md``, ``config.json`` having been written before."""
+def write_card(workdir: Path, config: RunConfig, name: str) -> None:
+    """Write ``README.md`` for a run of the configuration of this name."""
     last = _last_records(workdir / "metrics.jsonl")
     card = _HEAD.format(
         title=config.title,
-        command=command or "train.pipeline.train",
+        configuration=f"`{name}`" if name else "`config.json`",
         seed=config.seed,
         dtype=config.dtype,
         device=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
@@ -80,75 +74,21 @@ def write_card(workdir: Path, config: RunConfig, command: str) -> None:
     (workdir / "README.md").write_text(card)
 
 
-def is_card(path: Path) -> bool:
-    """Whether a file begins as the cards do that :func:`write_card` writes."""
-    return path.is_file() and path.read_bytes().startswith(_FRONT.encode())
-
-
-def portable_command(command: str, arguments: Sequence[str]) -> str:
-    """The training command without what only its author's machine knows: folders and hosts.
-
-    Args:
-      command: how it was called.
-      arguments: what it was given.
-    """
-    kept = []
-    for argument in _joined(arguments):
-        name, _, value = argument.partition("=")
-        match name.lstrip("-"):
-            case "config":
-                argument = f"{name}={_portable_config(value)}"
-            case "workdir" | "config.export" | "coordinator" | "process" | "processes":
-                continue
-            case _ if value.startswith(("/", "~", ".")) or Path(value).exists():
-                argument = f"{name}={Path(value).name or 'FOLDER'}" if value else argument
-        kept.append(argument)
-    return shlex.join([*command.split(), *kept])
-
-
-def _joined(arguments: Sequence[str]) -> list[str]:
-    """``--flag value`` as ``--flag=value``; a training command takes no other plain words."""
-    words: list[str] = []
-    for argument in arguments:
-        if words and "=" not in words[-1] and not argument.startswith("-"):
-            words[-1] += f"={argument}"
-        else:
-            words.append(argument)
-    return words
-
-
-def _portable_config(value: str) -> str:
-    """A configuration as another machine finds it: by name, or by file name."""
-    file, colon, variant = value.partition(":")
-    path = Path(file)
-    if path.parent.name == "configs" and is_bundled(path.name):
-        return f"configs/{path.name}{colon}{variant}"
-    return path.name + colon + variant
-
-
 def _last_records(path: Path) -> dict[str, dict[str, float]]:
     """The last figures of every kind, by stage."""
     last: dict[str, dict[str, float]] = {}
     for record in read_records(path):
-        # What could not be measured last is not what was measured before.
+        # A null replaces an earlier value.
         last.setdefault(record.pop("stage"), {}).update(record)
     return last
 
 
 def _measures(last: dict[str, dict[str, float]]) -> str:
     """The last held-out figures of every stage."""
-    shown = (
-        "step",
-        "loss",
-        "target_loss",
-        "heldout_loss",
-        "tau_chain",
-        "tau_chain_far",
-        "tau_top4",
-    )
+    named = "step loss target_loss heldout_loss tau_chain tau_chain_far tau_top4".split()
     lines = [
         f"- {stage}: "
-        + ", ".join(f"{name} {values[name]}" for name in shown if values.get(name) is not None)
+        + ", ".join(f"{name} {values[name]}" for name in named if values.get(name) is not None)
         for stage, values in last.items()
     ]
     return "\n".join(lines)

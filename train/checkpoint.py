@@ -15,7 +15,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,7 +182,13 @@ def _named(folder: Path) -> list[Path]:
 
 def checksums(folder: Path) -> bytes:
     """The SHA-256 of every file of a checkpoint, one a line, as ``sha256sum`` writes them."""
-    return b"".join(f"{digest}  {name}\n".encode() for name, digest in _digests(folder))
+    lines = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / CHECKSUMS:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            lines.append(f"{digest}  {path.relative_to(folder).as_posix()}\n")
+    return "".join(lines).encode()
 
 
 def damage(folder: Path) -> str | None:
@@ -202,14 +207,6 @@ def damage(folder: Path) -> str | None:
     # A line is a digest, two spaces and a name; those of a damaged list may be anything.
     names = ", ".join(sorted({line[66:] for line in lines} - {""})[:3])
     return f"{names or 'its list'} does not fit the checksums in {CHECKSUMS}"
-
-
-def _digests(folder: Path) -> Iterator[tuple[str, str]]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path != folder / CHECKSUMS:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            yield path.relative_to(folder).as_posix(), digest
 
 
 def _name(step: int, repeated: int) -> str:

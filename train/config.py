@@ -7,11 +7,12 @@ several fields are checked by the dataclasses themselves.
 
 import argparse
 import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from longspec_jax.checks import LARGEST_NUMBER, Real, Whole, is_whole
+from longspec_jax.checks import LARGEST_NUMBER, Real, Whole
 from longspec_jax.config import TargetConfig
 
 MOST_BUCKETS = 8
@@ -20,23 +21,16 @@ SMALLEST_VOCABULARY = 259
 
 
 @dataclass(frozen=True)
-class MeshSize:
-    """The rule of a mesh axis."""
+class Rule:
+    """A rule of a field that is no plain range."""
+
+    allows: Callable[[Any], bool]
+    words: str
+    """What a value must be."""
 
     def refusal(self, value: Any) -> str | None:
         """What a value must be instead; None for one that will do."""
-        if is_whole(value) and (value == -1 or value >= 1):
-            return None
-        return "a number of devices, at least 1, or -1 for all that are left"
-
-
-@dataclass(frozen=True)
-class TurnTemplate:
-    """The rule of a turn's template."""
-
-    def refusal(self, value: Any) -> str | None:
-        """What a value must be instead; None for one that will do."""
-        return None if "{content}" in value else "a template with {content}, and usually {role}"
+        return None if self.allows(value) else self.words
 
 
 AtLeastOne = Annotated[int, Whole(1)]
@@ -48,7 +42,15 @@ Positive = Annotated[
     float,
     Real(0, LARGEST_NUMBER, f"a number above 0, at most {LARGEST_NUMBER:g}", includes_least=False),
 ]
-AxisSize = Annotated[int, MeshSize()]
+AxisSize = Annotated[
+    int,
+    Rule(
+        lambda size: size == -1 or size >= 1, "a number of devices, at least 1, or -1 for the rest"
+    ),
+]
+Template = Annotated[
+    str, Rule(lambda text: "{content}" in text, "a template with {content}, and usually {role}")
+]
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class DataConfig:
     """Learn answers only (the paper's last stage); otherwise all text but the system prompt."""
     answer_room: ZeroOrMore
     """Tokens left for the answer when a masked prompt is shortened; packed ones are not."""
-    turn: Annotated[str, TurnTemplate()]
+    turn: Template
     """How a conversation's turn is written, with ``{role}`` and ``{content}``."""
     max_bad_rows: ZeroOrMore
     """Rows of files or hub that may be skipped because they hold no document; 0 refuses the first
@@ -137,16 +139,8 @@ class DataConfig:
         Args:
           options: what :func:`add_documents` made of a command line.
         """
-        return cls(
-            files=options.files or "",
-            hub=options.hub or "",
-            split=options.split,
-            pack=True,
-            mask_prompts=False,
-            answer_room=0,
-            turn="",
-            max_bad_rows=0,
-        )
+        given = (options.files or "", options.hub or "", options.split)
+        return cls(*given, pack=True, mask_prompts=False, answer_room=0, turn="", max_bad_rows=0)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -292,6 +286,26 @@ class StageConfig:
         return min((limit for limit in limits if limit), default=0)
 
 
+def check_lengths(
+    stages: Iterable[StageConfig], accept_seq_len: int, name: str, most: int, section: str
+) -> None:
+    """Refuse rows that are longer than a target's positions.
+
+    Args:
+      stages: with the lengths of their rows.
+      accept_seq_len: of the rows that acceptance is measured on.
+      name: of the largest length, for the message.
+      most: the largest length.
+      section: of the configuration, which holds the stages.
+    """
+    for stage in stages:
+        if max(stage.seq_len, accept_seq_len) > most:
+            raise ValueError(
+                f"--config.{section}.{stage.name}.seq_len={stage.seq_len} and "
+                f"--config.accept_seq_len={accept_seq_len} must be at most {name}={most}"
+            )
+
+
 @dataclass(frozen=True)
 class PretrainingConfig:
     """A target trained from scratch before its draft: the demo."""
@@ -358,7 +372,9 @@ class RunConfig:
             )
         if not self.stages and self.pretraining is None:
             raise ValueError("a run needs stages: --config.stages holds none")
-        self._check_pretraining()
+        if (made := self.pretraining) is not None:
+            most = "--config.pretraining.shape.max_positions", made.shape.max_positions
+            check_lengths(made.stages, self.accept_seq_len, *most, section="pretraining.stages")
         if self.dtype == "float16":
             raise ValueError(
                 "dtype='float16' is for decoding: its gradients vanish without a scaled loss; "
@@ -388,19 +404,6 @@ class RunConfig:
                     f"stage {stage.name}: rows of seq_len={stage.seq_len} leave nothing of a "
                     f"masked prompt before answer_room={data.answer_room}; lower "
                     f"--config.{stage.data_section}.answer_room or choose longer rows"
-                )
-
-    def _check_pretraining(self) -> None:
-        """Refuse rows that are longer than a target's positions that the run itself makes."""
-        if self.pretraining is None:
-            return
-        most = self.pretraining.shape.max_positions
-        for stage in self.pretraining.stages:
-            if max(stage.seq_len, self.accept_seq_len) > most:
-                raise ValueError(
-                    f"--config.pretraining.stages.{stage.name}.seq_len={stage.seq_len} and "
-                    f"--config.accept_seq_len={self.accept_seq_len} must be at most "
-                    f"--config.pretraining.shape.max_positions={most}"
                 )
 
     def _check_sources(self) -> None:

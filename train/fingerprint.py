@@ -68,17 +68,20 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
     Raises:
       ValueError: if they differ.
     """
-    # What is compared went through JSON, in which a tuple is a list.
-    now = json.loads(json.dumps(now))
-    names = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
-    if names:
-        changes = ", ".join(
-            f"{name}={_shown(now.get(name))} (was {_shown(saved.get(name))})" for name in names
-        )
+    if changes := differences(saved, now):
         raise ValueError(
             f"the checkpoint {folder} is of another run: {changes}; restore what changed to resume "
             "it, or begin anew with another --workdir"
         )
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Names and values of what differs from JSON values that were saved; empty if all agree."""
+    # In JSON a tuple is a list.
+    now = json.loads(json.dumps(now))
+    names = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
+    shown = {name: (now.get(name, "absent"), saved.get(name, "absent")) for name in names}
+    return ", ".join(f"{name}={value} (was {before})" for name, (value, before) in shown.items())
 
 
 def _settings(config: RunConfig, stage: StageConfig) -> dict[str, Any]:
@@ -92,22 +95,15 @@ def _settings(config: RunConfig, stage: StageConfig) -> dict[str, Any]:
     return {**kept, "stages": {fields.pop("name"): fields}}
 
 
-def _typed(kept: Mapping[str, Any]) -> Fingerprint:
-    return {f"--config.{name}": value for name, value in _flat(kept).items()}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Fingerprint:
+def _typed(values: Mapping[str, Any], prefix: str = "--config.") -> Fingerprint:
+    """Fields by their names as they are typed."""
     flat: Fingerprint = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{name}."))
+            flat.update(_typed(value, f"{prefix}{name}."))
         else:
             flat[prefix + name] = value
     return flat
-
-
-def _shown(value: Any) -> str:
-    return "absent" if value is None else str(value)
 
 
 # Digests of files.

@@ -125,12 +125,12 @@ def run_stage(
             take, logs = stage.program(step, run)
             trace.before(step)
             started = time.monotonic()
-            batch = next(batches)
+            batch, real = next(batches)
             waited = time.monotonic() - started
-            real, shape = batches.real_tokens, batch.tokens.shape
+            shape = batch.tokens.shape
             padded = 1 - real / batch.tokens.size
             compiles = (shape, logs) not in compiled
-            if compiles:  # What is on its way is not to be timed with it.
+            if compiles:  # The step before must not be timed with it.
                 report.flush()
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, values = take(state, stage.frozen, batch, np.float32(rate))
@@ -188,11 +188,8 @@ class _Keeper:
         """Save a state whose steps have been checked; itself, it is checked here."""
         if not _all_finite(state):
             raise self.diverged(step, "parameters or optimiser state that are not finite")
-        epoch, index = self.stage.batches.position(step)
         meta = {
             "step": step,
-            "epoch": epoch,
-            "index": index,
             "elapsed": self.clock.elapsed,
             "done": done,
             "records": self.metrics.count(self.stage.config.name),
@@ -202,11 +199,9 @@ class _Keeper:
 
     def diverged(self, step: int, what: str) -> FloatingPointError:
         """The error that ends a run whose values are not finite."""
-        epoch, index = self.stage.batches.position(step)
         kept = self.checkpoints.newest
         return FloatingPointError(
-            f"stage {self.stage.config.name} has diverged: {what} at step {step} (epoch {epoch}, "
-            f"from row {index} of its order on); "
+            f"stage {self.stage.config.name} has diverged: {what} at step {step}; "
             f"{f'the last finite checkpoint is {kept}' if kept else 'no checkpoint was saved yet'}"
             "; begin anew with a lower learning_rate of the stage, or a lower "
             "--config.optimizer.clip"

@@ -60,23 +60,6 @@ def cross_entropy_sum(
     return loss
 
 
-def cross_entropy_sums(
-    hidden: Float[Array, "B T D"],
-    other: Float[Array, "B T D"],
-    head: Float[Array, "V D"],
-    labels: Int[Array, "B T"],
-    weights: Float[Array, "B T"],
-    *,
-    chunk: int = 8192,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """:func:`cross_entropy_sum` of two models' hidden states; only the first has a gradient.
-
-    One loop over chunks half as long: the logits of both take no more memory than those of one.
-    """
-    parts = labels, weights, other
-    return chunked_loss(_two_text_losses, hidden, head, parts, chunk=max(1, chunk // 2))
-
-
 class Distillation(NamedTuple):
     """Sums over weighted positions, float32."""
 
@@ -139,12 +122,6 @@ def _text_loss(logits: Array, head: Array, parts: tuple[Array, Array]) -> ChunkL
     return ChunkLoss(jnp.sum(weights * surprise), error)
 
 
-def _two_text_losses(logits: Array, head: Array, parts: tuple[Array, Array, Array]) -> ChunkLoss:
-    labels, weights, other = parts
-    _, surprise, _ = _surprise(head_logits(head, other), labels)
-    return _text_loss(logits, head, (labels, weights))._replace(sums=jnp.sum(weights * surprise))
-
-
 def _distillation_loss(
     share: float, logits: Array, head: Array, parts: tuple[Array, Array, Array]
 ) -> ChunkLoss:
@@ -155,9 +132,9 @@ def _distillation_loss(
     learned, wanted = logits - lse[..., None], teacher_logits - teacher_lse[..., None]
     probable = jnp.exp(wanted)
     divergence = jnp.sum(probable * (wanted - learned), axis=-1)
-    aim = (1 - share) * label + share * probable
+    aim = (1 - share) * label + share * probable if share else label
     sums = tuple(jnp.sum(weights * each) for each in (surprise, divergence, teacher_surprise))
-    loss = (1 - share) * sums[0] + share * sums[1]
+    loss = (1 - share) * sums[0] + share * sums[1] if share else sums[0]
     return ChunkLoss(loss, (jnp.exp(learned) - aim) * weights[..., None], sums)
 
 

@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -31,31 +31,28 @@ def read_records(path: Path) -> list[Record]:
     return [record for record in map(_record, _lines(path)) if record is not None]
 
 
-def mend(path: Path) -> int:
-    """Remove lines that are not records, so that more can be appended; returns their number."""
-    if not path.is_file():
-        return 0
-    lines = _lines(path)
-    whole = [line for line in lines if _record(line) is not None]
-    # A line may be whole and yet lack its end, at which the next one begins.
-    if _joined(whole) != path.read_bytes():
-        files.replace(path, _joined(whole))
-    return len(lines) - len(whole)
+def trim(path: Path, stage: str = "", count: int = 0) -> int:
+    """Remove what is no record, and the records of a stage after its first few.
 
+    Args:
+      path: the log.
+      stage: whose records are counted; empty to keep those of all stages.
+      count: how many of them stay.
 
-def rewind(path: Path, stage: str, count: int) -> None:
-    """Keep the first few records of a stage, and all of the others."""
-    kept, seen = [], 0
-    lines = _lines(path)
+    Returns:
+      The number of lines that were removed.
+    """
+    kept, seen, lines = [], 0, _lines(path)
     for line in lines:
-        record = _record(line)
-        if record is not None and record["stage"] == stage:
-            seen += 1
-            if seen > count:
-                continue
-        kept.append(line)
-    if len(kept) < len(lines):
-        files.replace(path, _joined(kept))
+        if (record := _record(line)) is not None:
+            seen += record["stage"] == stage
+            if record["stage"] != stage or seen <= count:
+                kept.append(line)
+    # A line may be whole and yet lack its end, at which the next one begins.
+    text = "".join(f"{line}\n" for line in kept).encode()
+    if text != path.read_bytes():
+        files.replace(path, text)
+    return len(lines) - len(kept)
 
 
 def _lines(path: Path) -> list[str]:
@@ -63,7 +60,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _record(line: str) -> Record | None:
-    """The record of a line, None if it is none."""
+    """The record in a line; None if there is none."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -71,19 +68,15 @@ def _record(line: str) -> Record | None:
     return record if isinstance(record, dict) and {"stage", "step"} <= record.keys() else None
 
 
-def _joined(lines: Iterable[str]) -> bytes:
-    return "".join(f"{line}\n" for line in lines).encode()
-
-
 class Writer(Protocol):
-    """What takes the records of a run."""
+    """Receives the records of a run."""
 
     def write(self, record: Record) -> None:
         """Take a record that has just been appended to ``metrics.jsonl``."""
         ...
 
     def close(self) -> None:
-        """Leave nothing unwritten."""
+        """Write what is left."""
         ...
 
 
@@ -101,7 +94,7 @@ class Metrics:
         self._counts: Counter[str] = Counter()
         self._file = None
         if is_first():
-            if cut := mend(path):
+            if path.is_file() and (cut := trim(path)):
                 print(f"{path}: a line that was cut off is removed ({cut})", file=sys.stderr)
             self._open()
 
@@ -117,7 +110,7 @@ class Metrics:
         """Remove the records of a stage after its checkpoint: those steps are repeated."""
         if self._file is not None and count < self.count(stage):
             self._file.close()
-            rewind(self._path, stage, count)
+            trim(self._path, stage, count)
             self._open()
 
     def start(self, stage: str, step: int, steps: int) -> None:
@@ -190,7 +183,7 @@ class Guarded:
     """A writer until its first failure, which is printed; nothing afterwards.
 
     Args:
-      name: what people call it.
+      name: of the service, for messages.
       make: makes the writer, and may fail.
     """
 
@@ -216,7 +209,7 @@ class Guarded:
     def _guarded(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # Whatever it is, the training is worth more.
+        except Exception as error:  # A writer that fails must not end the training.
             self._writer = None
             reason = reason_of(error)
             print(

@@ -18,13 +18,12 @@ import jax
 from jax.sharding import Mesh
 
 from longspec_jax import files
-from longspec_jax.config import TargetConfig
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.hf import load_target, load_target_config, save_target
 
-from .card import is_card, write_card
+from .card import write_card
 from .checkpoint import Checkpoints, newest_saved
-from .config import PretrainingConfig, RunConfig, StageConfig
+from .config import PretrainingConfig, RunConfig, StageConfig, check_lengths
 from .data.batches import Batches
 from .data.corpus import prepare_corpus
 from .data.rows import Rows
@@ -42,7 +41,7 @@ from .loop import Stage, run_stage
 from .losses import tokens_at_once
 from .metrics import Metrics, open_writers
 from .processes import by_first, gathered
-from .report import check_window, peak_tokens_per_second
+from .report import peak_tokens_per_second
 from .step import (
     Batch,
     Objective,
@@ -81,13 +80,13 @@ class TrainingRun:
         return Path(self.config.export or self.workdir / "draft")
 
 
-def train(config: RunConfig, workdir: Path, command: str = "") -> None:
+def train(config: RunConfig, workdir: Path, name: str = "") -> None:
     """Train what a configuration describes.
 
     Args:
       config: the run.
       workdir: where everything is kept; shared by all processes.
-      command: what started it, for the model card.
+      name: of the configuration, for the model card.
 
     Raises:
       ValueError: if configuration, data and models do not fit together, or the working folder
@@ -114,7 +113,7 @@ def train(config: RunConfig, workdir: Path, command: str = "") -> None:
     if config.stages:
         train_draft(run)
     metrics.close()
-    by_first("card", lambda: write_card(run.workdir, config, command))
+    by_first("card", lambda: write_card(workdir, config, name))
 
 
 def check_workdir(workdir: Path) -> None:
@@ -123,9 +122,9 @@ def check_workdir(workdir: Path) -> None:
     Raises:
       ValueError: names the file.
     """
-    config, card = workdir / "config.json", workdir / "README.md"
-    for path, known in ((config, _is_run), (card, is_card)):
-        if path.exists() and not known(path):
+    config = workdir / "config.json"
+    for path in (config, workdir / "README.md"):
+        if path.exists() and not _is_run(config):
             raise ValueError(
                 f"{path} was not written by a training run and would be replaced; choose another "
                 "--workdir"
@@ -242,14 +241,14 @@ def train_draft(run: TrainingRun) -> None:
     config = run.config
     source = {"dtype": config.dtype, "revision": config.revision or None}
     target = load_target_config(run.target_source, **source)
-    _check_fits(config, target)
+    most = "the target's max_positions", target.max_positions
+    check_lengths(config.stages, config.accept_seq_len, *most, section="stages")
     models = _models(run)
     plans = []
     for part in _stage_by_stage(run):
         [stage] = part.config.stages
         settings = {**draft_settings(part.config, stage), **models}
         plans.append(plan_stage(part, stage, "draft", target.vocab_size, settings))
-    check_window(config, [len(plan.rows) // plan.config.batch for plan in plans])
     settle(run, plans)
     target, frozen = load_target(run.target_source, mesh=run.mesh, **source)
     trainer, params = trainer_class(config.draft).begin(
@@ -275,18 +274,6 @@ def _stage_by_stage(run: TrainingRun) -> list[TrainingRun]:
         settled = dataclasses.replace(alone, stages=(with_micro_batches(stage, run.mesh),))
         parts.append(dataclasses.replace(run, config=settled, data_section=typed.data_section))
     return parts
-
-
-def _check_fits(config: RunConfig, target: TargetConfig) -> None:
-    """Refuse rows that are longer than the target's positions."""
-    for stage in config.stages:
-        longest = max(stage.seq_len, config.accept_seq_len)
-        if longest > target.max_positions:
-            raise ValueError(
-                f"stage {stage.name} has rows of {longest} tokens, the target was made for "
-                f"{target.max_positions} positions; set --config.stages.{stage.name}.seq_len and "
-                "--config.accept_seq_len to at most that"
-            )
 
 
 def _train_stage(
@@ -348,19 +335,18 @@ def with_micro_batches(stage: StageConfig, mesh: Mesh) -> StageConfig:
       ValueError: if its rows do not spread over the devices.
     """
     shares = mesh.shape["data"] * mesh.shape["fsdp"]
-    accumulation = stage.accumulation
-    if not accumulation and stage.batch % shares == 0:
-        most = max(1, TOKENS_PER_DEVICE // stage.seq_len)
-        per_device = stage.batch // shares
-        rows = max(
-            size for size in range(1, per_device + 1) if per_device % size == 0 and size <= most
-        )
-        accumulation = per_device // rows
-    rows = stage.batch // (accumulation or 1)
+    most = shares * max(1, TOKENS_PER_DEVICE // stage.seq_len)
+    fitting = (
+        count
+        for count in range(1, stage.batch + 1)
+        if stage.batch % (count * shares) == 0 and stage.batch // count <= most
+    )
+    accumulation = stage.accumulation or next(fitting, 1)
+    rows = stage.batch // accumulation
     if rows % shares:
         raise ValueError(
             f"stage {stage.name}: a micro-batch of {rows} rows (batch={stage.batch} / accumulation="
-            f"{accumulation or 1}) does not spread over mesh data x fsdp = {shares}; change "
+            f"{accumulation}) does not spread over mesh data x fsdp = {shares}; change "
             f"--config.stages.{stage.name}.batch, its accumulation, or --config.mesh"
         )
     return dataclasses.replace(stage, accumulation=accumulation)

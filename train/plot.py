@@ -32,7 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
-    runs = {_name(path): _read(path) for path in map(expanded, arguments.logs)}
+    runs = {}
+    for path in map(expanded, arguments.logs):
+        log = path / "metrics.jsonl" if path.is_dir() else path
+        # A run is named by its folder, or by the log where several lie in one.
+        name = log.parent if log.name == "metrics.jsonl" else log
+        runs[str(name)] = read_records(log)
     draw(runs, arguments.png)
     return cli.OK
 
@@ -86,15 +91,6 @@ def _has(record: Record, names: Mapping[str, str]) -> bool:
     return any(record.get(name) is not None for name in names)
 
 
-def _read(path: Path) -> list[Record]:
-    return read_records(path / "metrics.jsonl" if path.is_dir() else path)
-
-
-def _name(path: Path) -> str:
-    """The folder of a run; the file where several lie in one."""
-    return str(path.parent if path.name == "metrics.jsonl" else path)
-
-
 def _pyplot() -> Any:
     """Matplotlib, drawing into files."""
     import matplotlib
@@ -111,7 +107,7 @@ def _parser() -> cli.Parser:
         "logs", nargs="+", type=Path, metavar="LOG", help="working folder of a run, or its log"
     )
     parser.add_argument(
-        "--png", required=True, type=cli.chart_file, metavar="FILE", help="the chart to write"
+        "--png", required=True, type=cli.chart_file, metavar="FILE", help="chart file to write"
     )
     return parser
 

@@ -1,9 +1,8 @@
 """Tokenise a run's data once, by several processes: ``python -m train.prepare --config=vicuna7b``.
 
-Takes the arguments of ``train.run`` and ``--workers=N``, by default a process for every core. The
-tokens are kept in the working folder under a name that data, tokenizer and template give them;
-training finds them there, and makes its own if anything changed. The exit status is 0, or 2 for bad
-input.
+Training does this by itself, with one process. The tokens are kept in the working folder, under a
+name that is a digest of data, tokenizer and template: training uses them, and makes new ones if any
+of these changed. The exit status is 0, or 2 for bad input.
 """
 
 import os
@@ -15,6 +14,10 @@ from longspec_jax import cli
 from longspec_jax.extras import missing_packages
 
 COMMAND = cli.command_name(__package__, "prepare")
+HELP = f"""\
+options:
+  --workers=N  processes that tokenise; default: one for each core
+  --config, --workdir and overrides as in {cli.command_name(__package__, "run")} --help"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(given: Sequence[str]) -> int:
     if {"--help", "-h"} & set(given):
         print(f"usage: {COMMAND} --config=NAME [--workers=N] [--workdir=FOLDER] [...]\n\n{__doc__}")
+        print(HELP)
         return cli.OK
     if (missing := missing_packages("train")) is not None:
         raise ValueError(missing)

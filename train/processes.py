@@ -18,7 +18,7 @@ import jax
 from jax.experimental import multihost_utils
 
 HEARTBEAT_SECONDS = 20
-"""A process that is silent for so long counts as dead, and the others end."""
+"""A process that is silent for this time counts as dead, and the others end."""
 FAILED, HEARD = "longspec/failed/", "longspec/heard/"
 """Keys under which a process reports its failure, and the others that they have read it."""
 POLL_SECONDS, GRACE_SECONDS = 0.5, 10.0
@@ -34,20 +34,11 @@ def join(coordinator: str, processes: int, process: int) -> None:
       process: which one this is, from 0.
 
     Raises:
-      ValueError: if the numbers do not fit together, or nothing answers for them.
+      ValueError: if nothing answers for them.
     """
-    if coordinator and not 0 <= process < processes:
-        raise ValueError(
-            f"--process={process} of --processes={processes}: give both with --coordinator, and "
-            "count processes from 0"
-        )
+    given: Any = (coordinator, processes, process) if coordinator else ()
     try:
-        if coordinator:
-            jax.distributed.initialize(
-                coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
-            )
-        else:
-            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+        jax.distributed.initialize(*given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except (RuntimeError, ValueError) as error:
         reason = reason_of(error)
         raise ValueError(
@@ -83,8 +74,8 @@ def wait(name: str) -> None:
 def ending_together(report: Callable[[Exception], int]) -> Iterator[None]:
     """End all processes when one of them meets an error, the one that met it after a report.
 
-    The others may stand in a computation that never ends, from which nothing but the end of the
-    process leads out. In a run of one process errors go their way.
+    The others may wait in a computation that never ends, and only the end of the process stops it.
+    In a run of one process errors are raised as usual.
 
     Args:
       report: prints an error and returns the exit status.
@@ -99,7 +90,7 @@ def ending_together(report: Callable[[Exception], int]) -> Iterator[None]:
         yield
     except Exception as error:
         finished.set()
-        watch.join()  # If another one failed before, this is where it ends.
+        watch.join()  # If another process failed before, this one ends here.
         status = report(error)
         reason = reason_of(error)
         _leave(status, {FAILED: json.dumps({"status": status, "reason": reason})})
@@ -109,7 +100,7 @@ def ending_together(report: Callable[[Exception], int]) -> Iterator[None]:
 
 
 def _exchange() -> Any:
-    """Where the processes leave words for each other; jax has it, but under no public name."""
+    """The key-value store of all processes, which jax has under no public name."""
     from jax._src.distributed import global_state
 
     return global_state.client
@@ -131,7 +122,7 @@ def _end_with_others(finished: threading.Event) -> None:
 
 
 def _leave(status: int, words: dict[str, str]) -> None:
-    """Leave words, and end this process as soon as all others know."""
+    """Store words for the other processes, and end this one when all have read them."""
     exchange, own = _exchange(), jax.process_index()
     try:
         for folder, word in {**words, HEARD: ""}.items():
@@ -140,7 +131,7 @@ def _leave(status: int, words: dict[str, str]) -> None:
         while time.monotonic() < until:
             time.sleep(POLL_SECONDS)
             if len(exchange.key_value_dir_get(HEARD)) == jax.process_count():
-                # The last words of the others go through process 0.
+                # The others end through the store of process 0.
                 time.sleep(2 * POLL_SECONDS if is_first() else 0)
                 break
     except jax.errors.JaxRuntimeError:

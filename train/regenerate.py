@@ -3,16 +3,16 @@
     python -m train.regenerate --target=TARGET --files='chats/*.jsonl' --out=regenerated.jsonl
     python -m train.run --config=NAME:sft --config.data.files=regenerated.jsonl
 
-A draft has to guess the target's own text, which differs from text that others wrote. Rows are read
-as training reads them (messages, ShareGPT's conversations, the paper's fields), and prompts: system
-and user turns are kept, and the target answers every user turn, its own earlier answers in place of
-those in the data. Of plain text it keeps --prefix_tokens and continues them.
+A draft has to guess the target's own text, which differs from text that others wrote. Rows may have
+the formats of training data (messages, ShareGPT's conversations, the paper's fields), or a prompt.
+System and user turns are kept, and the target answers every user turn. Its answers replace those of
+the data. Of plain text the first --prefix_tokens are kept, and the target continues them.
 
-Rows are written in the order of the data, as messages or text, with the number of the row they were
-made of, and whether the last answer came to its end within --max_new_tokens; one that did not ends
-its row. A row that has no room for an answer within --max_row_tokens is left out, or ends before
-it, and is counted. The rows do not depend on --row_slots, --rows_at_once, --draft and --tree,
-except for near-ties in 16 bits.
+Rows are written in the order of the data, as messages or text. Each has the number of its row in
+the data, and whether its last answer ended within --max_new_tokens. An answer that did not ends its
+row. A row ends before a question that leaves no room for an answer within --max_row_tokens; it is
+left out if that is the first question. --row_slots, --rows_at_once, --draft and --tree do not
+change the rows, except for near-ties in 16 bits.
 
 The same command continues where it was stopped. The exit status is 0, 1 for a target whose logits
 are not finite, 2 for bad input, and 130 after Ctrl-C.
@@ -62,7 +62,7 @@ def parser() -> cli.Parser:
         "--max_bad_rows",
         type=ZERO_OR_MORE,
         default=0,
-        help="rows that may be skipped because they ask nothing or the template cannot write them",
+        help="rows that may be skipped because they hold no question or the template refuses them",
     )
     _add_model(result)
     _add_sampling(result)
@@ -77,27 +77,30 @@ def _add_model(result: argparse.ArgumentParser) -> None:
         "--draft",
         type=cli.path,
         action="append",
-        help="what proposes tokens, for speed: folder or hub id of a draft, or ngram; of several "
-        "the fastest here is used. Plain decoding if absent",
+        help="proposes tokens, for speed: folder or hub id of a draft, or ngram; repeat to use the "
+        "fastest of several; plain decoding if absent",
     )
-    result.add_argument("--tree", type=cli.tree, help="of the first draft; the fastest if absent")
+    result.add_argument(
+        "--tree", type=cli.tree, help="tree of the first draft; the fastest if absent"
+    )
     result.add_argument(
         "--dtype",
         default="auto",
         choices=["auto", "bfloat16", "float16", "float32"],
-        help="of weights and activations; auto takes what suits this device",
+        help="dtype of weights and activations; auto takes what suits this device",
     )
     result.add_argument(
-        "--mesh", type=cli.mesh, metavar="AXIS=N,...", help=f"devices: {cli.MESH_GRAMMAR}"
+        "--mesh",
+        type=cli.mesh,
+        metavar="AXIS=N,...",
+        help=f"devices: {cli.MESH_GRAMMAR}; one if absent",
     )
-    result.add_argument(
-        "--row_slots", type=cli.COUNT, default=8, help="rows that are decoded at once"
-    )
+    result.add_argument("--row_slots", type=cli.COUNT, default=8, help="rows decoded at once")
     result.add_argument(
         "--rows_at_once",
         type=cli.COUNT,
-        help="rows in hand, whose questions pass through the slots; a killed run loses them. 16 "
-        "times the slots if absent",
+        help="rows between reading and writing, which a killed run repeats; 16 times the slots if "
+        "absent",
     )
 
 
@@ -105,7 +108,7 @@ def _add_sampling(result: argparse.ArgumentParser) -> None:
     result.add_argument(
         "--max_row_tokens",
         type=cli.number(Whole(2)),
-        help="most tokens of a row with its answers; what the target was made for if absent",
+        help="most tokens of a row with its answers; the target's max_positions if absent",
     )
     defaults = {"max_new_tokens": 1024, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
     notes = {
@@ -113,7 +116,7 @@ def _add_sampling(result: argparse.ArgumentParser) -> None:
         "temperature": "0 is greedy",
         "top_p": "draw from the most probable tokens that together have this probability",
         "top_k": "draw from this many most probable tokens; 0 for all",
-        "seed": "every answer has a seed of its own, which follows from this one",
+        "seed": "of the run; the seed of each answer is derived from it",
     }
     for name, value in defaults.items():
         result.add_argument(

@@ -12,7 +12,9 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,10 @@ from longspec_jax.weights.json_files import read_json
 
 from .answering import Answering, Conversation, Counts, Limits, Questions, is_text
 from .config import DataConfig
-from .data.documents import BadRows
-from .data.loading import Documents, data_digest, expand, load_documents
+from .data.documents import BadRows, Turn
+from .data.loading import Documents, data_digest, expand
 from .data.tokens import load_tokenizer
-from .fingerprint import fingerprint, model_digest, tokenizer_digest
+from .fingerprint import differences, fingerprint, model_digest, tokenizer_digest
 
 COUNTED = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "prefix_tokens", "dtype")
 """Options that the rows depend on as they are typed."""
@@ -115,10 +117,7 @@ def _check_same(path: Path, settings_file: Path, settings: Mapping[str, Any]) ->
             f"{path} exists and was not written by this command ({settings_file.name} is missing or"
             " damaged); name another --out"
         ) from error
-    now = json.loads(json.dumps(settings))
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    if names:
-        changes = ", ".join(f"{name}={now.get(name)} (was {before.get(name)})" for name in names)
+    if changes := differences(before, settings):
         raise ValueError(
             f"{path} was written with other settings: {changes}; repeat them to continue it, or "
             "name another --out"
@@ -137,13 +136,12 @@ def regenerate(arguments: argparse.Namespace) -> str:
     source, template = _target(arguments), _template(arguments.chat_template)
     limits = _limits(arguments, source)
     bad = BadRows(arguments.max_bad_rows, "--max_bad_rows")
-    documents = load_documents(data, Questions(limits.prefix_tokens), bad)
-    tokenizer = load_tokenizer(source)
-    _check_template(documents, source, template or tokenizer.chat_template)
-    settings = _settings(arguments, limits, data, source, template or tokenizer.chat_template)
-    output = Output(out, settings)
+    documents = Documents(data, bad, Questions(limits.prefix_tokens))
+    used = template or load_tokenizer(source).chat_template
+    rows = _checked(documents, source, used)
+    output = Output(out, _settings(arguments, limits, data, source, used))
     try:
-        if output.next_row >= len(documents):
+        if output.next_row >= rows:
             return f"{out} has {output.rows} rows and is complete"
         work = Answering(
             spec=_load(arguments, source),
@@ -155,7 +153,9 @@ def regenerate(arguments: argparse.Namespace) -> str:
             template=template,
             tree=arguments.tree,
         )
-        return _run(work, documents, output)
+        # Bad rows have been counted.
+        again = replace(documents, bad=BadRows(sys.maxsize))
+        return _run(work, again, rows, output)
     finally:
         output.close()
 
@@ -174,25 +174,22 @@ def _settings(
     }
 
 
-def _run(work: Answering, documents: Documents, output: Output) -> str:
-    """Answer the rows that are left, and print the progress."""
+def _run(work: Answering, documents: Iterable[list[Turn]], total: int, output: Output) -> str:
+    """Answer the rows that are left of all, and print the progress."""
+    left = islice(enumerate(documents), output.next_row, None)
+    conversations = (Conversation(row, deque(turns)) for row, turns in left)
     started, counts, printed = time.monotonic(), work.counts, 0
-    for rows in work.run(_conversations(documents, output.next_row)):
+    for rows in work.run(conversations):
         output.append(row.record() for row in rows)
         if counts.answers > printed:
             printed, seconds = counts.answers, time.monotonic() - started
             print(
-                f"{output.rows} rows of {len(documents)}, {printed} answers of {counts.tokens} "
+                f"{output.rows} rows of {total}, {printed} answers of {counts.tokens} "
                 f"tokens in {seconds:.0f} s, {counts.tokens / max(seconds, 1e-9):.1f} tokens/s",
                 file=sys.stderr,
                 flush=True,
             )
     return _summary(work, output)
-
-
-def _conversations(documents: Documents, first: int) -> Iterator[Conversation]:
-    """The rows from one on."""
-    return (Conversation(row, deque(documents[row])) for row in range(first, len(documents)))
 
 
 def _summary(work: Answering, output: Output) -> str:
@@ -241,17 +238,17 @@ def _template(path: str | None) -> str | None:
     return None if path is None else files.expanded(path).read_text("utf-8")
 
 
-def _check_template(documents: Documents, source: Path, template: Any) -> None:
-    """Refuse conversations without a chat template, before the target is loaded."""
-    if template:
-        return
-    chats = (row for row, turns in enumerate(documents) if not is_text(turns))
-    if (row := next(chats, None)) is not None:
-        raise ValueError(
-            f"row {row + 1} is a conversation, and the tokenizer of {source} has no chat template; "
-            "give --chat_template=FILE, the Jinja template the target was trained with (Vicuna's "
-            "is longspec_jax.generation.chat.VICUNA_TEMPLATE)"
-        )
+def _checked(documents: Documents, source: Path, template: Any) -> int:
+    """The number of rows, all of which are checked before the target is loaded."""
+    row = 0
+    for row, turns in enumerate(documents, 1):
+        if not template and not is_text(turns):
+            raise ValueError(
+                f"row {row} is a conversation, and the tokenizer of {source} has no chat template; "
+                "give --chat_template=FILE, the Jinja template the target was trained with "
+                "(Vicuna's is longspec_jax.generation.chat.VICUNA_TEMPLATE)"
+            )
+    return row
 
 
 def _load(arguments: argparse.Namespace, source: Path) -> LongSpec:

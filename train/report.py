@@ -100,7 +100,7 @@ class _Timings:
 
 
 class Report:
-    """Metrics fetched one step late, so that the device never waits for the host.
+    """The metrics of a stage's steps.
 
     Speeds are means over the timed steps since the last record, because steps differ: log steps
     that report the target's loss take longer.
@@ -189,28 +189,6 @@ def _memory() -> dict[str, float]:
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return {"peak_bytes": max(peaks)} if peaks else {}
-
-
-def check_window(run: RunConfig, per_epoch: Sequence[int]) -> None:
-    """Refuse a trace that none of the draft's stages would reach.
-
-    Args:
-      run: with the step at which the trace begins.
-      per_epoch: steps that a pass over the data of each of its stages takes.
-
-    Raises:
-      ValueError: if all of them end before.
-    """
-    if not run.profile_steps or run.pretraining is not None:  # Which may be what is traced.
-        return
-    limits = [stage.limit(steps) for stage, steps in zip(run.stages, per_epoch, strict=True)]
-    if all(0 < limit <= run.profile_at for limit in limits):
-        named = zip(run.stages, limits, strict=True)
-        ends = ", ".join(f"{stage.name} ends after {limit}" for stage, limit in named)
-        raise ValueError(
-            f"no stage reaches --config.profile_at={run.profile_at}, counted in the steps of each: "
-            f"{ends}; choose an earlier step"
-        )
 
 
 class Trace:

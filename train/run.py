@@ -36,12 +36,12 @@ def _command(given: Sequence[str]) -> int:
         print(arguments.help_text(COMMAND), end="")
         return cli.OK
     try:
-        return _train(arguments.parse(given), given)
+        return _train(arguments.parse(given))
     except Exception as error:
         return _report(error)
 
 
-def _train(arguments: "Arguments", given: Sequence[str]) -> int:
+def _train(arguments: "Arguments") -> int:
     """Train, as one process of perhaps several."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from absl import flags, logging
@@ -50,7 +50,7 @@ def _train(arguments: "Arguments", given: Sequence[str]) -> int:
 
     from . import processes
 
-    flags.FLAGS.mark_as_parsed()  # Orbax declares flags of its own, which this command has not.
+    flags.FLAGS.mark_as_parsed()  # Orbax declares flags that this command does not parse.
     logging.set_verbosity(logging.WARNING)  # Orbax logs every step of every save.
     for extra in arguments.config.log.extras:
         if (missing := missing_packages(extra)) is not None:
@@ -59,18 +59,17 @@ def _train(arguments: "Arguments", given: Sequence[str]) -> int:
         processes.join(arguments.coordinator, arguments.processes, arguments.process)
     keep_programs()
     with processes.ending_together(_report):
-        return _run(arguments, given)
+        return _run(arguments)
 
 
-def _run(arguments: "Arguments", given: Sequence[str]) -> int:
+def _run(arguments: "Arguments") -> int:
     from jax.errors import JaxRuntimeError
 
-    from .card import portable_command
     from .loop import Interrupted
     from .pipeline import train
 
     try:
-        train(arguments.config, arguments.workdir, portable_command(COMMAND, given))
+        train(arguments.config, arguments.workdir, arguments.name)
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -195,17 +195,11 @@ def initial_state(
 ) -> TrainState:
     """A state at step 0, made where it lives; given parameters are taken over as float32 copies."""
 
-    def fresh(key: Array) -> TrainState:
-        params = objective.initialize(key)
+    def begin(key: Array, given: Any) -> TrainState:
+        params = objective.initialize(key) if given is None else cast(given, "float32")
         return TrainState(jnp.int32(0), params, optimizer.init(params))
 
-    def taken(given: Any) -> TrainState:
-        given = cast(given, "float32")
-        return TrainState(jnp.int32(0), given, optimizer.init(given))
-
-    if params is None:
-        return jax.jit(fresh, out_shardings=shardings)(jax.random.key(seed))
-    return jax.jit(taken, out_shardings=shardings)(params)
+    return jax.jit(begin, out_shardings=shardings)(jax.random.key(seed), params)
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:

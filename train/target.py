@@ -21,13 +21,13 @@ from .losses import cross_entropy_sum, next_token_labels
 from .step import Batch, cast
 
 LONG = 16384
-"""Up to so many tokens of a device an MLP's activations are small beside a 7B target's weights."""
+"""Up to this number of tokens, MLP activations are small beside the weights of a 7B target."""
 FORWARD_AND_BACKWARD = 3
 """Each matmul has two more in the backward pass: for its input and for its weights."""
 
 
 def mlp_tokens_at_once(tokens: int) -> int:
-    """Tokens whose MLP activations exist at once, of so many of a device; 0: all of them.
+    """Tokens whose MLP activations exist at once on a device that has this number; 0: all of them.
 
     A chunk's matmuls are large enough for the matrix units.
     """
@@ -178,7 +178,7 @@ def mlp_flops(config: Any) -> float:
 
 
 def attention_flops(config: Any, keys: float) -> float:
-    """Scores and weighted values of a query that sees so many keys."""
+    """Scores and weighted values of a query that sees this number of keys."""
     return 2 * matmul_flops(config.num_heads * config.head_width, 1) * keys
 
 

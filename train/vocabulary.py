@@ -1,11 +1,11 @@
-"""Order a target's tokens by how often a corpus holds them, for a reduced draft vocabulary.
+"""Order a target's tokens by their frequency in a corpus, for a reduced draft vocabulary.
 
     python -m train.vocabulary --target=TARGET --draft=FOLDER --files='corpus/*.jsonl'
     python -m infer.decode --target=TARGET --draft=FOLDER --draft_option=vocabulary=16384
 
-The table is saved beside the draft, which proposes from its first tokens if the option
-``vocabulary`` says so; the target's output does not change. Use text like that to be generated.
-Special and stop tokens come first, whatever their counts. Files are read as the trainer reads them.
+The table is saved beside the draft. With the option ``vocabulary=N`` the draft proposes only the
+first N tokens; the target's output does not change. Use text like the text you will generate.
+Special and stop tokens come first, whatever their counts. Files are read as for training.
 The exit status is 0, or 2 for bad input.
 """
 
@@ -31,7 +31,8 @@ from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import read_json
 
 from .config import DataConfig, add_documents
-from .data.loading import load_documents
+from .data.documents import BadRows
+from .data.loading import Documents
 from .data.tokens import encode_documents, load_tokenizer
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -60,13 +61,13 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
     config = target_config(read_json(target / "config.json"), "float32")
     folder, vocab_size = _draft_folder(arguments.draft, config), config.vocab_size
     tokenizer = load_tokenizer(target)
-    documents = load_documents(DataConfig.whole(arguments))
-    counts = count_tokens(documents.texts(), tokenizer, vocab_size)
+    texts = Documents(DataConfig.whole(arguments), BadRows(0)).texts()
+    counts, documents = count_tokens(texts, tokenizer, vocab_size)
     always = {*tokenizer.all_special_ids, *load_stop_tokens(target)}
     table = most_frequent(counts, arguments.size, sorted(always))
     file = save_draft_vocabulary(folder, table, vocab_size)
     seen = (counts > 0).sum()
-    yield f"{len(documents)} documents, {counts.sum()} tokens, {seen} of {vocab_size} seen"
+    yield f"{documents} documents, {counts.sum()} tokens, {seen} of {vocab_size} seen"
     yield f"{file}: {len(table)} tokens"
     for size in sorted({len(table), *(vocab_size // share for share in SHARES)}):
         if size <= len(table):
@@ -95,15 +96,17 @@ def _draft_folder(name: str, target: TargetConfig) -> Path:
     return folder
 
 
-def count_tokens(texts: Iterable[str], tokenizer: Any, vocab_size: int) -> Int[np.ndarray, " V"]:
-    """How often every token of the vocabulary occurs in the texts.
+def count_tokens(
+    texts: Iterable[str], tokenizer: Any, vocab_size: int
+) -> tuple[Int[np.ndarray, " V"], int]:
+    """How often every token of the vocabulary occurs in the texts, and the number of texts.
 
     Args:
       texts: documents.
       tokenizer: a transformers tokenizer, the target's.
       vocab_size: width of the target's logits, which may exceed the tokenizer's entries.
     """
-    counts = np.zeros(vocab_size, np.int64)
+    counts, number = np.zeros(vocab_size, np.int64), 0
     for ids in encode_documents(tokenizer, texts):
         found = np.bincount(ids)
         if len(found) > vocab_size:
@@ -112,16 +115,17 @@ def count_tokens(texts: Iterable[str], tokenizer: Any, vocab_size: int) -> Int[n
                 "the tokenizer that belongs to this target"
             )
         counts[: len(found)] += found
-    return counts
+        number += 1
+    return counts, number
 
 
 def _parser() -> cli.Parser:
     parser = cli.Parser(prog=cli.command_name(__package__, "vocabulary"), description=__doc__)
     add_documents(parser)
-    parser.add_argument("--draft", required=True, help="folder of its draft, where the table goes")
     parser.add_argument(
-        "--size", type=cli.COUNT, help="tokens to keep; all of them, in order, if absent"
+        "--draft", required=True, help="folder of the draft, where the table is written"
     )
+    parser.add_argument("--size", type=cli.COUNT, help="tokens to keep; all if absent")
     return parser
 
 

@@ -71,7 +71,7 @@ class Toy:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Rows of which so many tokens are padding."""
+    """Rows of which a number of tokens are padding."""
 
     padding: int
     seq_len: int
@@ -150,9 +150,7 @@ def test_what_is_no_number_stops_the_run_and_is_never_saved(
     with pytest.raises(FloatingPointError) as raised:
         run.go(Toy(losses={at: value}))
     message = str(raised.value)
-    assert f"stage short has diverged: loss={value} at step {at} (epoch 0, from row {3 * at}" in (
-        message
-    )
+    assert f"stage short has diverged: loss={value} at step {at}; " in (message)
     assert "learning_rate" in message
     assert run.saved == [step for step in (4, 8) if step <= at]
     if at > 4:
@@ -172,7 +170,7 @@ def test_a_state_that_is_no_number_is_never_saved(run: Run) -> None:
 
 
 def test_a_measurement_that_is_no_number_stops_the_run(run: Run) -> None:
-    with pytest.raises(FloatingPointError, match="diverged: tau=nan at step 4 .*no checkpoint"):
+    with pytest.raises(FloatingPointError, match="diverged: tau=nan at step 4; no checkpoint"):
         run.go(Toy(measured={"tau": math.nan}))
     assert run.saved == []
 

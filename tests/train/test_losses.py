@@ -10,7 +10,7 @@ from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.ops.slicing import chunk_length
 from tests.kit import relative_error, tiny_target_config
 from train.drafts.longspec.acceptance import Pair, _count
-from train.losses import cross_entropy_sum, cross_entropy_sums, distillation_sums, next_token_labels
+from train.losses import cross_entropy_sum, distillation_sums, next_token_labels
 from train.target import TargetView
 
 
@@ -105,8 +105,8 @@ def test_of_two_models_in_one_pass_one_learns(chunk: int) -> None:
     other = hidden[::-1] + 1
 
     def both(hidden: jax.Array, other: jax.Array) -> Any:
-        sums = cross_entropy_sums(hidden, other, head, labels, weights, chunk=chunk)
-        return sums[0] + sums[1], sums
+        found = distillation_sums(hidden, other, head, labels, weights, share=0.0, chunk=chunk)
+        return found.loss + found.teacher_loss, (found.loss, found.teacher_loss)
 
     gradients, sums = jax.jit(jax.grad(both, (0, 1), has_aux=True))(hidden, other)
     expected, wanted = jax.value_and_grad(dense)(hidden, head, labels, weights)

@@ -5,17 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 
 from longspec_jax.sharding import make_mesh
 from tests.train.tiny import ROOT, arguments, save_tiny_target, write_documents
 from train import prepare
 from train.arguments import parse
-from train.data import tokens
-from train.data.rows import Encoding
+from train.data import loading, tokens
+from train.data.documents import Turn
 from train.data.source import Source
-from train.data.tokens import EncodedDocuments
 
 
 @pytest.fixture(autouse=True)
@@ -48,30 +46,32 @@ def test_several_processes_make_the_tokens_of_one(
     assert contents(tmp_path / "by1") == contents(tmp_path / "by2")
 
 
-def rows_of(given: list[str]) -> tuple[Any, list[tuple[Any, ...]]]:
-    """What the tokens come from, and the rows."""
+def rows_of(given: list[str]) -> list[tuple[Any, ...]]:
     parsed = parse(given)
     config = parsed.config
     parsed.workdir.mkdir(exist_ok=True)
     source = Source(config, parsed.workdir, config.target, 304)
     rows = source.split(config.stages[0], make_mesh(1, 1, 1))[0]
     made = [rows[index] for index in range(len(rows))]
-    return source._documents, [(t.tolist(), w.tolist(), length) for t, w, length in made]
+    return [(t.tolist(), w.tolist(), length) for t, w, length in made]
 
 
-def test_prepared_rows_are_the_rows_of_training(tmp_path: Path) -> None:
+def test_prepared_rows_are_the_rows_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = save_tiny_target(tmp_path / "target")
     files = write_documents(tmp_path / "documents.jsonl", 20)
+    expected = rows_of(arguments(target, files, tmp_path / "alone", "sft"))
+    assert {length for *_, length in expected} > {40}
     given = arguments(target, files, tmp_path / "work", "sft")
-    lazy, expected = rows_of(given)
-    assert isinstance(lazy, Encoding) and {length for *_, length in expected} > {40}
     assert prepare.main([*given, "--workers=1"]) == 0
-    prepared, rows = rows_of(given)
-    assert isinstance(prepared, EncodedDocuments) and rows == expected
-    # Whatever is learned of them, and however they are cut.
-    assert isinstance(rows_of([*given, "--config.data.mask_prompts=False"])[0], EncodedDocuments)
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "_file_rows", None)  # The tokens are there.
+        assert rows_of(given) == expected
+        # Whatever is learned of them, and however they are cut.
+        assert len(rows_of([*given, "--config.data.mask_prompts=True"])) == len(expected)
     files.write_text(files.read_text() + json.dumps({"text": "more"}))
-    assert isinstance(rows_of(given)[0], Encoding)
+    assert len(rows_of(given)) == len(expected) + 1
 
 
 def test_a_stages_own_bad_rows_are_allowed_by_its_own_option(
@@ -122,6 +122,6 @@ def test_a_killed_worker_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         __exit__ = lambda *_: None  # noqa: E731
 
     monkeypatch.setattr(tokens, "ProcessPoolExecutor", lambda *_: Killed())
-    work = tokens.Work(np.zeros(3), "", None, None)  # type: ignore[arg-type]
+    data = parse([f"--config={ROOT}/configs/vicuna7b.py:short"]).config.data
     with pytest.raises(ChildProcessError, match="try fewer --workers"):
-        list(tokens.encode_by_workers(work, 2))
+        list(tokens.encode_by_workers([[Turn("x")]], "", None, data, 2))

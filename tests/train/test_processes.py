@@ -41,7 +41,7 @@ def start(given: list[str], cache: Path) -> list[subprocess.Popen]:
 
 
 def opened(given: list[str], *, devices: int, **variables: str) -> subprocess.Popen:
-    """Another Python, with so many devices."""
+    """Another Python, with a number of devices."""
     return subprocess.Popen(
         [sys.executable, *given],
         cwd=ROOT,

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import pytest
 
-from configs import demo, vicuna7b
+from configs import demo
 from tests.train.test_loop import Run, Toy
 from train import report
 from train.arguments import from_config
 from train.config import RunConfig
 from train.metrics import read_records
-from train.report import Clock, Report, check_window, traced_steps
+from train.report import Clock, Report, traced_steps
 
 
 class Log:
@@ -181,14 +181,3 @@ def test_a_window_of_nothing_is_refused(window: tuple[int, int]) -> None:
     at, steps = window
     with pytest.raises(ValueError, match=f"profile_at={at} with --config.profile_steps={steps} tr"):
         config(profile_at=at, profile_steps=steps)
-
-
-def test_a_window_that_no_stage_gets_to_is_refused() -> None:
-    values = {**vicuna7b.get_config().to_dict(), **dict(profile_at=40, profile_steps=2)}
-    run = from_config(values)
-    check_window(run, [41, 3, 3])
-    with pytest.raises(ValueError, match="profile_at=40, .*: short ends after 40, long ends after"):
-        check_window(run, [40, 3, 3])
-    clock = dataclasses.replace(run.stages[0], epochs=0, max_seconds=9.0)
-    check_window(dataclasses.replace(run, stages=(clock, *run.stages[1:])), [40, 3, 3])
-    check_window(dataclasses.replace(run, profile_at=0, profile_steps=0), [1, 1, 1])

@@ -149,7 +149,7 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
     card = (halved / "README.md").read_text()
     trained = max(record.get("elapsed", 0) for record in records(halved))
     assert f"{trained / 60:.1f} minutes of training" in card
-    assert "python -m train.run --config=configs/vicuna7b.py:short" in card
+    assert "from the configuration `vicuna7b:short`" in card
     assert str(tmp_path) not in card and str(ROOT) not in card and "workdir" not in card
     assert json.loads((halved / "config.json").read_text())["stages"][0]["batch"] == 8
 
@@ -230,7 +230,7 @@ def test_a_training_that_diverges_ends_with_a_sentence_and_what_was_finite(
     assert command(*given, *wild) == cli.FAILED
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: stage draft_short has diverged: loss=nan")
-    assert "at step 2 (epoch 0, from row 16 of its order on)" in last and "learning_rate" in last
+    assert "at step 2; " in last and "learning_rate" in last
     assert not (work / "draft").exists() and not (work / "README.md").exists()
     folders = work / "checkpoints" / "draft_short"
     # The update of step 1 is the first that moves anything: far, but to finite numbers.
@@ -309,18 +309,15 @@ def test_data_and_model_that_do_not_fit_are_refused(
     files = write_documents(tmp_path / "documents.jsonl", 8)
     given = arguments(target, files, tmp_path / "work")
     for change, sentence in {
-        "--config.stages.short.seq_len=97": "the target was made for 96 positions",
+        "--config.stages.short.seq_len=97": "must be at most the target's max_positions=96",
         "--config.mesh.data=3": "does not spread over mesh data x fsdp = 6",
         "--config.accept_rows=9": "measuring acceptance needs 9 rows of 40 tokens, the data give 8",
         "--config.stages.short.epochs=3": "the data gives 6 rows, a step needs 8",
         f"--config.target={tmp_path}": "config.json",
         "--config.target=a/b/c": "is not a folder",
         "--config.draft.init=runs/absent/draft": "runs/absent/draft is not a folder",
-        "--config.stages.short.batch=4 --config.profile_at=9 --config.profile_steps=1": (
-            "no stage reaches --config.profile_at=9, counted in the steps of each: short ends"
-        ),
     }.items():
-        assert command(*given, *change.split()) == cli.BAD_INPUT
+        assert command(*given, change) == cli.BAD_INPUT
         error = capsys.readouterr().err.strip()
         assert sentence in error and "Traceback" not in error, change
 

@@ -12,11 +12,10 @@ one would have read, and prefetching cannot disturb it.
 """
 
 import functools
-import os
-import queue
-import threading
-from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import itertools
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ from .rows import Rows
 
 
 def bucket_lengths(seq_len: int, count: int) -> tuple[int, ...]:
-    """Lengths of so many buckets, from short to long; the last one holds whole rows."""
+    """Lengths of a number of buckets, from short to long; the last one holds whole rows."""
     return tuple(seq_len >> halvings for halvings in reversed(range(count)))
 
 
@@ -67,7 +66,7 @@ class Plan:
 
     @classmethod
     def of(cls, row_lengths: np.ndarray, lengths: tuple[int, ...], batch: int, seed: int) -> "Plan":
-        """The plan for rows with so many tokens each, none longer than the last length."""
+        """The plan for rows of these lengths, none longer than the last bucket's."""
         bucket = np.searchsorted(lengths, row_lengths).astype(np.uint8)
         return cls(lengths, bucket, batch, seed)
 
@@ -79,12 +78,6 @@ class Plan:
             whole, rest = divmod(rest + (self.bucket == bucket).sum(), self._rows_of(length))
             steps += int(whole)
         return steps
-
-    def position(self, step: int) -> tuple[int, int]:
-        """Epoch, and the rows it has taken before a step."""
-        epoch, within = divmod(step, self.per_epoch)
-        before = _epoch(self, epoch).bucket[:within]
-        return epoch, sum(self._rows_of(self.lengths[bucket]) for bucket in before)
 
     def __call__(self, step: int) -> StepRows:
         """What a step takes."""
@@ -152,10 +145,6 @@ class Batches:
         """Steps in one pass over the data."""
         return self.plan.per_epoch
 
-    def position(self, step: int) -> tuple[int, int]:
-        """Epoch, and index of the next row in its order: where a run at this step stands."""
-        return self.plan.position(step)
-
     def shape(self, step: int) -> tuple[int, int, int]:
         """Of a step's batch, ``[A, B, T]``."""
         rows, length = self.plan(step)
@@ -169,7 +158,7 @@ class Batches:
         """The batch of a step, and how many of its tokens are not padding."""
         chosen, length = self.plan(step)
         order = chosen.reshape(self.accumulation, -1)[:, share]
-        rows = _readers().map(self.rows.__getitem__, order.ravel().tolist())
+        rows = (self.rows[index] for index in order.ravel().tolist())
         tokens, weights, lengths = zip(*rows, strict=True)
         shape = (*order.shape, length)
 
@@ -179,77 +168,26 @@ class Batches:
         return Batch(together(tokens), together(weights)), sum(lengths)
 
 
-@functools.cache
-def _readers() -> ThreadPoolExecutor:
-    """Threads that read rows: a tokenizer, which most of the time goes to, lets others run."""
-    return ThreadPoolExecutor(min(32, 2 * (os.cpu_count() or 1)), thread_name_prefix="rows")
-
-
-class Prefetched(Iterator[Batch]):
-    """Batches that a thread makes ahead, and what is known of the one taken last."""
-
-    real_tokens = 0
-    """Tokens of the batch taken last that are not padding, masked ones among them. Of several
-    processes each knows its own rows, and takes the others to be like them."""
-
-    def __init__(self, ahead: Generator[tuple[Batch, int], None, None]):
-        self._ahead = ahead
-
-    def __next__(self) -> Batch:
-        """The batch of the next step."""
-        batch, self.real_tokens = next(self._ahead)
-        return batch
-
-    def close(self) -> None:
-        """End the thread."""
-        self._ahead.close()
-
-
-def prefetch(batches: Batches, first: int, sharding: NamedSharding, depth: int = 2) -> Prefetched:
-    """Batches from a step on, as sharded device arrays, made ahead by a thread."""
-    return Prefetched(_ahead(batches, first, sharding, depth))
-
-
-def _ahead(
-    batches: Batches, first: int, sharding: NamedSharding, depth: int
+def prefetch(
+    batches: Batches, first: int, sharding: NamedSharding, depth: int = 2
 ) -> Generator[tuple[Batch, int], None, None]:
-    """What a thread makes ahead."""
-    ready: queue.Queue[tuple[Batch, int] | BaseException] = queue.Queue(maxsize=depth)
-    stopped = threading.Event()
-
-    def put(item: tuple[Batch, int] | BaseException) -> None:
-        while not stopped.is_set():
-            try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def produce() -> None:
-        step = first
+    """What :func:`to_devices` gives of the steps from one on, made ahead by a thread."""
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
+        ready: deque[Future[tuple[Batch, int]]] = deque()
         try:
-            while not stopped.is_set():
-                put(to_devices(batches, step, sharding))
-                step += 1
-        except BaseException as error:  # noqa: BLE001 - handed to the consumer, which raises it
-            put(error)
-
-    thread = threading.Thread(target=produce, name="prefetch", daemon=True)
-    thread.start()
-    try:
-        while True:
-            item = ready.get()
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stopped.set()
-        thread.join()
+            for step in itertools.count(first):
+                ready.append(thread.submit(to_devices, batches, step, sharding))
+                if len(ready) > depth:
+                    yield ready.popleft().result()
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
 def to_devices(batches: Batches, step: int, sharding: NamedSharding) -> tuple[Batch, int]:
-    """A step's batch, and its tokens that are not padding.
+    """A step's batch as sharded device arrays, and its tokens that are not padding.
 
-    Every process makes the columns of its own devices only, and counts as if all were like them.
+    Masked tokens count. Every process makes the columns of its own devices only, and counts as if
+    all were like them.
     """
     shape = batches.shape(step)
     indices = sharding.addressable_devices_indices_map(shape).values()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -142,21 +143,24 @@ def build_corpus(config: CorpusConfig, folder: Path) -> None:
             "ones in config.data.corpus.held_out"
         )
     seen: set[bytes] = set()
-    held_documents = [d for origin in held for d in _documents(origin, seen)]
-    held_lines = {line for d in held_documents for line in _telling_lines(d.text)}
-    kept, total = list(held_documents), 0
-    sources = _sources(held, held_documents, held_out=True)
+    held_lines: set[str] = set()
+    sources: list[Source] = []
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "heldout.jsonl", kept)
+    with (folder / "heldout.jsonl").open("w") as file:
+        for origin in held:
+            documents = list(_documents(origin, seen))
+            held_lines.update(line for d in documents for line in _telling_lines(d.text))
+            sources += _write(file, origin, documents, held_out=True)
+    total = 0
     with (folder / "train.jsonl").open("w") as file:
         for origin in (o for o in origins if o not in held):
             room = min(config.max_distribution_bytes, (config.max_bytes or 1 << 62) - total)
             if room <= 0:
                 break
             documents = _upto(room, _unlike(held_lines, _documents(origin, seen)))
-            file.writelines(json.dumps(asdict(d)) + "\n" for d in documents)
-            sources += _sources([origin], documents, held_out=False)
-            total += sources[-1].bytes if documents else 0
+            written = _write(file, origin, documents, held_out=False)
+            total += sum(source.bytes for source in written)
+            sources += written
     if not total:
         raise ValueError("no permissively licensed source code is installed; install some packages")
     listing = [asdict(source) for source in sources]
@@ -301,17 +305,11 @@ def _upto(most: int, documents: Iterable[Document]) -> list[Document]:
     return kept
 
 
-def _sources(origins: list[_Origin], documents: list[Document], *, held_out: bool) -> list[Source]:
-    """A line for every origin that gave documents."""
-    sources = []
-    for origin in origins:
-        sizes = [len(d.text.encode()) for d in documents if d.source == origin.name]
-        if sizes:
-            about = (origin.name, origin.version, origin.licence)
-            sources.append(Source(*about, len(sizes), sum(sizes), held_out))
-    return sources
-
-
-def _write(path: Path, documents: Iterable[Document]) -> None:
-    with path.open("w") as file:
-        file.writelines(json.dumps(asdict(d)) + "\n" for d in documents)
+def _write(
+    file: IO[str], origin: _Origin, documents: list[Document], *, held_out: bool
+) -> list[Source]:
+    """Write the documents of an origin; a line about it if there are any."""
+    file.writelines(json.dumps(asdict(document)) + "\n" for document in documents)
+    size = sum(len(document.text.encode()) for document in documents)
+    about = (origin.name, origin.version, origin.licence, len(documents), size, held_out)
+    return [Source(*about)] if documents else []

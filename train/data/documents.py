@@ -207,7 +207,7 @@ class BadRows:
                 f"first is {self.first}; repair or remove them, or raise the number"
             )
         raise ValueError(
-            f"{self.first}; repair or remove the row, or skip so many of them with "
+            f"{self.first}; repair or remove the row, or skip a number of them with "
             f"{self._option}=NUMBER"
         )
 

@@ -1,128 +1,84 @@
-"""Documents from files or the Hugging Face hub, read one by one and never held whole.
+"""Documents from files or the Hugging Face hub, read row by row.
 
-Files of several kinds and rows of several formats may be mixed. All rows are checked once, when
-they are loaded: what cannot be used is refused, or skipped within a budget, with the file, the line
-and what was expected. JSON lines are read in place, because lines are not columns of a table and
-rows of different shapes may be mixed; the ``datasets`` library reads everything else. Files packed
-by gzip or zstd are unpacked once, so that any row can be read.
+Files of several kinds and rows of several formats may be mixed, and files may be packed by gzip or
+zstd. A row that holds no document is refused, or skipped within a budget, with the file, the line
+and what was expected. Rows are read once, into the tokens on disk that :mod:`.tokens` writes;
+training reads those. With the option ``stream`` hub data need no place on this machine's disk:
+nothing of them is kept but the tokens.
 """
 
-import bisect
 import contextlib
 import glob
 import importlib.util
+import io
 import itertools
 import json
-import mmap
-import shutil
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from longspec_jax import files
 from longspec_jax.checks import shown
 
 from ..config import DataConfig
-from ..fingerprint import content_digest, files_digest
+from ..fingerprint import files_digest, fingerprint
 from ..processes import reason_of
-from .documents import FIELDS, PLAIN, BadRows, Fields, Format, Turn, to_turns
+from .documents import BadRows, Fields, Format, Turn, to_turns
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
-class Fieldsets(Protocol):
-    """Rows as their fields, by number."""
-
-    def __len__(self) -> int: ...  # noqa: D105
-
-    def __getitem__(self, index: int) -> Fields: ...  # noqa: D105
-
-
 @dataclass(frozen=True)
 class Documents:
-    """All documents of a run, one after another, each a list of turns."""
+    """All documents of files or hub data, one after another, each a list of turns."""
 
-    parts: tuple[Fieldsets, ...]
-    """Sound rows of every file or data set."""
-    skipped: str = ""
-    """What was left out, in one sentence; empty if nothing was."""
+    data: DataConfig
+    bad: BadRows
+    """Counts the rows that hold no document."""
     read: Format = to_turns
-    """The turns of a row."""
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        return list(itertools.accumulate(map(len, self.parts)))
-
-    def __len__(self) -> int:
-        """Documents there are."""
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> list[Turn]:
-        """The turns of a document."""
-        part = bisect.bisect_right(self._ends, index)
-        rows = self.parts[part]
-        return self.read(rows[index - self._ends[part] + len(rows)])
+    """The turns of a row; raises ValueError for one that holds none."""
+    revision: str | None = None
+    """Of streamed hub data, as :func:`stream_revision` gives it."""
 
     def __iter__(self) -> Iterator[list[Turn]]:
-        """The turns of every document."""
-        return map(self.__getitem__, range(len(self)))
+        """Read all rows, anew in every iteration.
+
+        Raises:
+          ValueError: if a file or data set cannot be read or holds no document, or more rows than
+            may be skipped are bad.
+        """
+        for name in expand(self.data.files) if self.data.files else [self.data.hub]:
+            before, found = self.bad.count, False
+            for number, row in self._rows(name):
+                try:
+                    turns = self.read(parse(row))
+                except ValueError as error:
+                    kind = "line" if isinstance(row, bytes) else "row"
+                    self.bad.add(f"{kind} {number} of {name}", error)
+                    continue
+                found = True
+                yield turns
+            if not found:
+                count = self.bad.count - before
+                skipped = f" but {count} that were skipped" * bool(count)
+                raise ValueError(f"{name} holds no documents{skipped}; name data with at least one")
+
+    def _rows(self, name: str) -> Iterator[tuple[int, Any]]:
+        """Rows with their numbers, from 1."""
+        with _readable(name):
+            if self.data.files:
+                yield from _file_rows(name, self.data.pack)
+            else:
+                yield from _hub_rows(self.data, self.revision)
 
     def texts(self) -> Iterator[str]:
         """Every document as one text."""
-        for turns in self:
-            yield "\n\n".join(turn.content for turn in turns)
-
-
-def load_documents(
-    data: DataConfig,
-    read: Format = to_turns,
-    bad: BadRows | None = None,
-) -> Documents:
-    """The documents of files or a hub data set, every one of them checked.
-
-    Args:
-      data: where they are.
-      read: the turns of a row; raises ValueError for one that cannot be used.
-      bad: takes note of those; by the data's own budget if absent.
-
-    Raises:
-      ValueError: if nothing is there, it cannot be read, or more rows than may be skipped are bad.
-    """
-    bad = bad or BadRows(data.max_bad_rows)
-    check = _Check(read, bad)
-    if data.files:
-        parts = [check.sound(_load(_load_file, name, data), name) for name in expand(data.files)]
-        if not parts:
-            raise ValueError(f"files={data.files!r} names no file")
-    else:
-        parts = [check.sound(_load(_load_hub, data.hub, data), data.hub)]
-    return Documents(tuple(parts), bad.summary(), read)
-
-
-def data_digest(data: DataConfig) -> str:
-    """A digest of the content of files or hub data, which are not read to their end.
-
-    Raises:
-      ValueError: if nothing is there.
-    """
-    if data.files:
-        return files_digest(map(Path, expand(data.files)))
-    return _load(_hub_digest, data.hub, data)
-
-
-def _load(load: Any, name: str, data: DataConfig) -> Any:
-    """Rows of a file or data set."""
-    with readable(name):
-        return load(name, data)
+        return ("\n\n".join(turn.content for turn in turns) for turns in self)
 
 
 @contextlib.contextmanager
-def readable(name: str) -> Iterator[None]:
+def _readable(name: str) -> Iterator[None]:
     """Make one sentence of every failure to read files or a data set.
 
     Raises:
@@ -140,7 +96,7 @@ def readable(name: str) -> Iterator[None]:
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
-    """What data that cannot be read raise; ``datasets`` is not needed to read JSON lines."""
+    """What data that cannot be read raise; ``datasets`` is not needed to read files."""
     if importlib.util.find_spec("datasets") is None:
         return OSError, ValueError
     from datasets.exceptions import DatasetsError
@@ -148,115 +104,7 @@ def _unreadable() -> tuple[type[Exception], ...]:
     return OSError, ValueError, DatasetsError
 
 
-def _load_hub(name: str, data: DataConfig) -> Any:
-    """A hub data set, or one file of it."""
-    from datasets import disable_progress_bars, load_dataset
-
-    path = _hub_file(name)
-    disable_progress_bars()
-    return load_dataset(name, split=data.split) if path is None else _load_file(path, data)
-
-
-def _hub_file(name: str) -> str | None:
-    """The local copy of ``owner/name/file``; None for a whole data set."""
-    from huggingface_hub import hf_hub_download
-
-    owner, *rest = name.split("/", 2)
-    if len(rest) < 2:
-        return None
-    return hf_hub_download(f"{owner}/{rest[0]}", rest[1], repo_type="dataset")
-
-
-def _hub_digest(name: str, data: DataConfig) -> str:
-    """A digest of the content of a file, or of the revision and split of a data set."""
-    from datasets import load_dataset
-
-    path = _hub_file(name)
-    if path is None:
-        return load_dataset(name, split=data.split)._fingerprint
-    return files_digest([Path(path)])
-
-
-def _load_file(name: str, data: DataConfig) -> Any:
-    """One file as a table, or as the path of its lines."""
-    path = unpacked(Path(name))
-
-    def load(builder: str, **options: Any) -> Any:
-        from datasets import disable_progress_bars, load_dataset
-
-        disable_progress_bars()
-        return load_dataset(builder, data_files=str(path), split="train", **options)
-
-    if not path.stat().st_size:
-        return []
-    match path.suffix:
-        case ".jsonl":
-            return path
-        case ".json":
-            return load("json")
-        case ".parquet":
-            return load("parquet")
-        case ".txt" | ".md" | ".text":
-            # Packed, a file is one document; else blank lines separate documents.
-            return _without_blanks(load("text", sample_by="document" if data.pack else "paragraph"))
-    raise ValueError("the file is of no known kind")
-
-
-def _without_blanks(rows: Any) -> Any:
-    """The rows whose text is more than white space; reads the memory-mapped column once."""
-    import pyarrow.compute as compute
-
-    # pyarrow makes these functions when it is imported, where a type checker does not see them.
-    trim: Any = getattr(compute, "utf8_trim_whitespace")  # noqa: B009
-    differ: Any = getattr(compute, "not_equal")  # noqa: B009
-    filled = differ(trim(rows.data.column("text")), "").to_numpy()
-    return rows if filled.all() else rows.select(np.flatnonzero(filled))
-
-
-@dataclass(frozen=True)
-class _Check:
-    """How rows are checked."""
-
-    read: Format
-    bad: BadRows
-
-    def sound(self, loaded: Any, name: str) -> Fieldsets:
-        """The rows that are documents, all of which are checked."""
-        before = self.bad.count
-        if isinstance(loaded, Path):
-            rows = read_json_lines(loaded, name, self.bad, self.read)
-        else:
-            rows = self._table(loaded, name)
-        if not len(rows):
-            count = self.bad.count - before
-            skipped = f" but {count} that were skipped" * bool(count)
-            raise ValueError(f"{name} holds no documents{skipped}; give a file with at least one")
-        return rows
-
-    def _table(self, rows: Any, name: str) -> Fieldsets:
-        """The rows of a table that are documents."""
-        if self.read is to_turns and _is_text(rows):
-            return rows
-        sound = np.ones(len(rows), bool)
-        for index, row in enumerate(rows):
-            try:
-                self.read(row)
-            except ValueError as error:
-                self.bad.add(f"row {index + 1} of {name}", error)
-                sound[index] = False
-        return rows if sound.all() else rows.select(np.flatnonzero(sound))
-
-
-def _is_text(rows: Any) -> bool:
-    """Whether a table's columns alone say that every row is plain text."""
-    known = FIELDS.intersection(rows.column_names) if len(rows) else frozenset()
-    if known not in {frozenset({field}) for field in PLAIN}:
-        return False
-    column = rows.data.column(*known)
-    return str(column.type) in ("string", "large_string") and not column.null_count
-
-
-def expand(files: str) -> Sequence[str]:
+def expand(files: str) -> list[str]:
     """Existing files of comma-separated paths and patterns, in order."""
     found = []
     for pattern in filter(None, (part.strip() for part in files.split(","))):
@@ -264,101 +112,189 @@ def expand(files: str) -> Sequence[str]:
         if not matches:
             raise ValueError(f"no file matches {pattern!r}; name files that exist")
         found += matches
+    if files and not found:
+        raise ValueError(f"files={files!r} names no file")
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class JsonLines:
-    """The lines of a file that hold documents."""
-
-    path: Path
-    starts: np.ndarray
-    """Byte at which every one of them begins, int64."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Another process maps the file for itself."""
-        return JsonLines, (self.path, self.starts)
-
-    @cached_property
-    def _bytes(self) -> mmap.mmap:
-        with self.path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def __len__(self) -> int:
-        """Documents there are."""
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> Fields:
-        """The fields of a document."""
-        start = int(self.starts[index])
-        end = self._bytes.find(b"\n", start)
-        return parse(self._bytes[start : None if end < 0 else end])
+# Rows of one file or data set.
 
 
-def read_json_lines(path: Path, name: str, bad: BadRows, read: Format = to_turns) -> JsonLines:
-    """Look at every line of a file once; blank ones are passed over.
+def _file_rows(url: str, pack: bool) -> Iterator[tuple[int, Any]]:
+    """Rows of a file on this machine or the hub; lines as bytes, others as their fields.
 
     Args:
-      path: the file.
-      name: what it is called where a line is wrong.
-      bad: takes note of lines that hold no document.
-      read: the turns of a line's fields; raises ValueError for one that holds none.
-
-    Raises:
-      ValueError: if there are too many of those.
+      url: a path, or ``hf://...``.
+      pack: whether a text file is one document; otherwise blank lines separate its documents.
     """
-    starts, at = array("q"), 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.isspace():
-                try:
-                    read(parse(line))
-                    starts.append(at)
-                except ValueError as error:
-                    bad.add(f"line {number} of {name}", error)
-            at += len(line)
-    return JsonLines(path, np.asarray(starts, np.int64))
+    name = PurePosixPath(url)
+    codec = CODECS.get(name.suffix)
+    kind = (name.with_suffix("") if codec else name).suffix
+    with _opened(url) as file:
+        if codec is not None:
+            import pyarrow
+
+            file = io.BufferedReader(pyarrow.CompressedInputStream(file, codec), 1 << 20)
+        match kind:
+            case ".jsonl":
+                yield from _lines(file)
+            case ".json":
+                yield from _json_rows(file)
+            case ".parquet":
+                yield from enumerate(_parquet_rows(file), 1)
+            case ".txt" | ".md" | ".text":
+                texts = [file.read().decode()] if pack else _paragraphs(file)
+                yield from enumerate(({"text": text} for text in texts if text.strip()), 1)
+            case _:
+                raise ValueError("the file is of no known kind")
 
 
-def parse(line: bytes) -> Fields:
-    """The fields of a line.
+def _opened(url: str) -> Any:
+    """A file's bytes."""
+    if not url.startswith("hf://"):
+        return Path(url).open("rb")
+    import fsspec
+
+    return fsspec.open(url, "rb")
+
+
+def _lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers; blank ones only count."""
+    return ((number, line) for number, line in enumerate(file, 1) if not line.isspace())
+
+
+def _json_rows(file: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
+    """The items of a JSON array, which is held whole, or the lines of a file that holds none."""
+    lines = _lines(file)
+    first = list(itertools.islice(lines, 1))
+    if first and first[0][1].lstrip().startswith(b"["):
+        return enumerate(json.loads(first[0][1] + b"".join(line for _, line in lines)), 1)
+    return itertools.chain(first, lines)
+
+
+def _parquet_rows(file: Any) -> Iterator[Fields]:
+    from pyarrow.parquet import ParquetFile
+
+    for batch in ParquetFile(file).iter_batches(1024):
+        yield from batch.to_pylist()
+
+
+def _paragraphs(file: Iterable[bytes]) -> Iterator[str]:
+    for blank, lines in itertools.groupby(file, bytes.isspace):
+        if not blank:
+            yield b"".join(lines).decode().rstrip("\r\n")
+
+
+def _hub_rows(data: DataConfig, revision: str | None) -> Iterator[tuple[int, Any]]:
+    """Rows of a hub data set or of one file of it, downloaded first unless they are streamed."""
+    from datasets import disable_progress_bars, load_dataset
+
+    folder = Path(data.hub).expanduser()
+    repository, file = (str(folder), None) if folder.is_dir() else _repository(data.hub)
+    if file is not None:
+        if data.stream:
+            return _file_rows(f"hf://datasets/{repository}@{revision}/{file}", data.pack)
+        return _file_rows(_downloaded(repository, file), data.pack)
+    disable_progress_bars()
+    pinned = None if folder.is_dir() else revision
+    rows: Any = load_dataset(repository, split=data.split, revision=pinned, streaming=data.stream)
+    return enumerate(rows, 1)
+
+
+def _repository(name: str) -> tuple[str, str | None]:
+    """``owner/name`` and the file behind it, if there is one."""
+    owner, *rest = name.split("/", 2)
+    return "/".join([owner, *rest[:1]]), rest[1] if len(rest) > 1 else None
+
+
+def _downloaded(repository: str, file: str) -> str:
+    from huggingface_hub import hf_hub_download
+
+    return hf_hub_download(repository, file, repo_type="dataset")
+
+
+def parse(row: Any) -> Fields:
+    """The fields of a line, or of a row that another format gave.
 
     Raises:
       ValueError: if it is not one JSON object.
     """
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"the line is not JSON ({error.msg} at character {error.pos + 1}); write one object a "
-            "line"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the line is not UTF-8 text ({error.reason})") from error
-    except RecursionError as error:
-        raise ValueError("the line nests too deeply; write one flat object a line") from error
+    fields = row
+    if isinstance(row, bytes):
+        try:
+            fields = json.loads(row)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"the line is not JSON ({error.msg} at character {error.pos + 1}); write one "
+                "object a line"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the line is not UTF-8 text ({error.reason})") from error
+        except RecursionError as error:
+            raise ValueError("the line nests too deeply; write one flat object a line") from error
     if not isinstance(fields, dict):
         raise ValueError(f"the line must be one JSON object, got {shown(fields)}")
     return fields
 
 
-def unpacked(path: Path) -> Path:
-    """A file as it is, or what a packed one holds, kept in the cache of the data sets.
+# What the data are: digests and revisions, for which no row is read.
+
+
+def data_digest(data: DataConfig) -> str:
+    """A digest of the content of files, or of the revision and split of a hub data set.
 
     Raises:
-      OSError, ValueError: if it is damaged.
+      ValueError: if nothing is there.
     """
-    codec = CODECS.get(path.suffix)
-    if codec is None:
-        return path
-    import pyarrow
-    from datasets import config
+    if data.files:
+        return files_digest(map(Path, expand(data.files)))
+    with _readable(data.hub):
+        repository, file = _repository(data.hub)
+        if file is not None:
+            return files_digest([Path(_downloaded(repository, file))])
+        from datasets import load_dataset
 
-    folder = Path(config.HF_DATASETS_CACHE) / "unpacked"
-    kept = folder / f"{content_digest(path)[:32]}{path.with_suffix('').suffix}"
+        return load_dataset(data.hub, split=data.split)._fingerprint
+
+
+def stream_digest(data: DataConfig, workdir: Path) -> str:
+    """A digest of what is streamed."""
+    revision = stream_revision(data, workdir)
+    local = Path(data.hub).expanduser().is_dir()  # A folder that is moved is the same data.
+    return fingerprint({"revision": revision, "of": "" if local else data.hub})
+
+
+def stream_revision(data: DataConfig, workdir: Path) -> str:
+    """The commit of the hub data set that a run reads: the newest when it began.
+
+    It is kept in the working folder, so that a resumed run, and one that finds tokens made
+    before, needs no network and never meets other data. Of a folder on this machine it is a digest.
+
+    Raises:
+      ValueError: if the hub does not answer.
+    """
+    folder = Path(data.hub).expanduser()
+    if folder.is_dir():
+        return files_digest(sorted(path for path in folder.rglob("*") if path.is_file()))
+    kept = workdir / f"stream-{fingerprint({'hub': data.hub, 'split': data.split})}.json"
     if not kept.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        with pyarrow.input_stream(str(path), compression=codec) as packed:
-            with files.replacing(kept) as unfinished, unfinished.open("wb") as file:
-                shutil.copyfileobj(packed, file, 1 << 20)
-    return kept
+        about = {"hub": data.hub, "split": data.split, "revision": _newest(data.hub)}
+        files.replace(kept, f"{json.dumps(about, indent=1)}\n".encode())
+    return json.loads(kept.read_text())["revision"]
+
+
+def _newest(name: str) -> str:
+    """The newest commit of a data set, or of the one that a file is of."""
+    from huggingface_hub import HfApi
+
+    try:
+        found = HfApi().dataset_info(_repository(name)[0]).sha
+    except Exception as error:  # Networks fail in many ways.
+        reason = reason_of(error)
+        raise ValueError(
+            f"the hub does not answer for {name} ({reason}); check the name and the network, or "
+            "prepare the tokens where there is one and copy the working folder"
+        ) from error
+    if found is None:
+        raise ValueError(f"the hub names no commit of {name}; download it and name its files")
+    return found

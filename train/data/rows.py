@@ -6,13 +6,12 @@ row, truncated and padded; packed, documents follow each other and rows are cut 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ..config import DataConfig
-from .loading import Documents
-from .tokens import SPEAKERS, EncodedDocuments, EncodedTurn, encode
+from .tokens import SPEAKERS, EncodedDocuments, EncodedTurn
 
 
 class Row(NamedTuple):
@@ -129,41 +128,11 @@ class Selection:
         return self.rows.lengths()[self.chosen]
 
 
-class Encoded(Protocol):
-    """Documents as the tokens of their turns."""
-
-    def __len__(self) -> int: ...  # noqa: D105
-
-    def __getitem__(self, index: int) -> list[EncodedTurn]: ...  # noqa: D105
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """Documents that become tokens when they are read."""
-
-    documents: Documents
-    tokenizer: Any
-    data: DataConfig
-
-    @property
-    def skipped(self) -> str:
-        """What was left out, in one sentence; empty if nothing was."""
-        return self.documents.skipped
-
-    def __len__(self) -> int:
-        """Documents there are."""
-        return len(self.documents)
-
-    def __getitem__(self, index: int) -> list[EncodedTurn]:
-        """The turns of a document."""
-        return next(encode([self.documents[index]], self.tokenizer, self.data))
-
-
 @dataclass(frozen=True)
 class DocumentRows:
     """One document per row, truncated and padded to a length."""
 
-    documents: Encoded
+    documents: EncodedDocuments
     data: DataConfig
     seq_len: int
     pad: int
@@ -182,9 +151,7 @@ class DocumentRows:
         )
 
     def lengths(self) -> np.ndarray:
-        """Tokens in front of the padding of every row; documents on disk are not read for it."""
-        if not isinstance(self.documents, EncodedDocuments):
-            return np.asarray([self[index].length for index in range(len(self))])
+        """Tokens in front of the padding of every row; most documents are not read for it."""
         lengths = self.documents.lengths()
         answer = self.data.answer_room if self.data.mask_prompts else 0
         for index in np.flatnonzero(lengths > self.seq_len - answer).tolist() if answer else ():

@@ -23,13 +23,11 @@ from ..processes import by_first, is_first
 from ..step import ROWS, Batch
 from .corpus import tokens_file
 from .documents import BadRows
-from .loading import data_digest, load_documents
-from .rows import DocumentRows, Encoding, PackedRows, Rows, Selection, learned_spans
-from .streaming import Stream, stream_digest, stream_revision
+from .loading import Documents, data_digest, stream_digest, stream_revision
+from .rows import DocumentRows, PackedRows, Rows, Selection, learned_spans
 from .tokens import (
     FORM,
     EncodedDocuments,
-    Work,
     encode,
     encode_by_workers,
     load_tokenizer,
@@ -52,7 +50,7 @@ class Source:
     """Of the configuration, as it is typed, in which these data are described."""
 
     def split(self, stage: StageConfig, mesh: Mesh) -> tuple[Rows, Batch]:
-        """The rows a stage trains on, and a micro-batch it never does; the same on every mesh."""
+        """The rows of a stage, and a micro-batch kept from training; the same on every mesh."""
         count = self.config.accept_rows
         length = self.config.accept_seq_len or stage.seq_len
         if self.config.data.corpus is not None:
@@ -88,23 +86,20 @@ class Source:
         if data.corpus is not None:
             digest = files_digest(self._corpus_files)
             return fingerprint({"options": options, "data": digest})
-        digests = {"data": self._data_digest, "tokenizer": self._tokenizer_digest}
-        return fingerprint({"options": options, **digests})
+        return fingerprint({"options": options, **self._digests})
 
     def prepare(self, workers: int) -> EncodedDocuments:
-        """All documents as tokens on disk, made by so many processes unless they are there."""
+        """All documents as tokens on disk, made by this number of processes if they are absent."""
         data, folder = self.config.data, self.encoded_folder
         if not folder.is_dir():
-            bad = self._bad_rows()
-            if data.stream:
-                documents = Stream(data, stream_revision(data, self.workdir), bad)
-            else:
-                documents = load_documents(data, bad=bad)
+            bad = BadRows(data.max_bad_rows, f"--config.{self.section}.max_bad_rows")
+            pinned = stream_revision(data, self.workdir) if data.stream else None
+            documents = Documents(data, bad, revision=pinned)
             if workers > 1:
-                work = Work(documents, self.target, self.config.revision or None, data)
-                turns = encode_by_workers(work, workers)
+                revision = self.config.revision or None
+                turns = encode_by_workers(documents, self.target, revision, data, workers)
             else:
-                turns = encode(documents, self._tokenizer, data)
+                turns = encode(documents, self._tokenizer, data.turn)
             write_encoded(folder, turns, len(self._tokenizer), bad.summary)
         return read_encoded(folder)
 
@@ -113,14 +108,14 @@ class Source:
         """Where the tokens of these data are kept, or will be; its name is their digest."""
         data = self.config.data
         options = (data.split, data.turn, data.pack, data.max_bad_rows, FORM)
-        digests = {"data": self._data_digest, "tokenizer": self._tokenizer_digest}
-        return self.workdir / f"tokens-{fingerprint({'options': options, **digests})}"
+        return self.workdir / f"tokens-{fingerprint({'options': options, **self._digests})}"
 
     @cached_property
-    def _data_digest(self) -> str:
-        """Of the content of files or hub data; of a stream, what it is of and its revision."""
-        data = self.config.data
-        return stream_digest(data, self.workdir) if data.stream else data_digest(data)
+    def _digests(self) -> dict[str, str]:
+        """What the data and the tokenizer are; of a stream, which is not read, its revision."""
+        data, folder = self.config.data, local_folder(self.target, self.config.revision or None)
+        digest = stream_digest(data, self.workdir) if data.stream else data_digest(data)
+        return {"data": digest, "tokenizer": tokenizer_digest(folder)}
 
     @cached_property
     def _corpus_files(self) -> list[Path]:
@@ -144,10 +139,6 @@ class Source:
             )
         return tokenizer.bos_token_id
 
-    @property
-    def _tokenizer_digest(self) -> str:
-        return tokenizer_digest(local_folder(self.target, self.config.revision or None))
-
     @cached_property
     def _tokenizer(self) -> Any:
         tokenizer = load_tokenizer(self.target, self.config.revision or None)
@@ -159,30 +150,19 @@ class Source:
         return tokenizer
 
     @cached_property
-    def _documents(self) -> Encoding | EncodedDocuments:
+    def _documents(self) -> EncodedDocuments:
         """The documents of files or hub, all of them checked, as tokens."""
-        data = self.config.data
-        # A stream has no rows by number, and buckets need the lengths of all rows.
-        if data.pack or data.stream or data.buckets > 1:
-            by_first("tokens", lambda: self.prepare(workers=1))
-        if self.encoded_folder.is_dir():
-            documents = read_encoded(self.encoded_folder)
-        else:
-            loaded = load_documents(data, bad=self._bad_rows())
-            documents = Encoding(loaded, self._tokenizer, data)
+        by_first("tokens", lambda: self.prepare(workers=1))
+        documents = read_encoded(self.encoded_folder)
         if documents.skipped and is_first():
             print(documents.skipped, file=sys.stderr, flush=True)
         return documents
-
-    def _bad_rows(self) -> BadRows:
-        """The budget of rows that cannot be used."""
-        return BadRows(self.config.data.max_bad_rows, f"--config.{self.section}.max_bad_rows")
 
     def _rows(self, seq_len: int) -> Rows:
         """All rows of files or hub, cut to a length."""
         data = self.config.data
         pad, documents = self._tokenizer.pad_token_id or 0, self._documents
-        if data.pack and isinstance(documents, EncodedDocuments):
+        if data.pack:
             spans = learned_spans(documents, data)
             return PackedRows(documents.tokens, seq_len, spans, self._begin)
         return DocumentRows(documents, data, seq_len, pad)

@@ -2,9 +2,8 @@
 
 Turns stand one after another in one file of tokens; beside it stand where they end and who speaks.
 Which of them are learned is not kept: the options mask the same tokens in different ways.
-Several processes give the order and the result of one: a worker looks up, parses and tokenises
-documents by itself, only their numbers go to it and only tokens come back. Documents of a stream,
-which has no numbers, are sent to it.
+Several processes give the order and the result of one: one reads the documents, its workers
+tokenise them.
 """
 
 import multiprocessing
@@ -27,16 +26,14 @@ from longspec_jax import files, loading
 
 from ..config import DataConfig
 from .documents import Turn
-from .loading import Documents
-from .streaming import Stream
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 """Special tokens, with ids 0, 1 and 2."""
-FORM = 1
+FORM = 2
 """Of the files, and of how documents become tokens; another one makes older files unknown."""
 SPEAKERS = ("", "system", "user", "assistant")
 SHARE = 256
-"""Documents a worker is given at a time."""
+"""Documents that a tokenizer, or a worker, gets at once."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
@@ -78,16 +75,10 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     return tokenizer
 
 
-def encode_documents(
-    tokenizer: Any, texts: Iterable[str], batch: int = 256
-) -> Iterator[np.ndarray]:
+def encode_documents(tokenizer: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
     """Token ids of every text, with the tokenizer's own BOS in front and EOS behind."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    texts = iter(texts)
-    while chunk := list(islice(texts, batch)):
-        for ids in encode_texts(tokenizer, chunk):
-            ids = ids[:-1] if end and ids and ids[-1] == end[0] else ids
-            yield np.asarray(ids + end, np.uint32)
+    for [turn] in encode(([Turn(text)] for text in texts), tokenizer, ""):
+        yield turn.ids
 
 
 def encode_texts(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
@@ -216,27 +207,32 @@ def write_encoded(
 
 
 def encode(
-    documents: Iterable[list[Turn]], tokenizer: Any, data: DataConfig, batch: int = 256
+    documents: Iterable[list[Turn]], tokenizer: Any, template: str
 ) -> Iterator[list[EncodedTurn]]:
     """The tokens of documents, a batch of which the tokenizer gets at once.
 
     Turns are tokenised one by one with the tokenizer's own special tokens, as the published trainer
     does. Plain text ends with the end-of-text token, a turn by its template.
+
+    Args:
+      documents: lists of turns.
+      tokenizer: a transformers tokenizer.
+      template: how a turn is written, with ``{role}`` and ``{content}``.
     """
     documents, end = iter(documents), tokenizer.eos_token_id
-    while chunk := list(islice(documents, batch)):
-        texts = [_written(turn, data) for turns in chunk for turn in turns]
+    while chunk := list(islice(documents, SHARE)):
+        texts = [_written(turn, template) for turns in chunk for turn in turns]
         encoded = encode_texts(tokenizer, texts)
         for turns in chunk:
             yield [EncodedTurn(_ended(next(encoded), turn, end), turn.role) for turn in turns]
 
 
-def _written(turn: Turn, data: DataConfig) -> str:
+def _written(turn: Turn, template: str) -> str:
     """The text of a turn."""
     if not turn.role:
         return turn.content
     # Replaced, not formatted: a template may have braces of its own.
-    return data.turn.replace("{role}", turn.role).replace("{content}", turn.content)
+    return template.replace("{role}", turn.role).replace("{content}", turn.content)
 
 
 def _ended(ids: list[int], turn: Turn, end: int | None) -> np.ndarray:
@@ -246,29 +242,33 @@ def _ended(ids: list[int], turn: Turn, end: int | None) -> np.ndarray:
     return np.asarray(ids, np.int32)
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a worker needs to know."""
+def encode_by_workers(
+    documents: Iterable[list[Turn]],
+    tokenizer: str,
+    revision: str | None,
+    data: DataConfig,
+    workers: int,
+) -> Iterator[list[EncodedTurn]]:
+    """The tokens of documents, in their order.
 
-    documents: Documents | Stream
-    tokenizer: str
-    """Folder or hub id."""
-    revision: str | None
-    data: DataConfig
-
-
-def encode_by_workers(work: Work, workers: int) -> Iterator[list[EncodedTurn]]:
-    """The tokens of all documents, in their order.
+    Args:
+      documents: read by this process, tokenised by the workers.
+      tokenizer: folder or hub id of the model it belongs to.
+      revision: of a hub model.
+      data: how turns are written.
+      workers: how many processes tokenise.
 
     Raises:
       ChildProcessError: if a worker is ended from outside.
     """
     # Forking a process with jax's threads is not safe.
     spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, spawned, _begin, (work,)) as pool:
+    begin = (_begin, (tokenizer, revision, data))
+    with ProcessPoolExecutor(workers, spawned, *begin) as pool:
         waiting: deque[Future[list[list[EncodedTurn]]]] = deque()
+        rest = iter(documents)
         try:
-            for share in _shares(work.documents):
+            while share := list(islice(rest, SHARE)):
                 waiting.append(pool.submit(_encode_share, share))
                 if len(waiting) > 4 * workers:  # What is made is written before more is.
                     yield from waiting.popleft().result()
@@ -285,26 +285,12 @@ _own: dict[str, Any] = {}
 """What a worker keeps between shares."""
 
 
-def _begin(work: Work) -> None:
+def _begin(tokenizer: str, revision: str | None, data: DataConfig) -> None:
     """Make a process a worker."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # The processes share the cores.
-    _own.update(work=work, tokenizer=load_tokenizer(work.tokenizer, work.revision))
+    _own.update(tokenizer=load_tokenizer(tokenizer, revision), data=data)
 
 
-def _shares(documents: Documents | Stream) -> Iterator[range | list[list[Turn]]]:
-    """What a worker is given at a time: the numbers of documents, or documents."""
-    if isinstance(documents, Stream):
-        rest = iter(documents)
-        while share := list(islice(rest, SHARE)):
-            yield share
-        return
-    for start in range(0, len(documents), SHARE):
-        yield range(start, min(start + SHARE, len(documents)))
-
-
-def _encode_share(share: range | list[list[Turn]]) -> list[list[EncodedTurn]]:
+def _encode_share(share: list[list[Turn]]) -> list[list[EncodedTurn]]:
     """Tokens of some documents."""
-    work: Work = _own["work"]
-    known: Any = work.documents
-    documents = (known[index] for index in share) if isinstance(share, range) else share
-    return list(encode(documents, _own["tokenizer"], work.data))
+    return list(encode(share, _own["tokenizer"], _own["data"].turn))

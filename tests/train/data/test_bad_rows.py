@@ -1,9 +1,8 @@
-"""Bad rows are found when data are loaded, named truly, refused or skipped within a budget."""
+"""Bad rows are found when data are read, named truly, refused or skipped within a budget."""
 
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -13,7 +12,8 @@ import pytest
 from longspec_jax.recipes import base_config
 from tests.train.tiny import arguments, command, save_tiny_target, write_documents
 from train.config import DataConfig
-from train.data.loading import Documents, load_documents
+from train.data.documents import BadRows
+from train.data.loading import Documents
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +21,11 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def load(files: Path | str, **options: Any) -> Documents:
-    return load_documents(
-        DataConfig(**{**base_config().data.to_dict(), "files": str(files), **options})
-    )
-
-
-def said(documents: Documents) -> list[str]:
-    return [documents[index][0].content for index in range(len(documents))]
+def load(files: Path | str, max_bad_rows: int = 0, turn: int = 0) -> tuple[list[str], str]:
+    """What a turn of every document says, and the sentence about skipped rows."""
+    data = DataConfig(**{**base_config().data.to_dict(), "files": str(files)})
+    bad = BadRows(max_bad_rows)
+    return [turns[turn].content for turns in Documents(data, bad)], bad.summary()
 
 
 GOOD = json.dumps({"text": "good"})
@@ -53,25 +50,25 @@ def test_the_line_of_the_file_is_named_blank_ones_counted(kind: str, tmp_path: P
     with pytest.raises(ValueError, match=rf"^line 6 of .*a.jsonl: {sentence}") as caught:
         load(file)
     assert "--config.data.max_bad_rows=NUMBER" in str(caught.value)
-    documents = load(file, max_bad_rows=1)
-    assert said(documents) == ["good"] * 3
-    assert documents.skipped.startswith("skipped 1 row that cannot be used, the first is line 6 of")
+    documents, skipped = load(file, max_bad_rows=1)
+    assert documents == ["good"] * 3
+    assert skipped.startswith("skipped 1 row that cannot be used, the first is line 6 of")
 
 
 def test_the_budget_is_of_all_files(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(f"{GOOD}\n5\n{GOOD}\n")
-    documents = load(tmp_path / "*.jsonl", max_bad_rows=2)
-    assert said(documents) == ["good"] * 4
-    assert documents.skipped.startswith("skipped 2 rows that cannot be used, the first is line 2 ")
+    documents, skipped = load(tmp_path / "*.jsonl", max_bad_rows=2)
+    assert documents == ["good"] * 4
+    assert skipped.startswith("skipped 2 rows that cannot be used, the first is line 2 ")
     with pytest.raises(ValueError, match="max_bad_rows=1 .*the first is line 2 of .*a.jsonl: "):
         load(tmp_path / "*.jsonl", max_bad_rows=1)
     (tmp_path / "a.jsonl").write_text("5\n6\n")
     with pytest.raises(ValueError, match="a.jsonl holds no documents but 2 that were skipped"):
         load(tmp_path / "a.jsonl", max_bad_rows=2)
-    assert load(tmp_path / "b.jsonl", max_bad_rows=9).skipped
+    assert load(tmp_path / "b.jsonl", max_bad_rows=9)[1]
     (tmp_path / "b.jsonl").write_text(f"{GOOD}\n")
-    assert not load(tmp_path / "b.jsonl", max_bad_rows=9).skipped
+    assert not load(tmp_path / "b.jsonl", max_bad_rows=9)[1]
 
 
 def test_rows_of_tables_are_looked_at_too(tmp_path: Path) -> None:
@@ -83,8 +80,7 @@ def test_rows_of_tables_are_looked_at_too(tmp_path: Path) -> None:
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "c.parquet"))
     with pytest.raises(ValueError, match="row 2 of .*c.parquet: a data row has the fields"):
         load(tmp_path / "c.parquet")
-    documents = load(tmp_path / "c.parquet", max_bad_rows=1)
-    assert [documents[i][1].content for i in range(len(documents))] == ["p", "r"]
+    assert load(tmp_path / "c.parquet", max_bad_rows=1, turn=1)[0] == ["p", "r"]
     datasets.Dataset.from_list([{"text": "x"}, {"text": None}]).to_parquet(
         str(tmp_path / "d.parquet")
     )
@@ -97,13 +93,13 @@ def test_packed_files_are_read_anew_when_their_content_changes(tmp_path: Path) -
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     with pyarrow.output_stream(str(tmp_path / "b.jsonl.zst"), compression="zstd") as file:
         file.write(text.encode())
-    assert said(load(tmp_path / "*.jsonl.*")) == ["good"] * 6
+    assert load(tmp_path / "*.jsonl.*")[0] == ["good"] * 6
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "new"}\n\n5'))
     with pytest.raises(
         ValueError, match="line 3 of .*a.jsonl.gz: the line must be one JSON object, got "
     ):
         load(tmp_path / "a.jsonl.gz")
-    assert said(load(tmp_path / "a.jsonl.gz", max_bad_rows=1)) == ["new"]
+    assert load(tmp_path / "a.jsonl.gz", max_bad_rows=1)[0] == ["new"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
@@ -117,7 +113,6 @@ def test_a_damaged_packed_file_is_refused(name: str, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(damaged)
         with pytest.raises(ValueError, match=f"the data of .*{name} cannot be read"):
             load(tmp_path / name)
-    assert not list((tmp_path / "cache" / "unpacked").iterdir())
 
 
 def test_a_run_refuses_a_bad_row_before_its_first_step(

@@ -11,10 +11,10 @@ import pytest
 
 from longspec_jax.recipes import CHATML_TURN, LLAMA_TURN, base_config
 from train.config import DataConfig
-from train.data.documents import Turn, to_turns
-from train.data.loading import data_digest, load_documents
-from train.data.rows import DocumentRows, Encoding, Row, cut_turns
-from train.data.tokens import encode, train_tokenizer
+from train.data.documents import BadRows, Turn, to_turns
+from train.data.loading import Documents, data_digest
+from train.data.rows import DocumentRows, Row, cut_turns
+from train.data.tokens import encode, read_encoded, train_tokenizer, write_encoded
 
 SYSTEM = ("system", "You are a helpful assistant")
 PARALLEL = {"article": ["one", "two"], "abstract": ["1", "2"]}
@@ -166,8 +166,12 @@ def settings(**overrides: Any) -> DataConfig:
     return DataConfig(**{**values, "files": "x.jsonl", **overrides})
 
 
+def documents_of(**overrides: Any) -> Documents:
+    return Documents(settings(**overrides), BadRows(0))
+
+
 def cut(turns: list[Turn], tokenizer: Any, data: DataConfig, length: int) -> Row:
-    return cut_turns(next(encode([turns], tokenizer, data)), data, length)
+    return cut_turns(next(encode([turns], tokenizer, data.turn)), data, length)
 
 
 def learned(turns: list[Turn], tokenizer: Any, length: int = 500, **overrides: Any) -> str:
@@ -226,11 +230,11 @@ def test_lines_of_mixed_formats(folder: Path, tokenizer: Any) -> None:
     rows = [*(row for row, _ in ROWS.values()), {"text": "one\u2028line"}]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     (folder / "a.jsonl").write_text("\n".join(lines) + "\n\n  \n")
-    documents = load_documents(settings(files=str(folder / "*.jsonl")))
-    assert [documents[i] for i in range(len(documents))] == [to_turns(row) for row in rows]
-    made = DocumentRows(
-        Encoding(documents, tokenizer, settings()), settings(), 40, tokenizer.pad_token_id
-    )
+    documents = documents_of(files=str(folder / "*.jsonl"))
+    assert list(documents) == [to_turns(row) for row in rows]
+    write_encoded(folder / "tokens", encode(documents, tokenizer, settings().turn), 280, str)
+    encoded = read_encoded(folder / "tokens")
+    made = DocumentRows(encoded, settings(), 40, tokenizer.pad_token_id)
     for index in range(len(made)):
         tokens, weights, _ = made[index]
         assert tokens.shape == weights.shape == (40,)
@@ -242,21 +246,19 @@ def test_lines_of_mixed_formats(folder: Path, tokenizer: Any) -> None:
 def test_json_lines_need_no_other_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "a.jsonl").write_text('{"text": "x"}\n')
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert list(load_documents(settings(files=str(folder / "a.jsonl"))).texts()) == ["x"]
+    assert list(documents_of(files=str(folder / "a.jsonl")).texts()) == ["x"]
 
 
 def test_files_of_several_kinds_follow_each_other(folder: Path) -> None:
     (folder / "a.txt").write_text("first\nparagraph\n\n\n\nsecond\n")
-    (folder / "b.json").write_text(json.dumps([{"text": "third"}, {"text": "fourth"}]))
+    (folder / "b.json").write_text(json.dumps([{"text": "third"}, {"text": "fourth"}], indent=1))
+    (folder / "b_lines.json").write_text('{"text": "fifth"}\n')
     table = datasets.Dataset.from_list([{"problem": "p", "qwq": "q"}])
     table.to_parquet(str(folder / "c.parquet"))
-    files = f"{folder}/a.txt, {folder}/[bc].*"
-    documents = load_documents(settings(files=files))
-    contents = [documents[i][-1].content for i in range(len(documents))]
-    assert [text.strip() for text in contents] == [
-        "first\nparagraph", "second", "third", "fourth", "q",
-    ]  # fmt: skip
-    packed = list(load_documents(settings(files=files, pack=True)).texts())
+    files = f"{folder}/a.txt, {folder}/b*.json, {folder}/c.*"
+    contents = [turns[-1].content for turns in documents_of(files=files)]
+    assert contents == ["first\nparagraph", "second", "third", "fourth", "fifth", "q"]
+    packed = list(documents_of(files=files, pack=True).texts())
     assert packed[0] == (folder / "a.txt").read_text() and packed[-1].endswith("\n\np\n\nq")
 
 
@@ -267,6 +269,8 @@ def test_files_of_several_kinds_follow_each_other(folder: Path) -> None:
         ("a.jsonl", "[1]", "line 1 of .*a.jsonl: the line must be one JSON object"),
         ("a.jsonl", '{"body": "x"}', "line 1 of .*known formats"),
         ("a.jsonl", "", "a.jsonl holds no documents"),
+        ("a.json", "[1]", "row 1 of .*a.json: the line must be one JSON object, got 1"),
+        ("a.json", "[{", "a.json cannot be read"),
         ("a.txt", " \n\n \n", "a.txt holds no documents"),
         ("a.csv", "a,b", "a.csv cannot be read .the file is of no known kind"),
         ("a.parquet", "not parquet", "a.parquet cannot be read"),
@@ -275,13 +279,14 @@ def test_files_of_several_kinds_follow_each_other(folder: Path) -> None:
 def test_unreadable_files_are_refused(name: str, content: str, sentence: str, folder: Path) -> None:
     (folder / name).write_text(content)
     with pytest.raises(ValueError, match=sentence):
-        list(load_documents(settings(files=str(folder / name))).texts())
+        list(documents_of(files=str(folder / name)))
 
 
 def test_absent_files_and_hub_data_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="no file matches .*absent"):
-        load_documents(settings(files=str(folder / "absent*.jsonl")))
+        list(documents_of(files=str(folder / "absent*.jsonl")))
     for hub in ("owner/absent", "owner/absent/rows.jsonl"):
-        for use in (load_documents, data_digest):
-            with pytest.raises(ValueError, match=f"the data of {hub} cannot be read"):
-                use(settings(files="", hub=hub))
+        with pytest.raises(ValueError, match=f"the data of {hub} cannot be read"):
+            list(documents_of(files="", hub=hub))
+        with pytest.raises(ValueError, match=f"the data of {hub} cannot be read"):
+            data_digest(settings(files="", hub=hub))

@@ -15,10 +15,10 @@ from configs.vicuna7b import get_config
 from longspec_jax.sharding import make_mesh
 from tests.train.tiny import save_tiny_target, write_documents
 from train.arguments import from_config
-from train.data import streaming
+from train.data import loading
 from train.data.documents import BadRows
+from train.data.loading import Documents, stream_digest, stream_revision
 from train.data.source import Source
-from train.data.streaming import Stream, stream_digest, stream_revision
 from train.data.tokens import EncodedDocuments, read_encoded
 
 
@@ -89,7 +89,7 @@ def test_rows_of_a_stream_are_at_hand_by_number_and_read_once(
     made = source(target, tmp_path / "work", hub=str(folder), stream=True)
     rows, held = made.split(made.config.stages[0], make_mesh(1, 1, 1))
     first = [row.tokens.tolist() for row in (rows[index] for index in range(len(rows)))]
-    monkeypatch.setattr(streaming, "_rows", None)  # From here on the tokens do.
+    monkeypatch.setattr(loading, "_hub_rows", None)  # From here on the tokens do.
     again = source(target, tmp_path / "work", hub=str(folder), stream=True)
     rows, _ = again.split(again.config.stages[0], make_mesh(1, 1, 1))
     assert [rows[index].tokens.tolist() for index in range(len(rows))] == first and len(first) == 9
@@ -117,15 +117,15 @@ def test_a_file_is_streamed_whatever_its_rows_are(
         file.write_bytes(gzip.compress(lines) if kind.endswith("gz") else lines)
     urls = []
 
-    def local(url: str) -> Any:
+    def local(url: str, pack: bool) -> Any:
         urls.append(url)
-        return rows_of(str(file))
+        return rows_of(str(file), pack)
 
-    rows_of = streaming._file_rows
-    monkeypatch.setattr(streaming, "_file_rows", local)
+    rows_of = loading._file_rows
+    monkeypatch.setattr(loading, "_file_rows", local)
     data = from_config(get_config("short").to_dict()).data
     data = type(data)(**{**vars(data), "hub": f"o/n/deep/rows.{kind}", "stream": True})
-    contents = [turns[-1].content for turns in Stream(data, "c0ffee", BadRows(0))]
+    contents = [turns[-1].content for turns in Documents(data, BadRows(0), revision="c0ffee")]
     assert contents == ["one\u2028line", *(["b"] if kind != "parquet" else []), "x"]
     assert urls == [f"hf://datasets/o/n@c0ffee/deep/rows.{kind}"]
 

@@ -47,7 +47,7 @@ def simulated_acceptance(
     """Agreement by shift and the implied chain length, over rows ``[B, T]`` at plain positions.
 
     ``_far`` repeats the top-1 figures for the last quarter of the rows, where long context shows.
-    What no token counts for is left out.
+    A figure without any counted token is left out.
 
     Raises:
       FloatingPointError: if scores of target or draft are not finite; every comparison with them is

@@ -22,12 +22,7 @@ from longspec_jax.models.target import head_of
 from longspec_jax.ops.partitioned import with_sharding
 
 from ...config import DraftSettings, StageConfig
-from ...losses import (
-    cross_entropy_sum,
-    cross_entropy_sums,
-    distillation_sums,
-    next_token_labels,
-)
+from ...losses import cross_entropy_sum, distillation_sums, next_token_labels
 from ...step import Batch
 from ...target import (
     FORWARD_AND_BACKWARD,
@@ -100,13 +95,12 @@ class LongSpecObjective:
             self.draft, params, frozen, batch.tokens, draws, view, mlp_chunk=self.mlp_chunk
         )
         about: Any = {"labels": labels, "weights": weights, "chunk": self.loss_chunk}
-        if share := self.settings.distillation:
-            sums = distillation_sums(hidden, view.hidden, head, share=share, **about)._asdict()
-            return {"target_loss": sums.pop("teacher_loss"), **sums}
-        if self.target_loss:
-            loss, target_loss = cross_entropy_sums(hidden, view.hidden, head, **about)
-            return {"loss": loss, "target_loss": target_loss}
-        return {"loss": cross_entropy_sum(hidden, head, **about)}
+        share = self.settings.distillation
+        if not (share or self.target_loss):
+            return {"loss": cross_entropy_sum(hidden, head, **about)}
+        sums = distillation_sums(hidden, view.hidden, head, share=share, **about)
+        parts = {"cross_entropy": sums.cross_entropy, "divergence": sums.divergence}
+        return {"loss": sums.loss, "target_loss": sums.teacher_loss, **(parts if share else {})}
 
     def measure(self, params: Any, frozen: Any, batch: Batch) -> dict[str, float]:
         """Simulated acceptance."""
