@@ -18,7 +18,7 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
-    DrafterBase,
+    Drafter,
     Needs,
     Params,
     SamplingNoise,
@@ -48,7 +48,7 @@ class LongSpecState:
 
 
 @dataclass(frozen=True)
-class LongSpecDrafter(DrafterBase):
+class LongSpecDrafter(Drafter):
     """Proposes trees by beam search over the draft's cumulative log-probability."""
 
     config: DraftConfig

@@ -86,7 +86,7 @@ def behind_chain(levels: int, tree: TreeConfig) -> TreeConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class RetrievalDraft:
+class RetrievalDraft(Draft):
     """A draft of any kind with partial verification over retrieved context."""
 
     inner: Draft
@@ -94,14 +94,11 @@ class RetrievalDraft:
     target: TargetConfig
     options: RetrievalOptions
     name: str = field(init=False)
+    params: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.drafter(PLAIN).name)
-
-    @property
-    def params(self) -> Any:
-        """The inner draft's."""
-        return self.inner.params
+        object.__setattr__(self, "params", self.inner.params)
 
     @property
     def own_params(self) -> Any:

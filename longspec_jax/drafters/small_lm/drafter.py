@@ -20,7 +20,7 @@ from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
-    DrafterBase,
+    Drafter,
     Needs,
     Params,
     SamplingNoise,
@@ -57,7 +57,7 @@ class SmallLMState:
 
 
 @dataclass(frozen=True)
-class SmallLMDrafter(DrafterBase):
+class SmallLMDrafter(Drafter):
     """Proposes trees by beam search over the small model's cumulative log-probability.
 
     ``params.draft`` holds the parameters of its :class:`~longspec_jax.models.target.Target`.
