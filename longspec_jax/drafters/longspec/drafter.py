@@ -26,8 +26,7 @@ from longspec_jax.drafters.base import (
 )
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecParams
-from longspec_jax.drafters.retrieval.blocks import CachedSelection
-from longspec_jax.drafters.retrieval.working_cache import WorkingCache
+from longspec_jax.drafters.retrieval.working_cache import CachedSelection, WorkingCache
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix

@@ -27,8 +27,7 @@ from longspec_jax.drafters.base import (
     Uncommitted,
     View,
 )
-from longspec_jax.drafters.retrieval.blocks import CachedSelection
-from longspec_jax.drafters.retrieval.working_cache import WorkingCache
+from longspec_jax.drafters.retrieval.working_cache import CachedSelection, WorkingCache
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.models.target import Attend, Target, TargetOutput
 from longspec_jax.ops.attention.dispatch import chunk_attention, speculative_attention
@@ -165,7 +164,7 @@ class SmallLMDrafter(Drafter):
 
 
 def allocate(config: TargetConfig, batch: int, capacity: int, block: int = 1) -> SmallLMState:
-    """Zeros for rows of so many tokens; uninitialised memory could hold NaNs.
+    """Zeros for rows of ``capacity`` tokens; uninitialised memory could hold NaNs.
 
     Args:
       config: the small model's.
