@@ -1,6 +1,6 @@
 """Which tree to run next: the one with most tokens per second, found out at a bounded cost.
 
-A policy knows no clock, no arrays and no models. It is told what some rounds of a candidate emitted
+A policy knows no clock, no arrays and no models. It gets what some rounds of a candidate emitted
 and how long they took, and says which candidate to run next and for how many rounds. What a
 candidate costs is measured where it matters, in the run itself: at this context, with this batch,
 on this device.

@@ -65,10 +65,8 @@ class WorkingCache:
         """Rows that have chosen nothing yet; None where nothing is ever chosen."""
         if not self.refresh:
             return None
-        blocks, none = (
-            jnp.zeros((batch, self.budget.blocks), jnp.int32),
-            jnp.zeros(batch, jnp.int32),
-        )
+        none = jnp.zeros(batch, jnp.int32)
+        blocks = jnp.zeros((batch, self.budget.blocks), jnp.int32)
         return CachedSelection(self._retriever.empty(batch), blocks, none, none)
 
     def extend(
