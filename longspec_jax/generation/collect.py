@@ -97,17 +97,13 @@ class RoundCollector:
     def add(self, run: Run) -> StreamRound:
         """What the run has emitted since the last call."""
         progress, seen = run.progress, self._seen
-        tokens = tuple(map(_behind, progress.tokens, seen))
-        drafted = tuple(map(_behind, progress.drafted, seen))
+        tokens = tuple(tuple(row[start:]) for row, start in zip(progress.tokens, seen, strict=True))
+        flags = zip(progress.drafted, seen, strict=True)
+        drafted = tuple(tuple(row[start:]) for row, start in flags)
         ending = [done > ended for done, ended in zip(progress.done, self._ended, strict=True)]
         pieces = tuple(map(_pieces, self._texts, tokens, drafted, ending))
         self._seen, self._ended = list(map(len, progress.tokens)), list(progress.done)
         return StreamRound(tokens, drafted, pieces, run.stats)
-
-
-def _behind(row: Sequence[Any], start: int) -> tuple[Any, ...]:
-    """The entries of a row from ``start`` on."""
-    return tuple(row[start:])
 
 
 def _pieces(

@@ -4,6 +4,7 @@ In float32 the answer must be yes. In bfloat16 and float16 differently shaped re
 near-tie; the gap between the two candidates at the first divergence says whether that is all.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -156,10 +157,8 @@ def score_gap(
 
 def first_difference(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
     """Index of the first entry that differs; None if the sequences are equal."""
-    for index, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
+    pairs = enumerate(itertools.zip_longest(left, right))
+    return next((index for index, (one, other) in pairs if one != other), None)
 
 
 def _divergence(

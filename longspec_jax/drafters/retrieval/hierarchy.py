@@ -109,11 +109,8 @@ class Hierarchy(Drafter):
         return HierarchyState(inner, self.selector.extend(state.selector, committed))
 
     def before_round(self, params: Params, state: HierarchyState, view: View) -> HierarchyState:
-        """Prepare both, once before all of the rounds inside a proposal."""
-        inner = self.inner.before_round(params, state.inner, view)
-        if self.levels == 0:
-            return state._replace(inner=inner)  # Nothing is verified in part.
-        return HierarchyState(inner, self.selector.before_round(state.selector, view))
+        """Prepare the inner drafter, once before all of the rounds inside a proposal."""
+        return state._replace(inner=self.inner.before_round(params, state.inner, view))
 
     def propose(
         self, params: Params, state: HierarchyState, view: View, noise: SamplingNoise

@@ -115,10 +115,6 @@ class Selector:
         """The state after more tokens were committed: a chunk of a prompt, or an accepted path."""
         return state
 
-    def before_round(self, state: Any, view: View) -> Any:
-        """The state before every full verification and the partial ones that lead to it."""
-        return state
-
     def choose(self, state: Any, view: View) -> Selection:
         """What partial forwards see of the ``view.length[b]`` tokens in the cache."""
         raise NotImplementedError
