@@ -131,6 +131,8 @@ class LongSpecParams:
         Verification stays over the whole vocabulary, so the output is unchanged. Call it before
         :meth:`in_int8`.
         """
+        if isinstance(self.head, Int8Rows):
+            raise ValueError("the draft is in 8 bits already; restrict it before in_int8")
         rows = jnp.take(self.head, vocabulary, axis=0)
         return dataclasses.replace(self, head=rows, vocabulary=vocabulary)
 
