@@ -39,7 +39,7 @@ from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import Draft, drafters_of
 from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, demo_drafts
-from longspec_jax.generation import autotune, breakdown, comparison, inspection, run
+from longspec_jax.generation import autotune, comparison, inspection, run
 from longspec_jax.generation.activity import Activity, OnActivity, Tuned
 from longspec_jax.generation.autotune import may_time, start_tuned, trees_to_time
 from longspec_jax.generation.call import Call, Shape, plan_memory
@@ -60,7 +60,7 @@ from longspec_jax.generation.memory import (
     free_pinned_bytes,
 )
 from longspec_jax.generation.options import GenerateOptions, resolve
-from longspec_jax.generation.requests import STOP_WIDTH, RequestEngine, shape_for
+from longspec_jax.generation.requests import STOP_WIDTH, RequestEngine
 from longspec_jax.generation.result import GenerateResult, Notices, StreamRound
 from longspec_jax.generation.run import Begin, Run
 from longspec_jax.generation.timings import KnownTimings
@@ -180,7 +180,7 @@ class LongSpec:
           row_slots: rows that are decoded at once; those of a larger batch wait for a slot. All
             rows if absent.
           offload: keep the target's cache in the host's memory: for contexts larger than the
-            device's, at the pace at which the cache is moved.
+            device's, at the rate at which the cache is moved.
         """
         if prefill_chunk is None:
             prefill_chunk = 2048 if jax.default_backend() == "gpu" else 256
@@ -389,7 +389,8 @@ class LongSpec:
             whole_number(name, value)
         drafters, draft = self._drafters(tree, slots, adaptive)
         drafters = drafters if adaptive else drafters[:1]
-        shape = shape_for(max_tokens, tallest(drafters).tree.num_levels, self.prefill_chunk)
+        levels = tallest(drafters).tree.num_levels
+        shape = Shape.for_call(max_tokens, 0, levels, self.prefill_chunk)
         params = Params(self.target_params, draft)
         own = [part.own_params for part in self.drafts]
         batches = [slots, *[1] * prefills]
@@ -440,15 +441,15 @@ class LongSpec:
         rounds: int = 32,
         chat_template: str | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> breakdown.RoundParts:
+    ) -> inspection.RoundParts:
         """Seconds of drafting, verification and commit, in a run that waits for each of them.
 
-        Arguments as in :meth:`generate`; at most so many rounds are timed. The parts take longer
-        than the rounds of :meth:`generate`, where they overlap.
+        Arguments as in :meth:`generate`; at most ``rounds`` of them are timed. The parts take
+        longer than the rounds of :meth:`generate`, where they overlap.
         """
         whole_number("rounds", rounds)
         call = self._prepare(inputs, generation_config, tree, chat_template, options)
-        return breakdown.timed(self._beginning(call, tree, False, None), rounds)
+        return inspection.time_parts(self._beginning(call, tree, False, None), rounds)
 
     def score_gap(
         self,
@@ -472,7 +473,7 @@ class LongSpec:
         row = check_gap(tokens, plain, other, self.target_config.vocab_size)
         call = self._prepare([row[:-1]], None, PLAIN, None, options)
         running = run.start(call, self._warm, streams=False, rounds=False)
-        return comparison.score_gap(running, row[-1], plain, other)
+        return comparison.score_gap(running, [row[-1]], [len(row) - 1], 0, (plain, other))
 
     def check(
         self,
@@ -574,7 +575,7 @@ class LongSpec:
     def _drafters(
         self, tree: TreeConfig | Sequence[int] | str | None, rows: int, adaptive: bool
     ) -> tuple[tuple[Drafter, ...], Any]:
-        """The static part of what may propose the trees of so many rows, and its parameters."""
+        """The drafters that may propose trees for this many rows, and their parameters."""
         chosen = self.tree if tree is None else as_tree(tree)
         if not self.drafts and tree is None:
             chosen = PLAIN

@@ -310,61 +310,32 @@ whole tiles of query rows, so that a round takes 4 to 9 % less time on a GPU (Vi
 4k), for at most 1 % fewer tokens (README)."""
 
 
-_SEVEN_B: dict[str, Any] = dict(
-    architecture="LlamaForCausalLM",
-    vocab_size=32000,
-    model_width=4096,
-    mlp_width=11008,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    head_width=128,
-)
-_THIRTEEN_B: dict[str, Any] = dict(
-    architecture="LlamaForCausalLM",
-    vocab_size=32000,
-    model_width=5120,
-    mlp_width=13824,
-    num_layers=40,
-    num_heads=40,
-    num_kv_heads=40,
-    head_width=128,
-)
-_EIGHT_B: dict[str, Any] = dict(
-    architecture="LlamaForCausalLM",
-    vocab_size=128256,
-    model_width=4096,
-    mlp_width=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_width=128,
-)
-_QWQ: dict[str, Any] = dict(
-    architecture="Qwen2ForCausalLM",
-    vocab_size=152064,
-    model_width=5120,
-    mlp_width=27648,
-    num_layers=64,
-    num_heads=40,
-    num_kv_heads=8,
-    head_width=128,
-    rope_theta=1e6,
-    norm_eps=1e-5,
-    qkv_bias=True,
-)
-_QWEN3: dict[str, Any] = dict(
-    architecture="Qwen3ForCausalLM",
-    vocab_size=151936,
-    num_layers=36,
-    num_heads=32,
-    num_kv_heads=8,
-    head_width=128,
-    max_positions=40960,
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    qk_norm=True,
-)
+def _shape(
+    family: str, vocab_size: int, widths: tuple[int, int], layers: int, heads: tuple[int, int]
+) -> dict[str, Any]:
+    """Sizes that several targets share: widths of model and MLP, heads and key/value heads."""
+    model_width, mlp_width = widths
+    num_heads, num_kv_heads = heads
+    return dict(
+        architecture=f"{family}ForCausalLM",
+        vocab_size=vocab_size,
+        model_width=model_width,
+        mlp_width=mlp_width,
+        num_layers=layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_width=128,
+    )
+
+
+_SEVEN_B = _shape("Llama", 32000, (4096, 11008), 32, (32, 32))
+_THIRTEEN_B = _shape("Llama", 32000, (5120, 13824), 40, (40, 40))
+_EIGHT_B = _shape("Llama", 128256, (4096, 14336), 32, (32, 8))
+_QWQ: dict[str, Any] = _shape("Qwen2", 152064, (5120, 27648), 64, (40, 8)) | {
+    "rope_theta": 1e6,
+    "qkv_bias": True,
+}
+_QWEN3: dict[str, Any] = dict(max_positions=40960, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
 
 
 @dataclass(frozen=True)
@@ -413,11 +384,14 @@ TARGETS: dict[str, KnownTarget] = {
     ),
     "qwq32b": KnownTarget("Qwen/QwQ-32B", TargetConfig(max_positions=131072, **_QWQ)),
     "qwen3-8b": KnownTarget(
-        "Qwen/Qwen3-8B", TargetConfig(model_width=4096, mlp_width=12288, **_QWEN3)
+        "Qwen/Qwen3-8B",
+        TargetConfig(**_shape("Qwen3", 151936, (4096, 12288), 36, (32, 8)), **_QWEN3),
     ),
     "qwen3-4b": KnownTarget(
         "Qwen/Qwen3-4B",
-        TargetConfig(model_width=2560, mlp_width=9728, tied_embeddings=True, **_QWEN3),
+        TargetConfig(
+            tied_embeddings=True, **_shape("Qwen3", 151936, (2560, 9728), 36, (32, 8)), **_QWEN3
+        ),
     ),
 }
 """The paper's and the release's targets, and two of Qwen3, by the names that the commands take."""

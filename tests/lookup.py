@@ -16,7 +16,7 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import Prefilled, Verification
 from longspec_jax.drafters.base import (
     NOTHING,
-    DrafterBase,
+    Drafter,
     Features,
     Needs,
     Params,
@@ -98,7 +98,7 @@ def _features(rows: jax.Array, needs: Needs) -> Features:
 
 
 @dataclass(frozen=True)
-class LookupDrafter(DrafterBase):
+class LookupDrafter(Drafter):
     """Beam search over its own table: the target's (perfect), another (random), or its negative."""
 
     tree: TreeConfig
@@ -131,7 +131,7 @@ class LookupDrafter(DrafterBase):
 
 
 @dataclass(frozen=True)
-class ConstantDrafter(DrafterBase):
+class ConstantDrafter(Drafter):
     """Adversarial: every node carries the same token, so siblings are duplicates of each other."""
 
     tree: TreeConfig

@@ -82,7 +82,7 @@ class KVCache:
         return KVCache(written[:layers], written[layers:])
 
     def rows(self, tokens: int) -> Uncommitted:
-        """Zeros for the keys and values of so many tokens outside the cache."""
+        """Zeros for the keys and values of this many tokens outside the cache."""
 
         def empty(slots: Array) -> Array:
             batch, heads, _, width = slots.shape

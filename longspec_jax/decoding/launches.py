@@ -20,7 +20,7 @@ class Launch(NamedTuple):
     landing: "Future[tuple[Any, float]]"
     """What the launch did, and when it had."""
     read: Callable[[Any, float], list[Any]]
-    """Takes in what it did, in so many seconds."""
+    """Takes in what it did and its seconds."""
     choice: Choice | None
     """The rounds; None for a part of a prefill."""
     held: tuple[int | None, ...]

@@ -1,6 +1,6 @@
 """Which tree to run next: the one with most tokens per second, found out at a bounded cost.
 
-A policy knows no clock, no arrays and no models. It is told what some rounds of a candidate emitted
+A policy knows no clock, no arrays and no models. It gets what some rounds of a candidate emitted
 and how long they took, and says which candidate to run next and for how many rounds. What a
 candidate costs is measured where it matters, in the run itself: at this context, with this batch,
 on this device.
@@ -11,8 +11,8 @@ so far, for every candidate, and no more. And what is known of a candidate fades
 that it is looked at again, the sooner the closer it came.
 
 At the end of a burst the device waits for the host, the longer the more buffers a round has. That
-*wait* is told from the rounds by bursts of different lengths of one candidate: without it whatever
-runs in long bursts would seem faster than what is merely looked at.
+*wait* is estimated from bursts of different lengths of one candidate: without it whatever runs in
+long bursts would seem faster than what runs in short ones.
 """
 
 import math
@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 FIRST_LOOK = 2
 """Rounds of the first bursts of every candidate: one round may emit little by chance."""
 SUSPICIOUS = 5.0
-"""Times the cheapest candidate's pace from which a first look is not believed: it may have met a
+"""Times the cheapest candidate's round from which a first timing does not count: it may have met a
 pause."""
 MANY = 2**31 - 1
 """More rounds than any run has."""
@@ -109,7 +109,7 @@ class Estimate:
     regret: float = 0.0
     """Seconds by which looking at it was slower than running the fastest would have been."""
 
-    def pace(self, wait: float) -> float:
+    def round_seconds(self, wait: float) -> float:
         """Seconds of a round: the least of recent timings, since whatever else runs only adds.
 
         Args:
@@ -120,7 +120,7 @@ class Estimate:
 
     def speed(self, wait: float) -> float:
         """Tokens a second in a row; 0 before the first measurement."""
-        return self.tokens / self.pace(wait) if self.timings else 0.0
+        return self.tokens / self.round_seconds(wait) if self.timings else 0.0
 
     def faded(self, factor: float) -> "Estimate":
         """The same noise, held less firmly."""
@@ -178,7 +178,7 @@ class FastestWithinBudget:
 
     @classmethod
     def over(cls, candidates: int) -> "FastestWithinBudget":
-        """A policy that knows nothing yet of so many candidates."""
+        """A policy that knows nothing yet of its candidates."""
         return cls((Estimate(),) * candidates)
 
     @property
@@ -213,8 +213,8 @@ class FastestWithinBudget:
         estimates = [estimate.faded(factor) for estimate in self.estimates]
         wait = max(self.wait, estimates[candidate].wait(seen))
         new = estimates[candidate].updated(seen)
-        # A pause is nobody's fault: time is counted at the candidate's usual pace.
-        spent = seen.rounds * new.pace(wait) + wait
+        # A pause does not count: the candidate's usual seconds per round do.
+        spent = seen.rounds * new.round_seconds(wait) + wait
         fastest = self.estimates[self.leader].speed(wait)
         if candidate != self.leader and fastest:
             emitted = seen.rounds * seen.tokens / seen.row_rounds
@@ -233,11 +233,11 @@ class FastestWithinBudget:
         cheapest, *others = self.estimates
         if len(cheapest.timings) < 2:
             return Choice(0, FIRST_LOOK)
-        usual = SUSPICIOUS * cheapest.pace(self.wait)
+        usual = SUSPICIOUS * cheapest.round_seconds(self.wait)
         for index, estimate in enumerate(others, start=1):
             if not estimate.timings:
                 return Choice(index, FIRST_LOOK)
-            if len(estimate.timings) == 1 and estimate.pace(self.wait) > usual:
+            if len(estimate.timings) == 1 and estimate.round_seconds(self.wait) > usual:
                 return Choice(index, 1)
         return None
 
@@ -251,15 +251,15 @@ class FastestWithinBudget:
         """Whether the budget covers the regret that a look is expected to cost."""
         estimate = self.estimates[look.candidate]
         fastest = self.estimates[self.leader].speed(self.wait)
-        slower = estimate.pace(self.wait) - estimate.tokens / fastest
+        slower = estimate.round_seconds(self.wait) - estimate.tokens / fastest
         expected = look.rounds * slower + self.wait
-        cheapest = min(estimate.pace(self.wait) for estimate in self.estimates)
+        cheapest = min(estimate.round_seconds(self.wait) for estimate in self.estimates)
         allowed = self.share * self.elapsed + self.credit * cheapest
         return estimate.regret + expected <= allowed
 
     def _burst(self, index: int) -> int:
         """Rounds of a burst: enough that waiting for the host does not show."""
-        rounds = math.ceil(self.burst_seconds / self.estimates[index].pace(self.wait))
+        rounds = math.ceil(self.burst_seconds / self.estimates[index].round_seconds(self.wait))
         return min(max(rounds, self.burst_rounds), self.longest_burst)
 
 

@@ -1,4 +1,4 @@
-"""What drafters are told of a round's draws: the same noise that the target's draws will use."""
+"""The noise of a round's draws for its drafter: the same that the target's draws will use."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ class RoundNoise:
         return dataclasses.replace(self, noise=jnp.take(self.noise, tokens, axis=2))
 
     def after(self, steps: Lengths, levels: int) -> "RoundNoise":
-        """The same for nodes below ``steps[b]`` more tokens, down to so many levels."""
+        """The same for nodes below ``steps[b]`` more tokens, down to ``levels`` levels."""
         # Beyond the last depth there is nothing to draw, and what is known before must stay.
         at = jnp.minimum(steps[:, None] + jnp.arange(levels + 1), self.noise.shape[1] - 1)
         return dataclasses.replace(self, noise=along(at, self.noise))

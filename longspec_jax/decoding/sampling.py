@@ -67,7 +67,7 @@ class Sampling:
 
     @classmethod
     def greedy(cls, rows: int) -> "Sampling":
-        """The argmax in every one of so many rows."""
+        """The argmax in each of this many rows."""
         return cls(
             jnp.zeros(rows),
             jnp.zeros(rows, jnp.int32),

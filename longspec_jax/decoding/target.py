@@ -1,4 +1,4 @@
-"""The target as the decode loop sees it: prefill a chunk, verify a tree, glance at a part.
+"""The target as the decode loop sees it: prefill a chunk, verify a tree, run a partial forward.
 
 :class:`TargetModel` is the protocol, which a lookup table can satisfy in tests;
 :class:`CachedTarget` binds :class:`longspec_jax.models.target.Target` to a cache and the attention

@@ -58,7 +58,7 @@ class CacheView:
         return Prefix(self.keys[-1], self.values[-1], self.length)
 
     def uncommitted(self, tokens: int) -> Uncommitted:
-        """Room for so many tokens outside the cache."""
+        """Zeros for the keys and values of this many tokens outside the cache."""
         return self.cache.rows(tokens)
 
     def partial_forward(
@@ -91,7 +91,7 @@ class CacheView:
         return forward._replace(fresh=fresh)
 
     def accept(self, tree: Tree, draws: Int[Array, "B T"], levels: int) -> AcceptedPath:
-        """The path that draws take through a tree of so many levels."""
+        """The path that draws take through a tree of ``levels`` levels."""
         return accept(tree, draws, levels)
 
     def ahead(self, pending: Int[Array, " B"], steps: Lengths, past: Uncommitted) -> "CacheView":

@@ -112,7 +112,7 @@ class SamplingNoise(Protocol):
         ...
 
     def after(self, steps: Lengths, levels: int) -> "SamplingNoise":
-        """The same for nodes below ``steps[b]`` more tokens, down to so many levels."""
+        """The same for nodes below ``steps[b]`` more tokens, down to ``levels`` levels."""
         ...
 
 
@@ -200,7 +200,7 @@ class View(Protocol):
         ...
 
     def uncommitted(self, tokens: int) -> Uncommitted:
-        """Zeros for the keys and values of so many tokens outside the cache."""
+        """Zeros for the keys and values of this many tokens outside the cache."""
         ...
 
     def partial_forward(
@@ -227,7 +227,7 @@ class View(Protocol):
         ...
 
     def accept(self, tree: Tree, draws: Int[Array, "B T"], levels: int) -> AcceptedPath:
-        """The path through a tree of so many levels that these draws accept."""
+        """The path through a tree of ``levels`` levels that these draws accept."""
         ...
 
     def ahead(self, pending: Int[Array, " B"], steps: Lengths, past: Uncommitted) -> "View":
@@ -249,27 +249,21 @@ class View(Protocol):
         ...
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """Pure functions of parameters and state; the object itself is static and hashable.
+class Drafter:
+    """Pure functions of parameters and state; the object itself is a frozen dataclass.
 
-    Implementations inherit :class:`DrafterBase`, which holds what most of them have in common.
+    By default it has no state, copies nothing of the cache, and its output is lossless.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the drafter kind."""
-        ...
-
-    @property
-    def tree(self) -> TreeConfig:
-        """The static shape of the trees it proposes."""
-        ...
+    name: str
+    """Name of the drafter kind."""
+    tree: TreeConfig
+    """The static shape of the trees it proposes."""
 
     @property
     def needs(self) -> Needs:
         """What it needs to learn of committed tokens."""
-        ...
+        return NOTHING
 
     def begin(self, params: Params, batch: int, capacity: int) -> Any:
         """The state of rows without a token, every leaf ``[B, ...]``.
@@ -279,72 +273,41 @@ class Drafter(Protocol):
           batch: rows.
           capacity: most tokens that a row will hold.
         """
-        ...
+        return ()
 
     def extend(self, params: Params, state: Any, committed: Committed) -> Any:
         """The state after more tokens were committed: a chunk of a prompt, or an accepted path."""
-        ...
+        return state
 
     def before_round(self, params: Params, state: Any, view: View) -> Any:
         """The state before a round, which may take something from the target's cache."""
-        ...
+        return state
 
     def propose(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
         """Candidate continuations of the pending tokens: ``tree.num_nodes`` nodes with the root."""
-        ...
+        raise NotImplementedError
 
     def gathered_slots(self, capacity: int) -> int:
         """Slots of every layer of the target's cache that it copies in a round."""
-        ...
+        return 0
 
     @property
     def lossless(self) -> bool:
         """Whether the output is the target's own. Reports must show a drafter that is not."""
-        ...
-
-    @property
-    def trusted(self) -> int:
-        """First levels of its trees that are emitted whatever the target draws; 0 if lossless."""
-        ...
-
-
-class DrafterBase:
-    """What a drafter has by default: no state, no copies of the cache, a lossless output."""
-
-    def begin(self, params: Params, batch: int, capacity: int) -> Any:
-        """No state."""
-        return ()
-
-    def extend(self, params: Params, state: Any, committed: Committed) -> Any:
-        """The same state: it learns nothing of committed tokens."""
-        return state
-
-    def before_round(self, params: Params, state: Any, view: View) -> Any:
-        """The same state: it takes nothing from the target's cache."""
-        return state
-
-    def gathered_slots(self, capacity: int) -> int:
-        """No copies."""
-        return 0
-
-    @property
-    def lossless(self) -> bool:
-        """The target's own draws are emitted."""
         return True
 
     @property
     def trusted(self) -> int:
-        """No level."""
+        """First levels of its trees that are emitted whatever the target draws; 0 if lossless."""
         return 0
 
 
 @dataclass(frozen=True)
-class NoDraft(DrafterBase):
+class NoDraft(Drafter):
     """Proposes the pending token alone: plain decoding, through the same step."""
 
     name: str = field(default="plain", init=False)
     tree: TreeConfig = field(default=PLAIN, init=False)
-    needs: Needs = field(default=NOTHING, init=False)
 
     def propose(self, params: Params, state: tuple[()], view: View, noise: SamplingNoise) -> Tree:
         """The root without children."""

@@ -4,9 +4,11 @@ They know none of its options: a draft has its parameters, makes a drafter for a
 which trees usually pay. Of several drafts a call runs the one that is fastest.
 """
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,7 +16,6 @@ from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
     Drafter,
-    DrafterBase,
     Needs,
     Params,
     SamplingNoise,
@@ -58,33 +59,26 @@ class DefaultTrees:
     cost time. Those for one row if empty."""
 
 
-@runtime_checkable
-class Draft(Protocol):
-    """What every kind of draft provides."""
+class Draft:
+    """A loaded draft of any kind. By default it has no parameters and fits every target."""
 
-    @property
-    def name(self) -> str:
-        """Name of the draft kind: ``longspec``, ``ngram``."""
-        ...
-
-    @property
-    def params(self) -> Any:
-        """What its drafters get as ``params.draft``; may hold arrays of the target."""
-        ...
+    name: str
+    """Name of the draft kind: ``longspec``, ``ngram``."""
+    params: Any = ()
+    """What its drafters get as ``params.draft``; may hold arrays of the target."""
 
     @property
     def own_params(self) -> Any:
         """The parameters that are not shared with the target."""
-        ...
+        return self.params
 
     @property
     def default_trees(self) -> DefaultTrees:
         """Which trees usually pay."""
-        ...
+        raise NotImplementedError
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError if it does not belong to this target."""
-        ...
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> Drafter:
         """The drafter that grows this tree.
@@ -93,11 +87,11 @@ class Draft(Protocol):
           tree: shape of its trees; without levels it proposes nothing, but its state still learns.
           attention: attention implementation; chosen automatically if absent.
         """
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class OneOf(DrafterBase):
+class OneOf(Drafter):
     """One of several drafters proposes; all of them learn of committed tokens.
 
     Candidates of a call differ only in ``active`` and ``tree``, and share one state.
@@ -107,18 +101,15 @@ class OneOf(DrafterBase):
     """Drafters of plain trees; the active one grows :attr:`tree`."""
     active: int
     tree: TreeConfig
-    needs: Needs = field(init=False)
+    name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        needs = self.members[0].needs
-        for member in self.members[1:]:
-            needs |= member.needs
-        object.__setattr__(self, "needs", needs)
+        object.__setattr__(self, "name", self.members[self.active].name)
 
     @property
-    def name(self) -> str:
-        """The active member's."""
-        return self.alone.name
+    def needs(self) -> Needs:
+        """What all members need together."""
+        return functools.reduce(operator.or_, (member.needs for member in self.members))
 
     @property
     def alone(self) -> Drafter:

@@ -15,16 +15,16 @@ from flax import struct
 from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
-    DrafterBase,
+    Drafter,
     Needs,
     Params,
     SamplingNoise,
     View,
 )
-from longspec_jax.drafters.draft import DefaultTrees
+from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.tree import Tree, grow, plant, within_budget
 from longspec_jax.ops.slicing import along
 
@@ -43,12 +43,11 @@ class NgramState:
 
 
 @dataclass(frozen=True)
-class NgramDrafter(DrafterBase):
+class NgramDrafter(Drafter):
     """Proposes the continuations of the earlier places that match the row's end best."""
 
     tree: TreeConfig
     name: str = field(default="ngram", init=False)
-    needs: Needs = field(default=Needs(), init=False)
 
     def __post_init__(self) -> None:
         if self.tree.threshold is not None:
@@ -56,6 +55,11 @@ class NgramDrafter(DrafterBase):
                 f"tree {self.tree}: ngram has no probabilities to estimate the gain of a level "
                 f"from (+{self.tree.threshold:g}); write {replace(self.tree, threshold=None)}"
             )
+
+    @property
+    def needs(self) -> Needs:
+        """All tokens, and nothing computed of them."""
+        return Needs()
 
     def begin(self, params: Params, batch: int, capacity: int) -> NgramState:
         """No tokens yet."""
@@ -84,21 +88,16 @@ class NgramDrafter(DrafterBase):
 
 
 @dataclass(frozen=True)
-class NgramDraft:
+class NgramDraft(Draft):
     """Prompt lookup as a draft; it has no parameters and fits every target."""
 
     name: str = field(default="ngram", init=False)
-    params: tuple[()] = field(default=(), init=False)
-    own_params: tuple[()] = field(default=(), init=False)
 
     @property
     def default_trees(self) -> DefaultTrees:
         """Several continuations; few nodes of them are verified where nodes cost time."""
         few, some, many = (TreeConfig((8,) * 8, budget) for budget in (6, 16, 64))
         return DefaultTrees((few,), (some,), (many,))
-
-    def check_fits(self, target: TargetConfig) -> None:
-        """It fits every target."""
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> NgramDrafter:
         """The drafter that fills this tree."""

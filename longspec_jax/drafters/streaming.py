@@ -11,23 +11,21 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import (
-    NOTHING,
-    DrafterBase,
-    Needs,
+    Drafter,
     Params,
     SamplingNoise,
     Uncommitted,
     View,
 )
-from longspec_jax.drafters.draft import DefaultTrees
+from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 
 
 @dataclass(frozen=True)
-class StreamingDrafter(DrafterBase):
+class StreamingDrafter(Drafter):
     """Proposes trees by beam search over the log-probability of the target's partial forwards.
 
     A level costs a forward of the target, however narrow it is: chains and narrow trees pay.
@@ -37,7 +35,6 @@ class StreamingDrafter(DrafterBase):
     selection: SinksAndRecent = SinksAndRecent()
     """Which committed tokens a level sees, beside its own ancestors."""
     name: str = field(default="streaming", init=False)
-    needs: Needs = field(default=NOTHING, init=False)
 
     def propose(self, params: Params, state: tuple[()], view: View, noise: SamplingNoise) -> Tree:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
@@ -55,7 +52,7 @@ class StreamingDrafter(DrafterBase):
 
 
 @dataclass(frozen=True)
-class StreamingDraft:
+class StreamingDraft(Draft):
     """The target itself as a draft; it has no parameters of its own and fits every target."""
 
     sinks: int = SinksAndRecent.sinks
@@ -63,8 +60,6 @@ class StreamingDraft:
     recent: int = SinksAndRecent.recent
     """Last tokens of the row that it sees."""
     name: str = field(default="streaming", init=False)
-    params: tuple[()] = field(default=(), init=False)
-    own_params: tuple[()] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         SinksAndRecent(self.sinks, self.recent)  # Raises for what it cannot be.
@@ -74,9 +69,6 @@ class StreamingDraft:
         """Chains: a level costs a forward of the target, however few its nodes are."""
         chains = tuple(TreeConfig((1,) * levels) for levels in (2, 3, 4))
         return DefaultTrees(chains, chains, chains)
-
-    def check_fits(self, target: TargetConfig) -> None:
-        """It fits every target."""
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> StreamingDrafter:
         """The drafter that grows this tree."""

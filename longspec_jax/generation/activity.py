@@ -1,7 +1,7 @@
-"""What a call is doing while no text comes: for whoever waits for it.
+"""What a call is doing while no text comes, for a display of its progress.
 
-A call reports its activities to the function it was given, in the order in which they begin; a long
-one is reported again as it gets on. Reports cost nothing where nobody listens.
+A call reports its activities to ``on_activity`` in the order in which they begin. A long one is
+reported again as it advances. Without ``on_activity`` nothing is reported and nothing is spent.
 """
 
 from collections.abc import Callable
@@ -49,14 +49,14 @@ class DecodingPlainly:
 
 @dataclass(frozen=True)
 class Tuned:
-    """It is settled what the call runs."""
+    """The call has chosen what it runs."""
 
     drafter: str
     """The name of the drafter; ``plain`` if none pays."""
     tree: TreeConfig
     """The tree; without levels, plain decoding."""
     timings: tuple[TreeTiming, ...]
-    """What was timed now or before; empty if nothing could be, and the tree is the usual one."""
+    """What was timed now or before; empty if nothing could be, and the tree is the default one."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def start_tuned(
       warm: the shapes compiled so far.
       known: the timings known so far.
       streams: whether the run is followed round by round.
-      on_activity: told of everything that takes time, and what was settled.
+      on_activity: called with everything that takes time, and with the choice.
     """
     timings: tuple[TreeTiming, ...] = ()
     key = None
@@ -127,7 +127,7 @@ def start_tuned(
 
 
 def correct(known: KnownTimings, run: Run) -> None:
-    """Correct the kept timings by a finished run, and tell its listener if it was slower."""
+    """Correct the kept timings by a finished run, and report a run that was slower."""
     if run.timing_key is None or run.call.waits:
         return
     drafter, [seen] = run.call.drafter, run.engine.totals
@@ -209,7 +209,7 @@ def _time_all(choices: Sequence[Call], run: Run, on_activity: OnActivity) -> tup
 def time_tree(run: Run, choice: Call, timings: int) -> TreeTiming:
     """Time some rounds of a call's drafter, as it will run them, behind another call's prefill.
 
-    The fastest of so many ``timings`` counts, the first round excluded. The rounds append to the
+    The fastest of the ``timings`` counts, the first round excluded. The rounds append to the
     run's own cache, of which nothing behind the committed tokens is ever read before it is written
     again: of many rows no second one would fit. All else is copied.
     """

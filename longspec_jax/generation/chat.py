@@ -4,7 +4,6 @@ Quick to import: the commands refuse bad messages before the library's slow impo
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from longspec_jax.checks import shown
@@ -32,43 +31,29 @@ def plain_messages(
         )
     prefix = f"{where}: " if where else ""
     return [
-        _Message(f"{prefix}message {index}", shown).plain(message)
-        for index, message in enumerate(messages)
+        _plain(f"{prefix}message {index}", message, shown) for index, message in enumerate(messages)
     ]
 
 
-@dataclass(frozen=True)
-class _Message:
-    """One message of a conversation."""
-
-    name: str
-    shown: Callable[[Any], str]
-
-    def plain(self, message: Any) -> dict[str, Any]:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise ValueError(f"{self.name} must have role and content, got {self.shown(message)}")
-        role = message["role"]
-        if not isinstance(role, str):
-            raise ValueError(f"{self.name}: the role must be text, got {self.shown(role)}")
-        others = {key: value for key, value in message.items() if value is not None}
-        return {**others, "content": self._text(message["content"])}
-
-    def _text(self, content: Any) -> str:
-        if isinstance(content, str):
-            return content
-        if isinstance(content, list | tuple) and content:
-            return "".join(map(self._part, content))
-        raise ValueError(f"{self.name}: the content must be {CONTENT}, got {self.shown(content)}")
-
-    def _part(self, part: Any) -> str:
+def _plain(name: str, message: Any, shown: Callable[[Any], str]) -> dict[str, Any]:
+    """One message with its content as text; errors begin with its name."""
+    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        raise ValueError(f"{name} must have role and content, got {shown(message)}")
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str):
+        raise ValueError(f"{name}: the role must be text, got {shown(role)}")
+    if not isinstance(content, str | list | tuple) or not (content or content == ""):
+        raise ValueError(f"{name}: the content must be {CONTENT}, got {shown(content)}")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    for part in parts:
         is_text = isinstance(part, Mapping) and part.get("type") == "text"
-        text = part.get("text") if is_text else None
-        if isinstance(text, str):
-            return text
-        raise ValueError(
-            f'{self.name}: a part of the content must be {{"type": "text", "text": ...}}, got '
-            f"{self.shown(part)}; images and sound are not supported"
-        )
+        if not is_text or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f'{name}: a part of the content must be {{"type": "text", "text": ...}}, got '
+                f"{shown(part)}; images and sound are not supported"
+            )
+    others = {key: value for key, value in message.items() if value is not None}
+    return {**others, "content": "".join(part["text"] for part in parts)}
 
 
 VICUNA_TEMPLATE = (

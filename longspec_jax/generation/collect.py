@@ -57,7 +57,7 @@ def follow(run: Run, tokenizer: Any, on_round: Callable[[StreamRound], None] | N
 
 @contextmanager
 def ended(streamer: Streamer | None) -> Iterator[None]:
-    """End a streamer whatever happens: somebody may wait for it in another thread."""
+    """End a streamer after errors too: another thread may wait for it."""
     try:
         yield
     finally:
@@ -80,7 +80,7 @@ def stream_into(
 
 
 class RoundCollector:
-    """Remembers what each row has shown, and returns what a round adds."""
+    """Remembers the output of each row so far, and returns what a round adds."""
 
     def __init__(self, run: Run, tokenizer: Any) -> None:
         """Start before the first round.
@@ -95,19 +95,15 @@ class RoundCollector:
         self._ended = [False] * len(prompts)
 
     def add(self, run: Run) -> StreamRound:
-        """What the run has gained since the last call."""
+        """What the run has emitted since the last call."""
         progress, seen = run.progress, self._seen
-        tokens = tuple(map(_behind, progress.tokens, seen))
-        drafted = tuple(map(_behind, progress.drafted, seen))
+        tokens = tuple(tuple(row[start:]) for row, start in zip(progress.tokens, seen, strict=True))
+        flags = zip(progress.drafted, seen, strict=True)
+        drafted = tuple(tuple(row[start:]) for row, start in flags)
         ending = [done > ended for done, ended in zip(progress.done, self._ended, strict=True)]
         pieces = tuple(map(_pieces, self._texts, tokens, drafted, ending))
         self._seen, self._ended = list(map(len, progress.tokens)), list(progress.done)
         return StreamRound(tokens, drafted, pieces, run.stats)
-
-
-def _behind(row: Sequence[Any], start: int) -> tuple[Any, ...]:
-    """The entries of a row from ``start`` on."""
-    return tuple(row[start:])
 
 
 def _pieces(

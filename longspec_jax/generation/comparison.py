@@ -4,6 +4,7 @@ In float32 the answer must be yes. In bfloat16 and float16 differently shaped re
 near-tie; the gap between the two candidates at the first divergence says whether that is all.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def run_both(
       warm: the shapes compiled so far.
       tokenizer: a transformers tokenizer, or None for no text.
       on_round: called with every round of the speculative run.
-      on_activity: told what is done while no round ends.
+      on_activity: called with what is done while no round ends.
 
     Returns:
       The comparison, and both runs.
@@ -133,32 +134,20 @@ def _plain_listener(call: Call, on_activity: OnActivity | None) -> Callable[[Str
     return lambda added: tell(DecodingPlainly(sum(added.stats.new_tokens), total))
 
 
-def score_gap(run: Run, last: int, plain: int, other: int) -> float | None:
-    """How much plain decoding's scores prefer one next token of a single row to another.
-
-    Args:
-      run: the row, prefilled up to its last token.
-      last: that token.
-      plain: the token that is preferred.
-      other: the one it is compared with.
-
-    Returns:
-      The difference, noise and temperature included; None if filters left out one of the two.
-    """
-    return _gap(run, [last], [len(run.call.prompts[0])], 0, (plain, other))
-
-
-def _gap(
+def score_gap(
     run: Run, last: Sequence[int], length: Sequence[int], row: int, pair: tuple[int, int]
 ) -> float | None:
-    """How far the scores of a row prefer one next token to another; None if one has none.
+    """How much plain decoding's scores of a row prefer one next token to another.
 
     Args:
-      run: of the plain call.
-      last: the token before, of each row.
+      run: of the plain call, whose cache holds all tokens before the last ones.
+      last: the last token of each row.
       length: its position.
       row: the one in question.
       pair: the preferred token and the other one.
+
+    Returns:
+      The difference, noise and temperature included; None if filters left out one of the two.
     """
     call, at = run.call, (jnp.asarray(last), jnp.asarray(length))
     scores = _scores(call.target, call.params, call.request, run.engine.rows.cache, *at)[row]
@@ -168,10 +157,8 @@ def _gap(
 
 def first_difference(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
     """Index of the first entry that differs; None if the sequences are equal."""
-    for index, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
+    pairs = enumerate(itertools.zip_longest(left, right))
+    return next((index for index, (one, other) in pairs if one != other), None)
 
 
 def _divergence(
@@ -188,7 +175,7 @@ def _divergence(
     if index > 0 and not run.call.waits and plain is not None and other is not None:
         before = [tokens[min(index, len(tokens)) - 1] for tokens in run.progress.tokens]
         length = [len(prompt) + index - 1 for prompt in run.call.prompts]
-        gap = _gap(run, before, length, row, (plain, other))
+        gap = score_gap(run, before, length, row, (plain, other))
     return Divergence(row, index, plain, other, gap)
 
 

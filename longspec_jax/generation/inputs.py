@@ -19,7 +19,7 @@ these for a batch; also what a transformers tokenizer returns (``input_ids``,
 Prompts: TypeAlias = tuple[np.ndarray, ...]
 """Token ids of every row, int32, not empty."""
 SHORT = 8
-"""A text of at most so many characters per position is tokenised without a check of its length."""
+"""Characters per position up to which a text is tokenised without a check of its length."""
 
 
 def to_prompts(

@@ -1,9 +1,14 @@
-"""Look inside a round: the draft's candidates beside the target's draws.
+"""Look inside a round: the draft's candidates beside the target's draws, and what its parts take.
 
-For every depth of the accepted path: what the draft proposed there, how likely the target finds
-each proposal, what the target drew, and hence why the path went on or stopped.
+For every depth of the accepted path :func:`rounds` shows what the draft proposed there, how likely
+the target finds each proposal, what the target drew, and hence why the path went on or stopped.
+
+:func:`time_parts` waits for each part of a round. Waiting keeps the device from beginning one part
+while another ends, and every part is a program of its own. So the parts together take longer than
+the round as one program: they show where the time goes, not how long a round is.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +20,14 @@ import numpy as np
 from longspec_jax.axes import Array
 from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.round import Emitted
+from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.sampling import NO_TOKEN
+from longspec_jax.decoding.target import CachedTarget, Verification
 from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.drafters.tree import Tree
+from longspec_jax.generation.call import Call
 from longspec_jax.generation.run import Begin
 from longspec_jax.ops.partitioned import use_mesh
 
@@ -99,35 +109,127 @@ def _views(begin: Begin) -> Iterator[RoundView]:
     engine.ahead = False
     for number, _ in enumerate(run.rounds()):
         if not run.progress.done[0]:
-            seen = _examine(call.target, call.drafter, call.params, engine.rows)
+            seen = jax.device_get(_seen(call, engine.rows))
             position = len(call.prompts[0]) + len(run.progress.tokens[0])
-            yield _view(number, position, jax.device_get(seen))
+            yield _view(number, position, seen)
+
+
+@dataclass(frozen=True)
+class RoundParts:
+    """Seconds of the parts of some rounds, all rows of the call together."""
+
+    rounds: int
+    draft: float
+    """The drafter looks at the cache and grows its tree."""
+    verify: float
+    """The target's forward over the tree, its LM head and the draws."""
+    commit: float
+    """Accepting a path, appending it to the cache, and the drafter's update."""
+
+
+def time_parts(begin: Begin, limit: int) -> RoundParts:
+    """Time the parts of a call's rounds; the first round, which may compile, does not count.
+
+    Args:
+      begin: makes the call ready; it has settled on one tree, and every row has a slot.
+      limit: most rounds to time.
+
+    Raises:
+      ValueError: if rows would wait for slots.
+    """
+    run = begin(False)
+    call, rows = run.call, run.engine.rows
+    if call.waits:
+        raise ValueError("rounds are timed where every row has a slot; leave row_slots out")
+    models = call.target, call.drafter, call.params
+    parts: list[tuple[float, float, float]] = []
+    while len(parts) <= limit and not rows.done.all():
+        clock = [time.perf_counter()]
+        rows, tree, noise = _draft(*models, rows)
+        _wait(clock, tree.tokens)
+        verified, draws = _verify(*models, rows, tree, noise)
+        _wait(clock, (verified, draws))
+        rows, emitted = _commit(*models, rows, tree, verified, draws)
+        _wait(clock, (rows, emitted))
+        if (emitted.tokens == NO_TOKEN).any():
+            break  # The target's logits are not finite; decoding itself says so.
+        parts.append((clock[1] - clock[0], clock[2] - clock[1], clock[3] - clock[2]))
+    run.engine.finish()
+    counted = parts[1:]
+    sums = map(sum, zip(*counted, strict=True)) if counted else (0.0,) * 3
+    return RoundParts(len(counted), *sums)
+
+
+def _wait(clock: list[float], result: object) -> None:
+    jax.block_until_ready(result)
+    clock.append(time.perf_counter())
 
 
 @program(static_argnames=("target", "drafter"))
-def _examine(
+def _draft(
     target: CachedTarget, drafter: Drafter, params: Params, rows: Rows
-) -> dict[str, Array]:
-    """A round without its commit: the same tree, draws and path as in the round that follows."""
+) -> tuple[Rows, Tree, RoundNoise]:
+    """The tree of a round, and the rows whose drafter has looked at the cache."""
     with use_mesh(target.mesh):
         noise = round_lib.sampling_noise(target, drafter, rows)
         rows = round_lib.look_at_cache(target, drafter, params, rows)
-        tree = round_lib.propose_tree(target, drafter, params, rows, noise)
-        verified, draws = round_lib.verify_tree(target, drafter, params, rows, tree, noise)
-    accepted_path = round_lib.accept_rule(drafter)(tree, draws, drafter.tree.num_levels)
+        return rows, round_lib.propose_tree(target, drafter, params, rows, noise), noise
+
+
+@program(static_argnames=("target", "drafter"))
+def _verify(
+    target: CachedTarget,
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    tree: Tree,
+    noise: RoundNoise,
+) -> tuple[Verification, Array]:
+    """The target's forward and its draws."""
+    with use_mesh(target.mesh):
+        return round_lib.verify_tree(target, drafter, params, rows, tree, noise)
+
+
+@program(static_argnames=("target", "drafter"), donate_argnames=("rows",))
+def _commit(
+    target: CachedTarget,
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    tree: Tree,
+    verified: Verification,
+    draws: Array,
+) -> tuple[Rows, Emitted]:
+    """The rows after the round."""
+    with use_mesh(target.mesh):
+        accepted_path = round_lib.accept_rule(drafter)(tree, draws, drafter.tree.num_levels)
+        return round_lib.commit_accepted(drafter, params, rows, verified, accepted_path)
+
+
+def _seen(call: Call, rows: Rows) -> dict[str, Array]:
+    """A round without its commit: the same tree, draws and path as in the round that follows."""
+    models = call.target, call.drafter, call.params
+    rows, tree, noise = _draft(*models, rows)
+    return _probabilities(call.drafter, tree, *_verify(*models, rows, tree, noise))
+
+
+@program(static_argnames=("drafter",))
+def _probabilities(
+    drafter: Drafter, tree: Tree, verified: Verification, draws: Array
+) -> dict[str, Array]:
+    """The tree, its accepted path, and the target's probabilities of draws and candidates."""
+    path = round_lib.accept_rule(drafter)(tree, draws, drafter.tree.num_levels)
     probabilities = jax.nn.softmax(verified.logits, axis=-1)
-    # At node i: the probability of what was drawn there; at node j: that of j under its parent.
-    drawn = jnp.take_along_axis(probabilities, draws[..., None], axis=-1)[..., 0]
     parents = jnp.maximum(tree.parents, 0)
-    proposed = probabilities[jnp.arange(draws.shape[0])[:, None], parents, tree.tokens]
     return {
-        **{
-            "tokens": tree.tokens,
-            "parents": tree.parents,
-            "draws": draws,
-            "path": accepted_path.path,
-        },
-        **{"count": accepted_path.count, "drawn": drawn, "proposed": proposed},
+        "tokens": tree.tokens,
+        "parents": tree.parents,
+        "draws": draws,
+        "path": path.path,
+        "count": path.count,
+        # At node i the probability of what was drawn there; at node j that of j under its parent.
+        "drawn": jnp.take_along_axis(probabilities, draws[..., None], axis=-1)[..., 0],
+        "proposed": probabilities[jnp.arange(draws.shape[0])[:, None], parents, tree.tokens],
     }
 
 
@@ -145,7 +247,6 @@ def _view(number: int, position: int, seen: dict[str, Any]) -> RoundView:
                 probabilities=tuple(row["proposed"][below].tolist()),
             )
         )
-    path = row["path"][: row["count"]]
     by_node = (tuple(row[name].tolist()) for name in ("tokens", "parents", "draws"))
-    tree = TreeView(*by_node, path=tuple(path.tolist()))
+    tree = TreeView(*by_node, path=tuple(row["path"][: row["count"]].tolist()))
     return RoundView(number, position - 1, int(row["tokens"][0]), tuple(depths), tree)

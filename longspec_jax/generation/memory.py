@@ -43,11 +43,6 @@ class MemoryPlan:
     """The target's keys and values in the host's memory, if the cache is offloaded."""
 
     @property
-    def total_bytes(self) -> int:
-        """All bytes on the device."""
-        return self.target_bytes + self.draft_bytes + self.needed_bytes
-
-    @property
     def needed_bytes(self) -> int:
         """Bytes that the call allocates beside the loaded weights."""
         return self.cache_bytes + self.draft_state_bytes + self.working_bytes

@@ -56,51 +56,37 @@ class GenerateOptions(TypedDict, total=False):
     """Tokens that end a row, or one set per row; the model's own if absent, ``[]`` for none."""
 
 
-_HARMLESS = {
-    # Bookkeeping, what changes how transformers computes, and what acts on beams alone.
-    "transformers_version",
-    "_from_model_config",
-    "pad_token_id",
-    "bos_token_id",
-    "use_cache",
-    "cache_implementation",
-    "max_cache_len",
-    "return_dict_in_generate",
-    "prefill_chunk_size",
-    "disable_compile",
-    "compile_config",
-    "low_memory",
-    "is_assistant",
-    "early_stopping",
-    "length_penalty",
-    "num_beam_groups",
-    "diversity_penalty",
-    "synced_gpus",
-}
-"""Options of transformers that change no token here."""
+_ANY = object()
 _NEUTRAL = {
+    **dict.fromkeys(
+        (
+            "transformers_version",
+            "_from_model_config",
+            "pad_token_id",
+            "bos_token_id",
+            "use_cache",
+            "cache_implementation",
+            "return_dict_in_generate",
+            "early_stopping",
+            "length_penalty",
+        ),
+        _ANY,
+    ),
     "num_beams": 1,
     "num_return_sequences": 1,
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "min_length": 0,
+    "min_new_tokens": 0,
     "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "encoder_repetition_penalty": 1.0,
-    "encoder_no_repeat_ngram_size": 0,
-    "renormalize_logits": False,
-    "remove_invalid_values": False,
-    "token_healing": False,
     "output_attentions": False,
     "output_hidden_states": False,
     "output_scores": False,
     "output_logits": False,
-    "min_new_tokens": 0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""Values at which unsupported options of transformers, vLLM and OpenAI's API have no effect."""
+"""Values at which unsupported options of transformers, vLLM and OpenAI's API change no token."""
 _STOPS = "rows end at tokens, not at strings; pass the ids of stop tokens as eos_token_id="
 _HINTS = {
     **dict.fromkeys(("stop", "stop_strings", "stopping_criteria"), _STOPS),
@@ -196,7 +182,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if value is not None and name in _HINTS:
             raise NotImplementedError(f"{name}= is not supported: {_HINTS[name]}")
-        if name in {*known, *_HINTS, *_HARMLESS, *_NEUTRAL, "max_length"}:
+        if name in {*known, *_HINTS, *_NEUTRAL, "max_length"}:
             continue
         close = nearest(name, known)
         hint = f"did you mean {close!r}?" if close else f"known are {', '.join(known)}"
@@ -243,7 +229,7 @@ def _supported(
     if "max_length" in values and "max_new_tokens" not in values:
         name = f"{owner}max_length"
         found["max_new_tokens"] = _rest(name, values["max_length"], prompt_lengths)
-    others = values.keys() - known - _HARMLESS - {"max_length"}
+    others = values.keys() - known - {"max_length"}
     refused = {f"{owner}{key}": values[key] for key in others if not _is_neutral(key, values[key])}
     if refused:
         named = ", ".join(f"{name}={shown(refused[name])}" for name in sorted(refused))
@@ -256,8 +242,9 @@ def _supported(
 
 def _is_neutral(name: str, value: Any) -> bool:
     """Whether an option of transformers has no effect at this value."""
+    neutral = _NEUTRAL.get(name)
     plain = isinstance(value, bool) or is_number(value)
-    return plain and name in _NEUTRAL and value == _NEUTRAL[name]
+    return neutral is _ANY or (plain and value == neutral)
 
 
 def _rest(name: str, max_length: Any, prompt_lengths: Sequence[int]) -> list[int]:

@@ -1,24 +1,23 @@
 """Requests of text, messages or token ids over an engine: what a server drives.
 
-with spec.engine(slots=4, max_tokens=4096) as engine:
-first = engine.submit("Once upon a time", max_new_tokens=64, temperature=0.8, seed=1)
-while engine.busy:
-for output in engine.step():
-print(output.id, output.text, end="", flush=True)
+::
+
+    with spec.engine(slots=4, max_tokens=4096) as engine:
+        first = engine.submit("Once upon a time", max_new_tokens=64, temperature=0.8, seed=1)
+        while engine.busy:
+            for output in engine.step():
+                print(output.id, output.text, end="", flush=True)
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
-from longspec_jax.decoding.cache import bucket_capacity
 from longspec_jax.decoding.engine import Engine, StepOutput
-from longspec_jax.decoding.round import slack_slots
-from longspec_jax.drafters.base import NoDraft
-from longspec_jax.generation.call import SMALLEST_CHUNK, Shape
 from longspec_jax.generation.inputs import Inputs, check_positions, to_prompts
 from longspec_jax.generation.options import GenerateOptions, resolve
 from longspec_jax.generation.result import TreeUse
+from longspec_jax.generation.run import tree_uses
 from longspec_jax.generation.text import Detokenizer
 
 STOP_WIDTH = 8
@@ -27,7 +26,7 @@ STOP_WIDTH = 8
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a request has gained in a step."""
+    """The output of a request in a step."""
 
     id: int
     """The request's, as :meth:`RequestEngine.submit` returned it."""
@@ -41,19 +40,6 @@ class RequestOutput:
     finish: str | None
     """None while the request runs; ``stop`` after a stop token, ``length`` at ``max_new_tokens``,
     ``error`` where the target's logits were not finite."""
-
-
-def shape_for(max_tokens: int, levels: int, chunk: int) -> Shape:
-    """The static sizes of an engine.
-
-    Args:
-      max_tokens: most tokens of a request, prompt and new ones.
-      levels: of the tallest tree that may run.
-      chunk: tokens of a prefill step; fewer where no prompt is as long.
-    """
-    chunk = min(chunk, max(SMALLEST_CHUNK, 1 << (max_tokens - 1).bit_length()))
-    slots = max(max_tokens + slack_slots(levels), -(-max_tokens // chunk) * chunk)
-    return Shape(bucket_capacity(slots), chunk)
 
 
 class RequestEngine:
@@ -93,9 +79,7 @@ class RequestEngine:
     @property
     def trees(self) -> tuple[TreeUse, ...]:
         """What every candidate tree has done so far."""
-        names = (d.name if d.tree.widths else NoDraft().name for d in self.engine.drafters)
-        uses = zip(names, self.engine.drafters, self.engine.totals, strict=True)
-        return tuple(TreeUse(n, d.tree, t.rounds, t.tokens, t.seconds) for n, d, t in uses)
+        return tree_uses(self.engine)
 
     def submit(
         self,
@@ -133,7 +117,7 @@ class RequestEngine:
         return id
 
     def step(self) -> list[RequestOutput]:
-        """Launch what is due and return what requests have gained; call it while :attr:`busy`."""
+        """Launch the next rounds and return new output; call it while :attr:`busy`."""
         return list(map(self._output, self.engine.step()))
 
     def cancel(self, id: int) -> None:

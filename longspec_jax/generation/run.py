@@ -21,7 +21,7 @@ import numpy as np
 from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.engine import Engine, StepOutput
 from longspec_jax.decoding.programs import RECENT
-from longspec_jax.drafters.base import Drafter, NoDraft
+from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling
 from longspec_jax.generation.call import Call
 from longspec_jax.generation.result import Stats, TreeUse
@@ -81,7 +81,7 @@ class WarmShapes:
             self._round_seconds[run.call.signature] = rounds[0].seconds / rounds[0].rounds
 
     def knows(self, call: Call, streams: bool = False, rounds: bool = True) -> bool:
-        """Whether everything the call will run is compiled; it is then the last to be let go."""
+        """Whether everything the call will run is compiled; it is then the last to be evicted."""
         used = self._programs.get((streams, rounds, call.signature))
         return used is not None and RECENT.renew(used)
 
@@ -113,7 +113,7 @@ class Progress:
         return new
 
     def add(self, call: Call, output: StepOutput) -> None:
-        """Take in what a row has gained.
+        """Take in the output of a step for a row.
 
         Raises:
           FloatingPointError: if the target's logits were not finite.
@@ -157,10 +157,7 @@ class Run:
             new_tokens=tuple(map(len, progress.tokens)),
             target_passes=tuple(progress.histogram.sum(axis=1).tolist()),
             histograms=tuple(map(tuple, progress.histogram.tolist())),
-            trees=tuple(
-                TreeUse(_shown(drafter), drafter.tree, total.rounds, total.tokens, total.seconds)
-                for drafter, total in zip(call.drafters, engine.totals, strict=True)
-            ),
+            trees=tree_uses(engine),
             prefill_seconds=engine.seconds_of_prefill,
             decode_seconds=sum(total.seconds for total in engine.totals),
             compile_seconds=self.compile_seconds,
@@ -220,9 +217,18 @@ Begin: TypeAlias = Callable[[bool], Run]
 """``streams -> run``: makes a call ready to decode."""
 
 
-def _shown(drafter: Drafter) -> str:
-    """A drafter's name; without a tree it is that of plain decoding."""
-    return drafter.name if drafter.tree.widths else NoDraft().name
+def tree_uses(engine: Engine) -> tuple[TreeUse, ...]:
+    """What every candidate of an engine has done so far; one without a tree decodes plainly."""
+    return tuple(
+        TreeUse(
+            drafter.name if drafter.tree.widths else NoDraft().name,
+            drafter.tree,
+            total.rounds,
+            total.tokens,
+            total.seconds,
+        )
+        for drafter, total in zip(engine.drafters, engine.totals, strict=True)
+    )
 
 
 def start(
@@ -242,7 +248,7 @@ def start(
       streams: whether the run is followed round by round.
       rounds: whether it will be decoded at all, and not prefilled alone.
       ahead: as of :meth:`Call.engine`.
-      on_activity: told of compilation and prefill.
+      on_activity: called with compilation and prefill.
     """
     if on_activity and not warm.knows(call, streams, rounds):
         on_activity(Compiling())

@@ -5,9 +5,9 @@ it, in pieces of about a megabyte: a piece is read, checked, cast and transposed
 processor's cache. Beside the arrays themselves the host holds a few shards at a time, never a
 second model.
 
-**Saving** writes ``model.safetensors`` and ``config.json`` in Hugging Face's names and layouts. One
-file is in host memory at a time. The configuration is written last, so that a folder whose writing
-was interrupted does not look like a model.
+**Saving** writes ``model.safetensors`` and ``config.json`` in Hugging Face's names and layouts. The
+host's memory must hold the whole model. The configuration is written last, so that a folder whose
+writing was interrupted does not look like a model.
 """
 
 import json
@@ -150,8 +150,6 @@ def _shardings(table: Table, dtype: str, mesh: Mesh | None) -> dict[str, Shardin
     return {path_name(path): sharding for path, sharding in paths}
 
 
-SHARD_BYTES = 4 << 30
-"""Most bytes of one file; a larger model is written as several files and an index."""
 _REPLACED = (
     "config.json",
     "model.safetensors",
@@ -171,35 +169,10 @@ def write_model(folder: Path, table: Table, params: Any, dtype: str, raw: dict[s
     for pattern in _REPLACED:
         for stale in folder.glob(pattern):
             stale.unlink()
-    shards = list(_shards(table, jnp.dtype(dtype).itemsize))
-    weight_map = {}
-    for number, leaves in enumerate(shards, start=1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        name = name if len(shards) > 1 else "model.safetensors"
-        tensors = {n: t for leaf in leaves for n, t in _stored(leaf, found[leaf.path])}
-        if number == 1:
-            tensors |= {n: np.zeros(shape, jnp.dtype(dtype)) for n, shape in table.dead.items()}
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, name)
-    if len(shards) > 1:
-        total = sum(np.prod(leaf.shape) for leaf in table.leaves) * jnp.dtype(dtype).itemsize
-        index = {"metadata": {"total_size": int(total)}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
-    _write_json(folder / "config.json", raw)
-
-
-def _shards(table: Table, itemsize: int) -> Iterator[list[Leaf]]:
-    """The parameters of every file, in the table's order."""
-    shard: list[Leaf] = []
-    size = 0
-    for leaf in table.leaves:
-        nbytes = int(np.prod(leaf.shape)) * itemsize
-        if shard and size + nbytes > SHARD_BYTES:
-            yield shard
-            shard, size = [], 0
-        shard.append(leaf)
-        size += nbytes
-    yield shard
+    tensors = {name: t for leaf in table.leaves for name, t in _stored(leaf, found[leaf.path])}
+    tensors |= {name: np.zeros(shape, jnp.dtype(dtype)) for name, shape in table.dead.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
 def _stored(leaf: Leaf, array: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
@@ -219,8 +192,3 @@ def _unstack(leaf: Leaf, part: Part, values: np.ndarray) -> np.ndarray:
     at = (slice(None),) * leaf.stack + (slice(part.start, part.start + part.depth),)
     block = values[at].transpose(np.argsort(part.order))
     return np.ascontiguousarray(block.reshape(part.shape))
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object for people and for Hugging Face."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

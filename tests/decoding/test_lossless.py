@@ -19,7 +19,7 @@ from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest, Refreshed
+from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
@@ -215,7 +215,7 @@ RETRIEVED = {
     ),
     "quest-end": Hierarchy(
         LongSpecDrafter(DRAFT, TreeConfig((3, 2))),
-        Refreshed(Quest(CONFIG, FEW), 2),
+        Quest(CONFIG, FEW),
         TreeConfig.parse("chain:4/3,4,2@10"),
     ),
 }

@@ -276,13 +276,8 @@ def params() -> LongSpecParams:
     return draft_params(layer, random_target(TARGET))
 
 
-def test_rounding_and_restricting_in_either_order(params: LongSpecParams) -> None:
-    first, last = (
-        params.in_int8().restricted(VOCABULARY),
-        params.restricted(VOCABULARY).in_int8(),
-    )
-    for ours, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(last), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+def test_a_restricted_head_has_the_rows_of_the_whole_one(params: LongSpecParams) -> None:
+    last = params.restricted(VOCABULARY).in_int8()
     hidden = jax.random.normal(jax.random.key(0), (3, 36))
     whole = params.in_int8().logits(hidden)
     np.testing.assert_allclose(last.logits(hidden), whole[:, VOCABULARY], rtol=1e-5, atol=1e-5)

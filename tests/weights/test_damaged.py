@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from longspec_jax.drafters.longspec.checkpoint import load_draft
-from longspec_jax.weights import params as export
 from longspec_jax.weights.hf import load_stop_tokens, load_target, save_target
 from tests.kit import random_target, tiny_target_config
 
@@ -25,11 +24,18 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def sharded(tmp_path, monkeypatch):
-    """A sound checkpoint in several files."""
-    monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
-    save_target(tmp_path, CONFIG, random_target(CONFIG))
-    return tmp_path
+def sharded(folder):
+    """A sound checkpoint in four files."""
+    tensors = load_file(folder / "model.safetensors")
+    names = list(tensors)
+    files = [f"model-{i:05}-of-00004.safetensors" for i in range(1, 5)]
+    for first, file in enumerate(files):
+        save_file({name: tensors[name] for name in names[first::4]}, folder / file)
+    weight_map = {name: files[i % 4] for i, name in enumerate(names)}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors").unlink()
+    return folder
 
 
 def _edit(folder, edit):
@@ -60,9 +66,8 @@ def test_several_files(sharded):
     jax.tree.map(np.testing.assert_array_equal, params, random_target(CONFIG))
 
 
-def test_saving_replaces_older_weights(sharded, monkeypatch):
-    """Files of an earlier, larger save must not be mistaken for this one's."""
-    monkeypatch.undo()
+def test_saving_replaces_older_weights(sharded):
+    """Files of another, larger save must not be mistaken for this one's."""
     smaller = tiny_target_config(num_layers=1)
     save_target(sharded, smaller, random_target(smaller))
     assert sorted(p.name for p in sharded.iterdir()) == ["config.json", "model.safetensors"]

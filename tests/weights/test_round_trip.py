@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from longspec_jax.sharding import make_mesh
-from longspec_jax.weights import params as export
 from longspec_jax.weights.hf import load_target, save_target
 from tests.models.hf_models import FAMILIES, KV_HEADS, make_model, save_model, torch, transformers
 
@@ -50,15 +49,12 @@ def test_bfloat16(tmp_path):
     _assert_same_state(again, model)
 
 
-def test_several_files_both_ways(tmp_path, monkeypatch):
-    """Their shards in, our shards out, through eight devices."""
+def test_several_files_through_eight_devices(tmp_path):
     model = make_model("Llama", vocab_size=104, hidden_size=48, intermediate_size=56)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
     config, params = load_target(tmp_path / "theirs", mesh=make_mesh(fsdp=4, tp=2))
-    monkeypatch.setattr(export, "SHARD_BYTES", 30_000)
     save_target(tmp_path / "ours", config, params)
-    assert (tmp_path / "ours" / "model.safetensors.index.json").exists()
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     _assert_same_state(again, model)
 

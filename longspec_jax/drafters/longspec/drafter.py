@@ -18,7 +18,7 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
-    DrafterBase,
+    Drafter,
     Needs,
     Params,
     SamplingNoise,
@@ -26,8 +26,7 @@ from longspec_jax.drafters.base import (
 )
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.model import LongSpecParams
-from longspec_jax.drafters.retrieval.blocks import CachedSelection
-from longspec_jax.drafters.retrieval.working_cache import WorkingCache
+from longspec_jax.drafters.retrieval.working_cache import CachedSelection, WorkingCache
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.ops.attention.dispatch import prefix_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
@@ -48,7 +47,7 @@ class LongSpecState:
 
 
 @dataclass(frozen=True)
-class LongSpecDrafter(DrafterBase):
+class LongSpecDrafter(Drafter):
     """Proposes trees by beam search over the draft's cumulative log-probability."""
 
     config: DraftConfig

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from longspec_jax.config import DEFAULT_TREE, TargetConfig, TreeConfig
-from longspec_jax.drafters.draft import DefaultTrees, Target, is_large
+from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, is_large
 from longspec_jax.drafters.longspec.checkpoint import load_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
@@ -37,7 +37,7 @@ class LongSpecOptions(WorkingCacheOptions):
 
 
 @dataclass(frozen=True, eq=False)
-class LongSpecDraft:
+class LongSpecDraft(Draft):
     """A draft layer and the tables it shares with its target."""
 
     config: DraftConfig

@@ -128,18 +128,18 @@ class LongSpecParams:
     def restricted(self, vocabulary: Int[Array, " v"]) -> "LongSpecParams":
         """Propose only these tokens, the most frequent ones: a cheaper LM head at every level.
 
-        Verification stays over the whole vocabulary, so the output is unchanged.
+        Verification stays over the whole vocabulary, so the output is unchanged. Call it before
+        :meth:`in_int8`.
         """
         if isinstance(self.head, Int8Rows):
-            return dataclasses.replace(self, head=self.head.take(vocabulary), vocabulary=vocabulary)
+            raise ValueError("the draft is in 8 bits already; restrict it before in_int8")
         rows = jnp.take(self.head, vocabulary, axis=0)
         return dataclasses.replace(self, head=rows, vocabulary=vocabulary)
 
     def in_int8(self) -> "LongSpecParams":
         """Copies of the layer's matmuls and of the head in 8 bits; the target keeps its own.
 
-        Half the bytes at every level. Each row of the head is rounded by itself, so the result is
-        the same before and after :meth:`restricted`.
+        Half the bytes at every level. Each row of the head is rounded by itself.
 
         Raises:
           ValueError: if the draft is in 8 bits already.

@@ -10,26 +10,21 @@ Two retrievers score the blocks of a row, which keeps its first and its last blo
   verified token in the target's last layer is compared with all cached keys of that layer. All
   layers read the blocks with the most attention.
 
-A choice may serve for several rounds, as SpecExtend refreshes it every few rounds
-(:class:`Refreshed`): what a text is about changes slowly. The *numbers* of the blocks are cached,
-not their contents. They are read again in every round, followed by everything committed since, so
-that no token before the pending one is missing.
+Blocks are chosen before every full verification.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
+from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.base import Committed, Needs, Selection, View
-from longspec_jax.drafters.retrieval.selection import Selector, of_blocks
+from longspec_jax.drafters.retrieval.selection import Selector, end_to_end, everything
 from longspec_jax.ops.selection.blocks import (
     BlockBudget,
     BlockTable,
@@ -38,7 +33,6 @@ from longspec_jax.ops.selection.blocks import (
     bound_scores,
     choose_blocks,
     extend_extremes,
-    followed,
     no_extremes,
 )
 from longspec_jax.ops.slicing import along, last_along
@@ -55,18 +49,15 @@ class Retriever(Selector):
     """The target's."""
     budget: BlockBudget = BlockBudget()
 
-    @property
-    def heads(self) -> tuple[int, ...]:
-        """Axes of a row's table that choose separately: layers and key/value heads, or none."""
-        return ()
-
     def table(self, state: Any, view: View) -> BlockTable:
-        """The best blocks ``[B, *heads, k]``."""
+        """The best blocks, of all layers alike ``[B, k]`` or of every head ``[B, L, K, k]``."""
         raise NotImplementedError
 
     def choose(self, state: Any, view: View) -> Selection:
-        """The best blocks of every layer, laid end to end."""
-        return of_blocks(self.budget, view, partial(self.table, state))
+        """The best blocks of every layer, laid end to end; all tokens if they fit the budget."""
+        if not self.budget.gathers(view.keys[0].shape[2]):
+            return everything(view.length)
+        return end_to_end(view.keys, view.values, self.table(state, view), self.budget.block)
 
     def gathered_slots(self, capacity: int) -> int:
         """The budget, unless it holds the whole cache."""
@@ -90,7 +81,7 @@ class Quest(Retriever):
     """Chooses blocks by the upper bound on their products with the mean of the last queries."""
 
     queries: int = 8
-    """At most so many tokens of a verification count: its last ones."""
+    """How many of the last tokens of a verification score the blocks, at most."""
 
     def __post_init__(self) -> None:
         if self.queries < 1:
@@ -101,11 +92,6 @@ class Quest(Retriever):
         """Keys and queries of all layers."""
         layers = tuple(range(self.config.num_layers))
         return Needs(queries=layers, keys=layers)
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Layers and key/value heads."""
-        return self.config.num_layers, self.config.num_kv_heads
 
     def begin(self, batch: int, capacity: int) -> QuestState:
         """Summaries of blocks without a key."""
@@ -187,131 +173,3 @@ class AttentionRetriever(Retriever):
         self.budget.blocks_of(keys.shape[2])  # Raises unless they are whole blocks.
         scores = attended_scores(state.query, keys, view.length, block)
         return choose_blocks(scores, view.length, self.budget)
-
-
-@struct.dataclass
-class CachedSelection:
-    """The blocks that were last chosen in each row, which serve for several rounds."""
-
-    retriever: Any
-    """The retriever's state, by which the next choice is made."""
-    blocks: Leaf[Int[Array, "B *heads k"]]
-    """As the table had them: the row's last block behind all others that it had."""
-    length: Leaf[Lengths]
-    """Committed tokens when they were chosen; 0 for a row that has not chosen yet."""
-    rounds: Leaf[Int[Array, " B"]]
-    """Rounds since then, each with a full verification."""
-
-    @classmethod
-    def empty(cls, retriever: Any, batch: int, *sizes: int) -> "CachedSelection":
-        """Rows that have chosen nothing yet; ``sizes`` are those of a row's blocks."""
-        none = jnp.zeros((batch,), jnp.int32)
-        return cls(retriever, jnp.zeros((batch, *sizes), jnp.int32), none, none)
-
-    def needs_refresh(
-        self, refresh: int, end: Lengths, block: int, slack: int
-    ) -> Bool[Array, " B"]:
-        """Rows that must choose: after ``refresh`` rounds, or where the slack blocks are full.
-
-        Args:
-          refresh: rounds from one choice to the next.
-          end: the most tokens that may be read before the next check.
-          block: slots of a block.
-          slack: blocks behind the choice, for tokens that are committed after it.
-        """
-        held = (-(-self.length // block) + slack) * block
-        return (self.length == 0) | (self.rounds + 1 >= refresh) | (end > held)
-
-    def refresh(
-        self,
-        rows: Bool[Array, " B"],
-        length: Lengths,
-        choose: Callable[[Any], Int[Array, "B *heads k"]],
-    ) -> "CachedSelection":
-        """The selection for the next round.
-
-        Args:
-          rows: those that choose again; if there are none, nothing is computed.
-          length: their committed tokens.
-          choose: from the retriever's state to blocks of the shape of those that are cached.
-        """
-
-        def chosen(old: CachedSelection) -> CachedSelection:
-            found = choose(old.retriever)
-            lead = rows.reshape(-1, *[1] * (found.ndim - 1))
-            blocks = jnp.where(lead, found, old.blocks)
-            return replace(old, blocks=blocks, length=jnp.where(rows, length, old.length))
-
-        latest: CachedSelection = jax.lax.cond(rows.any(), chosen, lambda old: old, self)
-        return replace(latest, rounds=jnp.where(rows, 0, latest.rounds + 1))
-
-
-@dataclass(frozen=True)
-class Refreshed(Selector):
-    """Lets a retriever choose every ``refresh`` full verifications."""
-
-    retriever: Retriever
-    refresh: int
-    """2 or more; a retriever by itself chooses before every full verification."""
-
-    def __post_init__(self) -> None:
-        if self.refresh < 2:
-            raise ValueError(
-                f"refresh={self.refresh} must be at least 2 full verifications: a retriever by "
-                "itself chooses before each"
-            )
-
-    @property
-    def needs(self) -> Needs:
-        """The retriever's."""
-        return self.retriever.needs
-
-    def begin(self, batch: int, capacity: int) -> CachedSelection:
-        """Nothing chosen.
-
-        Raises:
-          ValueError: if the cache is no whole number of blocks.
-        """
-        budget, state = self.retriever.budget, self.retriever.begin(batch, capacity)
-        chosen = min(budget.blocks, budget.blocks_of(capacity))
-        return CachedSelection.empty(state, batch, *self.retriever.heads, chosen)
-
-    def extend(self, state: CachedSelection, committed: Committed) -> CachedSelection:
-        """Let the retriever learn of committed tokens."""
-        return replace(state, retriever=self.retriever.extend(state.retriever, committed))
-
-    def before_round(self, state: CachedSelection, view: View) -> CachedSelection:
-        """Choose again in the rows that need it."""
-        budget = self.retriever.budget
-        if not budget.gathers(view.keys[0].shape[2]):
-            return state
-        rows = state.needs_refresh(self.refresh, view.length, budget.block, self._slack)
-        return state.refresh(
-            rows & ~view.done, view.length, lambda old: self.retriever.table(old, view).blocks
-        )
-
-    def table(self, state: CachedSelection, view: View) -> BlockTable:
-        """The blocks that were chosen, and those that were committed since."""
-        budget, slots = self.retriever.budget, view.keys[0].shape[2]
-        chosen = BlockTable(state.blocks, state.length)
-        return followed(chosen, view.length, self._slack, budget.block, budget.blocks_of(slots))
-
-    def choose(self, state: CachedSelection, view: View) -> Selection:
-        """Those blocks, laid end to end."""
-        return of_blocks(self.retriever.budget, view, partial(self.table, state))
-
-    def gathered_slots(self, capacity: int) -> int:
-        """The retriever's, and the slack behind them."""
-        own = self.retriever.gathered_slots(capacity)
-        return own and own + self._slack * self.retriever.budget.block
-
-    @property
-    def _slack(self) -> int:
-        """Blocks behind a choice, for all that may be committed until the next one."""
-        tokens = (self.refresh - 1) * (MAX_TREE_LEVELS + 1)
-        return -(-tokens // self.retriever.budget.block)
-
-
-def every(refresh: int, retriever: Retriever) -> Selector:
-    """A selector that lets a retriever choose every ``refresh`` full verifications."""
-    return retriever if refresh == 1 else Refreshed(retriever, refresh)

@@ -12,9 +12,8 @@ import jax
 from longspec_jax.checks import shown
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.draft import DefaultTrees, Draft
-from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest, every
+from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, on_one_level
-from longspec_jax.drafters.retrieval.selection import Selector
 from longspec_jax.ops.selection.blocks import BlockBudget
 
 RETRIEVERS = {"quest": Quest, "attention": AttentionRetriever}
@@ -39,9 +38,6 @@ class RetrievalOptions:
     """First tokens of a row, always seen."""
     retrieve_recent: int = BlockBudget.recent
     """Last tokens of a row, always seen."""
-    retrieve_refresh: int = 1
-    """Full verifications from one choice of blocks to the next; tokens committed in between are
-    seen."""
     retrieve_tree: str | None = None
     """Tree of the draft that partial forwards verify; its default on this machine if absent. The
     call's tree is the chain that the full verification checks."""
@@ -57,11 +53,6 @@ class RetrievalOptions:
             raise ValueError(
                 f"retrieve_verify={shown(self.retrieve_verify)} must be one of "
                 f"{', '.join(VERIFY)}; with partial the text is not the target's own"
-            )
-        if self.retrieve_refresh < 1:
-            raise ValueError(
-                f"retrieve_refresh={self.retrieve_refresh} must be at least 1: blocks are chosen "
-                "every so many full verifications"
             )
         try:
             _ = self.budget
@@ -86,7 +77,7 @@ def behind_chain(levels: int, tree: TreeConfig) -> TreeConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class RetrievalDraft:
+class RetrievalDraft(Draft):
     """A draft of any kind with partial verification over retrieved context."""
 
     inner: Draft
@@ -94,14 +85,11 @@ class RetrievalDraft:
     target: TargetConfig
     options: RetrievalOptions
     name: str = field(init=False)
+    params: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.drafter(PLAIN).name)
-
-    @property
-    def params(self) -> Any:
-        """The inner draft's."""
-        return self.inner.params
+        object.__setattr__(self, "params", self.inner.params)
 
     @property
     def own_params(self) -> Any:
@@ -143,12 +131,8 @@ class RetrievalDraft:
           ValueError: if it does not begin with a chain.
         """
         inner = self.inner.drafter(self._inner_tree, attention)
-        return Hierarchy(inner, self._selector, tree, self.options.retrieve_verify == "full")
-
-    @property
-    def _selector(self) -> Selector:
-        chosen = RETRIEVERS[self.options.retrieve_by](self.target, self.options.budget)
-        return every(self.options.retrieve_refresh, chosen)
+        selector = RETRIEVERS[self.options.retrieve_by](self.target, self.options.budget)
+        return Hierarchy(inner, selector, tree, self.options.retrieve_verify == "full")
 
     @property
     def _inner_tree(self) -> TreeConfig:

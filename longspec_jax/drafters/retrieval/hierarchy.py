@@ -16,7 +16,7 @@ A tree of the inner drafter may hang at the end of the chain, for the full verif
 it confirms the whole chain, it goes on into the tree instead of stopping at one more token.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
     Drafter,
-    DrafterBase,
     Needs,
     Params,
     SamplingNoise,
@@ -51,7 +50,7 @@ class HierarchyState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Hierarchy(DrafterBase):
+class Hierarchy(Drafter):
     """Proposes the chain that rounds of another drafter yield under partial verification.
 
     A row goes on while the chain has slack for a whole round's tokens, so that none is thrown away.
@@ -71,7 +70,11 @@ class Hierarchy(DrafterBase):
     as SpecPV was published: fast, and *not lossless*. The full forward then computes the exact keys
     and values of the chain, but a token that only the whole context rules out stays in the text."""
 
+    name: str = field(init=False)
+
     def __post_init__(self) -> None:
+        own = f"hierarchy of {self.inner.name}" + ("" if self.verify_all else ", not lossless")
+        object.__setattr__(self, "name", own)
         chosen = self.tree.selective or self.tree.threshold is not None
         if self.tree.chain is None and ({*self.tree.widths} - {1} or chosen):
             raise ValueError(
@@ -79,11 +82,6 @@ class Hierarchy(DrafterBase):
                 "one path for the full one; a tree that only the full one sees stands behind it, "
                 f"chain:16/{TreeConfig(self.tree.widths)}"
             )
-
-    @property
-    def name(self) -> str:
-        """Its own and the inner one's; says so if it is not lossless."""
-        return f"hierarchy of {self.inner.name}" + ("" if self.verify_all else ", not lossless")
 
     @property
     def lossless(self) -> bool:
@@ -111,11 +109,8 @@ class Hierarchy(DrafterBase):
         return HierarchyState(inner, self.selector.extend(state.selector, committed))
 
     def before_round(self, params: Params, state: HierarchyState, view: View) -> HierarchyState:
-        """Prepare both, once before all of the rounds inside a proposal."""
-        inner = self.inner.before_round(params, state.inner, view)
-        if self.levels == 0:
-            return state._replace(inner=inner)  # Nothing is verified in part.
-        return HierarchyState(inner, self.selector.before_round(state.selector, view))
+        """Prepare the inner drafter, once before all of the rounds inside a proposal."""
+        return state._replace(inner=self.inner.before_round(params, state.inner, view))
 
     def propose(
         self, params: Params, state: HierarchyState, view: View, noise: SamplingNoise

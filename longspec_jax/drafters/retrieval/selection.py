@@ -4,7 +4,7 @@ Some parts are read where they lie in the cache, as spans of its slots; others a
 compact copy. Attention takes either as prefixes: another way of reading is another type here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from longspec_jax.drafters.base import (
     View,
 )
 from longspec_jax.ops.attention.operands import Prefix
-from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, gather_blocks
+from longspec_jax.ops.selection.blocks import BlockTable, gather_blocks
 
 
 @struct.dataclass
@@ -96,19 +96,6 @@ def end_to_end(
     return WorkingSet(found[0], found[1], table.length)
 
 
-def of_blocks(budget: BlockBudget, view: View, table: Callable[[View], BlockTable]) -> Selection:
-    """A table's blocks of every layer, laid end to end; all tokens where the cache is no larger.
-
-    Args:
-      budget: of the table.
-      view: of the cache.
-      table: chooses the blocks; called only if some are left out.
-    """
-    if not budget.gathers(view.keys[0].shape[2]):
-        return everything(view.length)
-    return end_to_end(view.keys, view.values, table(view), budget.block)
-
-
 class Selector:
     """Chooses what partial forwards read: pure functions of a state; the object is hashable.
 
@@ -126,10 +113,6 @@ class Selector:
 
     def extend(self, state: Any, committed: Committed) -> Any:
         """The state after more tokens were committed: a chunk of a prompt, or an accepted path."""
-        return state
-
-    def before_round(self, state: Any, view: View) -> Any:
-        """The state before every full verification and the partial ones that lead to it."""
         return state
 
     def choose(self, state: Any, view: View) -> Selection:

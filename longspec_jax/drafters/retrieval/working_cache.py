@@ -15,19 +15,35 @@ cache of StreamingLLM (arXiv:2309.17453): the sinks, and recent tokens for the r
 
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Int
 
-from longspec_jax.axes import Array, CacheSlots, Lengths
+from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
 from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig
 from longspec_jax.drafters.base import Committed, View
-from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, CachedSelection, LastQuery
+from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, LastQuery
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, followed, gather_blocks
 
 TOKENS_A_ROUND = 8
 """Tokens of a round for which a choice has slack behind it; rounds that yield more bring the next
 choice forward."""
+
+
+@struct.dataclass
+class CachedSelection:
+    """The numbers of the blocks that were last chosen in each row, which serve several rounds."""
+
+    retriever: LastQuery
+    """By which the next choice is made."""
+    blocks: Leaf[Int[Array, "B k"]]
+    """The row's last block comes behind all others that it had."""
+    length: Leaf[Lengths]
+    """Committed tokens when they were chosen; 0 for a row that has not chosen yet."""
+    rounds: Leaf[Int[Array, " B"]]
+    """Rounds since then."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +65,9 @@ class WorkingCache:
         """Rows that have chosen nothing yet; None where nothing is ever chosen."""
         if not self.refresh:
             return None
-        return CachedSelection.empty(self._retriever.empty(batch), batch, self.budget.blocks)
+        none = jnp.zeros(batch, jnp.int32)
+        blocks = jnp.zeros((batch, self.budget.blocks), jnp.int32)
+        return CachedSelection(self._retriever.empty(batch), blocks, none, none)
 
     def extend(
         self, choice: CachedSelection | None, committed: Committed
@@ -60,18 +78,23 @@ class WorkingCache:
         return replace(choice, retriever=self._retriever.extend(choice.retriever, committed))
 
     def before_round(self, choice: CachedSelection | None, view: View) -> CachedSelection | None:
-        """Choose again in the rows that need it."""
+        """Choose again in rows whose choice is old, or whose slack may not suffice."""
         if choice is None:
             return None
+        block = self.budget.block
+        held = (-(-choice.length // block) + self._slack) * block
+        # A proposal may go on by this many tokens before the next check.
+        full = view.position + MAX_TREE_LEVELS + 1 > held
+        rows = (choice.length == 0) | (choice.rounds + 1 >= self.refresh) | full
 
-        def choose(state: LastQuery) -> Int[Array, "B k"]:
-            found = self._retriever.table(state, view).blocks
-            return jnp.pad(found, ((0, 0), (0, self.budget.blocks - found.shape[1])))
+        def chosen(old: CachedSelection) -> CachedSelection:
+            found = self._retriever.table(old.retriever, view).blocks
+            found = jnp.pad(found, ((0, 0), (0, self.budget.blocks - found.shape[1])))
+            blocks = jnp.where(rows[:, None], found, old.blocks)
+            return replace(old, blocks=blocks, length=jnp.where(rows, view.length, old.length))
 
-        # A proposal may go on by so many tokens before the next check.
-        end = view.position + MAX_TREE_LEVELS + 1
-        rows = choice.needs_refresh(self.refresh, end, self.budget.block, self._slack)
-        return choice.refresh(rows, view.length, choose)
+        latest: CachedSelection = jax.lax.cond(rows.any(), chosen, lambda old: old, choice)
+        return replace(latest, rounds=jnp.where(rows, 0, latest.rounds + 1))
 
     def table(self, choice: CachedSelection | None, length: Lengths, slots: int) -> BlockTable:
         """The blocks that are read in rows of ``length[b]`` tokens.
@@ -110,9 +133,8 @@ class WorkingCache:
 
 
 CHUNK, REFRESH = 32, 4
-"""SpecExtend's defaults for a draft of 68 M parameters (appendix E.1 there)."""
-SMALLEST_CHUNK, LARGEST_CHUNK = 8, 256
-"""Kernels take multiples of the first, caches have multiples of the second."""
+"""Neighbouring tokens that are chosen together, and rounds from choice to choice: SpecExtend's
+defaults for a draft of 68 M parameters (its appendix E.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,31 +142,28 @@ class WorkingCacheOptions:
     """How much of a cache a draft reads, the same options for every kind that can.
 
     ``working=1024`` is SpecExtend's setting, with ``refresh=0`` it is the cache of StreamingLLM.
+    An eighth of the tokens are the most recent ones.
     """
 
     working: int | None = None
-    """Tokens of the cache that are read, sinks and recent ones included; all if absent. It is a
-    multiple of the chunk, like the next two."""
+    """Tokens of the cache that are read, sinks and recent ones included; all if absent. A multiple
+    of 32, the tokens that are chosen together."""
     sinks: int | None = None
-    """First tokens that are always read; a chunk if absent."""
-    recent: int | None = None
-    """Last tokens that are always read; an eighth of the working ones if absent."""
-    chunk: int | None = None
-    """Neighbouring tokens that are chosen together, a power of two from 8 to 256; 32 if absent."""
+    """First tokens that are always read, a multiple of 32; 32 if absent."""
     refresh: int | None = None
     """Rounds from one choice by the target's attention to the next; 4 if absent. 0 reads sinks and
     recent tokens only."""
 
     def __post_init__(self) -> None:
-        if self.working is None:
-            for name in ("sinks", "recent", "chunk", "refresh"):
-                if (value := getattr(self, name)) is not None:
-                    raise ValueError(
-                        f"{name}={value} is about a working cache, and without one the whole cache "
-                        "is read; say working=1024 as well, or leave it out"
-                    )
-        else:
-            self._budget()
+        if self.working is not None:
+            self._budget(self.working)
+            return
+        for name in ("sinks", "refresh"):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"{name}={value} is about a working cache, and without one the whole cache is "
+                    "read; say working=1024 as well, or leave it out"
+                )
 
     def working_cache(self, target: TargetConfig) -> WorkingCache | None:
         """The working cache of these options; None for the whole cache.
@@ -154,47 +173,30 @@ class WorkingCacheOptions:
         """
         if self.working is None:
             return None
-        return WorkingCache(self._budget(), self._refresh, target)
+        return WorkingCache(self._budget(self.working), self._refresh, target)
 
     @property
     def _refresh(self) -> int:
         return REFRESH if self.refresh is None else self.refresh
 
-    def _budget(self) -> BlockBudget:
+    def _budget(self, working: int) -> BlockBudget:
         """Which blocks are read.
 
         Raises:
           ValueError: if the options contradict each other.
         """
-        assert self.working is not None
-        chunk = CHUNK if self.chunk is None else self.chunk
-        if not SMALLEST_CHUNK <= chunk <= LARGEST_CHUNK or chunk & (chunk - 1):
-            raise ValueError(
-                f"chunk={chunk} must be a power of two from {SMALLEST_CHUNK} to {LARGEST_CHUNK}: "
-                f"kernels take multiples of {SMALLEST_CHUNK} tokens, caches are of multiples of "
-                f"{LARGEST_CHUNK}"
-            )
-        sinks = chunk if self.sinks is None else self.sinks
-        recent = max(chunk, self.working // 8 // chunk * chunk)
-        if not self._refresh:
-            if self.recent is not None:
+        sinks = CHUNK if self.sinks is None else self.sinks
+        for name, value in (("working", working), ("sinks", sinks)):
+            if value % CHUNK:
                 raise ValueError(
-                    f"recent={self.recent}: with refresh=0 all but the sinks are recent; leave it "
-                    "out"
+                    f"{name}={value} must be a multiple of {CHUNK}, such as "
+                    f"{value - value % CHUNK or CHUNK}"
                 )
-            recent = self.working - sinks
-        elif self.recent is not None:
-            recent = self.recent
-        for name, value in (("working", self.working), ("sinks", sinks), ("recent", recent)):
-            if value % chunk:
-                raise ValueError(
-                    f"{name}={value} must be a multiple of chunk={chunk}, such as "
-                    f"{value - value % chunk or chunk}"
-                )
-        if recent < chunk or self.working < sinks + recent + bool(self._refresh) * chunk:
+        # Without choices all but the sinks are recent.
+        recent = max(CHUNK, working // 8 // CHUNK * CHUNK) if self._refresh else working - sinks
+        if recent < CHUNK or working < sinks + recent + bool(self._refresh) * CHUNK:
             raise ValueError(
-                f"working={self.working} tokens must hold sinks={sinks}, at least a chunk of "
-                f"{chunk} recent ones (recent={recent}) and, unless refresh=0, another one that is "
-                "chosen; allow more, or a smaller chunk"
+                f"working={working} tokens must hold sinks={sinks}, at least {CHUNK} recent ones "
+                f"and, unless refresh=0, another {CHUNK} that are chosen; allow more"
             )
-        return BlockBudget(self.working, sinks, recent, chunk)
+        return BlockBudget(working, sinks, recent, CHUNK)

@@ -20,15 +20,14 @@ from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
-    DrafterBase,
+    Drafter,
     Needs,
     Params,
     SamplingNoise,
     Uncommitted,
     View,
 )
-from longspec_jax.drafters.retrieval.blocks import CachedSelection
-from longspec_jax.drafters.retrieval.working_cache import WorkingCache
+from longspec_jax.drafters.retrieval.working_cache import CachedSelection, WorkingCache
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.models.target import Attend, Target, TargetOutput
 from longspec_jax.ops.attention.dispatch import chunk_attention, speculative_attention
@@ -57,7 +56,7 @@ class SmallLMState:
 
 
 @dataclass(frozen=True)
-class SmallLMDrafter(DrafterBase):
+class SmallLMDrafter(Drafter):
     """Proposes trees by beam search over the small model's cumulative log-probability.
 
     ``params.draft`` holds the parameters of its :class:`~longspec_jax.models.target.Target`.
@@ -165,7 +164,7 @@ class SmallLMDrafter(DrafterBase):
 
 
 def allocate(config: TargetConfig, batch: int, capacity: int, block: int = 1) -> SmallLMState:
-    """Zeros for rows of so many tokens; uninitialised memory could hold NaNs.
+    """Zeros for rows of ``capacity`` tokens; uninitialised memory could hold NaNs.
 
     Args:
       config: the small model's.

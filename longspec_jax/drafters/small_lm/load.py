@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.drafters.draft import DefaultTrees, Target
+from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.weights.hf import load_target
@@ -46,7 +46,7 @@ class SmallLMOptions(WorkingCacheOptions):
 
 
 @dataclass(frozen=True, eq=False)
-class SmallLM:
+class SmallLM(Draft):
     """A small model and its parameters."""
 
     config: TargetConfig
@@ -71,11 +71,6 @@ class SmallLM:
                 f"the small model has vocab_size={self.config.vocab_size}, the target "
                 f"{target.vocab_size}; load a small model of the target's own family"
             )
-
-    @property
-    def own_params(self) -> Any:
-        """All of them: none is shared with the target."""
-        return self.params
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> SmallLMDrafter:
         """The drafter that grows this tree."""

@@ -3,7 +3,7 @@
 An item is what a program does at a time: one row tile of one key/value head against one split of
 the cache. Where the last row tile has rows for one of two warpgroups only, its items are two
 neighbouring splits each, and both warpgroups attend to the same 64 rows, each to a split of its
-own: so many rows take half of the time then, and every split has the results it always had.
+own: many rows then take half of the time, and every split has the results it always had.
 """
 
 import dataclasses

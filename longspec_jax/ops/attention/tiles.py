@@ -212,8 +212,8 @@ def tree_tile(
     packed = tokens * heads // kv_heads
     if itemsize > 2 or width > 128:
         return TreeTile(16, 32, 4, 4, 2 if width <= 128 or itemsize == 2 else 1)
-    # A whole tree of up to 128 nodes in one step. Of a longer list, as the draft's window, so many
-    # keys are a program's.
+    # A whole tree of up to 128 nodes in one step; of a longer list, such as the draft's window,
+    # 128 keys at a time.
     block = min(128, max(16, 1 << (keys - 1).bit_length()))
     return TreeTile(
         16, block, 16 if packed <= 16 else 8, 4, 3 if packed <= 16 and keys <= 128 else 2

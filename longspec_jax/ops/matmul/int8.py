@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Float, Int, Int8
+from jaxtyping import Float, Int8
 
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.ops import hardware
@@ -40,11 +40,6 @@ class Int8Rows:
     def of(cls, whole: Float[Array, "*v D"]) -> "Int8Rows":
         """Round rows; one of zeros stays zero."""
         return cls(*round_rows(whole))
-
-    def take(self, places: Int[Array, "*w"]) -> "Int8Rows":
-        """The rows at some places; for one that is not there the nearest that is."""
-        parts = self.steps, self.scale
-        return Int8Rows(*(jnp.take(part, places, axis=0, mode="clip") for part in parts))
 
 
 @jax.jit  # As one program it holds no float32 copy of the weights.

@@ -9,17 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Committed, Features, NoDraft, Params
-from longspec_jax.drafters.draft import OneOf, with_tree
-from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest, Refreshed, Retriever
+from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest, Retriever
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import Selector, Spans, WorkingSet
 from longspec_jax.drafters.streaming import StreamingDrafter
-from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable
+from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding.lossless import (
     CONFIG,
     LENGTHS,
@@ -49,20 +48,14 @@ def over(selector: Selector) -> Hierarchy:
     return Hierarchy(LookupDrafter(TreeConfig((1, 1))), selector, CHAIN)
 
 
-def every_third(config: Any, budget: BlockBudget) -> Refreshed:
-    """Blocks that serve for three full passes."""
-    return Refreshed(Quest(config, budget), 3)
-
-
 @pytest.mark.parametrize(
     ("kind", "budget"),
     [
         (Quest, ROOMY),
         (AttentionRetriever, ROOMY),
-        (every_third, ROOMY),
-        (every_third, BlockBudget(512, 4, 8, 4)),
+        (Quest, BlockBudget(512, 4, 8, 4)),
     ],
-    ids=["quest", "attention", "every-third", "in-place"],
+    ids=["quest", "attention", "in-place"],
 )
 def test_what_sees_every_token_once_is_perfect(kind: Any, budget: BlockBudget) -> None:
     """In rows that have fewer blocks than could be read: one token twice would be another hash."""
@@ -81,17 +74,6 @@ class Twice(Quest):
         return replace(found, length=found.length + 1)
 
 
-class Holed(Refreshed):
-    """What is committed after a choice is not read."""
-
-    def table(self, state: Any, view: Any) -> BlockTable:
-        return super().table(state, replace(view, length=state.length))
-
-
-def holed(config: Any, budget: BlockBudget) -> Holed:
-    return Holed(Quest(config, budget), 3)
-
-
 class Late(Quest):
     """Tokens are missing at the end."""
 
@@ -101,7 +83,7 @@ class Late(Quest):
         return replace(found, length=found.length - 1)
 
 
-@pytest.mark.parametrize("kind", [Twice, Late, holed])
+@pytest.mark.parametrize("kind", [Twice, Late])
 def test_a_mistake_lowers_what_is_accepted(kind: Any) -> None:
     """Negative control: the perfection above tells a right reading from a wrong one."""
     drafter, params = over(kind(LOOKUP, ROOMY)), Params(TABLE, TABLE)
@@ -193,70 +175,6 @@ def test_every_head_of_every_layer_reads_the_block_that_its_query_wants() -> Non
         np.testing.assert_array_equal(read, mine[[0, 10, block, 11]].reshape(16, -1))
 
 
-@pytest.mark.parametrize("kind", [Quest, AttentionRetriever])
-def test_a_choice_serves_until_the_next_one(kind: Any) -> None:
-    """Two full passes; done rows choose nothing, and early who got on too far."""
-    refreshed, slots = Refreshed(kind(CONFIG, TIGHT), 2), 128
-    cache = CachedTarget(CONFIG).allocate(3, slots)
-    draw = partial(np.random.default_rng(0).standard_normal, dtype=np.float32)
-    keys = tuple(jnp.asarray(draw(k.shape)) for k in cache.keys)
-
-    def seen(length: jax.Array) -> CacheView:
-        at = jnp.zeros(3, jnp.int32), length, length
-        done = jnp.array([False, False, True])
-        return CacheView(CachedTarget(CONFIG), None, KVCache(keys, keys), *at, done)
-
-    @jax.jit
-    def before_round(state: Any, length: jax.Array) -> Any:
-        return refreshed.before_round(state, seen(length))
-
-    @partial(jax.jit, static_argnums=0)
-    def table(selector: Any, state: Any, length: jax.Array) -> BlockTable:
-        return selector.table(state, seen(length))
-
-    extend, start = jax.jit(refreshed.extend), jnp.array([41, 50, 60])
-    state = refreshed.begin(3, slots)
-    asked = extend(state, committed(CONFIG, 9, [9] * 3)).retriever
-    state = replace(state, retriever=asked)
-    first = before_round(state, start)
-    assert np.asarray(first.length).tolist() == [41, 50, 0]
-    wanted = table(refreshed.retriever, state.retriever, start).blocks
-    np.testing.assert_array_equal(first.blocks[:2], wanted[:2])
-    later = replace(first, retriever=extend(first, committed(CONFIG, 9, [9] * 3, 1)).retriever)
-    further = jnp.array([49, 50 + 3 * 33, 60])
-    second = before_round(later, further)
-    assert np.asarray(second.length).tolist() == [41, 50 + 3 * 33, 0]
-    np.testing.assert_array_equal(second.blocks[0], first.blocks[0])
-    # Behind the four blocks, of which the last was its eleventh, stand the next ones.
-    read = table(refreshed, second, further)
-    assert (np.asarray(read.blocks[0])[..., 3:6] == [10, 11, 12]).all()
-    assert int(read.length[0]) == 49 - 7 * 4
-    third = before_round(second, jnp.array([55, 50 + 3 * 34, 60]))
-    assert np.asarray(third.length).tolist() == [55, 50 + 3 * 33, 0]
-
-
-def test_one_of_several_drafters_chooses_as_it_does_alone() -> None:
-    """What the others are kept without, a tree, is what says that blocks are chosen at all."""
-    alone, slots = over(every_third(CONFIG, TIGHT)), 32
-    several = OneOf((NoDraft(), with_tree(alone, PLAIN)), 1, CHAIN)
-    params, own = Params(None, (None, None)), Params(None, None)
-    state = several.begin(params, 1, slots)
-    state = jax.jit(partial(several.extend, params))(state, committed(CONFIG, 29, [29]))
-    at = jnp.array([0]), jnp.array([29]), jnp.array([29]), jnp.array([False])
-    target = CachedTarget(CONFIG)
-    view = CacheView(target, None, target.allocate(1, slots), *at)
-
-    @partial(jax.jit, static_argnums=0)
-    def before_round(drafter: Any, params: Params, state: Any) -> Any:
-        return drafter.before_round(params, state, view)
-
-    found, wanted = before_round(several, params, state)[1], before_round(alone, own, state[1])
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    assert int(found.selector.length[0]) == 29
-    plain = before_round(replace(several, tree=PLAIN), params, state)[1]
-    assert int(plain.selector.length[0]) == 0
-
-
 def test_the_last_token_asks_for_all_layers() -> None:
     """Of the last layer; a row that stands still goes on asking what it asked."""
     attended, told = AttentionRetriever(CONFIG, TIGHT), committed(CONFIG, 9, [9, 2, 0])
@@ -271,17 +189,14 @@ def test_the_last_token_asks_for_all_layers() -> None:
 @pytest.mark.parametrize("kind", [Quest, AttentionRetriever])
 def test_it_is_a_selector_and_refuses_what_cannot_be(kind: Any) -> None:
     assert isinstance(kind(CONFIG, TIGHT), Retriever)
-    assert isinstance(Refreshed(kind(CONFIG, TIGHT), 2), Selector)
-    with pytest.raises(ValueError, match="refresh=1 must be at least 2"):
-        Refreshed(kind(CONFIG, TIGHT), 1)
     with pytest.raises(ValueError, match="46 slots is no whole number of blocks of 4"):
         kind(CONFIG, TIGHT).begin(1, 46)
     with pytest.raises(ValueError, match="queries=0 must be at least 1"):
         Quest(CONFIG, TIGHT, queries=0)
 
 
-@pytest.mark.parametrize("selector", [Quest(CONFIG, TIGHT), every_third(CONFIG, TIGHT)])
-def test_it_says_how_much_of_the_cache_it_copies(selector: Selector) -> None:
+def test_it_says_how_much_of_the_cache_it_copies() -> None:
+    selector = Quest(CONFIG, TIGHT)
     for capacity in (16, 64):
         cache = CachedTarget(CONFIG).allocate(1, capacity)
         at = jnp.array([0]), jnp.array([9]), jnp.array([9]), jnp.array([False])

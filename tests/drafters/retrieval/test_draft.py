@@ -9,7 +9,7 @@ from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.decoding.candidates import candidates
 from longspec_jax.drafters.draft import Draft, Target, with_tree
 from longspec_jax.drafters.ngram import NgramDraft
-from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest, Refreshed
+from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft, behind_chain
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
@@ -41,8 +41,6 @@ def test_what_sees_what_can_be_chosen() -> None:
     options = dict(retrieve_block=16, retrieve_sinks=0, retrieve_recent=32)
     drafter = loaded(retrieve=64, retrieve_by="attention", **options).drafter(CHAIN)
     assert drafter.selector == AttentionRetriever(CONFIG, BlockBudget(64, 0, 32, 16))
-    every_fourth = loaded(retrieve=1024, retrieve_refresh=4).drafter(CHAIN)
-    assert every_fourth.selector == Refreshed(Quest(CONFIG, BlockBudget(1024)), 4)
 
 
 def test_the_lossy_option_says_what_it_is() -> None:
@@ -97,7 +95,6 @@ def test_a_chain_and_its_tree_share_the_usual_nodes() -> None:
         (dict(retrieve=1024, retrieve_by="luck"), "retrieve_by='luck' must be one of quest, att"),
         (dict(retrieve=1024, retrieve_verify="no"), "retrieve_verify='no' must be one of full, pa"),
         (dict(retrieve=1024, retrieve_tree="4*4"), "'4*4' must be the widths of a tree"),
-        (dict(retrieve=1024, retrieve_refresh=0), "retrieve_refresh=0 must be at least 1"),
         (
             dict(retrieve=1024, retrieved=1),
             "unknown option 'retrieved' for streaming with retrieve",

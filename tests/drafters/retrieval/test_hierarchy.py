@@ -17,7 +17,6 @@ from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import (
     Drafter,
-    DrafterBase,
     Needs,
     NoDraft,
     Params,
@@ -171,7 +170,7 @@ def test_a_mistake_lowers_what_is_accepted(broken: str) -> None:
 
 
 @dataclass(frozen=True)
-class Diarist(DrafterBase):
+class Diarist(Drafter):
     """Draws chains of its own, and keeps what it is told: by position, in ``state``."""
 
     tree: TreeConfig = TreeConfig((1, 1))

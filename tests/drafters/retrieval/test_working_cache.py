@@ -21,13 +21,18 @@ from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.load import LongSpecOptions
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.retrieval.blocks import CachedSelection, LastQuery
+from longspec_jax.drafters.retrieval.blocks import LastQuery
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
-from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
+from longspec_jax.drafters.retrieval.working_cache import (
+    CachedSelection,
+    WorkingCache,
+    WorkingCacheOptions,
+)
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.small_lm.load import SmallLMOptions
 from longspec_jax.ops.attention.operands import Fresh
 from longspec_jax.ops.attention.reference import prefix_attention, tree_attention
+from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding import lossless
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config, view_of
 
@@ -35,12 +40,10 @@ ONE_LAYER = tiny_target_config(num_layers=1)
 SLOTS, CHUNK = 256, 8
 
 
-def working(target: Any = ONE_LAYER, **options: int) -> WorkingCache:
+def working(target: Any = ONE_LAYER, slots: int = 32, refresh: int = 2) -> WorkingCache:
     """32 of the slots, in chunks of 8, chosen every other round: one of sinks and one recent."""
-    asked = SmallLMOptions(**{"working": 32, "chunk": CHUNK, "refresh": 2, **options})
-    cache = asked.working_cache(target)
-    assert cache is not None
-    return cache
+    recent = max(CHUNK, slots // 64 * CHUNK) if refresh else slots - CHUNK
+    return WorkingCache(BlockBudget(slots, CHUNK, recent, CHUNK), refresh, target)
 
 
 def slots_read(cache: WorkingCache, choice: CachedSelection | None, length: Any) -> list[list[int]]:
@@ -230,7 +233,7 @@ def test_a_working_cache_changes_no_token(drafter: Drafter, plain: Any) -> None:
 def test_a_working_cache_of_everything_is_as_good_as_the_whole(budget: int, plain: Any) -> None:
     """The target drafts for itself: it is always right where it sees all, and not where less."""
     target_params, expected, request = plain
-    cache = working(lossless.CONFIG, working=budget)
+    cache = working(lossless.CONFIG, budget)
     drafter = SmallLMDrafter(lossless.CONFIG, CHAIN, working=cache)
     rows, state = lossless.generate(
         CachedTarget(lossless.CONFIG),
@@ -262,18 +265,12 @@ def test_only_the_active_one_of_several_drafters_looks() -> None:
 
 
 REFUSED = {
-    "chunk=16 is about a working cache": dict(chunk=16),
+    "sinks=32 is about a working cache": dict(sinks=32),
     "refresh=0 is about a working cache": dict(refresh=0),
-    "chunk=24 must be a power of two": dict(working=1024, chunk=24),
-    "chunk=512 must be a power of two from 8 to 256": dict(working=1024, chunk=512),
-    "chunk=4 must be a power of two.*kernels take": dict(working=1024, chunk=4),
-    "working=1000 must be a multiple of chunk=32, such as 992": dict(working=1000),
-    "sinks=4 must be a multiple of chunk=32, such as 32": dict(working=1024, sinks=4),
-    "recent=40 must be a multiple": dict(working=1024, recent=40),
-    "working=64 tokens must hold sinks=32, at least a chunk": dict(working=64),
-    "working=128 tokens must hold sinks=64.*recent=64": dict(working=128, sinks=64, recent=64),
-    "recent=0": dict(working=1024, recent=0),
-    "recent=512: with refresh=0 all but the sinks": dict(working=1024, refresh=0, recent=512),
+    "working=1000 must be a multiple of 32, such as 992": dict(working=1000),
+    "sinks=4 must be a multiple of 32, such as 32": dict(working=1024, sinks=4),
+    "working=64 tokens must hold sinks=32, at least 32 recent": dict(working=64),
+    "working=128 tokens must hold sinks=96": dict(working=128, sinks=96),
     "working=32 tokens must hold sinks=32": dict(working=32, refresh=0),
 }
 

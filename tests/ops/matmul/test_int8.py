@@ -72,15 +72,6 @@ def test_hidden_states_in_two_terms_lose_nothing_to_speak_of(
     assert not np.any(logits[2])
 
 
-def test_rows_are_taken_by_number() -> None:
-    """One that is not there is the nearest that is."""
-    table = Int8Rows.of(jnp.asarray(random_table(29, 16, 0)))
-    found, wanted = table.take(jnp.array([-1, 7, 29])), table.take(jnp.array([0, 7, 28]))
-    np.testing.assert_array_equal(found.steps, wanted.steps)
-    np.testing.assert_array_equal(found.steps[1], table.steps[7])
-    np.testing.assert_array_equal(found.scale, wanted.scale)
-
-
 def test_largest_steps_are_exact_in_bfloat16() -> None:
     steps = jnp.arange(-127, 128, dtype=jnp.int8)
     np.testing.assert_array_equal(steps.astype(jnp.bfloat16).astype(jnp.int32), steps)
