@@ -193,7 +193,7 @@ def test_parts_that_are_fine() -> None:
 
 
 OPTIONS = {
-    "unknown option 'int4' for no/draft; it has working, sinks, recent, chunk": {"int4": True},
+    "unknown option 'int4' for no/draft; it has working, sinks, refresh": {"int4": True},
     "int8=1 must be True or False": {"int8": 1},
     "int8='yes' must be True or False": {"int8": "yes"},
     "vocabulary=True must be a whole number": {"vocabulary": True},
