@@ -89,9 +89,9 @@ def _readable(name: str) -> Iterator[None]:
     except _unreadable() as error:
         reason = reason_of(error.__cause__ or error)
         raise ValueError(
-            f"the data of {name} cannot be read ({reason}); files are .jsonl, .json, .parquet or "
-            ".txt, packed by gzip or zstd or not, hub data sets owner/name or owner/name/file, "
-            "which need a network or a filled cache"
+            f"the data of {name} cannot be read ({reason}); files are .jsonl, .json or .txt, "
+            "packed by gzip or zstd or not, and .parquet; hub data sets, owner/name or "
+            "owner/name/file, need a network or a filled cache"
         ) from error
 
 
