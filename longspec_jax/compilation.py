@@ -56,11 +56,14 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
             return None
         folder = kept / "compiled"
     path = expanded(folder)
-    if not path.is_dir():
-        try:
-            path.mkdir(parents=True)
-        except OSError:
-            return None
+    made = path.is_dir()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return _cannot_keep(path, error.strerror or str(error))
+    if not os.access(path, os.W_OK | os.X_OK):
+        return _cannot_keep(path, "Permission denied")
+    if not made:
         print(
             "longspec_jax compiles at first calls, for up to a minute, and keeps the programs in "
             f"{path} for a quicker start next time ({VARIABLE}=off keeps none)",
@@ -70,6 +73,14 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SLOW_TO_COMPILE)
     _forget_lines()
     return path
+
+
+def _cannot_keep(path: Path, reason: str) -> None:
+    print(
+        f"longspec_jax cannot keep compiled programs in {path} ({reason}), so that every start "
+        f"compiles again; set {VARIABLE} to a folder that can be written to, or to off",
+        file=sys.stderr,
+    )
 
 
 def _forget_lines() -> None:

@@ -294,7 +294,7 @@ def test_color_only_on_terminals(monkeypatch) -> None:
     assert Screen(False).legend() == ""
 
 
-def test_compilation_cache_folder(monkeypatch, tmp_path) -> None:
+def test_compilation_cache_folder(monkeypatch, tmp_path, capsys) -> None:
     before = jax.config.values["jax_compilation_cache_dir"]
     try:
         jax.config.update("jax_compilation_cache_dir", None)
@@ -308,6 +308,11 @@ def test_compilation_cache_folder(monkeypatch, tmp_path) -> None:
         for off in ("off", "OFF"):
             monkeypatch.setenv("LONGSPEC_CACHE", off)
             assert keep_programs() is None
+        capsys.readouterr()
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path / "file"))
+        assert keep_programs() is None
+        assert "cannot keep compiled programs in" in capsys.readouterr().err
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 
