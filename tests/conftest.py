@@ -39,7 +39,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # What was imported stays, and is not walked at all.
 
 
-if not _wants_gpu():
+if _wants_gpu():
+    os.environ["LONGSPEC_TEST_GPU"] = "1"  # The workers of pytest-xdist have no such arguments.
+else:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Tests compile many tiny programs once: the compiler's own time is what they cost.
     os.environ["XLA_FLAGS"] = " ".join(
