@@ -260,7 +260,7 @@ def _acceptance_lines(totals: dict[str, Any]) -> Iterator[str]:
     histogram = totals["acceptance_histogram"]
     if len(histogram) == 1:
         return
-    yield "rounds by the draft tokens they accepted, and by at least so many"
+    yield "rounds by the draft tokens they accepted, and by at least that number"
     yield f"{'accepted':8}  {'rounds':6}  {'':28}{'at least':>9}"
     for depth, count in enumerate(histogram):
         reached = sum(histogram[depth:]) / passes

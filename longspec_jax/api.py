@@ -34,7 +34,6 @@ from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.decoding.candidates import candidates, tallest
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.policy import Always, FastestWithinBudget
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import Draft, drafters_of
@@ -396,7 +395,6 @@ class LongSpec:
         batches = [slots, *[1] * prefills]
         plan = plan_memory(self._target, drafters, params, own, batches, shape)
         check_fits(plan, free_bytes(self.mesh))
-        policy = FastestWithinBudget.over(len(drafters)) if len(drafters) > 1 else Always()
         engine = Engine(
             *(self._target, drafters, params),
             slots=slots,
@@ -404,7 +402,6 @@ class LongSpec:
             chunk=shape.chunk,
             stop_width=STOP_WIDTH,
             prefills=prefills,
-            policy=policy,
         )
         return RequestEngine(
             engine,

@@ -97,7 +97,7 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
 
 
 def acceptance_lengths(arguments: argparse.Namespace) -> AcceptanceLengths:
-    """How often a round emits so many tokens.
+    """How often a round emits each number of tokens.
 
     Raises:
       ValueError: if the tree cannot emit as many.

@@ -34,7 +34,7 @@ class Roofline:
         }
 
     def seconds(self, moved: int, operations: int) -> float:
-        """The least time that moving so many bytes and doing so many operations can take."""
+        """The least time that moving these bytes and doing these operations can take."""
         return max(moved / self.bytes_per_s, operations / self.operations_per_s)
 
 

@@ -97,7 +97,7 @@ def _add_tasks(group: Any) -> None:
         "--min_prompt",
         type=cli.number(Whole(0)),
         metavar="TOKENS",
-        help="prompts of at most so many tokens are skipped (longspec protocol)",
+        help="prompts of at most N tokens are skipped (longspec protocol)",
     )
     group.add_argument(
         "--max_prompt",
@@ -174,13 +174,13 @@ def _add_output(group: Any) -> None:
         "--breakdown",
         type=cli.COUNT,
         metavar="ROUNDS",
-        help="time drafting, verification and the rest of so many rounds of every call, in a "
+        help="time drafting, verification and the rest of N rounds of every call, in a "
         "second run of the call",
     )
     group.add_argument(
         "--rounds",
         type=cli.COUNT,
-        help="keep the trees of so many rounds of the first samples of every task",
+        help="keep the trees of N rounds of the first samples of every task",
     )
     group.add_argument(
         "--cases", type=cli.COUNT, default=1, help="samples of every task whose rounds are kept"

@@ -94,7 +94,7 @@ class Decoder:
     def breakdown(
         self, prompts: Sequence[list[int]], request: Request, rounds: int
     ) -> Breakdown | None:
-        """Seconds of the parts of so many rounds; None if the method cannot time them."""
+        """Seconds of the parts of some rounds; None if the method cannot time them."""
         return None
 
     def trees(
@@ -177,7 +177,7 @@ class LibraryDecoder(Decoder):
     def breakdown(
         self, prompts: Sequence[list[int]], request: Request, rounds: int
     ) -> Breakdown | None:
-        """Seconds of the parts of so many rounds; None for adaptive rounds, which differ."""
+        """Seconds of the parts of some rounds; None for adaptive rounds, which differ."""
         if self.tree is None:
             return None
         parts = self.spec.breakdown(

@@ -71,7 +71,7 @@ class LongSpecProtocol:
 
     target: Target
     least: int
-    """Prompts of at most so many tokens are skipped, in tasks with long prompts."""
+    """Prompts of at most this many tokens are skipped, in tasks with long prompts."""
     most: int
     """Prompts of more tokens are skipped."""
 

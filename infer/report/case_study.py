@@ -80,7 +80,7 @@ def case_studies(blocks: Iterable[Block]) -> Iterator[CaseStudy]:
 
 
 def spread(cases: Sequence[CaseStudy], most: int | None) -> list[CaseStudy]:
-    """At most so many, spread over tasks and methods; all without a limit."""
+    """At most this many, spread over tasks and methods; all without a limit."""
     if most is None or most >= len(cases):
         return list(cases)
     return [cases[number * len(cases) // most] for number in range(most)]

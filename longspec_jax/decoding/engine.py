@@ -26,7 +26,7 @@ import numpy as np
 from longspec_jax.axes import Array
 from longspec_jax.decoding.candidates import check_one_clock, tallest
 from longspec_jax.decoding.launches import LaunchQueue
-from longspec_jax.decoding.policy import Always, Choice, LateChoices, Measurement, Policy
+from longspec_jax.decoding.policy import Choice, LateChoices, Measurement, Policy, default_policy
 from longspec_jax.decoding.prefill import prefill_chunks, vacant
 from longspec_jax.decoding.round import MOST_ROUNDS, Report, many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert, release, stack
@@ -120,7 +120,7 @@ class Engine:
           prefills: requests whose prompts may be under way at once; each takes a row of its own
             beside the slots. The one with the fewest chunks left goes first.
           ahead: whether rounds are launched before the last ones were read.
-          policy: chooses the candidate of every launch; the first one always if absent.
+          policy: chooses the candidate of every launch; :func:`default_policy` if absent.
           clock: seconds, also asked by the thread that waits for launches.
 
         Raises:
@@ -137,7 +137,7 @@ class Engine:
         """Tokens that have been run of the longest prompt of the prefill under way."""
         self._stop_width, self._clock = stop_width, clock
         self._together, self._most_prefills = together, prefills
-        self._choices = LateChoices(policy or Always(), len(drafters))
+        self._choices = LateChoices(policy or default_policy(len(drafters)), len(drafters))
         self._rows: Rows | None = None
         self._held: list[int | None] = [None] * slots
         self._requests: dict[int, Request] = {}

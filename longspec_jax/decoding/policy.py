@@ -263,6 +263,11 @@ class FastestWithinBudget:
         return min(max(rounds, self.burst_rounds), self.longest_burst)
 
 
+def default_policy(candidates: int) -> Policy:
+    """The fastest of several candidates within a budget; of one, that one."""
+    return FastestWithinBudget.over(candidates) if candidates > 1 else Always()
+
+
 class LateChoices:
     """A policy's choices, where launches are queued before the last ones were read.
 

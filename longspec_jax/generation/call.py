@@ -13,7 +13,6 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import bucket_capacity, cache_bytes
 from longspec_jax.decoding.candidates import tallest
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.policy import Always, FastestWithinBudget
 from longspec_jax.decoding.prefill import prefill_programs, rows_outline
 from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, RowShardings
@@ -107,7 +106,6 @@ class Call:
           ahead: whether rounds are launched before the last ones were read. Where absent, unless
             a run that nobody follows chooses among several drafters.
         """
-        count = len(self.drafters)
         streams = streams or self.waits
         engine = Engine(
             *(self.target, self.drafters, self.params),
@@ -117,8 +115,7 @@ class Call:
             stop_width=self.request.stop_tokens.shape[1],
             streams=streams,
             together=not self.waits,
-            ahead=(streams or count == 1) if ahead is None else ahead,
-            policy=FastestWithinBudget.over(count) if count > 1 else Always(),
+            ahead=(streams or len(self.drafters) == 1) if ahead is None else ahead,
         )
         host = jax.device_get(self.request)
         for row, prompt in enumerate(self.prompts):

@@ -54,7 +54,7 @@ class WarmShapes:
             prompts=tuple(row[: 2 * call.shape.chunk] for row in call.prompts),
             request=replace(call.request, max_new_tokens=jnp.asarray(two)),
         )
-        start = time.perf_counter()
+        start, round_seconds = time.perf_counter(), math.nan
         with RECENT.noted() as used:
             if call.can_precompile:
                 compile_side_by_side(short.programs(streams, rounds=rounds))
@@ -62,12 +62,16 @@ class WarmShapes:
                 while engine.busy if call.waits else engine.prefilling:
                     engine.step(decode=call.waits)
                 if rounds and not call.waits:
-                    seconds = engine.rehearse(call.request.sampling.kind)
-                    self._round_seconds[call.signature] = seconds
+                    round_seconds = engine.rehearse(call.request.sampling.kind)
         seconds = time.perf_counter() - start
         with self._lock:
             kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
             self._programs = {**kept, (streams, rounds, call.signature): used}
+            # Of shapes whose programs were let go nothing is remembered.
+            known = {signature for *_, signature in self._programs} & self._round_seconds.keys()
+            self._round_seconds = {one: self._round_seconds[one] for one in known}
+            if not math.isnan(round_seconds):
+                self._round_seconds[call.signature] = round_seconds
         return seconds
 
     def round_seconds(self, call: Call) -> float:
@@ -78,7 +82,8 @@ class WarmShapes:
         """Remember how long the rounds of a finished run took."""
         rounds = [total for total in run.engine.totals if total.rounds]
         if len(rounds) == len(run.call.drafters) == 1:
-            self._round_seconds[run.call.signature] = rounds[0].seconds / rounds[0].rounds
+            with self._lock:
+                self._round_seconds[run.call.signature] = rounds[0].seconds / rounds[0].rounds
 
     def knows(self, call: Call, streams: bool = False, rounds: bool = True) -> bool:
         """Whether everything the call will run is compiled; it is then the last to be evicted."""
