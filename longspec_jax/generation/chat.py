@@ -14,7 +14,7 @@ CONTENT = 'text, or a list of parts {"type": "text", "text": ...}'
 def plain_messages(
     messages: Any, where: str = "", shown: Callable[[Any], str] = shown
 ) -> list[dict[str, Any]]:
-    """The messages, each with its content as one text; parts of text are joined.
+    """The messages, each with its content as one text; fields that are None are left out.
 
     Args:
       messages: what the caller gave.
