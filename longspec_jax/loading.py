@@ -30,7 +30,7 @@ from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
 from longspec_jax.weights import hf
 from longspec_jax.weights.checkpoint import holds
-from longspec_jax.weights.hf_config import target_config
+from longspec_jax.weights.hf_config import FAMILIES, target_config
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.tables import target_table
@@ -176,9 +176,11 @@ _EMBEDDING = "model.embed_tokens.weight"
 def _kind_of(folder: Path) -> Kind:
     """The kind of a folder's draft."""
     names = read_json(folder / "config.json").texts("architectures")
-    kind = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), LONGSPEC)
+    if kind := next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None):
+        return kind
     # The published LongSpec drafts may name their target's architecture; they have no embedding.
-    return kind if kind is not SMALL_LM or holds(folder, _EMBEDDING) else LONGSPEC
+    whole = any(name in FAMILIES for name in names) and holds(folder, _EMBEDDING)
+    return SMALL_LM if whole else LONGSPEC
 
 
 _SETTINGS = "tokenizer_config.json"

@@ -44,7 +44,7 @@ their text.
 
 
 _TARGET = "- `target/`: the model and its tokenizer, in Hugging Face format.\n"
-_DRAFT = "- `draft/`: the LongSpec draft, in the format of the LongSpec release.\n"
+_DRAFT = "- `draft/`: the draft, of the kind {kind}.\n"
 
 
 def write_card(workdir: Path, config: RunConfig, name: str) -> None:
@@ -60,7 +60,8 @@ def write_card(workdir: Path, config: RunConfig, name: str) -> None:
         python=platform.python_version(),
         # Every stage counts its own time, over all calls.
         minutes=sum(stage.get("elapsed", 0.0) for stage in last.values()) / 60,
-        folders=(_TARGET if config.pretraining else "") + (_DRAFT if config.stages else ""),
+        folders=(_TARGET if config.pretraining else "")
+        + (_DRAFT.format(kind=config.draft.kind) if config.stages else ""),
         measures=_measures(last),
     )
     sources = workdir / "corpus" / "sources.json"

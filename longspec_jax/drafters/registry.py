@@ -49,15 +49,9 @@ NAMED = {
     "streaming": Kind("streaming:StreamingDraft"),
 }
 """Kinds without weights."""
-ARCHITECTURES = {
-    "LongSpecDraft": LONGSPEC,
-    "LlamaForCausalLM": SMALL_LM,
-    "MistralForCausalLM": SMALL_LM,
-    "Qwen2ForCausalLM": SMALL_LM,
-    "Qwen3ForCausalLM": SMALL_LM,
-}
-"""Kinds with weights. The published LongSpec drafts name no architecture of their own, so any other
-architecture means one of them."""
+ARCHITECTURES = {"LongSpecDraft": LONGSPEC}
+"""Kinds with weights. A whole model of a family that targets may have is a small language model.
+The published LongSpec drafts name no architecture of their own, so any other one means them."""
 
 RETRIEVE = "retrieve"
 """The option that turns on retrieval; names of the others about it begin with it."""

@@ -11,14 +11,15 @@ from longspec_jax.models.layers import RMSNorm, rotary_angles
 from longspec_jax.models.target import Attention, Layer, Target
 from longspec_jax.ops.attention.dispatch import causal_attention
 from longspec_jax.weights.hf import load_target
-from tests.models.hf_models import KV_HEADS, LLAMA3, make_model, save_model, torch
+from tests.models.hf_models import FAMILIES, KV_HEADS, LLAMA3, make_model, save_model, torch
 
 TOLERANCE = 1e-4
 """Largest absolute error of a logit, the bar of the project; the steps below are held to less."""
 TIGHT = 2e-5
 
 # What families differ in does not depend on how heads share keys: a case of each, not of each pair.
-PLAIN = [("Llama", "GQA", {}), ("Qwen2", "GQA", {}), ("Qwen3", "MQA", {}), ("Mistral", "MHA", {})]
+SHARING = {"Qwen3": "MQA", "Mistral": "MHA"}
+PLAIN = [(family, SHARING.get(family, "GQA"), {}) for family in FAMILIES]
 CASES = [
     *PLAIN,
     ("Llama", "GQA", dict(rope_parameters=LLAMA3 | dict(rope_theta=5e5))),

@@ -4,7 +4,8 @@ A kind has two classes. Its *settings*, a subclass of :class:`train.config.Draft
 fields of the section ``draft`` of a configuration. Its *trainer* is what the pipeline drives:
 ``begin`` makes or loads the draft for a target, ``objectives`` gives what a stage learns, ``dtype``
 is what the draft is saved in, and ``save`` writes it. Nothing else in ``train/`` knows a kind by
-name. A new kind is a folder here, and an entry in both tables.
+name. A new kind is a folder here, and an entry in both tables. Each of its parameters needs one
+rule of :data:`longspec_jax.sharding.RULES`.
 """
 
 from ..config import DraftSettings
