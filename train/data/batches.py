@@ -41,17 +41,6 @@ class StepRows(NamedTuple):
     """Tokens that each is padded to."""
 
 
-class _Epoch(NamedTuple):
-    """A pass over the rows."""
-
-    bucket: np.ndarray
-    """Of every step, ``[steps]``."""
-    nth: np.ndarray
-    """Which of its bucket's steps every step is, ``[steps]``."""
-    rows: tuple[np.ndarray, ...]
-    """For every bucket the rows of its steps, ``[steps of the bucket, rows]``."""
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """The rows of every step: a shuffle per epoch, rows left over at its end dropped."""
@@ -73,45 +62,36 @@ class Plan:
     @functools.cached_property
     def per_epoch(self) -> int:
         """Steps in one pass over the data, which is the same for every pass."""
-        steps = rest = 0
-        for bucket, length in enumerate(self.lengths):
-            whole, rest = divmod(rest + (self.bucket == bucket).sum(), self._rows_of(length))
-            steps += int(whole)
-        return steps
+        return len(_epoch(self, 0))
 
     def __call__(self, step: int) -> StepRows:
         """What a step takes."""
         epoch, within = divmod(step, self.per_epoch)
-        plan = _epoch(self, epoch)
-        bucket = plan.bucket[within]
-        return StepRows(plan.rows[bucket][plan.nth[within]], self.lengths[bucket])
-
-    def _rows_of(self, length: int) -> int:
-        return self.batch * (self.lengths[-1] // length)
+        return _epoch(self, epoch)[within]
 
 
 @functools.lru_cache(maxsize=2)
-def _epoch(plan: Plan, epoch: int) -> _Epoch:
+def _epoch(plan: Plan, epoch: int) -> list[StepRows]:
     """The steps of an epoch.
 
     What is left of a bucket, too little for a step, goes to the next longer one: however many
     buckets there are, an epoch leaves out less than the rows of one step of the longest.
     """
     shuffled = np.random.default_rng((plan.seed, epoch)).permutation(len(plan.bucket))
-    of_row, rest, taken = plan.bucket[shuffled], shuffled[:0], []
+    of_row, rest = plan.bucket[shuffled], shuffled[:0]
+    steps, counts = [], []
     for bucket, length in enumerate(plan.lengths):
         rows = np.concatenate([rest, shuffled[of_row == bucket]])
-        size = plan._rows_of(length)
+        size = plan.batch * (plan.lengths[-1] // length)
         whole = len(rows) // size * size
-        taken.append(rows[:whole].reshape(-1, size))
+        steps.append(iter(rows[:whole].reshape(-1, size)))
         rest = rows[whole:]
+        counts.append(whole // size)
     # Long and short steps are mixed, so that the end of an epoch is like its beginning.
-    order = np.repeat(np.arange(len(taken)), [len(rows) for rows in taken])
-    order = np.random.default_rng((plan.seed, epoch, 1)).permutation(order)
-    nth = np.zeros(len(order), np.int64)
-    for bucket in range(len(taken)):
-        nth[order == bucket] = np.arange(len(taken[bucket]))
-    return _Epoch(order, nth, tuple(taken))
+    order = np.random.default_rng((plan.seed, epoch, 1)).permutation(
+        np.repeat(np.arange(len(counts)), counts)
+    )
+    return [StepRows(next(steps[bucket]), plan.lengths[bucket]) for bucket in order]
 
 
 @dataclass(frozen=True)
