@@ -17,7 +17,7 @@ import jax
 
 from .config import RunConfig
 from .metrics import Metrics
-from .processes import reason_of
+from .processes import is_first, reason_of
 
 _DENSE_PEAKS = {"H100": 990e12, "H200": 990e12, "A100": 312e12}
 """Operations a second in 16 bits, without sparsity, as the vendor states them."""
@@ -61,70 +61,47 @@ class Clock:
 
 @dataclass
 class _Pending:
-    """A step that is on its way."""
+    """A step that is on its way, or was timed."""
 
     step: int
     values: dict[str, Any]
-    real_tokens: int
+    tokens: int
     peak: float | None
-    always: bool = False
-    timed: bool = True
+    always: bool
+    timed: bool
+    seconds: float = 0.0
+
+
+def _speed(steps: Sequence[_Pending]) -> dict[str, float]:
+    """The mean speed of some steps; nothing if there are none."""
+    if not steps:
+        return {}
+    total, tokens = sum(step.seconds for step in steps), sum(step.tokens for step in steps)
+    seconds = max(total, 1e-9)
+    speed = {"step_time": total / len(steps), "tokens_per_second": tokens / seconds}
+    if all(step.peak for step in steps):
+        needed = sum(step.tokens / step.peak for step in steps if step.peak)
+        speed["flops_utilization"] = needed / seconds
+    return speed
 
 
 @dataclass
-class _Timings:
-    """The timed steps since the last record."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    tokens: int = 0
-    needed: float | None = 0.0
-    """Seconds that fully used devices would have taken, if that is known of every step."""
-
-    def add(self, step: _Pending, seconds: float) -> None:
-        """Count a step."""
-        self.steps += 1
-        self.seconds += seconds
-        self.tokens += step.real_tokens
-        if self.needed is not None:
-            self.needed = self.needed + step.real_tokens / step.peak if step.peak else None
-
-    def metrics(self) -> dict[str, float]:
-        """Their mean speed; nothing if there was none."""
-        if not self.steps:
-            return {}
-        seconds = max(self.seconds, 1e-9)
-        used = {} if self.needed is None else {"flops_utilization": self.needed / seconds}
-        speed = {"step_time": self.seconds / self.steps, "tokens_per_second": self.tokens / seconds}
-        return speed | used
-
-
 class Report:
     """The metrics of a stage's steps.
 
     Speeds are means over the timed steps since the last record, because steps differ: log steps
     that report the target's loss take longer.
-
-    Args:
-      stage: its name.
-      every: steps from one record to the next; every step is checked and timed.
-      metrics: where records go.
-      clock: the stage's.
-      diverged: makes the error that ends the run, of a step and what is wrong with it.
     """
 
-    def __init__(
-        self,
-        stage: str,
-        every: int,
-        metrics: Metrics,
-        clock: Clock,
-        diverged: Callable[[int, str], Exception],
-    ):
-        self._stage, self._every, self._metrics, self._clock = stage, every, metrics, clock
-        self._diverged = diverged
-        self._pending: _Pending | None = None
-        self._timings = _Timings()
+    stage: str
+    every: int
+    """Steps from one record to the next; every step is checked and timed."""
+    metrics: Metrics
+    clock: Clock
+    diverged: Callable[[int, str], Exception]
+    """Makes the error that ends the run, of a step and what is wrong with it."""
+    _pending: _Pending | None = None
+    _timed: list[_Pending] = field(default_factory=list)
 
     def add(
         self,
@@ -151,7 +128,7 @@ class Report:
 
     def skip(self) -> None:
         """Do not count the time since the last tick; a pending step, part of it, has no speed."""
-        self._clock.skip()
+        self.clock.skip()
         if self._pending is not None:
             self._pending.timed = False
 
@@ -165,17 +142,17 @@ class Report:
             return
         pending, self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(pending.values).items()}
-        seconds = self._clock.tick()
-        self._metrics.advance()
+        pending.seconds = self.clock.tick()
+        self.metrics.advance()
         wrong = not_finite({name: values[name] for name in ("loss", "grad_norm") if name in values})
         if pending.timed:
-            self._timings.add(pending, seconds)
-        if wrong or pending.always or pending.step % self._every == 0:
-            more = {**self._timings.metrics(), **_memory(), "elapsed": self._clock.elapsed}
-            self._timings = _Timings()
-            self._metrics.write(self._stage, pending.step, {**values, **more})
+            self._timed.append(pending)
+        if wrong or pending.always or pending.step % self.every == 0:
+            more = {**_speed(self._timed), **_memory(), "elapsed": self.clock.elapsed}
+            self._timed.clear()
+            self.metrics.write(self.stage, pending.step, {**values, **more})
         if wrong:
-            raise self._diverged(pending.step, wrong)
+            raise self.diverged(pending.step, wrong)
 
 
 def not_finite(values: Mapping[str, float]) -> str:
@@ -191,39 +168,37 @@ def _memory() -> dict[str, float]:
     return {"peak_bytes": max(peaks)} if peaks else {}
 
 
+@dataclass
 class Trace:
     """The trace of a stage, which process 0 writes of its own devices.
 
     If it fails, that is printed and the training continues without it. Traced steps are not timed,
     because writing the trace takes part of their time.
-
-    Args:
-      folder: where it is written.
-      steps: those that are traced; the others around them have ended, or not yet begun.
-      report: the stage's.
     """
 
-    def __init__(self, folder: Path, steps: range, report: Report):
-        self._folder, self._report = folder, report
-        self._steps = steps if jax.process_index() == 0 else range(0)
-        self.running = False
-        """Whether the present step is traced."""
+    folder: Path
+    """Where it is written."""
+    steps: range
+    """Those that are traced; the others around them have ended, or not yet begun."""
+    report: Report
+    running: bool = False
+    """Whether the present step is traced."""
 
     def before(self, step: int) -> None:
         """Begin with the first of the steps, when the step before it has ended."""
-        if self._steps and step == self._steps[0]:
-            self._report.flush()
+        if self.steps and step == self.steps[0] and is_first():
+            self.report.flush()
             with self._guarded():
-                jax.profiler.start_trace(self._folder)
+                jax.profiler.start_trace(self.folder)
                 self.running = True
-            self._report.skip()
+            self.report.skip()
 
     def after(self, step: int) -> None:
         """End when the last of the steps, which is on its way, has ended."""
-        if self.running and step == self._steps[-1]:
-            self._report.flush()
+        if self.running and step == self.steps[-1]:
+            self.report.flush()
             self.close()
-            self._report.skip()
+            self.report.skip()
 
     def close(self) -> None:
         """Write what there is of it."""
@@ -231,7 +206,7 @@ class Trace:
             self.running = False
             with self._guarded():
                 jax.profiler.stop_trace()
-                print(f"a trace is in {self._folder}", file=sys.stderr, flush=True)
+                print(f"a trace is in {self.folder}", file=sys.stderr, flush=True)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
