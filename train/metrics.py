@@ -12,8 +12,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,30 +28,6 @@ Record = dict[str, Any]
 def read_records(path: Path) -> list[Record]:
     """The records of a log, without lines that a killed process or a full disk cut off."""
     return [record for record in map(_record, _lines(path)) if record is not None]
-
-
-def trim(path: Path, stage: str = "", count: int = 0) -> int:
-    """Remove what is no record, and the records of a stage after its first few.
-
-    Args:
-      path: the log.
-      stage: whose records are counted; empty to keep those of all stages.
-      count: how many of them stay.
-
-    Returns:
-      The number of lines that were removed.
-    """
-    kept, seen, lines = [], 0, _lines(path)
-    for line in lines:
-        if (record := _record(line)) is not None:
-            seen += record["stage"] == stage
-            if record["stage"] != stage or seen <= count:
-                kept.append(line)
-    # A line may be whole and yet lack its end, at which the next one begins.
-    text = "".join(f"{line}\n" for line in kept).encode()
-    if text != path.read_bytes():
-        files.replace(path, text)
-    return len(lines) - len(kept)
 
 
 def _lines(path: Path) -> list[str]:
@@ -94,13 +69,30 @@ class Metrics:
         self._counts: Counter[str] = Counter()
         self._file = None
         if is_first():
-            if path.is_file() and (cut := trim(path)):
+            if cut := self._open():
                 print(f"{path}: a line that was cut off is removed ({cut})", file=sys.stderr)
-            self._open()
 
-    def _open(self) -> None:
+    def _open(self, stage: str = "", count: int = 0) -> int:
+        """Open the file without what is no record, and the records of a stage after its first few.
+
+        Returns:
+          The number of lines that were removed.
+        """
         self._file = self._path.open("a")
-        self._counts = Counter(record["stage"] for record in read_records(self._path))
+        self._counts.clear()
+        kept, lines = [], _lines(self._path)
+        for line in lines:
+            record = _record(line)
+            if record is not None and (record["stage"] != stage or self._counts[stage] < count):
+                self._counts[record["stage"]] += 1
+                kept.append(line)
+        # A line may be whole and yet lack its end, at which the next one begins.
+        text = "".join(f"{line}\n" for line in kept).encode()
+        if text != self._path.read_bytes():
+            self._file.close()
+            files.replace(self._path, text)
+            self._file = self._path.open("a")
+        return len(lines) - len(kept)
 
     def count(self, stage: str) -> int:
         """Records there are of a stage: where its log stands when it is saved."""
@@ -110,8 +102,7 @@ class Metrics:
         """Remove the records of a stage after its checkpoint: those steps are repeated."""
         if self._file is not None and count < self.count(stage):
             self._file.close()
-            trim(self._path, stage, count)
-            self._open()
+            self._open(stage, count)
 
     def start(self, stage: str, step: int, steps: int) -> None:
         """Begin the display of a stage."""
@@ -189,31 +180,26 @@ class Guarded:
 
     def __init__(self, name: str, make: Callable[[], Writer]):
         self._name = name
-        self._writer: Writer | None = None
-        with self._guarded():
-            self._writer = make()
+        self._writer: Writer | None = self._tried(make)
 
     def write(self, record: Record) -> None:
         """Pass a record on."""
         if self._writer is not None:
-            with self._guarded():
-                self._writer.write(record)
+            self._tried(self._writer.write, record)
 
     def close(self) -> None:
         """Close the writer."""
         if self._writer is not None:
-            with self._guarded():
-                self._writer.close()
+            self._tried(self._writer.close)
 
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _tried(self, act: Callable[..., Any], *values: Any) -> Any:
         try:
-            yield
+            return act(*values)
         except Exception as error:  # A writer that fails must not end the training.
             self._writer = None
-            reason = reason_of(error)
             print(
-                f"{self._name} gets no metrics from here on ({reason}); metrics.jsonl does",
+                f"{self._name} gets no metrics from here on ({reason_of(error)}); metrics.jsonl "
+                "does",
                 file=sys.stderr,
                 flush=True,
             )
