@@ -18,7 +18,6 @@ The same command continues where it was stopped. The exit status is 0, 1 for a t
 are not finite, 2 for bad input, and 130 after Ctrl-C.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -50,78 +49,43 @@ def _command(argv: Sequence[str] | None) -> int:
 def parser() -> cli.Parser:
     """The command's parser."""
     result = cli.Parser(prog=cli.command_name(__package__, "regenerate"), description=__doc__)
+    add = result.add_argument
     add_documents(result)
-    result.add_argument("--out", required=True, metavar="FILE.jsonl", help="where rows are written")
-    result.add_argument(
-        "--prefix_tokens",
-        type=ZERO_OR_MORE,
-        default=0,
-        help="tokens of plain text rows that the target continues; 0 refuses such rows",
+    add("--out", required=True, metavar="FILE.jsonl", help="where rows are written")
+    text = "tokens of plain text rows that the target continues; 0 refuses such rows"
+    add("--prefix_tokens", type=ZERO_OR_MORE, default=0, help=text)
+    text = "rows that may be skipped because they hold no question or the template refuses them"
+    add("--max_bad_rows", type=ZERO_OR_MORE, default=0, help=text)
+    text = "Jinja file instead of the tokenizer's own template"
+    add("--chat_template", metavar="FILE", help=text)
+    text = (
+        "proposes tokens, for speed: folder or hub id of a draft, or ngram; repeat to use the "
+        "fastest of several; plain decoding if absent"
     )
-    result.add_argument(
-        "--max_bad_rows",
-        type=ZERO_OR_MORE,
-        default=0,
-        help="rows that may be skipped because they hold no question or the template refuses them",
+    add("--draft", type=cli.path, action="append", help=text)
+    add("--tree", type=cli.tree, help="tree of the first draft; the fastest if absent")
+    text = "dtype of weights and activations; auto takes what suits this device"
+    kinds = ["auto", "bfloat16", "float16", "float32"]
+    add("--dtype", default="auto", choices=kinds, help=text)
+    text = f"devices: {cli.MESH_GRAMMAR}; one if absent"
+    add("--mesh", type=cli.mesh, metavar="AXIS=N,...", help=text)
+    add("--row_slots", type=cli.COUNT, default=8, help="rows decoded at once")
+    text = (
+        "rows between reading and writing, which a killed run repeats; 16 times the slots if absent"
     )
-    _add_model(result)
-    _add_sampling(result)
-    return result
-
-
-def _add_model(result: argparse.ArgumentParser) -> None:
-    result.add_argument(
-        "--chat_template", metavar="FILE", help="Jinja file instead of the tokenizer's own template"
-    )
-    result.add_argument(
-        "--draft",
-        type=cli.path,
-        action="append",
-        help="proposes tokens, for speed: folder or hub id of a draft, or ngram; repeat to use the "
-        "fastest of several; plain decoding if absent",
-    )
-    result.add_argument(
-        "--tree", type=cli.tree, help="tree of the first draft; the fastest if absent"
-    )
-    result.add_argument(
-        "--dtype",
-        default="auto",
-        choices=["auto", "bfloat16", "float16", "float32"],
-        help="dtype of weights and activations; auto takes what suits this device",
-    )
-    result.add_argument(
-        "--mesh",
-        type=cli.mesh,
-        metavar="AXIS=N,...",
-        help=f"devices: {cli.MESH_GRAMMAR}; one if absent",
-    )
-    result.add_argument("--row_slots", type=cli.COUNT, default=8, help="rows decoded at once")
-    result.add_argument(
-        "--rows_at_once",
-        type=cli.COUNT,
-        help="rows between reading and writing, which a killed run repeats; 16 times the slots if "
-        "absent",
-    )
-
-
-def _add_sampling(result: argparse.ArgumentParser) -> None:
-    result.add_argument(
-        "--max_row_tokens",
-        type=cli.number(Whole(2)),
-        help="most tokens of a row with its answers; the target's max_positions if absent",
-    )
-    defaults = {"max_new_tokens": 1024, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
-    notes = {
-        "max_new_tokens": "most tokens of an answer",
-        "temperature": "0 is greedy",
-        "top_p": "draw from the most probable tokens that together have this probability",
-        "top_k": "draw from this many most probable tokens; 0 for all",
-        "seed": "of the run; the seed of each answer is derived from it",
+    add("--rows_at_once", type=cli.COUNT, help=text)
+    text = "most tokens of a row with its answers; the target's max_positions if absent"
+    add("--max_row_tokens", type=cli.number(Whole(2)), help=text)
+    options = {
+        "max_new_tokens": (1024, "most tokens of an answer"),
+        "temperature": (0.0, "0 is greedy"),
+        "top_p": (1.0, "draw from the most probable tokens that together have this probability"),
+        "top_k": (0, "draw from this many most probable tokens; 0 for all"),
+        "seed": (0, "of the run; the seed of each answer is derived from it"),
     }
-    for name, value in defaults.items():
-        result.add_argument(
-            f"--{name}", type=cli.number(SAMPLING[name]), default=value, help=notes[name]
-        )
+    for name, (value, text) in options.items():
+        add(f"--{name}", type=cli.number(SAMPLING[name]), default=value, help=text)
+    return result
 
 
 if __name__ == "__main__":
