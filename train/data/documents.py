@@ -138,8 +138,6 @@ FORMATS: dict[frozenset[str], Format] = {
     **{frozenset({field}): _plain(field) for field in PLAIN},
 }
 """Row formats by the fields that identify them, the more specific first."""
-FIELDS = frozenset[str]().union(*FORMATS)
-"""All fields that any format knows."""
 
 
 def _questions(row: Fields) -> list[Turn]:
