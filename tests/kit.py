@@ -1,6 +1,8 @@
 """The testing kit: tiny models with prime sizes, a lookup-table language model, tolerances."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -41,6 +43,22 @@ def hopper_or_skip() -> None:
 def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
     """Standard normal numbers."""
     return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+@contextmanager
+def compilations() -> Iterator[list[float]]:
+    """The moments at which programs are compiled inside."""
+    moments: list[float] = []
+
+    def note(event: str, duration_secs: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            moments.append(time.perf_counter())
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield moments
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
 
 
 def tiny_target_config(**overrides: Any) -> TargetConfig:

@@ -12,9 +12,7 @@ from longspec_jax import cli
 BENCHMARKS = {
     "attention": ("attention", "attention of tree nodes to a long prefix, and the rooflines"),
     "decode": ("decode", "whole rounds and plain steps of real shapes, and the gain"),
-    "meshes": ("meshes", "decoding on meshes of devices, and what each of them holds"),
     "products": ("products", "the matmuls of a verification, beside XLA's"),
-    "requests": ("requests", "many requests over few row slots, and in padded batches"),
     "transformers": ("hugging_face", "plain decoding by Hugging Face transformers"),
 }
 """Subcommand to the module that provides ``main(arguments)``, and what it answers."""

@@ -5,7 +5,7 @@ GPUs would take hours (:class:`longspec_jax.cli.ByMachine`).
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from longspec_jax import cli
@@ -51,12 +51,9 @@ benchmark runs."""
 KINDS: dict[str, Kind] = {"longspec": LONGSPEC, **NAMED, "small_lm": SMALL_LM}
 """Kinds of drafts that are measured with random weights."""
 DTYPES = ("float32", "bfloat16", "float16")
-STATIC, DYNAMIC = "transformers-static", "transformers-dynamic"
-TORCH_CANDIDATES = ("torch-sdpa", "torch-flex", "flashinfer")
-"""Candidates of ``attention`` that compute with torch tensors."""
+FLASHINFER = "flashinfer"
 ATTENTION_CANDIDATES = (
-    *("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "xla-masked"),
-    *TORCH_CANDIDATES,
+    *("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "xla-masked", FLASHINFER),
 )
 """What ``attention`` compares; ours is the automatic choice."""
 CHAIN = TreeConfig((1, 1, 1))
@@ -84,7 +81,7 @@ def parser(summaries: Mapping[str, str]) -> argparse.ArgumentParser:
 
 def _attention(parser: argparse.ArgumentParser) -> None:
     heads = ByMachine([(32, 32), (32, 8), (40, 8)], [(8, 2)])
-    everything = ["ours", "mosaic", "cudnn", "xla-masked", *TORCH_CANDIDATES]
+    everything = ["ours", "mosaic", "cudnn", "xla-masked", FLASHINFER]
     _add_several(parser, "--tokens", COUNT, ByMachine([1, 16, 48, 69, 128], [1, 16]), "tree nodes")
     _add_several(parser, "--heads", head_counts, heads, "query/key-value heads, such as 32/8")
     _add_several(
@@ -98,17 +95,16 @@ def _attention(parser: argparse.ArgumentParser) -> None:
         default=ByMachine("bfloat16", "float32"),
         help=f"one of {', '.join(DTYPES)}",
     )
-    _add_implementations(
-        parser, ATTENTION_CANDIDATES, ByMachine(everything, ["ours", "xla-masked"])
+    _add_several(
+        *(parser, "--implementation", one_of(ATTENTION_CANDIDATES)),
+        ByMachine(everything, ["ours", "xla-masked"]),
+        f"any of {', '.join(ATTENTION_CANDIDATES)}",
     )
     _add_outputs(parser)
 
 
 def _decode(parser: argparse.ArgumentParser) -> None:
     _add_setting(parser)
-    parser.add_argument(
-        "--ragged", action="store_true", help="rows of a batch from the whole context to half of it"
-    )
     parser.add_argument(
         "--acceptance",
         type=ACCEPTANCE,
@@ -143,43 +139,6 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser)
 
 
-def _requests(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--requests",
-        type=SEVERAL_TOKENS,
-        default=ByMachine(64, 12),
-        help="how many; their prompts have 100 to 15000 tokens, on a CPU 20 to 800",
-    )
-    parser.add_argument(
-        "--row_slots", type=COUNT, default=ByMachine(8, 3), help="rows that are decoded at once"
-    )
-    _add_new_tokens(parser, ByMachine(256, 32), "most tokens of an answer; at least a quarter")
-    _add_tree(parser)
-    _add_outputs(parser)
-
-
-def _meshes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shape",
-        type=one_of([*SHAPES]),
-        default=ByMachine("llama3-8b", "demo"),
-        help=f"one of {', '.join(SHAPES)}",
-    )
-    parser.add_argument(
-        "--mesh",
-        **several(cli.mesh),
-        metavar="AXIS=N,...",
-        help=f"beside one device: {cli.MESH_GRAMMAR}; if absent, every axis with two devices",
-    )
-    parser.add_argument(
-        "--context", type=COUNT, default=ByMachine(16000, 256), help="tokens of the longest prompt"
-    )
-    parser.add_argument("--batch", type=COUNT, default=ByMachine(4, 2), help="rows")
-    _add_new_tokens(parser, ByMachine(48, 16), "tokens of a row")
-    _add_tree(parser)
-    _add_outputs(parser)
-
-
 def _products(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
     parser.add_argument(
@@ -194,7 +153,6 @@ def _products(parser: argparse.ArgumentParser) -> None:
 
 def _transformers(parser: argparse.ArgumentParser) -> None:
     _add_setting(parser)
-    _add_implementations(parser, (STATIC, DYNAMIC), [STATIC, DYNAMIC])
     _add_new_tokens(parser, ByMachine(24, 8), "tokens of one repetition")
     _add_repetitions(parser, 3)
     _add_outputs(parser)
@@ -203,9 +161,7 @@ def _transformers(parser: argparse.ArgumentParser) -> None:
 DECLARATIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "attention": _attention,
     "decode": _decode,
-    "meshes": _meshes,
     "products": _products,
-    "requests": _requests,
     "transformers": _transformers,
 }
 
@@ -224,13 +180,6 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
     _add_several(parser, "--context", COUNT, ByMachine([4096], [1024]), "cached tokens")
     _add_several(parser, "--batch", COUNT, [1], "rows")
-
-
-def _add_implementations(
-    parser: argparse.ArgumentParser, names: Sequence[str], default: Any
-) -> None:
-    words = f"any of {', '.join(names)}"
-    _add_several(parser, "--implementation", one_of(names), default, words)
 
 
 def _add_tree(parser: argparse.ArgumentParser) -> None:

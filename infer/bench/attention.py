@@ -5,14 +5,14 @@ under a random tree mask, to each other. For each case many calls on distinct ca
 larger than the GPU's second-level cache, run inside one compiled program in which every call waits
 for the one before; several executions of the program are queued back to back. The time of a call is
 the median over repetitions of that total divided by the number of calls, so that launch overhead
-is excluded alike for our kernels and for the alternatives (torch runs in a CUDA graph).
+is excluded alike for our kernels and for the alternatives (FlashInfer runs in a CUDA graph).
 
 The roofline of a case is ``max(bytes / bandwidth, operations / rate)``: bytes are queries, keys,
 values and output once each, operations those of the two matmuls. Bandwidth and rate are measured in
 the same run.
 
 A candidate of jax that cannot be built or compiled gives the reason instead of a time. Keys and
-values of prefix and tree are one array for torch and FlashInfer, which saves a concatenation.
+values of prefix and tree are one array for FlashInfer, which saves a concatenation.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from longspec_jax.cli import counted, settled
 from longspec_jax.ops.attention import dispatch
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 
+from .arguments import FLASHINFER
 from .models import check_memory
 from .report import Report, refusal, run_header
 from .timing import Roofline, announce, jax_seconds, measure_roofline, median_seconds
@@ -171,9 +172,7 @@ Call = Callable[..., jax.Array]
 class Candidate:
     """An implementation, and how it wants the cache."""
 
-    build: Callable[..., Callable[..., Any]]
-    """From a case to a :data:`Call`; with torch, from a case and its tree mask ``[T, T]`` to
-    ``(q, k, v) -> out``."""
+    build: Callable[[Case], Call]
     layout: str
 
 
@@ -250,22 +249,17 @@ FLASHINFER_WORKSPACE = 256 << 20
 """Bytes for the partial results of its splits, twice what its documentation recommends."""
 
 
-def torch_seconds(case: Case, candidate: Candidate) -> float:
-    """Median seconds of one call.
-
-    Args:
-      case: the problem.
-      candidate: a value of ``TORCH``.
-    """
+def flashinfer_seconds(case: Case) -> float:
+    """Median seconds of one call of FlashInfer."""
     import torch
 
-    total = _chain_seconds(case, candidate)
+    total = _flashinfer_chain_seconds(case)
     torch.cuda.empty_cache()  # What the chain held is free by now, for jax beside it.
     return total / case.calls
 
 
-def torch_operands(case: Case, layout: str, device: str) -> tuple[Any, list[Any]]:
-    """Queries ``[B, N, T, H]``, or ``[B, T, N, H]``, and distinct caches ``[2, ...]`` like them."""
+def flashinfer_operands(case: Case, device: str) -> tuple[Any, list[Any]]:
+    """Queries ``[B, T, N, H]`` and distinct caches ``[2, B, S + T, K, H]``."""
     import torch
 
     torch.manual_seed(0)
@@ -273,18 +267,17 @@ def torch_operands(case: Case, layout: str, device: str) -> tuple[Any, list[Any]
     def normal(*shape: int) -> Any:
         return torch.randn(shape, device=device, dtype=getattr(torch, case.dtype))
 
-    # Queries lie like the keys of a cache of their own.
-    queries = dataclasses.replace(case, kv_heads=case.heads, context=case.tokens)
-    whole = dataclasses.replace(case, context=case.context + case.tokens).cache_shape(layout)
-    return normal(*queries.cache_shape(layout)), [normal(2, *whole) for _ in range(case.copies)]
+    whole = dataclasses.replace(case, context=case.context + case.tokens).cache_shape(TOKEN_MAJOR)
+    q = normal(case.batch, case.tokens, case.heads, case.head_dim)
+    return q, [normal(2, *whole) for _ in range(case.copies)]
 
 
-def _chain_seconds(case: Case, candidate: Candidate) -> float:
+def _flashinfer_chain_seconds(case: Case) -> float:
     """Median seconds of all calls, each waiting for the one before, as one CUDA graph."""
     import torch
 
-    q, caches = torch_operands(case, candidate.layout, "cuda")
-    call = candidate.build(case, torch.from_numpy(tree_mask(case.tokens)).cuda())
+    q, caches = flashinfer_operands(case, "cuda")
+    call = flashinfer_call(case, torch.from_numpy(tree_mask(case.tokens)).cuda())
 
     def chain() -> Any:
         out = q
@@ -304,35 +297,17 @@ def _chain_seconds(case: Case, candidate: Candidate) -> float:
     return median_seconds(graph.replay, lambda _: torch.cuda.synchronize())
 
 
-def _sdpa(case: Case, tree: Any) -> Callable[..., Any]:
-    """``scaled_dot_product_attention`` with a boolean mask over all keys."""
-    from torch.nn.functional import scaled_dot_product_attention
-
-    mask = _whole_mask(case, tree)
-    grouped = case.heads != case.kv_heads
-    return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-
-
-def _flex(case: Case, tree: Any) -> Callable[..., Any]:
-    """``flex_attention``, compiled for the case, with a block mask."""
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    def visible(b: Any, h: Any, query: Any, key: Any) -> Any:
-        inside = torch.clamp(key - case.context, min=0)
-        return (key < case.context) | tree[query, inside]
-
-    keys = case.context + case.tokens
-    blocks = create_block_mask(visible, None, None, case.tokens, keys, device=tree.device.type)
-    flex = torch.compile(flex_attention, dynamic=False)
-    grouped = case.heads != case.kv_heads
-    return lambda q, k, v: flex(q, k, v, block_mask=blocks, enable_gqa=grouped)
-
-
-def _flashinfer(case: Case, tree: Any) -> Callable[..., Any]:
+def flashinfer_call(case: Case, tree: Any) -> Callable[..., Any]:
     """FlashInfer's attention of a batch under a custom mask, as engines verify trees with it.
 
-    Planned once, outside the graph, as an engine does for all layers of a pass.
+    Planned once, outside the graph, as an engine does for all layers of a forward.
+
+    Args:
+      case: the problem.
+      tree: its mask ``[T, T]``.
+
+    Returns:
+      ``(q, k, v) -> out``, keys and values of prefix and tree in one array.
     """
     import flashinfer  # pyright: ignore[reportMissingImports]
     import torch
@@ -341,9 +316,10 @@ def _flashinfer(case: Case, tree: Any) -> Callable[..., Any]:
     workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=tree.device)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
     ends = torch.arange(case.batch + 1, dtype=torch.int32, device=tree.device)
+    prefix = torch.ones(case.tokens, case.context, dtype=torch.bool, device=tree.device)
     wrapper.plan(
         *(ends * case.tokens, ends * keys, case.heads, case.kv_heads, case.head_dim),
-        custom_mask=_whole_mask(case, tree).flatten().repeat(case.batch),
+        custom_mask=torch.cat([prefix, tree], 1).flatten().repeat(case.batch),
         q_data_type=dtype,
     )
 
@@ -351,22 +327,6 @@ def _flashinfer(case: Case, tree: Any) -> Callable[..., Any]:
         return wrapper.run(*(part.flatten(0, 1) for part in (q, k, v))).view(q.shape)
 
     return call
-
-
-def _whole_mask(case: Case, tree: Any) -> Any:
-    """``[T, S + T]``: which of all keys a node sees."""
-    import torch
-
-    prefix = torch.ones(case.tokens, case.context, dtype=torch.bool, device=tree.device)
-    return torch.cat([prefix, tree], 1)
-
-
-TORCH: dict[str, Candidate] = {
-    "torch-sdpa": Candidate(_sdpa, HEAD_MAJOR),
-    "torch-flex": Candidate(_flex, HEAD_MAJOR),
-    "flashinfer": Candidate(_flashinfer, TOKEN_MAJOR),
-}
-"""Those that compute with torch tensors; one that is not installed refuses with the reason."""
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -437,8 +397,8 @@ def _timed(name: str, case: Case, program: Any, operands: Operands) -> float | s
     if isinstance(program, str):
         return program
     try:
-        if name in TORCH:
-            return torch_seconds(case, TORCH[name])
+        if name == FLASHINFER:
+            return flashinfer_seconds(case)
         arrays = operands.of(case, CANDIDATES[name].layout)
         return jax_seconds(functools.partial(program, *arrays)) / case.calls
     except Exception as error:  # An alternative that fails is a result, too.

@@ -11,10 +11,6 @@ plain step is its bytes (weights that are read, cached keys and values) over the
 in this run. ``draft`` and ``verify`` are timed apart from the round, in programs of their own;
 ``rest`` is what they leave of it: accept, commit, bookkeeping, the loop. It can be negative, since
 programs of their own may be scheduled differently.
-
-``lengths`` are the committed tokens of the shortest and of the longest row. They are the context,
-unless ``--ragged`` spreads the rows evenly from all of it to half of it; bytes are those of the
-actual lengths.
 """
 
 import argparse
@@ -80,15 +76,14 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
     Raises:
       ValueError: naming the option that asks for what cannot be.
     """
-    tree = arguments.tree
     lengths = acceptance_lengths(arguments)
     for shape in arguments.shape:
         with command_words():
             draft_options(arguments.draft, as_options(arguments.draft_option), SHAPES[shape])
     return [
         Setting(
-            *(shape, context, -(-context // 2) if arguments.ragged else context, batch),
-            *(tree, arguments.new_tokens, lengths, arguments.repetitions, arguments.turns),
+            *(shape, context, batch, arguments.tree, arguments.new_tokens, lengths),
+            *(arguments.repetitions, arguments.turns),
         )
         for shape in dict.fromkeys(arguments.shape)
         for batch in arguments.batch
@@ -146,12 +141,11 @@ def describe(bench: Bench) -> dict[str, Any]:
     itemsize = jnp.dtype(config.dtype).itemsize
     table = config.vocab_size * config.model_width * itemsize
     read = weights - (0 if config.tied_embeddings else table)
-    seen = sum(cache_bytes(config, 1, row + setting.new_tokens // 2) for row in setting.contexts)
+    seen = cache_bytes(config, setting.batch, setting.context + setting.new_tokens // 2)
     state = draft_state(model, bench.drafter, setting.batch, setting.capacity)
     return {
         "shape": setting.shape,
         "context": setting.context,
-        "lengths": [min(setting.contexts), max(setting.contexts)],
         "batch": setting.batch,
         **tree_fields(setting.tree),
         "new_tokens": setting.new_tokens,
@@ -213,10 +207,8 @@ def _brief(value: float) -> str:
 
 def line(row: dict[str, Any]) -> str:
     """A row for people."""
-    shortest, longest = row["lengths"]
-    cached = longest if shortest == longest else f"{shortest}-{longest}"
     return (
-        f"{row['shape']} B={row['batch']} S={cached} tree={tree_of(row)}: "
+        f"{row['shape']} B={row['batch']} S={row['context']} tree={tree_of(row)}: "
         f"plain {row['plain_ms_per_token']} ms ({row['plain_percent_of_roof']} % of the roofline), "
         f"round {row['round_ms']} ms = draft {row['draft_ms']} + verify {row['verify_ms']} "
         f"+ rest {row['rest_ms']}, {row['round_over_plain']} plain steps; "

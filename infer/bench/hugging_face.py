@@ -2,9 +2,8 @@
 
 Random weights of the real shapes are drawn on the device, a real prefill in chunks fills the cache,
 and greedy decoding of single tokens is timed from there: the median over repetitions of many
-tokens, after some that warm up. ``transformers-static`` is a static cache with the step compiled by
-``torch.compile(mode="reduce-overhead")``, that is with CUDA graphs; ``transformers-dynamic`` is the
-library's default, a growing cache and no compilation. Both use torch's
+tokens, after some that warm up. The cache is static and the step compiled by
+``torch.compile(mode="reduce-overhead")``, that is with CUDA graphs. Attention is torch's
 ``scaled_dot_product_attention``. The roof is the bytes of a step (weights that are read, cached
 keys and values) over the bandwidth measured in this run.
 """
@@ -21,7 +20,7 @@ from longspec_jax.cli import counted, settled
 from longspec_jax.config import TargetConfig
 from longspec_jax.weights.hf_config import hf_config
 
-from .arguments import DYNAMIC, SHAPES, STATIC
+from .arguments import SHAPES
 from .report import Report, refusal, run_header
 from .timing import announce, median_seconds, rounded, step
 
@@ -42,7 +41,7 @@ def main(arguments: argparse.Namespace) -> None:
     device = "cpu" if cpu else "cuda"
     arguments = settled(arguments, cpu)
     if cpu:
-        axes = arguments.shape, arguments.batch, arguments.context, arguments.implementation
+        axes = arguments.shape, arguments.batch, arguments.context
         number = math.prod(map(len, axes))
         announce(f"{counted(number, 'case')} of {', '.join(arguments.shape)}", CPU_SECONDS * number)
     bytes_per_s = measure_bandwidth(device)
@@ -54,48 +53,41 @@ def main(arguments: argparse.Namespace) -> None:
             model = random_model(SHAPES[shape], device)
             for batch in arguments.batch:
                 for context in arguments.context:
-                    for implementation in arguments.implementation:
-                        row = {
-                            "implementation": implementation,
-                            "shape": shape,
-                            "context": context,
-                            "batch": batch,
-                            "dtype": SHAPES[shape].dtype,
-                            **timed(model, implementation, context, batch, arguments, bytes_per_s),
-                        }
-                        report.add(row, line(row))
-                        _release()
+                    row = {
+                        "implementation": "transformers-static",
+                        "shape": shape,
+                        "context": context,
+                        "batch": batch,
+                        "dtype": SHAPES[shape].dtype,
+                        **timed(model, context, batch, arguments, bytes_per_s),
+                    }
+                    report.add(row, line(row))
+                    _release()
             del model
             _release()
 
 
 def timed(
-    model: Any,
-    implementation: str,
-    context: int,
-    batch: int,
-    arguments: argparse.Namespace,
-    bytes_per_s: float,
+    model: Any, context: int, batch: int, arguments: argparse.Namespace, bytes_per_s: float
 ) -> dict[str, Any]:
     """The figures of one row, or the reason why there are none."""
     try:
-        found = measure(model, implementation, context, batch, arguments)
+        found = measure(model, context, batch, arguments)
     except Exception as error:  # An alternative that fails is a result, too.
         return {"ms_per_token": None, "refusal": refusal(error)}
     floor = found["step_bytes"] / bytes_per_s
     return {**found, "percent_of_roof": rounded(100e3 * floor / found["ms_per_token"])}
 
 
-def measure(
-    model: Any, implementation: str, context: int, batch: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
+def measure(model: Any, context: int, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of one row; the cache is gone when it returns."""
     import torch
+    from transformers import StaticCache
 
     tokens = WARM_TOKENS + arguments.new_tokens * arguments.repetitions
     slots = -(-(context + tokens) // ALIGNMENT) * ALIGNMENT
-    cache = empty_cache(implementation, model.config, slots)
-    compiled = implementation == STATIC and torch.cuda.is_available()
+    cache = StaticCache(config=model.config, max_cache_len=slots)
+    compiled = torch.cuda.is_available()
     before = compilations()
     with torch.no_grad():
         prefill_seconds = prefill(model, cache, context, batch, PREFILL_CHUNK)
@@ -112,7 +104,7 @@ def measure(
         "tokens_per_second": rounded(batch / median),
         "compiled": compiled,
         **{name: count - before[name] for name, count in compilations().items()},
-        "slots": slots if implementation == STATIC else None,
+        "slots": slots,
         "warm_up_seconds": rounded(warm_up),
         "prefill_seconds": rounded(prefill_seconds),
         "step_bytes": step_bytes(model, batch, context + tokens // 2),
@@ -133,21 +125,6 @@ def random_model(config: TargetConfig, device: str) -> Any:
             dtype=getattr(torch, config.dtype),
             attn_implementation="sdpa",
         ).eval()
-
-
-def empty_cache(implementation: str, config: Any, slots: int) -> Any:
-    """The cache of an implementation.
-
-    Raises:
-      ValueError: if there is no such implementation.
-    """
-    from transformers import DynamicCache, StaticCache
-
-    if implementation == STATIC:
-        return StaticCache(config=config, max_cache_len=slots)
-    if implementation == DYNAMIC:
-        return DynamicCache(config=config)
-    raise ValueError(f"no implementation {implementation!r}; choose {STATIC} or {DYNAMIC}")
 
 
 def prefill(model: Any, cache: Any, context: int, batch: int, chunk: int) -> float:
@@ -238,7 +215,7 @@ def measure_bandwidth(device: str) -> float:
 
 def line(row: dict[str, Any]) -> str:
     """A row for people."""
-    shape = f"{row['implementation']:20s} {row['shape']} B={row['batch']} S={row['context']:6d}"
+    shape = f"transformers {row['shape']} B={row['batch']} S={row['context']:6d}"
     if row["ms_per_token"] is None:
         return f"{shape}  -  {row['refusal']}"
     return (

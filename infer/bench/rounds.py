@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,9 +47,7 @@ class Setting:
 
     shape: str
     context: int
-    """Committed tokens of the first row."""
-    shortest: int
-    """Committed tokens of the last row of several; those between are spread evenly."""
+    """Committed tokens of a row."""
     batch: int
     tree: TreeConfig
     new_tokens: int
@@ -57,12 +55,6 @@ class Setting:
     repetitions: int
     turns: int = 1
     """Repeats of a part inside its program."""
-
-    @property
-    def contexts(self) -> tuple[int, ...]:
-        """Committed tokens of every row, the longest first."""
-        spread = np.linspace(self.context, self.shortest, self.batch)
-        return tuple(np.rint(spread).astype(int).tolist())
 
     @property
     def capacity(self) -> int:
@@ -125,12 +117,12 @@ def decode(
     return jax.lax.while_loop(lambda now: ~now.rows.done.all(), round_, Decoded(rows, none, none))
 
 
-def rows_at(cache: KVCache, draft: Any, contexts: Sequence[int], new_tokens: int) -> Rows:
-    """Greedy rows after ``contexts[b]`` committed tokens and the first of ``new_tokens``.
+def rows_at(cache: KVCache, draft: Any, batch: int, context: int, new_tokens: int) -> Rows:
+    """``batch`` greedy rows after ``context`` committed tokens and the first of ``new_tokens``.
 
     The cache is not copied. Rows stop at nothing but their number of tokens.
     """
-    batch, length = len(contexts), jnp.asarray(contexts, jnp.int32)
+    length = jnp.full((batch,), context, jnp.int32)
     return Rows(
         cache=cache,
         draft=draft,
@@ -177,7 +169,7 @@ class Bench:
         """The rows before the first round; they take the cache along."""
         setting = self.setting
         draft = draft_state(self.model, drafter, setting.batch, setting.capacity)
-        return rows_at(self.cache, draft, setting.contexts, setting.new_tokens)
+        return rows_at(self.cache, draft, setting.batch, setting.context, setting.new_tokens)
 
     def loop(self, drafter: Any, edges: Edges | None = None) -> Callable[[], Any]:
         """What compiles a decode, for later: a program of edges, parameters and rows."""

@@ -6,8 +6,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -81,22 +80,6 @@ def median_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float
 def rounded(value: float) -> float:
     """Four significant digits: more would not repeat."""
     return float(f"{value:.4g}")
-
-
-@contextmanager
-def compilations() -> Iterator[list[float]]:
-    """The moments at which programs are compiled inside."""
-    moments: list[float] = []
-
-    def note(event: str, duration_secs: float, **_: object) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            moments.append(time.perf_counter())
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        yield moments
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
 
 
 def announce(work: str, seconds: float) -> None:

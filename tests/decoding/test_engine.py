@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.bench.timing import compilations
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding import engine as engine_lib
 from longspec_jax.decoding import prefill as prefill_lib
@@ -35,7 +34,13 @@ from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from tests.decoding.lossless import LENGTHS, NEW, assert_same, engine_of, generate, prompts, run
 from tests.decoding.lossless import request as requested
-from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+from tests.kit import (
+    compilations,
+    draft_params,
+    random_draft,
+    random_target,
+    tiny_target_config,
+)
 from tests.lookup import ConstantDrafter, LookupDrafter, LookupTarget, random_table
 
 VOCABULARY = 13

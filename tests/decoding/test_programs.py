@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.bench.timing import compilations
 from longspec_jax import PLAIN
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding import programs
@@ -16,6 +15,7 @@ from longspec_jax.decoding.programs import RECENT, Program, Recent, program
 from longspec_jax.decoding.round import many_rounds
 from tests.footprint import Footprint
 from tests.infer.toys import toy_spec
+from tests.kit import compilations
 
 
 def test_the_least_recently_used_entry_drops_out() -> None:

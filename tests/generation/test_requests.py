@@ -4,9 +4,9 @@ from collections import defaultdict
 
 import pytest
 
-from infer.bench.timing import compilations
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 from tests.infer.toys import toy_spec
+from tests.kit import compilations
 
 PROMPTS = ["ab cd gh é", "cd", "é ab ab ab gh cd", "gh ab"]
 OPTIONS = [

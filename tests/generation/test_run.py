@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.bench.timing import compilations
 from longspec_jax import PLAIN, LongSpec
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.drafters.longspec.checkpoint import save_draft
@@ -19,6 +18,7 @@ from longspec_jax.ops.partitioned import one_device, use_mesh
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights import hf
 from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
+from tests.kit import compilations
 
 PROMPT = [3 + position % 11 for position in range(75)]
 """Three chunks of 32."""

@@ -11,7 +11,7 @@ from infer.bench import arguments as bench_arguments
 from infer.bench import decode as bench_decode
 from infer.bench import models as bench_models
 from infer.bench import timing as bench_timing
-from infer.bench.attention import CANDIDATES, TORCH
+from infer.bench.attention import CANDIDATES
 from longspec_jax.cli import ByMachine, result_file, settled, typed
 from longspec_jax.config import ATTENTION, DEFAULT_TREE
 from longspec_jax.ops.attention.dispatch import (
@@ -67,9 +67,6 @@ BAD = {
     "--dtype: unknown 'int3'; choose from float32": "attention --dtype=int3",
     "--implementation: unknown 'nothing'; choose from ours": "attention --implementation=nothing",
     "--rows: 'many' must": "products --rows=many",
-    "--implementation: unknown 'fast'; choose from transformers-static": (
-        "transformers --implementation=fast"
-    ),
     "--json: /nowhere/x.json: its folder does not exist": "decode --json=/nowhere/x.json",
     "--json: /tmp is a folder": "decode --json=/tmp",
     "--json: /dev/full is a device": "decode --json=/dev/full",
@@ -157,7 +154,7 @@ def test_the_tree_is_the_one_that_is_named_or_the_default() -> None:
 def test_the_names_that_are_known_without_jax_are_those_there_are() -> None:
     for op in (PREFIX, TREE, SPECULATIVE, CHUNK):
         assert op.implementations.keys() == set(ATTENTION)
-    assert bench_arguments.ATTENTION_CANDIDATES == (*CANDIDATES, *TORCH)
+    assert bench_arguments.ATTENTION_CANDIDATES == (*CANDIDATES, bench_arguments.FLASHINFER)
     assert bench_arguments.DECLARATIONS.keys() == bench.BENCHMARKS.keys()
 
 

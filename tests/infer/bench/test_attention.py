@@ -14,7 +14,6 @@ from infer.bench import attention
 from infer.bench.attention import (
     HEAD_MAJOR,
     TOKEN_MAJOR,
-    TORCH,
     Case,
     Operands,
     abstract_operands,
@@ -37,7 +36,7 @@ def test_the_command_times_what_runs_and_notes_what_does_not(tmp_path: Path, cap
         [
             *("attention", "--tokens=3", "--heads=4/2", "--context=256", "--batch=1"),
             *("--dtype=float32", "--implementation=ours", "--implementation=mosaic"),
-            *("--implementation=cudnn", "--implementation=torch-sdpa"),
+            *("--implementation=cudnn", "--implementation=flashinfer"),
             f"--json={file}",
         ]
     )
@@ -45,7 +44,7 @@ def test_the_command_times_what_runs_and_notes_what_does_not(tmp_path: Path, cap
     assert {"device", "versions", "commit", "date", "roof_tb_per_s"} <= set(written["header"])
     ours, *others = written["rows"]
     assert set(ours) == FIELDS and ours["microseconds"] > 0
-    for row, name in zip(others, ("mosaic", "cudnn", "torch-sdpa"), strict=True):
+    for row, name in zip(others, ("mosaic", "cudnn", "flashinfer"), strict=True):
         assert row["implementation"] == name and row["microseconds"] is None
     assert others[0]["refusal"].startswith("NotImplementedError: the Mosaic GPU kernel")
     assert others[0]["refusal"] in capsys.readouterr().out
@@ -118,26 +117,26 @@ class RaggedWrapper:
         return torch.cat(rows)
 
 
-def test_flashinfer_sees_what_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch", reason="the alternatives take its tensors")
+def test_flashinfer_sees_prefix_and_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="FlashInfer takes its tensors")
     module: Any = types.ModuleType("flashinfer")
     module.BatchPrefillWithRaggedKVCacheWrapper = RaggedWrapper
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     tree = torch.from_numpy(tree_mask(TORCH_CASE.tokens))
-    theirs, whole = TORCH["flashinfer"], TORCH["torch-sdpa"]
-    assert theirs.layout == TOKEN_MAJOR
-    q, caches = attention.torch_operands(TORCH_CASE, theirs.layout, "cpu")
+    q, caches = attention.flashinfer_operands(TORCH_CASE, "cpu")
     assert len(caches) == TORCH_CASE.copies and caches[0].shape == (2, 3, 25 + 7, 2, 16)
-    out = theirs.build(TORCH_CASE, tree)(q, *caches[1])
+    out = attention.flashinfer_call(TORCH_CASE, tree)(q, *caches[1])
     assert out.shape == q.shape == (3, 7, 6, 16)
+    mask = torch.cat([torch.ones(7, 25, dtype=torch.bool), tree], 1)
     head_major = (part.transpose(1, 2) for part in (q, *caches[1]))
-    expected = whole.build(TORCH_CASE, tree)(*head_major).transpose(1, 2)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(*head_major, attn_mask=mask, enable_gqa=True).transpose(1, 2)
     torch.testing.assert_close(out, expected)
     assert not torch.allclose(out[0], out[1])
 
 
 def test_one_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch", reason="the alternatives take its tensors")
+    pytest.importorskip("torch", reason="FlashInfer takes its tensors")
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ModuleNotFoundError, match="flashinfer"):
-        TORCH["flashinfer"].build(TORCH_CASE, torch.from_numpy(tree_mask(TORCH_CASE.tokens)))
+        attention.flashinfer_call(TORCH_CASE, None)

@@ -93,18 +93,17 @@ def test_the_result_is_a_sentence() -> None:
     )
 
 
-def test_rows_of_a_batch_may_differ_in_length(tmp_path: Path, capsys) -> None:
+def test_a_batch_with_options_of_the_draft(tmp_path: Path, capsys) -> None:
     file = tmp_path / "rows.json"
     bench.main(
         [
-            *("decode", "--shape=tiny", "--context=65", "--batch=1", "--batch=3", "--ragged"),
+            *("decode", "--shape=tiny", "--context=65", "--batch=1", "--batch=3"),
             *("--tree=2,3@4", "--acceptance=2", "--new_tokens=41", "--turns=1"),
             *("--repetitions=1", f"--json={file}", "--draft_option=vocabulary=61"),
             "--draft_option=int8",
         ]
     )
     one, three = json.loads(file.read_text())["rows"]
-    assert (one["lengths"], three["lengths"]) == ([65, 65], [33, 65])
     assert three["acceptance_length"] == pytest.approx(three["acceptance_wanted"], abs=0.15)
     assert one["draft_int8"] is True and one["draft_vocabulary"] == 61
     # The layer by hand: the matmuls' elements and a scale an output, biases and norms in float32.
@@ -112,24 +111,18 @@ def test_rows_of_a_batch_may_differ_in_length(tmp_path: Path, capsys) -> None:
     outputs = 128 + 3 * 64 + 2 * 96 + 64
     assert one["draft_bytes"] == elements + 4 * (outputs + 128 + 64 + 3 * 64) + 61 * (64 + 4 + 4)
     printed = capsys.readouterr().out
-    assert "B=1 S=65 " in printed and "B=3 S=33-65 " in printed
+    assert "B=1 S=65 " in printed and "B=3 S=65 " in printed
 
 
-@pytest.mark.parametrize(("batch", "fewer"), [(1, 0), (5, 8 + 16 + 24 + 32)])
-def test_bytes_are_those_of_the_rows_as_they_are(model, batch: int, fewer: int) -> None:
-    """Five rows of 64 to 32 tokens, whose K and V are 2 layers x 2 heads x 16 float32 numbers."""
+def test_bytes_of_a_plain_step_count_every_row(model) -> None:
+    """K and V of a token are 2 layers x 2 heads x 16 float32 numbers each."""
     lengths = AcceptanceLengths.geometric(2.0, TREE)
-    even, ragged = (
-        Bench.prepare(Setting("tiny", 64, shortest, batch, TREE, 8, lengths, 1, 1), model)
-        for shortest in (64, 32)
+    one, five = (
+        Bench.prepare(Setting("tiny", 64, batch, TREE, 8, lengths, 1, 1), model) for batch in (1, 5)
     )
-    assert even.rows(NoDraft()).length.tolist() == [64] * batch
-    assert ragged.rows(NoDraft()).length.tolist() == [64, 56, 48, 40, 32][:batch]
-    before, after = map(bench_decode.describe, (even, ragged))
-    saved = before["plain_step_bytes"] - after["plain_step_bytes"]
-    assert saved == fewer * 2 * (2 * 2 * 16 * 4)
-    assert before["lengths"] == [64, 64]
-    assert after["lengths"] == [64 if batch == 1 else 32, 64]
+    assert five.rows(NoDraft()).length.tolist() == [64] * 5
+    read = [bench_decode.describe(each)["plain_step_bytes"] for each in (one, five)]
+    assert read[1] - read[0] == 4 * (64 + 8 // 2) * 2 * (2 * 2 * 16 * 4)
 
 
 def test_the_published_shapes_are_offered() -> None:

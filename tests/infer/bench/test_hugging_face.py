@@ -1,4 +1,4 @@
-"""The benchmark of transformers on a CPU: both caches, the same tokens, its arithmetic."""
+"""The benchmark of transformers on a CPU: its rows, its tokens, its arithmetic."""
 
 import json
 from pathlib import Path
@@ -22,51 +22,52 @@ def test_the_command_writes_header_and_rows(
     tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that fails is a row with the reason."""
-    empty_cache, asked = bench_transformers.empty_cache, iter([None, None, "magic"])
-    monkeypatch.setattr(
-        bench_transformers,
-        "empty_cache",
-        lambda implementation, *rest: empty_cache(next(asked) or implementation, *rest),
-    )
+    measure, failures = bench_transformers.measure, iter([None, "no memory"])
+
+    def measured(*rest):
+        if failure := next(failures):
+            raise RuntimeError(failure)
+        return measure(*rest)
+
+    monkeypatch.setattr(bench_transformers, "measure", measured)
     file = tmp_path / "rows.json"
     bench.main(
         [
-            *("transformers", "--shape=tiny", "--context=48", "--new_tokens=2"),
-            *("--repetitions=1", f"--json={file}", "--implementation=transformers-static"),
-            *("--implementation=transformers-dynamic", "--implementation=transformers-dynamic"),
+            *("transformers", "--shape=tiny", "--context=48", "--context=64", "--new_tokens=2"),
+            *("--repetitions=1", f"--json={file}"),
         ]
     )
     written = json.loads(file.read_text())
     assert {"device", "versions", "commit", "date", "roof_tb_per_s"} <= set(written["header"])
-    *rows, magic = written["rows"]
-    assert [row["implementation"] for row in rows] == [
-        "transformers-static",
-        "transformers-dynamic",
-    ]
-    for row in rows:
-        assert set(row) >= FIELDS and row["graphs"] == 0
-        assert row["tokens_per_second"] == pytest.approx(1e3 / row["ms_per_token"], rel=1e-2)
-    assert magic["ms_per_token"] is None and "no implementation 'magic'" in magic["refusal"]
+    row, failed = written["rows"]
+    assert (row["implementation"], row["context"], failed["context"]) == (
+        *("transformers-static", 48),
+        64,
+    )
+    assert set(row) >= FIELDS and row["graphs"] == 0
+    assert row["tokens_per_second"] == pytest.approx(1e3 / row["ms_per_token"], rel=1e-2)
+    assert failed["ms_per_token"] is None and failed["refusal"] == "RuntimeError: no memory"
     assert "ms per token" in capsys.readouterr().out
 
 
-def test_both_caches_decode_the_same_tokens() -> None:
+def test_the_timed_step_decodes_as_without_a_cache() -> None:
     """What is timed is decoding: the cache holds the prompt, and positions count on."""
+    from transformers import StaticCache
+
     model = bench_transformers.random_model(SHAPES["tiny"], "cpu")
-    texts = []
-    for implementation in (bench_transformers.STATIC, bench_transformers.DYNAMIC):
-        cache = bench_transformers.empty_cache(implementation, model.config, 64)
-        torch.manual_seed(1)
-        with torch.no_grad():
-            bench_transformers.prefill(model, cache, context=37, batch=2, chunk=16)
-            assert int(cache.get_seq_length()) == 37
-            step = bench_transformers.greedy_step(model, cache, compiled=False)
-            tokens, text = torch.zeros((2, 1), dtype=torch.long), []
-            for position in range(37, 45):
-                tokens = step(tokens, torch.full((1, 1), position))
-                text.append(tokens)
-        texts.append(torch.cat(text, 1))
-    assert torch.equal(*texts)
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    tokens = torch.zeros((2, 1), dtype=torch.long)
+    torch.manual_seed(1)
+    text = torch.cat([torch.randint(model.config.vocab_size, (2, 37)), tokens], 1)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        bench_transformers.prefill(model, cache, context=37, batch=2, chunk=16)
+        assert int(cache.get_seq_length()) == 37
+        step = bench_transformers.greedy_step(model, cache, compiled=False)
+        for position in range(37, 45):
+            tokens = step(tokens, torch.full((1, 1), position))
+            assert torch.equal(tokens, model(text).logits[:, -1:].argmax(-1))
+            text = torch.cat([text, tokens], 1)
 
 
 def test_bytes_by_hand() -> None:

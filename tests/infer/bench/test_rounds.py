@@ -33,7 +33,7 @@ LENGTHS = AcceptanceLengths.geometric(2.6, TREE)
 def start(drafter=DRAFTER) -> Rows:
     """Two rows of a lookup table whose caches are empty."""
     slots = NEW + round_lib.slack_slots(TREE.num_levels)
-    return rows_at(TARGET.allocate(2, slots), drafter.begin(PARAMS, 2, slots), (0, 0), NEW)
+    return rows_at(TARGET.allocate(2, slots), drafter.begin(PARAMS, 2, slots), 2, 0, NEW)
 
 
 @pytest.mark.parametrize("mean", [1.0, 1.7, 3.57, 5.2, 6.0])
@@ -120,7 +120,7 @@ def model():
 
 def rows_of(model, drafter) -> Rows:
     draft = draft_state(model, drafter, 2)
-    return rows_at(filled_cache(model.config, 2, 256), draft, (64, 64), 8)
+    return rows_at(filled_cache(model.config, 2, 256), draft, 2, 64, 8)
 
 
 @pytest.mark.parametrize("part", bench_rounds.PARTS, ids=lambda part: part.__name__)
