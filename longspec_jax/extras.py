@@ -25,7 +25,6 @@ MODULES = {
     "tqdm": "train",
     "matplotlib": "notebook",
     "rapidfuzz": "eval",
-    "rouge_score": "eval",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "torch": "test",

@@ -10,11 +10,7 @@ import pytest
 from longspec_jax import extras
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {
-    "absl": "absl-py",
-    "orbax": "orbax-checkpoint",
-    "rouge_score": "rouge-score",
-}
+DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
 """Importable names that are not their distribution's."""
 
 

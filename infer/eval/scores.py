@@ -1,20 +1,18 @@
 """How good answers are by their tasks' benchmarks, and how similar two texts are.
 
 Lossless speculation changes no score: scores compare targets, and show that a run did what it
-should. ROUGE-L as a score is LongBench's (:func:`rouge_l`): the union of longest common
-subsequences over sentences and *distinct* words, far above the usual one for long texts
-(:func:`usual_rouge_l`). Edit similarity is python-Levenshtein's ratio, which LongBench uses through
-fuzzywuzzy.
+should. ROUGE-L is LongBench's (:func:`rouge_l`): the union of longest common subsequences over
+sentences and *distinct* words, far above the usual one for long texts. Edit similarity is
+python-Levenshtein's ratio, which LongBench uses through fuzzywuzzy.
 """
 
-import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from longspec_jax.extras import missing_extra, missing_packages
+from longspec_jax.extras import missing_packages
 
 BOXED = re.compile(r"\\boxed\s*\{\s*([^{}]*?)\s*\}")
 INTEGER = re.compile(r"[+-]?\d+")
@@ -145,33 +143,17 @@ _BY_EDITS = ("edit_similarity", "whole_similarity")
 
 def what_is_missing(metric: str) -> str | None:
     """What to install before a score can be computed, in a sentence; None if nothing is missing."""
-    if metric in _BY_EDITS and importlib.util.find_spec("rapidfuzz") is None:
-        return missing_extra(ModuleNotFoundError(name="rapidfuzz"))
-    return None
-
-
-def usual_rouge_l(one: str, other: str) -> float:
-    """F measure of the longest common subsequence of words (ROUGE-L), from 0 to 1.
-
-    Words are lower-cased, stripped of all but letters and digits, and not stemmed.
-    """
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return RougeScorer(["rougeL"]).score(other, one)["rougeL"].fmeasure
+    return missing_packages("eval") if metric in _BY_EDITS else None
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """How similar a row is to plain decoding's.
-
-    The scores need packages of the extra ``eval`` and are None without them.
-    """
+    """How similar a row is to plain decoding's."""
 
     exact_prefix: int
     """Tokens before the first difference; all tokens without one."""
     edit_similarity: float | None
-    rouge_l: float | None
-    """The usual one."""
+    """None without a text, or without the package that computes it."""
 
 
 def similarity(
@@ -186,15 +168,14 @@ def similarity(
       plain: the plain row's.
     """
     if first_difference is None:
-        return Similarity(tokens, 1.0, 1.0)
+        return Similarity(tokens, 1.0)
     if text is None or plain is None or missing_packages("eval"):
-        return Similarity(first_difference, None, None)
-    edits, rouge = edit_similarity(text, plain), usual_rouge_l(text, plain)
-    return Similarity(first_difference, edits, rouge)
+        return Similarity(first_difference, None)
+    return Similarity(first_difference, edit_similarity(text, plain))
 
 
 def similarity_in_words(rows: Sequence[Similarity], tokens: int) -> str:
-    """The similarity of all rows: the sum of their prefixes, the means of their scores.
+    """The similarity of all rows: the sum of their prefixes, the mean of their scores.
 
     Args:
       rows: at least one.
@@ -202,9 +183,7 @@ def similarity_in_words(rows: Sequence[Similarity], tokens: int) -> str:
     """
     words = f"exact prefix {sum(row.exact_prefix for row in rows)} of {tokens} tokens"
     edits = [row.edit_similarity for row in rows if row.edit_similarity is not None]
-    longest = [row.rouge_l for row in rows if row.rouge_l is not None]
-    if len(edits) == len(longest) == len(rows):
-        edit, rouge = (sum(column) / len(rows) for column in (edits, longest))
-        return f"{words}, edit similarity {edit:.3f}, ROUGE-L {rouge:.3f}"
+    if len(edits) == len(rows):
+        return f"{words}, edit similarity {sum(edits) / len(edits):.3f}"
     missing = missing_packages("eval")
     return f"{words}; {missing}" if missing else words
