@@ -10,11 +10,11 @@ from longspec_jax import cli
 from longspec_jax.checks import SAMPLING
 from longspec_jax.config import ATTENTION, PLAIN
 from longspec_jax.drafters.registry import NAMED, is_name
-from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, DEMO_NAME, DRAFTS
+from longspec_jax.embedded import DEMO_DRAFTERS, DEMO_NAME, DRAFTS
 
+from .output import output_file
 from .prompts import STDIN, STYLES, Prompt, check_text, read_batch, read_messages, read_prompt_file
 
-LONGEST_PATH = 4096
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DRAFT_HELP = (
     "Of several, what is fastest on this machine runs, and a --tree is that of the first. Plain "
@@ -187,23 +187,11 @@ def _add_output(result: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--json",
-        type=cli.path,
+        type=output_file,
         metavar="FILE",
         help="write the numbers and the text; - for standard output",
     )
-    add_cache(group)
     cli.add_traceback(group)
-
-
-def add_cache(group: Any) -> None:
-    """Add the option that says where programs are kept."""
-    group.add_argument(
-        "--compilation_cache",
-        type=cli.path,
-        metavar="DIR",
-        help="where to keep compiled programs and timings of trees, ~/.cache/longspec_jax if "
-        "absent; off for nowhere",
-    )
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -242,18 +230,6 @@ def named_prompts(arguments: argparse.Namespace) -> list[Prompt]:
     if arguments.messages:
         return [Prompt("messages", read_messages(arguments.messages))]
     return read_batch(arguments.batch) if arguments.batch else []
-
-
-def inputs(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
-    """Every file and folder that is read, with the option that names it."""
-    for option in ("prompt_file", "messages", "batch", "target", "draft"):
-        value = getattr(arguments, option)
-        for path in value if isinstance(value, list) else [value]:
-            if path is not None and len(path) < LONGEST_PATH:  # Messages may be the JSON itself.
-                yield f"--{option}", Path(path)
-    if is_demo(arguments):
-        for path in (DEMO / "target", DEMO / "draft", *DEMO.glob("prompts/*.txt")):
-            yield "the demo", path
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -366,9 +342,6 @@ def _files(arguments: argparse.Namespace) -> Iterator[str]:
         yield "--stream shows one prompt as it is completed, and --batch has several; drop --stream"
     if (arguments.prompt_file or []).count(STDIN) > 1:
         yield "--prompt_file -: standard input can be read once"
-    cache = arguments.compilation_cache
-    if cache not in (None, "off") and Path(cache).exists() and not Path(cache).is_dir():
-        yield f"--compilation_cache {cache} is no folder; name one, or off for none"
 
 
 def _filters(arguments: argparse.Namespace, rows: Sequence[Prompt]) -> Iterator[str]:

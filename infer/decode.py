@@ -7,7 +7,6 @@ Without arguments the embedded demo model completes a held-out document. ``--hel
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING
 from longspec_jax import cli
 
 if TYPE_CHECKING:
-    from .output import OutputFile
     from .prompts import Prompt
     from .session import Session
 
@@ -40,33 +38,23 @@ def main(argv: Sequence[str] | None = None, end: Callable[[int], object] | None 
 def _run(argv: Sequence[str] | None, end: Callable[[int], object] | None) -> int:
     """Read and check the arguments, before anything slow, and do what they say."""
     from . import arguments as arguments_lib
-    from .output import OutputFile
 
     arguments = arguments_lib.parser().parse_args(argv)
     arguments_lib.check(arguments)
     prompts = arguments_lib.named_prompts(arguments)
     arguments_lib.check_filters(arguments, prompts)
-    output = None
-    if arguments.json is not None:
-        output = OutputFile.tried(arguments.json, arguments_lib.inputs(arguments))
-    return _decode(DecodeRun(arguments, prompts, output), end)
+    return _decode(DecodeRun(arguments, prompts), end)
 
 
 class DecodeRun:
     """A request, and how far it has got."""
 
-    def __init__(
-        self,
-        arguments: argparse.Namespace,
-        prompts: "Sequence[Prompt]",
-        output: "OutputFile | None",
-    ):
+    def __init__(self, arguments: argparse.Namespace, prompts: "Sequence[Prompt]"):
         """Begin with nothing loaded.
 
         Args:
           arguments: of the command, checked.
           prompts: the prompts they name; none for the demo's.
-          output: where the numbers go, if anywhere.
         """
         from .journal import Journal
         from .output import STDOUT
@@ -77,14 +65,11 @@ class DecodeRun:
         self.screen = Screen(wants_color(out), out)
         self.journal = Journal()
         self._arguments, self._prompts = arguments, prompts
-        self._output = output
         self._session: Session | None = None
 
     def work(self) -> None:
         """Load, check and decode, saying on the screen what is under way."""
         self.screen.status("starting")
-        if self._arguments.compilation_cache is not None:
-            os.environ["LONGSPEC_CACHE"] = self._arguments.compilation_cache
         from .models import check_devices, fetch, load, start_devices
 
         start_devices()
@@ -105,11 +90,13 @@ class DecodeRun:
 
     def write(self, interrupted: bool = False) -> bool:
         """Write the numbers if they are wanted; whether they are where they were wanted."""
-        if self._output is None:
+        from .output import write
+
+        path, session = self._arguments.json, self._session
+        if path is None:
             return True
-        if self._session is None:
-            return self._output.write({"interrupted": interrupted, "rows": []})
-        return self._output.write(self._session.as_json(interrupted))
+        nothing = {"interrupted": interrupted, "rows": []}
+        return write(path, nothing if session is None else session.as_json(interrupted))
 
     def print_left(self, how: str) -> None:
         """Print how far a run has got that was ``interrupted``, or ``failed``."""

@@ -89,7 +89,7 @@ REFUSED = {
         f"{option}=": f"{option}: the value is empty; leave the option out"
         for option in (
             *("--messages", "--json", "--batch", "--prompt_file", "--target", "--draft"),
-            *("--revision", "--draft_revision", "--attention", "--compilation_cache"),
+            *("--revision", "--draft_revision", "--attention"),
         )
     },
     "--prompt=": "--prompt: the prompt is empty",
@@ -131,7 +131,6 @@ REFUSED = {
     "--top_k=5 --temperature=0": "--top_k 5 filters what is drawn",
     "--prompt_file=- --prompt_file=-": "--prompt_file -: standard input can be read once",
     # Files.
-    f"--compilation_cache={__file__}": "is no folder; name one, or off for none",
     "--batch=absent --stream": "--stream shows one prompt as it is completed, and --batch "
     "has several",
     "--prompt_file=absent": "--prompt_file: absent cannot be read: No such file",
@@ -146,23 +145,19 @@ REFUSED = {
     '--messages=[{"role":"user","content":1}]': "--messages: message 0: the content must be text",
     "--batch=absent": "--batch: absent cannot be read: No such file",
     "--batch=/": "--batch: / cannot be read: Is a directory",
-    "--json=/dev/full": "--json /dev/full cannot be written: No space left on device",
-    "--json=/": "--json / cannot be written: it is a folder",
-    "--json=absent/out.json": "--json absent/out.json: its folder does not exist",
-    f"--json={DEMO / 'target' / 'config.json'}": "is an input of this run (the demo",
-    f"--json={DEMO / 'draft' / 'tokenizer.json'}": "is an input of this run (the demo",
-    f"--json={DEMO / 'prompts' / 'networkx_classes_digraph.txt'}": "is an input of this run (the "
-    "demo",
-    f"--prompt_file={__file__} --json={__file__}": "is an input of this run (--prompt_file "
-    f"{__file__}",
+    "--json=/dev/full": "--json: /dev/full is a device and no file",
+    "--json=/": "--json: / is a folder",
+    "--json=absent/out.json": "--json: absent/out.json: its folder does not exist",
+    f"--json={DEMO / 'target' / 'config.json'}": "is there and holds no results",
+    f"--prompt_file={__file__} --json={__file__}": "is there and holds no results",
     f"--messages={__file__}": "is not valid JSON",
     '--messages=[{"role":"user","role":"user"}]': "the key 'role' is given twice",
-    f"--json={__file__}": f"--json {__file__} is there and holds no results",
+    f"--json={__file__}": f"--json: {__file__} is there and holds no results",
     "--prompt_file=/dev/zero": "--prompt_file: /dev/zero holds more than 268 MB",
     "--batch=/dev/zero": "--batch: /dev/zero holds more than 268 MB",
     **{
         f"{option}=~nobody_here/x": f"{option}: ~nobody_here/x: there is no home folder"
-        for option in ("--prompt_file", "--target", "--draft", "--json", "--compilation_cache")
+        for option in ("--prompt_file", "--target", "--draft", "--json")
     },
     "--draft_option=int8 --draft_option=int8=false": "--draft_option int8 is given twice",
 }
@@ -245,20 +240,13 @@ def test_the_tree() -> None:
 
 def test_home_in_every_path(monkeypatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
-    for option in ("target", "messages", "batch", "json", "compilation_cache"):
+    assert parsed("--json=-").json == Path("-")
+    for option in ("target", "messages", "batch"):
         typed = [f"--{option}=~/x"]
         expected = "~/x" if option == "messages" else "/home/someone/x"
         assert getattr(parsed(*typed), option) == expected
     for option in ("prompt_file", "draft"):
         assert getattr(parsed(f"--{option}=~/x"), option) == ["/home/someone/x"]
-
-
-def test_inputs() -> None:
-    """What must not be written to."""
-    found = dict(arguments.inputs(parsed("--prompt_file=a", "--target=b", "--draft=c")))
-    assert found == {"--prompt_file": Path("a"), "--target": Path("b"), "--draft": Path("c")}
-    of_demo = {path for option, path in arguments.inputs(parsed()) if option == "the demo"}
-    assert {DEMO / "target", DEMO / "draft"} < of_demo
 
 
 def test_every_option_has_help_that_says_its_default() -> None:

@@ -47,7 +47,7 @@ PROMPT = "ab cd gh é"
 def folders(tmp_path_factory) -> list[str]:
     target, draft = save_toy(tmp_path_factory.mktemp("toy"))
     small = ["--tree=4,5", "--max_new_tokens=24", "--temperature=1", "--prefill_chunk=32"]
-    return [f"--target={target}", f"--draft={draft}", *small, "--compilation_cache=off"]
+    return [f"--target={target}", f"--draft={draft}", *small]
 
 
 def without_tree(folders: list[str]) -> list[str]:
@@ -240,7 +240,7 @@ def test_options_of_a_draft_are_checked_before_anything_is_loaded(
 
 
 def test_an_attention_that_is_not_there_is_named_as_typed(capsys) -> None:
-    argv = ["--prompt=ab", "--attention=mosaic", "--tree=none", "--compilation_cache=off"]
+    argv = ["--prompt=ab", "--attention=mosaic", "--tree=none"]
     assert decode.main(argv) == 2
     said = capsys.readouterr().err
     assert "choose another --attention" in said and "implementation" not in said
@@ -317,16 +317,16 @@ def test_compilation_cache_folder(monkeypatch, tmp_path, capsys) -> None:
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_the_command_chooses_the_cache(folders, monkeypatch, tmp_path) -> None:
+def test_the_command_keeps_programs_in_the_cache(folders, monkeypatch, tmp_path) -> None:
     before = jax.config.values["jax_compilation_cache_dir"]
-    monkeypatch.setenv("LONGSPEC_CACHE", "elsewhere")
     monkeypatch.setattr(LongSpec, "generate", first_token_only)
     argv = [*without_tree(folders), "--prompt=ab", "--no-compare", "--tree=none"]
     try:
         jax.config.update("jax_compilation_cache_dir", None)
         assert decode.main(argv) == 0
-        assert jax.config.values["jax_compilation_cache_dir"] is None  # As the fixture says: off.
-        assert decode.main([*argv, f"--compilation_cache={tmp_path}"]) == 0
+        assert jax.config.values["jax_compilation_cache_dir"] is None  # The tests keep nothing.
+        monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
+        assert decode.main(argv) == 0
         assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "compiled")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -41,7 +41,7 @@ WITHIN = 20.0
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[str]:
     target, draft = save_toy(tmp_path_factory.mktemp("toy"))
-    return [f"--target={target}", f"--draft={draft}", "--compilation_cache=off"]
+    return [f"--target={target}", f"--draft={draft}"]
 
 
 def stats(rows: int, rounds: int) -> Stats:
