@@ -12,10 +12,9 @@ from longspec_jax.checks import SAMPLING, Whole
 from longspec_jax.config import PLAIN
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 
-from ..arguments import add_cache, add_models, is_demo
+from ..arguments import add_models, is_demo
 from ..prompts import STYLES
 from .methods import ALL, METHODS, Chosen
-from .run_folder import HEADER, SAMPLES, SKIPPED
 from .tasks import DEMO_SUITE, FREE, NEEDLE, RAW, SUITE, TASKS
 
 TASK_NAMES = (*TASKS, NEEDLE, FREE, *SUITE, DEMO_SUITE)
@@ -28,8 +27,9 @@ DRAFT_HELP = (
 )
 EPILOG = """\
 Results go to a folder: header.json says how they were made, samples.jsonl holds a line of raw
-counts per sample, method and temperature, skipped.jsonl the samples that the protocol skips. The
-same command continues an interrupted run.
+counts per sample, method and temperature, skipped.jsonl the samples that the protocol skips, and
+summary.json a row per task, method and temperature once all are measured. The same command
+continues an interrupted run.
 
 Acceptance length: emitted tokens / target forward passes of the decode phase, bonus included,
 prefill excluded. Tokens/s: tokens of the decode rounds / their seconds.
@@ -83,9 +83,6 @@ def _add_tasks(group: Any) -> None:
         metavar="[TASK=]PATH",
         help="JSONL, Parquet or zip file with a task's data, or a folder of such files, instead of "
         "the hub's",
-    )
-    group.add_argument(
-        "--hub", type=cli.word, metavar="OWNER/NAME", help="a dataset of the hub with the data"
     )
     group.add_argument("--samples", type=cli.COUNT, help="most samples of a task; all if absent")
     group.add_argument(
@@ -165,12 +162,6 @@ def _add_output(group: Any) -> None:
         help="folder of the run; made if absent",
     )
     group.add_argument(
-        "--summary",
-        type=cli.file_path,
-        metavar="FILE.json",
-        help="write a row per task, method and temperature as well",
-    )
-    group.add_argument(
         "--breakdown",
         type=cli.COUNT,
         metavar="ROUNDS",
@@ -185,7 +176,6 @@ def _add_output(group: Any) -> None:
     group.add_argument(
         "--cases", type=cli.COUNT, default=1, help="samples of every task whose rounds are kept"
     )
-    add_cache(group)
     cli.add_traceback(group)
 
 
@@ -242,8 +232,6 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
         )
     if outside and importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError("this method needs PyTorch", name="torch")
-    if arguments.summary is not None:
-        _check_summary(arguments.summary, arguments.out)
     drafts = arguments.draft
     if drafts is None and is_demo(arguments):
         drafts = [*DEMO_RUN_DRAFTS]
@@ -256,18 +244,6 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
         "target": arguments.target or DEMO_NAME,
     }
     return argparse.Namespace(**{**vars(arguments), **settled})
-
-
-def _check_summary(path: Path, run: Path) -> None:
-    """Refuse a file that cannot be written; it may lie in the run's folder, which is made later."""
-    inside = path.resolve().parent == run.resolve()
-    if inside and path.name in (HEADER, SAMPLES, SKIPPED):
-        raise ValueError(f"--summary={path} would replace a file of the run; name another")
-    if not inside or run.exists():
-        try:
-            cli.result_file(str(path))
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"--summary: {error}") from None
 
 
 def _check_data(arguments: argparse.Namespace, tasks: list[str]) -> None:
@@ -304,10 +280,6 @@ def _check_effects(arguments: argparse.Namespace, tasks: Sequence[str]) -> None:
     readers: dict[str, tuple[bool, Callable[[str], bool]]] = {
         "--protocol=longbench": (longbench, lambda task: task in TASKS),
         "--data": ("" in named, lambda task: task not in SUITE),
-        "--hub": (
-            arguments.hub is not None,
-            lambda task: task in TASKS and not named & {"", task},
-        ),
         "--context": (arguments.context is not None, _has_any_length),
         "--min_prompt": (
             arguments.min_prompt is not None,

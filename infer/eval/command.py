@@ -1,7 +1,6 @@
 """What ``python -m infer.eval`` does once its arguments are checked, and how Ctrl-C ends it."""
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from longspec_jax.cli import counted
 from ..wording import command_words
 from . import run_folder
 from .progress import Progress
-from .records import Header, SampleRecord, summary_rows
+from .records import Header, SampleRecord
 
 
 class Evaluation:
@@ -48,8 +47,6 @@ class Evaluation:
         """Load, check and decode."""
         arguments, progress = self._arguments, self.progress
         progress.starting("starting")
-        if arguments.compilation_cache is not None:
-            os.environ["LONGSPEC_CACHE"] = arguments.compilation_cache
         from ..models import check_devices, fetch, load, start_devices
 
         start_devices()
@@ -85,6 +82,7 @@ class Evaluation:
         self._run = run.EvalRun(arguments, decoders, spec, done, writer, progress, start)
         with command_words():
             self._run.work(tasks)
+        run_folder.write_summary(arguments.out, self._run.records)
 
     def _make_folder(self) -> None:
         """Make the run's folder; raise unless files can be made in it."""
@@ -143,19 +141,6 @@ class Evaluation:
         if done:
             self.progress.note(f"{counted(len(done), 'result')} of earlier starts")
 
-    def summarize(self) -> None:
-        """Write the summary if ``--summary`` was given."""
-        if self._arguments.summary is None:
-            return
-        import json
-
-        from longspec_jax import files
-
-        header = run_folder.read_header(self._arguments.out)
-        values = {"header": run_folder.plain(header), "rows": summary_rows(self.records)}
-        data = (json.dumps(values, indent=1) + "\n").encode()
-        files.replace(self._arguments.summary, data)
-
 
 def evaluate(
     arguments: argparse.Namespace,
@@ -172,7 +157,6 @@ def evaluate(
     evaluation = Evaluation(arguments, typed)
     try:
         cli.run_in_thread(evaluation.work)
-        evaluation.summarize()
         return cli.OK
     except KeyboardInterrupt as stop:
         return cli.leave(stop, evaluation.save, end)

@@ -1,8 +1,8 @@
 """Rows of a task, from a file or from the hub, and the fields of a row.
 
 A file is JSON lines, Parquet, or a zip archive with a file of the task's name; a folder holds one
-of these. No code of a data set is run: where the hub has only a dataset script, which ``datasets``
-no longer loads, the archive beside it is read.
+of these. No code of a data set is run: of a dataset that is a script, which ``datasets`` no longer
+loads, the archive beside it is read.
 """
 
 import json
@@ -25,14 +25,13 @@ DATASETS = "the datasets package (pip install datasets); JSON lines need nothing
 """The package that is missing beside the core, and the alternative."""
 
 
-def rows(task: str, hub: Hub | None, path: Path | None, mirror: str | None) -> list[Row]:
+def rows(task: str, hub: Hub | None, path: Path | None) -> list[Row]:
     """All rows of a task.
 
     Args:
       task: its name, and that of its file.
       hub: where its data are; None if the user always names them.
       path: a file or folder instead.
-      mirror: a dataset on the hub instead of the usual one.
 
     Raises:
       OSError: if they cannot be read or fetched.
@@ -43,9 +42,9 @@ def rows(task: str, hub: Hub | None, path: Path | None, mirror: str | None) -> l
     elif hub is None:
         raise ValueError(f"--task={task} reads a file of yours; name it with --data=FILE.jsonl")
     else:
-        found = list(_from_hub(task, hub, mirror))
+        found = list(_from_hub(task, hub))
     if not found:
-        raise ValueError(f"--task={task}: {path or mirror or hub} holds no rows")
+        raise ValueError(f"--task={task}: {path or hub} holds no rows")
     return found
 
 
@@ -119,30 +118,21 @@ def _parquet(path: Path) -> Iterator[Row]:
         yield f"{path}, row {number}", row
 
 
-def _from_hub(task: str, hub: Hub, mirror: str | None) -> Iterator[Row]:
-    dataset = mirror or hub.dataset
+def _from_hub(task: str, hub: Hub) -> Iterator[Row]:
     if hub.archive is not None:
-        archive = _archive(dataset, hub.archive)
-        if archive is not None:
-            yield from _zipped(task, archive)
-            return
-    config = task if hub.archive is not None else hub.config
-    for number, row in enumerate(_dataset(dataset, config, hub.split)):
-        yield f"{dataset}, row {number}", dict(row)
+        yield from _zipped(task, _archive(hub.dataset, hub.archive))
+        return
+    for number, row in enumerate(_dataset(hub.dataset, hub.config, hub.split)):
+        yield f"{hub.dataset}, row {number}", dict(row)
 
 
-def _archive(dataset: str, name: str) -> Path | None:
-    """An archive of a dataset, downloaded; None if the dataset holds none of this name."""
+def _archive(dataset: str, name: str) -> Path:
+    """An archive of a dataset, downloaded."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(dataset, name, repo_type="dataset"))
-    except LocalEntryNotFoundError as error:
-        raise OSError(f"{name} of {dataset} cannot be fetched from the hub; {OFFLINE}") from error
-    except EntryNotFoundError:
-        return None
-    except Exception as error:
+    except Exception as error:  # The hub has its own kinds of errors.
         raise OSError(f"{name} of {dataset}: {_first_line(error)}; {OFFLINE}") from error
 
 
@@ -154,14 +144,6 @@ def _dataset(dataset: str, config: str | None, split: str) -> Any:
         raise ValueError(f"loading {dataset} from the hub needs {DATASETS}") from None
     try:
         return load_dataset(dataset, config, split=split)
-    except RuntimeError as error:
-        if "script" not in str(error):
-            raise
-        raise ValueError(
-            f"the dataset {dataset} is a script, which the datasets library no longer loads; name "
-            "a copy of its data with --data=FILE.jsonl (or .zip, .parquet), or a dataset of plain "
-            "files with --hub=OWNER/NAME"
-        ) from None
     except Exception as error:  # It has its own kinds of errors for an absent or unreachable set.
         raise OSError(
             f"the dataset {dataset} cannot be loaded: {_first_line(error)}; {OFFLINE}"

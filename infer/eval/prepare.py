@@ -177,8 +177,6 @@ class Sources:
 
     data: Mapping[str, Path]
     """A file or folder by task; the one of an empty name is for all tasks."""
-    mirror: str | None
-    """A dataset on the hub instead of a task's own."""
     contexts: Sequence[int]
     """Tokens of the prompts of tasks whose texts can have any length."""
     style: str | None
@@ -271,11 +269,11 @@ def samples(name: str, sources: Sources, tokenizer: Any) -> Iterator[Sample]:
         for context in sources.contexts:
             yield from needles(tokenizer, texts, context)
     elif name == FREE:
-        for number, row in enumerate(rows(name, None, path, None)):
+        for number, row in enumerate(rows(name, None, path)):
             yield _free(number, row)
     else:
         task = TASKS[name]
-        found = rows(name, task.hub, path, sources.mirror)
+        found = rows(name, task.hub, path)
         if name == "aime24":
             found = _of_2024(found)
         for number, row in enumerate(found):

@@ -36,7 +36,7 @@ from .run_folder import Writer
 
 KEPT = (
     "samples context min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos "
-    "revision draft_revision hub mesh prefill_chunk row_slots offload attention breakdown rounds "
+    "revision draft_revision mesh prefill_chunk row_slots offload attention breakdown rounds "
     "cases repetitions"
 ).split()
 """Options that a continued run must repeat, beside those with a field in the header."""
@@ -265,7 +265,6 @@ def prepared_tasks(arguments: argparse.Namespace, spec: LongSpec) -> list[Prepar
         protocol = LongBenchProtocol.of(target, arguments.prompt_style, arguments.max_prompt)
     sources = Sources(
         dict(arguments.data or ()),
-        arguments.hub,
         arguments.context,
         arguments.prompt_style,
         arguments.samples,

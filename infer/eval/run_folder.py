@@ -1,4 +1,4 @@
-"""The folder of a run: a header, a line of results per sample, and the skipped samples.
+"""The folder of a run: a header, a line of results per sample, the skipped samples, a summary.
 
 Lines are appended as samples end, so a killed run continues behind its last whole line. A line that
 was cut short in writing is removed before the next one is added.
@@ -21,10 +21,12 @@ from .records import (
     SkippedSample,
     check_counts,
     from_json,
+    summary_rows,
     to_json,
 )
 
 HEADER, SAMPLES, SKIPPED = "header.json", "samples.jsonl", "skipped.jsonl"
+SUMMARY = "summary.json"
 COMPARED = "target dtype protocol tasks methods temperatures seeds batch options".split()
 """Fields of the header that a continued run must share."""
 
@@ -84,6 +86,12 @@ def write_header(folder: Path, header: Header) -> None:
     """Write a header, whole or not at all."""
     text = json.dumps(to_json(header), indent=1, ensure_ascii=False) + "\n"
     files.replace(folder / HEADER, text.encode())
+
+
+def write_summary(folder: Path, records: Sequence[SampleRecord]) -> None:
+    """Write a row per task, method and temperature, under the header of the run."""
+    values = {"header": plain(read_header(folder)), "rows": summary_rows(records)}
+    files.replace(folder / SUMMARY, (json.dumps(values, indent=1) + "\n").encode())
 
 
 def differences(one: Header, other: Header) -> list[str]:

@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         type=cli.file_path,
         nargs="+",
         metavar="RUN",
-        help="folder of an evaluation run, or its --summary",
+        help="folder of an evaluation run",
     )
     options.add_argument(
         "--out",
@@ -61,17 +61,14 @@ def _run(argv: Sequence[str] | None) -> int:
     arguments = parser().parse_args(argv)
 
     from . import render
-    from .blocks import read_runs, read_summary
+    from .blocks import read_runs
     from .figures import EDGES
     from .report import report
 
     edges = (0, *sorted(set(arguments.lengths))) if arguments.lengths else EDGES
-    files = [path for path in arguments.runs if path.is_file()]
-    runs = read_runs([path for path in arguments.runs if path not in files])
-    summaries = [read_summary(path) for path in files]
-    first = arguments.runs[0]
-    paths = render.targets(arguments.out or str(first.parent if first in files else first))
-    render.write(report(runs, edges, arguments.cases, summaries), paths)
+    runs = read_runs(arguments.runs)
+    paths = render.targets(arguments.out or str(arguments.runs[0]))
+    render.write(report(runs, edges, arguments.cases), paths)
     for path in paths:
         print(path)
     return cli.OK

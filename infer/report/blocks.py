@@ -8,7 +8,7 @@ of its own. Nothing is left out and nothing is counted twice.
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,16 +16,11 @@ from typing import Any
 
 from longspec_jax.cli import counted
 
-from ..eval.records import PLAIN_METHOD, Header, SampleRecord, from_json
+from ..eval.records import PLAIN_METHOD, Header, SampleRecord
 from ..eval.run_folder import Run, read
 
 Sample = tuple[str, str]
 """A task and the name of one of its samples."""
-SUMMARY_FIELDS = {
-    *("task", "method", "temperature", "acceptance_length", "tokens_per_second"),
-    *("speedup_over_plain", "identical_to_plain_fraction", "samples"),
-}
-"""Fields of a summary's row that a report shows."""
 KEPT = ("breakdown", "rounds", "cases")
 """Options that add to what a run keeps and change none of its figures."""
 
@@ -36,35 +31,6 @@ class NamedRun:
 
     name: str
     run: Run
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What ``--summary`` of an evaluation has written: figures without their records."""
-
-    name: str
-    header: Header
-    rows: Sequence[Mapping[str, Any]]
-    """Of every task, method and temperature."""
-
-
-def read_summary(path: Path) -> Summary:
-    """Read a summary.
-
-    Raises:
-      OSError: if there is no such file.
-      ValueError: for a file that is no summary.
-    """
-    try:
-        value = json.loads(path.expanduser().read_text("utf-8"))
-        rows, header = value["rows"], from_json(Header, value["header"], "its header")
-        if not rows or any(not SUMMARY_FIELDS <= row.keys() for row in rows):
-            raise ValueError(f"its rows must have {', '.join(sorted(SUMMARY_FIELDS))}")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is no summary of an evaluation ({error}); name one, or the folder of a run"
-        ) from None
-    return Summary(path.stem, header, rows)
 
 
 def read_runs(folders: Sequence[Path]) -> list[NamedRun]:

@@ -12,13 +12,13 @@ from typing import Any
 
 from longspec_jax.cli import counted
 
-from ..eval.records import PLAIN_METHOD, Header, SampleRecord
-from .blocks import Block, NamedRun, Summary, blocks
+from ..eval.records import PLAIN_METHOD, SampleRecord
+from .blocks import Block, NamedRun, blocks
 from .case_study import CaseStudy, case_studies, spread
 from .charts import Chart, charts, colours
 from .figures import DEFINITIONS, EDGES, FEWEST, Selection, acceptance, speed
 from .table import Table, build, temperature_words
-from .tables import SPECS, summary_tables, unscored
+from .tables import SPECS, unscored
 
 TITLES = {
     "brief": "In brief",
@@ -32,7 +32,6 @@ TITLES = {
     "batches": "Batches",
     "quality": "Quality",
     "times": "What a user waits for",
-    "summaries": "Summaries",
 }
 """Sections, in their order."""
 MANY = 4
@@ -85,7 +84,6 @@ def report(
     runs: Sequence[NamedRun],
     edges: Sequence[int] = EDGES,
     most_cases: int | None = None,
-    summaries: Sequence[Summary] = (),
 ) -> Report:
     """Compute a report.
 
@@ -93,7 +91,6 @@ def report(
       runs: in the order they were named.
       edges: of ranges of context lengths, ascending from 0.
       most_cases: how many texts are studied; all whose rounds were kept if absent.
-      summaries: figures of other runs, whose records are not at hand.
     """
     compared = blocks(runs)
     methods = colours(compared)
@@ -107,7 +104,6 @@ def report(
         "parts": charts(tables["parts"], methods, "seconds per round", joined=False),
         "batches": charts(tables["batches"], methods, "tokens/s", "batch"),
     }
-    tables["summaries"] = [table for each in summaries for table in summary_tables(each)]
     cases = list(case_studies(compared))
     chosen = spread(cases, most_cases)
     left_out = (
@@ -115,26 +111,17 @@ def report(
         if len(chosen) < len(cases)
         else []
     )
-    headers = {run.name: run.run.header for run in runs} | {s.name: s.header for s in summaries}
-    kept = {run.name: f"{len(run.run.samples)} samples" for run in runs}
-    targets = dict.fromkeys(header.target for header in headers.values())
+    targets = dict.fromkeys(run.run.header.target for run in runs)
     return Report(
         title=f"Evaluation of {', '.join(targets)}",
-        sources=tuple(
-            _source(name, header, kept.get(name, "a summary without records"))
-            for name, header in headers.items()
-        ),
+        sources=tuple(map(_source, runs)),
         definitions=tuple(DEFINITIONS.items()),
         sections=tuple(
             Section(key, title, tables[key], drawn.get(key, ()))
             for key, title in TITLES.items()
             if tables[key]
         ),
-        missing=(
-            *missing_or_doubtful(runs, compared),
-            *(f"{each.name}: a summary has no records and no intervals." for each in summaries),
-            *left_out,
-        ),
+        missing=(*missing_or_doubtful(runs, compared), *left_out),
         cases=tuple(chosen),
     )
 
@@ -282,8 +269,9 @@ def _without_figures(block: Block) -> Iterator[str]:
         yield "no round was kept as a tree, so that there is no case study."
 
 
-def _source(name: str, header: Header, records: str) -> Source:
+def _source(run: NamedRun) -> Source:
     """Where, with what and how a run was made, and what it holds."""
+    header = run.run.header
     provenance = header.provenance
     starts = (f"{each.get('date')} (commit {each.get('commit')})" for each in header.continued)
     facts: list[tuple[str, Any]] = [
@@ -302,9 +290,9 @@ def _source(name: str, header: Header, records: str) -> Source:
         ("batch", header.batch),
         *((f"method {method}", _given(setting)) for method, setting in header.methods.items()),
         ("options", header.options),
-        ("records", records),
+        ("records", f"{len(run.run.samples)} samples"),
     ]
-    return Source(name, tuple((fact, _words(value)) for fact, value in facts if value != ""))
+    return Source(run.name, tuple((fact, _words(value)) for fact, value in facts if value != ""))
 
 
 def _given(setting: Any) -> dict[str, Any]:

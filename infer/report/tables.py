@@ -14,7 +14,7 @@ from functools import partial
 from ..eval.records import PLAIN_METHOD, compared_with_plain
 from ..eval.scores import MEANINGS, SCORE_NAMES, what_is_missing
 from ..eval.tasks import metric_of
-from .blocks import Block, Summary
+from .blocks import Block
 from .figures import (
     PART_NAMES,
     Estimate,
@@ -34,15 +34,10 @@ from .figures import (
     within,
 )
 from .table import (
-    Body,
-    Cell,
     Figure,
     Format,
-    Group,
     Groups,
-    Line,
     Rows,
-    Table,
     TableSpec,
     View,
     Words,
@@ -53,11 +48,8 @@ from .table import (
     percent,
     rate,
     seconds,
-    shown,
     signed,
-    slug,
     speculative_methods,
-    temperature_words,
     times,
 )
 
@@ -339,42 +331,3 @@ SPECS = {
     ),
 }
 """What every section of a report shows of its records."""
-SUMMARY_COLUMNS = {
-    "τ": ("acceptance_length", length),
-    "tokens/s": ("tokens_per_second", rate),
-    "speed-up": ("speedup_over_plain", times),
-    "identical": ("identical_to_plain_fraction", percent),
-}
-"""Columns of a summary's table, with the fields of its rows."""
-
-
-def summary_tables(summary: Summary) -> list[Table]:
-    """The figures of a summary by method and task; it has no records for intervals."""
-    found = {(row["temperature"], row["method"], row["task"]): row for row in summary.rows}
-    temperatures, methods, tasks = (
-        tuple(dict.fromkeys(names)) for names in zip(*found, strict=True)
-    )
-
-    def cell(place: tuple[float, str, str], field: str, words: Format) -> Cell:
-        row = found.get(place, {})
-        value = row.get(field)
-        return shown(None if value is None else Estimate(value, None, None, row["samples"]), words)
-
-    def line(temperature: float, method: str) -> Line:
-        places = itertools.product(tasks, SUMMARY_COLUMNS.values())
-        cells = (cell((temperature, method, task), *column) for task, column in places)
-        return Line(method, tuple(cells))
-
-    return [
-        Table(
-            key=slug("summary", summary.name, temperature),
-            caption=f"{summary.name}, {temperature_words(temperature)}",
-            corner="method",
-            groups=tuple(Group(task, tuple(SUMMARY_COLUMNS)) for task in tasks),
-            bodies=(
-                Body(summary.header.target, tuple(line(temperature, each) for each in methods)),
-            ),
-            notes=(),
-        )
-        for temperature in temperatures
-    ]

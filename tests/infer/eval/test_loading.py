@@ -10,7 +10,7 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from infer.eval import loading
 from infer.eval.loading import references, text_field
@@ -38,12 +38,12 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[:1]), tmp_path / "a.parquet")
     named = [tmp_path / "lcc.jsonl", tmp_path, zipped(tmp_path / "data.zip")]
     for path in named:
-        assert values(loading.rows("lcc", LONGBENCH, path, None)) == ROWS
-    assert values(loading.rows("lcc", LONGBENCH, tmp_path / "a.parquet", None)) == ROWS[:1]
+        assert values(loading.rows("lcc", LONGBENCH, path)) == ROWS
+    assert values(loading.rows("lcc", LONGBENCH, tmp_path / "a.parquet")) == ROWS[:1]
     only = tmp_path / "only"
     only.mkdir()
     zipped(only / "data.zip")
-    [(where, _), _] = loading.rows("lcc", LONGBENCH, only, None)
+    [(where, _), _] = loading.rows("lcc", LONGBENCH, only)
     assert where.endswith("data.zip:data/lcc.jsonl, line 1")
 
 
@@ -60,19 +60,19 @@ def test_lines_that_are_no_rows(tmp_path: Path, data: bytes, words: str) -> None
     path = tmp_path / "lcc.jsonl"
     path.write_bytes(data)
     with pytest.raises(ValueError, match=words):
-        loading.rows("lcc", LONGBENCH, path, None)
+        loading.rows("lcc", LONGBENCH, path)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no qmsum.jsonl, qmsum.parquet or data.zip"):
-        loading.rows("qmsum", LONGBENCH, tmp_path, None)
+        loading.rows("qmsum", LONGBENCH, tmp_path)
     with pytest.raises(FileNotFoundError, match="holds no qmsum.jsonl; name another archive"):
-        loading.rows("qmsum", LONGBENCH, zipped(tmp_path / "data.zip"), None)
+        loading.rows("qmsum", LONGBENCH, zipped(tmp_path / "data.zip"))
     (tmp_path / "torn.zip").write_bytes((tmp_path / "data.zip").read_bytes()[:40])
     with pytest.raises(ValueError, match="not a whole zip archive .* download it again"):
-        loading.rows("lcc", LONGBENCH, tmp_path / "torn.zip", None)
+        loading.rows("lcc", LONGBENCH, tmp_path / "torn.zip")
     with pytest.raises(ValueError, match="name it with --data=FILE.jsonl"):
-        loading.rows("jsonl", None, None, None)
+        loading.rows("jsonl", None, None)
 
 
 class TestTheHub:
@@ -86,18 +86,10 @@ class TestTheHub:
             return str(zipped(tmp_path / name))
 
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-        assert values(loading.rows("lcc", LONGBENCH, None, None)) == ROWS
-        loading.rows("lcc", LONGBENCH, None, "a/mirror")
-        assert asked == [
-            ("THUDM/LongBench", "data.zip", "dataset"),
-            ("a/mirror", "data.zip", "dataset"),
-        ]
+        assert values(loading.rows("lcc", LONGBENCH, None)) == ROWS
+        assert asked == [("THUDM/LongBench", "data.zip", "dataset")]
 
-    def test_a_mirror_without_the_archive_is_a_dataset(self, monkeypatch) -> None:
-        def absent(*names: str, repo_type: str) -> str:
-            raise EntryNotFoundError.__new__(EntryNotFoundError)  # It wants the hub's response.
-
-        monkeypatch.setattr(huggingface_hub, "hf_hub_download", absent)
+    def test_a_dataset_is_loaded_by_its_config_and_split(self, monkeypatch) -> None:
         found = []
 
         def load(dataset: str, config: str | None, split: str) -> list[dict]:
@@ -105,16 +97,8 @@ class TestTheHub:
             return ROWS
 
         monkeypatch.setattr(datasets, "load_dataset", load)
-        assert values(loading.rows("lcc", LONGBENCH, None, "a/mirror")) == ROWS
-        assert found == [("a/mirror", "lcc", "test")]
-
-    def test_a_script_is_refused_with_the_remedy(self, monkeypatch) -> None:
-        def script(*names: str | None, split: str) -> None:
-            raise RuntimeError("Dataset scripts are no longer supported, but found pg19.py")
-
-        monkeypatch.setattr(datasets, "load_dataset", script)
-        with pytest.raises(ValueError, match=r"is a script, .* --data=FILE.jsonl .* --hub=OWNER"):
-            loading.rows("pg19", Hub("deepmind/pg19"), None, None)
+        assert values(loading.rows("booksum", TASKS["booksum"].hub, None)) == ROWS
+        assert found == [("ubaada/booksum-complete-cleaned", "books", "test")]
 
     def test_without_a_network(self, monkeypatch) -> None:
         def offline(*names: str | None, **options: str) -> None:
@@ -124,7 +108,7 @@ class TestTheHub:
         monkeypatch.setattr(datasets, "load_dataset", offline)
         for task in ("gov_report", "pg19"):
             with pytest.raises(OSError, match="--data=FILE, or name a mirror with HF_ENDPOINT"):
-                loading.rows(task, TASKS[task].hub, None, None)
+                loading.rows(task, TASKS[task].hub, None)
 
 
 def test_without_the_packages_that_read_them(tmp_path: Path, monkeypatch) -> None:
@@ -133,7 +117,7 @@ def test_without_the_packages_that_read_them(tmp_path: Path, monkeypatch) -> Non
         monkeypatch.setitem(sys.modules, name, None)
     for hub, path in ((LONGBENCH, tmp_path / "a.parquet"), (Hub("a/b"), None)):
         with pytest.raises(ValueError, match=r"needs the datasets package .* --data=FILE.jsonl"):
-            loading.rows("pg19", hub, path, None)
+            loading.rows("pg19", hub, path)
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,6 @@ def test_trees_of_the_methods() -> None:
         (["--task=qmsum", "--task=lcc", f"--data={__file__}"], "is one file for 2 tasks"),
         (["--task=demo", f"--data={__file__}"], "--data has no effect on --task=demo_code, demo_"),
         (["--task=demo_docs", f"--data=demo_docs={__file__}"], "demo_docs is made of the package"),
-        (["--task=demo", "--hub=a/b"], "--hub has no effect on --task=demo_code"),
-        (["--task=lcc", "--hub=a/b", f"--data={__file__}"], "--hub has no effect on --task=lcc"),
         (["--task=needle", "--min_prompt=3"], "--min_prompt has no effect on --task=needle"),
         (["--task=aime24", "--min_prompt=3"], "It is for gov_report, qmsum"),
         (["--task=demo", "--max_prompt=30"], "--max_prompt has no effect on --task=demo_code"),
@@ -112,10 +110,7 @@ def test_trees_of_the_methods() -> None:
             ["--task=lcc", "--protocol=longbench", "--min_prompt=3"],
             "--min_prompt has no effect on --task=lcc with --protocol=longbench; leave it out",
         ),
-        (["--task=lcc", f"--summary={__file__}"], "is there and holds no results"),
         (["--task=lcc", "--samples=0"], "--samples: 0 must be"),
-        (["--task=lcc", "--summary=/tmp"], "--summary: /tmp is a folder; name a file in it"),
-        (["--task=lcc", "--summary=/nowhere/x.json"], "x.json: its folder does not exist; make it"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(typed: list[str], words: str, tmp_path, capsys) -> None:
@@ -123,26 +118,6 @@ def test_what_cannot_be_meant_is_refused(typed: list[str], words: str, tmp_path,
     folder = tmp_path / "run"
     assert command.main([*typed, f"--out={folder}"]) == 2
     assert words in capsys.readouterr().err and not folder.exists()
-
-
-def test_a_summary_may_lie_in_the_folder_of_a_new_run(tmp_path: Path) -> None:
-    inside = tmp_path / "run" / "summary.json"
-    typed = ["--task=demo", f"--out={tmp_path}/run", f"--summary={inside}"]
-    assert settled(parser().parse_args(typed)).summary == inside
-
-
-def test_a_summary_in_the_folder_of_a_new_run_may_be_below_the_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    typed = ["--task=demo", "--out=~/run", "--summary=~/run/summary.json"]
-    assert settled(parser().parse_args(typed)).summary == tmp_path / "run" / "summary.json"
-
-
-def test_a_summary_in_the_place_of_a_file_of_the_run_is_refused(tmp_path: Path) -> None:
-    typed = ["--task=demo", f"--out={tmp_path}", f"--summary={tmp_path}/samples.jsonl"]
-    with pytest.raises(ValueError, match="would replace a file of the run; name another"):
-        settled(parser().parse_args(typed))
 
 
 def test_defaults() -> None:

@@ -139,7 +139,6 @@ def test_longbench_puts_the_chat_format_around_all_but_code() -> None:
 def sources(path: Path | None = None, **changes: Any) -> Sources:
     fields: dict[str, Any] = dict(
         data={} if path is None else {"": path},
-        mirror=None,
         contexts=[100],
         style=None,
         limit=None,

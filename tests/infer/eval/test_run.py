@@ -11,7 +11,7 @@ from infer.eval import run as run_lib
 from infer.eval.arguments import parser
 from infer.eval.decoders import LibraryDecoder
 from infer.eval.records import SampleRecord, acceptance_length
-from infer.eval.run_folder import SAMPLES, Run, read
+from infer.eval.run_folder import SAMPLES, SUMMARY, Run, read
 from tests.infer.toys import save_toy, toy_spec
 
 NEW = 24
@@ -28,7 +28,7 @@ def options(tmp_path_factory) -> list[str]:
     return [
         *("--task=jsonl", f"--data={data}", f"--target={target}", f"--draft={draft}"),
         *("--method=longspec-tree=4,5", f"--max_new_tokens={NEW}", "--prefill_chunk=32"),
-        *("--temperature=0", "--temperature=1", "--seed=7", "--compilation_cache=off"),
+        *("--temperature=0", "--temperature=1", "--seed=7"),
     ]
 
 
@@ -37,7 +37,7 @@ def made(options: list[str], tmp_path_factory) -> Path:
     """A run with everything that can be asked for, two rows together, at temperature 1."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     drawn = [option for option in options if option != "--temperature=0"]
-    more = ["--samples=2", "--batch=2", "--rounds=2", "--breakdown=2", f"--summary={folder}.json"]
+    more = ["--samples=2", "--batch=2", "--rounds=2", "--breakdown=2"]
     assert command.main([*drawn, *more, f"--out={folder}"]) == 0
     return folder
 
@@ -84,7 +84,7 @@ def test_rounds_are_those_that_were_decoded(made: Path) -> None:
 
 
 def test_the_summary_has_a_row_per_method_and_temperature(made: Path) -> None:
-    summary = json.loads(Path(f"{made}.json").read_text())
+    summary = json.loads((made / SUMMARY).read_text())
     rows = {(row["method"], row["temperature"]): row for row in summary["rows"]}
     assert len(rows) == 2 and summary["header"]["target"]
     row = rows["longspec-tree=4,5", 1.0]

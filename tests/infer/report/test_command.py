@@ -14,8 +14,6 @@ from infer.report.__main__ import main
 
 from .made import HOSTILE, record, run, studied, write
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -173,8 +171,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (["run", "--out="], "--out: the value is empty; leave the option out"),
         (["run", "--lengths=0"], "--lengths: 0 must be"),
         (["run", "--lengths=x"], "--lengths: 'x' must be a whole number"),
-        (["mine.md"], "mine.md is no summary of an evaluation (Expecting value"),
-        (["summary.json"], "is no summary of an evaluation (its rows must have acceptance_length,"),
+        (["mine.md"], "mine.md holds no header.json; name the folder of an evaluation run"),
         (["run", "--cases=-1"], "--cases: "),
         (["empty"], "empty holds no finished sample yet"),
         (["run", "--out=mine.md"], "mine.md exists and is no report; move it, or name another"),
@@ -193,8 +190,6 @@ def test_bad_input_is_refused(
     write(run([]), tmp_path / "empty")
     (tmp_path / "taken").write_text("a file")
     (tmp_path / "mine.md").write_text("# Notes")
-    header = json.loads((tmp_path / "run" / "header.json").read_text())
-    (tmp_path / "summary.json").write_text(json.dumps({"header": header, "rows": [{"a": 1}]}))
     before = sorted(tmp_path.rglob("*"))
     assert main(arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -237,32 +232,11 @@ def test_a_page_needs_no_package_for_scores(tmp_path: Path, monkeypatch) -> None
     assert "needle: found" in text and "lcc: edit similarity" not in text
 
 
-COMMITTED = sorted((ROOT / "docs" / "results").glob("eval_demo*.json"))
-
-
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_published_summaries_can_be_shown(path: Path, tmp_path: Path) -> None:
-    """Beside a run, with the figures that their rows hold."""
-    folder = write(run([record()]), tmp_path / "run")
-    assert main([str(folder), str(path), f"--out={tmp_path}"]) == 0
-    text = (tmp_path / "report.md").read_text()
-    assert f"**{path.stem}, T = 0**".replace("_", "\\_") in text
-    rows = json.loads(path.read_text())["rows"]
-    figures = csv.DictReader(io.StringIO((tmp_path / "report.csv").read_text()))
-    shown = {
-        (row["row"], row["group"], row["column"]): float(row["value"])
-        for row in figures
-        if row["table"] == "summary-" + path.stem.replace("_", "-") + "-0-0"
-    }
-    for row in rows:
-        if row["temperature"] == 0:
-            assert shown[row["method"], row["task"], "τ"] == row["acceptance_length"]
-    assert "<table" in (tmp_path / "report.html").read_text()
-
-
-def test_the_published_report_is_a_report(tmp_path: Path) -> None:
-    """So that a newer one may replace it."""
-    copy = tmp_path / "report.html"
-    copy.write_bytes((ROOT / "docs" / "results" / "eval_demo_report.html").read_bytes())
-    folder = write(run([record()]), tmp_path / "run")
-    assert main([str(folder), f"--out={copy}"]) == 0
+def test_an_earlier_report_is_replaced(folder: Path) -> None:
+    assert main([str(folder)]) == 0
+    files = [folder / f"report.{end}" for end in ("html", "md", "csv")]
+    before = [file.read_text() for file in files]
+    for file in files:
+        file.write_text(file.read_text()[: len(file.read_text()) // 2])
+    assert main([str(folder)]) == 0
+    assert [file.read_text() for file in files] == before
