@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 from longspec_jax.checks import shown_bytes
@@ -27,7 +26,6 @@ from longspec_jax.generation.result import (
 )
 from longspec_jax.generation.timings import TreeTiming
 
-from .eval.scores import Similarity, similarity, similarity_in_words
 from .output import tree_fields, tree_of
 
 
@@ -50,18 +48,6 @@ class Outcome:
     def divergences(self) -> tuple[Divergence, ...]:
         """Every row's first difference to plain decoding."""
         return self.comparison.divergences if self.comparison else ()
-
-    @cached_property
-    def similarities(self) -> tuple[Similarity, ...]:
-        """How similar every row is to its plain decoding; empty if that was not run."""
-        if self.comparison is None:
-            return ()
-        first = {divergence.row: divergence.index for divergence in self.divergences}
-        texts = zip(self.result.text, self.comparison.plain.text, strict=True)
-        return tuple(
-            similarity(len(tokens), first.get(row), *pair)
-            for row, (tokens, pair) in enumerate(zip(self.result.sequences, texts, strict=True))
-        )
 
 
 def gathered(rounds: Sequence[StreamRound], has_text: bool) -> GenerateResult:
@@ -158,9 +144,6 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
             "acceptance_histogram": list(stats.histograms[row]),
             "identical_to_plain": divergence is None if outcome.comparison else None,
             "first_divergence": asdict(divergence) if divergence else None,
-            "similarity_to_plain": asdict(outcome.similarities[row])
-            if outcome.comparison
-            else None,
             "text": result.text[row],
             "tokens": list(tokens),
             "drafted": list(result.drafted[row]),
@@ -345,10 +328,6 @@ def _identity_lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
             f"  {outcome.row_names[item.row]}: first at token {item.index + 1} of {total}, "
             f"{item.plain_token} became {item.speculative_token}, {gap}"
         )
-    if not lossless:
-        similar = [one for outcome in compared for one in outcome.similarities]
-        tokens = sum(sum(outcome.stats.new_tokens) for outcome in compared)
-        yield f"similarity to plain {similarity_in_words(similar, tokens)}"
 
 
 def _column(rows: Sequence[dict[str, Any]], name: str) -> list[Any]:

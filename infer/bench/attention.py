@@ -39,8 +39,6 @@ from .report import Report, refusal, run_header
 from .timing import Roofline, announce, jax_seconds, measure_roofline, median_seconds
 
 HEAD_WIDTH = 128
-CPU_SECONDS = 5
-"""A rough estimate for a program, to compile and time it."""
 HEAD_MAJOR, TOKEN_MAJOR = "head-major", "token-major"
 """The two layouts of a cache: ``[B, K, S, H]``, the engine's, and ``[B, S, K, H]``."""
 
@@ -355,8 +353,7 @@ def main(arguments: argparse.Namespace) -> None:
         check_memory(words, case.copies * case.cache_bytes)
     if cpu:
         programs = len(cases) * len(arguments.implementation)
-        work = f"{counted(len(cases), 'case')}, {counted(programs, 'program')} to compile"
-        announce(work, CPU_SECONDS * programs)
+        announce(f"{counted(len(cases), 'case')}, {counted(programs, 'program')} to compile")
     roofline = measure_roofline()
     method = (__doc__ or "").split("\n\n", 1)[1]
     header = run_header(jax.devices()[0].device_kind, method, **roofline.fields)

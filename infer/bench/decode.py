@@ -51,8 +51,7 @@ def main(arguments: argparse.Namespace) -> None:
         check_memory(f"{setting.shape} with {setting.context} cached tokens", setting.device_bytes)
     if cpu:
         shapes = ", ".join(dict.fromkeys(setting.shape for setting in settings))
-        work = f"{counted(len(settings), 'case')} of the shape {shapes}"
-        announce(work, sum(setting.rough_seconds for setting in settings))
+        announce(f"{counted(len(settings), 'case')} of the shape {shapes}")
     device, roofline = jax.devices()[0].device_kind, measure_roofline()
     header = run_header(device, __doc__ or "", **roofline.fields)
     options = as_options(arguments.draft_option)

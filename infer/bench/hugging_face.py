@@ -29,8 +29,6 @@ WARM_TOKENS = 6
 ALIGNMENT = 64
 """Slots of a static cache are a multiple of this; odd sizes have slower kernels."""
 PREFILL_CHUNK = 2048
-CPU_SECONDS = 10
-"""A rough estimate for a row; the static step is compiled on GPUs only, into CUDA graphs."""
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -43,7 +41,7 @@ def main(arguments: argparse.Namespace) -> None:
     if cpu:
         axes = arguments.shape, arguments.batch, arguments.context
         number = math.prod(map(len, axes))
-        announce(f"{counted(number, 'case')} of {', '.join(arguments.shape)}", CPU_SECONDS * number)
+        announce(f"{counted(number, 'case')} of {', '.join(arguments.shape)}")
     bytes_per_s = measure_bandwidth(device)
     name = "cpu" if cpu else torch.cuda.get_device_name()
     header = run_header(name, __doc__ or "", roof_tb_per_s=bytes_per_s / 1e12)

@@ -31,8 +31,6 @@ from .timing import announce, jax_seconds, measure_roofline, rounded
 
 DISTINCT_BYTES = 600e6
 """Weights in turn: a dozen times the second-level cache of an H200."""
-CPU_SECONDS = 1.0
-"""A rough estimate for a product, ours and XLA's, to compile and time them."""
 
 Op = Callable[..., jax.Array]
 """``(x, *weights) -> product``."""
@@ -63,7 +61,7 @@ def main(arguments: argparse.Namespace) -> None:
         check_memory(f"a product of {shape}", 2 * 4 * max(math.prod(shapes[name]) for name in ops))
     if cpu:
         number = len(arguments.shape) * len(ops) * len(arguments.rows)
-        announce(f"{counted(2 * number, 'program')} to compile", CPU_SECONDS * number)
+        announce(f"{counted(2 * number, 'program')} to compile")
     roofline = measure_roofline()
     method = (__doc__ or "").split("\n\n", 1)[1]
     header = run_header(jax.devices()[0].device_kind, method, **roofline.fields)

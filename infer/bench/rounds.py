@@ -33,8 +33,6 @@ from .acceptance import AcceptanceLengths, accept_drawn
 from .arguments import SHAPES
 from .models import Model, abstract, draft_state, filled_cache, target_bytes
 
-CPU_BYTES_PER_S, CPU_NODES_PER_FORWARD, CPU_COMPILE_SECONDS = 2e9, 32, 20
-"""For a rough estimate: two shared cores."""
 GREEDY = SamplingKind(stochastic=False, filtered=False)
 Edges = UInt[Array, " h"]
 Part = Callable[[Params, Rows], Any]
@@ -67,15 +65,6 @@ class Setting:
         """The target's weights and the cache: most of what a setting takes."""
         config = SHAPES[self.shape]
         return target_bytes(config) + cache_bytes(config, self.batch, self.capacity)
-
-    @property
-    def rough_seconds(self) -> float:
-        """What a setting takes on a CPU, to say minutes or hours beforehand."""
-        token = self.device_bytes / CPU_BYTES_PER_S
-        round_ = token * (1 + self.tree.num_nodes / CPU_NODES_PER_FORWARD)
-        rounds = self.new_tokens / self.lengths.mean + 2 * self.turns
-        once = self.new_tokens * token + rounds * round_
-        return CPU_COMPILE_SECONDS + (self.repetitions + 1) * once
 
 
 @struct.dataclass

@@ -82,16 +82,10 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def announce(work: str, seconds: float) -> None:
-    """Print what will run on a CPU, where even small cases take long.
-
-    Args:
-      work: what is measured.
-      seconds: a rough estimate.
-    """
+def announce(work: str) -> None:
+    """Print what will run on a CPU, where even small cases take long."""
     print(
-        f"on a CPU ({os.cpu_count()} cores): {work}; about {_duration(seconds)}. "
-        "A GPU measures the real shapes by default.",
+        f"on a CPU ({os.cpu_count()} cores): {work}. A GPU measures the real shapes by default.",
         file=sys.stderr,
         flush=True,
     )
@@ -100,12 +94,3 @@ def announce(work: str, seconds: float) -> None:
 def step(words: str) -> None:
     """Print what is being done, on standard error beside the rows."""
     print(f"... {words}", file=sys.stderr, flush=True)
-
-
-def _duration(seconds: float) -> str:
-    """In the unit that people would use."""
-    if seconds < 90:
-        return f"{max(5, 5 * round(seconds / 5))} seconds"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds / 3600:.0f} hours"

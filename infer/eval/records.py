@@ -291,35 +291,6 @@ def figures_in_words(records: Sequence[SampleRecord]) -> list[str]:
     return found
 
 
-def check_counts(record: SampleRecord, where: str) -> None:
-    """Refuse counts and seconds that no run measures.
-
-    Args:
-      record: that was read.
-      where: its file and line, for messages.
-
-    Raises:
-      ValueError: naming the field and the remedy.
-    """
-    seconds = {name: getattr(record, name) for name in ("prefill_s", "decode_s", "compile_s")}
-    if record.breakdown is not None:
-        fields = dataclasses.asdict(record.breakdown).items()
-        seconds |= {f"breakdown.{name}": value for name, value in fields}
-    problems = [
-        f"{name} is {value:g}, which must be 0 or more"
-        for name, value in seconds.items()
-        if not (math.isfinite(value) and value >= 0)
-    ]
-    if record.new_tokens != len(record.tokens):
-        problems.append(f"new_tokens is {record.new_tokens} for {len(record.tokens)} tokens")
-    if len(record.emitted_by_round) != len(record.accepted_by_round):
-        problems.append("emitted_by_round and accepted_by_round differ in length")
-    if problems:
-        raise ValueError(
-            f"{where}: {'; '.join(problems)}; remove the line, and the run measures it again"
-        )
-
-
 def to_json(record: Any) -> dict[str, Any]:
     """A record as JSON values."""
     return dataclasses.asdict(record)

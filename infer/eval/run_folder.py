@@ -7,7 +7,7 @@ was cut short in writing is removed before the next one is added.
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from .records import (
     Header,
     SampleRecord,
     SkippedSample,
-    check_counts,
     from_json,
     summary_rows,
     to_json,
@@ -50,7 +49,7 @@ def read(folder: Path) -> Run:
       ValueError: for a line that is no record, naming the file, the line and the remedy.
     """
     header = read_header(folder)
-    samples, torn = _lines(folder / SAMPLES, SampleRecord, check_counts)
+    samples, torn = _lines(folder / SAMPLES, SampleRecord)
     skipped, _ = _lines(folder / SKIPPED, SkippedSample)
     keys = [record.key for record in samples]
     if len(keys) > len(set(keys)):
@@ -161,9 +160,7 @@ def _remove_torn_line(path: Path) -> int:
     return torn
 
 
-def _lines(
-    path: Path, kind: type[Any], check: Callable[[Any, str], None] | None = None
-) -> tuple[Sequence[Any], int]:
+def _lines(path: Path, kind: type[Any]) -> tuple[Sequence[Any], int]:
     """The records of a file, and the bytes of a last line that was cut short."""
     if not path.exists():
         return [], 0
@@ -178,8 +175,5 @@ def _lines(
             raise ValueError(
                 f"{where} is not JSON ({error}); remove the line, and the run measures it again"
             ) from None
-        record = from_json(kind, value, where)
-        if check is not None:
-            check(record, where)
-        records.append(record)
+        records.append(from_json(kind, value, where))
     return records, len(rest)

@@ -1,4 +1,4 @@
-"""How good answers are by their tasks' benchmarks, and how similar two texts are.
+"""How good answers are by their tasks' benchmarks.
 
 Lossless speculation changes no score: scores compare targets, and show that a run did what it
 should. ROUGE-L is LongBench's (:func:`rouge_l`): the union of longest common subsequences over
@@ -8,7 +8,6 @@ python-Levenshtein's ratio, which LongBench uses through fuzzywuzzy.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -144,46 +143,3 @@ _BY_EDITS = ("edit_similarity", "whole_similarity")
 def what_is_missing(metric: str) -> str | None:
     """What to install before a score can be computed, in a sentence; None if nothing is missing."""
     return missing_packages("eval") if metric in _BY_EDITS else None
-
-
-@dataclass(frozen=True)
-class Similarity:
-    """How similar a row is to plain decoding's."""
-
-    exact_prefix: int
-    """Tokens before the first difference; all tokens without one."""
-    edit_similarity: float | None
-    """None without a text, or without the package that computes it."""
-
-
-def similarity(
-    tokens: int, first_difference: int | None, text: str | None, plain: str | None
-) -> Similarity:
-    """Compare a row with plain decoding's.
-
-    Args:
-      tokens: of the row.
-      first_difference: index of its first token that differs; None if there is none.
-      text: the row's; None without a tokenizer.
-      plain: the plain row's.
-    """
-    if first_difference is None:
-        return Similarity(tokens, 1.0)
-    if text is None or plain is None or missing_packages("eval"):
-        return Similarity(first_difference, None)
-    return Similarity(first_difference, edit_similarity(text, plain))
-
-
-def similarity_in_words(rows: Sequence[Similarity], tokens: int) -> str:
-    """The similarity of all rows: the sum of their prefixes, the mean of their scores.
-
-    Args:
-      rows: at least one.
-      tokens: of all rows.
-    """
-    words = f"exact prefix {sum(row.exact_prefix for row in rows)} of {tokens} tokens"
-    edits = [row.edit_similarity for row in rows if row.edit_similarity is not None]
-    if len(edits) == len(rows):
-        return f"{words}, edit similarity {sum(edits) / len(edits):.3f}"
-    missing = missing_packages("eval")
-    return f"{words}; {missing}" if missing else words

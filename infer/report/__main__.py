@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 
 from longspec_jax import cli
-from longspec_jax.checks import Whole
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,11 +42,6 @@ def parser() -> argparse.ArgumentParser:
         help="end of a range of context lengths in tokens; the paper's, 5000, 10000, ..., 32000, "
         "and then doubling if absent",
     )
-    options.add_argument(
-        "--cases",
-        type=cli.number(Whole(0)),
-        help="most texts whose trees are shown, spread over tasks and methods; all if absent",
-    )
     cli.add_traceback(options)
     return options
 
@@ -68,7 +62,7 @@ def _run(argv: Sequence[str] | None) -> int:
     edges = (0, *sorted(set(arguments.lengths))) if arguments.lengths else EDGES
     runs = read_runs(arguments.runs)
     paths = render.targets(arguments.out or str(arguments.runs[0]))
-    render.write(report(runs, edges, arguments.cases), paths)
+    render.write(report(runs, edges), paths)
     for path in paths:
         print(path)
     return cli.OK

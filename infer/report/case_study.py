@@ -79,13 +79,6 @@ def case_studies(blocks: Iterable[Block]) -> Iterator[CaseStudy]:
                 yield CaseStudy(block.label, record, tokens(record), record.rounds)
 
 
-def spread(cases: Sequence[CaseStudy], most: int | None) -> list[CaseStudy]:
-    """At most this many, spread over tasks and methods; all without a limit."""
-    if most is None or most >= len(cases):
-        return list(cases)
-    return [cases[number * len(cases) // most] for number in range(most)]
-
-
 def tokens(record: SampleRecord) -> tuple[Token, ...]:
     """The tokens of a text with their origins.
 

@@ -14,7 +14,7 @@ from longspec_jax.cli import counted
 
 from ..eval.records import PLAIN_METHOD, SampleRecord
 from .blocks import Block, NamedRun, blocks
-from .case_study import CaseStudy, case_studies, spread
+from .case_study import CaseStudy, case_studies
 from .charts import Chart, charts, colours
 from .figures import DEFINITIONS, EDGES, FEWEST, Selection, acceptance, speed
 from .table import Table, build, temperature_words
@@ -80,17 +80,12 @@ class Report:
     cases: tuple[CaseStudy, ...]
 
 
-def report(
-    runs: Sequence[NamedRun],
-    edges: Sequence[int] = EDGES,
-    most_cases: int | None = None,
-) -> Report:
+def report(runs: Sequence[NamedRun], edges: Sequence[int] = EDGES) -> Report:
     """Compute a report.
 
     Args:
       runs: in the order they were named.
       edges: of ranges of context lengths, ascending from 0.
-      most_cases: how many texts are studied; all whose rounds were kept if absent.
     """
     compared = blocks(runs)
     methods = colours(compared)
@@ -104,13 +99,6 @@ def report(
         "parts": charts(tables["parts"], methods, "seconds per round", joined=False),
         "batches": charts(tables["batches"], methods, "tokens/s", "batch"),
     }
-    cases = list(case_studies(compared))
-    chosen = spread(cases, most_cases)
-    left_out = (
-        [f"{len(chosen)} of the {len(cases)} texts whose rounds were kept are shown."]
-        if len(chosen) < len(cases)
-        else []
-    )
     targets = dict.fromkeys(run.run.header.target for run in runs)
     return Report(
         title=f"Evaluation of {', '.join(targets)}",
@@ -121,8 +109,8 @@ def report(
             for key, title in TITLES.items()
             if tables[key]
         ),
-        missing=(*missing_or_doubtful(runs, compared), *left_out),
-        cases=tuple(chosen),
+        missing=tuple(missing_or_doubtful(runs, compared)),
+        cases=tuple(case_studies(compared)),
     )
 
 

@@ -10,7 +10,6 @@ from infer.bench import __main__ as bench
 from infer.bench import arguments as bench_arguments
 from infer.bench import decode as bench_decode
 from infer.bench import models as bench_models
-from infer.bench import timing as bench_timing
 from infer.bench.attention import CANDIDATES
 from longspec_jax.cli import ByMachine, result_file, settled, typed
 from longspec_jax.config import ATTENTION, DEFAULT_TREE
@@ -210,12 +209,3 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr("infer.bench.products.measure_roofline", stop)
     assert bench.main(["products", "--shape=tiny"]) == 130
     assert capsys.readouterr().err.endswith("interrupted\n")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    {1: "5 seconds", 42: "40 seconds", 100: "2 minutes", 9000: "2 hours"}.items(),
-)
-def test_an_estimate_is_rough(seconds: float, words: str, capsys) -> None:
-    bench_timing.announce("1 case", seconds)
-    assert f": 1 case; about {words}. " in capsys.readouterr().err

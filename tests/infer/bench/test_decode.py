@@ -66,7 +66,7 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
     printed = capsys.readouterr()
     plan, *steps = printed.err.splitlines()
     assert steps[0] == "... drawing the weights of tiny" and "timing rounds" in printed.err
-    assert plan.startswith("on a CPU (") and "2 cases of the shape tiny; about" in plan
+    assert plan.startswith("on a CPU (") and "2 cases of the shape tiny. A GPU" in plan
     sentences = [row for row in printed.out.splitlines() if row.startswith("tiny at ")]
     assert [row.split(" on ")[0] for row in sentences] == [
         "tiny at 64 tokens",

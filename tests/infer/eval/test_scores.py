@@ -3,7 +3,6 @@
 import pytest
 
 from infer.eval import scores
-from infer.eval.scores import Similarity, similarity, similarity_in_words
 from infer.eval.tasks import TASKS
 
 ROUGE_CASES = [
@@ -86,30 +85,3 @@ def test_the_best_reference_counts() -> None:
     assert scores.score("found", " 123 and on", ["999", "123"]) == 1.0
     assert scores.score("found", "no 123", ["123"]) == 0.0
     assert {task.metric for task in TASKS.values()} - {None} <= scores.METRICS.keys()
-
-
-def test_identical_texts_need_no_scores() -> None:
-    assert similarity(9, None, None, None) == Similarity(9, 1.0)
-
-
-def test_differing_texts_are_scored() -> None:
-    """Of the letters and blanks all but three are the same."""
-    pytest.importorskip("rapidfuzz")
-    found = similarity(9, 3, "the cat sat", "the dog sat")
-    assert found.exact_prefix == 3 and found.edit_similarity == pytest.approx(1 - 6 / 22)
-    assert similarity(9, 0, "", "the dog") == Similarity(0, 0.0)
-
-
-def test_the_prefix_needs_neither_texts_nor_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert similarity(9, 3, None, None) == Similarity(3, None)
-    monkeypatch.setattr(scores, "missing_packages", lambda extra: f"pip install {extra}")
-    found = similarity(9, 3, "a", "b")
-    assert found == Similarity(3, None)
-    assert similarity_in_words([found, Similarity(9, 1.0)], 18) == (
-        "exact prefix 12 of 18 tokens; pip install eval"
-    )
-
-
-def test_similarities_are_summed_and_averaged() -> None:
-    rows = [Similarity(3, 0.5), Similarity(9, 1.0)]
-    assert similarity_in_words(rows, 18) == "exact prefix 12 of 18 tokens, edit similarity 0.750"

@@ -172,7 +172,6 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (["run", "--lengths=0"], "--lengths: 0 must be"),
         (["run", "--lengths=x"], "--lengths: 'x' must be a whole number"),
         (["mine.md"], "mine.md holds no header.json; name the folder of an evaluation run"),
-        (["run", "--cases=-1"], "--cases: "),
         (["empty"], "empty holds no finished sample yet"),
         (["run", "--out=mine.md"], "mine.md exists and is no report; move it, or name another"),
         ([], "required: RUN"),
@@ -207,18 +206,6 @@ def test_a_line_cut_short_is_told(folder: Path) -> None:
 def test_ranges_of_lengths_can_be_chosen(folder: Path) -> None:
     assert main([str(folder), "--lengths=900", "--lengths=1100"]) == 0
     assert "900–1100" in (folder / "report.md").read_text()
-
-
-def test_cases_that_are_not_shown_are_told(tmp_path: Path) -> None:
-    rows = [studied(task=task) for task in "abcdef"]
-    folder = write(run(rows), tmp_path / "run")
-    assert main([str(folder), "--cases=2"]) == 0
-    page = (folder / "report.html").read_text()
-    headings = re.findall(r"<h3>(\w), sample study", page)
-    assert headings == ["a", "d"]
-    assert "2 of the 6 texts whose rounds were kept are shown." in page
-    assert main([str(folder), "--cases=0"]) == 0
-    assert 'class="case"' not in (folder / "report.html").read_text()
 
 
 def test_a_page_needs_no_package_for_scores(tmp_path: Path, monkeypatch) -> None:
