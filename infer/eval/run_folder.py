@@ -34,6 +34,8 @@ COMPARED = "target dtype protocol tasks methods temperatures seeds batch options
 class Run:
     """What a folder holds."""
 
+    name: str
+    """Of the folder, or what tells it from others."""
     header: Header
     samples: tuple[SampleRecord, ...]
     skipped: tuple[SkippedSample, ...]
@@ -58,7 +60,7 @@ def read(folder: Path) -> Run:
             f"{folder / SAMPLES} holds {twice} twice, so its figures would count it twice; remove "
             "one of the two lines"
         )
-    return Run(header, tuple(samples), tuple(skipped), torn)
+    return Run(folder.resolve().name, header, tuple(samples), tuple(skipped), torn)
 
 
 def read_header(folder: Path) -> Header:

@@ -25,15 +25,7 @@ KEPT = ("breakdown", "rounds", "cases")
 """Options that add to what a run keeps and change none of its figures."""
 
 
-@dataclass(frozen=True)
-class NamedRun:
-    """A run and the folder it was read from."""
-
-    name: str
-    run: Run
-
-
-def read_runs(folders: Sequence[Path]) -> list[NamedRun]:
+def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read runs. A run has the name of its folder, with the folders above it where two agree.
 
     Args:
@@ -54,9 +46,12 @@ def read_runs(folders: Sequence[Path]) -> list[NamedRun]:
     if len(set(names)) < len(names):
         above = os.path.commonpath(real)
         names = [str(folder.relative_to(above)) for folder in real]
-    runs = [NamedRun(name, read(folder)) for name, folder in zip(names, real, strict=True)]
+    runs = [
+        dataclasses.replace(read(folder), name=name)
+        for name, folder in zip(names, real, strict=True)
+    ]
     for folder, run in zip(folders, runs, strict=True):
-        if not run.run.samples:
+        if not run.samples:
             raise ValueError(
                 f"{folder} holds no finished sample yet; continue the run with the command that "
                 "began it"
@@ -146,13 +141,13 @@ class Block:
         return {sample: root(sample) for sample in list(parents)}
 
 
-def blocks(runs: Sequence[NamedRun]) -> tuple[Block, ...]:
+def blocks(runs: Sequence[Run]) -> tuple[Block, ...]:
     """Group runs that compare.
 
     Args:
       runs: in the order they were named.
     """
-    groups: list[list[NamedRun]] = []
+    groups: list[list[Run]] = []
     for run in runs:
         fitting = (group for group in groups if all(_compare(run, other) for other in group))
         group = next(fitting, None)
@@ -161,7 +156,7 @@ def blocks(runs: Sequence[NamedRun]) -> tuple[Block, ...]:
         else:
             group.append(run)
     conditions = _conditions(groups)
-    names_batch = len({run.run.header.batch for run in runs}) > 1
+    names_batch = len({run.header.batch for run in runs}) > 1
     found = [
         _block(group, condition, names_batch)
         for group, condition in zip(groups, conditions, strict=True)
@@ -170,16 +165,16 @@ def blocks(runs: Sequence[NamedRun]) -> tuple[Block, ...]:
     return tuple(sorted(found, key=lambda block: (order.index(block.condition), block.batch)))
 
 
-def _compare(one: NamedRun, other: NamedRun) -> bool:
+def _compare(one: Run, other: Run) -> bool:
     """Whether two runs compare: all settings agree, and no text was measured twice."""
-    left, right = one.run.header, other.run.header
+    left, right = one.header, other.header
     if _circumstances(left) != _circumstances(right):
         return False
     common = left.methods.keys() & right.methods.keys()
     if any(left.methods[method] != right.methods[method] for method in common):
         return False
-    keys = {record.key for record in one.run.samples}
-    return not any(record.key in keys for record in other.run.samples)
+    keys = {record.key for record in one.samples}
+    return not any(record.key in keys for record in other.samples)
 
 
 def _circumstances(header: Header) -> dict[str, str]:
@@ -202,9 +197,9 @@ def _words(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-def _conditions(groups: Sequence[Sequence[NamedRun]]) -> list[str]:
+def _conditions(groups: Sequence[Sequence[Run]]) -> list[str]:
     """A name for every block: target, settings that differ, and the folder if two names agree."""
-    circumstances = [_circumstances(group[0].run.header) for group in groups]
+    circumstances = [_circumstances(group[0].header) for group in groups]
     names = list(dict.fromkeys(name for each in circumstances for name in each))
     varied = {name for name in names if len({each.get(name) for each in circumstances}) > 1}
     shown = [name for name in names if name == "target" or name in varied - {"batch"}]
@@ -219,15 +214,15 @@ def _conditions(groups: Sequence[Sequence[NamedRun]]) -> list[str]:
     ]
 
 
-def _block(group: Sequence[NamedRun], condition: str, names_batch: bool) -> Block:
-    headers = [each.run.header for each in group]
+def _block(group: Sequence[Run], condition: str, names_batch: bool) -> Block:
+    headers = [each.header for each in group]
     batch = headers[0].batch
     methods = dict.fromkeys(name for header in headers for name in header.methods)
     # Calls are named within their run.
     records = tuple(
         dataclasses.replace(record, call=f"{place}/{record.call}")
         for place, each in enumerate(group)
-        for record in each.run.samples
+        for record in each.samples
     )
     return Block(
         condition=condition,

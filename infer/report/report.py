@@ -13,7 +13,8 @@ from typing import Any
 from longspec_jax.cli import counted
 
 from ..eval.records import PLAIN_METHOD, SampleRecord
-from .blocks import Block, NamedRun, blocks
+from ..eval.run_folder import Run
+from .blocks import Block, blocks
 from .case_study import CaseStudy, case_studies
 from .charts import Chart, charts, colours
 from .figures import DEFINITIONS, EDGES, FEWEST, Selection, acceptance, speed
@@ -80,7 +81,7 @@ class Report:
     cases: tuple[CaseStudy, ...]
 
 
-def report(runs: Sequence[NamedRun], edges: Sequence[int] = EDGES) -> Report:
+def report(runs: Sequence[Run], edges: Sequence[int] = EDGES) -> Report:
     """Compute a report.
 
     Args:
@@ -99,7 +100,7 @@ def report(runs: Sequence[NamedRun], edges: Sequence[int] = EDGES) -> Report:
         "parts": charts(tables["parts"], methods, "seconds per round", joined=False),
         "batches": charts(tables["batches"], methods, "tokens/s", "batch"),
     }
-    targets = dict.fromkeys(run.run.header.target for run in runs)
+    targets = dict.fromkeys(run.header.target for run in runs)
     return Report(
         title=f"Evaluation of {', '.join(targets)}",
         sources=tuple(map(_source, runs)),
@@ -114,7 +115,7 @@ def report(runs: Sequence[NamedRun], edges: Sequence[int] = EDGES) -> Report:
     )
 
 
-def missing_or_doubtful(runs: Sequence[NamedRun], blocks: Sequence[Block]) -> list[str]:
+def missing_or_doubtful(runs: Sequence[Run], blocks: Sequence[Block]) -> list[str]:
     """Everything that is doubtful, missing or left out, the gravest first.
 
     Args:
@@ -131,13 +132,13 @@ def missing_or_doubtful(runs: Sequence[NamedRun], blocks: Sequence[Block]) -> li
     return found
 
 
-def _commits(runs: Sequence[NamedRun], block: Block) -> Iterator[str]:
+def _commits(runs: Sequence[Run], block: Block) -> Iterator[str]:
     """Figures that are compared and were measured with different code."""
     commits = {
         str(provenance.get("commit", "unknown"))
         for run in runs
         if run.name in block.names
-        for provenance in (run.run.header.provenance, *run.run.header.continued)
+        for provenance in (run.header.provenance, *run.header.continued)
     }
     if len(commits) > 1:
         words = ", ".join(commit[:12] for commit in sorted(commits))
@@ -213,17 +214,17 @@ def _absent(block: Block) -> Iterator[str]:
                     )
 
 
-def _of_run(run: NamedRun) -> Iterator[str]:
+def _of_run(run: Run) -> Iterator[str]:
     """What a run left out or cut."""
-    if run.run.torn:
+    if run.torn:
         yield (
-            f"{run.name}: the last line was cut short in writing ({run.run.torn} bytes) and is not "
+            f"{run.name}: the last line was cut short in writing ({run.torn} bytes) and is not "
             "counted; the run measures it again when it continues."
         )
-    skipped = Counter((sample.task, sample.reason) for sample in run.run.skipped)
+    skipped = Counter((sample.task, sample.reason) for sample in run.skipped)
     for (task, reason), number in skipped.items():
         yield f"{run.name}: {counted(number, 'sample')} of {task} skipped: {reason}."
-    cut = {(r.task, r.sample) for r in run.run.samples if r.truncated}
+    cut = {(r.task, r.sample) for r in run.samples if r.truncated}
     for task, number in Counter(task for task, _ in cut).items():
         yield (
             f"{run.name}: the protocol cut the prompts of {counted(number, 'sample')} of {task}; "
@@ -257,9 +258,9 @@ def _without_figures(block: Block) -> Iterator[str]:
         yield "no round was kept as a tree, so that there is no case study."
 
 
-def _source(run: NamedRun) -> Source:
+def _source(run: Run) -> Source:
     """Where, with what and how a run was made, and what it holds."""
-    header = run.run.header
+    header = run.header
     provenance = header.provenance
     starts = (f"{each.get('date')} (commit {each.get('commit')})" for each in header.continued)
     facts: list[tuple[str, Any]] = [
@@ -278,7 +279,7 @@ def _source(run: NamedRun) -> Source:
         ("batch", header.batch),
         *((f"method {method}", _given(setting)) for method, setting in header.methods.items()),
         ("options", header.options),
-        ("records", f"{len(run.run.samples)} samples"),
+        ("records", f"{len(run.samples)} samples"),
     ]
     return Source(run.name, tuple((fact, _words(value)) for fact, value in facts if value != ""))
 

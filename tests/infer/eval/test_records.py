@@ -97,7 +97,7 @@ def test_what_is_written_is_read(folder: Path) -> None:
     skipped = SkippedSample("qmsum", "8", 3, "too short")
     Writer(folder).add([skipped])
     found = read(folder)
-    assert found == run_folder.Run(HEADER, (RECORD,), (skipped,), 0)
+    assert found == run_folder.Run(folder.name, HEADER, (RECORD,), (skipped,), 0)
     assert not differences(found.header, HEADER)
 
 

@@ -14,7 +14,6 @@ from infer.eval.records import (
     SkippedSample,
 )
 from infer.eval.run_folder import Run, Writer, write_header
-from infer.report.blocks import NamedRun
 
 HOSTILE = "</script><script>document.title = 'owned'</script><b onmouseover=alert(1)>&amp;"
 """What a model may say."""
@@ -106,7 +105,7 @@ def run(
     skipped: Sequence[SkippedSample] = (),
     torn: int = 0,
     **changed: Any,
-) -> NamedRun:
+) -> Run:
     """A run whose header says what its records hold, unless it is told otherwise."""
     methods = dict.fromkeys(each.method for each in records)
     values: dict[str, Any] = {
@@ -125,14 +124,14 @@ def run(
         "definitions": {},
     }
     given: Mapping[str, Any] = {**values, **changed}
-    return NamedRun(name, Run(Header(**given), tuple(records), tuple(skipped), torn))
+    return Run(name, Header(**given), tuple(records), tuple(skipped), torn)
 
 
-def write(named: NamedRun, folder: Path) -> Path:
+def write(made: Run, folder: Path) -> Path:
     """The run as a folder of files."""
     folder.mkdir()
-    write_header(folder, named.run.header)
+    write_header(folder, made.header)
     writer = Writer(folder)
-    writer.add(named.run.samples)
-    writer.add(named.run.skipped)
+    writer.add(made.samples)
+    writer.add(made.skipped)
     return folder
