@@ -88,7 +88,7 @@ def _add_tasks(group: Any) -> None:
     group.add_argument(
         "--context",
         **cli.several(cli.number(Whole(64))),
-        help=f"tokens of the prompts of demo, needle, pg19 and booksum; {CONTEXT} if absent",
+        help=f"tokens of the prompts of demo, needle and pg19; {CONTEXT} if absent",
     )
     group.add_argument(
         "--min_prompt",

@@ -1,8 +1,7 @@
 """Rows of a task, from a file or from the hub, and the fields of a row.
 
 A file is JSON lines, Parquet, or a zip archive with a file of the task's name; a folder holds one
-of these. No code of a data set is run: of a dataset that is a script, which ``datasets`` no longer
-loads, the archive beside it is read.
+of these. No code of a data set is run.
 """
 
 import json
@@ -119,35 +118,23 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _from_hub(task: str, hub: Hub) -> Iterator[Row]:
-    if hub.archive is not None:
-        yield from _zipped(task, _archive(hub.dataset, hub.archive))
-        return
-    for number, row in enumerate(_dataset(hub.dataset, hub.config, hub.split)):
-        yield f"{hub.dataset}, row {number}", dict(row)
-
-
-def _archive(dataset: str, name: str) -> Path:
-    """An archive of a dataset, downloaded."""
-    from huggingface_hub import hf_hub_download
-
     try:
-        return Path(hf_hub_download(dataset, name, repo_type="dataset"))
-    except Exception as error:  # The hub has its own kinds of errors.
-        raise OSError(f"{name} of {dataset}: {_first_line(error)}; {OFFLINE}") from error
+        if hub.archive is None:
+            from datasets import load_dataset
 
+            for number, row in enumerate(load_dataset(hub.dataset, split=hub.split)):
+                yield f"{hub.dataset}, row {number}", dict(row)
+            return
+        from huggingface_hub import hf_hub_download
 
-def _dataset(dataset: str, config: str | None, split: str) -> Any:
-    """The rows of a dataset as ``datasets`` loads it."""
-    try:
-        from datasets import load_dataset
+        archive = hf_hub_download(hub.dataset, hub.archive, repo_type="dataset")
     except ModuleNotFoundError:
-        raise ValueError(f"loading {dataset} from the hub needs {DATASETS}") from None
-    try:
-        return load_dataset(dataset, config, split=split)
-    except Exception as error:  # It has its own kinds of errors for an absent or unreachable set.
+        raise ValueError(f"loading {hub.dataset} from the hub needs {DATASETS}") from None
+    except Exception as error:  # Both have errors of their own for what is absent or unreachable.
         raise OSError(
-            f"the dataset {dataset} cannot be loaded: {_first_line(error)}; {OFFLINE}"
+            f"{hub.dataset} cannot be loaded from the hub: {_first_line(error)}; {OFFLINE}"
         ) from error
+    yield from _zipped(task, Path(archive))
 
 
 def _first_line(error: Exception) -> str:
@@ -177,8 +164,7 @@ def text_field(row: Mapping[str, Any], name: str, where: str) -> str:
 def references(row: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
     """The references of a row; none if it has no such field.
 
-    A field holds one reference or a list of them, each a text, a number, or an object with a
-    ``text``.
+    A field holds one reference or a list of them, each a text or a number.
 
     Raises:
       ValueError: for anything else.
@@ -188,20 +174,19 @@ def references(row: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]
         return ()
     found = []
     for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
-        answer = each.get("text") if isinstance(each, dict) else each
-        if not isinstance(answer, str | int | float):
-            kind = type(answer).__name__
+        if not isinstance(each, str | int | float):
+            kind = type(each).__name__
             raise ValueError(
                 f"{where}: {name!r} must hold texts, not {kind}; convert it to a string or "
                 "a list of strings"
             )
-        found.append(str(answer))
+        found.append(str(each))
     return tuple(found)
 
 
 def sample_name(row: Mapping[str, Any], number: int) -> str:
     """A row's own identifier, or its number in the file, from 0."""
-    for key in ("_id", "id", "bid"):
+    for key in ("_id", "id"):
         if isinstance(row.get(key), str | int) and str(row[key]).strip():
             return str(row[key])
     return str(number)

@@ -90,7 +90,7 @@ class LongSpecProtocol:
         """The whole prompt, if its length is within the bounds."""
         wording = task.release
         text = wording.whole(sample.fields)
-        if not task.books or task.chat:
+        if not task.books:
             question = {"role": "user", "content": wording.filled(sample.fields)}
             text = "".join([*release_turns(self.target.tokenizer, [question]), wording.answer])
         tokens = self.target.tokenizer(text)["input_ids"]

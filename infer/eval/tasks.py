@@ -2,8 +2,7 @@
 
 Wordings and numbers of new tokens are published: by LongBench (github.com/THUDM/LongBench,
 ``dataset2prompt.json`` and ``dataset2maxlen.json``) and by the LongSpec release, whose evaluation
-script uses LongBench's questions except for the two tasks about code. BookSum's wording is this
-project's own.
+script uses LongBench's questions except for the two tasks about code.
 
 The demo tasks need no data. They are made of the documents that come with the package, source code
 that was held out from the demo's training: ``demo_code`` continues a file behind another one of its
@@ -68,7 +67,6 @@ class Hub:
 
     dataset: str
     split: str = "test"
-    config: str | None = None
     archive: str | None = None
     """A zip file in the dataset that holds ``TASK.jsonl``, for data behind a dataset script."""
 
@@ -120,11 +118,6 @@ NEWS = Wording(
 RELEASE_CODE = Wording(COMPLETE + "Now, complete the code given.")
 PROBLEM = Wording("{problem}")
 BOOK = Wording("{text}")
-CHAPTER = Wording(
-    "You are given a part of a book. Write a summary of it.\n\nBook:\n{text}\n\nNow, write a "
-    "summary of this part of the book.",
-    "Summary:",
-)
 
 TASKS = {
     "gov_report": Task(("context",), "answers", LONGBENCH, SUMMARY, SUMMARY, metric="rouge_l"),
@@ -160,15 +153,6 @@ TASKS = {
         chat=False,
         long=False,
         books=True,
-    ),
-    "booksum": Task(
-        *(("text",), "summary", Hub("ubaada/booksum-complete-cleaned", config="books")),
-        *(CHAPTER, CHAPTER),
-        release_tokens=EXTENDED_TOKENS,
-        longbench_tokens=EXTENDED_TOKENS,
-        long=False,
-        books=True,
-        metric="rouge_l",
     ),
 }
 """Tasks of rows, by the names that papers give them."""
