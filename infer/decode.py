@@ -56,35 +56,29 @@ class DecodeRun:
           arguments: of the command, checked.
           prompts: the prompts they name; none for the demo's.
         """
+        from longspec_jax.status_line import StatusLine
+
         from .journal import Journal
         from .output import STDOUT
         from .screen import Screen, wants_color
 
         # With JSON on standard output, everything meant for reading goes to standard error.
         out = sys.stderr if arguments.json == STDOUT else sys.stdout
-        self.screen = Screen(wants_color(out), out)
+        self.status = StatusLine(sys.stderr)
+        self.screen = Screen(wants_color(out), out, self.status)
         self.journal = Journal()
         self._arguments, self._prompts = arguments, prompts
         self._session: Session | None = None
 
     def work(self) -> None:
         """Load, check and decode, saying on the screen what is under way."""
-        self.screen.status("starting")
-        from .models import check_devices, fetch, load, start_devices
+        self.status.show("starting")
+        from .models import load_named, start_devices
 
         start_devices()
-        from longspec_jax.compilation import keep_programs
-
         from .session import Session
-        from .wording import command_words
 
-        check_devices()
-        self.screen.clear_status()  # What follows prints where it keeps and fetches things.
-        keep_programs()
-        target, drafts = fetch(self._arguments)
-        self.screen.status("loading the models")
-        with command_words():
-            spec = load(self._arguments, target, drafts)
+        spec, _, _ = load_named(self._arguments, self.status)
         self._session = Session(spec, self._arguments, self.screen, self.journal)
         self._session.decode(self._prompts)
 

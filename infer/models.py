@@ -11,11 +11,14 @@ from typing import Any
 import jax
 
 from longspec_jax import PLAIN, LongSpec, cli, make_mesh
+from longspec_jax.compilation import keep_programs
 from longspec_jax.drafters.registry import is_name
 from longspec_jax.embedded import DEMO, DRAFTS
+from longspec_jax.status_line import StatusLine
 from longspec_jax.weights.hub import local_folder
 
 from .arguments import DTYPES, drafts, is_demo
+from .wording import command_words
 
 
 def start_devices() -> threading.Thread:
@@ -75,6 +78,28 @@ def _fetched(option: str, source: str, revision: str | None) -> Path:
         return local_folder(source, revision)
     except (OSError, ValueError) as error:
         raise type(error)(f"--{option}: {error}") from error
+
+
+def load_named(
+    arguments: argparse.Namespace, status: StatusLine
+) -> tuple[LongSpec, Path, list[str | Path]]:
+    """The models that the arguments name, the target's folder, and those of the drafts.
+
+    Args:
+      arguments: of the command.
+      status: says what is under way.
+
+    Raises:
+      OSError: for a model that is neither here nor on the hub.
+      ValueError: for models that cannot be used, in the words of the command.
+    """
+    check_devices()
+    status.clear()  # What follows prints where it keeps and fetches things.
+    keep_programs()
+    target, drafts = fetch(arguments)
+    status.show("loading the models")
+    with command_words():
+        return load(arguments, target, drafts), target, drafts
 
 
 def load(arguments: argparse.Namespace, target: Path, sources: Sequence[str | Path]) -> LongSpec:

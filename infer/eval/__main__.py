@@ -34,9 +34,16 @@ def _run(typed: Sequence[str], end: Callable[[int], object] | None) -> int:
     from . import arguments as arguments_lib
 
     arguments = arguments_lib.settled(arguments_lib.parser().parse_args(typed))
-    from .command import evaluate
+    from .command import Evaluation
 
-    return evaluate(arguments, typed, end)
+    evaluation = Evaluation(arguments, typed)
+    try:
+        cli.run_in_thread(evaluation.work)
+        return cli.OK
+    except KeyboardInterrupt as stop:
+        return cli.leave(stop, evaluation.save, end)
+    finally:
+        evaluation.progress.close()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """What ``python -m infer.eval`` does once its arguments are checked, and how Ctrl-C ends it."""
 
 import argparse
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from longspec_jax import cli
+from longspec_jax import cli, files
 from longspec_jax.cli import counted
+from longspec_jax.status_line import StatusLine
 
 from ..wording import command_words
 from . import run_folder
@@ -24,7 +26,8 @@ class Evaluation:
           arguments: of the command, settled.
           typed: as they were typed.
         """
-        self.progress = Progress()
+        self._status = StatusLine(sys.stderr)
+        self.progress = Progress(self._status)
         self._arguments, self._typed = arguments, typed
         self._run: Any = None
 
@@ -46,28 +49,19 @@ class Evaluation:
     def work(self) -> None:
         """Load, check and decode."""
         arguments, progress = self._arguments, self.progress
-        progress.starting("starting")
-        from ..models import check_devices, fetch, load, start_devices
+        self._status.show("starting")
+        from ..models import load_named, start_devices
 
         start_devices()
-        from longspec_jax.compilation import keep_programs
-
         from . import run
 
-        check_devices()
-        self._make_folder()
         before = self._before()
-        progress.clear()  # What follows prints where it keeps and fetches things.
-        keep_programs()
-        target, drafts = fetch(arguments)
-        progress.starting("loading the models")
-        with command_words():
-            spec = load(arguments, target, drafts)
+        spec, target, drafts = load_named(arguments, self._status)
         if spec.tokenizer is None:
             raise ValueError(
                 f"--target={arguments.target} comes without a tokenizer; add its files"
             )
-        progress.starting("preparing the prompts")
+        self._status.show("preparing the prompts")
         tasks = run.prepared_tasks(arguments, spec)
         spec = run.expecting(tasks, spec)
         decoders = run.ready_decoders(arguments, spec, target, drafts)
@@ -84,10 +78,8 @@ class Evaluation:
             self._run.work(tasks)
         run_folder.write_summary(arguments.out, self._run.records)
 
-    def _make_folder(self) -> None:
-        """Make the run's folder; raise unless files can be made in it."""
-        from longspec_jax import files
-
+    def _before(self) -> run_folder.Run | None:
+        """What earlier starts have written; makes the folder, and tries to write in it."""
         folder = self._arguments.out
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -96,10 +88,6 @@ class Evaluation:
             raise ValueError(
                 f"--out={folder} cannot be the folder of a run ({error.strerror}); name another"
             ) from None
-
-    def _before(self) -> run_folder.Run | None:
-        """What earlier starts have written."""
-        folder = self._arguments.out
         if (folder / run_folder.HEADER).exists():
             return run_folder.read(folder)
         if any(folder.iterdir()):
@@ -140,25 +128,3 @@ class Evaluation:
             self.progress.note(f"{task.name}: {', '.join(words)}")
         if done:
             self.progress.note(f"{counted(len(done), 'result')} of earlier starts")
-
-
-def evaluate(
-    arguments: argparse.Namespace,
-    typed: Sequence[str],
-    end: Callable[[int], object] | None,
-) -> int:
-    """Do what the arguments say; returns the exit status.
-
-    Args:
-      arguments: of the command, settled.
-      typed: as they were typed.
-      end: ends the process after Ctrl-C.
-    """
-    evaluation = Evaluation(arguments, typed)
-    try:
-        cli.run_in_thread(evaluation.work)
-        return cli.OK
-    except KeyboardInterrupt as stop:
-        return cli.leave(stop, evaluation.save, end)
-    finally:
-        evaluation.progress.close()

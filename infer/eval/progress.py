@@ -35,23 +35,11 @@ class Part:
 class Progress:
     """Shows what is running, and the figures of the finished samples."""
 
-    def __init__(self, status: StatusLine | None = None):
-        """Show on standard error.
-
-        Args:
-          status: another place to show them.
-        """
-        self._status = status or StatusLine(sys.stderr)
+    def __init__(self, status: StatusLine):
+        """Show beside what a status line says."""
+        self._status = status
         self._part: Part | None = None
         self._detail = ""
-
-    def starting(self, words: str) -> None:
-        """Something outside the parts begins."""
-        self._status.show(words)
-
-    def clear(self) -> None:
-        """Clear the line for other output."""
-        self._status.clear()
 
     def at(self, part: Part, records: Sequence[SampleRecord]) -> None:
         """Show the finished records of a part."""
