@@ -92,10 +92,6 @@ class Screen:
             self.end_line()
         self._status.show(text, detail)
 
-    def clear_status(self) -> None:
-        """Say nothing for the time being."""
-        self._status.clear()
-
     def close(self) -> None:
         """Erase what the status line says, for good."""
         self._status.close()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jaxtyping import Int, UInt
+from scipy.optimize import root_scalar
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config import TreeConfig
@@ -69,14 +70,11 @@ class AcceptanceLengths:
                 f"a round of tree {tree} emits 1 to {deepest + 1} tokens, and their mean cannot be "
                 f"{mean}; choose another, or a deeper tree"
             )
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            rate = (low + high) / 2
-            if sum(rate**depth for depth in range(deepest + 1)) < mean:
-                low = rate
-            else:
-                high = rate
-        reached = [high**depth for depth in range(deepest + 1)]
+        depths = range(deepest + 1)
+        rate = root_scalar(
+            lambda rate: sum(rate**depth for depth in depths) - mean, bracket=(0.0, 1.0)
+        ).root
+        reached = [rate**depth for depth in depths]
         reached += [0.0] * (tree.num_levels + 2 - len(reached))
         return cls(tuple(a - b for a, b in itertools.pairwise(reached)))
 

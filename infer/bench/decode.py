@@ -52,8 +52,8 @@ def main(arguments: argparse.Namespace) -> None:
     if cpu:
         shapes = ", ".join(dict.fromkeys(setting.shape for setting in settings))
         announce(f"{counted(len(settings), 'case')} of the shape {shapes}")
-    device, roofline = jax.devices()[0].device_kind, measure_roofline()
-    header = run_header(device, __doc__ or "", **roofline.fields)
+    roofline = measure_roofline()
+    header = run_header(jax.devices()[0].device_kind, __doc__ or "", **roofline.fields)
     options = as_options(arguments.draft_option)
     with Report(header, arguments.json) as report:
         for shape, of_shape in itertools.groupby(settings, lambda setting: setting.shape):
@@ -65,8 +65,6 @@ def main(arguments: argparse.Namespace) -> None:
                 row = {"draft_options": options, **measure(setting, model, roofline.bytes_per_s)}
                 report.add(row, line(row))
             del model  # Before the next one is drawn.
-        for row in report.rows:
-            print(f"\n{verdict(row, device)}")
 
 
 def all_settings(arguments: argparse.Namespace) -> list[Setting]:
@@ -187,32 +185,15 @@ def results(
     }
 
 
-def verdict(row: dict[str, Any], device: str) -> str:
-    """What a row says about speculation, in a sentence."""
-    nodes = tree_of(row).num_nodes
-    rows = f" in {row['batch']} rows together" if row["batch"] > 1 else ""
-    return (
-        f"{row['shape']} at {row['context']} tokens on {device}: "
-        f"{_brief(row['tokens_per_second'])} tokens/s{rows} with a tree of {nodes} nodes, "
-        f"{_brief(row['plain_tokens_per_second'])} without: {row['speed_up']:.1f}x "
-        f"(accepted length drawn at {row['acceptance_length']:.2f}, random weights)"
-    )
-
-
-def _brief(value: float) -> str:
-    """A speed for people: a whole number, or one decimal of a small one."""
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
 def line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """A row for people: what speculation gives, then where its time goes."""
     return (
         f"{row['shape']} B={row['batch']} S={row['context']} tree={tree_of(row)}: "
-        f"plain {row['plain_ms_per_token']} ms ({row['plain_percent_of_roof']} % of the roofline), "
+        f"{row['tokens_per_second']} tokens/s, {row['plain_tokens_per_second']} without, "
+        f"{row['speed_up']:.2f}x at acceptance {row['acceptance_length']} (drawn); "
         f"round {row['round_ms']} ms = draft {row['draft_ms']} + verify {row['verify_ms']} "
-        f"+ rest {row['rest_ms']}, {row['round_over_plain']} plain steps; "
-        f"{row['tokens_per_second']} tokens/s at acceptance {row['acceptance_length']}, plain "
-        f"{row['plain_tokens_per_second']}, speed-up {row['speed_up']}; "
+        f"+ rest {row['rest_ms']}, {row['round_over_plain']} plain steps of "
+        f"{row['plain_ms_per_token']} ms ({row['plain_percent_of_roof']} % of the roofline); "
         f"weights {shown_bytes(row['target_bytes'])}, draft {shown_bytes(row['draft_bytes'])}, "
         f"cache {shown_bytes(row['cache_bytes'])}, draft state "
         f"{shown_bytes(row['draft_state_bytes'])}"

@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from longspec_jax import LongSpec, TreeConfig
-from longspec_jax.drafters.draft import Draft
 from longspec_jax.generation.activity import OnActivity
 from longspec_jax.generation.inspection import RoundView
 
-from .methods import Chosen
 from .records import Breakdown, RoundTree, Setting, Stop
-
-LOOKUP_TOKENS = 10
-"""Most tokens that prompt lookup proposes in a round, as in transformers' documentation."""
 
 
 @dataclass(frozen=True)
@@ -119,36 +114,6 @@ class LibraryDecoder(Decoder):
     tree: TreeConfig | None
     """None if every call chooses."""
     adaptive: bool
-
-    @classmethod
-    def of(
-        cls, chosen: Chosen, draft: Draft | None, spec: LongSpec, source: str | None, options: Any
-    ) -> "LibraryDecoder":
-        """A method of loaded models.
-
-        Args:
-          chosen: the method.
-          draft: its draft; None for none.
-          spec: the target, with any drafts.
-          source: how the draft was named.
-          options: of the draft's kind, as they were named.
-        """
-        import jax
-
-        tree = chosen.tree(draft, jax.default_backend() == "cpu")
-        setting = Setting(
-            source,
-            None if tree is None or not tree.widths else str(tree),
-            None if tree is None else tree.num_nodes,
-            dict(options)
-            if draft is not None and (draft.own_params or len(spec.drafts) == 1)
-            else {},
-        )
-        own = replace(spec, draft=draft)
-        if chosen.method.attention is not None:
-            # Attention that reads every slot of a cache gets no more slots than it needs.
-            own = replace(own, attention=chosen.method.attention, expected_tokens=0)
-        return cls(chosen.name, setting, own, tree, chosen.method.adaptive)
 
     def decode(
         self, prompts: Sequence[list[int]], request: Request, on_activity: OnActivity
@@ -328,29 +293,6 @@ class HuggingFaceDecoder(Decoder):
     """Tokens that prompt lookup proposes; None without it."""
     assistant: Path | None
     """Folder of a small language model that drafts; None without it."""
-
-    @classmethod
-    def of(
-        cls, chosen: Chosen, target: Path, spec: LongSpec, small_lm: tuple[str, str | Path] | None
-    ) -> "HuggingFaceDecoder":
-        """A method of loaded models.
-
-        Args:
-          chosen: the method.
-          target: folder of the target.
-          spec: the target, with any drafts.
-          small_lm: how the small language model was named, and its folder.
-        """
-        name, folder = (small_lm if chosen.method.kind == "small_lm" else None) or (None, None)
-        return cls(
-            chosen.name,
-            Setting(name, None, None, {}),
-            target,
-            spec.target_config.dtype,
-            spec.tokenizer,
-            LOOKUP_TOKENS if chosen.base == "hf-prompt-lookup" else None,
-            None if folder is None else Path(folder),
-        )
 
     def decode(
         self, prompts: Sequence[list[int]], request: Request, on_activity: OnActivity

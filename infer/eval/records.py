@@ -291,11 +291,6 @@ def figures_in_words(records: Sequence[SampleRecord]) -> list[str]:
     return found
 
 
-def to_json(record: Any) -> dict[str, Any]:
-    """A record as JSON values."""
-    return dataclasses.asdict(record)
-
-
 def from_json(kind: type[Any], value: Any, where: str) -> Any:
     """A record from its JSON values.
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from longspec_jax import LongSpec, cli
+from longspec_jax.cli import as_options
 from longspec_jax.generation.comparison import first_difference
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.ops.hardware import has_kernels
@@ -40,6 +41,8 @@ KEPT = (
     "cases repetitions"
 ).split()
 """Options that a continued run must repeat, beside those with a field in the header."""
+LOOKUP_TOKENS = 10
+"""Most tokens that prompt lookup proposes in a round, as in transformers' documentation."""
 DEFINITIONS = {
     "acceptance_length": ACCEPTANCE_DEFINITION,
     "tokens_per_second": "tokens of the decode rounds / their seconds, each call's seconds counted "
@@ -243,15 +246,36 @@ def ready_decoders(
         )
     }
     with_torch = importlib.util.find_spec("torch") is not None and arguments.batch == 1
-    options = dict(arguments.draft_option or ())
     found: list[Decoder] = []
     for chosen, draft in with_drafts(arguments.method, spec.drafts, with_torch):
-        kind = chosen.method.kind
-        if chosen.method.outside:
-            found.append(HuggingFaceDecoder.of(chosen, target, spec, named.get("small_lm")))
-        else:
-            source = None if kind is None else named[kind][0]
-            found.append(LibraryDecoder.of(chosen, draft, spec, source, options))
+        method = chosen.method
+        source, folder = (None, None) if method.kind is None else named[method.kind]
+        if method.outside:
+            found.append(
+                HuggingFaceDecoder(
+                    chosen.name,
+                    Setting(source, None, None, {}),
+                    target,
+                    spec.target_config.dtype,
+                    spec.tokenizer,
+                    lookup=LOOKUP_TOKENS if chosen.base == "hf-prompt-lookup" else None,
+                    assistant=None if folder is None else Path(folder),
+                )
+            )
+            continue
+        tree = chosen.tree(draft, jax.default_backend() == "cpu")
+        has_options = draft is not None and (draft.own_params or len(spec.drafts) == 1)
+        setting = Setting(
+            source,
+            None if tree is None or not tree.widths else str(tree),
+            None if tree is None else tree.num_nodes,
+            as_options(arguments.draft_option) if has_options else {},
+        )
+        own = replace(spec, draft=draft)
+        if method.attention is not None:
+            # Attention that reads every slot of a cache gets no more slots than it needs.
+            own = replace(own, attention=method.attention, expected_tokens=0)
+        found.append(LibraryDecoder(chosen.name, setting, own, tree, method.adaptive))
     return found
 
 

@@ -21,13 +21,12 @@ from .records import (
     SkippedSample,
     from_json,
     summary_rows,
-    to_json,
 )
 
 HEADER, SAMPLES, SKIPPED = "header.json", "samples.jsonl", "skipped.jsonl"
 SUMMARY = "summary.json"
-COMPARED = "target dtype protocol tasks methods temperatures seeds batch options".split()
-"""Fields of the header that a continued run must share."""
+COMPARED = "target dtype protocol tasks methods temperatures seeds batch".split()
+"""Fields of the header that a continued run must share, beside all options."""
 
 
 @dataclass(frozen=True)
@@ -85,37 +84,30 @@ def read_header(folder: Path) -> Header:
 
 def write_header(folder: Path, header: Header) -> None:
     """Write a header, whole or not at all."""
-    text = json.dumps(to_json(header), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(dataclasses.asdict(header), indent=1, ensure_ascii=False) + "\n"
     files.replace(folder / HEADER, text.encode())
 
 
 def write_summary(folder: Path, records: Sequence[SampleRecord]) -> None:
     """Write a row per task, method and temperature, under the header of the run."""
-    values = {"header": plain(read_header(folder)), "rows": summary_rows(records)}
+    values = {"header": dataclasses.asdict(read_header(folder)), "rows": summary_rows(records)}
     files.replace(folder / SUMMARY, (json.dumps(values, indent=1) + "\n").encode())
 
 
 def differences(one: Header, other: Header) -> list[str]:
     """The options that differ, so that the second run cannot continue the first, in words."""
-    found = []
-    for name in COMPARED:
-        left, right = (plain(getattr(header, name)) for header in (one, other))
-        if name == "options":
-            keys = sorted({*left, *right})
-            pairs = [(f"{key}", left.get(key), right.get(key)) for key in keys]
-        else:
-            pairs = [(name, left, right)]
-        found += [f"{key}: {old} there, {new} now" for key, old, new in pairs if old != new]
-    return found
+    left, right = (_compared(header) for header in (one, other))
+    return [
+        f"{name}: {left.get(name)} there, {right.get(name)} now"
+        for name in dict.fromkeys([*left, *right])
+        if left.get(name) != right.get(name)
+    ]
 
 
-def plain(value: Any) -> Any:
-    """A record, or one of its fields, as JSON values."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return plain(to_json(value))
-    return [plain(item) for item in value] if isinstance(value, tuple) else value
+def _compared(header: Header) -> dict[str, Any]:
+    """What a continued run must share with it, as JSON values."""
+    values = json.loads(json.dumps(dataclasses.asdict(header)))
+    return {**{name: values[name] for name in COMPARED}, **values["options"]}
 
 
 class Writer:
@@ -135,7 +127,7 @@ class Writer:
         """Add the records of one call, all of them or none."""
         lines: dict[Path, list[str]] = {}
         for record in records:
-            text = json.dumps(to_json(record), ensure_ascii=False, allow_nan=False)
+            text = json.dumps(dataclasses.asdict(record), ensure_ascii=False, allow_nan=False)
             lines.setdefault(self._paths[type(record)], []).append(text + "\n")
         for path, texts in lines.items():
             data = "".join(texts).encode("utf-8", "backslashreplace")

@@ -67,30 +67,10 @@ def test_the_command_writes_header_and_rows(tmp_path: Path, capsys) -> None:
     plan, *steps = printed.err.splitlines()
     assert steps[0] == "... drawing the weights of tiny" and "timing rounds" in printed.err
     assert plan.startswith("on a CPU (") and "2 cases of the shape tiny. A GPU" in plan
-    sentences = [row for row in printed.out.splitlines() if row.startswith("tiny at ")]
-    assert [row.split(" on ")[0] for row in sentences] == [
-        "tiny at 64 tokens",
-        "tiny at 320 tokens",
-    ]
-
-
-VERDICT = {
-    **{"shape": "vicuna7b", "context": 4096, "batch": 1, "tree": [4, 16, 16, 16, 16], "budget": 64},
-    **{"tokens_per_second": 554.83, "plain_tokens_per_second": 227.6, "speed_up": 2.4377},
-    **{"acceptance_length": 3.5402},
-}
-
-
-def test_the_result_is_a_sentence() -> None:
-    assert bench_decode.verdict(VERDICT, "NVIDIA H200") == (
-        "vicuna7b at 4096 tokens on NVIDIA H200: 555 tokens/s with a tree of 64 nodes, 228 "
-        "without: 2.4x (accepted length drawn at 3.54, random weights)"
-    )
-    rows = {**VERDICT, "batch": 8, "tokens_per_second": 4321.0}
-    assert ": 4321 tokens/s in 8 rows together with" in bench_decode.verdict(rows, "a")
-    assert ": 42.3 tokens/s with" in bench_decode.verdict(
-        {**VERDICT, "tokens_per_second": 42.34}, "a"
-    )
+    _, *lines = printed.out.splitlines()
+    for text, row in zip(lines, written["rows"], strict=True):
+        gain = f"{row['plain_tokens_per_second']} without, {row['speed_up']:.2f}x at acceptance"
+        assert text.startswith(f"tiny B=1 S={row['context']} tree=2,3: ") and gain in text
 
 
 def test_a_batch_with_options_of_the_draft(tmp_path: Path, capsys) -> None:
