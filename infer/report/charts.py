@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from ..eval.records import PLAIN_METHOD
 from .blocks import Block
 from .figures import Estimate
-from .table import Table
+from .table import ChartSpec, Table
 
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 16.0, 14.0, 50.0
 """Margins around the field of values, in pixels."""
@@ -49,17 +49,10 @@ class Chart:
 
     key: str
     title: str
-    unit: str
-    """Of the values, beside the axis."""
+    spec: ChartSpec
     places: tuple[str, ...]
     """Names along the other axis."""
-    place_unit: str
-    """What these names are; empty if they say it."""
     series: tuple[Series, ...]
-    joined: bool = True
-    """Whether lines join the points of a series."""
-    level: float | None = None
-    """A value to compare with, drawn as a line across."""
 
     @property
     def words(self) -> str:
@@ -72,7 +65,7 @@ class Chart:
                 if value is not None
             ]
             found.append(f"{series.name}: {', '.join(values) or 'no value'}")
-        return f"{self.unit}. {'; '.join(found)}."
+        return f"{self.spec.unit}. {'; '.join(found)}."
 
 
 def colours(blocks: Iterable[Block]) -> dict[str, int]:
@@ -82,33 +75,22 @@ def colours(blocks: Iterable[Block]) -> dict[str, int]:
     return {name: PLAIN_COLOUR if name == PLAIN_METHOD else next(numbers) for name in methods}
 
 
-def charts(
-    tables: Iterable[Table],
-    colours: Mapping[str, int],
-    unit: str,
-    place_unit: str = "",
-    column: str | None = None,
-    joined: bool = True,
-    level: float | None = None,
-) -> list[Chart]:
-    """A chart for every body of some tables: a series for every row, a place for every column.
+def charts(tables: Iterable[Table], colours: Mapping[str, int], spec: ChartSpec) -> list[Chart]:
+    """A chart for every body of some tables.
 
     Args:
       tables: of one question.
       colours: of the methods.
-      unit: of the values.
-      place_unit: what the names of columns are.
-      column: the column of every group to draw, whose places are the groups; all columns if absent.
-      joined: whether lines join the points of a series.
-      level: a value to compare with.
+      spec: what is drawn.
     """
     found = []
     for table in tables:
         for number, body in enumerate(table.bodies):
             places = [
-                (index, name if column is None else group)
+                (index, name if spec.column is None else group)
                 for index, (group, name) in enumerate(table.columns)
-                if column in (None, name) and any(line.cells[index].estimate for line in body.lines)
+                if spec.column in (None, name)
+                and any(line.cells[index].estimate for line in body.lines)
             ]
             series = [
                 Series(line.name, values, colours[line.name])
@@ -120,12 +102,9 @@ def charts(
                     Chart(
                         key=f"{table.key}-chart-{number}",
                         title=f"{table.caption}: {body.name}",
-                        unit=unit,
+                        spec=spec,
                         places=tuple(name for _, name in places),
-                        place_unit=place_unit,
                         series=tuple(series),
-                        joined=joined,
-                        level=level,
                     )
                 )
     return found
@@ -135,7 +114,7 @@ def draw(chart: Chart) -> Markup:
     """A chart as one SVG element, with its title and its values in words."""
     values = [value for series in chart.series for value in series.values if value]
     tops = [value.value if value.high is None else value.high for value in values]
-    top, ticks = _ticks(max([*tops, chart.level or 0]))
+    top, ticks = _ticks(max([*tops, chart.spec.level or 0]))
     least = max(PLACE, ASIDE * (len(chart.series) + 2))
     place = max([least, *(LETTER * len(name) + 12 for name in chart.places)])
     field = LEFT + place * len(chart.places) + RIGHT
@@ -199,18 +178,18 @@ def _axes(chart: Chart, place: float, width: float, ticks: Sequence[float]) -> I
         y = _height(tick, ticks[-1])
         yield element("line", **across, y1=y, y2=y, class_="grid")
         yield element("text", f"{tick:g}", x=LEFT - 7, y=y + 4, class_="tick end")
-    if chart.level is not None:
-        y = _height(chart.level, ticks[-1])
+    if chart.spec.level is not None:
+        y = _height(chart.spec.level, ticks[-1])
         yield element("line", **across, y1=y, y2=y, class_="level")
     middle = TOP + FIELD / 2
     turned = f"rotate(-90 13 {middle:.0f})"
-    yield element("text", chart.unit, x=13.0, y=middle, transform=turned, class_="unit middle")
+    yield element("text", chart.spec.unit, x=13.0, y=middle, transform=turned, class_="unit middle")
     for index, name in enumerate(chart.places):
         x = LEFT + place * (index + 0.5)
         yield element("text", name, x=x, y=TOP + FIELD + 18, class_="middle")
-    if chart.place_unit:
+    if chart.spec.place_unit:
         x = LEFT + place * len(chart.places) / 2
-        yield element("text", chart.place_unit, x=x, y=TOP + FIELD + 37, class_="unit middle")
+        yield element("text", chart.spec.place_unit, x=x, y=TOP + FIELD + 37, class_="unit middle")
 
 
 def _points(chart: Chart, number: int, place: float, top: float) -> Iterator[Markup]:
@@ -222,7 +201,7 @@ def _points(chart: Chart, number: int, place: float, top: float) -> Iterator[Mar
         for index, (name, value) in enumerate(zip(chart.places, series.values, strict=True))
         if value is not None
     ]
-    if chart.joined:
+    if chart.spec.joined:
         way = "L".join(f"{x:.1f} {_height(value.value, top):.1f}" for x, _, value in points)
         yield element("path", d=f"M{way}", class_=f"line s{series.colour}")
     for x, name, value in points:

@@ -21,20 +21,6 @@ from .figures import DEFINITIONS, EDGES, FEWEST, Selection, acceptance, speed
 from .table import Table, build, temperature_words
 from .tables import SPECS, unscored
 
-TITLES = {
-    "brief": "In brief",
-    "lossless": "Losslessness",
-    "main": "Tasks and methods",
-    "pairs": "Methods against each other",
-    "lengths": "Length of the prompt",
-    "depth": "Acceptance by depth",
-    "context": "Acceptance along the context",
-    "parts": "Parts of a round",
-    "batches": "Batches",
-    "quality": "Quality",
-    "times": "What a user waits for",
-}
-"""Sections, in their order."""
 MANY = 4
 """Most tables of a section that are shown open."""
 TOLERANCE = 1.25
@@ -49,7 +35,7 @@ class Section:
     key: str
     title: str
     tables: Sequence[Table]
-    charts: Sequence[Chart] = ()
+    charts: Sequence[Chart]
 
     @property
     def unfolded(self) -> int:
@@ -91,25 +77,18 @@ def report(runs: Sequence[Run], edges: Sequence[int] = EDGES) -> Report:
     compared = blocks(runs)
     methods = colours(compared)
     tables = build(SPECS, compared, edges)
-    drawn = {
-        "brief": charts(
-            tables["main"], methods, "speed-up", column="speed-up", joined=False, level=1.0
-        ),
-        "depth": charts(tables["depth"], methods, "share of rounds", "depth"),
-        "context": charts(tables["context"], methods, "τ", "position"),
-        "parts": charts(tables["parts"], methods, "seconds per round", joined=False),
-        "batches": charts(tables["batches"], methods, "tokens/s", "batch"),
-    }
+    sections = []
+    for key, spec in SPECS.items():
+        # What is brief is a table of texts; its chart is of the figures themselves.
+        drawn = tables["main" if key == "brief" else key]
+        found = charts(drawn, methods, spec.chart) if spec.chart is not None else []
+        sections.append(Section(key, spec.title, tables[key], found))
     targets = dict.fromkeys(run.header.target for run in runs)
     return Report(
         title=f"Evaluation of {', '.join(targets)}",
         sources=tuple(map(_source, runs)),
         definitions=tuple(DEFINITIONS.items()),
-        sections=tuple(
-            Section(key, title, tables[key], drawn.get(key, ()))
-            for key, title in TITLES.items()
-            if tables[key]
-        ),
+        sections=tuple(section for section in sections if section.tables),
         missing=tuple(missing_or_doubtful(runs, compared)),
         cases=tuple(case_studies(compared)),
     )

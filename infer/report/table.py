@@ -131,10 +131,29 @@ def speculative_methods(records: Selection) -> Rows:
 
 
 @dataclass(frozen=True)
-class TableSpec:
-    """What a table shows."""
+class ChartSpec:
+    """What the charts of a table show: of every body, a series for every row."""
 
+    unit: str
+    """Of the values."""
+    place_unit: str = ""
+    """What the names along the other axis are; empty if they say it."""
+    column: str | None = None
+    """The column of every group to draw, whose places are the groups; all columns if absent."""
+    joined: bool = True
+    """Whether lines join the points of a series."""
+    level: float | None = None
+    """A value to compare with, drawn as a line across."""
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """What a section of the report shows: a table, and the charts of it."""
+
+    title: str
+    """Of the section."""
     caption: str
+    """Of the table."""
     groups: Callable[[View], Groups]
     notes: tuple[str, ...]
     """What this table alone has to explain."""
@@ -147,6 +166,7 @@ class TableSpec:
     """Whether the greatest figure of a column is bold."""
     at_each_temperature: bool = True
     """Whether there is a table for every temperature."""
+    chart: ChartSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The tables of a report, each specified by its columns.
 
-:data:`SPECS` has them by the section of the report that shows them. The layouts follow the LongSpec
+:data:`SPECS` has the sections of a report in their order. The layouts follow the LongSpec
 paper (Tables 1 and 4, Figures 3, 5 and 7) and SpecExtend (Table 2).
 """
 
@@ -34,6 +34,7 @@ from .figures import (
     within,
 )
 from .table import (
+    ChartSpec,
     Figure,
     Format,
     Groups,
@@ -206,12 +207,15 @@ def _mean(values: Iterable[int]) -> str:
 
 SPECS = {
     "brief": TableSpec(
+        "In brief",
         "In brief: from the worst task to the best",
         lambda view: view.by_temperature(_span(SPEED_UP), _span(TAU), _span(SPEED)),
         notes=("The least and the greatest figure of any task.",),
         at_each_temperature=False,
+        chart=ChartSpec("speed-up", column="speed-up", joined=False, level=1.0),
     ),
     "lossless": TableSpec(
+        "Losslessness",
         "Is the text that of plain decoding?",
         lambda view: view.by_temperature(
             Words("identical", _identical),
@@ -230,12 +234,14 @@ SPECS = {
         at_each_temperature=False,
     ),
     "main": TableSpec(
+        "Tasks and methods",
         "τ, speed and speed-up by task",
         lambda view: view.by_task(TAU, SPEED, SPEED_UP),
         notes=("LongSpec, Table 1 and Figure 3. Bold: the best of a column.",),
         marks_best=True,
     ),
     "pairs": TableSpec(
+        "Methods against each other",
         "Methods against each other on the same samples",
         lambda view: view.by_task(
             Figure("speed ratio", SPEED_UP.estimate, times, neutral=1),
@@ -251,6 +257,7 @@ SPECS = {
         ),
     ),
     "lengths": TableSpec(
+        "Length of the prompt",
         "By the length of the prompt in tokens",
         _by_length,
         bodies=by_task_and_block,
@@ -262,6 +269,7 @@ SPECS = {
     ),
     "depth": TableSpec(
         "Acceptance by depth",
+        "Acceptance by depth",
         _by_depth,
         rows=speculative_methods,
         notes=(
@@ -269,8 +277,10 @@ SPECS = {
             "is τ, except for last rounds that end inside the draft. A share / the one before is "
             "the chance that a path continues.",
         ),
+        chart=ChartSpec("share of rounds", "depth"),
     ),
     "context": TableSpec(
+        "Acceptance along the context",
         "Acceptance by position in the context",
         _by_position,
         rows=speculative_methods,
@@ -278,8 +288,10 @@ SPECS = {
             "τ of the rounds whose first new token stands in the range, counted from the beginning "
             "of the prompt.",
         ),
+        chart=ChartSpec("τ", "position"),
     ),
     "parts": TableSpec(
+        "Parts of a round",
         "Where the time of a round goes",
         lambda view: view.one_group(
             "ms per round",
@@ -291,14 +303,18 @@ SPECS = {
             "LongSpec, Figure 5, without its split of the target's time into attention and the "
             "rest. Untouched round: decode seconds / rounds of the run that all other tables show.",
         ),
+        chart=ChartSpec("seconds per round", joined=False),
     ),
     "batches": TableSpec(
+        "Batches",
         "Throughput by batch",
         _by_batch,
         bodies=_conditions,
         notes=("LongSpec, Figure 7. The last call of a run may have fewer rows.",),
+        chart=ChartSpec("tokens/s", "batch"),
     ),
     "quality": TableSpec(
+        "Quality",
         "Quality of the answers",
         _by_metric,
         notes=(
@@ -308,6 +324,7 @@ SPECS = {
         ),
     ),
     "times": TableSpec(
+        "What a user waits for",
         "Seconds, and speed with the prefill",
         lambda view: view.one_group(
             "",

@@ -6,6 +6,7 @@ import pytest
 
 from infer.report.charts import FIELD, LETTER, TOP, Chart, Series, draw
 from infer.report.figures import Estimate
+from infer.report.table import ChartSpec
 
 from .made import HOSTILE
 
@@ -18,7 +19,8 @@ def estimates(*values: float | None, spread: float = 0) -> tuple[Estimate | None
 
 
 def chart(*series: Series, places: str = "xyz", **changed) -> Chart:
-    return Chart("a", HOSTILE, "speed-up", tuple(places), "task", series, **changed)
+    spec = ChartSpec("speed-up", "task", **changed)
+    return Chart("a", HOSTILE, spec, tuple(places), series)
 
 
 def drawn(of: Chart) -> ElementTree.Element:

@@ -13,7 +13,18 @@ from infer.report.blocks import Block, blocks
 from infer.report.charts import charts, colours
 from infer.report.figures import Estimate
 from infer.report.report import report
-from infer.report.table import Cell, Line, Table, build, length, mark_best, rate, shown, slug
+from infer.report.table import (
+    Cell,
+    ChartSpec,
+    Line,
+    Table,
+    build,
+    length,
+    mark_best,
+    rate,
+    shown,
+    slug,
+)
 from infer.report.tables import SPECS, unscored
 
 from .made import broken_down, record, run
@@ -175,7 +186,7 @@ def test_parts_of_a_round() -> None:
     [table] = built("parts", found)
     assert [line.name for line in table.bodies[0].lines] == ["ngram"]
     assert [*cells(table, "ngram").values()] == ["10.00", "20.00", "30.00", "60.00", "125.00"]
-    [chart] = charts([table], colours(found), "seconds per round")
+    [chart] = charts([table], colours(found), ChartSpec("seconds per round"))
     assert chart.places[:3] == ("draft time", "target time", "verify time")
     [series] = chart.series
     values = [value and value.value for value in series.values[:3]]
@@ -190,7 +201,7 @@ def test_throughput_by_batch() -> None:
     [table] = built("batches", blocks(runs))
     assert table.groups[0].columns == ("1", "2", "4")
     assert [*cells(table, "plain").values()] == ["4.00", "8.00", "16.0"]
-    [chart] = charts([table], {"plain": 7}, "tokens/s")
+    [chart] = charts([table], {"plain": 7}, ChartSpec("tokens/s"))
     assert chart.places == ("1", "2", "4")
 
 
@@ -207,7 +218,8 @@ def test_a_method_has_one_colour_in_all_charts() -> None:
     hot = [record(method, temperature=1.0) for method in ("plain", "ngram")]
     found = blocks([run([*rows, *hot]), run(rows, "b", batch=2)])
     made = [*built("main", found), *built("batches", found)]
-    drawn = charts(made, colours(found), "", column="speed-up") + charts(made, colours(found), "")
+    specs = ChartSpec("", column="speed-up"), ChartSpec("")
+    drawn = [chart for spec in specs for chart in charts(made, colours(found), spec)]
     assert {(series.name, series.colour) for chart in drawn for series in chart.series} == {
         ("plain", 7),
         ("longspec-tree", 0),
