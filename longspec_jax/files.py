@@ -91,6 +91,8 @@ def writable(path: Path, name: str, of_results: bool = True) -> Path:
         raise ValueError(f"{name} is a folder; name a file in it")
     if path.exists() and not path.is_file():
         raise ValueError(f"{name} is a device and no file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"{name} is read-only; name another file")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{name}: its folder does not exist; make it first")
     if of_results:

@@ -51,3 +51,11 @@ def _mask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def test_a_file_that_is_read_only_is_not_replaced(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "out.json"
+    path.touch()
+    monkeypatch.setattr(files.os, "access", lambda path, mode: mode != os.W_OK)
+    with pytest.raises(ValueError, match="out.json is read-only; name another file"):
+        files.writable(path, str(path))

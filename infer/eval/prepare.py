@@ -40,20 +40,14 @@ LONGBENCH_MARGIN = 1268
 
 
 @dataclass(frozen=True)
-class Ready:
-    """The tokens of a prompt."""
+class Asked:
+    """The tokens of a prompt, and why it is not decoded."""
 
     tokens: list[int]
     original_tokens: int
     """With those that the protocol cut out."""
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """Why a prompt is not decoded."""
-
-    original_tokens: int
-    reason: str
+    refusal: str = ""
+    """Why the protocol skips it; empty if it does not."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ class LongSpecProtocol:
         """Most new tokens of a task's samples."""
         return task.release_tokens
 
-    def prompt(self, task: Task, sample: Sample) -> Ready | Skipped:
+    def prompt(self, task: Task, sample: Sample) -> Asked:
         """The whole prompt, if its length is within the bounds."""
         wording = task.release
         text = wording.whole(sample.fields)
@@ -95,11 +89,12 @@ class LongSpecProtocol:
             text = "".join([*release_turns(self.target.tokenizer, [question]), wording.answer])
         tokens = self.target.tokenizer(text)["input_ids"]
         least = self.least if task.long else 0
+        refusal = ""
         if len(tokens) <= least:
-            return Skipped(len(tokens), f"no more than {least} tokens, which the protocol skips")
-        if len(tokens) > self.most:
-            return Skipped(len(tokens), f"more than {self.most} tokens, which the protocol skips")
-        return Ready(tokens, len(tokens))
+            refusal = f"no more than {least} tokens, which the protocol skips"
+        elif len(tokens) > self.most:
+            refusal = f"more than {self.most} tokens, which the protocol skips"
+        return Asked(tokens, len(tokens), refusal)
 
 
 @dataclass(frozen=True)
@@ -134,7 +129,7 @@ class LongBenchProtocol:
         """Most new tokens of a task's samples."""
         return task.longbench_tokens
 
-    def prompt(self, task: Task, sample: Sample) -> Ready | Skipped:
+    def prompt(self, task: Task, sample: Sample) -> Asked:
         """The prompt, without its middle if it is too long.
 
         ``original_tokens`` of a cut prompt are those of the result, tokenised again and in its chat
@@ -153,18 +148,10 @@ class LongBenchProtocol:
             )
         style = None if self.style == RAW or not task.chat else self.style
         found = encode(self.target.tokenizer, self.target.vocab_size, text, style)
-        return Ready(found, len(found) + removed)
+        return Asked(found, len(found) + removed)
 
 
 EvalProtocol = LongSpecProtocol | LongBenchProtocol
-
-
-def first_tokens(tokenizer: Any, text: str, count: int) -> str | None:
-    """The text of the first ``count`` tokens; None if there are fewer."""
-    tokens: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if len(tokens) < count:
-        return None
-    return tokenizer.decode(tokens[:count], skip_special_tokens=True)
 
 
 FREE_ANSWERS = ("answers", "references")
@@ -230,14 +217,15 @@ def prepare(
         if task is None:  # A finished prompt, without a protocol's wording or bounds.
             style = None if sources.style == RAW else sources.style
             tokens = encode(target.tokenizer, target.vocab_size, sample.prompt, style)
-            found = Ready(tokens, len(tokens))
+            found = Asked(tokens, len(tokens))
         else:
             found = protocol.prompt(task, sample)
-        if isinstance(found, Ready) and len(found.tokens) >= target.positions:
-            reason = f"its {len(found.tokens)} tokens leave no room in {target.positions} positions"
-            found = Skipped(found.original_tokens, reason)
-        if isinstance(found, Skipped):
-            skipped.append(SkippedSample(name, sample.name, found.original_tokens, found.reason))
+        refusal = found.refusal
+        if not refusal and len(found.tokens) >= target.positions:
+            count = len(found.tokens)
+            refusal = f"its {count} tokens leave no room in {target.positions} positions"
+        if refusal:
+            skipped.append(SkippedSample(name, sample.name, found.original_tokens, refusal))
             continue
         fits = min(most, target.positions - len(found.tokens))
         prompts.append(
@@ -290,9 +278,10 @@ def _filled(
     if not task.books:
         yield Sample(name, answers, fields)
         return
+    tokens = tokenizer(fields["text"], add_special_tokens=False)["input_ids"]
     for context in sources.contexts:
-        cut = first_tokens(tokenizer, fields["text"], context)
-        if cut is not None:  # A shorter book belongs to a shorter context.
+        if len(tokens) >= context:  # A shorter book belongs to a shorter context.
+            cut = tokenizer.decode(tokens[:context], skip_special_tokens=True)
             yield Sample(f"{name} to {context}", answers, {"text": cut})
 
 

@@ -8,6 +8,7 @@ python-Levenshtein's ratio, which LongBench uses through fuzzywuzzy.
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,7 +26,7 @@ def score(metric: str, text: str, references: Sequence[str]) -> float:
       text: the answer.
       references: what counts as an answer, at least one.
     """
-    return max(METRICS[metric](text, reference) for reference in references)
+    return max(METRICS[metric].score(text, reference) for reference in references)
 
 
 def rouge_l(text: str, reference: str) -> float:
@@ -111,35 +112,44 @@ def edit_similarity(one: str, other: str) -> float:
     return fuzz.ratio(one, other) / 100
 
 
-METRICS: dict[str, Callable[[str, str], float]] = {
-    "rouge_l": rouge_l,
-    "edit_similarity": code_similarity,
-    "whole_similarity": edit_similarity,
-    "exact_match": exact_match,
-    "found": found,
-}
-"""Scores by name."""
-SCORE_NAMES = {
-    "rouge_l": "ROUGE-L",
-    "edit_similarity": "edit similarity",
-    "whole_similarity": "similarity",
-    "exact_match": "exact match",
-    "found": "found",
-}
-"""Their names in reports."""
-MEANINGS = {
-    "rouge_l": "LongBench's, F measure over distinct words, far above the usual one for long texts",
-    "edit_similarity": "LongBench's, python-Levenshtein's ratio of the first line without a "
-    "comment",
-    "whole_similarity": "python-Levenshtein's ratio of the whole answer",
-    "exact_match": "share of answers whose last boxed number, or last number, is the reference",
-    "found": "share of answers that begin with the hidden code",
-}
-"""What they count, for reports."""
-_BY_EDITS = ("edit_similarity", "whole_similarity")
-"""Scores that need rapidfuzz."""
+@dataclass(frozen=True)
+class Metric:
+    """How a text is scored against a reference."""
+
+    score: Callable[[str, str], float]
+    """From 0 to 1."""
+    name: str
+    """In reports."""
+    meaning: str
+    """What it counts, for reports."""
+    by_edits: bool = False
+    """Whether it needs rapidfuzz."""
+
+    @property
+    def missing(self) -> str | None:
+        """What to install before it can be computed, in a sentence; None if all is there."""
+        return missing_packages("eval") if self.by_edits else None
 
 
-def what_is_missing(metric: str) -> str | None:
-    """What to install before a score can be computed, in a sentence; None if nothing is missing."""
-    return missing_packages("eval") if metric in _BY_EDITS else None
+METRICS = {
+    "rouge_l": Metric(
+        *(rouge_l, "ROUGE-L"),
+        "LongBench's, F measure over distinct words, far above the usual one for long texts",
+    ),
+    "edit_similarity": Metric(
+        *(code_similarity, "edit similarity"),
+        "LongBench's, python-Levenshtein's ratio of the first line without a comment",
+        by_edits=True,
+    ),
+    "whole_similarity": Metric(
+        *(edit_similarity, "similarity"),
+        "python-Levenshtein's ratio of the whole answer",
+        by_edits=True,
+    ),
+    "exact_match": Metric(
+        *(exact_match, "exact match"),
+        "share of answers whose last boxed number, or last number, is the reference",
+    ),
+    "found": Metric(found, "found", "share of answers that begin with the hidden code"),
+}
+"""Scores by the names that tasks give them."""

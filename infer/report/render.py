@@ -7,7 +7,6 @@ import base64
 import csv
 import hashlib
 import io
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -170,6 +169,14 @@ def targets(out: str) -> tuple[Path, ...]:
     suffix = path.suffix.lower()
     if path.is_dir() or not suffix:
         found = tuple(path / f"{NAME}{each}" for each in FORMATS)
+        try:
+            path.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            raise ValueError(f"--out={out}: its folder does not exist; make it first") from None
+        except OSError as error:
+            raise ValueError(
+                f"--out={out} cannot be written ({error.strerror}); name another place"
+            ) from None
     elif suffix in FORMATS:
         found = (path,)
     else:
@@ -177,28 +184,13 @@ def targets(out: str) -> tuple[Path, ...]:
             f"--out={out} ends in {suffix}; name a folder, or a file that ends in "
             f"{', '.join(FORMATS)}"
         )
-    _check_folder(out, found[0].parent)
     for each in found:
-        if each.exists() and (not each.is_file() or not os.access(each, os.W_OK)):
-            raise ValueError(f"--out={out}: {each} cannot be replaced; name another place")
+        files.writable(each, f"--out={each}", of_results=False)
         if each.exists() and not _is_report(each):
             raise ValueError(
                 f"--out={out}: {each} exists and is no report; move it, or name another place"
             )
     return found
-
-
-def _check_folder(out: str, folder: Path) -> None:
-    """Raise unless files can be made in a folder, which is made if its own folder exists."""
-    try:
-        folder.mkdir(exist_ok=True)
-        files.beside(folder / NAME).unlink()
-    except FileNotFoundError:
-        raise ValueError(f"--out={out}: its folder does not exist; make it first") from None
-    except OSError as error:
-        raise ValueError(
-            f"--out={out} cannot be written ({error.strerror}); name another place"
-        ) from None
 
 
 def _is_report(path: Path) -> bool:

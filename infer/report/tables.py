@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..eval.records import PLAIN_METHOD, compared_with_plain
-from ..eval.scores import MEANINGS, SCORE_NAMES, what_is_missing
+from ..eval.scores import METRICS
 from ..eval.tasks import metric_of
 from .blocks import Block
 from .figures import (
@@ -132,7 +132,7 @@ def _by_metric(view: View) -> Groups:
     return [
         (
             task,
-            (_column(SCORE_NAMES[metric_of(task) or ""], quality, hundredfold),),
+            (_column(METRICS[metric_of(task) or ""].name, quality, hundredfold),),
             partial(replace, task=task),
         )
         for task in tasks
@@ -143,7 +143,7 @@ def _is_scored(blocks: Sequence[Block], task: str) -> bool:
     metric = metric_of(task)
     return (
         metric is not None
-        and what_is_missing(metric) is None
+        and METRICS[metric].missing is None
         and any(r.references for block in blocks for r in block.records if r.task == task)
     )
 
@@ -157,7 +157,7 @@ def unscored(block: Block) -> list[str]:
             continue
         if metric is None:
             found.append(f"{task} has references, but no score of its own.")
-        elif missing := what_is_missing(metric):
+        elif missing := METRICS[metric].missing:
             found.append(f"{task} has no score: {missing}.")
     return found
 
@@ -320,7 +320,7 @@ SPECS = {
         notes=(
             "100 x the mean over texts of the best score against any reference. A lossless method "
             "has plain decoding's score; only texts that are not identical differ.",
-            *(f"{SCORE_NAMES[metric]}: {meaning}." for metric, meaning in MEANINGS.items()),
+            *(f"{metric.name}: {metric.meaning}." for metric in METRICS.values()),
         ),
     ),
     "times": TableSpec(

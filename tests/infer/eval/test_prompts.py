@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from infer.eval.prepare import (
+    Asked,
     LongBenchProtocol,
     LongSpecProtocol,
-    Ready,
-    Skipped,
     Sources,
     Target,
     prepare,
@@ -52,8 +51,8 @@ def longbench(style: str | None = "raw", most: int | None = None) -> LongBenchPr
     return LongBenchProtocol.of(TARGET, style, most)
 
 
-def text_of(found: Ready | Skipped) -> str:
-    assert isinstance(found, Ready)
+def text_of(found: Asked) -> str:
+    assert not found.refusal
     return "".join(map(chr, found.tokens))
 
 
@@ -90,9 +89,9 @@ def test_the_release_skips_prompts_out_of_its_bounds(length: int, kept: bool) ->
     task = TASKS["lcc"]
     empty = text_of(longspec(least=0).prompt(task, sample("")))
     found = longspec().prompt(task, sample("x" * (length - len(empty))))
-    assert isinstance(found, Ready) is kept and found.original_tokens == length
+    assert (not found.refusal) is kept and found.original_tokens == length
     beyond = longspec().prompt(task, sample("x" * (2001 - len(empty))))
-    assert isinstance(beyond, Skipped) and "more than 2000 tokens" in beyond.reason
+    assert "more than 2000 tokens" in beyond.refusal
 
 
 def test_longbench_asks_in_one_text() -> None:
@@ -112,12 +111,12 @@ def test_longbench_cuts_the_middle() -> None:
     """Of the tokens, the one that begins the text among them; the halves are joined as text."""
     whole = text_of(longbench().prompt(TASKS["lcc"], sample("x" * 500)))
     found = longbench(most=101).prompt(TASKS["lcc"], sample("x" * 500))
-    assert isinstance(found, Ready)
+    assert not found.refusal
     # The first half has 49 letters behind the token of the beginning, which is put there again.
     assert text_of(found) == whole[:50] + whole[-50:]
     assert found.original_tokens == len(whole) and len(found.tokens) == 100
     short = longbench(most=101).prompt(TASKS["lcc"], sample("x"))
-    assert isinstance(short, Ready) and short.original_tokens == len(short.tokens)
+    assert not short.refusal and short.original_tokens == len(short.tokens)
 
 
 def test_longbench_puts_the_chat_format_around_all_but_code() -> None:
