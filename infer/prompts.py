@@ -237,9 +237,7 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
     """The tokenizer's own template; refuses a tokenizer that has none."""
-    from longspec_jax.generation.inputs import require_tokenizer  # Slow: it imports NumPy.
-
-    if not getattr(require_tokenizer(tokenizer), "chat_template", None):
+    if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "the target's tokenizer has no chat template; choose --prompt_style vicuna or "
             "longspec, or pass the whole prompt as text"
@@ -249,22 +247,18 @@ def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
 
 def encode_vicuna(tokenizer: Any, messages: Messages) -> list[int]:
     """Vicuna v1.1's format."""
-    from longspec_jax.generation.inputs import require_tokenizer
-
-    return _tokens(require_tokenizer(tokenizer), messages, VICUNA_TEMPLATE)
+    return _tokens(tokenizer, messages, VICUNA_TEMPLATE)
 
 
 def _tokens(tokenizer: Any, messages: Messages, template: str | None) -> list[int]:
-    from longspec_jax.generation.inputs import encode_text
+    from longspec_jax.generation.inputs import encode_text  # Slow: it imports NumPy.
 
     return encode_text(tokenizer, render_chat(tokenizer, messages, template), special=False)
 
 
 def release_turns(tokenizer: Any, messages: Messages) -> list[str]:
     """The turns of :func:`encode_release` as text, the opening of the answer last."""
-    from longspec_jax.generation.inputs import require_tokenizer
-
-    vocabulary = require_tokenizer(tokenizer).get_vocab()
+    vocabulary = tokenizer.get_vocab()
     opening, closing = ("<s>", "</s>")
     if "<|im_start|>" in vocabulary:
         opening, closing = ("<|im_start|>", "<|im_end|>")
@@ -308,13 +302,14 @@ def encode(
         and messages take the tokenizer's own template.
       max_positions: of the target; plain text that cannot fit is refused before it is tokenised.
     """
-    from longspec_jax.generation.inputs import to_prompt
+    from longspec_jax.generation.inputs import require_tokenizer, to_prompt
 
     if style is not None and isinstance(item, str):
         if not item:
             raise ValueError("the prompt is empty; pass at least one character")
         item = [{"role": "user", "content": item}]
     if isinstance(item, Sequence) and item and isinstance(item[0], Mapping):
-        item = STYLES[style or "native"](tokenizer, check_messages(item))
+        messages = check_messages(item)
+        item = STYLES[style or "native"](require_tokenizer(tokenizer), messages)
     prompt = item if item else [[]]
     return to_prompt(prompt, tokenizer, vocab_size, max_positions=max_positions).tolist()

@@ -24,26 +24,21 @@ DATASETS = "the datasets package (pip install datasets); JSON lines need nothing
 """The package that is missing beside the core, and the alternative."""
 
 
-def rows(task: str, hub: Hub | None, path: Path | None) -> list[Row]:
+def rows(task: str, source: Path | Hub) -> list[Row]:
     """All rows of a task.
 
     Args:
       task: its name, and that of its file.
-      hub: where its data are; None if the user always names them.
-      path: a file or folder instead.
+      source: a file or a folder, or a place on the hub.
 
     Raises:
       OSError: if they cannot be read or fetched.
       ValueError: for a file that cannot be read.
     """
-    if path is not None:
-        found = list(_local(task, path))
-    elif hub is None:
-        raise ValueError(f"--task={task} reads a file of yours; name it with --data=FILE.jsonl")
-    else:
-        found = list(_from_hub(task, hub))
+    read = _from_hub(task, source) if isinstance(source, Hub) else _local(task, source)
+    found = list(read)
     if not found:
-        raise ValueError(f"--task={task}: {path or hub} holds no rows")
+        raise ValueError(f"--task={task}: {source} holds no rows")
     return found
 
 

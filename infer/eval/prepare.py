@@ -256,12 +256,12 @@ def samples(name: str, sources: Sources, tokenizer: Any) -> Iterator[Sample]:
             texts = [read_text(path, "--data")]
         for context in sources.contexts:
             yield from needles(tokenizer, texts, context)
-    elif name == FREE:
-        for number, row in enumerate(rows(name, None, path)):
+    elif name == FREE and path is not None:  # Without a path the arguments are refused.
+        for number, row in enumerate(rows(name, path)):
             yield _free(number, row)
     else:
         task = TASKS[name]
-        found = rows(name, task.hub, path)
+        found = rows(name, path or task.hub)
         if name == "aime24":
             found = _of_2024(found)
         for number, row in enumerate(found):
@@ -295,10 +295,7 @@ def _free(number: int, row: Row) -> Sample:
             f"{where} needs exactly one of prompt, messages and input_ids; it has {found}"
         )
     [kind] = given
-    if values[kind] in ("", []):
-        raise ValueError(f"{where}: {kind!r} is empty; fill it in, or remove the row")
-    text = kind == "prompt"
-    prompt = text_field(values, kind, where) if text else item_of(kind, values[kind], where)
+    prompt = item_of(kind, values[kind], where)
     answers = next((name for name in FREE_ANSWERS if name in values), FREE_ANSWERS[0])
     return Sample(sample_name(values, number), references(values, answers, where), prompt=prompt)
 

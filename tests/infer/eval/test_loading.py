@@ -38,12 +38,12 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[:1]), tmp_path / "a.parquet")
     named = [tmp_path / "lcc.jsonl", tmp_path, zipped(tmp_path / "data.zip")]
     for path in named:
-        assert values(loading.rows("lcc", LONGBENCH, path)) == ROWS
-    assert values(loading.rows("lcc", LONGBENCH, tmp_path / "a.parquet")) == ROWS[:1]
+        assert values(loading.rows("lcc", path)) == ROWS
+    assert values(loading.rows("lcc", tmp_path / "a.parquet")) == ROWS[:1]
     only = tmp_path / "only"
     only.mkdir()
     zipped(only / "data.zip")
-    [(where, _), _] = loading.rows("lcc", LONGBENCH, only)
+    [(where, _), _] = loading.rows("lcc", only)
     assert where.endswith("data.zip:data/lcc.jsonl, line 1")
 
 
@@ -60,19 +60,17 @@ def test_lines_that_are_no_rows(tmp_path: Path, data: bytes, words: str) -> None
     path = tmp_path / "lcc.jsonl"
     path.write_bytes(data)
     with pytest.raises(ValueError, match=words):
-        loading.rows("lcc", LONGBENCH, path)
+        loading.rows("lcc", path)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no qmsum.jsonl, qmsum.parquet or data.zip"):
-        loading.rows("qmsum", LONGBENCH, tmp_path)
+        loading.rows("qmsum", tmp_path)
     with pytest.raises(FileNotFoundError, match="holds no qmsum.jsonl; name another archive"):
-        loading.rows("qmsum", LONGBENCH, zipped(tmp_path / "data.zip"))
+        loading.rows("qmsum", zipped(tmp_path / "data.zip"))
     (tmp_path / "torn.zip").write_bytes((tmp_path / "data.zip").read_bytes()[:40])
     with pytest.raises(ValueError, match="not a whole zip archive .* download it again"):
-        loading.rows("lcc", LONGBENCH, tmp_path / "torn.zip")
-    with pytest.raises(ValueError, match="name it with --data=FILE.jsonl"):
-        loading.rows("jsonl", None, None)
+        loading.rows("lcc", tmp_path / "torn.zip")
 
 
 class TestTheHub:
@@ -86,7 +84,7 @@ class TestTheHub:
             return str(zipped(tmp_path / name))
 
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-        assert values(loading.rows("lcc", LONGBENCH, None)) == ROWS
+        assert values(loading.rows("lcc", LONGBENCH)) == ROWS
         assert asked == [("THUDM/LongBench", "data.zip", "dataset")]
 
     def test_a_dataset_is_loaded_by_its_split(self, monkeypatch) -> None:
@@ -97,7 +95,7 @@ class TestTheHub:
             return ROWS
 
         monkeypatch.setattr(datasets, "load_dataset", load)
-        assert values(loading.rows("aime24", TASKS["aime24"].hub, None)) == ROWS
+        assert values(loading.rows("aime24", TASKS["aime24"].hub)) == ROWS
         assert found == [("AI-MO/aimo-validation-aime", "train")]
 
     def test_without_a_network(self, monkeypatch) -> None:
@@ -108,16 +106,16 @@ class TestTheHub:
         monkeypatch.setattr(datasets, "load_dataset", offline)
         for task in ("gov_report", "pg19"):
             with pytest.raises(OSError, match="--data=FILE, or name a mirror with HF_ENDPOINT"):
-                loading.rows(task, TASKS[task].hub, None)
+                loading.rows(task, TASKS[task].hub)
 
 
 def test_without_the_packages_that_read_them(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     for name in ("pyarrow", "datasets"):
         monkeypatch.setitem(sys.modules, name, None)
-    for hub, path in ((LONGBENCH, tmp_path / "a.parquet"), (Hub("a/b"), None)):
+    for source in (tmp_path / "a.parquet", Hub("a/b")):
         with pytest.raises(ValueError, match=r"needs the datasets package .* --data=FILE.jsonl"):
-            loading.rows("pg19", hub, path)
+            loading.rows("pg19", source)
 
 
 @pytest.mark.parametrize(
