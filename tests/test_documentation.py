@@ -18,7 +18,6 @@ import yaml
 
 from infer import arguments
 from infer.bench import arguments as bench_arguments
-from infer.bench.__main__ import BENCHMARKS
 from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
 from train import arguments as train_arguments
@@ -83,10 +82,9 @@ def test_commands_exist(page: Path) -> None:
 
 def options_of_commands() -> dict[str, set[str]]:
     """The options that each command has."""
-    summaries = {name: summary for name, (_, summary) in BENCHMARKS.items()}
     [benchmarks] = (
         action.choices
-        for action in bench_arguments.parser(summaries)._actions
+        for action in bench_arguments.parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     )
     parsers = {"infer.decode": arguments.parser(), "infer.report": report.parser()}
@@ -262,7 +260,7 @@ def test_lines_end_at_100_characters() -> None:
 
 def test_every_benchmark_is_described() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert [name for name in BENCHMARKS if f"| `{name}` |" not in page] == []
+    assert [name for name in bench_arguments.BENCHMARKS if f"| `{name}` |" not in page] == []
 
 
 def test_every_raw_file_is_listed() -> None:

@@ -5,7 +5,7 @@ GPUs would take hours (:class:`longspec_jax.cli.ByMachine`).
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from longspec_jax import cli
@@ -63,19 +63,15 @@ SEVERAL_TOKENS = cli.number(Whole(2))
 ACCEPTANCE = cli.number(Real(0.0, LARGEST_FLOAT32, ">= 0 and finite"))
 
 
-def parser(summaries: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The command's parser.
-
-    Args:
-      summaries: every benchmark's name and what it answers.
-    """
+def parser() -> argparse.ArgumentParser:
+    """The command's parser."""
     result = cli.Parser(
         prog=cli.command_name(__package__),
         description="Measure how fast decoding and its parts are, beside the alternatives.",
     )
-    commands = result.add_subparsers(dest="command", required=True, metavar="|".join(summaries))
-    for name, summary in summaries.items():
-        DECLARATIONS[name](commands.add_parser(name, help=summary, description=summary))
+    commands = result.add_subparsers(dest="command", required=True, metavar="|".join(BENCHMARKS))
+    for name, (_, summary, declare) in BENCHMARKS.items():
+        declare(commands.add_parser(name, help=summary, description=summary))
     return result
 
 
@@ -118,7 +114,12 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         default="longspec",
         help=f"kind of the draft, of random weights: {', '.join(KINDS)}",
     )
-    _add_tree(parser)
+    parser.add_argument(
+        "--tree",
+        type=cli.drafting_tree,
+        default=ByMachine(DEFAULT_TREE, CHAIN),
+        help=f"what the draft proposes: {cli.TREE_GRAMMAR}",
+    )
     parser.add_argument(
         "--draft_option",
         **several(cli.draft_option),
@@ -158,12 +159,21 @@ def _transformers(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser)
 
 
-DECLARATIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
-    "attention": _attention,
-    "decode": _decode,
-    "products": _products,
-    "transformers": _transformers,
+BENCHMARKS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
+    "attention": (
+        "attention",
+        "attention of tree nodes to a long prefix, and the rooflines",
+        _attention,
+    ),
+    "decode": ("decode", "whole rounds and plain steps of real shapes, and the gain", _decode),
+    "products": ("products", "the matmuls of a verification, beside XLA's", _products),
+    "transformers": (
+        "hugging_face",
+        "plain decoding by Hugging Face transformers",
+        _transformers,
+    ),
 }
+"""Commands: the module that provides ``main(arguments)``, what it answers, its options."""
 
 
 def _add_several(
@@ -180,15 +190,6 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
     _add_several(parser, "--context", COUNT, ByMachine([4096], [1024]), "cached tokens")
     _add_several(parser, "--batch", COUNT, [1], "rows")
-
-
-def _add_tree(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tree",
-        type=cli.drafting_tree,
-        default=ByMachine(DEFAULT_TREE, CHAIN),
-        help=f"what the draft proposes: {cli.TREE_GRAMMAR}",
-    )
 
 
 def _add_new_tokens(parser: argparse.ArgumentParser, default: ByMachine, words: str) -> None:

@@ -25,8 +25,8 @@ from .records import (
 
 HEADER, SAMPLES, SKIPPED = "header.json", "samples.jsonl", "skipped.jsonl"
 SUMMARY = "summary.json"
-COMPARED = "target dtype protocol tasks methods temperatures seeds batch".split()
-"""Fields of the header that a continued run must share, beside all options."""
+COMPARED = "target dtype protocol tasks temperatures seeds batch".split()
+"""Fields of the header that a continued run must share, beside methods and options."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def differences(one: Header, other: Header) -> list[str]:
 def _compared(header: Header) -> dict[str, Any]:
     """What a continued run must share with it, as JSON values."""
     values = json.loads(json.dumps(dataclasses.asdict(header)))
-    return {**{name: values[name] for name in COMPARED}, **values["options"]}
+    methods = {f"method {name}": setting for name, setting in values["methods"].items()}
+    return {**{name: values[name] for name in COMPARED}, **methods, **values["options"]}
 
 
 class Writer:

@@ -21,7 +21,6 @@ from longspec_jax.ops.attention.dispatch import (
 )
 
 ROOT = Path(__file__).parents[3]
-SUMMARIES = {name: "" for name in bench.BENCHMARKS}
 BAD = {
     "--shape: unknown 'foo'; choose from tiny, demo, vicuna7b": "decode --shape=foo",
     "--shape: unknown 'vicuna' (did you mean vicuna7b?); choose": "decode --shape=vicuna",
@@ -97,7 +96,7 @@ def test_help_needs_no_jax() -> None:
         "for slow in ('jax', 'flax', 'numpy', 'torch', 'transformers', 'matplotlib'):\n"
         "    sys.modules[slow] = None\n"
         "from infer.bench import __main__ as bench\n"
-        f"for name in {['', *SUMMARIES]}:\n"
+        f"for name in {['', *bench_arguments.BENCHMARKS]}:\n"
         "    try:\n"
         "        bench.main([*filter(None, [name]), '--help'])\n"
         "    except SystemExit:\n"
@@ -107,12 +106,12 @@ def test_help_needs_no_jax() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage: python -m infer.bench") == 1 + len(SUMMARIES)
+    assert done.stdout.count("usage: python -m infer.bench") == 1 + len(bench_arguments.BENCHMARKS)
 
 
 def test_every_option_has_help_that_says_its_default() -> None:
     """Every option: its default where it has one, else what happens without it."""
-    parser = bench_arguments.parser(SUMMARIES)
+    parser = bench_arguments.parser()
     [commands] = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
     for name, command in commands.items():
         text = "".join(command.format_help().split())
@@ -126,13 +125,13 @@ def test_every_option_has_help_that_says_its_default() -> None:
 
 
 def test_defaults_depend_on_the_machine_and_what_is_named_stands() -> None:
-    parser = bench_arguments.parser(SUMMARIES)
+    parser = bench_arguments.parser()
     parsed = parser.parse_args(["decode", "--context=77"])
     here, there = settled(parsed, cpu=True), settled(parsed, cpu=False)
     assert here.context == there.context == [77]
     assert (here.shape, there.shape) == (["demo"], ["vicuna7b"])
     assert there.tree.num_nodes == 64 and here.tree.num_nodes < 8
-    for name in SUMMARIES:
+    for name in bench_arguments.BENCHMARKS:
         arguments = parser.parse_args([name])
         for cpu in (True, False):
             values = vars(settled(arguments, cpu)).values()
@@ -141,7 +140,7 @@ def test_defaults_depend_on_the_machine_and_what_is_named_stands() -> None:
 
 def test_the_tree_is_the_one_that_is_named_or_the_default() -> None:
     def tree(*more: str):
-        parsed = bench_arguments.parser(SUMMARIES).parse_args(["decode", *more])
+        parsed = bench_arguments.parser().parse_args(["decode", *more])
         return bench_decode.all_settings(settled(parsed, cpu=False))[0].tree
 
     assert tree() == DEFAULT_TREE and tree().num_nodes == 64
@@ -154,7 +153,6 @@ def test_the_names_that_are_known_without_jax_are_those_there_are() -> None:
     for op in (PREFIX, TREE, SPECULATIVE, CHUNK):
         assert op.implementations.keys() == set(ATTENTION)
     assert bench_arguments.ATTENTION_CANDIDATES == (*CANDIDATES, bench_arguments.FLASHINFER)
-    assert bench_arguments.DECLARATIONS.keys() == bench.BENCHMARKS.keys()
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

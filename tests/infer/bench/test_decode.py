@@ -106,7 +106,7 @@ def test_bytes_of_a_plain_step_count_every_row(model) -> None:
 
 
 def test_the_published_shapes_are_offered() -> None:
-    parser = bench_arguments.parser({"decode": "rounds"})
+    parser = bench_arguments.parser()
     chosen = parser.parse_args(["decode", "--shape=vicuna7b", "--shape=qwq32b", "--tree=1,1"])
     assert all(shape in SHAPES for shape in chosen.shape)
     assert SHAPES["llama3-8b"].vocab_size == 128256
