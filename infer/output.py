@@ -19,7 +19,9 @@ def output_file(text: str) -> Path:
 
 
 def write(path: Path, values: dict[str, Any]) -> bool:
-    """Write the values; if that fails, elsewhere, and print where: a run may take hours.
+    """Write the values; if that fails, write them to another file and print its name.
+
+    A run may take hours, and its numbers must not be lost.
 
     Args:
       path: from :func:`output_file`.

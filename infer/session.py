@@ -92,7 +92,7 @@ class Session:
         self._drafter = NoDraft().name if not self._speculates else self._only_drafter
         """The name of what proposes; None until it is settled."""
         self._notes: list[str] = []
-        """What is said below the numbers of the call."""
+        """Printed below the numbers of the call."""
         self._setting = self._described()
 
     @property
@@ -102,7 +102,7 @@ class Session:
 
     @property
     def _only_drafter(self) -> str | None:
-        """The draft's kind, if there is but one."""
+        """The draft's kind, if there is one draft."""
         return self._spec.drafts[0].name if len(self._spec.drafts) == 1 else None
 
     def _described(self) -> dict[str, Any]:

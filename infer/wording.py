@@ -37,7 +37,7 @@ def in_command_words(message: str, rows: Sequence[str] = ()) -> str:
 
     Args:
       message: of an error.
-      rows: where every row was written; a single one goes without saying among the options.
+      rows: where every row was written. "of row 0" is left out where there is one row.
     """
     message = _OPTION.sub(lambda match: f"--{_typed(match[1] or match[2])}", message)
     message = message.replace("another implementation", "another --attention")
@@ -60,7 +60,7 @@ def command_words(rows: Sequence[str] = (), of: str = "") -> Iterator[None]:
 
     Args:
       rows: where every row was written.
-      of: the one prompt that everything within is about; what is said begins with it.
+      of: the name of the prompt in question; messages begin with it.
     """
     try:
         yield

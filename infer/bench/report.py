@@ -19,7 +19,7 @@ def run_header(device: str, method: str, **more: Any) -> Row:
 
     Args:
       device: its name.
-      method: how the rows come about; spaces and line breaks are evened out.
+      method: how the rows are measured; white space is reduced to single spaces.
       **more: what else the rows have in common, such as the measured roofs.
     """
     return {**provenance(device), **more, "method": " ".join(method.split())}

@@ -83,7 +83,7 @@ def rounded(value: float) -> float:
 
 
 def announce(work: str) -> None:
-    """Print what will run on a CPU, where even small cases take long."""
+    """Print what will run on a CPU, where even small cases are slow."""
     print(
         f"on a CPU ({os.cpu_count()} cores): {work}. A GPU measures the real shapes by default.",
         file=sys.stderr,

@@ -1,4 +1,4 @@
-"""How good answers are by their tasks' benchmarks.
+"""Scores of answers, as the benchmarks of their tasks define them.
 
 Lossless speculation changes no score: scores compare targets, and show that a run did what it
 should. ROUGE-L is LongBench's (:func:`rouge_l`): the union of longest common subsequences over

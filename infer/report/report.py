@@ -79,7 +79,7 @@ def report(runs: Sequence[Run], edges: Sequence[int] = EDGES) -> Report:
     tables = build(SPECS, compared, edges)
     sections = []
     for key, spec in SPECS.items():
-        # What is brief is a table of texts; its chart is of the figures themselves.
+        # The brief table holds ranges as text, so its chart draws the main table.
         drawn = tables["main" if key == "brief" else key]
         found = charts(drawn, methods, spec.chart) if spec.chart is not None else []
         sections.append(Section(key, spec.title, tables[key], found))
