@@ -10,6 +10,7 @@ from typing import Any
 from longspec_jax import LongSpec, TreeConfig
 from longspec_jax.generation.activity import OnActivity
 from longspec_jax.generation.inspection import RoundView
+from longspec_jax.generation.text import Detokenizer
 
 from .records import Breakdown, RoundTree, Setting, Stop
 
@@ -76,10 +77,6 @@ class Decoder:
         self, prompts: Sequence[list[int]], request: Request, on_activity: OnActivity
     ) -> DecodedGroup:
         """Decode the rows of a group as one call."""
-        raise NotImplementedError
-
-    def pieces(self, prompt: list[int], tokens: Sequence[int]) -> tuple[str, ...]:
-        """The text of a row by token."""
         raise NotImplementedError
 
     def draws_like_plain(self, temperature: float) -> bool:
@@ -168,13 +165,12 @@ class LibraryDecoder(Decoder):
         )
         return round_trees(views, self.spec.tokenizer, emitted)
 
-    def pieces(self, prompt: list[int], tokens: Sequence[int]) -> tuple[str, ...]:
-        """The text of a row by token."""
-        from longspec_jax.generation.text import Detokenizer
 
-        text = Detokenizer(self.spec.tokenizer, prompt)
-        pieces = [text.push(token) for token in tokens]
-        return (*pieces[:-1], pieces[-1] + text.flush())
+def text_by_token(tokenizer: Any, prompt: list[int], tokens: Sequence[int]) -> tuple[str, ...]:
+    """The text of a row, in a piece for every token."""
+    text = Detokenizer(tokenizer, prompt)
+    pieces = [text.push(token) for token in tokens]
+    return (*pieces[:-1], pieces[-1] + text.flush())
 
 
 def by_round(drafted: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -351,7 +347,3 @@ class HuggingFaceDecoder(Decoder):
     def draws_like_plain(self, temperature: float) -> bool:
         """Only at temperature 0: PyTorch has another random stream."""
         return temperature == 0
-
-    def pieces(self, prompt: list[int], tokens: Sequence[int]) -> tuple[str, ...]:
-        """Every token's own text."""
-        return tuple(self.tokenizer.decode([token]) for token in tokens)

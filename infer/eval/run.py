@@ -20,7 +20,14 @@ from longspec_jax.ops.hardware import has_kernels
 from longspec_jax.provenance import provenance
 
 from .arguments import LONGSPEC
-from .decoders import Decoded, Decoder, HuggingFaceDecoder, LibraryDecoder, Request
+from .decoders import (
+    Decoded,
+    Decoder,
+    HuggingFaceDecoder,
+    LibraryDecoder,
+    Request,
+    text_by_token,
+)
 from .methods import by_kind, with_drafts
 from .prepare import (
     LongBenchProtocol,
@@ -160,6 +167,9 @@ class EvalRun:
             ended: End = "eos" if decoded.tokens[-1] in self._stop_tokens else "length"
             is_case = arguments.rounds and prompt in task.prompts[: arguments.cases]
             emitted = decoded.emitted_by_round[: arguments.rounds or 0]
+            trees = decoder.trees(prompt.tokens, own, emitted) if is_case else None
+            tokenizer = self._spec.tokenizer
+            pieces = text_by_token(tokenizer, prompt.tokens, decoded.tokens) if trees else None
             records.append(
                 SampleRecord(
                     **dataclasses.asdict(key),
@@ -182,8 +192,8 @@ class EvalRun:
                     identical_to_plain=same,
                     divergence=divergence,
                     ended=ended,
-                    pieces=decoder.pieces(prompt.tokens, decoded.tokens) if is_case else None,
-                    rounds=decoder.trees(prompt.tokens, own, emitted) if is_case else None,
+                    pieces=pieces,
+                    rounds=trees,
                     start=self._start,
                 )
             )
