@@ -17,7 +17,12 @@ from typing import Any
 
 from longspec_jax.checks import SAMPLING, TOKEN, Real, Whole, nearest, shown
 from longspec_jax.files import expanded
-from longspec_jax.generation.chat import VICUNA_TEMPLATE, plain_messages, render_chat
+from longspec_jax.generation.chat import (
+    VICUNA_TEMPLATE,
+    encode_chat,
+    plain_messages,
+    require_tokenizer,
+)
 
 ROLES = ("system", "user", "assistant")
 SOURCES = ("prompt", "messages", "input_ids")
@@ -237,8 +242,6 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
     """The tokenizer's own template; refuses a tokenizer that has none."""
-    from longspec_jax.generation.inputs import require_tokenizer  # Slow: it imports NumPy.
-
     if not getattr(require_tokenizer(tokenizer), "chat_template", None):
         raise ValueError(
             "the target's tokenizer has no chat template; choose --prompt_style vicuna or "
@@ -249,21 +252,15 @@ def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
 
 def encode_vicuna(tokenizer: Any, messages: Messages) -> list[int]:
     """Vicuna v1.1's format."""
-    from longspec_jax.generation.inputs import require_tokenizer
-
     return _tokens(require_tokenizer(tokenizer), messages, VICUNA_TEMPLATE)
 
 
 def _tokens(tokenizer: Any, messages: Messages, template: str | None) -> list[int]:
-    from longspec_jax.generation.inputs import encode_text
-
-    return encode_text(tokenizer, render_chat(tokenizer, messages, template), special=False)
+    return encode_chat(tokenizer, messages, template)
 
 
 def release_turns(tokenizer: Any, messages: Messages) -> list[str]:
     """The turns of :func:`encode_release` as text, the opening of the answer last."""
-    from longspec_jax.generation.inputs import require_tokenizer
-
     vocabulary = require_tokenizer(tokenizer).get_vocab()
     opening, closing = ("<s>", "</s>")
     if "<|im_start|>" in vocabulary:

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from longspec_jax import PLAIN, LongSpec, TreeConfig, make_mesh
-from longspec_jax.arguments import as_tree, check_arguments, check_gap, check_plan, refuse_pickling
+from longspec_jax.arguments import as_tree, check_arguments, check_gap, refuse_pickling
 from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.registry import LONGSPEC, SMALL_LM, options_of
 from longspec_jax.embedded import DRAFTS
@@ -96,9 +96,9 @@ def test_arguments_of_a_call_that_are_fine() -> None:
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "8", None, [8]])
 def test_sizes_of_a_plan(name, value) -> None:
     sizes = dict(rows=1, prompt_tokens=1, max_new_tokens=1)
-    check_plan(**sizes)
+    assert toy_spec().memory_plan(**sizes).batch == 1
     with pytest.raises(ValueError, match=f"^{name}=.* must be a whole number from 1"):
-        check_plan(**{**sizes, name: value})
+        toy_spec().memory_plan(**{**sizes, name: value})
 
 
 @pytest.mark.parametrize(

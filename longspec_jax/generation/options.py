@@ -7,9 +7,8 @@ beams, penalties and constraints, are refused by name.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
-import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.checks import (
@@ -23,6 +22,7 @@ from longspec_jax.checks import (
     shown,
     whole_number,
 )
+from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 
@@ -54,6 +54,17 @@ class GenerateOptions(TypedDict, total=False):
     """The row's random stream, the same for every row if one number is given; 0 if absent."""
     eos_token_id: int | Sequence[int] | Sequence[Sequence[int]]
     """Tokens that end a row, or one set per row; the model's own if absent, ``[]`` for none."""
+
+
+class CallOptions(GenerateOptions, total=False):
+    """What else every call takes."""
+
+    tree: TreeConfig | Sequence[int] | str | None
+    """Shape of the (first) draft's trees, ``PLAIN`` for plain decoding; the object's own if absent.
+    Without one the fastest on this machine runs, of all drafts. A few are timed the first time that
+    this model decodes here, and the timings kept (:mod:`longspec_jax.generation.autotune`)."""
+    chat_template: str | None
+    """A Jinja template for messages instead of the tokenizer's own."""
 
 
 _ANY = object()
@@ -108,23 +119,20 @@ class RowOptions:
     stop_tokens: tuple[tuple[int, ...], ...]
 
     def request(self) -> Request:
-        """The arrays of the decode loop; stop sets are padded to multiples of 4 to compile less."""
-        widest = max(map(len, self.stop_tokens))
-        stops = np.full((len(self.stop_tokens), -(-max(widest, 1) // 4) * 4), -1, np.int32)
+        """The arrays of the decode loop, on the host."""
+        width = -(-max(1, *map(len, self.stop_tokens)) // 4) * 4  # In steps, to compile less.
+        stops: Any = np.full((len(self.stop_tokens), width), -1, np.int32)
         for row, tokens in zip(stops, self.stop_tokens, strict=True):
             row[: len(tokens)] = tokens
         vary = self.temperature > 0
-        sampling = Sampling(
-            temperature=jnp.asarray(self.temperature),
-            top_k=jnp.asarray(self.top_k),
-            top_p=jnp.asarray(self.top_p),
-            seed=jnp.asarray(self.seed),
-            kind=SamplingKind(
-                stochastic=bool(vary.any()),
-                filtered=bool((vary & ((self.top_k > 0) | (self.top_p < 1))).any()),
-            ),
+        kind = SamplingKind(
+            stochastic=bool(vary.any()),
+            filtered=bool((vary & ((self.top_k > 0) | (self.top_p < 1))).any()),
         )
-        return Request(sampling, jnp.asarray(stops), jnp.asarray(self.max_new_tokens))
+        drawn: dict[str, Any] = {
+            name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "seed")
+        }
+        return Request(Sampling(**drawn, kind=kind), stops, cast(Any, self.max_new_tokens))
 
 
 def resolve(

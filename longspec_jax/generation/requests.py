@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from longspec_jax.decoding.engine import Engine, StepOutput
-from longspec_jax.generation.inputs import Inputs, check_positions, to_prompts
-from longspec_jax.generation.options import GenerateOptions, resolve
+from longspec_jax.generation.batch import read_batch
+from longspec_jax.generation.inputs import Inputs
+from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
 from longspec_jax.generation.run import tree_uses
 from longspec_jax.generation.text import Detokenizer
@@ -104,14 +105,22 @@ class RequestEngine:
           ValueError: if the request is not one row, does not fit the engine's ``max_tokens``, or an
             option is wrong.
         """
-        vocab_size = self.engine.target.vocab_size
-        rows = to_prompts(inputs, self._tokenizer, vocab_size, chat_template, self._max_tokens)
-        if len(rows) != 1:
-            raise ValueError(f"a request is one row and {len(rows)} were given; submit each")
-        [prompt] = rows
-        found = resolve(options, generation_config, [len(prompt)], self._stop_tokens, vocab_size)
-        check_positions([len(prompt)], found.max_new_tokens, self._max_tokens)
-        id = self.engine.submit(prompt, found.request())
+        batch = read_batch(
+            inputs,
+            options,
+            generation_config,
+            tokenizer=self._tokenizer,
+            vocab_size=self.engine.target.vocab_size,
+            max_positions=self._max_tokens,
+            stop_tokens=self._stop_tokens,
+            chat_template=chat_template,
+        )
+        if len(batch.prompts) != 1:
+            raise ValueError(
+                f"a request is one row and {len(batch.prompts)} were given; submit each"
+            )
+        [prompt] = batch.prompts
+        id = self.engine.submit(prompt, batch.request)
         if self._tokenizer is not None:
             self._texts[id] = Detokenizer(self._tokenizer, prompt.tolist())
         return id
@@ -148,9 +157,10 @@ class RequestEngine:
 
     def _output(self, output: StepOutput) -> RequestOutput:
         tokens, text = output.tokens.tolist(), ""
+        drafted, ended = tuple(output.drafted.tolist()), output.finish is not None
         if (own := self._texts.get(output.id)) is not None:
-            text = "".join(map(own.push, tokens if output.finish != "error" else tokens[:-1]))
-            if output.finish is not None:
-                text += self._texts.pop(output.id).flush()
-        drafted = tuple(output.drafted.tolist())
+            said = tokens[:-1] if output.finish == "error" else tokens
+            text = "".join(piece.text for piece in own.pieces(said, drafted[: len(said)], ended))
+        if ended:
+            self._texts.pop(output.id, None)
         return RequestOutput(output.id, tuple(tokens), text, drafted, output.rounds, output.finish)

@@ -1,35 +1,34 @@
-"""Run a prepared call on an engine, and time its phases apart.
+"""Run a prepared call on an engine, time its phases apart, and collect what it says.
 
 A call whose rows all have a slot is prefilled as one batch and then decoded. In a call with more
 rows than slots, prompts are prefilled between the rounds of the others.
-
-The first call of a shape is preceded by a short run of the same shape: at most two prefill chunks
-and one round of every tree. Whatever is compiled or loaded on first use is paid there and reported
-as compile time, so that prefill and decode seconds mean the same in every call.
 """
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Mapping, Set
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.engine import Engine, StepOutput
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling
-from longspec_jax.generation.call import Call
-from longspec_jax.generation.result import Stats, TreeUse
+from longspec_jax.generation.batch import Batch
+from longspec_jax.generation.call import Plan
+from longspec_jax.generation.engines import plan_engine, rehearse
+from longspec_jax.generation.result import GenerateResult, OnRound, Stats, StreamRound, TreeUse
+from longspec_jax.generation.text import Detokenizer, continuation
 from longspec_jax.ops.placement import tree_bytes
 
 
 class WarmShapes:
-    """The shapes whose programs this process holds, and how to compile one more."""
+    """The shapes whose programs this process holds, and the seconds of their rounds."""
 
     def __init__(self) -> None:
         """Start with none."""
@@ -37,58 +36,51 @@ class WarmShapes:
         self._round_seconds: dict[Any, float] = {}
         self._lock = Lock()
 
-    def prepare(self, call: Call, streams: bool = False, rounds: bool = True) -> float:
-        """Make a short run if the call's shape is new; return its seconds, 0 if it is not.
+    def prepare(
+        self,
+        plan: Plan,
+        streams: bool = False,
+        rounds: bool = True,
+        on_activity: OnActivity | None = None,
+    ) -> float:
+        """Make a short run if the plan's shape is new; return its seconds, 0 if it is not.
 
         Args:
-          call: the prepared call.
+          plan: of the call.
           streams: whether the run is followed round by round.
           rounds: whether it will be decoded at all, and not prefilled alone.
+          on_activity: called if there is something to compile.
         """
-        if self.knows(call, streams, rounds):
+        signature, rehearsal = plan.signature, partial(rehearse, plan, streams, rounds)
+        used = self._programs.get((streams, rounds, signature))
+        if used is not None and RECENT.renew(used):
             return 0.0
-        two = np.minimum(call.request.max_new_tokens, 2)
-        short = replace(
-            call,
-            # Two chunks where there are two: on a mesh the second one's arrays may lie elsewhere.
-            prompts=tuple(row[: 2 * call.shape.chunk] for row in call.prompts),
-            request=replace(call.request, max_new_tokens=jnp.asarray(two)),
-        )
-        start, round_seconds = time.perf_counter(), math.nan
+        if on_activity is not None:
+            on_activity(Compiling())
+        start = time.perf_counter()
         with RECENT.noted() as used:
-            if call.can_precompile:
-                compile_side_by_side(short.programs(streams, rounds=rounds))
-            with short.engine(streams=streams) as engine:
-                while engine.busy if call.waits else engine.prefilling:
-                    engine.step(decode=call.waits)
-                if rounds and not call.waits:
-                    round_seconds = engine.rehearse(call.request.sampling.kind)
+            round_seconds = rehearsal()
         seconds = time.perf_counter() - start
         with self._lock:
             kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
-            self._programs = {**kept, (streams, rounds, call.signature): used}
+            self._programs = {**kept, (streams, rounds, signature): used}
             # Of shapes whose programs were let go nothing is remembered.
             known = {signature for *_, signature in self._programs} & self._round_seconds.keys()
             self._round_seconds = {one: self._round_seconds[one] for one in known}
             if not math.isnan(round_seconds):
-                self._round_seconds[call.signature] = round_seconds
+                self._round_seconds[signature] = round_seconds
         return seconds
 
-    def round_seconds(self, call: Call) -> float:
+    def round_seconds(self, plan: Plan) -> float:
         """Seconds of a round of such a call, as it last ran; NaN where none did."""
-        return self._round_seconds.get(call.signature, math.nan)
+        return self._round_seconds.get(plan.signature, math.nan)
 
     def learn(self, run: "Run") -> None:
-        """Remember how long the rounds of a finished run took."""
+        """Remember how long the rounds of a finished run took, if it ran one tree."""
         rounds = [total for total in run.engine.totals if total.rounds]
-        if len(rounds) == len(run.call.drafters) == 1:
+        if len(rounds) == len(run.plan.drafters) == 1:
             with self._lock:
-                self._round_seconds[run.call.signature] = rounds[0].seconds / rounds[0].rounds
-
-    def knows(self, call: Call, streams: bool = False, rounds: bool = True) -> bool:
-        """Whether everything the call will run is compiled; it is then the last to be evicted."""
-        used = self._programs.get((streams, rounds, call.signature))
-        return used is not None and RECENT.renew(used)
+                self._round_seconds[run.plan.signature] = rounds[0].seconds / rounds[0].rounds
 
 
 @dataclass
@@ -104,21 +96,26 @@ class Progress:
     done: list[bool]
 
     @classmethod
-    def of(cls, call: Call) -> "Progress":
+    def of(cls, plan: Plan) -> "Progress":
         """Before the first token."""
-        rows, height = len(call.prompts), call.drafter.tree.num_levels + 1
+        rows, height = plan.rows, plan.drafter.tree.num_levels + 1
         texts, flags = [[] for _ in range(rows)], [[] for _ in range(rows)]
         return cls(texts, flags, np.zeros((rows, height), np.int64), [False] * rows)
 
-    def copy(self, call: Call) -> "Progress":
-        """The same tokens, for another call of the same rows."""
-        new = Progress.of(call)
+    def copy(self, plan: Plan) -> "Progress":
+        """The same tokens, for another plan of the same rows."""
+        new = Progress.of(plan)
         new.tokens = [list(row) for row in self.tokens]
         new.drafted, new.done = [list(row) for row in self.drafted], list(self.done)
         return new
 
-    def add(self, call: Call, output: StepOutput) -> None:
+    def add(self, output: StepOutput, prompt_tokens: int, dtype: str) -> None:
         """Take in the output of a step for a row.
+
+        Args:
+          output: of the row.
+          prompt_tokens: of the row, for the error's words.
+          dtype: of the target, for the same.
 
         Raises:
           FloatingPointError: if the target's logits were not finite.
@@ -131,11 +128,10 @@ class Progress:
         self.done[row] = output.finish is not None
         if output.finish == "error":
             where = f"of row {row} " if len(self.tokens) > 1 else ""
-            dtype = call.target.config.dtype
             remedy = "" if dtype == "float32" else "dtype float32, which has more range, or "
             raise FloatingPointError(
                 f"the target's logits {where}behind "
-                f"{len(call.prompts[row]) + len(self.tokens[row]) - 1} tokens are not finite, so "
+                f"{prompt_tokens + len(self.tokens[row]) - 1} tokens are not finite, so "
                 "that no token can be drawn: its weights or norms overflow "
                 f"{dtype}; try {remedy}another checkpoint"
             )
@@ -145,7 +141,8 @@ class Progress:
 class Run:
     """A call on its way."""
 
-    call: Call
+    plan: Plan
+    batch: Batch
     engine: Engine
     progress: Progress
     compile_seconds: float = 0.0
@@ -156,9 +153,9 @@ class Run:
     @property
     def stats(self) -> Stats:
         """The counts so far."""
-        call, progress, engine = self.call, self.progress, self.engine
+        progress, engine = self.progress, self.engine
         return Stats(
-            prompt_tokens=tuple(len(row) for row in call.prompts),
+            prompt_tokens=tuple(map(len, self.batch.prompts)),
             new_tokens=tuple(map(len, progress.tokens)),
             target_passes=tuple(progress.histogram.sum(axis=1).tolist()),
             histograms=tuple(map(tuple, progress.histogram.tolist())),
@@ -167,33 +164,39 @@ class Run:
             decode_seconds=sum(total.seconds for total in engine.totals),
             compile_seconds=self.compile_seconds,
             draft_state_bytes=tree_bytes(engine.rows.draft),
-            memory=call.memory,
-            lossless=all(drafter.lossless for drafter in call.drafters),
+            memory=self.plan.memory,
+            lossless=all(drafter.lossless for drafter in self.plan.drafters),
         )
 
-    def branch(self, call: Call, *, own_cache: bool, **options: Any) -> "Run":
-        """The same rows behind their prefill, for another call that runs one of the drafters.
+    def branch(self, plan: Plan, *, own_cache: bool, **options: Any) -> "Run":
+        """The same rows behind their prefill, with one of the drafters alone.
 
         Args:
-          call: the other call.
+          plan: one of the :meth:`~longspec_jax.generation.call.Plan.alternatives`.
           own_cache: as of :meth:`~longspec_jax.decoding.engine.Engine.branch`.
           **options: the same.
         """
-        draft = self.call.state_of(call, self.engine.rows.draft)
+        draft = self.plan.state_of(plan, self.engine.rows.draft)
         engine = self.engine.branch(
-            *(call.drafters, call.params, draft), own_cache=own_cache, **options
+            *(plan.drafters, plan.params, draft), own_cache=own_cache, **options
         )
-        return Run(call, engine, self.progress.copy(call), on_activity=self.on_activity)
+        engine.seconds_of_prefill = self.engine.seconds_of_prefill
+        progress = self.progress.copy(plan)
+        return Run(plan, self.batch, engine, progress, on_activity=self.on_activity)
+
+    def _add(self, output: StepOutput) -> None:
+        prompt, dtype = self.batch.prompts[output.id], self.plan.target.config.dtype
+        self.progress.add(output, len(prompt), dtype)
 
     def prefill(self) -> "Run":
         """Run the prompts of a call whose rows all have a slot, to their first tokens."""
-        total, told = max(map(len, self.call.prompts)), -1
+        total, told = self.plan.longest, -1
         while self.engine.prefilling:
             if self.on_activity is not None and self.engine.prefilled > told:
                 told = self.engine.prefilled
                 self.on_activity(Prefilling(told, total))
             for output in self.engine.step(decode=False):
-                self.progress.add(self.call, output)
+                self._add(output)
         return self
 
     def rounds(self) -> Generator["Run", None, None]:
@@ -208,18 +211,14 @@ class Run:
             while engine.busy:
                 outputs = engine.step()
                 for output in outputs:
-                    progress.add(self.call, output)
+                    self._add(output)
                 if outputs:
                     yield self
                 elif self.on_activity is not None and not any(progress.tokens):
-                    total = len(self.call.prompts[0])
+                    total = len(self.batch.prompts[0])
                     self.on_activity(Prefilling(engine.prefilled, total))
         finally:
             engine.finish()
-
-
-Begin: TypeAlias = Callable[[bool], Run]
-"""``streams -> run``: makes a call ready to decode."""
 
 
 def tree_uses(engine: Engine) -> tuple[TreeUse, ...]:
@@ -237,28 +236,78 @@ def tree_uses(engine: Engine) -> tuple[TreeUse, ...]:
 
 
 def start(
-    call: Call,
+    plan: Plan,
+    batch: Batch,
     warm: WarmShapes,
     *,
     streams: bool,
     rounds: bool = True,
-    ahead: bool | None = None,
     on_activity: OnActivity | None = None,
 ) -> Run:
     """Compile what is new and, where every row has a slot, run the prompts.
 
     Args:
-      call: the prepared call.
+      plan: of the call.
+      batch: its rows; of more than the plan's the first.
       warm: the shapes compiled so far.
       streams: whether the run is followed round by round.
       rounds: whether it will be decoded at all, and not prefilled alone.
-      ahead: as of :meth:`Call.engine`.
       on_activity: called with compilation and prefill.
     """
-    if on_activity and not warm.knows(call, streams, rounds):
-        on_activity(Compiling())
-    compiled = warm.prepare(call, streams, rounds)
-    engine = call.engine(streams=streams, ahead=ahead)
-    engine.round_seconds = warm.round_seconds(call)
-    run = Run(call, engine, Progress.of(call), compiled, on_activity=on_activity)
-    return run if call.waits else run.prefill()
+    compiled = warm.prepare(plan, streams, rounds, on_activity)
+    engine = plan_engine(plan, streams=streams)
+    engine.round_seconds = warm.round_seconds(plan)
+    for row in range(plan.rows):  # The rows' numbers are those of the requests.
+        engine.submit(batch.prompts[row], batch.request.row(row))
+    run = Run(plan, batch, engine, Progress.of(plan), compiled, on_activity=on_activity)
+    return run if plan.waits else run.prefill()
+
+
+def follow(run: Run, tokenizer: Any, on_round: OnRound | None = None) -> GenerateResult:
+    """Run to the end.
+
+    Args:
+      run: ready to decode.
+      tokenizer: a transformers tokenizer, or None for no text.
+      on_round: called with what every round adds.
+    """
+    if on_round is None:
+        for _ in run.rounds():
+            pass
+    else:
+        with closing(added_rounds(run, tokenizer)) as rounds:
+            for added in rounds:
+                on_round(added)
+    progress = run.progress
+    text = [
+        None if tokenizer is None else continuation(tokenizer, prompt.tolist(), tokens)
+        for prompt, tokens in zip(run.batch.prompts, progress.tokens, strict=True)
+    ]
+    sequences, drafted = tuple(map(tuple, progress.tokens)), tuple(map(tuple, progress.drafted))
+    return GenerateResult(sequences, tuple(text), drafted, run.stats)
+
+
+def added_rounds(run: Run, tokenizer: Any) -> Generator[StreamRound, None, None]:
+    """Decode to the end, and yield what every round adds; close the generator to stop early.
+
+    Args:
+      run: ready to decode.
+      tokenizer: a transformers tokenizer, or None for no text.
+    """
+    progress = run.progress
+    texts = [
+        None if tokenizer is None else Detokenizer(tokenizer, prompt.tolist())
+        for prompt in run.batch.prompts
+    ]
+    seen, ended = [0] * len(texts), [False] * len(texts)
+    with closing(run.rounds()) as rounds:
+        for _ in rounds:
+            tokens, drafted, pieces = [], [], []
+            for row, text in enumerate(texts):
+                tokens.append(tuple(progress.tokens[row][seen[row] :]))
+                drafted.append(tuple(progress.drafted[row][seen[row] :]))
+                ending = progress.done[row] and not ended[row]
+                said = () if text is None else text.pieces(tokens[row], drafted[row], ending)
+                pieces.append(said)
+            seen, ended = list(map(len, progress.tokens)), list(progress.done)
+            yield StreamRound(tuple(tokens), tuple(drafted), tuple(pieces), run.stats)
