@@ -32,19 +32,15 @@ from longspec_jax.arguments import (
 from longspec_jax.checks import whole_number
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, TreeConfig
-from longspec_jax.decoding.candidates import tallest
-from longspec_jax.decoding.engine import Engine
-from longspec_jax.drafters.base import Params
 from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, demo_drafts
 from longspec_jax.generation import autotune, comparison, inspection
 from longspec_jax.generation.activity import OnActivity
-from longspec_jax.generation.batch import Batch, check_positions, read_batch
-from longspec_jax.generation.call import Plan, Shape, plan_call
-from longspec_jax.generation.inputs import Inputs
-from longspec_jax.generation.memory import MemoryPlan, check_fits, plan_memory
-from longspec_jax.generation.models import Models, drafters_for
+from longspec_jax.generation.call import Plan, plan_call
+from longspec_jax.generation.inputs import Batch, Inputs, check_positions, read_batch
+from longspec_jax.generation.memory import MemoryPlan, check_fits
+from longspec_jax.generation.models import Models
 from longspec_jax.generation.options import CallOptions, GenerateOptions, resolve
-from longspec_jax.generation.requests import STOP_WIDTH, RequestEngine
+from longspec_jax.generation.requests import RequestEngine
 from longspec_jax.generation.result import (
     GenerateResult,
     Notices,
@@ -54,9 +50,9 @@ from longspec_jax.generation.result import (
     ended,
     stream_into,
 )
-from longspec_jax.generation.run import Run, WarmShapes, added_rounds, follow, start
+from longspec_jax.generation.run import Run, WarmShapes, added_rounds, follow, learn, start
 from longspec_jax.generation.timings import KnownTimings
-from longspec_jax.loading import check_draft_options, load_drafts, load_with_tokenizer
+from longspec_jax.loading import choose_drafts, load_with_tokenizer
 from longspec_jax.weights.hf import load_stop_tokens
 
 
@@ -130,8 +126,7 @@ class LongSpec(Models):
           draft_revision: the same for the draft.
           tokenizer: instead of the one beside the target.
           prefill_chunk: tokens of one prefill step; 2048 on a GPU and 256 on a CPU if absent.
-          row_slots: rows that are decoded at once; those of a larger batch wait for a slot. All
-            rows if absent.
+          row_slots: rows that are decoded at once; the others wait. All rows if absent.
           offload: keep the target's cache in the host's memory: for contexts larger than the
             device's, at the rate at which the cache is moved.
         """
@@ -144,16 +139,9 @@ class LongSpec(Models):
             "row_slots": row_slots,
             "offload": offload,
         }
-        check_arguments(
-            target=target,
-            draft=draft,
-            draft_options=draft_options,
-            dtype=dtype,
-            revision=revision,
-            draft_revision=draft_revision,
-            tokenizer=tokenizer,
-            **settings,
-        )
+        check_arguments(target=target, draft=draft, draft_options=draft_options, dtype=dtype)
+        check_arguments(revision=revision, draft_revision=draft_revision, tokenizer=tokenizer)
+        check_arguments(**settings)
         if offload:
             check_offload(mesh, row_slots)
         sources = as_sources(draft)
@@ -161,13 +149,11 @@ class LongSpec(Models):
         tree = None if tree is None else as_tree(tree)
         keep_programs()
         stop_tokens = load_stop_tokens(target, revision=revision)
-        check_draft_options(sources, draft_options or {}, draft_revision)
+        chosen = choose_drafts(sources, draft_options or {}, draft_revision)
         loaded = load_with_tokenizer(
             target, dtype, tokenizer=tokenizer, mesh=mesh, revision=revision
         )
-        drafts = load_drafts(
-            sources, loaded, draft_options or {}, mesh=mesh, revision=draft_revision
-        )
+        drafts = tuple(draft.load(loaded, mesh) for draft in chosen)
         more: dict[str, Any] = {**settings, "tokenizer": loaded.tokenizer, "tree": tree}
         return cls(loaded.config, loaded.params, drafts or None, stop_tokens=stop_tokens, **more)
 
@@ -227,7 +213,7 @@ class LongSpec(Models):
             run = self._start(plan, batch, streams=on_round is not None, on_activity=on_activity)
             result = follow(run, self.tokenizer, on_round)
         self._notices.look_at(result.stats)
-        autotune.learn(run, self._warm, self._timings)
+        learn(run, self._warm, self._timings)
         return result
 
     def stream(
@@ -257,7 +243,7 @@ class LongSpec(Models):
                 self._notices.look_at(added.stats)
                 yield added
         self._notices.look_at(run.stats)
-        autotune.learn(run, self._warm, self._timings)
+        learn(run, self._warm, self._timings)
 
     def compare(
         self,
@@ -286,7 +272,7 @@ class LongSpec(Models):
         compared, runs = comparison.run_both(run, self._warm, self.tokenizer, on_round, on_activity)
         for each, result in zip(runs, (compared.speculative, compared.plain), strict=False):
             self._notices.look_at(result.stats)
-            autotune.learn(each, self._warm, self._timings)
+            learn(each, self._warm, self._timings)
         return compared
 
     def engine(
@@ -312,31 +298,9 @@ class LongSpec(Models):
         Raises:
           MemoryError: if the slots do not fit.
         """
-        for name, value in (("slots", slots), ("max_tokens", max_tokens), ("prefills", prefills)):
-            whole_number(name, value)
         tree = None if tree is None else as_tree(tree)
-        drafters, draft = drafters_for(self, tree, slots, adaptive=adaptive)
-        drafters = drafters if adaptive else drafters[:1]
-        levels = tallest(drafters).tree.num_levels
-        shape = Shape.for_call(max_tokens, 0, levels, self.prefill_chunk)
-        batches = [slots, *[1] * prefills]
-        plan = plan_memory(self, drafters, draft, batches, shape.capacity, shape.chunk)
-        check_fits(plan, self.mesh)
-        engine = Engine(
-            *(self.target, drafters, Params(self.target_params, draft)),
-            slots=slots,
-            capacity=shape.capacity,
-            chunk=shape.chunk,
-            stop_width=STOP_WIDTH,
-            prefills=prefills,
-        )
-        return RequestEngine(
-            engine,
-            self.tokenizer,
-            max_tokens=max_tokens,
-            max_positions=self.target_config.max_positions,
-            stop_tokens=self.stop_tokens,
-        )
+        sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
+        return RequestEngine(self, **sizes, tree=tree, adaptive=adaptive)
 
     def inspect(
         self, inputs: Inputs, generation_config: Any = None, **options: Unpack[CallOptions]
@@ -419,10 +383,11 @@ class LongSpec(Models):
         sizes = {"rows": rows, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
         for name, value in sizes.items():
             whole_number(name, value)
-        options = resolve({"max_new_tokens": max_new_tokens}, None, [prompt_tokens] * rows, ())
-        positions = self.target_config.max_positions
-        check_positions([prompt_tokens], options.max_new_tokens[:1], positions)
-        batch = Batch((np.zeros(prompt_tokens, np.int32),) * rows, options.request())
+        vocabulary, positions = self.target_config.vocab_size, self.target_config.max_positions
+        lengths, given = [prompt_tokens] * rows, {"max_new_tokens": max_new_tokens}
+        check_positions([prompt_tokens], np.asarray([max_new_tokens]), positions)
+        request = resolve(given, None, lengths, (), vocabulary)
+        batch = Batch((np.zeros(prompt_tokens, np.int32),) * rows, request)
         return plan_call(self, batch, None if tree is None else as_tree(tree)).memory
 
     def _prepare(

@@ -16,7 +16,7 @@ from longspec_jax.arguments import as_tree, check_arguments, check_gap, refuse_p
 from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.registry import LONGSPEC, SMALL_LM, options_of
 from longspec_jax.embedded import DRAFTS
-from longspec_jax.loading import load_draft
+from longspec_jax.loading import choose_drafts
 from tests.infer.toys import rebound, toy_spec, toy_tokenizer
 from tests.kit import tiny_target_config
 
@@ -221,7 +221,7 @@ def test_options_that_a_kind_of_draft_does_not_have(message, options) -> None:
 )
 def test_options_of_a_draft_without_weights(options, message) -> None:
     with pytest.raises(ValueError, match=f"^draft_options: {re.escape(message)}"):
-        load_draft("streaming", Target(tiny_target_config(), None), options)
+        choose_drafts(["streaming"], options)
 
 
 def test_options_of_a_draft_are_checked_before_weights_are_read(monkeypatch, tmp_path) -> None:
@@ -260,11 +260,12 @@ def test_options_of_a_small_model() -> None:
 
 
 def test_drafts_without_weights_are_named() -> None:
-    draft = load_draft("ngram", Target(tiny_target_config(), None), {})
+    [chosen] = choose_drafts(["ngram"], {})
+    draft = chosen.load(Target(tiny_target_config(), None))
     assert draft.name == "ngram" and isinstance(draft, Draft)
     assert made(draft=draft).drafts == (draft,)
     with pytest.raises(ValueError, match="unknown option 'int8' for ngram; it has none"):
-        load_draft("ngram", Target(tiny_target_config(), None), {"int8": True})
+        choose_drafts(["ngram"], {"int8": True})
     with pytest.raises(ValueError, match="two of the kind ngram"):
         made(draft=[draft, draft])
     with pytest.raises(ValueError, match="draft_revision='v1' is the version of a draft"):

@@ -22,12 +22,18 @@ import jax
 
 from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.policy import Measurement
-from longspec_jax.generation.activity import Compiling, OnActivity, Slower, Tuned, Tuning
-from longspec_jax.generation.batch import Batch
+from longspec_jax.generation.activity import Compiling, OnActivity, Tuned, Tuning
 from longspec_jax.generation.call import Plan
-from longspec_jax.generation.engines import can_precompile, plan_programs, round_programs
+from longspec_jax.generation.inputs import Batch
 from longspec_jax.generation.memory import free_bytes
-from longspec_jax.generation.run import Run, WarmShapes, start
+from longspec_jax.generation.run import (
+    Run,
+    WarmShapes,
+    can_precompile,
+    plan_programs,
+    round_programs,
+    start,
+)
 from longspec_jax.generation.timings import KnownTimings, TreeTiming, fastest, timing_key
 
 FEW = 32
@@ -80,17 +86,6 @@ def start_call(
     return run
 
 
-def learn(run: Run, warm: WarmShapes, known: KnownTimings) -> None:
-    """Correct what is known by a finished run, and report a run that was slower."""
-    warm.learn(run)
-    if run.timing_key is None or run.plan.waits:
-        return
-    [seen] = run.engine.totals
-    speed = known.correct(run.timing_key, *run.plan.choice, seen)
-    if speed is not None and run.on_activity is not None:
-        run.on_activity(Slower(*run.plan.choice, speed))
-
-
 def _start_after_timing(
     whole: Plan,
     batch: Batch,
@@ -115,7 +110,7 @@ def _start_after_timing(
     run = start(shared, batch, warm, streams=streams, rounds=False, on_activity=on_activity)
     begin, timings = time.perf_counter(), ()
     # A row that has ended with its first token shows nothing.
-    if not any(run.progress.done):
+    if not any(row.done for row in run.rows):
         timings = _time_all(plans, run, on_activity)
         known.keep(key, timings)
     index = fastest([each.choice for each in plans], timings)

@@ -1,7 +1,4 @@
-"""The plan of a call: all that is static. What is data is the batch of its rows.
-
-Programs depend on the plan alone. :mod:`longspec_jax.generation.engines` makes an engine of it.
-"""
+"""The plan of a call: all that is static, on which its programs depend. Its rows are data."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +15,7 @@ from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf, of_member
-from longspec_jax.generation.batch import Batch
+from longspec_jax.generation.inputs import Batch
 from longspec_jax.generation.memory import MemoryPlan, plan_memory
 from longspec_jax.generation.models import Models, drafters_for
 
@@ -135,12 +132,7 @@ class Plan:
         return tuple(alone)
 
     def state_of(self, other: "Plan", draft: Any) -> Any:
-        """The part of this plan's draft state that is the state of one of its drafters.
-
-        Args:
-          other: runs the drafter, or none, alone.
-          draft: this plan's draft state.
-        """
+        """The part of this plan's draft state that one of the alternatives takes."""
         shared, drafter = self.drafter, other.drafter
         if isinstance(drafter, NoDraft):
             return ()
@@ -154,14 +146,7 @@ def plan_call(
 ) -> Plan:
     """The drafters of a call, its sizes, and what it takes of the devices.
 
-    Args:
-      models: what it decodes with.
-      batch: its rows.
-      tree: the tree that the call names, if it names one.
-      adaptive: whether the run itself chooses among several trees.
-
-    Raises:
-      ValueError: for a tree without a draft, and for a choice among nothing.
+    Arguments and errors as of :func:`~longspec_jax.generation.models.drafters_for`.
     """
     lengths, request = [len(prompt) for prompt in batch.prompts], batch.request
     rows, longest = len(lengths), max(lengths)

@@ -84,7 +84,7 @@ def encode_chat(
     *,
     max_positions: int | None = None,
 ) -> list[int]:
-    """Token ids of a conversation; arguments and errors of both functions below."""
+    """Token ids of a conversation; see :func:`render_chat` and :func:`encode_text`."""
     text = render_chat(require_tokenizer(tokenizer), messages, template)
     return encode_text(tokenizer, text, special=False, max_positions=max_positions)
 

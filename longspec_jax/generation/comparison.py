@@ -20,8 +20,8 @@ from longspec_jax.decoding.sampling import noise, perturb
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.activity import DecodingPlainly, OnActivity
-from longspec_jax.generation.batch import Batch
 from longspec_jax.generation.call import Plan
+from longspec_jax.generation.inputs import Batch
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.result import GenerateResult, OnRound
 from longspec_jax.generation.run import Run, WarmShapes, follow, start
@@ -129,14 +129,14 @@ def _plain_listener(batch: Batch, on_activity: OnActivity | None) -> OnRound:
 def score_gap(
     run: Run, last: Sequence[int], length: Sequence[int], row: int, pair: tuple[int, int]
 ) -> float | None:
-    """How much plain decoding's scores of a row prefer one next token to another.
+    """How much plain decoding's scores of a row prefer the first token of a pair to the second.
 
     Args:
       run: of the plain call, whose cache holds all tokens before the last ones.
       last: the last token of each row.
       length: its position.
       row: the one in question.
-      pair: the preferred token and the other one.
+      pair: of next tokens.
 
     Returns:
       The difference, noise and temperature included; None if filters left out one of the two.
@@ -165,7 +165,7 @@ def _divergence(
     # The first token is drawn from the prefill, which both share and which keeps no logits. Where
     # rows waited for slots, the cache of this one is another's by now.
     if index > 0 and not run.plan.waits and plain is not None and other is not None:
-        before = [tokens[min(index, len(tokens)) - 1] for tokens in run.progress.tokens]
+        before = [row.tokens[min(index, len(row.tokens)) - 1] for row in run.rows]
         length = [len(prompt) + index - 1 for prompt in run.batch.prompts]
         gap = score_gap(run, before, length, row, (plain, other))
     return Divergence(row, index, plain, other, gap)

@@ -1,15 +1,17 @@
-"""Token ids of prompts given as text, chat messages or token ids, one row or many.
+"""What a caller gives: prompts as text, chat messages or token ids, and their options, checked.
 
 Rows keep their own length: nothing is padded or truncated.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from longspec_jax.checks import as_plain, is_whole, shown
+from longspec_jax.decoding.rows import Request
 from longspec_jax.generation.chat import encode_chat, encode_text
+from longspec_jax.generation.options import GenerateOptions, resolve
 
 Inputs: TypeAlias = Any
 """Text, chat messages (``[{"role": ..., "content": ...}, ...]``), token ids, or a list of one of
@@ -18,6 +20,55 @@ these for a batch; also what a transformers tokenizer returns (``input_ids``,
 
 Prompts: TypeAlias = tuple[np.ndarray, ...]
 """Token ids of every row, int32, not empty."""
+
+
+class Batch(NamedTuple):
+    """What a call's programs take as data."""
+
+    prompts: Prompts
+    request: Request
+    """Options of all rows, on the host."""
+
+
+def read_batch(
+    inputs: Inputs,
+    options: GenerateOptions,
+    generation_config: Any,
+    *,
+    tokenizer: Any,
+    vocab_size: int,
+    max_positions: int,
+    stop_tokens: Sequence[int],
+    chat_template: str | None = None,
+) -> Batch:
+    """Read and check what a caller gave.
+
+    Arguments and errors as of :func:`to_prompts`,
+    :func:`~longspec_jax.generation.options.resolve` and :func:`check_positions`; ``max_positions``
+    bounds a row's tokens, prompt and new ones.
+    """
+    prompts = to_prompts(inputs, tokenizer, vocab_size, chat_template, max_positions)
+    lengths = list(map(len, prompts))
+    request = resolve(options, generation_config, lengths, stop_tokens, vocab_size)
+    check_positions(lengths, np.asarray(request.max_new_tokens), max_positions)
+    return Batch(prompts, request)
+
+
+def check_positions(lengths: Sequence[int], new_tokens: np.ndarray, max_positions: int) -> None:
+    """Refuse rows that would leave the positions the target was made for."""
+    for row, (length, new) in enumerate(zip(lengths, new_tokens.tolist(), strict=True)):
+        if length + new <= max_positions:
+            continue
+        where = f"row {row}: " if len(lengths) > 1 else ""
+        lower = f"lower max_new_tokens to at most {max_positions - length}"
+        shorten = f"shorten the prompt to at most {max_positions - new} tokens"
+        remedies = [lower] * (length < max_positions) + [shorten] * (new < max_positions)
+        both = f"shorten the prompt and lower max_new_tokens to {max_positions} tokens in all"
+        raise ValueError(
+            f"{where}a prompt of {length} tokens and max_new_tokens={new} reach position "
+            f"{length + new}, and the target has max_positions={max_positions}; "
+            f"{', or '.join(remedies) or both}"
+        )
 
 
 def to_prompts(
@@ -55,19 +106,13 @@ def to_prompts(
     return tuple(prompts)
 
 
-def to_prompt(
-    inputs: Inputs,
-    tokenizer: Any,
-    vocab_size: int,
-    chat_template: str | None = None,
-    max_positions: int | None = None,
-) -> np.ndarray:
-    """The token ids of a single row; arguments and errors as in :func:`to_prompts`.
+def to_prompt(inputs: Inputs, *options: Any, **named: Any) -> np.ndarray:
+    """The token ids of a single row; arguments and errors as of :func:`to_prompts`.
 
     Raises:
       ValueError: also for more than one row.
     """
-    row, *others = to_prompts(inputs, tokenizer, vocab_size, chat_template, max_positions)
+    row, *others = to_prompts(inputs, *options, **named)
     if others:
         raise ValueError(
             f"one prompt is needed here, and {shown(inputs)} holds {1 + len(others)}; make each a "

@@ -101,9 +101,9 @@ def round_views(start: Callable[[], Run]) -> Iterator[RoundView]:
     # A round is launched when the rows before it were seen.
     run.engine.ahead = False
     for number, _ in enumerate(run.rounds()):
-        if not run.progress.done[0]:
+        if not run.rows[0].done:
             seen = jax.device_get(_seen(run.plan, run.engine.rows))
-            position = len(run.batch.prompts[0]) + len(run.progress.tokens[0])
+            position = len(run.batch.prompts[0]) + len(run.rows[0].tokens)
             yield _view(number, position, seen)
 
 

@@ -108,11 +108,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def free_bytes(mesh: Mesh | None = None) -> int | None:
-    """Bytes that every device can still allocate; None if unknown.
-
-    Args:
-      mesh: the devices; those of this process count. The default device if absent.
-    """
+    """Bytes that each device of the mesh, or the default one, has left; None if unknown."""
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
     on_device = free_device_bytes(devices)
     if on_device is not None:
@@ -122,10 +118,7 @@ def free_bytes(mesh: Mesh | None = None) -> int | None:
 
 
 def free_pinned_bytes() -> int | None:
-    """Bytes of the host's memory that a cache may take; None if unknown.
-
-    For a GPU jax has a limit of its own, which an environment variable sets.
-    """
+    """Bytes of the host's memory that a cache may take, by jax's limit too; None if unknown."""
     free = _free_host_bytes()
     if jax.default_backend() != "gpu":
         return free
@@ -155,16 +148,10 @@ def _free_host_bytes() -> int | None:
 
 
 def check_fits(plan: MemoryPlan, mesh: Mesh | None = None, *, offload: bool = False) -> None:
-    """Raise if a call does not fit on the devices, or its offloaded cache not on the host.
-
-    Args:
-      plan: of the call.
-      mesh: its devices; the default device if absent.
-      offload: whether its cache lies in the host's memory.
+    """Refuse a call that does not fit on the devices, or whose offloaded cache not on the host.
 
     Raises:
-      MemoryError: says the bytes, and what to change; on the device also the largest context that
-        fits.
+      MemoryError: says the bytes, and what to change.
     """
     free = free_bytes(mesh)
     if free is not None and plan.needed_bytes > free:

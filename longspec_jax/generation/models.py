@@ -73,16 +73,13 @@ class Models:
 def drafters_for(
     models: Models, tree: TreeConfig | None, rows: int, *, adaptive: bool
 ) -> tuple[tuple[Drafter, ...], Any]:
-    """The drafters that a call may run, and their parameters.
+    """The drafters that a call may run, and their parameters, which they share.
 
     Args:
       models: their drafts and default tree.
       tree: the tree that the call names, if it names one.
       rows: of the call.
       adaptive: whether the run itself chooses, by the clock.
-
-    Returns:
-      The drafters: several where the fastest is chosen. They share parameters and state.
 
     Raises:
       ValueError: for a tree without a draft, and for a choice among nothing.

@@ -7,7 +7,6 @@ than plain decoding has all trees timed again.
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import math
 import platform
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import longspec_jax
 from longspec_jax import files
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config import TreeConfig
@@ -55,6 +55,11 @@ class TreeTiming:
     """How many rounds the tokens are a mean of."""
 
     @property
+    def choice(self) -> tuple[str, TreeConfig]:
+        """The drafter's name and its tree."""
+        return self.drafter, self.tree
+
+    @property
     def tokens_per_second(self) -> float:
         """Of one row."""
         return self.tokens / self.seconds
@@ -81,16 +86,11 @@ class KnownTimings:
     def find(
         self, key: Mapping[str, Any], choices: Collection[tuple[str, TreeConfig]]
     ) -> tuple[TreeTiming, ...] | None:
-        """The timings of a key; None if there are none to be trusted.
-
-        Args:
-          key: everything that they depend on, as JSON values.
-          choices: the drafters by name and trees that were timed, all of them and no others.
-        """
+        """The timings of a key, if they are of exactly these drafters by name and trees."""
         name, folder = _name(key), timings_folder()
         if name not in self._known and folder is not None:
             kept = read_timings(folder, key)
-            if kept is not None and {(one.drafter, one.tree) for one in kept} == set(choices):
+            if kept is not None and {timing.choice for timing in kept} == set(choices):
                 self._known[name] = kept
         return self._known.get(name)
 
@@ -103,13 +103,7 @@ class KnownTimings:
     def correct(
         self, key: Mapping[str, Any], drafter: str, tree: TreeConfig, seen: Measurement
     ) -> float | None:
-        """Take in what a run measured of the tree that it ran.
-
-        Args:
-          key: of the call.
-          drafter: the name of what the run ran.
-          tree: its tree.
-          seen: all rounds of the run.
+        """Take in all rounds of a run of this drafter and tree.
 
         Returns:
           The run's speed over plain decoding's, where it was clearly slower, so that the timings
@@ -126,10 +120,8 @@ class KnownTimings:
                 with contextlib.suppress(OSError):
                     _file(folder, key).unlink(missing_ok=True)
             return speed / plain.tokens_per_second
-        mended = [
-            timing.corrected(seen) if (timing.drafter, timing.tree) == (drafter, tree) else timing
-            for timing in known
-        ]
+        ran = drafter, tree
+        mended = [one.corrected(seen) if one.choice == ran else one for one in known]
         self.keep(key, mended)
         return None
 
@@ -141,12 +133,7 @@ def timings_folder() -> Path | None:
 
 
 def read_timings(folder: Path, key: Mapping[str, Any]) -> tuple[TreeTiming, ...] | None:
-    """The kept timings of a key; None if there are none to be trusted.
-
-    Args:
-      folder: of the timings.
-      key: everything that they depend on, as JSON values.
-    """
+    """The kept timings of a key, of JSON values; None if there are none to be trusted."""
     try:
         kept = json.loads(_file(folder, key).read_text("utf-8"))
         if kept["key"] != json.loads(json.dumps(key)) or time.time() - kept["time"] > DAYS * 86400:
@@ -184,10 +171,7 @@ def _name(key: Mapping[str, Any]) -> str:
 
 def fastest(choices: Sequence[tuple[str, TreeConfig]], timings: Sequence[TreeTiming]) -> int:
     """Index of the choice that was fastest; of the second, the default, without timings."""
-    if not timings:
-        return 1
-    best = best_timing(timings)
-    return choices.index((best.drafter, best.tree))
+    return choices.index(best_timing(timings).choice) if timings else 1
 
 
 def best_timing(timings: Sequence[TreeTiming]) -> TreeTiming:
@@ -202,7 +186,7 @@ def timing_key(plan: Plan, streams: bool) -> dict[str, Any]:
     return {
         "device": jax.devices()[0].device_kind,
         "processors": _processors(),
-        "versions": [jax.__version__, _own_version()],
+        "versions": [jax.__version__, longspec_jax.__version__],  # Other kernels, other timings.
         "target": repr(plan.target),
         "drafters": [repr(drafter) for drafter in plan.drafters],
         "draft": _fingerprint(plan.params.draft),
@@ -221,14 +205,6 @@ def _processors() -> list[Any]:
     except (OSError, StopIteration):
         model = platform.processor()
     return [processors(), model]
-
-
-def _own_version() -> str | None:
-    """The library's version: other kernels have other timings."""
-    try:
-        return importlib.metadata.version("longspec_jax")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _fingerprint(draft: Any) -> str:

@@ -13,7 +13,8 @@ import pytest
 
 from longspec_jax import PLAIN
 from longspec_jax.decoding.compiling import compile_side_by_side
-from longspec_jax.generation import autotune, engines
+from longspec_jax.generation import autotune
+from longspec_jax.generation import run as run_lib
 from longspec_jax.generation.run import WarmShapes
 from longspec_jax.generation.timings import KnownTimings
 from tests.infer.toys import toy_spec
@@ -151,7 +152,7 @@ def test_what_a_compiler_says_ends_the_call(spec, monkeypatch) -> None:
     def refuse(programs) -> None:
         compile_side_by_side([*programs, refused()])
 
-    for module in (autotune, engines):
+    for module in (autotune, run_lib):
         monkeypatch.setattr(module, "compile_side_by_side", refuse)
     for tree in (None, (2, 2)):
         with pytest.raises(ValueError, match="no such instruction"):

@@ -16,7 +16,7 @@ def test_a_gap_is_a_number_or_none(other, gap, monkeypatch) -> None:
     plan = SimpleNamespace(waits=False, target=None, params=None)
     batch = SimpleNamespace(prompts=((3, 4),), request=None)
     engine = SimpleNamespace(rows=SimpleNamespace(cache=None))
-    progress = SimpleNamespace(tokens=[[1, 0]])
-    run = SimpleNamespace(plan=plan, batch=batch, engine=engine, progress=progress)
+    rows = [SimpleNamespace(tokens=[1, 0])]
+    run = SimpleNamespace(plan=plan, batch=batch, engine=engine, rows=rows)
     found = comparison._divergence(run, 0, ((1, 0), (1, 1)))  # type: ignore[arg-type]
     assert found == comparison.Divergence(0, 1, 0, 1, gap)

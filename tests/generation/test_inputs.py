@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.checks import shown
-from longspec_jax.generation.batch import check_positions
-from longspec_jax.generation.inputs import to_prompt, to_prompts
+from longspec_jax.generation.inputs import check_positions, to_prompt, to_prompts
 from tests.infer.toys import toy_tokenizer
 
 TEXTS = ["ab cd gh é", "fgh €€ abc"]
