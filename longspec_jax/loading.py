@@ -199,15 +199,9 @@ def _is_generic(folder: Path, settings: JsonObject) -> bool:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Silence a warning of transformers, unless it is switched off already.
-
-    Without PyTorch it warns that no models are available, which is wrong for ours.
-    """
+    """Silence the warning of transformers that without PyTorch no models are available."""
     before = os.environ.get(_ADVICE)
-    if before:
-        yield
-        return
-    os.environ[_ADVICE] = "1"
+    os.environ[_ADVICE] = before or "1"
     try:
         yield
     finally:

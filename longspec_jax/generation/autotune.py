@@ -61,13 +61,7 @@ def start_call(
 ) -> Run:
     """As :func:`~longspec_jax.generation.run.start`, an open plan with its fastest drafter.
 
-    Args:
-      plan: of the call.
-      batch: its rows.
-      warm: the shapes compiled so far.
-      known: the timings known so far.
-      streams: whether the run is followed round by round.
-      on_activity: called with everything that takes time, and with the choice.
+    ``on_activity`` is called with everything that takes time, and with the choice.
     """
     key, timings = None, ()
     if plan.open:

@@ -21,9 +21,8 @@ from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.activity import DecodingPlainly, OnActivity
 from longspec_jax.generation.call import Plan
-from longspec_jax.generation.inputs import Batch
 from longspec_jax.generation.memory import free_bytes
-from longspec_jax.generation.result import GenerateResult, OnRound
+from longspec_jax.generation.result import GenerateResult, OnRound, StreamRound
 from longspec_jax.generation.run import Run, WarmShapes, follow, start
 from longspec_jax.ops.partitioned import use_mesh
 
@@ -102,8 +101,14 @@ def run_both(
     run.engine.close()  # Its cache makes room for plain decoding's.
     if plain_run is None:
         plain_run = start(plan, run.batch, warm, streams=streams, on_activity=on_activity)
-    listener = _plain_listener(run.batch, on_activity)
-    plain = follow(plain_run, tokenizer, listener if streams else None)
+    total = int(run.batch.request.max_new_tokens.sum())
+    tell = on_activity or (lambda activity: None)
+
+    def listen(added: StreamRound) -> None:
+        tell(DecodingPlainly(sum(added.stats.new_tokens), total))
+
+    tell(DecodingPlainly(0, total))
+    plain = follow(plain_run, tokenizer, listen if streams else None)
     pairs = enumerate(zip(plain.sequences, speculative.sequences, strict=True))
     found = (_divergence(plain_run, row, pair) for row, pair in pairs)
     divergences = tuple(item for item in found if item is not None)
@@ -116,14 +121,6 @@ def _room_for_two(plan: Plan) -> bool:
         return False
     free = free_bytes()
     return free is None or free > plan.memory.cache_bytes + plan.memory.working_bytes
-
-
-def _plain_listener(batch: Batch, on_activity: OnActivity | None) -> OnRound:
-    """What follows the plain run, and reports how far it has got."""
-    total = int(batch.request.max_new_tokens.sum())
-    tell = on_activity or (lambda activity: None)
-    tell(DecodingPlainly(0, total))
-    return lambda added: tell(DecodingPlainly(sum(added.stats.new_tokens), total))
 
 
 def score_gap(

@@ -5,6 +5,7 @@ without an effect here are accepted. Those that speculative decoding does not su
 beams, penalties and constraints, are refused by name.
 """
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -67,21 +68,12 @@ class CallOptions(GenerateOptions, total=False):
 
 
 _ANY = object()
+_WITHOUT_EFFECT = (
+    "transformers_version _from_model_config pad_token_id bos_token_id use_cache "
+    "cache_implementation return_dict_in_generate early_stopping length_penalty"
+)
 _NEUTRAL = {
-    **dict.fromkeys(
-        (
-            "transformers_version",
-            "_from_model_config",
-            "pad_token_id",
-            "bos_token_id",
-            "use_cache",
-            "cache_implementation",
-            "return_dict_in_generate",
-            "early_stopping",
-            "length_penalty",
-        ),
-        _ANY,
-    ),
+    **dict.fromkeys(_WITHOUT_EFFECT.split(), _ANY),
     "num_beams": 1,
     "num_return_sequences": 1,
     "repetition_penalty": 1.0,
@@ -206,9 +198,9 @@ def _supported(
         name = f"{owner}max_length"
         found["max_new_tokens"] = _rest(name, values["max_length"], prompt_lengths)
     others = values.keys() - known - {"max_length"}
-    refused = {f"{owner}{key}": values[key] for key in others if not _is_neutral(key, values[key])}
+    refused = [key for key in sorted(others) if _has_effect(key, values[key])]
     if refused:
-        named = ", ".join(f"{name}={shown(refused[name])}" for name in sorted(refused))
+        named = ", ".join(f"{owner}{key}={shown(values[key])}" for key in refused)
         raise NotImplementedError(
             f"{named}: not supported by speculative decoding; leave out, or decode with "
             "transformers"
@@ -216,11 +208,10 @@ def _supported(
     return found
 
 
-def _is_neutral(name: str, value: Any) -> bool:
-    """Whether an option of transformers has no effect at this value."""
+def _has_effect(name: str, value: Any) -> bool:
+    """Whether an option of transformers may change the output at this value."""
     neutral = _NEUTRAL.get(name)
-    plain = isinstance(value, bool) or is_number(value)
-    return neutral is _ANY or (plain and value == neutral)
+    return neutral is not _ANY and not (isinstance(value, numbers.Real) and value == neutral)
 
 
 def _rest(name: str, max_length: Any, prompt_lengths: Sequence[int]) -> list[int]:

@@ -75,12 +75,7 @@ def round_programs(plan: Plan, streams: bool) -> Iterator[jax.stages.Lowered]:
 
 
 def rehearse(plan: Plan, streams: bool, rounds: bool) -> float:
-    """Compile everything that a plan runs, and run a little of it.
-
-    Args:
-      plan: of a call.
-      streams: whether the run is followed round by round.
-      rounds: whether rounds run at all, and not the prefill alone.
+    """Compile everything that a plan runs, and run a little of it; arguments as of :func:`start`.
 
     Returns:
       Seconds of a round; NaN where none ran alone.
@@ -191,12 +186,9 @@ class Run:
         )
 
     def branch(self, plan: Plan, *, own_cache: bool, **options: Any) -> "Run":
-        """The same rows behind their prefill, with one of the drafters alone.
+        """The same rows behind their prefill, with one of the plan's alternatives.
 
-        Args:
-          plan: one of the :meth:`~longspec_jax.generation.call.Plan.alternatives`.
-          own_cache: as of :meth:`~longspec_jax.decoding.engine.Engine.branch`.
-          **options: the same.
+        The other arguments are those of :meth:`~longspec_jax.decoding.engine.Engine.branch`.
         """
         draft = self.plan.state_of(plan, self.engine.rows.draft)
         engine = self.engine.branch(

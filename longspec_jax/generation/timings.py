@@ -7,6 +7,7 @@ than plain decoding has all trees timed again.
 
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 import math
 import platform
@@ -19,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 
-import longspec_jax
 from longspec_jax import files
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config import TreeConfig
@@ -186,7 +186,7 @@ def timing_key(plan: Plan, streams: bool) -> dict[str, Any]:
     return {
         "device": jax.devices()[0].device_kind,
         "processors": _processors(),
-        "versions": [jax.__version__, longspec_jax.__version__],  # Other kernels, other timings.
+        "versions": [jax.__version__, _own_version()],
         "target": repr(plan.target),
         "drafters": [repr(drafter) for drafter in plan.drafters],
         "draft": _fingerprint(plan.params.draft),
@@ -205,6 +205,12 @@ def _processors() -> list[Any]:
     except (OSError, StopIteration):
         model = platform.processor()
     return [processors(), model]
+
+
+def _own_version() -> str | None:
+    """The library's version: other kernels have other timings."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("longspec_jax")
 
 
 def _fingerprint(draft: Any) -> str:
