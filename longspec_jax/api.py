@@ -26,7 +26,6 @@ from longspec_jax.arguments import (
     check_chunk,
     check_drafts,
     check_gap,
-    check_offload,
     refuse_pickling,
 )
 from longspec_jax.checks import whole_number
@@ -71,8 +70,6 @@ class LongSpec(Models):
         """Refuse parts that are not what they should be, or do not belong together."""
         names = "target_config tokenizer attention prefill_chunk mesh row_slots expected_tokens"
         check_arguments(**{name: getattr(self, name) for name in (*names.split(), "offload")})
-        if self.offload:
-            check_offload(self.mesh, self.row_slots)
         check_chunk(self.prefill_chunk, self.target_config.max_positions)
         if self.tree is not None:
             object.__setattr__(self, "tree", as_tree(self.tree))
@@ -142,8 +139,6 @@ class LongSpec(Models):
         check_arguments(target=target, draft=draft, draft_options=draft_options, dtype=dtype)
         check_arguments(revision=revision, draft_revision=draft_revision, tokenizer=tokenizer)
         check_arguments(**settings)
-        if offload:
-            check_offload(mesh, row_slots)
         sources = as_sources(draft)
         check_about_drafts(sources, draft_options, draft_revision)
         tree = None if tree is None else as_tree(tree)
@@ -400,16 +395,7 @@ class LongSpec(Models):
         """Read and check everything that a call was given, before anything runs."""
         given: Any = dict(options)
         tree, template = given.pop("tree", None), given.pop("chat_template", None)
-        batch = read_batch(
-            inputs,
-            given,
-            generation_config,
-            tokenizer=self.tokenizer,
-            vocab_size=self.target_config.vocab_size,
-            max_positions=self.target_config.max_positions,
-            stop_tokens=self.stop_tokens,
-            chat_template=template,
-        )
+        batch = read_batch(self, inputs, generation_config, given, chat_template=template)
         tree = None if tree is None else as_tree(tree)
         plan = plan_call(self, batch, tree, adaptive=adaptive)
         check_fits(plan.memory, self.mesh, offload=self.offload)

@@ -99,6 +99,8 @@ _NEEDED = frozenset(
 def check_arguments(**values: Any) -> None:
     """Refuse an argument of a constructor or a call that is not what its name says.
 
+    Also refuses ``offload`` beside arguments that an offloaded cache does not support.
+
     Raises:
       ValueError: names the argument, the value and what it must be.
     """
@@ -106,6 +108,16 @@ def check_arguments(**values: Any) -> None:
         good, must_be = _RULES[name]
         if (value is not None or name in _NEEDED) and not good(value):
             raise ValueError(f"{name}={shown(value)} must be {must_be}")
+    if values.get("offload") and (mesh := values.get("mesh")) is not None:
+        raise ValueError(
+            f"offload=True supports one device, and mesh={dict(mesh.shape)} spreads the cache over "
+            "several; drop one of the two"
+        )
+    if values.get("offload") and (row_slots := values.get("row_slots")) is not None:
+        raise ValueError(
+            f"offload=True decodes all rows at once, and row_slots={row_slots} has some of them "
+            "wait; drop one of the two"
+        )
 
 
 def as_sources(draft: Any) -> tuple[Any, ...]:
@@ -203,24 +215,6 @@ def refuse_pickling(self: Any) -> NoReturn:
         "and compiled programs; load it again in the other process, or use dataclasses.replace "
         "for one with other settings"
     )
-
-
-def check_offload(mesh: Mesh | None, row_slots: int | None) -> None:
-    """Refuse arguments that an offloaded cache does not support.
-
-    Raises:
-      ValueError: names the argument.
-    """
-    if mesh is not None:
-        raise ValueError(
-            f"offload=True supports one device, and mesh={dict(mesh.shape)} spreads the cache over "
-            "several; drop one of the two"
-        )
-    if row_slots is not None:
-        raise ValueError(
-            f"offload=True decodes all rows at once, and row_slots={row_slots} has some of them "
-            "wait; drop one of the two"
-        )
 
 
 def as_tree(value: Any) -> TreeConfig:

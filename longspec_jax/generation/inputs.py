@@ -11,6 +11,7 @@ import numpy as np
 from longspec_jax.checks import as_plain, is_whole, shown
 from longspec_jax.decoding.rows import Request
 from longspec_jax.generation.chat import encode_chat, encode_text
+from longspec_jax.generation.models import Models
 from longspec_jax.generation.options import GenerateOptions, resolve
 
 Inputs: TypeAlias = Any
@@ -31,26 +32,34 @@ class Batch(NamedTuple):
 
 
 def read_batch(
+    models: Models,
     inputs: Inputs,
-    options: GenerateOptions,
     generation_config: Any,
+    options: GenerateOptions,
     *,
-    tokenizer: Any,
-    vocab_size: int,
-    max_positions: int,
-    stop_tokens: Sequence[int],
     chat_template: str | None = None,
+    max_tokens: int | None = None,
 ) -> Batch:
     """Read and check what a caller gave.
 
-    Arguments and errors as of :func:`to_prompts`,
-    :func:`~longspec_jax.generation.options.resolve` and :func:`check_positions`; ``max_positions``
-    bounds a row's tokens, prompt and new ones.
+    Args:
+      models: with their tokenizer, stop tokens and sizes.
+      inputs: see :data:`Inputs`.
+      generation_config: a transformers ``GenerationConfig``, or None.
+      options: keyword arguments of the call; they win over the configuration.
+      chat_template: a Jinja template for messages instead of the tokenizer's own.
+      max_tokens: of a row, prompt and new ones; the target's positions if absent.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as of :func:`to_prompts`,
+        :func:`~longspec_jax.generation.options.resolve` and :func:`check_positions`.
     """
-    prompts = to_prompts(inputs, tokenizer, vocab_size, chat_template, max_positions)
+    most = models.target_config.max_positions if max_tokens is None else max_tokens
+    vocab_size = models.target_config.vocab_size
+    prompts = to_prompts(inputs, models.tokenizer, vocab_size, chat_template, most)
     lengths = list(map(len, prompts))
-    request = resolve(options, generation_config, lengths, stop_tokens, vocab_size)
-    check_positions(lengths, np.asarray(request.max_new_tokens), max_positions)
+    request = resolve(options, generation_config, lengths, models.stop_tokens, vocab_size)
+    check_positions(lengths, np.asarray(request.max_new_tokens), most)
     return Batch(prompts, request)
 
 

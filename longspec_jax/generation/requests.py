@@ -115,16 +115,9 @@ class RequestEngine:
           ValueError: if the request is not one row, does not fit the engine's ``max_tokens``, or an
             option is wrong.
         """
-        batch = read_batch(
-            inputs,
-            options,
-            generation_config,
-            tokenizer=self._models.tokenizer,
-            vocab_size=self.engine.target.vocab_size,
-            max_positions=self._max_tokens,
-            stop_tokens=self._models.stop_tokens,
-            chat_template=chat_template,
-        )
+        given = inputs, generation_config, options
+        more = {"chat_template": chat_template, "max_tokens": self._max_tokens}
+        batch = read_batch(self._models, *given, **more)
         if len(batch.prompts) != 1:
             raise ValueError(
                 f"a request is one row and {len(batch.prompts)} were given; submit each"
