@@ -265,7 +265,7 @@ def _check_draft_options(arguments: argparse.Namespace) -> None:
     Raises:
       ValueError: names the option.
     """
-    from longspec_jax.loading import check_draft_options  # Imports jax.
+    from longspec_jax.loading import choose_drafts  # Imports jax.
 
     from .wording import command_words
 
@@ -274,7 +274,7 @@ def _check_draft_options(arguments: argparse.Namespace) -> None:
     here = [each for each in sources if is_name(each) or Path(each).is_dir()]
     if len(here) == len(sources):  # Others are on the hub, and fetched before they are checked.
         with command_words():
-            check_draft_options(here, options)
+            choose_drafts(here, options)
 
 
 def _models(arguments: argparse.Namespace) -> Iterator[str]:

@@ -17,7 +17,12 @@ from typing import Any
 
 from longspec_jax.checks import SAMPLING, TOKEN, Real, Whole, nearest, shown
 from longspec_jax.files import expanded
-from longspec_jax.generation.chat import VICUNA_TEMPLATE, plain_messages, render_chat
+from longspec_jax.generation.chat import (
+    VICUNA_TEMPLATE,
+    encode_chat,
+    plain_messages,
+    require_tokenizer,
+)
 
 ROLES = ("system", "user", "assistant")
 SOURCES = ("prompt", "messages", "input_ids")
@@ -237,7 +242,7 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
     """The tokenizer's own template; refuses a tokenizer that has none."""
-    if not getattr(tokenizer, "chat_template", None):
+    if not getattr(require_tokenizer(tokenizer), "chat_template", None):
         raise ValueError(
             "the target's tokenizer has no chat template; choose --prompt_style vicuna or "
             "longspec, or pass the whole prompt as text"
@@ -247,18 +252,16 @@ def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
 
 def encode_vicuna(tokenizer: Any, messages: Messages) -> list[int]:
     """Vicuna v1.1's format."""
-    return _tokens(tokenizer, messages, VICUNA_TEMPLATE)
+    return _tokens(require_tokenizer(tokenizer), messages, VICUNA_TEMPLATE)
 
 
 def _tokens(tokenizer: Any, messages: Messages, template: str | None) -> list[int]:
-    from longspec_jax.generation.inputs import encode_text  # Slow: it imports NumPy.
-
-    return encode_text(tokenizer, render_chat(tokenizer, messages, template), special=False)
+    return encode_chat(tokenizer, messages, template)
 
 
 def release_turns(tokenizer: Any, messages: Messages) -> list[str]:
     """The turns of :func:`encode_release` as text, the opening of the answer last."""
-    vocabulary = tokenizer.get_vocab()
+    vocabulary = require_tokenizer(tokenizer).get_vocab()
     opening, closing = ("<s>", "</s>")
     if "<|im_start|>" in vocabulary:
         opening, closing = ("<|im_start|>", "<|im_end|>")
@@ -302,7 +305,7 @@ def encode(
         and messages take the tokenizer's own template.
       max_positions: of the target; plain text that cannot fit is refused before it is tokenised.
     """
-    from longspec_jax.generation.inputs import require_tokenizer, to_prompt
+    from longspec_jax.generation.inputs import to_prompt
 
     if style is not None and isinstance(item, str):
         if not item:

@@ -6,7 +6,7 @@ One table of rules for the constructors and calls. The generation options of a c
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from jax.sharding import Mesh
 
@@ -22,101 +22,102 @@ LONGEST_SOURCE = 4096
 """Characters of a path that operating systems take."""
 
 
-class _Rule(NamedTuple):
-    good: Callable[[Any], bool]
-    must_be: str
-
-
 def _is_source(value: Any) -> bool:
     text = str(value)
     return isinstance(value, str | Path) and 0 < len(text) <= LONGEST_SOURCE and "\0" not in text
-
-
-def _has_methods(value: Any, *names: str) -> bool:
-    return all(callable(getattr(value, name, None)) for name in names)
 
 
 def _is_tokenizer(value: Any) -> bool:
     return callable(value) and hasattr(value, "decode") and not isinstance(value, type)
 
 
+def _is_streamer(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("put", "end"))
+
+
+def _is_options(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _is_a(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
+
+
+def _is_in(words: Sequence[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in words
+
+
+def _from(least: int) -> Callable[[Any], bool]:
+    return lambda value: is_whole(value) and value >= least
+
+
 _SOURCE = "a folder or the name of a repository on the Hugging Face hub"
-_REVISION = _Rule(
-    lambda value: value is None or (isinstance(value, str) and value != ""),
+_MESH = f"a mesh with the axes {', '.join(MESH_AXES)}, such as longspec_jax.make_mesh(tp=4) makes"
+_REVISION = (
+    lambda value: isinstance(value, str) and value != "",
     "the name of a branch, tag or commit on the hub",
 )
-_CALLBACK = _Rule(
-    lambda value: value is None or callable(value), "a function of one argument, or left out"
-)
-_RULES = {
-    "target_config": _Rule(lambda value: isinstance(value, TargetConfig), "a TargetConfig"),
-    "target": _Rule(_is_source, _SOURCE),
-    "draft": _Rule(
-        lambda value: value is None or all(map(_is_source, as_sources(value))),
+_CALLBACK = callable, "a function of one argument, or left out"
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "target_config": (_is_a(TargetConfig), "a TargetConfig"),
+    "target": (_is_source, _SOURCE),
+    "draft": (
+        lambda value: all(map(_is_source, as_sources(value))),
         f"{_SOURCE}, or {', '.join(NAMED)}; or a list of these",
     ),
-    "draft_options": _Rule(
-        lambda value: (
-            value is None
-            or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
-        ),
-        'options of the draft by name, such as {"int8": True}',
-    ),
-    "dtype": _Rule(
-        lambda value: isinstance(value, str) and value in DTYPES, f"one of {', '.join(DTYPES)}"
-    ),
-    "mesh": _Rule(
-        lambda value: value is None or (isinstance(value, Mesh) and value.axis_names == MESH_AXES),
-        f"a mesh with the axes {', '.join(MESH_AXES)}, such as longspec_jax.make_mesh(tp=4) makes",
-    ),
-    "attention": _Rule(
-        lambda value: value is None or (isinstance(value, str) and value in ATTENTION),
+    "draft_options": (_is_options, 'options of the draft by name, such as {"int8": True}'),
+    "dtype": (_is_in(DTYPES), f"one of {', '.join(DTYPES)}"),
+    "mesh": (lambda value: isinstance(value, Mesh) and value.axis_names == MESH_AXES, _MESH),
+    "attention": (
+        _is_in(ATTENTION),
         f"one of {', '.join(ATTENTION)}, or left out to have it chosen",
     ),
     "revision": _REVISION,
     "draft_revision": _REVISION,
-    "tokenizer": _Rule(
-        lambda value: value is None or _is_tokenizer(value),
+    "tokenizer": (
+        _is_tokenizer,
         "a tokenizer, as transformers.AutoTokenizer.from_pretrained(...) returns it",
     ),
-    "row_slots": _Rule(
-        lambda value: value is None or (is_whole(value) and value >= 1),
+    "row_slots": (
+        _from(1),
         "a number of rows, at least 1, or left out to decode all rows at once",
     ),
-    "expected_tokens": _Rule(
-        lambda value: is_whole(value) and value >= 0, "a number of tokens, 0 where it is not known"
-    ),
-    "offload": _Rule(
-        lambda value: isinstance(value, bool),
-        "True, to keep the target's cache in the host's memory, or False",
-    ),
-    "prefill_chunk": _Rule(
-        lambda value: is_whole(value) and value >= 1, "a number of tokens, at least 1"
-    ),
-    "adaptive": _Rule(lambda value: isinstance(value, bool), "True or False"),
-    "streamer": _Rule(
-        lambda value: value is None or _has_methods(value, "put", "end"),
-        "a transformers streamer, an object with the methods put and end",
-    ),
+    "expected_tokens": (_from(0), "a number of tokens, 0 where it is not known"),
+    "offload": (_is_a(bool), "True, to keep the target's cache in the host's memory, or False"),
+    "prefill_chunk": (_from(1), "a number of tokens, at least 1"),
+    "adaptive": (_is_a(bool), "True or False"),
+    "streamer": (_is_streamer, "a transformers streamer, an object with the methods put and end"),
     "on_round": _CALLBACK,
     "on_activity": _CALLBACK,
 }
+_NEEDED = frozenset(
+    "target_config target dtype expected_tokens offload prefill_chunk adaptive".split()
+)
+"""What None will not do for."""
 
 
 def check_arguments(**values: Any) -> None:
     """Refuse an argument of a constructor or a call that is not what its name says.
 
-    Args:
-      **values: arguments of ``LongSpec``, of ``LongSpec.from_pretrained`` or of
-        ``LongSpec.generate``, by name.
+    Also refuses ``offload`` beside arguments that an offloaded cache does not support.
 
     Raises:
       ValueError: names the argument, the value and what it must be.
     """
     for name, value in values.items():
         good, must_be = _RULES[name]
-        if not good(value):
+        if (value is not None or name in _NEEDED) and not good(value):
             raise ValueError(f"{name}={shown(value)} must be {must_be}")
+    if values.get("offload") and (mesh := values.get("mesh")) is not None:
+        raise ValueError(
+            f"offload=True supports one device, and mesh={dict(mesh.shape)} spreads the cache over "
+            "several; drop one of the two"
+        )
+    if values.get("offload") and (row_slots := values.get("row_slots")) is not None:
+        raise ValueError(
+            f"offload=True decodes all rows at once, and row_slots={row_slots} has some of them "
+            "wait; drop one of the two"
+        )
 
 
 def as_sources(draft: Any) -> tuple[Any, ...]:
@@ -184,17 +185,6 @@ def check_chunk(prefill_chunk: int, max_positions: int) -> None:
         )
 
 
-def check_plan(rows: Any, prompt_tokens: Any, max_new_tokens: Any) -> None:
-    """Refuse sizes of a planned call that are not whole numbers from 1.
-
-    Raises:
-      ValueError: names the argument.
-    """
-    whole_number("rows", rows)
-    whole_number("prompt_tokens", prompt_tokens)
-    whole_number("max_new_tokens", max_new_tokens)
-
-
 def check_gap(tokens: Any, plain: Any, other: Any, vocab_size: int) -> list[int]:
     """Check a row of tokens and two candidates for its next token.
 
@@ -225,24 +215,6 @@ def refuse_pickling(self: Any) -> NoReturn:
         "and compiled programs; load it again in the other process, or use dataclasses.replace "
         "for one with other settings"
     )
-
-
-def check_offload(mesh: Mesh | None, row_slots: int | None) -> None:
-    """Refuse arguments that an offloaded cache does not support.
-
-    Raises:
-      ValueError: names the argument.
-    """
-    if mesh is not None:
-        raise ValueError(
-            f"offload=True supports one device, and mesh={dict(mesh.shape)} spreads the cache over "
-            "several; drop one of the two"
-        )
-    if row_slots is not None:
-        raise ValueError(
-            f"offload=True decodes all rows at once, and row_slots={row_slots} has some of them "
-            "wait; drop one of the two"
-        )
 
 
 def as_tree(value: Any) -> TreeConfig:

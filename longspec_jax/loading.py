@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,17 +35,17 @@ from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import JsonObject, read_json
 from longspec_jax.weights.tables import target_table
 
+_SETTINGS = "tokenizer_config.json"
+_GENERIC = "PreTrainedTokenizerFast"
+_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
 
 def load_target(
     source: str | Path, dtype: str, *, mesh: Mesh | None = None, revision: str | None = None
 ) -> tuple[TargetConfig, Any]:
     """Load a target, if the device has memory for it.
 
-    Args:
-      source: a folder or hub id.
-      dtype: of parameters and activations; ``auto`` for what this machine computes well.
-      mesh: devices to spread it over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
+    Arguments as of :meth:`longspec_jax.LongSpec.from_pretrained`.
     """
     dtype = best_dtype() if dtype == "auto" else dtype
     if mesh is None:
@@ -63,14 +63,8 @@ def load_with_tokenizer(
 ) -> Target:
     """Load a target, and the tokenizer beside it at the same time.
 
-    The tokenizer's library takes seconds to import, and a GPU takes seconds to start.
-
-    Args:
-      source: a folder or hub id.
-      dtype: as of :func:`load_target`.
-      tokenizer: instead of the one beside the target.
-      mesh: as of :func:`load_target`.
-      revision: as there.
+    The tokenizer's library takes seconds to import, and a GPU takes seconds to start. Arguments as
+    of :meth:`longspec_jax.LongSpec.from_pretrained`.
     """
     if tokenizer is not None:
         return Target(*load_target(source, dtype, mesh=mesh, revision=revision), tokenizer)
@@ -85,92 +79,63 @@ def load_with_tokenizer(
             pool.shutdown(wait=False)  # A bad target is refused at once.
 
 
-def load_drafts(
-    sources: Sequence[str | Path],
-    target: Target,
-    options: Mapping[str, Any],
-    *,
-    mesh: Mesh | None = None,
-    revision: str | None = None,
-) -> tuple[Draft, ...]:
-    """Load drafts of any kind for a target.
+class ChosenDraft(NamedTuple):
+    """A draft that was found, with its options checked; its weights are not read yet."""
+
+    source: str | Path
+    revision: str | None
+    kind: Kind
+    options: Any
+    """Of its kind; of a kind without weights the draft itself."""
+    retrieval: RetrievalOptions | None
+    """With them the target verifies trees over retrieved context before it verifies in full."""
+
+    def load(self, target: Target, mesh: Mesh | None = None) -> Draft:
+        """Read its weights.
+
+        Args:
+          target: what it proposes for.
+          mesh: devices to spread it over; the first device if absent.
+
+        Raises:
+          FileNotFoundError: if one of its files is missing.
+          ValueError: for a draft of another target.
+        """
+        draft = self.options
+        if not is_name(self.source):
+            more = {"mesh": mesh, "revision": self.revision}
+            draft = self.kind.load(self.source, target, self.options, **more)
+        return (
+            draft
+            if self.retrieval is None
+            else RetrievalDraft(draft, target.config, self.retrieval)
+        )
+
+
+def choose_drafts(
+    sources: Sequence[str | Path], options: Mapping[str, Any], revision: str | None = None
+) -> tuple[ChosenDraft, ...]:
+    """Find drafts of any kind and check their options; reads no weights.
 
     Args:
       sources: names of kinds without weights, folders or hub ids.
-      target: what they propose for.
-      options: of their kinds, by name; of several drafts, of those that have weights.
-      mesh: devices to spread them over; the first device if absent.
+      options: of their kinds and about retrieval, by name; of several drafts, of those that have
+        weights.
       revision: branch, tag or commit of the hub.
-    """
-    return tuple(
-        load_draft(source, target, own, mesh=mesh, revision=version)
-        for source, own, version in _with_options(sources, options, revision)
-    )
-
-
-def check_draft_options(
-    sources: Sequence[str | Path], options: Mapping[str, Any], revision: str | None = None
-) -> None:
-    """Raise for a draft that is missing or options that it does not have, before weights are read.
-
-    Arguments as of :func:`load_drafts`.
-    """
-    for source, own, version in _with_options(sources, options, revision):
-        _kind_and_options(source, own, version)
-
-
-def load_draft(
-    source: str | Path,
-    target: Target,
-    options: Mapping[str, Any],
-    *,
-    mesh: Mesh | None = None,
-    revision: str | None = None,
-) -> Draft:
-    """Load a draft of any kind.
-
-    With ``retrieve`` among the options the target verifies its trees over retrieved context before
-    it verifies in full.
-
-    Args:
-      source: the name of a kind without weights, or a folder or hub id.
-      target: what it proposes for.
-      options: of its kind, and those of
-        :class:`~longspec_jax.drafters.retrieval.draft.RetrievalOptions`, by name.
-      mesh: devices to spread it over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
 
     Raises:
-      FileNotFoundError: if there is no such draft, or one of its files is missing.
-      ValueError: for an unknown option or a wrong value, or a draft of another target.
+      FileNotFoundError: if there is no such draft.
+      ValueError: for an unknown option or a wrong value.
     """
-    kind, chosen, retrieval = _kind_and_options(source, options, revision)
-    draft = chosen
-    if not is_name(source):
-        draft = kind.load(source, target, chosen, mesh=mesh, revision=revision)
-    return draft if retrieval is None else RetrievalDraft(draft, target.config, retrieval)
-
-
-def _with_options(
-    sources: Sequence[str | Path], options: Mapping[str, Any], revision: str | None
-) -> Iterator[tuple[str | Path, Mapping[str, Any], str | None]]:
-    """Every draft with its options and its version."""
+    chosen = []
     for source in sources:
         named = is_name(source)
-        yield source, {} if named and len(sources) > 1 else options, None if named else revision
-
-
-def _kind_and_options(
-    source: str | Path, options: Mapping[str, Any], revision: str | None
-) -> tuple[Kind, Any, RetrievalOptions | None]:
-    """A draft's kind, its own options and those about retrieval; reads no weights."""
-    own, retrieval = separated(options, str(source))
-    kind = NAMED[str(source)] if is_name(source) else _kind_of(local_folder(source, revision))
-    return kind, options_of(kind, own, str(source)), retrieval
-
-
-_EMBEDDING = "model.embed_tokens.weight"
-"""A tensor of every language model, and of no LongSpec draft."""
+        given = {} if named and len(sources) > 1 else options
+        own, retrieval = separated(given, str(source))
+        kind = NAMED[str(source)] if named else _kind_of(local_folder(source, revision))
+        found = options_of(kind, own, str(source))
+        chosen.append(ChosenDraft(source, None if named else revision, kind, found, retrieval))
+    return tuple(chosen)
 
 
 def _kind_of(folder: Path) -> Kind:
@@ -179,13 +144,8 @@ def _kind_of(folder: Path) -> Kind:
     if kind := next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None):
         return kind
     # The published LongSpec drafts may name their target's architecture; they have no embedding.
-    whole = any(name in FAMILIES for name in names) and holds(folder, _EMBEDDING)
-    return SMALL_LM if whole else LONGSPEC
-
-
-_SETTINGS = "tokenizer_config.json"
-_GENERIC = "PreTrainedTokenizerFast"
-_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    whole = any(name in FAMILIES for name in names)
+    return SMALL_LM if whole and holds(folder, "model.embed_tokens.weight") else LONGSPEC
 
 
 def best_dtype() -> str:
@@ -239,15 +199,9 @@ def _is_generic(folder: Path, settings: JsonObject) -> bool:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Silence a warning of transformers, unless it is switched off already.
-
-    Without PyTorch it warns that no models are available, which is wrong for ours.
-    """
+    """Silence the warning of transformers that without PyTorch no models are available."""
     before = os.environ.get(_ADVICE)
-    if before:
-        yield
-        return
-    os.environ[_ADVICE] = "1"
+    os.environ[_ADVICE] = before or "1"
     try:
         yield
     finally:

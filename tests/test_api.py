@@ -181,9 +181,12 @@ def test_compare_reports_where_and_how_close(spec, monkeypatch) -> None:
     follow = comparison.follow
 
     def corrupt(run, *args):
-        follow(run, *args)
-        if run.call.drafter.tree.widths:
-            run.progress.tokens[1][4] = (run.progress.tokens[1][4] + 1) % 17
+        result = follow(run, *args)
+        if not run.plan.drafter.tree.widths:
+            return result
+        first, second, third = result.sequences
+        wrong = (*second[:4], (second[4] + 1) % 17, *second[5:])
+        return dataclasses.replace(result, sequences=(first, wrong, third))
 
     monkeypatch.setattr(comparison, "follow", corrupt)
     found = spec.compare(PROMPTS, **WARM, eos_token_id=[])
@@ -387,10 +390,12 @@ def test_memory_is_checked_before_allocation(spec, monkeypatch) -> None:
     assert plan.cache_bytes == 2 * plan.capacity * 2 * 2 * 6 * 4
     assert spec.memory_plan(1, 4, 3) == spec.generate([3, 4, 5, 6], max_new_tokens=3).stats.memory
     enough = plan.needed_bytes
-    memory.check_fits(plan, enough)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: enough)
+    memory.check_fits(plan)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: enough - 1)
     with pytest.raises(MemoryError, match="largest context that fits is 512 tokens"):
-        memory.check_fits(plan, enough - 1)
-    monkeypatch.setattr("longspec_jax.api.free_bytes", lambda mesh: 0)
+        memory.check_fits(plan)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: 0)
     with pytest.raises(
         MemoryError, match="No context fits .*smaller prefill_chunk or tree, free memory"
     ):
@@ -399,7 +404,7 @@ def test_memory_is_checked_before_allocation(spec, monkeypatch) -> None:
 
 def test_the_hosts_memory_is_asked_about_an_offloaded_cache_alone(spec, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr("longspec_jax.api.free_pinned_bytes", lambda: asked.append("asked"))
+    monkeypatch.setattr(memory, "free_pinned_bytes", lambda: asked.append("asked"))
     spec.check("a", max_new_tokens=3)
     assert asked == []
     dataclasses.replace(spec, offload=True).check("a", max_new_tokens=3)

@@ -12,11 +12,11 @@ import pytest
 from jax.sharding import Mesh
 
 from longspec_jax import PLAIN, LongSpec, TreeConfig, make_mesh
-from longspec_jax.arguments import as_tree, check_arguments, check_gap, check_plan, refuse_pickling
+from longspec_jax.arguments import as_tree, check_arguments, check_gap, refuse_pickling
 from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.registry import LONGSPEC, SMALL_LM, options_of
 from longspec_jax.embedded import DRAFTS
-from longspec_jax.loading import load_draft
+from longspec_jax.loading import choose_drafts
 from tests.infer.toys import rebound, toy_spec, toy_tokenizer
 from tests.kit import tiny_target_config
 
@@ -96,9 +96,9 @@ def test_arguments_of_a_call_that_are_fine() -> None:
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "8", None, [8]])
 def test_sizes_of_a_plan(name, value) -> None:
     sizes = dict(rows=1, prompt_tokens=1, max_new_tokens=1)
-    check_plan(**sizes)
+    assert toy_spec().memory_plan(**sizes).batch == 1
     with pytest.raises(ValueError, match=f"^{name}=.* must be a whole number from 1"):
-        check_plan(**{**sizes, name: value})
+        toy_spec().memory_plan(**{**sizes, name: value})
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_options_that_a_kind_of_draft_does_not_have(message, options) -> None:
 )
 def test_options_of_a_draft_without_weights(options, message) -> None:
     with pytest.raises(ValueError, match=f"^draft_options: {re.escape(message)}"):
-        load_draft("streaming", Target(tiny_target_config(), None), options)
+        choose_drafts(["streaming"], options)
 
 
 def test_options_of_a_draft_are_checked_before_weights_are_read(monkeypatch, tmp_path) -> None:
@@ -260,11 +260,12 @@ def test_options_of_a_small_model() -> None:
 
 
 def test_drafts_without_weights_are_named() -> None:
-    draft = load_draft("ngram", Target(tiny_target_config(), None), {})
+    [chosen] = choose_drafts(["ngram"], {})
+    draft = chosen.load(Target(tiny_target_config(), None))
     assert draft.name == "ngram" and isinstance(draft, Draft)
     assert made(draft=draft).drafts == (draft,)
     with pytest.raises(ValueError, match="unknown option 'int8' for ngram; it has none"):
-        load_draft("ngram", Target(tiny_target_config(), None), {"int8": True})
+        choose_drafts(["ngram"], {"int8": True})
     with pytest.raises(ValueError, match="two of the kind ngram"):
         made(draft=[draft, draft])
     with pytest.raises(ValueError, match="draft_revision='v1' is the version of a draft"):

@@ -460,16 +460,16 @@ class Engine:
         return StepOutput(id, tokens, drafted, rounds, finish)
 
     def rehearse(self, kind: SamplingKind) -> float:
-        """Run two rounds of every candidate, so that no later one compiles; of no use afterwards.
+        """Run a round of every candidate, so that no later one compiles; of no use afterwards.
 
-        On a mesh a launch's rows may be sharded otherwise than those of the prefill, so that the
-        second round compiles, too.
+        On a mesh two: a launch's rows may be sharded otherwise than those of the prefill, so that
+        the second round compiles, too.
 
         Args:
           kind: of the launches to come.
 
         Returns:
-          Seconds of the last candidate's second round, at most.
+          Seconds of the last candidate's last round, at most.
         """
         length, remaining = self.rows.length, jnp.maximum(self.rows.remaining, 1)
         begun = 0.0
@@ -477,7 +477,7 @@ class Engine:
             # From the start again, so that no row outgrows its budget.
             fresh = {"length": jnp.copy(length), "remaining": jnp.copy(remaining)}
             self._rows = replace(self.rows, **fresh)
-            for _ in range(2):
+            for _ in range(1 if self.target.mesh is None else 2):
                 begun = self._clock()
                 self._rows, report = self._launch(Choice(candidate, 1), kind)
                 np.asarray(report)

@@ -18,13 +18,16 @@ class Compiling:
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """Trees are timed, once for calls of this kind on this machine, to choose what they run."""
-
+class _OfTree:
     drafter: str
-    """The name of the drafter being timed."""
+    """The name of the drafter; ``plain`` for plain decoding."""
     tree: TreeConfig
-    """The one being timed; without levels, plain decoding."""
+    """Its tree; without levels, plain decoding."""
+
+
+@dataclass(frozen=True)
+class Tuning(_OfTree):
+    """A tree is timed, once for calls of this kind on this machine, to choose what they run."""
 
 
 @dataclass(frozen=True)
@@ -48,25 +51,17 @@ class DecodingPlainly:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class Tuned(_OfTree):
     """The call has chosen what it runs."""
 
-    drafter: str
-    """The name of the drafter; ``plain`` if none pays."""
-    tree: TreeConfig
-    """The tree; without levels, plain decoding."""
     timings: tuple[TreeTiming, ...]
     """What was timed now or before; empty if nothing could be, and the tree is the default one."""
 
 
 @dataclass(frozen=True)
-class Slower:
+class Slower(_OfTree):
     """The call was slower than plain decoding; the next one of its kind times all trees again."""
 
-    drafter: str
-    """The name of the drafter that ran."""
-    tree: TreeConfig
-    """Its tree."""
     speed: float
     """Over plain decoding's, as it was timed."""
 

@@ -6,7 +6,7 @@ near-tie; the gap between the two candidates at the first divergence says whethe
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,11 @@ from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import noise, perturb
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Params
-from longspec_jax.generation.activity import Compiling, DecodingPlainly, OnActivity
-from longspec_jax.generation.call import Call
-from longspec_jax.generation.collect import collect, follow
+from longspec_jax.generation.activity import DecodingPlainly, OnActivity
+from longspec_jax.generation.call import Plan
 from longspec_jax.generation.memory import free_bytes
-from longspec_jax.generation.result import GenerateResult, StreamRound
-from longspec_jax.generation.run import Begin, Run, WarmShapes, start
+from longspec_jax.generation.result import GenerateResult, OnRound, StreamRound
+from longspec_jax.generation.run import Run, WarmShapes, follow, start
 from longspec_jax.ops.partitioned import use_mesh
 
 
@@ -66,12 +65,12 @@ class Comparison:
 
 
 def run_both(
-    begin: Begin,
+    run: Run,
     warm: WarmShapes,
     tokenizer: Any,
-    on_round: Callable[[StreamRound], None] | None = None,
+    on_round: OnRound | None = None,
     on_activity: OnActivity | None = None,
-) -> tuple[Comparison, tuple[Run, Run]]:
+) -> tuple[Comparison, tuple[Run, ...]]:
     """Run a call with speculation and without, and find every row's first divergence.
 
     Where memory takes two caches, both runs begin with copies of one prefill. Both run in the same
@@ -79,78 +78,68 @@ def run_both(
     plainly is its own comparison.
 
     Args:
-      begin: makes the speculative call ready.
+      run: the speculative call, ready to decode.
       warm: the shapes compiled so far.
       tokenizer: a transformers tokenizer, or None for no text.
       on_round: called with every round of the speculative run.
       on_activity: called with what is done while no round ends.
 
     Returns:
-      The comparison, and both runs.
+      The comparison, and the runs.
     """
     streams = on_round is not None
-    run = begin(streams)
-    call, plain_call = run.call, run.call.without_draft()
-    if not call.drafter.tree.widths:
-        follow(run, tokenizer, on_round)
-        plain = collect(run, tokenizer)
-        return Comparison(plain, plain, ()), (run, run)
-    plain_run = None
-    if not call.waits and _room_for_two(call):
-        if on_activity and not warm.knows(plain_call, streams):
-            on_activity(Compiling())
-        compiled = warm.prepare(plain_call, streams)
-        plain_run = run.branch(plain_call, own_cache=True)
+    if not run.plan.drafter.tree.widths:
+        plain = follow(run, tokenizer, on_round)
+        return Comparison(plain, plain, ()), (run,)
+    plan, plain_run = run.plan.without_draft(), None
+    if not plan.waits and _room_for_two(plan):
+        compiled = warm.prepare(plan, streams, on_activity=on_activity)
+        plain_run = run.branch(plan, own_cache=True)
         plain_run.compile_seconds = compiled
-        plain_run.engine.round_seconds = warm.round_seconds(plain_call)
-        plain_run.engine.seconds_of_prefill = run.engine.seconds_of_prefill
-    follow(run, tokenizer, on_round)
-    speculative = collect(run, tokenizer)
+        plain_run.engine.round_seconds = warm.round_seconds(plan)
+    speculative = follow(run, tokenizer, on_round)
     run.engine.close()  # Its cache makes room for plain decoding's.
     if plain_run is None:
-        plain_run = start(plain_call, warm, streams=streams, on_activity=on_activity)
-    listener = _plain_listener(plain_call, on_activity)
-    follow(plain_run, None, listener if streams else None)
-    plain = collect(plain_run, tokenizer)
+        plain_run = start(plan, run.batch, warm, streams=streams, on_activity=on_activity)
+    total = int(run.batch.request.max_new_tokens.sum())
+    tell = on_activity or (lambda activity: None)
+
+    def listen(added: StreamRound) -> None:
+        tell(DecodingPlainly(sum(added.stats.new_tokens), total))
+
+    tell(DecodingPlainly(0, total))
+    plain = follow(plain_run, tokenizer, listen if streams else None)
     pairs = enumerate(zip(plain.sequences, speculative.sequences, strict=True))
     found = (_divergence(plain_run, row, pair) for row, pair in pairs)
     divergences = tuple(item for item in found if item is not None)
     return Comparison(speculative, plain, divergences), (run, plain_run)
 
 
-def _room_for_two(call: Call) -> bool:
+def _room_for_two(plan: Plan) -> bool:
     """Whether the device holds a second cache beside the first; the host is not asked to."""
-    if call.target.offload:
+    if plan.target.offload:
         return False
     free = free_bytes()
-    return free is None or free > call.memory.cache_bytes + call.memory.working_bytes
-
-
-def _plain_listener(call: Call, on_activity: OnActivity | None) -> Callable[[StreamRound], None]:
-    """What follows the plain run, and reports how far it has got."""
-    total = int(call.request.max_new_tokens.sum())
-    tell = on_activity or (lambda activity: None)
-    tell(DecodingPlainly(0, total))
-    return lambda added: tell(DecodingPlainly(sum(added.stats.new_tokens), total))
+    return free is None or free > plan.memory.cache_bytes + plan.memory.working_bytes
 
 
 def score_gap(
     run: Run, last: Sequence[int], length: Sequence[int], row: int, pair: tuple[int, int]
 ) -> float | None:
-    """How much plain decoding's scores of a row prefer one next token to another.
+    """How much plain decoding's scores of a row prefer the first token of a pair to the second.
 
     Args:
       run: of the plain call, whose cache holds all tokens before the last ones.
       last: the last token of each row.
       length: its position.
       row: the one in question.
-      pair: the preferred token and the other one.
+      pair: of next tokens.
 
     Returns:
       The difference, noise and temperature included; None if filters left out one of the two.
     """
-    call, at = run.call, (jnp.asarray(last), jnp.asarray(length))
-    scores = _scores(call.target, call.params, call.request, run.engine.rows.cache, *at)[row]
+    plan, at = run.plan, (jnp.asarray(last), jnp.asarray(length))
+    scores = _scores(plan.target, plan.params, run.batch.request, run.engine.rows.cache, *at)[row]
     gap = float(scores[pair[0]] - scores[pair[1]])
     return gap if math.isfinite(gap) else None
 
@@ -172,9 +161,9 @@ def _divergence(
     gap = None
     # The first token is drawn from the prefill, which both share and which keeps no logits. Where
     # rows waited for slots, the cache of this one is another's by now.
-    if index > 0 and not run.call.waits and plain is not None and other is not None:
-        before = [tokens[min(index, len(tokens)) - 1] for tokens in run.progress.tokens]
-        length = [len(prompt) + index - 1 for prompt in run.call.prompts]
+    if index > 0 and not run.plan.waits and plain is not None and other is not None:
+        before = [row.tokens[min(index, len(row.tokens)) - 1] for row in run.rows]
+        length = [len(prompt) + index - 1 for prompt in run.batch.prompts]
         gap = score_gap(run, before, length, row, (plain, other))
     return Divergence(row, index, plain, other, gap)
 

@@ -1,15 +1,18 @@
-"""Token ids of prompts given as text, chat messages or token ids, one row or many.
+"""What a caller gives: prompts as text, chat messages or token ids, and their options, checked.
 
 Rows keep their own length: nothing is padded or truncated.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from longspec_jax.checks import as_plain, is_whole, shown
-from longspec_jax.generation.chat import render_chat
+from longspec_jax.decoding.rows import Request
+from longspec_jax.generation.chat import encode_chat, encode_text
+from longspec_jax.generation.models import Models
+from longspec_jax.generation.options import GenerateOptions, resolve
 
 Inputs: TypeAlias = Any
 """Text, chat messages (``[{"role": ..., "content": ...}, ...]``), token ids, or a list of one of
@@ -18,8 +21,63 @@ these for a batch; also what a transformers tokenizer returns (``input_ids``,
 
 Prompts: TypeAlias = tuple[np.ndarray, ...]
 """Token ids of every row, int32, not empty."""
-SHORT = 8
-"""Characters per position up to which a text is tokenised without a check of its length."""
+
+
+class Batch(NamedTuple):
+    """What a call's programs take as data."""
+
+    prompts: Prompts
+    request: Request
+    """Options of all rows, on the host."""
+
+
+def read_batch(
+    models: Models,
+    inputs: Inputs,
+    generation_config: Any,
+    options: GenerateOptions,
+    *,
+    chat_template: str | None = None,
+    max_tokens: int | None = None,
+) -> Batch:
+    """Read and check what a caller gave.
+
+    Args:
+      models: with their tokenizer, stop tokens and sizes.
+      inputs: see :data:`Inputs`.
+      generation_config: a transformers ``GenerationConfig``, or None.
+      options: keyword arguments of the call; they win over the configuration.
+      chat_template: a Jinja template for messages instead of the tokenizer's own.
+      max_tokens: of a row, prompt and new ones; the target's positions if absent.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as of :func:`to_prompts`,
+        :func:`~longspec_jax.generation.options.resolve` and :func:`check_positions`.
+    """
+    most = models.target_config.max_positions if max_tokens is None else max_tokens
+    vocab_size = models.target_config.vocab_size
+    prompts = to_prompts(inputs, models.tokenizer, vocab_size, chat_template, most)
+    lengths = list(map(len, prompts))
+    request = resolve(options, generation_config, lengths, models.stop_tokens, vocab_size)
+    check_positions(lengths, np.asarray(request.max_new_tokens), most)
+    return Batch(prompts, request)
+
+
+def check_positions(lengths: Sequence[int], new_tokens: np.ndarray, max_positions: int) -> None:
+    """Refuse rows that would leave the positions the target was made for."""
+    for row, (length, new) in enumerate(zip(lengths, new_tokens.tolist(), strict=True)):
+        if length + new <= max_positions:
+            continue
+        where = f"row {row}: " if len(lengths) > 1 else ""
+        lower = f"lower max_new_tokens to at most {max_positions - length}"
+        shorten = f"shorten the prompt to at most {max_positions - new} tokens"
+        remedies = [lower] * (length < max_positions) + [shorten] * (new < max_positions)
+        both = f"shorten the prompt and lower max_new_tokens to {max_positions} tokens in all"
+        raise ValueError(
+            f"{where}a prompt of {length} tokens and max_new_tokens={new} reach position "
+            f"{length + new}, and the target has max_positions={max_positions}; "
+            f"{', or '.join(remedies) or both}"
+        )
 
 
 def to_prompts(
@@ -47,30 +105,23 @@ def to_prompts(
     items = _rows(inputs)
     if not items:
         raise ValueError("no prompts: the batch is empty; pass at least one prompt")
-    where = [f"row {row}: " if len(items) > 1 else "" for row in range(len(items))]
-    rows = []
-    for prefix, item in zip(where, items, strict=True):
+    prompts = []
+    for row, item in enumerate(items):
         try:
-            ids = _token_ids(item, tokenizer, chat_template, max_positions)
-            rows.append(_checked(ids, vocab_size))
+            prompts += [_prompt(item, tokenizer, vocab_size, chat_template, max_positions)]
         except ValueError as error:
-            raise ValueError(f"{prefix}{error}") from error
-    return tuple(rows)
+            where = f"row {row}: " if len(items) > 1 else ""
+            raise ValueError(f"{where}{error}") from error
+    return tuple(prompts)
 
 
-def to_prompt(
-    inputs: Inputs,
-    tokenizer: Any,
-    vocab_size: int,
-    chat_template: str | None = None,
-    max_positions: int | None = None,
-) -> np.ndarray:
-    """The token ids of a single row; arguments and errors as in :func:`to_prompts`.
+def to_prompt(inputs: Inputs, *options: Any, **named: Any) -> np.ndarray:
+    """The token ids of a single row; arguments and errors as of :func:`to_prompts`.
 
     Raises:
       ValueError: also for more than one row.
     """
-    row, *others = to_prompts(inputs, tokenizer, vocab_size, chat_template, max_positions)
+    row, *others = to_prompts(inputs, *options, **named)
     if others:
         raise ValueError(
             f"one prompt is needed here, and {shown(inputs)} holds {1 + len(others)}; make each a "
@@ -131,109 +182,38 @@ def _kept(row: Any, mask: Any) -> Any:
     return [token for token, kept in zip(row, mask, strict=True) if kept]
 
 
-def _token_ids(
-    row: Any, tokenizer: Any, chat_template: str | None, max_positions: int | None
-) -> Any:
-    """Token ids of one row, not checked yet."""
-    if isinstance(row, Sequence) and row and isinstance(row[0], Mapping):
-        text = render_chat(require_tokenizer(tokenizer), row, chat_template)
-        return encode_text(tokenizer, text, special=False, max_positions=max_positions)
-    if chat_template is not None:
+def _prompt(
+    item: Any,
+    tokenizer: Any,
+    vocab_size: int,
+    chat_template: str | None,
+    max_positions: int | None,
+) -> np.ndarray:
+    """Token ids of one row as int32; what does not fit is refused before it would be cut off."""
+    tokens: Any = item
+    if isinstance(item, Sequence) and item and isinstance(item[0], Mapping):
+        tokens = encode_chat(tokenizer, item, chat_template, max_positions=max_positions)
+    elif chat_template is not None:
         raise ValueError(
             "chat_template= makes a prompt of chat messages, and this prompt is none; pass "
             '[{"role": "user", "content": ...}], or leave out the template'
         )
-    if not isinstance(row, str):
-        return row
-    if not row:
-        return []
-    return encode_text(require_tokenizer(tokenizer), row, max_positions=max_positions)
-
-
-def encode_text(
-    tokenizer: Any, text: str, *, special: bool = True, max_positions: int | None = None
-) -> list[int]:
-    """Token ids of a text.
-
-    Args:
-      tokenizer: a transformers tokenizer.
-      text: what to tokenise.
-      special: add what the tokenizer puts around a text, such as a beginning-of-text token.
-      max_positions: of the target, see :func:`to_prompts`.
-
-    Raises:
-      ValueError: for a text that is too long, and for half of a surrogate pair, which no UTF-8
-        text and no tokenizer can hold.
-    """
-    if max_positions is not None and len(text) > SHORT * max_positions:
-        _check_characters(tokenizer, len(text), max_positions)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
+    elif isinstance(item, str):
+        tokens = encode_text(tokenizer, item, max_positions=max_positions) if item else []
+    ids = as_plain(tokens)
+    listed = isinstance(ids, Sequence) and not isinstance(ids, str | bytes | bytearray)
+    # The types are few and the tokens many: a prompt may have a hundred thousand.
+    if not (listed and (set(map(type, ids)) <= {int} or all(map(is_whole, ids)))):
         raise ValueError(
-            f"the text has a lone surrogate, {text[error.start]!r}, at character {error.start}, "
-            "which is no character; read the text as UTF-8, or replace what cannot be read "
-            "(errors='replace')"
-        ) from error
-    return tokenizer(text, add_special_tokens=special)["input_ids"]
-
-
-def _check_characters(tokenizer: Any, characters: int, max_positions: int) -> None:
-    """Refuse a text of more characters than all positions hold, were every token the longest."""
-    longest = max(map(len, tokenizer.get_vocab()))
-    if characters > longest * max_positions:
-        raise ValueError(
-            f"a prompt of {characters} characters cannot fit: the target has "
-            f"max_positions={max_positions}, and the longest token of its tokenizer has {longest} "
-            f"characters; shorten the prompt to far less than {longest * max_positions} characters"
+            f"a row must be text, messages or a list of token ids, got {shown(tokens)}"
         )
-
-
-def _checked(ids: Any, vocab_size: int) -> np.ndarray:
-    """Token ids as int32; what does not fit is refused before it would be cut off."""
-    tokens: Any = as_plain(ids)
-    listed = isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes | bytearray)
-    if not (listed and _are_integers(tokens)):
-        raise ValueError(f"a row must be text, messages or a list of token ids, got {shown(ids)}")
-    if not tokens:
+    if not ids:
         raise ValueError("the prompt is empty; pass at least one token")
-    tokens = list(map(int, tokens))
-    if min(tokens) < 0 or max(tokens) >= vocab_size:
-        outside = next(token for token in tokens if not 0 <= token < vocab_size)
+    ids = list(map(int, ids))
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        outside = next(token for token in ids if not 0 <= token < vocab_size)
         raise ValueError(
             f"token id {outside} is outside the target's vocabulary of {vocab_size}; tokenise with "
             "the tokenizer that belongs to this target"
         )
-    return np.asarray(tokens, np.int32)
-
-
-def check_positions(lengths: Sequence[int], new_tokens: np.ndarray, max_positions: int) -> None:
-    """Refuse rows that would leave the positions the target was made for."""
-    for row, (length, new) in enumerate(zip(lengths, new_tokens.tolist(), strict=True)):
-        if length + new <= max_positions:
-            continue
-        where = f"row {row}: " if len(lengths) > 1 else ""
-        lower = f"lower max_new_tokens to at most {max_positions - length}"
-        shorten = f"shorten the prompt to at most {max_positions - new} tokens"
-        remedies = [lower] * (length < max_positions) + [shorten] * (new < max_positions)
-        both = f"shorten the prompt and lower max_new_tokens to {max_positions} tokens in all"
-        raise ValueError(
-            f"{where}a prompt of {length} tokens and max_new_tokens={new} reach position "
-            f"{length + new}, and the target has max_positions={max_positions}; "
-            f"{', or '.join(remedies) or both}"
-        )
-
-
-def require_tokenizer(tokenizer: Any) -> Any:
-    """Return the tokenizer, or say how to do without."""
-    if tokenizer is None:
-        raise ValueError(
-            "text needs a tokenizer and none was found beside the target; pass tokenizer= to "
-            "from_pretrained, or pass token ids"
-        )
-    return tokenizer
-
-
-def _are_integers(tokens: Sequence[Any]) -> bool:
-    # The types are few and the tokens many: a prompt may have a hundred thousand.
-    return set(map(type, tokens)) <= {int} or all(map(is_whole, tokens))
+    return np.asarray(ids, np.int32)

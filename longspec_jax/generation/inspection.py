@@ -1,7 +1,8 @@
 """Look inside a round: the draft's candidates beside the target's draws, and what its parts take.
 
-For every depth of the accepted path :func:`rounds` shows what the draft proposed there, how likely
-the target finds each proposal, what the target drew, and hence why the path went on or stopped.
+For every depth of the accepted path :func:`round_views` shows what the draft proposed there, how
+likely the target finds each proposal, what the target drew, and hence why the path went on or
+stopped.
 
 :func:`time_parts` waits for each part of a round. Waiting keeps the device from beginning one part
 while another ends, and every part is a program of its own. So the parts together take longer than
@@ -9,7 +10,7 @@ the round as one program: they show where the time goes, not how long a round is
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,8 @@ from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import CachedTarget, Verification
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.tree import Tree
-from longspec_jax.generation.call import Call
-from longspec_jax.generation.run import Begin
+from longspec_jax.generation.call import Plan
+from longspec_jax.generation.run import Run
 from longspec_jax.ops.partitioned import use_mesh
 
 
@@ -90,27 +91,19 @@ class RoundView:
     tree: TreeView
 
 
-def rounds(begin: Begin, rows: int) -> Iterator[RoundView]:
-    """Yield a view of every round of a call of one row, which has settled on one tree.
+def round_views(start: Callable[[], Run]) -> Iterator[RoundView]:
+    """Yield a view of every round of a call of one row.
 
     Args:
-      begin: makes the call ready to run.
-      rows: of the call.
+      start: makes the call ready, with one drafter and followed round by round.
     """
-    if rows > 1:
-        raise ValueError(f"inspect() looks at one row and {rows} were given")
-    return _views(begin)
-
-
-def _views(begin: Begin) -> Iterator[RoundView]:
-    run = begin(True)
-    call, engine = run.call, run.engine
+    run = start()
     # A round is launched when the rows before it were seen.
-    engine.ahead = False
+    run.engine.ahead = False
     for number, _ in enumerate(run.rounds()):
-        if not run.progress.done[0]:
-            seen = jax.device_get(_seen(call, engine.rows))
-            position = len(call.prompts[0]) + len(run.progress.tokens[0])
+        if not run.rows[0].done:
+            seen = jax.device_get(_seen(run.plan, run.engine.rows))
+            position = len(run.batch.prompts[0]) + len(run.rows[0].tokens)
             yield _view(number, position, seen)
 
 
@@ -127,21 +120,20 @@ class RoundParts:
     """Accepting a path, appending it to the cache, and the drafter's update."""
 
 
-def time_parts(begin: Begin, limit: int) -> RoundParts:
+def time_parts(run: Run, limit: int) -> RoundParts:
     """Time the parts of a call's rounds; the first round, which may compile, does not count.
 
     Args:
-      begin: makes the call ready; it has settled on one tree, and every row has a slot.
+      run: the call, ready to decode with one drafter; every row has a slot.
       limit: most rounds to time.
 
     Raises:
       ValueError: if rows would wait for slots.
     """
-    run = begin(False)
-    call, rows = run.call, run.engine.rows
-    if call.waits:
+    plan, rows = run.plan, run.engine.rows
+    if plan.waits:
         raise ValueError("rounds are timed where every row has a slot; leave row_slots out")
-    models = call.target, call.drafter, call.params
+    models = plan.target, plan.drafter, plan.params
     parts: list[tuple[float, float, float]] = []
     while len(parts) <= limit and not rows.done.all():
         clock = [time.perf_counter()]
@@ -206,11 +198,11 @@ def _commit(
         return round_lib.commit_accepted(drafter, params, rows, verified, accepted_path)
 
 
-def _seen(call: Call, rows: Rows) -> dict[str, Array]:
+def _seen(plan: Plan, rows: Rows) -> dict[str, Array]:
     """A round without its commit: the same tree, draws and path as in the round that follows."""
-    models = call.target, call.drafter, call.params
+    models = plan.target, plan.drafter, plan.params
     rows, tree, noise = _draft(*models, rows)
-    return _probabilities(call.drafter, tree, *_verify(*models, rows, tree, noise))
+    return _probabilities(plan.drafter, tree, *_verify(*models, rows, tree, noise))
 
 
 @program(static_argnames=("drafter",))

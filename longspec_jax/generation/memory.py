@@ -2,7 +2,9 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from longspec_jax.checks import shown_bytes
-from longspec_jax.config import TargetConfig
-from longspec_jax.ops.placement import free_device_bytes
+from longspec_jax.decoding.cache import cache_bytes
+from longspec_jax.decoding.rows import RowShardings
+from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.generation.models import Models
+from longspec_jax.ops.placement import free_device_bytes, tree_bytes
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Environment variable: how much of the host's memory jax uses for a GPU, in GiB."""
@@ -48,6 +53,53 @@ class MemoryPlan:
         return self.cache_bytes + self.draft_state_bytes + self.working_bytes
 
 
+def plan_memory(
+    models: Models,
+    drafters: Sequence[Drafter],
+    draft: Any,
+    batches: Sequence[int],
+    capacity: int,
+    chunk: int,
+) -> MemoryPlan:
+    """What a call takes on each of its devices, from shapes alone.
+
+    Args:
+      models: what it decodes with.
+      drafters: those that it may run; they share one state.
+      draft: their parameters; None for plain decoding.
+      batches: rows of the batches that exist at once.
+      capacity: cache slots of a row.
+      chunk: tokens of a prefill step.
+    """
+    config, target, params = models.target_config, models.target, models.target_params
+    nodes = max(drafter.tree.num_nodes for drafter in drafters)
+    gathered = max(drafter.gathered_slots(capacity) for drafter in drafters)
+    width = (3 * config.mlp_width + 6 * config.model_width) * jnp.dtype(config.dtype).itemsize
+    # Logits, noise, perturbed scores and one sorted or compared copy, float32.
+    working_row = max(chunk * width, 4 * 4 * nodes * config.vocab_size)
+    cache = host = state = working = 0
+    for batch in batches:
+        begin = partial(drafters[0].begin, batch=batch, capacity=capacity)
+        begun = jax.eval_shape(begin, Params(params, draft))
+        shards, held = RowShardings.beside(params, batch), target.cache_bytes(batch, capacity)
+        cache += held.device // shards.cache_shards
+        host += held.host
+        state += tree_bytes(begun) // shards.row_shards
+        working += batch * working_row // shards.row_shards
+        working += cache_bytes(config, batch, gathered) // shards.cache_shards
+    own = [each.own_params for each in models.drafts] if draft is not None else []
+    return MemoryPlan(
+        batch=sum(batches),
+        capacity=capacity,
+        target_bytes=device_bytes(params),
+        draft_bytes=device_bytes(own),
+        cache_bytes=cache,
+        draft_state_bytes=state,
+        working_bytes=working,
+        host_cache_bytes=host,
+    )
+
+
 def device_bytes(tree: Any) -> int:
     """Bytes that a pytree's arrays take on each device of their sharding."""
     leaves = jax.tree.leaves(tree)
@@ -55,21 +107,8 @@ def device_bytes(tree: Any) -> int:
     return sum(size * leaf.dtype.itemsize for size, leaf in zip(shards, leaves, strict=True))
 
 
-def working_bytes(config: TargetConfig, batch: int, chunk: int, nodes: int) -> int:
-    """Estimated bytes of the activations and logits that are alive at once."""
-    width = 3 * config.mlp_width + 6 * config.model_width
-    activations = batch * chunk * width * jnp.dtype(config.dtype).itemsize
-    # Logits, noise, perturbed scores and one sorted or compared copy, float32.
-    logits = 4 * 4 * batch * nodes * config.vocab_size
-    return max(activations, logits)
-
-
 def free_bytes(mesh: Mesh | None = None) -> int | None:
-    """Bytes that every device can still allocate; None if unknown.
-
-    Args:
-      mesh: the devices; those of this process count. The default device if absent.
-    """
+    """Bytes that each device of the mesh, or the default one, has left; None if unknown."""
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
     on_device = free_device_bytes(devices)
     if on_device is not None:
@@ -79,10 +118,7 @@ def free_bytes(mesh: Mesh | None = None) -> int | None:
 
 
 def free_pinned_bytes() -> int | None:
-    """Bytes of the host's memory that a cache may take; None if unknown.
-
-    For a GPU jax has a limit of its own, which an environment variable sets.
-    """
+    """Bytes of the host's memory that a cache may take, by jax's limit too; None if unknown."""
     free = _free_host_bytes()
     if jax.default_backend() != "gpu":
         return free
@@ -111,50 +147,39 @@ def _free_host_bytes() -> int | None:
     return min(bounds) if bounds else None
 
 
-def largest_context(plan: MemoryPlan, free: int) -> int:
-    """Cache slots of the largest bucketed capacity that fits beside the plan's other needs."""
-    fixed = plan.draft_state_bytes + plan.working_bytes
-    slots = max(0, free - fixed) // -(-plan.cache_bytes // plan.capacity)
-    step = max(256, 1 << max(0, slots.bit_length() - 4))
-    return slots // step * step
-
-
-def check_fits(plan: MemoryPlan, free: int | None) -> None:
-    """Raise if a call does not fit on the device, and name the largest context that would.
+def check_fits(plan: MemoryPlan, mesh: Mesh | None = None, *, offload: bool = False) -> None:
+    """Refuse a call that does not fit on the devices, or whose offloaded cache not on the host.
 
     Raises:
       MemoryError: says the bytes, and what to change.
     """
-    if free is None or plan.needed_bytes <= free:
-        return
-    raise MemoryError(
-        f"{plan.batch} row(s) of {plan.capacity} cache slots need {shown_bytes(plan.needed_bytes)} "
-        f"({shown_bytes(plan.cache_bytes)} cache, {shown_bytes(plan.draft_state_bytes)} draft "
-        f"state, about {shown_bytes(plan.working_bytes)} working memory) beside the weights, and "
-        f"{shown_bytes(free)} are free. {_remedy(plan, largest_context(plan, free), free)}"
-    )
+    free = free_bytes(mesh)
+    if free is not None and plan.needed_bytes > free:
+        raise MemoryError(
+            f"{plan.batch} row(s) of {plan.capacity} cache slots need "
+            f"{shown_bytes(plan.needed_bytes)} ({shown_bytes(plan.cache_bytes)} cache, "
+            f"{shown_bytes(plan.draft_state_bytes)} draft state, about "
+            f"{shown_bytes(plan.working_bytes)} working memory) beside the weights, and "
+            f"{shown_bytes(free)} are free. {_remedy(plan, free)}"
+        )
+    free = free_pinned_bytes() if offload else None
+    if free is not None and plan.host_cache_bytes > free:
+        slots = free // -(-plan.host_cache_bytes // plan.capacity)
+        raise MemoryError(
+            f"offload: {plan.batch} row(s) of {plan.capacity} cache slots need "
+            f"{shown_bytes(plan.host_cache_bytes)} of the host's memory, and {shown_bytes(free)} "
+            f"are available, enough for some {slots} tokens per row. Use fewer rows or a shorter "
+            f"context. If the host has more memory, raise {PINNED_LIMIT} (in GiB, {PINNED_GIB} if "
+            "unset), the limit of jax for a GPU"
+        )
 
 
-def check_host_fits(plan: MemoryPlan, free: int | None) -> None:
-    """Raise if an offloaded cache does not fit into the host's memory.
-
-    Raises:
-      MemoryError: says the bytes, and what to change.
-    """
-    if free is None or plan.host_cache_bytes <= free:
-        return
-    slots = free // -(-plan.host_cache_bytes // plan.capacity)
-    raise MemoryError(
-        f"offload: {plan.batch} row(s) of {plan.capacity} cache slots need "
-        f"{shown_bytes(plan.host_cache_bytes)} of the host's memory, and {shown_bytes(free)} are "
-        f"available, enough for some {slots} tokens per row. Use fewer rows or a shorter context. "
-        f"If the host has more memory, raise {PINNED_LIMIT} (in GiB, {PINNED_GIB} if unset), the "
-        "limit of jax for a GPU"
-    )
-
-
-def _remedy(plan: MemoryPlan, fits: int, free: int) -> str:
-    """What to change about a call that does not fit."""
+def _remedy(plan: MemoryPlan, free: int) -> str:
+    """What to change about a call that does not fit: first of all its context, if one would."""
+    most = max(0, free - plan.draft_state_bytes - plan.working_bytes)
+    fitting = most // -(-plan.cache_bytes // plan.capacity)
+    step = max(256, 1 << max(0, fitting.bit_length() - 4))  # Capacities come in such steps.
+    fits = fitting // step * step
     # One more row is being prefilled beside those in the slots.
     slots, fewer = plan.batch * free // plan.needed_bytes - 1, ""
     if plan.batch > 1:

@@ -5,11 +5,10 @@ without an effect here are accepted. Those that speculative decoding does not su
 beams, penalties and constraints, are refused by name.
 """
 
+import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
-import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.checks import (
@@ -23,6 +22,7 @@ from longspec_jax.checks import (
     shown,
     whole_number,
 )
+from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 
@@ -56,22 +56,24 @@ class GenerateOptions(TypedDict, total=False):
     """Tokens that end a row, or one set per row; the model's own if absent, ``[]`` for none."""
 
 
+class CallOptions(GenerateOptions, total=False):
+    """What else every call takes."""
+
+    tree: TreeConfig | Sequence[int] | str | None
+    """Shape of the (first) draft's trees, ``PLAIN`` for plain decoding; the object's own if absent.
+    Without one the fastest on this machine runs, of all drafts. A few are timed the first time that
+    this model decodes here, and the timings kept (:mod:`longspec_jax.generation.autotune`)."""
+    chat_template: str | None
+    """A Jinja template for messages instead of the tokenizer's own."""
+
+
 _ANY = object()
+_WITHOUT_EFFECT = (
+    "transformers_version _from_model_config pad_token_id bos_token_id use_cache "
+    "cache_implementation return_dict_in_generate early_stopping length_penalty"
+)
 _NEUTRAL = {
-    **dict.fromkeys(
-        (
-            "transformers_version",
-            "_from_model_config",
-            "pad_token_id",
-            "bos_token_id",
-            "use_cache",
-            "cache_implementation",
-            "return_dict_in_generate",
-            "early_stopping",
-            "length_penalty",
-        ),
-        _ANY,
-    ),
+    **dict.fromkeys(_WITHOUT_EFFECT.split(), _ANY),
     "num_beams": 1,
     "num_return_sequences": 1,
     "repetition_penalty": 1.0,
@@ -96,44 +98,13 @@ _HINTS = {
 """What to do instead of passing an option that is known elsewhere."""
 
 
-@dataclass(frozen=True)
-class RowOptions:
-    """Options resolved to one value per row."""
-
-    max_new_tokens: np.ndarray
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    seed: np.ndarray
-    stop_tokens: tuple[tuple[int, ...], ...]
-
-    def request(self) -> Request:
-        """The arrays of the decode loop; stop sets are padded to multiples of 4 to compile less."""
-        widest = max(map(len, self.stop_tokens))
-        stops = np.full((len(self.stop_tokens), -(-max(widest, 1) // 4) * 4), -1, np.int32)
-        for row, tokens in zip(stops, self.stop_tokens, strict=True):
-            row[: len(tokens)] = tokens
-        vary = self.temperature > 0
-        sampling = Sampling(
-            temperature=jnp.asarray(self.temperature),
-            top_k=jnp.asarray(self.top_k),
-            top_p=jnp.asarray(self.top_p),
-            seed=jnp.asarray(self.seed),
-            kind=SamplingKind(
-                stochastic=bool(vary.any()),
-                filtered=bool((vary & ((self.top_k > 0) | (self.top_p < 1))).any()),
-            ),
-        )
-        return Request(sampling, jnp.asarray(stops), jnp.asarray(self.max_new_tokens))
-
-
 def resolve(
     options: Mapping[str, Any],
     generation_config: Any,
     prompt_lengths: Sequence[int],
     model_stop_tokens: Sequence[int],
-    vocab_size: int | None = None,
-) -> RowOptions:
+    vocab_size: int,
+) -> Request:
     """Check the options and give every row its values.
 
     Args:
@@ -141,8 +112,10 @@ def resolve(
       generation_config: a transformers ``GenerationConfig``, or None.
       prompt_lengths: tokens of every prompt.
       model_stop_tokens: what ends a row unless the caller says otherwise.
-      vocab_size: width of the target's logits, below which stop tokens must lie; unchecked if
-        absent.
+      vocab_size: width of the target's logits, below which stop tokens must lie.
+
+    Returns:
+      The options of all rows, on the host.
 
     Raises:
       TypeError: for an unknown option.
@@ -156,24 +129,28 @@ def resolve(
     merged = {**_from_config(generation_config, prompt_lengths, given), **given}
     rows = len(prompt_lengths)
 
-    def option(name: str, default: float, dtype: Any) -> np.ndarray:
+    def option(name: str, default: float, dtype: Any) -> Any:
         return np.asarray(_by_row(name, merged.get(name, default), rows, SAMPLING[name]), dtype)
 
-    temperature = _temperature(merged, given, rows)
-    resolved = RowOptions(
-        max_new_tokens=option("max_new_tokens", DEFAULT_NEW_TOKENS, np.int32),
-        temperature=temperature,
-        top_k=option("top_k", 0, np.int32),
-        # A mass too small for float32 still leaves the most likely token.
-        top_p=np.maximum(option("top_p", 1.0, np.float32), np.finfo(np.float32).tiny),
-        seed=option("seed", 0, np.uint32),
-        stop_tokens=_stop_sets(merged.get("eos_token_id", model_stop_tokens), rows),
-    )
-    if "eos_token_id" in merged:
-        _check_vocabulary(resolved.stop_tokens, 2**31 if vocab_size is None else vocab_size)
+    temperature, top_k = _temperature(merged, given, rows), option("top_k", 0, np.int32)
+    # A mass too small for float32 still leaves the most likely token.
+    top_p = np.maximum(option("top_p", 1.0, np.float32), np.finfo(np.float32).tiny)
     if not temperature.any():
-        _check_no_filter(resolved, given)
-    return resolved
+        _check_no_filter(given, top_k=top_k > 0, top_p=top_p < 1)
+    checked = vocab_size if "eos_token_id" in merged else None
+    filtered = (temperature > 0) & ((top_k > 0) | (top_p < 1))
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=option("seed", 0, np.uint32),
+        kind=SamplingKind(bool(temperature.any()), bool(filtered.any())),
+    )
+    return Request(
+        sampling,
+        _stop_tokens(merged.get("eos_token_id", model_stop_tokens), rows, checked),
+        option("max_new_tokens", DEFAULT_NEW_TOKENS, np.int32),
+    )
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
@@ -214,25 +191,16 @@ def _from_config(
 def _supported(
     values: Mapping[str, Any], prompt_lengths: Sequence[int], owner: str = ""
 ) -> dict[str, Any]:
-    """The options of this library among those of transformers.
-
-    Args:
-      values: of options by name, none of them None.
-      prompt_lengths: tokens of every prompt.
-      owner: what the options belong to, for error messages.
-
-    Raises:
-      NotImplementedError: for an option of transformers that would change the output.
-    """
+    """The options of this library among those of transformers; others must have no effect."""
     known = GenerateOptions.__annotations__
     found = {key: value for key, value in values.items() if key in known}
     if "max_length" in values and "max_new_tokens" not in values:
         name = f"{owner}max_length"
         found["max_new_tokens"] = _rest(name, values["max_length"], prompt_lengths)
     others = values.keys() - known - {"max_length"}
-    refused = {f"{owner}{key}": values[key] for key in others if not _is_neutral(key, values[key])}
+    refused = [key for key in sorted(others) if _has_effect(key, values[key])]
     if refused:
-        named = ", ".join(f"{name}={shown(refused[name])}" for name in sorted(refused))
+        named = ", ".join(f"{owner}{key}={shown(values[key])}" for key in refused)
         raise NotImplementedError(
             f"{named}: not supported by speculative decoding; leave out, or decode with "
             "transformers"
@@ -240,11 +208,10 @@ def _supported(
     return found
 
 
-def _is_neutral(name: str, value: Any) -> bool:
-    """Whether an option of transformers has no effect at this value."""
+def _has_effect(name: str, value: Any) -> bool:
+    """Whether an option of transformers may change the output at this value."""
     neutral = _NEUTRAL.get(name)
-    plain = isinstance(value, bool) or is_number(value)
-    return neutral is _ANY or (plain and value == neutral)
+    return neutral is not _ANY and not (isinstance(value, numbers.Real) and value == neutral)
 
 
 def _rest(name: str, max_length: Any, prompt_lengths: Sequence[int]) -> list[int]:
@@ -260,7 +227,7 @@ def _rest(name: str, max_length: Any, prompt_lengths: Sequence[int]) -> list[int
     return [most - length for length in prompt_lengths]
 
 
-def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int) -> np.ndarray:
+def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int) -> Any:
     """Temperatures of the rows: 0 where ``do_sample`` chooses the most likely token."""
     sample = merged.get("do_sample")
     if not isinstance(sample, bool | np.bool_ | None):
@@ -285,19 +252,18 @@ def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int)
     return np.zeros_like(array)
 
 
-def _check_no_filter(resolved: RowOptions, given: Mapping[str, Any]) -> None:
+def _check_no_filter(given: Mapping[str, Any], **acts: np.ndarray) -> None:
     """Refuse filters in a call that draws no samples."""
-    acts = {"top_k": (resolved.top_k > 0).any(), "top_p": (resolved.top_p < 1).any()}
     for name, act in acts.items():
-        if name in given and act:
+        if name in given and act.any():
             raise ValueError(
                 f"{name}={given[name]} has no effect at temperature 0; set temperature (or "
                 "do_sample=True), or leave it out"
             )
 
 
-def _stop_sets(value: Any, rows: int) -> tuple[tuple[int, ...], ...]:
-    """One tuple of stop tokens per row, from an id, a set for all rows, or a set for each."""
+def _stop_tokens(value: Any, rows: int, vocab_size: int | None) -> Any:
+    """``[B, n]`` stop tokens, padded with -1: from an id, a set for all rows, or one for each."""
     value = as_plain(value)
     items = [value] if is_whole(value) else _listed(value)
     nested = [_listed(item) for item in items if not is_whole(item)]
@@ -309,7 +275,9 @@ def _stop_sets(value: Any, rows: int) -> tuple[tuple[int, ...], ...]:
             f"eos_token_id has {len(sets)} stop sets for {rows} prompt{'s' * (rows != 1)}; pass "
             "one set, or one per prompt"
         )
-    for ids in sets:
+    width = -(-max(1, *map(len, sets)) // 4) * 4  # In steps, to compile less.
+    stops = np.full((rows, width), -1, np.int32)
+    for row, ids in enumerate(sets):
         for token in ids:
             if not is_whole(token):
                 raise _no_stop_set(token)
@@ -317,7 +285,14 @@ def _stop_sets(value: Any, rows: int) -> tuple[tuple[int, ...], ...]:
                 raise ValueError(
                     f"eos_token_id={ids} holds a negative id; pass eos_token_id=[] to never stop"
                 )
-    return tuple(tuple(map(int, ids)) for ids in sets)
+            if vocab_size is not None and token >= vocab_size:
+                raise ValueError(
+                    f"eos_token_id={token}{_in_row(row, rows)} is outside the target's vocabulary "
+                    f"of {vocab_size}, so no row would ever end with it; pass an id below, or "
+                    "eos_token_id=[] to never stop"
+                )
+        stops[row, : len(ids)] = ids
+    return stops
 
 
 def _listed(value: Any) -> list[Any]:
@@ -333,18 +308,6 @@ def _no_stop_set(value: Any) -> ValueError:
         f"eos_token_id={shown(value)} must be a token id, a list of ids, or a list of ids for "
         "every prompt; tokenizer.convert_tokens_to_ids gives the id of a token"
     )
-
-
-def _check_vocabulary(stop_tokens: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Refuse stop tokens outside the vocabulary."""
-    for row, tokens in enumerate(stop_tokens):
-        for token in tokens:
-            if token >= vocab_size:
-                raise ValueError(
-                    f"eos_token_id={token}{_in_row(row, len(stop_tokens))} is outside the target's "
-                    f"vocabulary of {vocab_size}, so no row would ever end with it; pass an id "
-                    "below, or eos_token_id=[] to never stop"
-                )
 
 
 def _by_row(name: str, value: Any, rows: int, allowed: Whole | Real) -> list[Any]:

@@ -9,13 +9,19 @@
                 print(output.id, output.text, end="", flush=True)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
+from longspec_jax.checks import whole_number
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.candidates import tallest
 from longspec_jax.decoding.engine import Engine, StepOutput
-from longspec_jax.generation.inputs import Inputs, check_positions, to_prompts
-from longspec_jax.generation.options import GenerateOptions, resolve
+from longspec_jax.drafters.base import Params
+from longspec_jax.generation.call import Shape
+from longspec_jax.generation.inputs import Inputs, read_batch
+from longspec_jax.generation.memory import check_fits, plan_memory
+from longspec_jax.generation.models import Models, drafters_for
+from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
 from longspec_jax.generation.run import tree_uses
 from longspec_jax.generation.text import Detokenizer
@@ -50,26 +56,35 @@ class RequestEngine:
 
     def __init__(
         self,
-        engine: Engine,
-        tokenizer: Any,
+        models: Models,
         *,
+        slots: int,
         max_tokens: int,
-        max_positions: int,
-        stop_tokens: Sequence[int],
+        tree: TreeConfig | None = None,
+        adaptive: bool = False,
+        prefills: int = 1,
     ) -> None:
-        """Serve requests of text over an engine.
-
-        Args:
-          engine: with vacant slots.
-          tokenizer: a transformers tokenizer, or None for token ids alone.
-          max_tokens: most tokens of a request, prompt and new ones.
-          max_positions: of the target.
-          stop_tokens: what ends a request that names no ``eos_token_id``.
-        """
-        self.engine = engine
-        self._tokenizer, self._stop_tokens = tokenizer, stop_tokens
-        self._max_tokens = min(max_tokens, max_positions)
-        self._texts: dict[int, Detokenizer] = {}
+        """Make vacant slots; arguments and errors as of :meth:`longspec_jax.LongSpec.engine`."""
+        sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
+        for name, value in sizes.items():
+            whole_number(name, value)
+        drafters, draft = drafters_for(models, tree, slots, adaptive=adaptive)
+        drafters = drafters if adaptive else drafters[:1]
+        levels = tallest(drafters).tree.num_levels
+        shape = Shape.for_call(max_tokens, 0, levels, models.prefill_chunk)
+        batches = [slots, *[1] * prefills]
+        memory = plan_memory(models, drafters, draft, batches, shape.capacity, shape.chunk)
+        check_fits(memory, models.mesh)
+        self.engine = Engine(
+            *(models.target, drafters, Params(models.target_params, draft)),
+            slots=slots,
+            capacity=shape.capacity,
+            chunk=shape.chunk,
+            stop_width=STOP_WIDTH,
+            prefills=prefills,
+        )
+        self._models, self._texts = models, dict[int, Detokenizer]()
+        self._max_tokens = min(max_tokens, models.target_config.max_positions)
 
     @property
     def busy(self) -> bool:
@@ -91,11 +106,7 @@ class RequestEngine:
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
 
-        Args:
-          inputs: text, chat messages or token ids, of one row.
-          generation_config: a transformers ``GenerationConfig``; keyword arguments win over it.
-          chat_template: a Jinja template for messages instead of the tokenizer's own.
-          **options: see :class:`~longspec_jax.generation.options.GenerateOptions`.
+        Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row.
 
         Returns:
           The number of the request.
@@ -104,16 +115,17 @@ class RequestEngine:
           ValueError: if the request is not one row, does not fit the engine's ``max_tokens``, or an
             option is wrong.
         """
-        vocab_size = self.engine.target.vocab_size
-        rows = to_prompts(inputs, self._tokenizer, vocab_size, chat_template, self._max_tokens)
-        if len(rows) != 1:
-            raise ValueError(f"a request is one row and {len(rows)} were given; submit each")
-        [prompt] = rows
-        found = resolve(options, generation_config, [len(prompt)], self._stop_tokens, vocab_size)
-        check_positions([len(prompt)], found.max_new_tokens, self._max_tokens)
-        id = self.engine.submit(prompt, found.request())
-        if self._tokenizer is not None:
-            self._texts[id] = Detokenizer(self._tokenizer, prompt.tolist())
+        given = inputs, generation_config, options
+        more = {"chat_template": chat_template, "max_tokens": self._max_tokens}
+        batch = read_batch(self._models, *given, **more)
+        if len(batch.prompts) != 1:
+            raise ValueError(
+                f"a request is one row and {len(batch.prompts)} were given; submit each"
+            )
+        [prompt] = batch.prompts
+        id = self.engine.submit(prompt, batch.request)
+        if self._models.tokenizer is not None:
+            self._texts[id] = Detokenizer(self._models.tokenizer, prompt.tolist())
         return id
 
     def step(self) -> list[RequestOutput]:
@@ -148,9 +160,10 @@ class RequestEngine:
 
     def _output(self, output: StepOutput) -> RequestOutput:
         tokens, text = output.tokens.tolist(), ""
+        drafted, ended = tuple(output.drafted.tolist()), output.finish is not None
         if (own := self._texts.get(output.id)) is not None:
-            text = "".join(map(own.push, tokens if output.finish != "error" else tokens[:-1]))
-            if output.finish is not None:
-                text += self._texts.pop(output.id).flush()
-        drafted = tuple(output.drafted.tolist())
+            said = tokens[:-1] if output.finish == "error" else tokens
+            text = "".join(piece.text for piece in own.pieces(said, drafted[: len(said)], ended))
+        if ended:
+            self._texts.pop(output.id, None)
         return RequestOutput(output.id, tuple(tokens), text, drafted, output.rounds, output.finish)

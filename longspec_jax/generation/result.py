@@ -5,10 +5,16 @@ Also the one warning that these numbers give rise to: about a draft that does no
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
 
 from longspec_jax.config import TreeConfig
+from longspec_jax.generation.activity import Activity, OnActivity, Tuned
+from longspec_jax.generation.inputs import Prompts
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.text import Piece
 from longspec_jax.generation.timings import TreeTiming
@@ -160,6 +166,17 @@ class Notices:
         if rounds >= ROUNDS and accepted <= USELESS * rounds:
             self._warn(f"{accepted} of the draft's tokens were accepted in {rounds} rounds")
 
+    def heard(self, on_activity: OnActivity | None) -> OnActivity:
+        """The same listener, which also has the timings of trees looked at."""
+
+        def tell(activity: Activity) -> None:
+            if isinstance(activity, Tuned):
+                self.look_at_timings(activity.timings)
+            if on_activity is not None:
+                on_activity(activity)
+
+        return tell
+
     def look_at_timings(self, timings: Sequence[TreeTiming]) -> None:
         """Warn if next to no draft token was accepted while trees were timed."""
         accepted = [timing.tokens - 1 for timing in timings if timing.tree.widths]
@@ -176,3 +193,40 @@ class Notices:
             UserWarning,
             stacklevel=4,
         )
+
+
+OnRound: TypeAlias = Callable[[StreamRound], None]
+
+
+class Streamer(Protocol):
+    """What transformers calls a streamer."""
+
+    def put(self, value: np.ndarray) -> None:
+        """Take the prompt, then the tokens of every round."""
+        ...
+
+    def end(self) -> None:
+        """The row has ended."""
+        ...
+
+
+@contextmanager
+def ended(streamer: Streamer | None) -> Iterator[None]:
+    """End a streamer after errors too: another thread may wait for it."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
+def stream_into(streamer: Streamer, prompts: Prompts, on_round: OnRound | None) -> OnRound:
+    """Hand the prompt to a streamer, and return what hands it the rounds."""
+    rows = len(prompts)
+    if rows > 1 or on_round is not None:
+        raise ValueError(
+            f"a streamer follows one row and takes the place of on_round; {rows} rows and "
+            f"on_round={on_round} were given. Use on_round= alone, or stream()"
+        )
+    streamer.put(prompts[0][None])
+    return lambda added: streamer.put(np.asarray(added.tokens[0], np.int32))

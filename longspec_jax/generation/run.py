@@ -1,35 +1,99 @@
-"""Run a prepared call on an engine, and time its phases apart.
+"""Run a planned call on an engine, time its phases apart, and collect what it says.
 
 A call whose rows all have a slot is prefilled as one batch and then decoded. In a call with more
 rows than slots, prompts are prefilled between the rounds of the others.
 
-The first call of a shape is preceded by a short run of the same shape: at most two prefill chunks
-and one round of every tree. Whatever is compiled or loaded on first use is paid there and reported
-as compile time, so that prefill and decode seconds mean the same in every call.
+Before the first call of a shape comes a rehearsal: one prefill chunk and a round of every tree, two
+of each on a mesh. Whatever is compiled or loaded on first use is paid there and reported as compile
+time, so that prefill and decode seconds mean the same in every call.
 """
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Iterator, Mapping, Set
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.engine import Engine, StepOutput
+from longspec_jax.decoding.prefill import prefill_programs, rows_outline
 from longspec_jax.decoding.programs import RECENT
+from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.drafters.base import NoDraft
-from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling
-from longspec_jax.generation.call import Call
-from longspec_jax.generation.result import Stats, TreeUse
+from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling, Slower
+from longspec_jax.generation.call import Plan
+from longspec_jax.generation.inputs import Batch
+from longspec_jax.generation.result import GenerateResult, OnRound, Stats, StreamRound, TreeUse
+from longspec_jax.generation.text import Detokenizer, continuation
+from longspec_jax.generation.timings import KnownTimings
 from longspec_jax.ops.placement import tree_bytes
 
 
+def plan_engine(plan: Plan, *, streams: bool) -> Engine:
+    """An engine for the rows of a plan; of a stream, if the run is followed round by round."""
+    streams = streams or plan.waits
+    return Engine(
+        *(plan.target, plan.drafters, plan.params),
+        slots=plan.slots,
+        capacity=plan.shape.capacity,
+        chunk=plan.shape.chunk,
+        stop_width=plan.stop_width,
+        streams=streams,
+        together=not plan.waits,
+        # A run that nobody follows decides on the next tree by the last rounds.
+        ahead=streams or len(plan.drafters) == 1,
+    )
+
+
+def can_precompile(plan: Plan) -> bool:
+    """Whether all shapes and shardings are known before an array is made."""
+    return plan.target.mesh is None and not plan.target.offload and not plan.waits
+
+
+def plan_programs(plan: Plan, streams: bool, *, rounds: bool) -> Iterator[jax.stages.Lowered]:
+    """Lower everything a plan runs, the slowest to compile first; see :func:`can_precompile`."""
+    models, request = (plan.target, plan.drafter, plan.params), plan.empty_request
+    sizes = {"batch": plan.rows, "capacity": plan.shape.capacity}
+    prompts = prefill_programs(*models, request, chunk=plan.shape.chunk, **sizes)
+    return chain(round_programs(plan, streams) if rounds else (), prompts)
+
+
+def round_programs(plan: Plan, streams: bool) -> Iterator[jax.stages.Lowered]:
+    """Lower the launches of rounds alone."""
+    models, request = (plan.target, plan.drafter, plan.params), plan.empty_request
+    rows = rows_outline(*models, request, batch=plan.rows, capacity=plan.shape.capacity)
+    for drafter in plan.drafters:
+        args = plan.target, drafter, plan.kind, plan.params, rows
+        yield one_round.lower(*args) if streams else many_rounds.lower(*args, np.int32(1))
+
+
+def rehearse(plan: Plan, streams: bool, rounds: bool) -> float:
+    """Compile everything that a plan runs, and run a little of it; arguments as of :func:`start`.
+
+    Returns:
+      Seconds of a round; NaN where none ran alone.
+    """
+    if can_precompile(plan):
+        compile_side_by_side(plan_programs(plan, streams, rounds=rounds))
+    # On a mesh the second chunk's arrays may lie elsewhere.
+    length = 1 if can_precompile(plan) else min(1 + plan.shape.chunk, plan.longest)
+    with plan_engine(plan, streams=streams) as engine:
+        for row in range(plan.rows):
+            engine.submit(np.zeros(length, np.int32), plan.empty_request.row(row))
+        while engine.busy if plan.waits else engine.prefilling:
+            engine.step(decode=plan.waits)
+        return engine.rehearse(plan.kind) if rounds and not plan.waits else math.nan
+
+
 class WarmShapes:
-    """The shapes whose programs this process holds, and how to compile one more."""
+    """The shapes whose programs this process holds, and the seconds of their rounds."""
 
     def __init__(self) -> None:
         """Start with none."""
@@ -37,117 +101,67 @@ class WarmShapes:
         self._round_seconds: dict[Any, float] = {}
         self._lock = Lock()
 
-    def prepare(self, call: Call, streams: bool = False, rounds: bool = True) -> float:
-        """Make a short run if the call's shape is new; return its seconds, 0 if it is not.
+    def prepare(
+        self,
+        plan: Plan,
+        streams: bool = False,
+        rounds: bool = True,
+        on_activity: OnActivity | None = None,
+    ) -> float:
+        """Make a short run if the plan's shape is new; return its seconds, 0 if it is not.
 
-        Args:
-          call: the prepared call.
-          streams: whether the run is followed round by round.
-          rounds: whether it will be decoded at all, and not prefilled alone.
+        Arguments as of :func:`start`.
         """
-        if self.knows(call, streams, rounds):
+        signature, rehearsal = plan.signature, partial(rehearse, plan, streams, rounds)
+        used = self._programs.get((streams, rounds, signature))
+        if used is not None and RECENT.renew(used):
             return 0.0
-        two = np.minimum(call.request.max_new_tokens, 2)
-        short = replace(
-            call,
-            # Two chunks where there are two: on a mesh the second one's arrays may lie elsewhere.
-            prompts=tuple(row[: 2 * call.shape.chunk] for row in call.prompts),
-            request=replace(call.request, max_new_tokens=jnp.asarray(two)),
-        )
-        start, round_seconds = time.perf_counter(), math.nan
+        if on_activity is not None:
+            on_activity(Compiling())
+        start = time.perf_counter()
         with RECENT.noted() as used:
-            if call.can_precompile:
-                compile_side_by_side(short.programs(streams, rounds=rounds))
-            with short.engine(streams=streams) as engine:
-                while engine.busy if call.waits else engine.prefilling:
-                    engine.step(decode=call.waits)
-                if rounds and not call.waits:
-                    round_seconds = engine.rehearse(call.request.sampling.kind)
+            round_seconds = rehearsal()
         seconds = time.perf_counter() - start
         with self._lock:
             kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
-            self._programs = {**kept, (streams, rounds, call.signature): used}
+            self._programs = {**kept, (streams, rounds, signature): used}
             # Of shapes whose programs were let go nothing is remembered.
             known = {signature for *_, signature in self._programs} & self._round_seconds.keys()
             self._round_seconds = {one: self._round_seconds[one] for one in known}
             if not math.isnan(round_seconds):
-                self._round_seconds[call.signature] = round_seconds
+                self._round_seconds[signature] = round_seconds
         return seconds
 
-    def round_seconds(self, call: Call) -> float:
+    def round_seconds(self, plan: Plan) -> float:
         """Seconds of a round of such a call, as it last ran; NaN where none did."""
-        return self._round_seconds.get(call.signature, math.nan)
+        return self._round_seconds.get(plan.signature, math.nan)
 
-    def learn(self, run: "Run") -> None:
+    def learn(self, plan: Plan, round_seconds: float) -> None:
         """Remember how long the rounds of a finished run took."""
-        rounds = [total for total in run.engine.totals if total.rounds]
-        if len(rounds) == len(run.call.drafters) == 1:
-            with self._lock:
-                self._round_seconds[run.call.signature] = rounds[0].seconds / rounds[0].rounds
-
-    def knows(self, call: Call, streams: bool = False, rounds: bool = True) -> bool:
-        """Whether everything the call will run is compiled; it is then the last to be evicted."""
-        used = self._programs.get((streams, rounds, call.signature))
-        return used is not None and RECENT.renew(used)
+        with self._lock:
+            self._round_seconds[plan.signature] = round_seconds
 
 
 @dataclass
-class Progress:
-    """The tokens and counts of a call's rows so far, on the host."""
+class RowOutput:
+    """What a row has emitted so far, on the host."""
 
-    tokens: list[list[int]]
-    """Emitted tokens of every row."""
-    drafted: list[list[bool]]
-    """Whether each was an accepted draft token."""
-    histogram: np.ndarray
-    """``[rows, h]`` rounds by accepted draft tokens."""
-    done: list[bool]
-
-    @classmethod
-    def of(cls, call: Call) -> "Progress":
-        """Before the first token."""
-        rows, height = len(call.prompts), call.drafter.tree.num_levels + 1
-        texts, flags = [[] for _ in range(rows)], [[] for _ in range(rows)]
-        return cls(texts, flags, np.zeros((rows, height), np.int64), [False] * rows)
-
-    def copy(self, call: Call) -> "Progress":
-        """The same tokens, for another call of the same rows."""
-        new = Progress.of(call)
-        new.tokens = [list(row) for row in self.tokens]
-        new.drafted, new.done = [list(row) for row in self.drafted], list(self.done)
-        return new
-
-    def add(self, call: Call, output: StepOutput) -> None:
-        """Take in the output of a step for a row.
-
-        Raises:
-          FloatingPointError: if the target's logits were not finite.
-        """
-        row = output.id
-        self.tokens[row] += output.tokens.tolist()
-        self.drafted[row] += output.drafted.tolist()
-        for accepted in output.rounds:
-            self.histogram[row, accepted] += 1
-        self.done[row] = output.finish is not None
-        if output.finish == "error":
-            where = f"of row {row} " if len(self.tokens) > 1 else ""
-            dtype = call.target.config.dtype
-            remedy = "" if dtype == "float32" else "dtype float32, which has more range, or "
-            raise FloatingPointError(
-                f"the target's logits {where}behind "
-                f"{len(call.prompts[row]) + len(self.tokens[row]) - 1} tokens are not finite, so "
-                "that no token can be drawn: its weights or norms overflow "
-                f"{dtype}; try {remedy}another checkpoint"
-            )
+    histogram: list[int]
+    """Rounds by accepted draft tokens."""
+    tokens: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    """Whether each token was an accepted draft token."""
+    done: bool = False
 
 
 @dataclass(eq=False)
 class Run:
     """A call on its way."""
 
-    call: Call
+    plan: Plan
+    batch: Batch
     engine: Engine
-    progress: Progress
+    rows: list[RowOutput]
     compile_seconds: float = 0.0
     timing_key: Mapping[str, Any] | None = None
     """Of the kept timings that chose its tree; None where none did."""
@@ -156,44 +170,69 @@ class Run:
     @property
     def stats(self) -> Stats:
         """The counts so far."""
-        call, progress, engine = self.call, self.progress, self.engine
+        rows, engine = self.rows, self.engine
         return Stats(
-            prompt_tokens=tuple(len(row) for row in call.prompts),
-            new_tokens=tuple(map(len, progress.tokens)),
-            target_passes=tuple(progress.histogram.sum(axis=1).tolist()),
-            histograms=tuple(map(tuple, progress.histogram.tolist())),
+            prompt_tokens=tuple(map(len, self.batch.prompts)),
+            new_tokens=tuple(len(row.tokens) for row in rows),
+            target_passes=tuple(sum(row.histogram) for row in rows),
+            histograms=tuple(tuple(row.histogram) for row in rows),
             trees=tree_uses(engine),
             prefill_seconds=engine.seconds_of_prefill,
             decode_seconds=sum(total.seconds for total in engine.totals),
             compile_seconds=self.compile_seconds,
             draft_state_bytes=tree_bytes(engine.rows.draft),
-            memory=call.memory,
-            lossless=all(drafter.lossless for drafter in call.drafters),
+            memory=self.plan.memory,
+            lossless=all(drafter.lossless for drafter in self.plan.drafters),
         )
 
-    def branch(self, call: Call, *, own_cache: bool, **options: Any) -> "Run":
-        """The same rows behind their prefill, for another call that runs one of the drafters.
+    def branch(self, plan: Plan, *, own_cache: bool, **options: Any) -> "Run":
+        """The same rows behind their prefill, with one of the plan's alternatives.
 
-        Args:
-          call: the other call.
-          own_cache: as of :meth:`~longspec_jax.decoding.engine.Engine.branch`.
-          **options: the same.
+        The other arguments are those of :meth:`~longspec_jax.decoding.engine.Engine.branch`.
         """
-        draft = self.call.state_of(call, self.engine.rows.draft)
+        draft = self.plan.state_of(plan, self.engine.rows.draft)
         engine = self.engine.branch(
-            *(call.drafters, call.params, draft), own_cache=own_cache, **options
+            *(plan.drafters, plan.params, draft), own_cache=own_cache, **options
         )
-        return Run(call, engine, self.progress.copy(call), on_activity=self.on_activity)
+        engine.seconds_of_prefill = self.engine.seconds_of_prefill
+        rows = [
+            RowOutput(_no_rounds(plan), list(row.tokens), list(row.drafted), row.done)
+            for row in self.rows
+        ]
+        return Run(plan, self.batch, engine, rows, on_activity=self.on_activity)
+
+    def _add(self, output: StepOutput) -> None:
+        """Take in what a row has gained.
+
+        Raises:
+          FloatingPointError: if the target's logits were not finite.
+        """
+        row = self.rows[output.id]
+        row.tokens += output.tokens.tolist()
+        row.drafted += output.drafted.tolist()
+        for accepted in output.rounds:
+            row.histogram[accepted] += 1
+        row.done = output.finish is not None
+        if output.finish == "error":
+            where = f"of row {output.id} " if len(self.rows) > 1 else ""
+            tokens = len(self.batch.prompts[output.id]) + len(row.tokens) - 1
+            dtype = self.plan.target.config.dtype
+            remedy = "" if dtype == "float32" else "dtype float32, which has more range, or "
+            raise FloatingPointError(
+                f"the target's logits {where}behind {tokens} tokens are not finite, so that no "
+                f"token can be drawn: its weights or norms overflow {dtype}; try {remedy}another "
+                "checkpoint"
+            )
 
     def prefill(self) -> "Run":
         """Run the prompts of a call whose rows all have a slot, to their first tokens."""
-        total, told = max(map(len, self.call.prompts)), -1
+        told = -1
         while self.engine.prefilling:
             if self.on_activity is not None and self.engine.prefilled > told:
                 told = self.engine.prefilled
-                self.on_activity(Prefilling(told, total))
+                self.on_activity(Prefilling(told, self.plan.longest))
             for output in self.engine.step(decode=False):
-                self.progress.add(self.call, output)
+                self._add(output)
         return self
 
     def rounds(self) -> Generator["Run", None, None]:
@@ -201,25 +240,25 @@ class Run:
 
         The time that the consumer takes is not counted. Close the iterator to stop early.
         """
-        engine, progress = self.engine, self.progress
+        engine = self.engine
         try:
-            if any(progress.tokens):
+            if any(row.tokens for row in self.rows):
                 yield self
             while engine.busy:
                 outputs = engine.step()
                 for output in outputs:
-                    progress.add(self.call, output)
+                    self._add(output)
                 if outputs:
                     yield self
-                elif self.on_activity is not None and not any(progress.tokens):
-                    total = len(self.call.prompts[0])
+                elif self.on_activity is not None and not any(row.tokens for row in self.rows):
+                    total = len(self.batch.prompts[0])
                     self.on_activity(Prefilling(engine.prefilled, total))
         finally:
             engine.finish()
 
 
-Begin: TypeAlias = Callable[[bool], Run]
-"""``streams -> run``: makes a call ready to decode."""
+def _no_rounds(plan: Plan) -> list[int]:
+    return [0] * (plan.drafter.tree.num_levels + 1)
 
 
 def tree_uses(engine: Engine) -> tuple[TreeUse, ...]:
@@ -237,28 +276,82 @@ def tree_uses(engine: Engine) -> tuple[TreeUse, ...]:
 
 
 def start(
-    call: Call,
+    plan: Plan,
+    batch: Batch,
     warm: WarmShapes,
     *,
     streams: bool,
     rounds: bool = True,
-    ahead: bool | None = None,
     on_activity: OnActivity | None = None,
 ) -> Run:
     """Compile what is new and, where every row has a slot, run the prompts.
 
     Args:
-      call: the prepared call.
+      plan: of the call.
+      batch: its rows; of more than the plan's the first.
       warm: the shapes compiled so far.
       streams: whether the run is followed round by round.
       rounds: whether it will be decoded at all, and not prefilled alone.
-      ahead: as of :meth:`Call.engine`.
       on_activity: called with compilation and prefill.
     """
-    if on_activity and not warm.knows(call, streams, rounds):
-        on_activity(Compiling())
-    compiled = warm.prepare(call, streams, rounds)
-    engine = call.engine(streams=streams, ahead=ahead)
-    engine.round_seconds = warm.round_seconds(call)
-    run = Run(call, engine, Progress.of(call), compiled, on_activity=on_activity)
-    return run if call.waits else run.prefill()
+    compiled = warm.prepare(plan, streams, rounds, on_activity)
+    engine = plan_engine(plan, streams=streams)
+    engine.round_seconds = warm.round_seconds(plan)
+    for row in range(plan.rows):  # The rows' numbers are those of the requests.
+        engine.submit(batch.prompts[row], batch.request.row(row))
+    rows = [RowOutput(_no_rounds(plan)) for _ in range(plan.rows)]
+    run = Run(plan, batch, engine, rows, compiled, on_activity=on_activity)
+    return run if plan.waits else run.prefill()
+
+
+def learn(run: Run, warm: WarmShapes, known: KnownTimings) -> None:
+    """Correct what is known by a finished run of one drafter, and report one that was slower."""
+    seen = run.engine.totals[0]
+    if len(run.plan.drafters) > 1 or not seen.rounds:
+        return
+    warm.learn(run.plan, seen.seconds / seen.rounds)
+    if run.timing_key is not None and not run.plan.waits:
+        speed = known.correct(run.timing_key, *run.plan.choice, seen)
+        if speed is not None and run.on_activity is not None:
+            run.on_activity(Slower(*run.plan.choice, speed))
+
+
+def follow(run: Run, tokenizer: Any, on_round: OnRound | None = None) -> GenerateResult:
+    """Run to the end; ``on_round`` is called with what every round adds.
+
+    Without a tokenizer there is no text.
+    """
+    if on_round is None:
+        for _ in run.rounds():
+            pass
+    else:
+        with closing(added_rounds(run, tokenizer)) as rounds:
+            for added in rounds:
+                on_round(added)
+    text = [
+        None if tokenizer is None else continuation(tokenizer, prompt.tolist(), row.tokens)
+        for prompt, row in zip(run.batch.prompts, run.rows, strict=True)
+    ]
+    sequences = tuple(tuple(row.tokens) for row in run.rows)
+    drafted = tuple(tuple(row.drafted) for row in run.rows)
+    return GenerateResult(sequences, tuple(text), drafted, run.stats)
+
+
+def added_rounds(run: Run, tokenizer: Any) -> Generator[StreamRound, None, None]:
+    """Decode to the end, and yield what every round adds; close the generator to stop early."""
+    texts = [
+        None if tokenizer is None else Detokenizer(tokenizer, prompt.tolist())
+        for prompt in run.batch.prompts
+    ]
+    seen, ended = [0] * len(texts), [False] * len(texts)
+    with closing(run.rounds()) as rounds:
+        for _ in rounds:
+            tokens, drafted, pieces = [], [], []
+            for index, (row, text) in enumerate(zip(run.rows, texts, strict=True)):
+                new = slice(seen[index], None)
+                tokens.append(tuple(row.tokens[new]))
+                drafted.append(tuple(row.drafted[new]))
+                added = tokens[-1], drafted[-1], row.done and not ended[index]
+                pieces.append(() if text is None else text.pieces(*added))
+                seen[index], ended[index] = len(row.tokens), row.done
+            yield StreamRound(tuple(tokens), tuple(drafted), tuple(pieces), run.stats)

@@ -74,6 +74,23 @@ class Detokenizer:
         """Return the text that was held back; the row has ended."""
         return self._release(self._text())
 
+    def pieces(
+        self, tokens: Sequence[int], drafted: Sequence[bool], ended: bool
+    ) -> tuple[Piece, ...]:
+        """Add tokens; return the text that each completes, and what was held back at the end.
+
+        Args:
+          tokens: the next ones.
+          drafted: whether each was an accepted draft token.
+          ended: whether the row has ended.
+        """
+        pieces = [
+            Piece(self.push(token), draft) for token, draft in zip(tokens, drafted, strict=True)
+        ]
+        if ended:
+            pieces += [Piece(self.flush(), False)]
+        return tuple(piece for piece in pieces if piece.text)
+
     def _text(self) -> str:
         return _decode(self._tokenizer, self._window)
 

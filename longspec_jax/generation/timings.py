@@ -7,17 +7,25 @@ than plain decoding has all trees timed again.
 
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 import math
+import platform
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from longspec_jax import files
+from longspec_jax.compilation import cache_folder
 from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.compiling import processors
 from longspec_jax.decoding.policy import Measurement
+from longspec_jax.generation.call import Plan
 
 DAYS = 30
 """After which trees are timed again: drivers, clocks and neighbours change."""
@@ -25,6 +33,8 @@ FEWEST_ROUNDS = 16
 """Rounds of a run from which it corrects what is kept."""
 MOST_KEPT = 64
 """Earlier rounds that count against those of a run."""
+GAIN = 1.03
+"""How much faster than plain decoding a tree has to be: the timings are of few rounds."""
 SLOWER = 0.95
 """Speed over plain decoding's below which a run is slower than the noise of timings."""
 
@@ -45,6 +55,11 @@ class TreeTiming:
     """How many rounds the tokens are a mean of."""
 
     @property
+    def choice(self) -> tuple[str, TreeConfig]:
+        """The drafter's name and its tree."""
+        return self.drafter, self.tree
+
+    @property
     def tokens_per_second(self) -> float:
         """Of one row."""
         return self.tokens / self.seconds
@@ -62,61 +77,37 @@ class TreeTiming:
 
 
 class KnownTimings:
-    """The timings that this process knows: measured here, or kept by others."""
+    """The timings that this process knows: measured here, or kept in :func:`timings_folder`."""
 
     def __init__(self) -> None:
         """Know nothing yet."""
         self._known: dict[str, tuple[TreeTiming, ...]] = {}
 
     def find(
-        self,
-        key: Mapping[str, Any],
-        choices: Collection[tuple[str, TreeConfig]],
-        folder: Path | None,
+        self, key: Mapping[str, Any], choices: Collection[tuple[str, TreeConfig]]
     ) -> tuple[TreeTiming, ...] | None:
-        """The timings of a key; None if there are none to be trusted.
-
-        Args:
-          key: everything that they depend on, as JSON values.
-          choices: the drafters by name and trees that were timed, all of them and no others.
-          folder: where others may have kept them; None for nowhere.
-        """
-        name = _name(key)
+        """The timings of a key, if they are of exactly these drafters by name and trees."""
+        name, folder = _name(key), timings_folder()
         if name not in self._known and folder is not None:
             kept = read_timings(folder, key)
-            found = {(timing.drafter, timing.tree) for timing in kept or ()}
-            if kept is not None and found == set(choices):
+            if kept is not None and {timing.choice for timing in kept} == set(choices):
                 self._known[name] = kept
         return self._known.get(name)
 
-    def keep(
-        self, key: Mapping[str, Any], timings: Sequence[TreeTiming], folder: Path | None
-    ) -> None:
-        """Remember the timings of a key, for other processes too where a folder is named."""
+    def keep(self, key: Mapping[str, Any], timings: Sequence[TreeTiming]) -> None:
+        """Remember the timings of a key, for other processes too where there is a folder."""
         self._known[_name(key)] = tuple(timings)
-        if folder is not None:
+        if (folder := timings_folder()) is not None:
             write_timings(folder, key, timings)
 
     def correct(
-        self,
-        key: Mapping[str, Any],
-        drafter: str,
-        tree: TreeConfig,
-        seen: Measurement,
-        folder: Path | None,
+        self, key: Mapping[str, Any], drafter: str, tree: TreeConfig, seen: Measurement
     ) -> float | None:
-        """Take in what a run measured of the tree that it ran.
-
-        Args:
-          key: of the call.
-          drafter: the name of what the run ran.
-          tree: its tree.
-          seen: all rounds of the run.
-          folder: where others keep theirs; None for nowhere.
+        """Take in all rounds of a run of this drafter and tree.
 
         Returns:
           The run's speed over plain decoding's, where it was clearly slower, so that the timings
-          are forgotten; None otherwise.
+          are forgotten and all trees are timed again; None otherwise.
         """
         known = self._known.get(_name(key))
         if known is None or seen.rounds < FEWEST_ROUNDS:
@@ -124,30 +115,25 @@ class KnownTimings:
         plain = next(timing for timing in known if not timing.tree.widths)
         speed = seen.tokens / seen.row_rounds / (seen.seconds / seen.rounds)
         if tree.widths and speed < SLOWER * plain.tokens_per_second:
-            self.forget(key, folder)
+            del self._known[_name(key)]
+            if (folder := timings_folder()) is not None:
+                with contextlib.suppress(OSError):
+                    _file(folder, key).unlink(missing_ok=True)
             return speed / plain.tokens_per_second
-        mended = [
-            timing.corrected(seen) if (timing.drafter, timing.tree) == (drafter, tree) else timing
-            for timing in known
-        ]
-        self.keep(key, mended, folder)
+        ran = drafter, tree
+        mended = [one.corrected(seen) if one.choice == ran else one for one in known]
+        self.keep(key, mended)
         return None
 
-    def forget(self, key: Mapping[str, Any], folder: Path | None) -> None:
-        """Have the trees of a key timed again."""
-        self._known.pop(_name(key), None)
-        if folder is not None:
-            with contextlib.suppress(OSError):
-                _file(folder, key).unlink(missing_ok=True)
+
+def timings_folder() -> Path | None:
+    """Where timings are kept, beside the compiled programs; None for nowhere."""
+    folder = cache_folder()
+    return folder / "timings" if folder else None
 
 
 def read_timings(folder: Path, key: Mapping[str, Any]) -> tuple[TreeTiming, ...] | None:
-    """The kept timings of a key; None if there are none to be trusted.
-
-    Args:
-      folder: of the timings.
-      key: everything that they depend on, as JSON values.
-    """
+    """The kept timings of a key, of JSON values; None if there are none to be trusted."""
     try:
         kept = json.loads(_file(folder, key).read_text("utf-8"))
         if kept["key"] != json.loads(json.dumps(key)) or time.time() - kept["time"] > DAYS * 86400:
@@ -181,3 +167,57 @@ def _file(folder: Path, key: Mapping[str, Any]) -> Path:
 
 def _name(key: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def fastest(choices: Sequence[tuple[str, TreeConfig]], timings: Sequence[TreeTiming]) -> int:
+    """Index of the choice that was fastest; of the second, the default, without timings."""
+    return choices.index(best_timing(timings).choice) if timings else 1
+
+
+def best_timing(timings: Sequence[TreeTiming]) -> TreeTiming:
+    """The one with most tokens per second; plain decoding unless one is clearly faster."""
+    plain = next(timing for timing in timings if not timing.tree.widths)
+    best = max(timings, key=lambda timing: timing.tokens_per_second)
+    return best if best.tokens_per_second > GAIN * plain.tokens_per_second else plain
+
+
+def timing_key(plan: Plan, streams: bool) -> dict[str, Any]:
+    """Everything that the timings of a plan's trees depend on, coarsely."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "processors": _processors(),
+        "versions": [jax.__version__, _own_version()],
+        "target": repr(plan.target),
+        "drafters": [repr(drafter) for drafter in plan.drafters],
+        "draft": _fingerprint(plan.params.draft),
+        "rows": 1 << (plan.slots - 1).bit_length(),
+        "context": 1 << max(9, (plan.longest - 1).bit_length()),
+        "sampling": list(plan.kind),
+        "streams": streams,
+    }
+
+
+def _processors() -> list[Any]:
+    """What a CPU's rounds depend on: its model, and how many of it this process may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        model = platform.processor()
+    return [processors(), model]
+
+
+def _own_version() -> str | None:
+    """The library's version: other kernels have other timings."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("longspec_jax")
+
+
+def _fingerprint(draft: Any) -> str:
+    """A hash of a draft's small arrays, which no two trained drafts share, and of all shapes."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(draft)[0]:
+        digest.update(f"{path}{leaf.shape}{leaf.dtype}".encode())
+        if leaf.ndim == 1:
+            digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()

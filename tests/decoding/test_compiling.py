@@ -15,6 +15,7 @@ from longspec_jax import PLAIN
 from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.generation import autotune
 from longspec_jax.generation import run as run_lib
+from longspec_jax.generation.run import WarmShapes
 from longspec_jax.generation.timings import KnownTimings
 from tests.infer.toys import toy_spec
 
@@ -43,9 +44,9 @@ def spec(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path))
     jax.clear_caches()
     # A run on a busy machine would have the next one choose another tree.
-    monkeypatch.setattr(autotune, "correct", lambda known, run: None)
+    monkeypatch.setattr(KnownTimings, "correct", lambda *_: None)
     # The toy is shared with other tests: what it knows of trees and shapes is not.
-    own = {"_timings": KnownTimings(), "_warm": run_lib.WarmShapes()}
+    own = {"_timings": KnownTimings(), "_warm": WarmShapes()}
     return dataclasses.replace(toy_spec(), tree=None, **own)
 
 

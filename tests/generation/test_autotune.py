@@ -12,9 +12,10 @@ import pytest
 from longspec_jax import PLAIN, TreeConfig, make_mesh
 from longspec_jax.config import DEFAULT_TREE
 from longspec_jax.decoding.policy import Measurement
+from longspec_jax.drafters.draft import is_large
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.drafters.ngram import NgramDraft
-from longspec_jax.generation import autotune
+from longspec_jax.generation import autotune, models
 from longspec_jax.generation import timings as kept
 from longspec_jax.generation.activity import Slower, Tuned, Tuning
 from longspec_jax.generation.run import WarmShapes
@@ -35,13 +36,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "timings"
 
 
-CORRECT = autotune.correct
+CORRECT = KnownTimings.correct
 
 
 @pytest.fixture(autouse=True)
 def uncorrected(monkeypatch):
     """Runs on a busy machine correct nothing, except where that is tested."""
-    monkeypatch.setattr(autotune, "correct", lambda known, run: None)
+    monkeypatch.setattr(KnownTimings, "correct", lambda *_: None)
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_the_first_call_times_and_later_ones_know(folder, spec) -> None:
     assert timed == 2 * [PLAIN, CHAIN, PAIR, FORK]
     [settled] = [activity for activity in told if isinstance(activity, Tuned)]
     assert [timing.tree for timing in settled.timings] == timed[:4]
-    assert settled.tree == autotune.best_timing(settled.timings).tree
+    assert settled.tree == kept.best_timing(settled.timings).tree
     assert all(timing.seconds > 0 and 1 <= timing.tokens <= 4 for timing in settled.timings)
     assert settled.timings[0].tokens == 1.0
     assert [use.tree for use in first.stats.trees] == [settled.tree]
@@ -93,8 +94,8 @@ def test_a_neighbour_that_slows_all_timings_of_a_tree_does_not_decide(
     """Some time later it is timed again, and the fastest counts."""
     timed, times = autotune.time_tree, []
 
-    def disturbed(run, choice, timings):
-        timing, tree = timed(run, choice, timings), choice.drafter.tree
+    def disturbed(run, plan, timings):
+        timing, tree = timed(run, plan, timings), plan.drafter.tree
         seconds = 0.01 if tree == FORK and tree in times else 0.1
         times.append(tree)
         return dataclasses.replace(timing, seconds=seconds)
@@ -114,10 +115,10 @@ def test_a_call_that_was_timed_is_not_lost_to_what_later_calls_need(
     """A second cache is for their prefill: made where it seems to fit, and done without if not."""
     prepare, prepared = WarmShapes.prepare, []
 
-    def prepared_once(warm, call, streams=False, rounds=True) -> float:
+    def prepared_once(warm, plan, streams=False, rounds=True, on_activity=None) -> float:
         if not rounds:
-            return prepare(warm, call, streams, rounds)
-        prepared.append(call.drafter.tree)
+            return prepare(warm, plan, streams, rounds, on_activity)
+        prepared.append(plan.drafter.tree)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for a second cache")
 
     needed = spec.memory_plan(1, len(PROMPT.encode()), 40)
@@ -135,9 +136,9 @@ def test_a_call_that_was_timed_is_not_lost_to_what_later_calls_need(
 
 def test_a_tree_must_clearly_pay() -> None:
     plain = TreeTiming("plain", PLAIN, 1.0, 1.0)
-    assert autotune.best_timing([plain, TreeTiming("longspec", CHAIN, 2.0, 2.02)]) == plain
+    assert kept.best_timing([plain, TreeTiming("longspec", CHAIN, 2.0, 2.02)]) == plain
     best = TreeTiming("longspec", CHAIN, 2.0, 2.2)
-    assert autotune.best_timing([plain, best, TreeTiming("ngram", WIDE, 2.0, 2.1)]) == best
+    assert kept.best_timing([plain, best, TreeTiming("ngram", WIDE, 2.0, 2.1)]) == best
 
 
 def test_nothing_is_timed_where_nothing_is_kept(monkeypatch, spec) -> None:
@@ -150,28 +151,30 @@ def test_nothing_is_timed_where_nothing_is_kept(monkeypatch, spec) -> None:
 
 
 def test_machines_have_their_default_tree(folder, monkeypatch) -> None:
-    small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (10**6, 10**9))
+    arrays = [jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (10**6, 10**9)]
+    small, large = map(is_large, arrays)
     defaults = bound_draft(toy_spec()).default_trees
     assert (
-        autotune.trees_to_time(defaults, small, None)
-        == autotune.trees_to_time(defaults, large, None)
+        models.trees_to_time(defaults, small, None)
+        == models.trees_to_time(defaults, large, None)
         == defaults.cpu
     )
-    assert autotune.trees_to_time(defaults, small, make_mesh()) == (CHAIN,)
+    assert models.trees_to_time(defaults, small, make_mesh()) == (CHAIN,)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    assert autotune.trees_to_time(defaults, small, None) == (WIDE, DEFAULT_TREE)
-    assert autotune.trees_to_time(defaults, large, None) == (DEFAULT_TREE,)
-    assert autotune.trees_to_time(defaults, large, None, rows=3) == (DEFAULT_TREE,)
-    assert autotune.trees_to_time(defaults, large, None, rows=3, others=True) == (DEFAULT_TREE,)
-    assert autotune.trees_to_time(defaults, small, None, rows=4) == (WIDE, DEFAULT_TREE)
-    together = autotune.trees_to_time(defaults, large, None, rows=4)
+    small, large = map(is_large, arrays)
+    assert models.trees_to_time(defaults, small, None) == (WIDE, DEFAULT_TREE)
+    assert models.trees_to_time(defaults, large, None) == (DEFAULT_TREE,)
+    assert models.trees_to_time(defaults, large, None, rows=3) == (DEFAULT_TREE,)
+    assert models.trees_to_time(defaults, large, None, rows=3, others=True) == (DEFAULT_TREE,)
+    assert models.trees_to_time(defaults, small, None, rows=4) == (WIDE, DEFAULT_TREE)
+    together = models.trees_to_time(defaults, large, None, rows=4)
     assert [tree.num_nodes for tree in together] == [64, 32, 16]
     assert {tree.widths for tree in together} == {DEFAULT_TREE.widths}
-    assert autotune.trees_to_time(defaults, large, make_mesh(), rows=4) == (DEFAULT_TREE,)
+    assert models.trees_to_time(defaults, large, make_mesh(), rows=4) == (DEFAULT_TREE,)
     lookup = NgramDraft().default_trees  # Of a kind that says nothing of several rows.
-    assert autotune.trees_to_time(lookup, large, None, rows=32) == lookup.large
+    assert models.trees_to_time(lookup, large, None, rows=32) == lookup.large
     monkeypatch.setenv("LONGSPEC_CACHE", "off")
-    assert autotune.trees_to_time(defaults, small, None) == (WIDE,)
+    assert models.trees_to_time(defaults, small, None) == (WIDE,)
 
 
 def test_a_short_call_is_not_worth_timing(folder, spec) -> None:
@@ -219,30 +222,32 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path) -> None:
     assert kept.read_timings(tmp_path / "file", KEY) is None
 
 
-def test_what_cannot_be_written_is_remembered(tmp_path) -> None:
+def test_what_cannot_be_written_is_remembered(tmp_path, monkeypatch) -> None:
     """A home that cannot be written to must not have every call timed again."""
     (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LONGSPEC_CACHE", str(tmp_path / "file"))
     choices = {("plain", PLAIN), ("longspec", CHAIN)}
     known, timings = (
         KnownTimings(),
         (TreeTiming("plain", PLAIN, 0.5, 1.0), TreeTiming("longspec", CHAIN, 0.7, 2.0)),
     )
-    assert known.find(KEY, choices, tmp_path / "file") is None
-    known.keep(KEY, timings, tmp_path / "file")
-    assert known.find(KEY, choices, tmp_path / "file") == timings
-    assert known.find(KEY, choices, None) == timings
+    assert known.find(KEY, choices) is None
+    known.keep(KEY, timings)
+    assert known.find(KEY, choices) == timings
+    monkeypatch.setenv("LONGSPEC_CACHE", "off")
+    assert known.find(KEY, choices) == timings
 
 
 @pytest.mark.parametrize("held", [[], [CHAIN], [PLAIN], [PLAIN, CHAIN, WIDE]], ids=str)
-def test_figures_of_other_trees_are_none(tmp_path, held) -> None:
-    kept.write_timings(tmp_path, KEY, [TreeTiming("ngram", tree, 0.5, 1.0) for tree in held])
-    assert KnownTimings().find(KEY, {("ngram", PLAIN), ("ngram", CHAIN)}, tmp_path) is None
+def test_figures_of_other_trees_are_none(folder, held) -> None:
+    kept.write_timings(folder, KEY, [TreeTiming("ngram", tree, 0.5, 1.0) for tree in held])
+    assert KnownTimings().find(KEY, {("ngram", PLAIN), ("ngram", CHAIN)}) is None
 
 
-def test_figures_of_another_drafter_are_none(tmp_path) -> None:
-    kept.write_timings(tmp_path, KEY, [TreeTiming("ngram", CHAIN, 0.5, 1.0)])
-    assert KnownTimings().find(KEY, {("longspec", CHAIN)}, tmp_path) is None
-    assert KnownTimings().find(KEY, {("ngram", CHAIN)}, tmp_path) is not None
+def test_figures_of_another_drafter_are_none(folder) -> None:
+    kept.write_timings(folder, KEY, [TreeTiming("ngram", CHAIN, 0.5, 1.0)])
+    assert KnownTimings().find(KEY, {("longspec", CHAIN)}) is None
+    assert KnownTimings().find(KEY, {("ngram", CHAIN)}) is not None
 
 
 def test_inspect_shows_the_one_tree_that_was_settled_on(folder, spec) -> None:
@@ -279,7 +284,7 @@ def large(spec, monkeypatch):
     defaults = dataclasses.replace(
         bound_draft(spec).default_trees, large=(FORK,), together=(FORK, *FEWER)
     )
-    monkeypatch.setattr(autotune, "is_large", lambda params: True)
+    monkeypatch.setattr(models, "is_large", lambda params: True)
     monkeypatch.setattr(LongSpecDraft, "default_trees", defaults)
     return spec
 
@@ -295,7 +300,7 @@ def test_several_rows_of_a_large_target_choose_a_budget(folder, large) -> None:
     timed, [first] = told_trees(large, rows, max_new_tokens=128)
     assert timed == 2 * [PLAIN, FORK, *FEWER]
     assert [timing.tree for timing in first.timings] == timed[:4]
-    assert first.tree == autotune.best_timing(first.timings).tree
+    assert first.tree == kept.best_timing(first.timings).tree
     [file] = folder.glob("*.json")
     kept_key = json.loads(file.read_text())["key"]
     assert (kept_key["rows"], kept_key["context"]) == (4, 512)
@@ -308,7 +313,7 @@ def test_several_rows_of_a_large_target_choose_a_budget(folder, large) -> None:
 def test_rows_that_wait_for_a_slot_are_not_decoded_together(folder, large) -> None:
     few = dataclasses.replace(large, row_slots=3)
     for spec, trees in ((few, [FORK]), (large, [FORK, *FEWER])):
-        drafters, _ = spec._drafters(None, 5, adaptive=False)
+        drafters, _ = models.drafters_for(spec, None, 5, adaptive=False)
         assert [drafter.tree for drafter in drafters] == trees
 
 
@@ -340,36 +345,36 @@ def test_timing_takes_no_second_cache_and_leaves_the_first_as_it_was(
 PLAINLY = TreeTiming("plain", PLAIN, 1.0, 1.0, 30)
 
 
-def test_a_run_corrects_what_was_kept(tmp_path) -> None:
+def test_a_run_corrects_what_was_kept(folder) -> None:
     """Its rounds count more than those of the timing, and the better tree is another one then."""
     known = KnownTimings()
-    known.keep(KEY, [PLAINLY, TreeTiming("longspec", CHAIN, 1.0, 3.0, 30)], tmp_path)
+    known.keep(KEY, [PLAINLY, TreeTiming("longspec", CHAIN, 1.0, 3.0, 30)])
     seen = Measurement(rounds=60, row_rounds=60, tokens=90, seconds=75.0)
-    assert known.correct(KEY, "longspec", CHAIN, seen, tmp_path) is None
-    [plain, chain] = kept.read_timings(tmp_path, KEY)
+    assert CORRECT(known, KEY, "longspec", CHAIN, seen) is None
+    [plain, chain] = kept.read_timings(folder, KEY)
     assert plain == PLAINLY
     assert chain.seconds == pytest.approx((30 * 1.0 + 60 * 1.25) / 90)
     assert chain.tokens == pytest.approx((30 * 3.0 + 60 * 1.5) / 90) and chain.rounds == 90
     for few in (Measurement(), Measurement(15, 15, 15, 99.0)):
-        assert known.correct(KEY, "longspec", CHAIN, few, tmp_path) is None
-    assert kept.read_timings(tmp_path, KEY) == (plain, chain)
+        assert CORRECT(known, KEY, "longspec", CHAIN, few) is None
+    assert kept.read_timings(folder, KEY) == (plain, chain)
 
 
-def test_a_run_slower_than_plain_decoding_has_all_trees_timed_again(tmp_path) -> None:
+def test_a_run_slower_than_plain_decoding_has_all_trees_timed_again(folder) -> None:
     known = KnownTimings()
     timings = PLAINLY, TreeTiming("longspec", CHAIN, 1.0, 3.0, 30)
-    known.keep(KEY, timings, tmp_path)
+    known.keep(KEY, timings)
     slow = Measurement(rounds=40, row_rounds=40, tokens=80, seconds=100.0)
-    assert known.correct(KEY, "longspec", CHAIN, slow, tmp_path) == pytest.approx(0.8)
-    assert kept.read_timings(tmp_path, KEY) is None
-    assert known.find(KEY, {("plain", PLAIN), ("longspec", CHAIN)}, tmp_path) is None
-    assert known.correct(KEY, "longspec", CHAIN, slow, tmp_path) is None, "nothing is kept"
+    assert CORRECT(known, KEY, "longspec", CHAIN, slow) == pytest.approx(0.8)
+    assert kept.read_timings(folder, KEY) is None
+    assert known.find(KEY, {("plain", PLAIN), ("longspec", CHAIN)}) is None
+    assert CORRECT(known, KEY, "longspec", CHAIN, slow) is None, "nothing is kept"
 
 
 def test_a_call_that_was_slower_says_so_and_the_next_one_times_again(
     folder, spec, monkeypatch
 ) -> None:
-    monkeypatch.setattr(autotune, "correct", CORRECT)
+    monkeypatch.setattr(KnownTimings, "correct", CORRECT)
     told = []
     options = {**OPTIONS, "on_activity": told.append, "max_new_tokens": 120}
     spec.generate(PROMPT, **options)

@@ -13,8 +13,10 @@ from longspec_jax.generation import comparison
 def test_a_gap_is_a_number_or_none(other, gap, monkeypatch) -> None:
     """Filters leave tokens out by a score of minus infinity."""
     monkeypatch.setattr(comparison, "_scores", lambda *args: jnp.asarray([[2.0, other]]))
-    call = SimpleNamespace(waits=False, prompts=((3, 4),), target=None, params=None, request=None)
+    plan = SimpleNamespace(waits=False, target=None, params=None)
+    batch = SimpleNamespace(prompts=((3, 4),), request=None)
     engine = SimpleNamespace(rows=SimpleNamespace(cache=None))
-    run = SimpleNamespace(call=call, engine=engine, progress=SimpleNamespace(tokens=[[1, 0]]))
+    rows = [SimpleNamespace(tokens=[1, 0])]
+    run = SimpleNamespace(plan=plan, batch=batch, engine=engine, rows=rows)
     found = comparison._divergence(run, 0, ((1, 0), (1, 1)))  # type: ignore[arg-type]
     assert found == comparison.Divergence(0, 1, 0, 1, gap)

@@ -2,41 +2,49 @@
 
 import pytest
 
-from longspec_jax.generation.memory import MemoryPlan, check_fits, check_host_fits
+from longspec_jax.generation import memory
+from longspec_jax.generation.memory import MemoryPlan, check_fits
 from tests.kit import tiny_target_config
 
 CONFIG = tiny_target_config()
 GB = 10**9
 
 
-def refusal(plan: MemoryPlan, free: int) -> str:
-    with pytest.raises(MemoryError) as caught:
-        check_fits(plan, free)
-    return str(caught.value)
+@pytest.fixture
+def refusal(monkeypatch):
+    def words(plan: MemoryPlan, free: int) -> str:
+        monkeypatch.setattr(memory, "free_bytes", lambda mesh: free)
+        with pytest.raises(MemoryError) as caught:
+            check_fits(plan)
+        return str(caught.value)
+
+    return words
 
 
-def test_sizes_are_decimal() -> None:
+def test_sizes_are_decimal(refusal) -> None:
     words = refusal(MemoryPlan(2, 4096, 0, 0, 6 * GB, 75_500_000, GB), 4 * GB)
     assert "need 7.08 GB (6.00 GB cache, 75.5 MB draft state, about 1.00 GB working" in words
     assert "4.00 GB are free" in words and "GiB" not in words
 
 
-def test_what_fits_is_named() -> None:
+def test_what_fits_is_named(refusal) -> None:
     words = refusal(MemoryPlan(4, 4096, 0, 0, 8 * GB, 0, 0), 4 * GB)
     assert "tokens per row, prompt and new tokens together" in words
     assert "decode fewer rows at once (row_slots=1), or spread" in words
 
 
 @pytest.mark.parametrize(("rows", "fewer"), [(1, False), (2, True)])
-def test_no_context_of_0_tokens_is_advised(rows: int, fewer: bool) -> None:
+def test_no_context_of_0_tokens_is_advised(refusal, rows: int, fewer: bool) -> None:
     words = refusal(MemoryPlan(rows, 4096, 0, 0, GB, GB, 6 * GB), GB)
     assert "No context fits beside the draft state and the working memory" in words
     assert "pass a smaller prefill_chunk or tree" in words and "0 tokens" not in words
     assert "shorten" not in words and ("use fewer rows" in words) is fewer
 
 
-def test_a_cache_that_the_host_cannot_hold_is_refused() -> None:
-    plan = MemoryPlan(2, 4096, 0, 0, GB, 0, 0, host_cache_bytes=8 * GB)
-    check_host_fits(plan, 8 * GB)
+def test_a_cache_that_the_host_cannot_hold_is_refused(monkeypatch) -> None:
+    plan, frees = MemoryPlan(2, 4096, 0, 0, GB, 0, 0, host_cache_bytes=8 * GB), [4 * GB, 8 * GB]
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: None)
+    monkeypatch.setattr(memory, "free_pinned_bytes", lambda: frees.pop())
+    check_fits(plan, offload=True)
     with pytest.raises(MemoryError, match="^offload: 2 .* need 8.00 GB of .* some 2048 tokens per"):
-        check_host_fits(plan, 4 * GB)
+        check_fits(plan, offload=True)

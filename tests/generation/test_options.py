@@ -1,6 +1,7 @@
 """Generation options: one value a row, transformers' meaning, and refusals that name the rule."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,21 +12,33 @@ from transformers import GenerationConfig
 from longspec_jax.generation.options import TRANSFORMERS_TOP_K, resolve
 
 LENGTHS = [5, 7]
+SAMPLING_FIELDS = "temperature", "top_k", "top_p", "seed"
+
+
+def unpacked(request: Any) -> Any:
+    """The options of all rows; stop tokens without the padding."""
+    stops = tuple(tuple(token for token in row if token >= 0) for row in request.stop_tokens)
+    return SimpleNamespace(
+        **{field: getattr(request.sampling, field) for field in SAMPLING_FIELDS},
+        max_new_tokens=request.max_new_tokens,
+        stop_tokens=stops,
+        request=request,
+    )
 
 
 def rows(config: Any = None, **options: Any) -> Any:
-    return resolve(options, config, LENGTHS, model_stop_tokens=(2,), vocab_size=17)
+    return unpacked(resolve(options, config, LENGTHS, model_stop_tokens=(2,), vocab_size=17))
 
 
 def row(**options: Any) -> Any:
-    return resolve(options, None, LENGTHS[:1], model_stop_tokens=(2,))
+    return unpacked(resolve(options, None, LENGTHS[:1], (2,), vocab_size=2**31))
 
 
 def test_defaults_are_greedy() -> None:
     found = rows()
     assert found.temperature.tolist() == [0, 0] and found.max_new_tokens.tolist() == [256, 256]
     assert found.stop_tokens == ((2,), (2,)) and found.top_p.tolist() == [1, 1]
-    request = found.request()
+    request = found.request
     assert not request.sampling.kind.stochastic and not request.sampling.kind.filtered
     assert request.stop_tokens.tolist() == [[2, -1, -1, -1]] * 2
 
@@ -34,13 +47,13 @@ def test_values_by_row() -> None:
     found = rows(temperature=[0, 0.5], seed=[1, 2**32 - 1], top_k=[0, 3], eos_token_id=[[1, 2], []])
     assert found.temperature.tolist() == [0, 0.5] and found.seed.tolist() == [1, 2**32 - 1]
     assert found.stop_tokens == ((1, 2), ())
-    request = found.request()
+    request = found.request
     assert request.sampling.kind.stochastic and request.sampling.kind.filtered
     assert str(request.sampling.seed.dtype) == "uint32"
 
 
 def test_filters_of_greedy_rows_are_not_computed() -> None:
-    assert not rows(top_k=[5, 0], temperature=[0, 1.0]).request().sampling.kind.filtered
+    assert not rows(top_k=[5, 0], temperature=[0, 1.0]).request.sampling.kind.filtered
 
 
 @pytest.mark.parametrize(("value", "sets"), [(3, (3,)), ([3, 4], (3, 4)), ([], ()), ({3}, (3,))])

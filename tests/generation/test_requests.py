@@ -55,7 +55,7 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
     spec = toy_spec()
     with spec.engine(slots=1, max_tokens=16) as engine:
         with pytest.raises(ValueError, match="a request is one row and 2 were given"):
-            engine.submit([[1], [2]])
+            engine.submit([[1], [2]], max_new_tokens=2)
         with pytest.raises(ValueError, match="max_positions=16"):
             engine.submit([1] * 9, max_new_tokens=8)
         with pytest.raises(TypeError, match="unknown generation option"):

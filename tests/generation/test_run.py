@@ -11,8 +11,9 @@ import pytest
 from longspec_jax import PLAIN, LongSpec
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.drafters.longspec.checkpoint import save_draft
+from longspec_jax.generation import run as run_lib
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
-from longspec_jax.generation.call import Call, Shape
+from longspec_jax.generation.call import Shape
 from longspec_jax.generation.run import Run
 from longspec_jax.ops.partitioned import one_device, use_mesh
 from longspec_jax.sharding import make_mesh
@@ -184,32 +185,32 @@ def test_a_draft_that_is_never_right_is_told_once(monkeypatch) -> None:
 def test_one_device_of_several_keeps_its_kernels() -> None:
     assert jax.device_count() > 1
     assert one_device()
-    job = toy_spec()._prepare(PROMPT, None, None, None, {})
-    with use_mesh(job.target.mesh):
+    plan, _ = toy_spec()._prepare(PROMPT, None, {})
+    with use_mesh(plan.target.mesh):
         assert one_device()
     with use_mesh(make_mesh(tp=2).abstract_mesh):
         assert not one_device()
 
 
 def test_comparisons_run_both_in_the_same_way(monkeypatch) -> None:
-    engines, ways = Call.engine, []
+    engines, ways = run_lib.plan_engine, []
 
-    def noted(call, **options):
-        ways.append((options["streams"], call.drafter.tree == PLAIN))
-        return engines(call, **options)
+    def noted(plan, **options):
+        ways.append((options["streams"], plan.drafter.tree == PLAIN))
+        return engines(plan, **options)
 
     branch = Run.branch
 
-    def branched(run, call, **options):
-        branched = branch(run, call, **options)
-        ways.append((branched.engine.streams, call.drafter.tree == PLAIN))
+    def branched(run, plan, **options):
+        branched = branch(run, plan, **options)
+        ways.append((branched.engine.streams, plan.drafter.tree == PLAIN))
         return branched
 
     options = dict(max_new_tokens=5, eos_token_id=[])
     for on_round in (None, lambda added: None):
         toy_spec().compare(PROMPT, **options, on_round=on_round)  # Compiles beforehand.
         with monkeypatch.context() as inside:
-            inside.setattr(Call, "engine", noted)
+            inside.setattr(run_lib, "plan_engine", noted)
             inside.setattr(Run, "branch", branched)
             toy_spec().compare(PROMPT, **options, on_round=on_round)
     assert ways == [(False, False), (False, True), (True, False), (True, True)]

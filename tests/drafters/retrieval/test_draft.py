@@ -13,7 +13,7 @@ from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft, behind_chain
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
-from longspec_jax.loading import load_draft
+from longspec_jax.loading import choose_drafts
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.kit import tiny_target_config
 
@@ -22,7 +22,8 @@ CHAIN = TreeConfig((1,) * 8)
 
 
 def loaded(**options: object) -> RetrievalDraft:
-    draft = load_draft("streaming", Target(CONFIG, None), options)
+    [chosen] = choose_drafts(["streaming"], options)
+    draft = chosen.load(Target(CONFIG, None))
     assert isinstance(draft, RetrievalDraft) and isinstance(draft, Draft)
     return draft
 

@@ -1,0 +1,147 @@
+"""The loaded models with the settings of all calls, and what may propose trees in a call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from longspec_jax.compilation import cache_folder
+from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
+from longspec_jax.decoding.candidates import candidates
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import Drafter, NoDraft
+from longspec_jax.drafters.draft import DefaultTrees, Draft, drafters_of, is_large
+
+SEVERAL = 4
+"""Rows decoded together from which the default tree of a large target is timed too: 64 nodes of
+each are 256 in one pass."""
+
+
+@dataclass(frozen=True, eq=False)
+class Models:
+    """A target, optionally its draft, and how to decode with them."""
+
+    target_config: TargetConfig
+    target_params: Any = field(repr=False)
+    draft: Draft | Sequence[Draft] | None = None
+    """What proposes tokens; of several a call runs the one that is fastest on this machine."""
+    tokenizer: Any = field(default=None, repr=False)
+    """A transformers tokenizer; without one, prompts are token ids and there is no text."""
+    stop_tokens: tuple[int, ...] = ()
+    """What ends a row unless ``eos_token_id`` says otherwise."""
+    tree: TreeConfig | None = None
+    """The tree of calls that name none; if absent the fastest on this machine, which may be
+    none."""
+    attention: str | None = None
+    """Attention implementation; chosen automatically if absent."""
+    prefill_chunk: int = 256
+    """Tokens of one prefill step; more is faster on large devices and takes more memory."""
+    mesh: Mesh | None = None
+    """What the parameters are spread over; one device if absent."""
+    row_slots: int | None = None
+    """Rows that are decoded at once; all rows if absent. The prompts of a larger batch wait. Each
+    is prefilled between the rounds of the others, and takes the next free slot."""
+    expected_tokens: int = 0
+    """Tokens of the longest row, prompt and new ones, where that is known beforehand. Calls with
+    fewer get caches of the same size, and need no programs of their own."""
+    offload: bool = False
+    """Whether the target's cache lies in the host's memory, for contexts larger than the device's.
+    Two of its layers are on the device at a time, and the last one always. A pass takes as long as
+    moving the cache (docs/retrieval.md). One device only."""
+
+    @property
+    def drafts(self) -> tuple[Draft, ...]:
+        """All drafts; none for plain decoding."""
+        if self.draft is None:
+            return ()
+        return tuple(self.draft) if isinstance(self.draft, Sequence) else (self.draft,)
+
+    @property
+    def target(self) -> CachedTarget:
+        """The static part of the target."""
+        mesh = None if self.mesh is None else self.mesh.abstract_mesh
+        return CachedTarget(self.target_config, self.attention, mesh, self.offload)
+
+    @property
+    def large(self) -> bool:
+        """Whether a GPU spends most of a round on reading the target's weights."""
+        return is_large(self.target_params)
+
+
+def drafters_for(
+    models: Models, tree: TreeConfig | None, rows: int, *, adaptive: bool
+) -> tuple[tuple[Drafter, ...], Any]:
+    """The drafters that a call may run, and their parameters, which they share.
+
+    Args:
+      models: their drafts and default tree.
+      tree: the tree that the call names, if it names one.
+      rows: of the call.
+      adaptive: whether the run itself chooses, by the clock.
+
+    Raises:
+      ValueError: for a tree without a draft, and for a choice among nothing.
+    """
+    chosen = models.tree if tree is None else tree
+    if not models.drafts and tree is None:
+        chosen = PLAIN
+    if chosen == PLAIN:
+        if adaptive:
+            raise ValueError(
+                "adaptive=True has nothing to choose: this call decodes plainly; load a draft "
+                "and leave its tree in place, or drop adaptive"
+            )
+        return (NoDraft(),), None
+    if not models.drafts:
+        raise ValueError(
+            f"tree {chosen} needs a draft and none is loaded; pass draft= to from_pretrained, "
+            "or tree=PLAIN"
+        )
+    # A tree is meant for one draft, and a choice among several needs a clock.
+    alone = chosen is not None or not (adaptive or may_time(models.mesh))
+    drafts = models.drafts[:1] if alone else models.drafts
+    together = rows if models.row_slots is None else min(rows, models.row_slots)
+    several = len(drafts) > 1
+    trees = [
+        (chosen,)
+        if chosen is not None
+        else trees_to_time(
+            draft.default_trees, models.large, models.mesh, rows=together, others=several
+        )
+        for draft in drafts
+    ]
+    drafters, params = drafters_of(drafts, trees, models.attention)
+    return candidates(drafters) if adaptive else drafters, params
+
+
+def trees_to_time(
+    defaults: DefaultTrees,
+    large: bool,
+    mesh: Mesh | None,
+    *,
+    rows: int = 1,
+    others: bool = False,
+) -> tuple[TreeConfig, ...]:
+    """What a call without a tree may run, the default one first: no other where none is timed.
+
+    Args:
+      defaults: of its draft.
+      large: whether the target is.
+      mesh: what its parameters are spread over; None for one device.
+      rows: how many are decoded together.
+      others: whether there are other drafts to choose from, so that this one is timed anyhow.
+    """
+    settled = large and defaults.settled
+    small = defaults.cpu if jax.default_backend() == "cpu" else defaults.gpu
+    trees = defaults.large if large else small
+    if large and rows >= SEVERAL and defaults.together:
+        trees, settled = defaults.together, False
+    return trees if may_time(mesh) and (others or not settled) else trees[:1]
+
+
+def may_time(mesh: Mesh | None) -> bool:
+    """Whether a clock whose timings are kept may choose what calls run."""
+    # Several processes would choose by their own clocks and run different programs.
+    return mesh is None and jax.process_count() == 1 and cache_folder() is not None
