@@ -1,7 +1,6 @@
 """The arguments of ``python -m infer.eval``, and what follows from them alone."""
 
 import argparse
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -189,7 +188,7 @@ def method_argument(text: str) -> Chosen:
     if not equals:
         return Chosen(text, base)
     method = METHODS.get(base)
-    if method is None or method.kind is None or method.outside or method.adaptive:
+    if method is None or method.kind is None or method.adaptive:
         raise argparse.ArgumentTypeError(f"{base} takes no tree; write --method={base}")
     named = cli.tree(tree)
     if named == PLAIN:
@@ -224,14 +223,6 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
             "--top_k and --top_p have no effect at temperature 0; add --temperature=1, or leave "
             "them out"
         )
-    outside = [each.name for each in arguments.method if each.base != ALL and each.method.outside]
-    if outside and arguments.batch > 1:
-        raise ValueError(
-            f"--method={outside[0]} decodes one row at a time; leave --batch={arguments.batch} or "
-            "the method out"
-        )
-    if outside and importlib.util.find_spec("torch") is None:
-        raise ModuleNotFoundError("this method needs PyTorch", name="torch")
     drafts = arguments.draft
     if drafts is None and is_demo(arguments):
         drafts = [*DEMO_RUN_DRAFTS]

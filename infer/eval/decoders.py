@@ -1,10 +1,7 @@
 """How a method decodes a group of prompts, and what it reports of each."""
 
-import functools
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longspec_jax import LongSpec, TreeConfig
@@ -23,7 +20,7 @@ class Decoded:
     text: str
     emitted_by_round: tuple[int, ...]
     accepted_by_round: tuple[int, ...]
-    target_passes: int | None
+    target_passes: int
 
 
 @dataclass(frozen=True)
@@ -72,40 +69,6 @@ class Decoder:
     """Of the method."""
     setting: Setting
     """What it runs with."""
-
-    def decode(
-        self, prompts: Sequence[list[int]], request: Request, on_activity: OnActivity
-    ) -> DecodedGroup:
-        """Decode the rows of a group as one call."""
-        raise NotImplementedError
-
-    def draws_like_plain(self, temperature: float) -> bool:
-        """Whether it draws from plain decoding's random stream, so that texts compare."""
-        return True
-
-    def breakdown(
-        self, prompts: Sequence[list[int]], request: Request, rounds: int
-    ) -> Breakdown | None:
-        """Seconds of the parts of some rounds; None if the method cannot time them."""
-        return None
-
-    def trees(
-        self, prompt: list[int], request: Request, emitted: Sequence[int]
-    ) -> tuple[RoundTree, ...] | None:
-        """The trees of the first rounds of one row; None if the method has none.
-
-        Args:
-          prompt: of the row.
-          request: of the row.
-          emitted: tokens that each of these rounds emitted.
-        """
-        return None
-
-
-@dataclass(frozen=True)
-class LibraryDecoder(Decoder):
-    """A method of this library."""
-
     spec: LongSpec
     """With the method's draft alone."""
     tree: TreeConfig | None
@@ -154,7 +117,13 @@ class LibraryDecoder(Decoder):
     def trees(
         self, prompt: list[int], request: Request, emitted: Sequence[int]
     ) -> tuple[RoundTree, ...] | None:
-        """The trees of the first rounds of one row; None without one tree for all rounds."""
+        """The trees of the first rounds of one row; None without one tree for all rounds.
+
+        Args:
+          prompt: of the row.
+          request: of the row.
+          emitted: tokens that each of these rounds emitted.
+        """
         if self.tree is None or not self.tree.widths:
             return None
         views = self.spec.inspect(
@@ -229,121 +198,3 @@ def _round_tree(view: RoundView, tokenizer: Any, emitted: int) -> RoundTree:
         path=path,
         stop="ended" if emitted < len(tree.path) else stop,
     )
-
-
-@functools.cache
-def torch_model(folder: Path, dtype: str) -> Any:
-    """A model of PyTorch, loaded once.
-
-    Args:
-      folder: of the checkpoint.
-      dtype: of parameters and activations.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # The run shows its own.
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-    )
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-@dataclass
-class _Passes:
-    """A streamer that counts the passes of a call of ``generate``."""
-
-    begins: list[float] = field(default_factory=list)
-    """Clock at the beginning of every pass of the target."""
-    counts: list[int] = field(default_factory=list)
-    """Tokens of every call of ``put``, the prompt's first."""
-
-    def begin(self, *_: Any) -> None:
-        """A pass of the target begins."""
-        self.begins.append(time.perf_counter())
-
-    def put(self, value: Any) -> None:
-        """Tokens have been emitted; transformers calls it."""
-        self.counts.append(int(value.numel()))
-
-    def end(self) -> None:
-        """The text has ended; transformers calls it."""
-
-
-@dataclass(frozen=True)
-class HuggingFaceDecoder(Decoder):
-    """Hugging Face transformers' own ``generate``, one row at a time.
-
-    It has the same checkpoint, dtype and prompts. A hook counts a pass at every call of the
-    target's forward, and a streamer counts the tokens of each. The clock stops when the device is
-    done. With prompt lookup and an assistant the first pass may yield several tokens; it counts as
-    the prefill nevertheless.
-    """
-
-    target: Path
-    """Folder of the checkpoint."""
-    dtype: str
-    tokenizer: Any
-    lookup: int | None
-    """Tokens that prompt lookup proposes; None without it."""
-    assistant: Path | None
-    """Folder of a small language model that drafts; None without it."""
-
-    def decode(
-        self, prompts: Sequence[list[int]], request: Request, on_activity: OnActivity
-    ) -> DecodedGroup:
-        """Decode a group, which has one row."""
-        import torch
-
-        model = torch_model(self.target, self.dtype)
-        tokens = torch.tensor([prompts[0]], device=model.device)
-        drawing: dict[str, Any] = {"do_sample": False}
-        if request.temperature > 0:
-            torch.manual_seed(request.seed)
-            drawing = {
-                "do_sample": True,
-                "temperature": request.temperature,
-                "top_k": request.top_k,
-                "top_p": request.top_p,
-            }
-        drafting: dict[str, Any] = {}
-        if self.lookup is not None:
-            drafting["prompt_lookup_num_tokens"] = self.lookup
-        if self.assistant is not None:
-            drafting["assistant_model"] = torch_model(self.assistant, self.dtype)
-        passes = _Passes()
-        hook = model.register_forward_pre_hook(passes.begin)
-        try:
-            with torch.inference_mode():
-                begin = time.perf_counter()
-                output = model.generate(
-                    tokens,
-                    attention_mask=torch.ones_like(tokens),
-                    max_new_tokens=request.max_new_tokens[0],
-                    eos_token_id=list(request.stop_tokens) or None,
-                    pad_token_id=(list(request.stop_tokens) or [0])[0],
-                    streamer=passes,
-                    **drawing,
-                    **drafting,
-                )
-                if model.device.type == "cuda":
-                    torch.cuda.synchronize()
-                end = time.perf_counter()
-        finally:
-            hook.remove()
-        new = tuple(output[0, tokens.shape[1] :].tolist())
-        first_end = passes.begins[1] if len(passes.begins) > 1 else end
-        emitted = tuple(passes.counts[2:])
-        row = Decoded(
-            new,
-            self.tokenizer.decode(new, skip_special_tokens=True),
-            emitted,
-            tuple(max(count - 1, 0) for count in emitted),
-            len(emitted),
-        )
-        return DecodedGroup((row,), first_end - begin, end - first_end, 0.0)
-
-    def draws_like_plain(self, temperature: float) -> bool:
-        """Only at temperature 0: PyTorch has another random stream."""
-        return temperature == 0

@@ -29,8 +29,6 @@ class Method:
     attention: str | None = None
     """Attention implementation instead of the run's."""
     adaptive: bool = False
-    outside: bool = False
-    """Whether Hugging Face transformers decodes, with PyTorch."""
     default: bool = True
     """Whether it runs with its draft if no methods are named."""
 
@@ -61,19 +59,6 @@ METHODS = {
         adaptive=True,
         default=False,
     ),
-    "hf-plain": Method(None, "transformers' generate", outside=True, default=False),
-    "hf-prompt-lookup": Method(
-        None,
-        "transformers' generate with prompt_lookup_num_tokens",
-        outside=True,
-        default=False,
-    ),
-    "hf-assisted": Method(
-        "small_lm",
-        "transformers' generate with an assistant model",
-        outside=True,
-        default=False,
-    ),
 }
 """All methods, in the order in which they run."""
 ALL = "all"
@@ -99,7 +84,7 @@ class Chosen:
         """The tree it runs with this draft; None if every call chooses."""
         if self.named_tree is not None:
             return self.named_tree
-        if self.method.adaptive or self.method.outside:
+        if self.method.adaptive:
             return None
         if self.method.trees is not None:
             return self.method.trees[cpu]
@@ -109,14 +94,13 @@ class Chosen:
 
 
 def with_drafts(
-    named: Sequence[Chosen], drafts: "Sequence[Draft]", with_torch: bool
+    named: Sequence[Chosen], drafts: "Sequence[Draft]"
 ) -> "list[tuple[Chosen, Draft | None]]":
     """The methods of a run with their drafts, plain decoding among them, in the order of the table.
 
     Args:
       named: on the command line; if empty, the default methods of the drafts.
       drafts: that are loaded.
-      with_torch: whether PyTorch is installed, for ``all``.
 
     Raises:
       ValueError: for a method without its draft, naming the remedy.
@@ -127,9 +111,7 @@ def with_drafts(
         chosen = [each for each in chosen if each.method.kind in (None, *kinds)]
     elif any(each.base == ALL for each in named):
         wanted = [
-            Chosen(name, name)
-            for name, method in METHODS.items()
-            if method.kind in (None, *kinds) and (with_torch or not method.outside)
+            Chosen(name, name) for name, method in METHODS.items() if method.kind in (None, *kinds)
         ]
         chosen = [*wanted, *(each for each in named if each.name not in {ALL, *METHODS})]
     else:

@@ -119,11 +119,10 @@ class SampleRecord:
     chat format, and those that were removed. The same as ``prompt_tokens`` if it was not cut."""
     new_tokens: int
     """Emitted tokens, a stop token included; the first comes from the prefill."""
-    target_passes: int | None
-    """Forward passes of the decode phase; None if an outside method does not report them."""
+    target_passes: int
+    """Forward passes of the decode phase."""
     emitted_by_round: tuple[int, ...]
-    """Tokens of every target pass, the bonus included. Their sum is ``new_tokens - 1``, or less if
-    an outside method drafts in its prefill. Empty if one does not report them."""
+    """Tokens of every target pass, the bonus included. Their sum is ``new_tokens - 1``."""
     accepted_by_round: tuple[int, ...]
     """Draft tokens among them: one less, except in a last round that ended inside the draft."""
     prefill_s: float
@@ -164,7 +163,7 @@ class SampleRecord:
     @property
     def decode_tokens(self) -> int:
         """Tokens of the decode rounds: all but the prefill's."""
-        return self.new_tokens - 1 if self.target_passes is None else sum(self.emitted_by_round)
+        return sum(self.emitted_by_round)
 
 
 @dataclass(frozen=True)
@@ -204,10 +203,10 @@ class Header:
 
 
 def acceptance_length(records: Iterable[SampleRecord]) -> float:
-    """Tokens of the decode rounds / target passes, over all records that count passes, or NaN."""
-    counted = [record for record in records if record.target_passes is not None]
-    passes = sum(record.target_passes or 0 for record in counted)
-    return sum(record.decode_tokens for record in counted) / passes if passes else math.nan
+    """Tokens of the decode rounds / target passes of all records; NaN without a pass."""
+    records = list(records)
+    passes = sum(record.target_passes for record in records)
+    return sum(record.decode_tokens for record in records) / passes if passes else math.nan
 
 
 def tokens_per_second(records: Iterable[SampleRecord]) -> float:

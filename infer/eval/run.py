@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib.util
 import shlex
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +22,6 @@ from .arguments import LONGSPEC
 from .decoders import (
     Decoded,
     Decoder,
-    HuggingFaceDecoder,
-    LibraryDecoder,
     Request,
     text_by_token,
 )
@@ -48,8 +45,6 @@ KEPT = (
     "cases repetitions"
 ).split()
 """Options that a continued run must repeat, beside those with a field in the header."""
-LOOKUP_TOKENS = 10
-"""Most tokens that prompt lookup proposes in a round, as in transformers' documentation."""
 DEFINITIONS = {
     "acceptance_length": ACCEPTANCE_DEFINITION,
     "tokens_per_second": "tokens of the decode rounds / their seconds, each call's seconds counted "
@@ -163,7 +158,7 @@ class EvalRun:
         records = []
         for row, (key, prompt, decoded) in enumerate(zip(keys, prompts, found.rows, strict=True)):
             own = request.of_row(row)
-            same, divergence = self._compared(key, prompt, decoded, own, decoder)
+            same, divergence = self._compared(key, prompt, decoded, own)
             ended: End = "eos" if decoded.tokens[-1] in self._stop_tokens else "length"
             is_case = arguments.rounds and prompt in task.prompts[: arguments.cases]
             emitted = decoded.emitted_by_round[: arguments.rounds or 0]
@@ -214,12 +209,11 @@ class EvalRun:
         self._progress.activity(activity)
 
     def _compared(
-        self, key: Key, prompt: Prompt, decoded: Decoded, request: Request, decoder: Decoder
+        self, key: Key, prompt: Prompt, decoded: Decoded, request: Request
     ) -> tuple[bool | None, Divergence | None]:
         """Whether the tokens are plain decoding's, and the first difference."""
         plain = self._records.get(replace(key, method=PLAIN_METHOD))
-        alike = decoder.draws_like_plain(key.temperature)
-        if plain is None or key.method == PLAIN_METHOD or not alike:
+        if plain is None or key.method == PLAIN_METHOD:
             return None, None
         index = first_difference(plain.tokens, decoded.tokens)
         if index is None:
@@ -255,24 +249,10 @@ def ready_decoders(
             by_kind(spec.drafts), arguments.draft or (), drafts, strict=True
         )
     }
-    with_torch = importlib.util.find_spec("torch") is not None and arguments.batch == 1
     found: list[Decoder] = []
-    for chosen, draft in with_drafts(arguments.method, spec.drafts, with_torch):
+    for chosen, draft in with_drafts(arguments.method, spec.drafts):
         method = chosen.method
         source, folder = (None, None) if method.kind is None else named[method.kind]
-        if method.outside:
-            found.append(
-                HuggingFaceDecoder(
-                    chosen.name,
-                    Setting(source, None, None, {}),
-                    target,
-                    spec.target_config.dtype,
-                    spec.tokenizer,
-                    lookup=LOOKUP_TOKENS if chosen.base == "hf-prompt-lookup" else None,
-                    assistant=None if folder is None else Path(folder),
-                )
-            )
-            continue
         tree = chosen.tree(draft, jax.default_backend() == "cpu")
         has_options = draft is not None and (draft.own_params or len(spec.drafts) == 1)
         setting = Setting(
@@ -285,7 +265,7 @@ def ready_decoders(
         if method.attention is not None:
             # Attention that reads every slot of a cache gets no more slots than it needs.
             own = replace(own, attention=method.attention, expected_tokens=0)
-        found.append(LibraryDecoder(chosen.name, setting, own, tree, method.adaptive))
+        found.append(Decoder(chosen.name, setting, own, tree, method.adaptive))
     return found
 
 

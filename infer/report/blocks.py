@@ -117,10 +117,10 @@ class Block:
 
     @cached_property
     def rounds_of_call(self) -> dict[str, int]:
-        """Rounds of every call: the passes of its longest row; 0 where they were not counted."""
+        """Rounds of every call: the passes of its longest row."""
         rounds: dict[str, int] = {}
         for record in self.records:
-            rounds[record.call] = max(rounds.get(record.call, 0), record.target_passes or 0)
+            rounds[record.call] = max(rounds.get(record.call, 0), record.target_passes)
         return rounds
 
     @cached_property

@@ -216,8 +216,6 @@ def _without_figures(block: Block) -> Iterator[str]:
     records = block.records
     if PLAIN_METHOD not in block.methods:
         yield "plain decoding did not run, so that there is no speed-up."
-    for method in sorted({record.method for record in records if record.target_passes is None}):
-        yield f"{method} does not report its target passes: it has speeds and no τ."
     few = [
         task
         for task in block.tasks

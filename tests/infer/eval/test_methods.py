@@ -38,8 +38,8 @@ ROOT = Path(__file__).parents[3]
 DRAFTS = [NgramDraft(), StreamingDraft()]
 
 
-def names(*typed: str, drafts: Any = DRAFTS, with_torch: bool = False) -> list[str]:
-    found = with_drafts([method_argument(text) for text in typed], drafts, with_torch)
+def names(*typed: str, drafts: Any = DRAFTS) -> list[str]:
+    found = with_drafts([method_argument(text) for text in typed], drafts)
     return [chosen.name for chosen, _ in found]
 
 
@@ -51,9 +51,7 @@ def test_methods_of_the_drafts_that_are_there() -> None:
         *("ngram=8,8@6", "ngram"),
     ]
     assert names("all") == ["plain", "plain-eager", "magicdec", "ngram"]
-    assert names("all", "ngram=8", with_torch=True) == [
-        *("plain", "plain-eager", "magicdec", "ngram", "ngram=8", "hf-plain", "hf-prompt-lookup"),
-    ]
+    assert names("all", "ngram=8") == ["plain", "plain-eager", "magicdec", "ngram", "ngram=8"]
     with pytest.raises(
         ValueError, match="--method=small_lm needs a small language model: .*FOLDER"
     ):
@@ -88,7 +86,6 @@ def test_trees_of_the_methods() -> None:
         (["--task=demo", "--task=demo_docs"], "--task=demo_docs is given twice"),
         (["--task=qmsum", "--method=ngram", "--method=ngram"], "--method=ngram is given twice"),
         (["--task=qmsum", "--top_p=0.9"], "no effect at temperature 0; add --temperature=1"),
-        (["--task=qmsum", "--method=hf-plain", "--batch=2"], "hf-plain decodes one row at a time"),
         (["--task=jsonl"], "name it with --data=FILE.jsonl"),
         (["--task=jsonl", *[f"--data={__file__}"] * 2], "--data=PATH is given twice"),
         (

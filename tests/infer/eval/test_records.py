@@ -103,14 +103,14 @@ def test_what_is_written_is_read(folder: Path) -> None:
 
 def test_counts_follow_one_definition() -> None:
     plain = another(target_passes=7, emitted_by_round=(1,) * 7, call="second", decode_s=1.0)
-    outside = another(target_passes=None, emitted_by_round=(), call="third", decode_s=1.0)
-    assert RECORD.decode_tokens == outside.decode_tokens == 7
-    assert acceptance_length([RECORD, plain, outside]) == 14 / 10
+    ended = another(new_tokens=1, target_passes=0, emitted_by_round=(), call="third", decode_s=0.0)
+    assert RECORD.decode_tokens == plain.decode_tokens == 7 and ended.decode_tokens == 0
+    assert acceptance_length([RECORD, plain, ended]) == 14 / 10
     assert RECORD.truncated
     row = another(sample="8")  # Of the same call: its seconds are counted once.
     assert decode_seconds([RECORD, row, plain]) == 3.0
     assert tokens_per_second([RECORD, row]) == 14 / 2
-    assert math.isnan(acceptance_length([outside])) and math.isnan(tokens_per_second([]))
+    assert math.isnan(acceptance_length([ended])) and math.isnan(tokens_per_second([]))
 
 
 def test_a_torn_last_line_counts_for_nothing(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A whole run on toy models: counts, identity, continuing, and what outside methods give."""
+"""A whole run on toy models: counts, identity, continuing, and what Ctrl-C keeps."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import pytest
 from infer.eval import __main__ as command
 from infer.eval import run as run_lib
 from infer.eval.arguments import parser
-from infer.eval.decoders import LibraryDecoder
+from infer.eval.decoders import Decoder
 from infer.eval.records import SampleRecord, acceptance_length
 from infer.eval.run_folder import SAMPLES, SUMMARY, Run, read
 from tests.infer.toys import save_toy, toy_spec
@@ -95,23 +95,23 @@ def test_the_summary_has_a_row_per_method_and_temperature(made: Path) -> None:
 def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
     """After some calls, in the middle of a line: nothing is lost, and nothing counted twice."""
     calls: list[str] = []
-    decode = LibraryDecoder.decode
+    decode = Decoder.decode
 
-    def counted(self: LibraryDecoder, *arguments):
+    def counted(self: Decoder, *arguments):
         if len(calls) == 3:
             raise RuntimeError("killed")
         calls.append(self.name)
         return decode(self, *arguments)
 
     greedy = [*(option for option in options if option != "--temperature=1"), f"--out={tmp_path}"]
-    monkeypatch.setattr(LibraryDecoder, "decode", counted)
+    monkeypatch.setattr(Decoder, "decode", counted)
     assert command.main(greedy) == 1
     path = tmp_path / SAMPLES
     data = path.read_bytes()
     assert data.count(b"\n") == 3
     path.write_bytes(data[:-20])
     calls.clear()
-    monkeypatch.setattr(LibraryDecoder, "decode", decode)
+    monkeypatch.setattr(Decoder, "decode", decode)
     capsys.readouterr()
     assert command.main(greedy) == 0
     said = capsys.readouterr()
@@ -144,12 +144,12 @@ def test_a_call_of_several_rows_that_was_kept_in_part_is_not_counted_twice(
 def test_of_several_runs_the_one_of_median_seconds_is_kept(
     options: list[str], tmp_path, monkeypatch
 ) -> None:
-    decode, seconds = LibraryDecoder.decode, iter([3.0, 1.0, 2.0] * 2)
+    decode, seconds = Decoder.decode, iter([3.0, 1.0, 2.0] * 2)
 
-    def timed(self: LibraryDecoder, *arguments):
+    def timed(self: Decoder, *arguments):
         return dataclasses.replace(decode(self, *arguments), decode_s=next(seconds))
 
-    monkeypatch.setattr(LibraryDecoder, "decode", timed)
+    monkeypatch.setattr(Decoder, "decode", timed)
     greedy = [option for option in options if option != "--temperature=1"]
     more = ["--samples=1", "--repetitions=3", f"--out={tmp_path}"]
     assert command.main([*greedy, *more]) == 0
@@ -184,9 +184,9 @@ def test_the_home_is_written_as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_another_text_is_told_with_its_gap(options: list[str], tmp_path, monkeypatch) -> None:
     """The draft's run has another second token, and plain decoding's scores are compared there."""
-    decode = LibraryDecoder.decode
+    decode = Decoder.decode
 
-    def changed(self: LibraryDecoder, *arguments):
+    def changed(self: Decoder, *arguments):
         found = decode(self, *arguments)
         if self.name == "plain":
             return found
@@ -195,7 +195,7 @@ def test_another_text_is_told_with_its_gap(options: list[str], tmp_path, monkeyp
         assert tokens != row.tokens
         return dataclasses.replace(found, rows=(dataclasses.replace(row, tokens=tokens),))
 
-    monkeypatch.setattr(LibraryDecoder, "decode", changed)
+    monkeypatch.setattr(Decoder, "decode", changed)
     one = [option for option in options if option != "--temperature=0"]
     assert command.main([*one, "--samples=1", f"--out={tmp_path}"]) == 0
     plain, other = read(tmp_path).samples
@@ -225,21 +225,3 @@ def test_ctrl_c_keeps_what_has_ended(options: list[str], tmp_path, monkeypatch, 
     assert command.main([*greedy, f"--out={tmp_path}"], ended.append) == 130 and ended == [130]
     assert "keeps the results so far (2)" in capsys.readouterr().err
     assert len(read(tmp_path).samples) == 2
-
-
-def test_transformers_beside_ours(options: list[str], tmp_path: Path) -> None:
-    """Greedily the same text in float32, its passes counted from outside."""
-    pytest.importorskip("torch")
-    methods = ["--method=plain", "--method=hf-plain", "--method=hf-prompt-lookup", "--samples=2"]
-    kept = [each for each in options if not each.startswith(("--method", "--temperature"))]
-    assert command.main([*kept, *methods, f"--out={tmp_path}"]) == 0
-    run = read(tmp_path)
-    for method in ("hf-plain", "hf-prompt-lookup"):
-        records = by_method(run, method)
-        assert [record.identical_to_plain for record in records] == [True, True]
-        for record in records:
-            assert record.target_passes == len(record.emitted_by_round)
-            assert 0 < record.decode_tokens < record.new_tokens <= NEW
-            assert record.prefill_s > 0 and record.decode_s > 0
-    assert acceptance_length(by_method(run, "hf-plain")) == 1
-    assert acceptance_length(by_method(run, "hf-prompt-lookup")) > 1

@@ -152,11 +152,11 @@ def test_pairs_are_of_the_same_text_and_seed() -> None:
     assert gain is not None and gain.value == pytest.approx(3) and gain.samples == 1
 
 
-def test_what_does_not_count_passes_has_no_tokens_per_pass() -> None:
-    outside = record("ngram", target_passes=None, emitted_by_round=(), accepted_by_round=())
-    [block] = blocks([run([outside, record("plain")])])
+def test_what_ended_in_the_prefill_has_neither_tokens_per_pass_nor_a_speed() -> None:
+    ended = record("ngram", emitted=(), accepted_by_round=())
+    [block] = blocks([run([ended, record("plain")])])
     assert Selection(block, 0.0, "ngram").figure(acceptance) is None
-    assert Selection(block, 0.0, "ngram").figure(speed) is not None
+    assert Selection(block, 0.0, "ngram").figure(speed) is None
 
 
 def test_ranges() -> None:

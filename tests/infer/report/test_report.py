@@ -51,10 +51,6 @@ def test_what_is_left_out_is_told(left_out, said: str) -> None:
         ({"breakdown": None}, "no round was timed in parts"),
         ({"references": ()}, "no sample has references"),
         ({"task": "unknown"}, "unknown has references, but no score of its own"),
-        (
-            {"target_passes": None, "emitted_by_round": (), "accepted_by_round": ()},
-            "longspec-tree does not report its target passes",
-        ),
         ({"original_tokens": 9000}, "a: the protocol cut the prompts of 1 sample of"),
     ],
 )
