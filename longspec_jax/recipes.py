@@ -69,8 +69,6 @@ def base_config() -> "ConfigDict":
             accept_seq_len=0,
             max_to_keep=2,
             log=dict(tensorboard=False, wandb=""),
-            profile_at=0,
-            profile_steps=0,
             mesh=dict(data=1, fsdp=-1, tp=1),
             data=dict(
                 files="",

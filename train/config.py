@@ -357,11 +357,6 @@ class RunConfig:
     """Run from short to long sequences."""
     pretraining: PretrainingConfig | None = None
     log: LogConfig = LogConfig()
-    profile_at: ZeroOrMore = 0
-    """Step of every stage at which a trace of the profiler begins; 0: no trace, for step 0
-    compiles."""
-    profile_steps: ZeroOrMore = 0
-    """Steps that are traced."""
 
     def __post_init__(self) -> None:
         if bool(self.target) == (self.pretraining is not None):
@@ -382,13 +377,6 @@ class RunConfig:
             )
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype={self.dtype!r} is not supported; choose bfloat16 or float32")
-        if (self.profile_at, self.profile_steps) != (0, 0):
-            if self.profile_at < 1 or self.profile_steps < 1:
-                raise ValueError(
-                    f"--config.profile_at={self.profile_at} with --config.profile_steps="
-                    f"{self.profile_steps} traces nothing: give each at least 1 (step 0 of a stage "
-                    "compiles), or leave both at 0"
-                )
         self._check_sources()
         for stage in self.stages:
             data = stage.data or self.data

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from .config import RunConfig, StageConfig
 from .data.batches import Batches, prefetch
 from .fingerprint import Fingerprint, check_same_run
 from .metrics import Metrics
-from .report import Clock, Report, Trace, not_finite, traced_steps
+from .report import Clock, Report, not_finite
 from .step import ROWS, Batch, Objective, Step, TrainState, learning_rate
 
 TRY_AGAIN = 75
@@ -59,8 +58,6 @@ class Stage:
     """A checkpoint must agree in all of it for the stage to resume from it."""
     peak_tokens_per_second: Callable[[int], float | None] = lambda length: None
     """Tokens a second at which rows of a length would fully use the devices; None if unknown."""
-    traces: Path = Path("profile")
-    """Where the profiler writes its traces."""
     log_step: Step | None = None
     """A step that learns the same and reports more, taken every ``target_loss_every`` steps."""
 
@@ -110,9 +107,7 @@ def run_stage(
     report = Report(name, run.log_every, metrics, clock, keeper.diverged)
     metrics.start(name, step, stage.steps)
     ahead = prefetch(stage.batches, step, NamedSharding(mesh, ROWS))
-    first = step
-    trace = Trace(stage.traces / name, traced_steps(run, first), report)
-    with stop_signals() as stop, closing(ahead) as batches, closing(trace):
+    with stop_signals() as stop, closing(ahead) as batches:
         clock.skip()
         compiled = set()
         while not (stopped := stop(step)) and (progress := stage.progress(step, clock.elapsed)) < 1:
@@ -123,7 +118,6 @@ def run_stage(
                 floor=run.optimizer.floor,
             )
             take, logs = stage.program(step, run)
-            trace.before(step)
             started = time.monotonic()
             batch, real = next(batches)
             waited = time.monotonic() - started
@@ -132,12 +126,10 @@ def run_stage(
             compiles = (shape, logs) not in compiled
             if compiles:  # The step before must not be timed with it.
                 report.flush()
-            with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                state, values = take(state, stage.frozen, batch, np.float32(rate))
+            state, values = take(state, stage.frozen, batch, np.float32(rate))
             more = {"lr": rate, "data_wait": waited, "padding": padded, "row_tokens": shape[-1]}
             peak = stage.peak_tokens_per_second(shape[-1])
-            report.add(step, {**values, **more}, real, peak, timed=not trace.running, always=logs)
-            trace.after(step)
+            report.add(step, {**values, **more}, real, peak, always=logs)
             step += 1
             if compiles:  # Compilation is not training time.
                 compiled.add((shape, logs))

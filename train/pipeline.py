@@ -309,7 +309,6 @@ def _train_stage(
         lambda length: peak_tokens_per_second(
             objective.flops_per_token(length), config.dtype, [*run.mesh.devices.flat]
         ),
-        run.workdir / "profile",
         None if reporting is None else step_of(reporting),
     )
     checkpoints = Checkpoints(_checkpoints(plan), config.max_to_keep)

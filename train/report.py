@@ -1,23 +1,18 @@
-"""What is recorded of the steps of a stage: losses, speed, and traces of the profiler.
+"""What is recorded of the steps of a stage: losses and speed.
 
 Metrics are fetched one step late, so that the device never waits for the host. Every step is
 checked for values that are not finite, and timed.
 """
 
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from .config import RunConfig
 from .metrics import Metrics
-from .processes import is_first, reason_of
 
 _DENSE_PEAKS = {"H100": 990e12, "H200": 990e12, "A100": 312e12}
 """Operations a second in 16 bits, without sparsity, as the vendor states them."""
@@ -68,7 +63,7 @@ class _Pending:
     tokens: int
     peak: float | None
     always: bool
-    timed: bool
+    timed: bool = True
     seconds: float = 0.0
 
 
@@ -110,7 +105,6 @@ class Report:
         real_tokens: int,
         peak: float | None = None,
         *,
-        timed: bool = True,
         always: bool = False,
     ) -> None:
         """Take a step's metrics, and write those of the step before.
@@ -120,11 +114,10 @@ class Report:
           values: its metrics.
           real_tokens: its tokens without the padding.
           peak: tokens a second at which it would fully use the devices, if it is known.
-          timed: whether its time is that of training; otherwise it has no speed.
           always: whether it is written even if it is not its turn.
         """
         self.flush()
-        self._pending = _Pending(step, dict(values), real_tokens, peak, always, timed)
+        self._pending = _Pending(step, dict(values), real_tokens, peak, always)
 
     def skip(self) -> None:
         """Do not count the time since the last tick; a pending step, part of it, has no speed."""
@@ -166,61 +159,3 @@ def _memory() -> dict[str, float]:
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return {"peak_bytes": max(peaks)} if peaks else {}
-
-
-@dataclass
-class Trace:
-    """The trace of a stage, which process 0 writes of its own devices.
-
-    If it fails, that is printed and the training continues without it. Traced steps are not timed,
-    because writing the trace takes part of their time.
-    """
-
-    folder: Path
-    """Where it is written."""
-    steps: range
-    """Those that are traced; the others around them have ended, or not yet begun."""
-    report: Report
-    running: bool = False
-    """Whether the present step is traced."""
-
-    def before(self, step: int) -> None:
-        """Begin with the first of the steps, when the step before it has ended."""
-        if self.steps and step == self.steps[0] and is_first():
-            self.report.flush()
-            with self._guarded():
-                jax.profiler.start_trace(self.folder)
-                self.running = True
-            self.report.skip()
-
-    def after(self, step: int) -> None:
-        """End when the last of the steps, which is on its way, has ended."""
-        if self.running and step == self.steps[-1]:
-            self.report.flush()
-            self.close()
-            self.report.skip()
-
-    def close(self) -> None:
-        """Write what there is of it."""
-        if self.running:
-            self.running = False
-            with self._guarded():
-                jax.profiler.stop_trace()
-                print(f"a trace is in {self.folder}", file=sys.stderr, flush=True)
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # A profiler that is not there, a folder that is full.
-            reason = reason_of(error)
-            print(f"no trace is written ({reason})", file=sys.stderr, flush=True)
-
-
-def traced_steps(run: RunConfig, first: int) -> range:
-    """The steps of a stage that are traced, where this call begins with the given one.
-
-    The first step of a call compiles, and is not traced.
-    """
-    begin = run.profile_at + (run.profile_at == first)
-    return range(begin, begin + run.profile_steps)

@@ -154,10 +154,6 @@ def test_where_things_lie_and_how_work_is_cut_is_free(field: str, value: Any) ->
     assert settings(**{field: value}) == settings()
 
 
-def test_a_run_may_be_profiled_when_it_is_resumed() -> None:
-    assert settings(profile_at=9, profile_steps=2) == settings()
-
-
 def test_a_target_that_is_trained_counts_its_shape_and_no_draft() -> None:
     run = from_config(demo.get_config("tiny").to_dict())
     assert run.pretraining is not None

@@ -104,10 +104,7 @@ class Run:
         rows: Any = self.rows or PaddedRows(self.padding, self.config.seq_len)
         batches = Batches(rows, self.config.batch, self.config.accumulation, 0, self.buckets)
         toy_: Any = toy
-        stage = Stage(
-            self.config, toy_, toy.step, (), batches, batches(0), self.fingerprint,
-            traces=self.folder / "profile",
-        )  # fmt: skip
+        stage = Stage(self.config, toy_, toy.step, (), batches, batches(0), self.fingerprint)
         if self.tells:
             stage = dataclasses.replace(stage, log_step=toy.log_step)
         checkpoints = Checkpoints(self.folder / "checkpoints", run.max_to_keep)

@@ -263,10 +263,6 @@ MISTAKES = {
     "no target": (["--config=configs/vicuna7b.py", "--config.target="], "a run needs a target"),
     "dtype": (["--config=configs/demo.py", "--config.dtype=int8"], "dtype='int8'"),
     "unscaled": (["--config=configs/demo.py", "--config.dtype=float16"], "gradients vanish"),
-    "no window": (
-        ["--config=configs/demo.py", "--config.profile_at=3"],
-        "profile_at=3 with --config.profile_steps=0 traces nothing",
-    ),
     "endless": (
         ["--config=configs/vicuna7b.py", "--config.stages.short.epochs=0"],
         "stage short would never end",
