@@ -9,7 +9,6 @@ that of the published LongSpec drafts, which is neither (use it to reproduce the
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from longspec_jax.generation.chat import (
     plain_messages,
     require_tokenizer,
 )
+from longspec_jax.weights.json_files import unique_keys
 
 ROLES = ("system", "user", "assistant")
 SOURCES = ("prompt", "messages", "input_ids")
@@ -221,7 +221,7 @@ def _parse(text: str, where: str) -> Any:
     """The value of a JSON text, strictly: no constants JSON lacks, no key given twice."""
     try:
         return json.loads(
-            text.removeprefix("\ufeff"), parse_constant=_no_constant, object_pairs_hook=_no_repeats
+            text.removeprefix("\ufeff"), parse_constant=_no_constant, object_pairs_hook=unique_keys
         )
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply to be read") from None
@@ -231,13 +231,6 @@ def _parse(text: str, where: str) -> Any:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for key, count in Counter(key for key, _ in pairs).items():
-        if count > 1:
-            raise ValueError(f"the key {key!r} is given twice")
-    return dict(pairs)
 
 
 def encode_native(tokenizer: Any, messages: Messages) -> list[int]:

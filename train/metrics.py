@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longspec_jax import files
+from longspec_jax.checks import first_line
 
 from .config import RunConfig
-from .processes import is_first, reason_of
+from .processes import is_first
 
 Record = dict[str, Any]
 
@@ -198,7 +199,7 @@ class Guarded:
         except Exception as error:  # A writer that fails must not end the training.
             self._writer = None
             print(
-                f"{self._name} gets no metrics from here on ({reason_of(error)}); metrics.jsonl "
+                f"{self._name} gets no metrics from here on ({first_line(error)}); metrics.jsonl "
                 "does",
                 file=sys.stderr,
                 flush=True,

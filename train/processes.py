@@ -17,6 +17,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from longspec_jax.checks import first_line
+
 HEARTBEAT_SECONDS = 20
 """A process that is silent for this time counts as dead, and the others end."""
 FAILED, HEARD = "longspec/failed/", "longspec/heard/"
@@ -40,16 +42,11 @@ def join(coordinator: str, processes: int, process: int) -> None:
     try:
         jax.distributed.initialize(*given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except (RuntimeError, ValueError) as error:
-        reason = reason_of(error)
+        reason = first_line(error)
         raise ValueError(
             f"the processes could not be joined ({reason}); outside Slurm, Open MPI and Kubernetes "
             "give --coordinator=HOST:PORT --processes=N --process=I"
         ) from error
-
-
-def reason_of(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def is_first() -> bool:
@@ -92,7 +89,7 @@ def ending_together(report: Callable[[Exception], int]) -> Iterator[None]:
         finished.set()
         watch.join()  # If another process failed before, this one ends here.
         status = report(error)
-        reason = reason_of(error)
+        reason = first_line(error)
         _leave(status, {FAILED: json.dumps({"status": status, "reason": reason})})
     finally:
         finished.set()

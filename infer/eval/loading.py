@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longspec_jax.checks import shown
+from longspec_jax.checks import first_line, shown
 
 from .tasks import Hub
 
@@ -127,13 +127,9 @@ def _from_hub(task: str, hub: Hub) -> Iterator[Row]:
         raise ValueError(f"loading {hub.dataset} from the hub needs {DATASETS}") from None
     except Exception as error:  # Both have errors of their own for what is absent or unreachable.
         raise OSError(
-            f"{hub.dataset} cannot be loaded from the hub: {_first_line(error)}; {OFFLINE}"
+            f"{hub.dataset} cannot be loaded from the hub: {first_line(error)[:200]}; {OFFLINE}"
         ) from error
     yield from _zipped(task, Path(archive))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def text_field(row: Mapping[str, Any], name: str, where: str) -> str:

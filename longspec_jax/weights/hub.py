@@ -4,7 +4,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from longspec_jax.checks import shown
+from longspec_jax.checks import first_line, shown
 
 _FILES = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.txt", "draft_vocabulary.safetensors")
 _SAFETENSORS = ("model.safetensors", "model-*.safetensors")
@@ -69,8 +69,7 @@ def _expanded(source: str | Path) -> Path:
 
 def _reason(error: Exception) -> str:
     """An error's first line without the system's number and the path, or its type."""
-    text = getattr(error, "strerror", None) or str(error)
-    return text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return getattr(error, "strerror", None) or first_line(error)
 
 
 def _download(name: str, revision: str | None) -> Path:

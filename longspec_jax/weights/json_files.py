@@ -119,7 +119,7 @@ def read_json(path: Path) -> JsonObject:
             "download the whole model again, or name the folder that has both"
         )
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
         strange = _not_finite(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
@@ -132,8 +132,12 @@ def read_json(path: Path) -> JsonObject:
     return JsonObject(value, str(path))
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; raises where a key is given twice: readers disagree about which one counts."""
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, for ``json.loads``: readers disagree about repeated keys.
+
+    Raises:
+      ValueError: for a key that is given twice.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

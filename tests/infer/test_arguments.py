@@ -151,7 +151,7 @@ REFUSED = {
     f"--json={DEMO / 'target' / 'config.json'}": "is there and holds no results",
     f"--prompt_file={__file__} --json={__file__}": "is there and holds no results",
     f"--messages={__file__}": "is not valid JSON",
-    '--messages=[{"role":"user","role":"user"}]': "the key 'role' is given twice",
+    '--messages=[{"role":"user","role":"user"}]': "the key 'role' is given 2 times",
     f"--json={__file__}": f"--json: {__file__} is there and holds no results",
     "--prompt_file=/dev/zero": "--prompt_file: /dev/zero holds more than 268 MB",
     "--batch=/dev/zero": "--batch: /dev/zero holds more than 268 MB",

@@ -19,11 +19,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from longspec_jax import files
-from longspec_jax.checks import shown
+from longspec_jax.checks import first_line, shown
 
 from ..config import DataConfig
 from ..fingerprint import files_digest, fingerprint
-from ..processes import reason_of
 from .documents import BadRows, Fields, Format, Turn, to_turns
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -87,7 +86,7 @@ def _readable(name: str) -> Iterator[None]:
     try:
         yield
     except _unreadable() as error:
-        reason = reason_of(error.__cause__ or error)
+        reason = first_line(error.__cause__ or error)
         raise ValueError(
             f"the data of {name} cannot be read ({reason}); files are .jsonl, .json or .txt, "
             "packed by gzip or zstd or not, and .parquet; hub data sets, owner/name or "
@@ -290,7 +289,7 @@ def _newest(name: str) -> str:
     try:
         found = HfApi().dataset_info(_repository(name)[0]).sha
     except Exception as error:  # Networks fail in many ways.
-        reason = reason_of(error)
+        reason = first_line(error)
         raise ValueError(
             f"the hub does not answer for {name} ({reason}); check the name and the network, or "
             "prepare the tokens where there is one and copy the working folder"
