@@ -55,7 +55,10 @@ class LookupTarget:
         history = self._history(cache.layer(0, start + last + 1))
         return Prefilled(params[history % params.shape[0]], cache, _features(rows, needs))
 
-    def verify(self, params, cache, tokens, positions, mask, length, needs=NOTHING):
+    def reach(self, length):
+        return None
+
+    def verify(self, params, cache, tokens, positions, mask, length, levels, needs=NOTHING):
         past, rows = self._history(cache.layer(0, length)), _rows(tokens)
         own = jnp.where(mask, token_hash(tokens, positions)[:, None, :], 0).sum(axis=2)
         logits = params[(past[:, None] + own) % params.shape[0]]

@@ -86,7 +86,7 @@ def spec_step(
         tree = propose_tree(target, drafter, params, rows, noise)
         verified, draws = verify_tree(target, drafter, params, rows, tree, noise)
         path = (rule or accept_rule(drafter))(tree, draws, drafter.tree.num_levels)
-        return commit_accepted(drafter, params, rows, verified, path)
+        return commit_accepted(drafter, params, rows, verified, path, target.reach(rows.length))
 
 
 def accept_rule(drafter: Drafter) -> AcceptRule:
@@ -140,17 +140,24 @@ def verify_tree(
         positions,
         tree.mask,
         rows.attended,
+        drafter.tree.num_levels,
         drafter.needs,
     )
     return verified, noise.draw(verified.logits, depths)
 
 
 def commit_accepted(
-    drafter: Drafter, params: Params, rows: Rows, verified: Verification, path: AcceptedPath
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    verified: Verification,
+    path: AcceptedPath,
+    reach: Lengths | None = None,
 ) -> tuple[Rows, Emitted]:
-    """Append the accepted path to cache and draft state."""
+    """Append the accepted path to cache and draft state, up to the position ``reach`` if given."""
     length = rows.length
-    count, stopped = _trim(path.tokens, path.count, rows)
+    within = path.count if reach is None else jnp.minimum(path.count, reach - length)
+    count, stopped = _trim(path.tokens, within, rows)
     # A round that was cut may have emitted accepted draft tokens alone, and no bonus.
     accepted = jnp.minimum(count, path.count - 1)
     block = jnp.concatenate([rows.pending[:, None], path.tokens[:, :-1]], axis=1)

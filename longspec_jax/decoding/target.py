@@ -28,13 +28,18 @@ from longspec_jax.drafters.base import (
     Uncommitted,
 )
 from longspec_jax.models.target import Attend, Target, TargetOutput
+from longspec_jax.ops.attention import path
 from longspec_jax.ops.attention.dispatch import (
     chunk_attention,
+    path_attention,
     prefix_attention,
     speculative_attention,
     tree_attention,
 )
 from longspec_jax.ops.attention.operands import Fresh, merge
+
+GROUP = 8
+"""Rows that Hopper's copy engine takes together."""
 
 
 class Verification(NamedTuple):
@@ -98,9 +103,14 @@ class TargetModel(Protocol):
         positions: Int[Array, "B T"],
         mask: TreeMask,
         length: Lengths,
+        levels: int,
         needs: Needs = NOTHING,
     ) -> Verification:
-        """Logits at every node of a tree below ``length[b]`` committed tokens."""
+        """Logits at every node of a tree of so many levels below ``length[b]`` committed tokens."""
+        ...
+
+    def reach(self, length: Lengths) -> Lengths | None:
+        """The position at which a round behind ``length[b]`` tokens must end; None if anywhere."""
         ...
 
     def partial_forward(
@@ -130,6 +140,8 @@ class CachedTarget:
     """The mesh over which the parameters are spread; None on one device."""
     offload: bool = False
     """Whether the cache lies in the host's memory, all of it but the last layer's."""
+    same_bits: bool = False
+    """Whether a token's logits have the same bits in every pass over it, where kernels can."""
 
     @property
     def vocab_size(self) -> int:
@@ -177,20 +189,43 @@ class CachedTarget:
         positions: Int[Array, "B T"],
         mask: TreeMask,
         length: Lengths,
+        levels: int,
         needs: Needs = NOTHING,
     ) -> Verification:
-        """Logits at every node of a tree below ``length[b]`` committed tokens."""
-        read = cache.reading(length)
+        """Logits at every node of a tree of so many levels below ``length[b]`` committed tokens."""
+        nodes = tokens.shape[1]
+        tokens, positions, mask = self._whole_groups(tokens, positions, mask)
+        read, depth = cache.reading(length), positions - positions[:, :1]
+        attention = partial(speculative_attention, implementation=self.attention)
+        if self.same_bits:
+            attention = partial(path_attention, depth=depth, levels=levels)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, prefix = read(layer, q)
-            fresh = Fresh(k, v, mask)
-            return speculative_attention(q, prefix, fresh, implementation=self.attention)
+            return attention(q, prefix, Fresh(k, v, mask))
 
         with jax.named_scope("verify"):
             output, features = self._forward(params, tokens, positions, attend, needs)
-            logits = self._unembed(params, output.hidden)
+            logits = self._unembed(params, output.hidden[:, :nodes])
+        features = jax.tree.map(lambda each: each[:, :nodes], features)
         return Verification(logits, output.keys, output.values, features)
+
+    def _whole_groups(self, tokens: Array, positions: Array, mask: Array) -> tuple[Array, ...]:
+        """The nodes, and some that see themselves alone: Hopper's copy engine takes whole groups.
+
+        Or a single one that is not whole, as in plain decoding.
+        """
+        missing = -tokens.shape[1] % GROUP
+        if not self.same_bits or not missing or tokens.shape[1] < GROUP:
+            return tokens, positions, mask
+        wider = ((0, 0), (0, missing))
+        mask = jnp.pad(mask, (*wider, (0, missing)))
+        mask |= jnp.eye(mask.shape[1], dtype=bool)  # Of nothing there is no softmax.
+        return jnp.pad(tokens, wider), jnp.pad(positions, wider, mode="edge"), mask
+
+    def reach(self, length: Lengths) -> Lengths | None:
+        """As of :class:`TargetModel`: where attention is added up in the order of positions."""
+        return path.reach(length) if self.same_bits else None
 
     def partial_forward(
         self,
@@ -236,11 +271,15 @@ class CachedTarget:
                 keys[layer] = k
             return attend(layer, q, k, v)
 
-        output: Any = Target(self.config).apply(
+        output: Any = self._model.apply(
             {"params": params}, tokens, positions, noted, keep=needs.hidden
         )
         return output, Features(output.kept, queries, keys)
 
     def _unembed(self, params: Any, hidden: Array) -> Array:
-        logits: Any = Target(self.config).apply({"params": params}, hidden, method="unembed")
+        logits: Any = self._model.apply({"params": params}, hidden, method="unembed")
         return logits
+
+    @property
+    def _model(self) -> Target:
+        return Target(self.config, ordered=self.same_bits)

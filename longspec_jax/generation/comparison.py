@@ -182,6 +182,6 @@ def _scores(
     mask = jnp.ones((tokens.shape[0], 1, 1), bool)
     token = tokens[:, None].astype(jnp.int32)
     with use_mesh(target.mesh):
-        verified = target.verify(params.target, cache, token, length[:, None], mask, length)
+        verified = target.verify(params.target, cache, token, length[:, None], mask, length, 0)
     gumbel = noise(request.sampling, length[:, None] + 1, target.vocab_size)
     return perturb(verified.logits, gumbel, request.sampling)[:, 0]

@@ -195,7 +195,8 @@ def _commit(
     """The rows after the round."""
     with use_mesh(target.mesh):
         accepted_path = round_lib.accept_rule(drafter)(tree, draws, drafter.tree.num_levels)
-        return round_lib.commit_accepted(drafter, params, rows, verified, accepted_path)
+        reach = target.reach(rows.length)
+        return round_lib.commit_accepted(drafter, params, rows, verified, accepted_path, reach)
 
 
 def _seen(plan: Plan, rows: Rows) -> dict[str, Array]:

@@ -15,6 +15,7 @@ import numpy as np
 from longspec_jax.axes import Array
 from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, RopeScaling
 from longspec_jax.ops.layer import residual_norm, rms_norm
+from longspec_jax.ops.matmul import ordered
 from longspec_jax.ops.matmul.chunked_mlp import chunked_mlp
 from longspec_jax.ops.matmul.few_rows import gated_matmul, matmul, matmul_partials
 from longspec_jax.ops.matmul.int8 import (
@@ -89,6 +90,23 @@ class Projection(nn.Module):
 
     def _flat(self, x: Array) -> Array:
         return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)
+
+
+class OrderedProjection(Projection):
+    """A :class:`Projection` whose rows have the same bits whatever rows are beside them."""
+
+    def __call__(self, x: Array) -> Array:
+        """As of :class:`Projection`."""
+        kernel, bias = self.weights()
+        return ordered.matmul(self._flat(x), kernel, bias)
+
+    def partials(self, x: Array) -> Array:
+        """As of :class:`Projection`."""
+        return ordered.matmul_partials(self._flat(x), self.weights()[0])
+
+    def gated(self, x: Array) -> Array:
+        """As of :class:`Projection`."""
+        return ordered.gated_matmul(self._flat(x), self.weights()[0])
 
 
 class Int8Projection(nn.Module):

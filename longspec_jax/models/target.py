@@ -19,13 +19,15 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.models.layers import (
     INITIAL_SCALE,
     GroupedQKV,
+    OrderedProjection,
     Projection,
     RMSNorm,
     SwiGLU,
     rotary_angles,
 )
 from longspec_jax.ops.layer import add, rotate, split_heads, split_qkv
-from longspec_jax.ops.matmul.few_rows import matmul_precision
+from longspec_jax.ops.matmul.few_rows import head_matmul_xla
+from longspec_jax.ops.matmul.ordered import head_matmul
 from longspec_jax.ops.partitioned import with_sharding
 
 HEADS = "b t (k g) h, b t k h, b t k h"
@@ -51,14 +53,16 @@ class Attention(nn.Module):
     """Self-attention of one layer, up to and after the caller's ``attend``."""
 
     config: TargetConfig
+    projection: Callable[..., Any] = Projection
 
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         self.qkv = GroupedQKV(
-            c.model_width, c.num_kv_heads, c.num_groups, c.head_width, dtype, c.qkv_bias
+            *(c.model_width, c.num_kv_heads, c.num_groups, c.head_width, dtype, c.qkv_bias),
+            projection=self.projection,
         )
-        self.out = Projection((c.num_heads, c.head_width), (c.model_width,), dtype)
+        self.out = self.projection((c.num_heads, c.head_width), (c.model_width,), dtype)
         if c.qk_norm:
             self.q_norm = RMSNorm(c.norm_eps, dtype)
             self.k_norm = RMSNorm(c.norm_eps, dtype)
@@ -84,14 +88,16 @@ class Layer(nn.Module):
 
     config: TargetConfig
     mlp_chunk: int = 0
+    projection: Callable[..., Any] = Projection
 
     def setup(self) -> None:
         """Declare the submodules."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         self.attention_norm = RMSNorm(c.norm_eps, dtype)
-        self.attention = Attention(c)
+        self.attention = Attention(c, self.projection)
         self.mlp_norm = RMSNorm(c.norm_eps, dtype)
-        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, chunk=self.mlp_chunk)
+        widths = c.model_width, c.mlp_width
+        self.mlp = SwiGLU(*widths, dtype, self.projection, self.mlp_chunk)
 
     def __call__(
         self,
@@ -117,6 +123,8 @@ class Target(nn.Module):
     config: TargetConfig
     mlp_chunk: int = 0
     """Most tokens of a device whose MLP activations exist at once; 0: all."""
+    ordered: bool = False
+    """Whether the bits of a row depend on no other row, where there is a kernel for it."""
 
     def setup(self) -> None:
         """Declare the submodules."""
@@ -126,7 +134,8 @@ class Target(nn.Module):
         self.embedding = self.param("embedding", table, shape, dtype)
         # Separate modules, not a scan over stacked weights: slicing a stack costs decode a factor
         # of three in bandwidth (docs/design.md, decision 4.6).
-        self.layers = [Layer(c, self.mlp_chunk) for _ in range(c.num_layers)]
+        projection = OrderedProjection if self.ordered else Projection
+        self.layers = [Layer(c, self.mlp_chunk, projection) for _ in range(c.num_layers)]
         self.final_norm = RMSNorm(c.norm_eps, dtype)
         if not c.tied_embeddings:
             self.head = self.param("head", table, shape, dtype)
@@ -167,7 +176,8 @@ class Target(nn.Module):
 
     def unembed(self, hidden: Array) -> Array:
         """Logits ``[..., V]`` of hidden states ``[..., D]``, float32."""
-        return head_logits(self.embedding if self.config.tied_embeddings else self.head, hidden)
+        table = self.embedding if self.config.tied_embeddings else self.head
+        return head_matmul(hidden, table) if self.ordered else head_logits(table, hidden)
 
     def initialize(self, tokens: Array) -> None:
         """Touch every parameter; the method ``init`` runs, since the passes above share them."""
@@ -182,10 +192,4 @@ def head_of(params: Any) -> Array:
 
 def head_logits(table: Array, hidden: Array) -> Array:
     """Logits ``[..., V]``, accumulated and returned in float32, for a head ``table[V, D]``."""
-    return jnp.einsum(
-        "...D,VD->...V",
-        hidden,
-        table,
-        precision=matmul_precision(table.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    return head_matmul_xla(hidden, table)

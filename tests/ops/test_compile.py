@@ -11,13 +11,14 @@ import pytest
 
 from longspec_jax.compilation import keep_programs
 from longspec_jax.ops import layer_pallas
-from longspec_jax.ops.attention import fresh_pallas, kernels, tiles
+from longspec_jax.ops.attention import fresh_pallas, kernels, path_kernels, tiles
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 from longspec_jax.ops.hardware import mosaic_is_supported
-from longspec_jax.ops.matmul import few_rows_mosaic, int8_pallas
+from longspec_jax.ops.matmul import few_rows_mosaic, int8_pallas, ordered_mosaic
 from longspec_jax.ops.selection import continuations, continuations_pallas
 from tests.ops.attention.oracle import HEADS, TOKENS
+from tests.ops.matmul.published import PUBLISHED, Weights
 
 
 def on_hopper() -> contextlib.AbstractContextManager:
@@ -171,6 +172,63 @@ def test_continuations_lower_for_cuda(nodes, vocabulary, count, dtype) -> None:
     scores = jax.ShapeDtypeStruct((2, nodes, vocabulary), jnp.dtype(dtype))
     totals = jax.ShapeDtypeStruct((2, nodes), jnp.float32)
     assert lowered(call, scores, totals).count("custom_call @") == 3
+
+
+def matmuls_of_one_order() -> list:
+    """One call for each distinct kernel that the published models' weights give."""
+    found = {}
+    for rows in (1, 64, 72, 200):
+        for weights in PUBLISHED:
+            work = weights.work(rows)
+            edges = weights.columns % work.tile.columns, weights.contracted % work.tile.depth
+            key = rows, work.tile, work.turns > 1, work.parts, work.head, edges
+            found.setdefault(key, (rows, weights))
+    return list(found.values())
+
+
+@pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")
+@pytest.mark.parametrize(("rows", "weights"), matmuls_of_one_order(), ids=str)
+def test_matmuls_of_one_order_lower_for_cuda(rows: int, weights: Weights) -> None:
+    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    x, sizes = operand((rows, weights.contracted)), (weights.contracted, weights.columns)
+    tile = weights.tile
+    if weights.head:
+        call, operands = ordered_mosaic.head_matmul, (x, operand(sizes[::-1]))
+    elif weights.gated:
+        call, operands = ordered_mosaic.matmul, (x, operand((sizes[0], 2, sizes[1])))
+    else:
+        bias = () if weights.split else (operand(sizes[1:]),)
+        call, operands = ordered_mosaic.matmul, (x, operand(sizes), *bias)
+    text = lowered(functools.partial(call, tile=tile), *operands)
+    assert text.count("custom_call @mosaic_gpu") == 1
+    # Rows and columns that do not exist are the copy engine's affair.
+    assert "stablehlo.pad" not in text
+
+
+@pytest.mark.skipif(not mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
+@pytest.mark.parametrize(
+    ("batch", "nodes", "heads", "kv_heads", "width"),
+    [
+        (1, 1, 32, 32, 128),
+        (1, 64, 32, 8, 128),
+        (1, 72, 40, 8, 128),
+        (8, 48, 28, 4, 128),
+        (3, 5, 14, 2, 64),
+    ],
+)
+def test_path_attention_lowers_for_cuda(batch, nodes, heads, kv_heads, width) -> None:
+    half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
+    whole = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("int32"))
+    cache, rows = half((batch, kv_heads, 4096, width)), half((batch, nodes, kv_heads, width))
+
+    def call(q, k, v, length, tree_k, tree_v, mask, depth):
+        tree = Fresh(tree_k, tree_v, mask)
+        return path_kernels.path_attention(q, Prefix(k, v, length), tree, depth)
+
+    mask = jax.ShapeDtypeStruct((batch, nodes, nodes), jnp.bool_)
+    operands = half((batch, nodes, heads, width)), cache, cache, whole((batch,)), rows, rows
+    text = lowered(call, *operands, mask, whole((batch, nodes)))
+    assert text.count("custom_call @mosaic_gpu") == 2
 
 
 @pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")

@@ -1,8 +1,9 @@
 """The attention ops of the project: check the operands, choose an implementation.
 
-``prefix_attention`` and ``tree_attention`` return mergeable partial results; the decode step uses
-their union, ``speculative_attention`` (LongSpec section 3.3). ``chunk_attention`` serves prefill
-and ``causal_attention`` training. :mod:`longspec_jax.ops.attention.reference` defines what each
+``prefix_attention`` and ``tree_attention`` return mergeable partial results, and
+``speculative_attention`` their union (LongSpec section 3.3). ``path_attention`` is the same union
+in an order of its sums that the tree does not change. ``chunk_attention`` serves prefill and
+``causal_attention`` training. :mod:`longspec_jax.ops.attention.reference` defines what each
 computes, and :mod:`longspec_jax.ops.dispatch` chooses.
 """
 
@@ -12,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Queries, TreeRows
-from longspec_jax.ops.attention import attention_xla, reference
+from longspec_jax.ops.attention import attention_xla, path, reference
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix
 from longspec_jax.ops.dispatch import Op
 from longspec_jax.ops.hardware import require_ampere
@@ -43,6 +44,19 @@ def _chunk_kernels(*operands: Any, **options: Any) -> Array:
     from longspec_jax.ops.attention import kernels
 
     return kernels.chunk_attention(*operands, **options)
+
+
+def _path_kernel(*operands: Any, levels: int, scale: float | None) -> Array:
+    path.require_kernel(operands[0], operands[1].keys, operands[2].keys, levels)
+    from longspec_jax.ops.attention import path_kernels
+
+    return path_kernels.path_attention(*operands, scale=scale)
+
+
+def _path_reference(
+    q: Queries, prefix: Prefix, fresh: Fresh, depth: Array, *, levels: int, scale: float | None
+) -> Array:
+    return reference.speculative_attention(q, prefix, fresh, scale=scale)
 
 
 def _prefix_triton(*operands: Any, **options: Any) -> Partial:
@@ -88,6 +102,7 @@ SPECULATIVE = Op(
         "interpret": partial(_speculative_kernels, interpret=True),
     },
 )
+PATH = Op("path_attention", {"mosaic": _path_kernel}, {"reference": _path_reference})
 CHUNK = Op(
     "chunk_attention",
     automatic={"pallas": _chunk_kernels, "xla": attention_xla.chunk_attention},
@@ -165,6 +180,42 @@ def speculative_attention(
     _check_fresh(q, fresh)
     _check_together(prefix, fresh.keys)
     return _run(SPECULATIVE, q, prefix, fresh, scale=scale, implementation=implementation)
+
+
+def path_attention(
+    q: Queries,
+    prefix: Prefix,
+    fresh: Fresh,
+    depth: Int[Array, "B T"],
+    *,
+    levels: int,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attention of a tree's nodes to the committed prefix and along their own paths.
+
+    A node's bits depend on its position and on the tokens before it alone, not on which of them are
+    in the tree (:mod:`longspec_jax.ops.attention.path_kernels`). That holds up to the prefix's
+    :func:`~longspec_jax.ops.attention.path.reach`. On Hopper GPUs alone; in exact arithmetic this
+    is :func:`speculative_attention`.
+
+    Args:
+      q: the nodes' queries.
+      prefix: the cached tokens.
+      fresh: the nodes themselves; each sees its ancestors and itself.
+      depth: of every node, which is its position less the prefix's length.
+      levels: the greatest depth that a node may have.
+      scale: factor on the scores; ``H ** -0.5`` if absent.
+      implementation: as in :func:`prefix_attention`.
+
+    Raises:
+      ValueError, NotImplementedError: as :func:`prefix_attention`.
+    """
+    _check_prefix(q, prefix)
+    _check_fresh(q, fresh)
+    _check_together(prefix, fresh.keys)
+    options = dict(levels=levels, scale=scale, implementation=implementation)
+    return _run(PATH, q, prefix, fresh, depth, **options)
 
 
 def chunk_attention(

@@ -55,6 +55,7 @@ class Fresh:
 PREFIX_AXES = "b t (k g) h, b k s h, b k s h, b, b -> b t (k g) h, b t (k g)"
 TREE_AXES = "b t (k g) h, b u k h, b u k h, b t u -> b t (k g) h, b t (k g)"
 SPECULATIVE_AXES = "b t (k g) h, b k s h, b k s h, b, b, b u k h, b u k h, b t u -> b t (k g) h"
+PATH_AXES = "b t (k g) h, b k s h, b k s h, b, b, b u k h, b u k h, b t u, b t -> b t (k g) h"
 CHUNK_AXES = "b t (k g) h, b k s h, b k s h, b, b, b t k h, b t k h -> b t (k g) h"
 """The axes of queries, of the fields above and of the results, for
 :func:`longspec_jax.ops.partitioned.partitioned`."""

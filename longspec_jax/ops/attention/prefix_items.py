@@ -7,7 +7,6 @@ own: many rows then take half of the time, and every split has the results it al
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,17 @@ import jax.numpy as jnp
 
 from longspec_jax.ops.attention.tiles import MosaicTile, RowTiles
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
+
+
+class Bounds(NamedTuple):
+    """What the packed rows of a batch row see, and its splits."""
+
+    least: jax.Array
+    """Slots that every packed row sees."""
+    most: jax.Array
+    """Slots that some packed row sees."""
+    split: jax.Array
+    """Slots of a split; whole steps."""
 
 
 class Part(NamedTuple):
@@ -37,6 +47,7 @@ class Item:
     Attributes:
       batch: the row of the batch.
       kv_head: the key/value head.
+      columns: which part of the values' columns.
       row: the first of the packed rows.
       light: whether both warpgroups attend to the same rows, each to a split of its own.
       first: the split, of a light item the first warpgroup's.
@@ -47,6 +58,7 @@ class Item:
 
     batch: jax.Array
     kv_head: jax.Array
+    columns: jax.Array
     row: jax.Array
     light: jax.Array | bool
     first: Part
@@ -78,7 +90,10 @@ class Work:
       kv_heads: key/value heads.
       rows: packed query rows of a key/value head, whole warpgroups.
       slots: capacity of the cache.
+      splits: most splits of a row.
       scale: factor on the scores, in base 2.
+      parts: programs that share an item, each with a part of the values' columns. Few rows leave
+        multiprocessors idle otherwise, and a column's result does not depend on the others.
     """
 
     tile: MosaicTile
@@ -86,7 +101,9 @@ class Work:
     kv_heads: int
     rows: int
     slots: int
+    splits: int
     scale: float
+    parts: int = 1
 
     @property
     def row_tiles(self) -> RowTiles:
@@ -94,54 +111,57 @@ class Work:
         return RowTiles(self.rows, self.tile.warpgroups)
 
     @property
-    def splits(self) -> int:
-        """Splits of the cache."""
-        return math.ceil(self.slots / self.tile.split)
-
-    @property
     def items(self) -> int:
         """Items of all key/value heads."""
-        return self.batch * self.kv_heads * self.row_tiles.items(self.splits)
+        return self.batch * self.kv_heads * self.row_tiles.items(self.splits) * self.parts
 
     @property
     def programs(self) -> int:
         """Programs that share the work."""
         return min(self.tile.programs, self.items)
 
-    def item(self, index: jax.Array, lengths: Any, past: jax.Array) -> Item:
-        """The item of this number, without a slot where there are fewer; ``lengths`` in memory.
+    def item(self, index: jax.Array, bounds: Any, past: jax.Array) -> Item:
+        """The item of this number, without a slot where there are fewer.
+
+        ``bounds`` are the fields of :class:`Bounds`, ``[B, 3]`` in memory.
 
         Items that share splits are neighbours, so that keys and values come from memory once: all
         row tiles of a split, those of the next one, and between them the light item of both.
         """
         tiles, lighter = self.row_tiles.count, self.row_tiles.lighter
+        exists = index < self.items
+        index, columns = _divided(index, self.parts)
         head, index_of_head = _divided(index, self.row_tiles.items(self.splits))
         pair, index_of_pair = _divided(index_of_head, 2 * tiles - lighter)
         beside, row_tile = _divided(index_of_pair, tiles)
         split = 2 * pair + beside
         batch, kv_head = _divided(head, self.kv_heads)
         batch = jnp.minimum(batch, self.batch - 1)
-        length = jnp.where(index < self.items, jnp.minimum(lengths[batch], self.slots), 0)
+        least, most, size = (bounds[batch, field] for field in range(3))
+        seen = Bounds(least, jnp.where(exists, jnp.minimum(most, self.slots), 0), size)
         light, second = False, None
         if lighter:
             light = row_tile == tiles - 1
-            second = self._part(split + 1, jnp.where(light, length, 0))
+            beyond = seen._replace(most=jnp.where(light, seen.most, 0))
+            second = self._part(split + 1, beyond)
         return Item(
             batch=batch,
             kv_head=kv_head,
+            columns=columns,
             row=row_tile * (self.tile.warpgroups * WARPGROUP_ROWS),
             light=light,
-            first=self._part(split, length),
+            first=self._part(split, seen),
             second=second,
             past=past,
         )
 
-    def _part(self, split: jax.Array, length: jax.Array) -> Part:
-        """What ``length`` lets a row see of a split."""
-        lower = split * self.tile.split
-        seen = jnp.clip(length - lower, 0, self.tile.split)
-        steps = jax.lax.div(seen + (self.tile.slots - 1), self.tile.slots)
-        return Part(split, lower, seen, jax.lax.div(seen, self.tile.slots), steps)
+    def _part(self, split: jax.Array, bounds: Bounds) -> Part:
+        """What the bounds let rows see of a split."""
+        slots, lower = self.tile.slots, split * bounds.split
+        seen = jnp.clip(bounds.most - lower, 0, bounds.split)
+        sure = jnp.clip(jnp.minimum(bounds.least, bounds.most) - lower, 0, bounds.split)
+        steps = jax.lax.div(seen + (slots - 1), slots)
+        return Part(split, lower, seen, jax.lax.div(sure, slots), steps)
 
 
 def _divided(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:

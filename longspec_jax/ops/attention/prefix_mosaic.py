@@ -28,10 +28,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries
 from longspec_jax.ops.attention.packing import LOG2_E, Problem, pack, refuse_unsupported
+from longspec_jax.ops.attention.path import SEGMENT
 from longspec_jax.ops.attention.prefix_items import Item, Part, Work
 from longspec_jax.ops.attention.tiles import MosaicTile
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
@@ -43,31 +44,73 @@ def split_attention(
     q: Queries, k: CacheSlots, v: CacheSlots, length: Lengths, tile: MosaicTile, problem: Problem
 ) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
     """Partial results of every split, unmerged, each with its natural log-sum-exp."""
-    batch, tokens, heads, width = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     refuse_unsupported(q, kv_heads)
-    _refuse_unsupported(width, slots, q.dtype, tile)
-    packed = tokens * heads // kv_heads
+    packed = q.shape[1] * q.shape[2] // kv_heads
     padded = pl.cdiv(packed, WARPGROUP_ROWS) * WARPGROUP_ROWS
     rows = jnp.pad(pack(q, kv_heads), ((0, 0), (0, 0), (0, padded - packed), (0, 0)))
+    seen = jnp.minimum(length.astype(jnp.int32), slots)
+    bounds = jnp.stack([seen, seen, jnp.full_like(seen, tile.split)], axis=1)
     work = Work(
-        tile=tile, batch=batch, kv_heads=kv_heads, rows=padded, slots=slots, scale=problem.scale
+        tile=tile,
+        batch=q.shape[0],
+        kv_heads=kv_heads,
+        rows=padded,
+        slots=slots,
+        splits=pl.cdiv(slots, tile.split),
+        scale=problem.scale,
     )
+    return launch(work, bounds, None, rows, k, v)
+
+
+def launch(
+    work: Work,
+    bounds: Int[Array, "B 3"],
+    limit: Int[Array, "B R"] | None,
+    q: Float[Array, "B K R H"] | Float[Array, "B T N H"],
+    k: CacheSlots,
+    v: CacheSlots,
+) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
+    """Run the kernel.
+
+    Args:
+      work: what all programs do.
+      bounds: the fields of :class:`~longspec_jax.ops.attention.prefix_items.Bounds`.
+      limit: how many slots each packed row sees; as the bounds say if absent.
+      q: packed queries, whole warpgroups of rows. With a limit queries as they are: their packed
+        rows are ordered by head, then by token, of whole segments of tokens (``path.SEGMENT``).
+      k: cached keys.
+      v: cached values.
+
+    Returns:
+      Partial results of every split that a row sees, each with its natural log-sum-exp. Rows that
+      see nothing of a split that another row sees have 0 and -inf. Less than a warpgroup's outputs
+      have no more rows than there are.
+    """
+    width, tile = k.shape[3], work.tile
+    _refuse_unsupported(width, k.shape[2], q.dtype, tile)
+    tokens, rows = None, work.rows
+    if limit is not None:
+        tokens = -(-q.shape[1] // SEGMENT) * SEGMENT
+        there = tokens * q.shape[2] // work.kv_heads
+        rows = there if there < WARPGROUP_ROWS else rows
+    shape = (work.batch, work.splits, work.kv_heads)
     call = plgpu.kernel(
-        functools.partial(_kernel, work=work),
+        functools.partial(_kernel, work=work, limited=limit is not None, tokens=tokens),
         out_type=(
-            jax.ShapeDtypeStruct((batch, work.splits, kv_heads, padded, width), jnp.float32),
-            jax.ShapeDtypeStruct((batch, work.splits, kv_heads, padded), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, rows, width), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, work.rows), jnp.float32),
         ),
-        scratch_types=_memory(tile, width, q.dtype),
+        scratch_types=_memory(work, width, rows, q.dtype, segmented=limit is not None),
         grid=(work.programs,),
         grid_names=("program",),
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
         # No sum or maximum crosses warps; three stages of 128 slots leave no room for scratch.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name="prefix_splits",
     )
-    return call(length.astype(jnp.int32), rows, k, v)
+    return call(bounds, *([] if limit is None else [limit]), q, k, v)
 
 
 def _refuse_unsupported(width: int, slots: int, dtype: Any, tile: MosaicTile) -> None:
@@ -82,8 +125,9 @@ def _refuse_unsupported(width: int, slots: int, dtype: Any, tile: MosaicTile) ->
         )
 
 
-def _memory(tile: MosaicTile, width: int, dtype: Any) -> dict[str, Any]:
+def _memory(work: Work, width: int, rows: int, dtype: Any, *, segmented: bool) -> dict[str, Any]:
     """Shared memory and barriers of a program: the fields of :class:`_Memory`."""
+    tile = work.tile
     # By the types of newer jax these are abstract; they are not.
     tiling = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
     swizzled = (tiling, plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
@@ -91,12 +135,16 @@ def _memory(tile: MosaicTile, width: int, dtype: Any) -> dict[str, Any]:
     def shared(*shape: int) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=swizzled)
 
+    columns = width // work.parts
+    copies = WARPGROUP_ROWS // SEGMENT if segmented else 1
+    few = (WARPGROUP_ROWS, columns) if rows < WARPGROUP_ROWS else (1, 1)
     return dict(
         q_smem=shared(tile.warpgroups, WARPGROUP_ROWS, width),
         k_smem=shared(tile.stages, tile.slots, width),
-        v_smem=shared(tile.stages, tile.slots, width),
+        v_smem=shared(tile.stages, tile.slots, columns),
         lse_smem=plgpu.SMEM((tile.warpgroups, WARPGROUP_ROWS), jnp.float32),
-        q_ready=plgpu.Barrier(num_barriers=tile.warpgroups),
+        out_smem=plgpu.SMEM(few, jnp.float32),
+        q_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=tile.warpgroups),
         k_ready=plgpu.Barrier(num_barriers=tile.stages),
         v_ready=plgpu.Barrier(num_barriers=tile.stages),
         k_free=plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
@@ -106,14 +154,17 @@ def _memory(tile: MosaicTile, width: int, dtype: Any) -> dict[str, Any]:
     )
 
 
-def _kernel(*refs: Any, work: Work, **memory: Any) -> None:
+def _kernel(
+    bounds: Any, *refs: Any, work: Work, limited: bool, tokens: int | None, **memory: Any
+) -> None:
     """A program that stays: a warpgroup that fetches, and some that attend, item after item.
 
     While the last rows of an item are written the keys of the next are already on their way.
     """
     program = _Program(
         work=work,
-        refs=_Operands(*refs),
+        tokens=tokens,
+        refs=_Operands(bounds, *(() if limited else (None,)), *refs),
         memory=_Memory(**memory),
         index=jax.lax.axis_index("program"),
         warpgroup=jax.lax.axis_index("warpgroup"),
@@ -138,7 +189,8 @@ def _kernel(*refs: Any, work: Work, **memory: Any) -> None:
 class _Operands:
     """The kernel's operands and results in device memory."""
 
-    length: Any
+    bounds: Any
+    limit: Any
     q: Any
     k: Any
     v: Any
@@ -159,6 +211,7 @@ class _Memory:
     k_smem: Any
     v_smem: Any
     lse_smem: Any
+    out_smem: Any
     q_ready: Any
     k_ready: Any
     v_ready: Any
@@ -190,6 +243,8 @@ class _Program:
     """One warpgroup of one program."""
 
     work: Work
+    tokens: int | None
+    """Tokens of a head's packed rows, whole segments, where queries are not packed."""
     refs: _Operands
     memory: _Memory
     index: jax.Array
@@ -215,7 +270,7 @@ class _Program:
 
         def step(turn_number: jax.Array, past: jax.Array) -> jax.Array:
             index = turn_number * programs + jax.lax.rem(self.index + turn_number, programs)
-            item = work.item(index, self.refs.length, past)
+            item = work.item(index, self.refs.bounds, past)
             pl.when(item.first.steps > 0)(lambda: visit(item))
             return past + item.steps
 
@@ -245,26 +300,54 @@ class _Program:
         refs, memory, tile = self.refs, self.memory, self.tile
         stage = self.ring(item, step, lane)
         used = item.place(step, lane) >= tile.stages
-        block = (item.batch, item.kv_head, pl.ds(part.lower + step * tile.slots, tile.slots))
+        slot = pl.multiple_of(part.lower + step * tile.slots, tile.slots)
+        block = (item.batch, item.kv_head, pl.ds(slot, tile.slots))
         pl.when(used)(lambda: plgpu.barrier_wait(memory.k_free.at[stage]))
         plgpu.copy_gmem_to_smem(refs.k.at[block], memory.k_smem.at[stage], memory.k_ready.at[stage])
         pl.when(used)(lambda: plgpu.barrier_wait(memory.v_free.at[stage]))
-        plgpu.copy_gmem_to_smem(refs.v.at[block], memory.v_smem.at[stage], memory.v_ready.at[stage])
+        values = refs.v.at[(*block, self.columns(item))]
+        plgpu.copy_gmem_to_smem(values, memory.v_smem.at[stage], memory.v_ready.at[stage])
+
+    def columns(self, item: Item) -> Any:
+        """The columns of the values that this program multiplies."""
+        count = self.refs.v.shape[3] // self.work.parts
+        return pl.ds(item.columns * count, count)
+
+    def fetch_queries(self, item: Item, first: jax.Array) -> None:
+        """Bring 64 packed rows, from ``first`` on."""
+        memory, q, warpgroup = self.memory, self.refs.q, self.warpgroup
+        to, ready = memory.q_smem.at[warpgroup], memory.q_ready.at[warpgroup]
+        if self.tokens is None:
+            rows = pl.ds(first, WARPGROUP_ROWS)
+            plgpu.copy_gmem_to_smem(q.at[item.batch, item.kv_head, rows], to, ready)
+            return
+        groups, of_a_head = q.shape[2] // self.work.kv_heads, self.tokens // SEGMENT
+        for place in range(WARPGROUP_ROWS // SEGMENT):
+            # Rows that there are not are some that there are; nobody reads their results.
+            segment = jnp.minimum(jax.lax.div(first, SEGMENT) + place, groups * of_a_head - 1)
+            head = item.kv_head * groups + jax.lax.div(segment, of_a_head)
+            some = pl.ds(jax.lax.rem(segment, of_a_head) * SEGMENT, SEGMENT)
+            part = to.at[pl.ds(place * SEGMENT, SEGMENT)]
+            plgpu.copy_gmem_to_smem(q.at[item.batch, some, head], part, ready)
 
     def attend(self, item: Item) -> None:
         """Attend with 64 rows to this warpgroup's split and write what they find."""
-        memory, warpgroup, width = self.memory, self.warpgroup, self.refs.k.shape[3]
+        memory, warpgroup = self.memory, self.warpgroup
+        width = self.refs.v.shape[3] // self.work.parts
         share = self.share(item)
         # Of the last rows there may be fewer than warpgroups, which then do, or share, the same.
         first_row = item.row + warpgroup * WARPGROUP_ROWS
-        rows = pl.ds(jnp.minimum(first_row, self.work.rows - WARPGROUP_ROWS), WARPGROUP_ROWS)
-        plgpu.copy_gmem_to_smem(
-            self.refs.q.at[item.batch, item.kv_head, rows],
-            memory.q_smem.at[warpgroup],
-            memory.q_ready.at[warpgroup],
-        )
-        plgpu.barrier_wait(memory.q_ready.at[warpgroup])
+        first_row = jnp.minimum(first_row, self.work.rows - WARPGROUP_ROWS)
+        rows = pl.ds(first_row, WARPGROUP_ROWS)
+        self.fetch_queries(item, first_row)
         column = plgpu.Layout.WGMMA.reduce(1)
+        limit = None
+        if self.refs.limit is not None:
+            # From jax 0.11 on, which this kernel needs, load takes no index.
+            limit = plgpu.load(  # pyright: ignore[reportCallIssue]
+                self.refs.limit.at[item.batch, rows], layout=column, optimized=False
+            )
+        plgpu.barrier_wait(memory.q_ready.at[warpgroup])
         top = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), column)
         total = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), column)
         acc = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
@@ -272,9 +355,13 @@ class _Program:
             pl.when(warpgroup == 1)(lambda: self.begin_second(item, share))
         state = (acc, top, total)
         self.wait_for_keys(item, share, 0)
-        whole = functools.partial(self.attend_to_step, item, share, edge=False)
+        if self.tile.warpgroups == 1:
+            state = self.attend_ahead(item, share, limit, state)
+            pl.when(share.part.steps > 0)(lambda: self.write(item, share, rows, state))
+            return
+        whole = functools.partial(self.attend_to_step, item, share, None, edge=False)
         state = jax.lax.fori_loop(0, share.part.whole, whole, state)
-        ragged = functools.partial(self.attend_to_step, item, share, edge=True)
+        ragged = functools.partial(self.attend_to_step, item, share, limit, edge=True)
         state = jax.lax.fori_loop(share.part.whole, share.part.steps, ragged, state)
         if item.second is not None:
             stand_by = functools.partial(self.stand_by, item, share)
@@ -284,25 +371,23 @@ class _Program:
         pl.when(share.part.steps > 0)(lambda: self.write(item, share, rows, state))
 
     def attend_to_step(
-        self, item: Item, share: _Share, step: jax.Array, state: _State, edge: bool
+        self,
+        item: Item,
+        share: _Share,
+        limit: jax.Array | None,
+        step: jax.Array,
+        state: _State,
+        edge: bool,
     ) -> _State:
-        """Attend to one block of slots; ``edge`` if the row may not see all of them."""
+        """Attend to one block of slots; ``edge`` if a row may not see all of them."""
         memory = self.memory
-        acc, top, total = state
         stage = self.ring(item, step, share.lane)
-        scores = self.scores(item, share, step, edge)
+        scores = self.scores(item, share, step)
+        if edge:
+            scores = self.hide(scores, share, limit, step)
         # The other warpgroup is about to multiply these values.
         self.give_back_values(item, share, step - 1 + share.lane)
-        # Every visited block holds a slot the row sees, so this maximum is finite.
-        new_top = jnp.maximum(top, scores.max(axis=1) * self.work.scale)
-        keep = jnp.exp2(top - new_top)
-        weights = jnp.exp2(
-            scores * self.work.scale - jax.lax.broadcast_in_dim(new_top, scores.shape, [0])
-        )
-        acc *= jax.lax.broadcast_in_dim(keep, acc.shape, [0])
-        total = total * keep + weights.sum(axis=1)
-        half = weights.astype(memory.v_smem.dtype)
-        acc, total, new_top, half = jax.lax.optimization_barrier((acc, total, new_top, half))
+        half, (acc, total, new_top) = self.softmax(scores, state, bounded=limit is not None)
         if self.alternate:
             plgpu.barrier_arrive(memory.turn)  # This warpgroup's softmax is done.
         plgpu.barrier_wait(memory.v_ready.at[stage])
@@ -321,7 +406,83 @@ class _Program:
         plgpu.barrier_arrive(memory.v_free.at[stage])
         return acc, new_top, total
 
-    def scores(self, item: Item, share: _Share, step: jax.Array, edge: bool) -> jax.Array:
+    def softmax(
+        self, scores: jax.Array, state: _State, *, bounded: bool
+    ) -> tuple[jax.Array, tuple[Any, Any, Any]]:
+        """The weights of one block, and the rescaled output, the sum and the maximum behind it.
+
+        Every visited block holds a slot that some row sees. Unless rows are ``bounded`` apart, all
+        of them see it, so that their maxima are finite.
+        """
+        acc, top, total = state
+        new_top = jnp.maximum(top, scores.max(axis=1) * self.work.scale)
+        shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if bounded else new_top
+        keep = jnp.exp2(top - shift)
+        weights = jnp.exp2(
+            scores * self.work.scale - jax.lax.broadcast_in_dim(shift, scores.shape, [0])
+        )
+        acc *= jax.lax.broadcast_in_dim(keep, acc.shape, [0])
+        total = total * keep + weights.sum(axis=1)
+        half = weights.astype(self.memory.v_smem.dtype)
+        acc, total, new_top, half = jax.lax.optimization_barrier((acc, total, new_top, half))
+        return half, (acc, total, new_top)
+
+    def attend_ahead(
+        self, item: Item, share: _Share, limit: jax.Array | None, state: _State
+    ) -> _State:
+        """Attend to all blocks with one warpgroup.
+
+        It multiplies the keys of the next block while its softmax works on this one. The arithmetic
+        is that of :meth:`attend_to_step`.
+        """
+        memory, part = self.memory, share.part
+        shape = (WARPGROUP_ROWS, self.tile.slots)
+
+        def multiply_keys(ref: Any, step: jax.Array | int) -> None:
+            keys = memory.k_smem.at[self.ring(item, step, 0)].transpose((1, 0))
+            plgpu.wgmma(ref, memory.q_smem.at[0], keys)
+
+        def release_keys(step: jax.Array | int) -> None:
+            plgpu.barrier_arrive(memory.k_free.at[self.ring(item, step, 0)])
+
+        def first(ref: Any) -> jax.Array:
+            multiply_keys(ref, 0)
+            # The compiler sees no connection between the wait for a result and its registers.
+            return jax.lax.optimization_barrier(ref[...])
+
+        def visit(step: jax.Array, carry: Any, *, edge: bool) -> Any:
+            scores, state = carry
+            stage = self.ring(item, step, 0)
+
+            def with_next(ref: Any) -> Any:
+                self.wait_for_keys(item, share, step + 1)
+                # Behind the last block this multiplies an old one, and nobody reads the result.
+                multiply_keys(ref, step + 1)
+                hidden = self.hide(scores, share, limit, step) if edge else scores
+                bounded = edge and limit is not None
+                half, (acc, total, top) = self.softmax(hidden, state, bounded=bounded)
+                plgpu.barrier_wait(memory.v_ready.at[stage])
+                if edge:
+                    self.silence(item, share, step)
+
+                def multiply_values(acc_ref: Any) -> None:
+                    plgpu.wgmma(acc_ref, half, memory.v_smem.at[stage])
+
+                acc = pl.run_state(multiply_values)(_ACC.init(acc))
+                plgpu.barrier_arrive(memory.v_free.at[stage])
+                pl.when(step + 1 < part.steps)(lambda: release_keys(step + 1))
+                return jax.lax.optimization_barrier(ref[...]), (acc, top, total)
+
+            return pl.run_scoped(with_next, _ACC(shape, jnp.float32))
+
+        scores = pl.run_scoped(first, _ACC(shape, jnp.float32))
+        pl.when(part.steps > 0)(lambda: release_keys(0))
+        carry = scores, state
+        carry = jax.lax.fori_loop(0, part.whole, functools.partial(visit, edge=False), carry)
+        ragged = functools.partial(visit, edge=True)
+        return jax.lax.fori_loop(part.whole, part.steps, ragged, carry)[1]
+
+    def scores(self, item: Item, share: _Share, step: jax.Array) -> jax.Array:
         """Products of the queries with one block of keys, which is given back."""
         memory, tile = self.memory, self.tile
         stage = self.ring(item, step, share.lane)
@@ -334,12 +495,18 @@ class _Program:
 
         scores = pl.run_scoped(multiply_keys, _ACC((WARPGROUP_ROWS, tile.slots), jnp.float32))
         plgpu.barrier_arrive(memory.k_free.at[stage])
-        if edge:
-            slot = plgpu.broadcasted_iota(
-                jnp.int32, (WARPGROUP_ROWS, tile.slots), 1, layout=plgpu.Layout.WGMMA
-            )
-            scores = jnp.where(slot + step * tile.slots < share.part.seen, scores, -jnp.inf)
         return scores
+
+    def hide(
+        self, scores: jax.Array, share: _Share, limit: jax.Array | None, step: jax.Array
+    ) -> jax.Array:
+        """The scores with -inf where a row does not see the slot."""
+        slot = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+        slot += step * self.tile.slots
+        if limit is None:
+            return jnp.where(slot < share.part.seen, scores, -jnp.inf)
+        seen = jax.lax.broadcast_in_dim(limit - share.part.lower, scores.shape, [0])
+        return jnp.where(slot < seen, scores, -jnp.inf)
 
     def silence(self, item: Item, share: _Share, step: jax.Array) -> None:
         """Zero the values beyond the length: memory there may be NaN, and 0 NaN is NaN.
@@ -365,13 +532,28 @@ class _Program:
     def write(self, item: Item, share: _Share, rows: Any, state: _State) -> None:
         """Write the results of some rows and the split they attended to."""
         acc, top, total = state
-        lse = self.memory.lse_smem.at[self.warpgroup]
+        memory, refs, columns = self.memory, self.refs, self.columns(item)
+        lse = memory.lse_smem.at[self.warpgroup]
+        if refs.limit is None:
+            log_sum = top / LOG2_E + jnp.log(total)
+        else:
+            empty = total == 0.0
+            total = jnp.where(empty, 1.0, total)
+            log_sum = jnp.where(empty, -jnp.inf, top / LOG2_E + jnp.log(total))
         acc *= jax.lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
-        lse[...] = top / LOG2_E + jnp.log(total)
+        lse[...] = log_sum
+        place = (item.batch, share.part.split, item.kv_head)
+        few = refs.out.shape[3] < WARPGROUP_ROWS
+        if few:
+            memory.out_smem[...] = acc
         plgpu.commit_smem()
-        place = (item.batch, share.part.split, item.kv_head, rows)
-        plgpu.copy_smem_to_gmem(lse, self.refs.lse.at[place])
-        self.refs.out[place] = acc
+        plgpu.copy_smem_to_gmem(lse, refs.lse.at[(*place, rows)])
+        if few:
+            there = pl.ds(0, refs.out.shape[3])
+            to = refs.out.at[(*place, there, columns)]
+            plgpu.copy_smem_to_gmem(memory.out_smem.at[there], to)
+        else:
+            refs.out[(*place, rows, columns)] = acc
         plgpu.wait_smem_to_gmem(0)
 
     def begin_second(self, item: Item, share: _Share) -> None:

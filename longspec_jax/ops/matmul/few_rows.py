@@ -65,6 +65,17 @@ def gated_matmul_xla(x: Array, weights: Array) -> Array:
     return gate(matmul_xla(x, weights))
 
 
+def head_matmul_xla(hidden: Array, table: Array) -> Array:
+    """Logits ``hidden @ table.T`` of an LM head, accumulated and returned in float32."""
+    return jnp.einsum(
+        "...D,VD->...V",
+        hidden,
+        table,
+        precision=matmul_precision(table.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
 def gate(gate_up: Array) -> Array:
     """``silu`` of the first half of ``[..., 2, F]`` times the second."""
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]

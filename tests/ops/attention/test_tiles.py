@@ -55,11 +55,13 @@ def test_tiles_refuse_what_the_hardware_cannot_take() -> None:
 
 def items(warpgroups: int, groups: int, slots: int, lengths: list[int]) -> tuple[Work, list[Item]]:
     """All items of three key/value heads, and one number more than there are."""
-    tile = MosaicTile(warpgroups, 128, SPLIT, 2)
-    work = Work(tile, batch=len(lengths), kv_heads=3, rows=64 * groups, slots=slots, scale=1.0)
+    tile, batch = MosaicTile(warpgroups, 128, SPLIT, 2), len(lengths)
+    sizes = {"rows": 64 * groups, "slots": slots, "splits": -(-slots // SPLIT)}
+    work = Work(tile, batch=batch, kv_heads=3, scale=1.0, **sizes)
+    bounds = jnp.asarray([[length, length, SPLIT] for length in lengths])
     past, found = jnp.int32(0), []
     for index in range(work.items + 1):
-        found.append(work.item(jnp.int32(index), jnp.asarray(lengths), past))
+        found.append(work.item(jnp.int32(index), bounds, past))
         past += found[-1].steps
     return work, found
 
@@ -84,6 +86,21 @@ def test_every_row_attends_to_every_split_once(warpgroups: int, groups: int, slo
             assert int(part.whole) == int(part.seen) // 128
             assert int(part.steps) == -(-int(part.seen) // 128)
     assert len(seen) == 2 * 3 * groups * work.splits and set(seen.values()) == {1}
+
+
+def test_rows_of_their_own_bounds_and_splits() -> None:
+    """All see the slots up to the least, some up to the most; halves of columns are neighbours."""
+    tile = MosaicTile(1, 64, 64, 2)
+    work = Work(tile, batch=2, kv_heads=1, rows=64, slots=640, splits=3, scale=1.0, parts=2)
+    bounds = jnp.asarray([[70, 140, 128], [0, 0, 64]])
+    found = [work.item(jnp.int32(index), bounds, jnp.int32(0)) for index in range(work.items)]
+    assert [int(item.columns) for item in found] == [0, 1] * 6
+    parts = [
+        tuple(map(int, (item.first.lower, item.first.seen, item.first.whole, item.first.steps)))
+        for item in found[::2]
+    ]
+    assert parts[:3] == [(0, 128, 1, 2), (128, 12, 0, 1), (256, 0, 0, 0)]
+    assert all(part[3] == 0 for part in parts[3:])
 
 
 def test_items_of_a_split_are_neighbours() -> None:

@@ -1,0 +1,120 @@
+"""Which positions the attention of a query at a position adds up together, and in which order.
+
+The numbers here define the bits of a target's 16-bit text
+(:mod:`longspec_jax.ops.attention.path_kernels`). They depend on the position and on the model's
+heads, never on the tree, the rows beside or the cache's capacity.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.axes import Array, Lengths
+from longspec_jax.ops import hardware
+from longspec_jax.ops.attention.packing import MAX_GROUP
+from longspec_jax.ops.attention.tiles import MosaicTile, RowTiles
+from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
+
+MOST_NODES = 128
+"""Of a tree: one program of the kernel holds all of their keys."""
+
+RECENT = 16
+"""Tokens before a query that may be in the tree: the most levels of one."""
+SEGMENT = 16
+"""Tokens of a head whose queries are fetched together: their packed rows lie side by side."""
+ALIGNED, FETCHED = 8, 32
+"""The copy engine begins at every eighth slot, and a matmul takes sixteen: so many slots hold the
+recent cached tokens."""
+SLOTS = 128
+"""Cache slots by which a split grows, and of a step of the softmax, or two."""
+REFERENCE_NODES = 64
+"""Nodes of the tree for which the number of splits fits the machine."""
+REACH = 512
+"""Positions by which the reach grows; more of them beyond 32k, a 64th of the power of two below."""
+
+
+def splits_of(kv_heads: int, groups: int) -> int:
+    """Most splits of a row, for so many key/value heads and query heads of each."""
+    rows = REFERENCE_NODES * groups
+    row_tiles = RowTiles(rows, 2 if rows > WARPGROUP_ROWS else 1)
+    count = 1
+    while kv_heads * row_tiles.items(count + 1) <= MULTIPROCESSORS:
+        count += 1
+    return count
+
+
+def path_tile(rows: int, width: int, groups: int, parts: int) -> MosaicTile:
+    """How a program of the prefix kernel works.
+
+    Args:
+      rows: packed query rows of a key/value head.
+      width: of a head.
+      groups: query heads of a key/value head. Of one, 64 rows are bound by memory, which small
+        steps suit better; of more by the tensor cores.
+      parts: programs that share the values' columns.
+    """
+    warpgroups = 1 if rows <= WARPGROUP_ROWS else 2
+    slots = SLOTS // 2 if groups == 1 else SLOTS
+    out = 4 * WARPGROUP_ROWS * (width // parts) if rows < WARPGROUP_ROWS else 0
+    held = 2 * warpgroups * WARPGROUP_ROWS * width + out
+    stages = (SHARED_BYTES[HOPPER] - held - 2048) // (2 * slots * (width + width // parts))
+    # Rows have their own number of slots in a split.
+    return MosaicTile(warpgroups, slots, slots, min(stages, 6))
+
+
+def reach(position: Lengths) -> Lengths:
+    """The first position beyond those whose queries have the same splits as this one's.
+
+    It grows by :data:`REACH` or more. A round ends there, so that its nodes have the splits that
+    plain decoding gives them; and a split is at most that much longer than it has to be.
+    """
+    past = position.astype(jnp.int32) + 1
+    bits = 32 - jax.lax.clz(past)
+    step = jnp.maximum(REACH, jnp.left_shift(1, jnp.maximum(bits - 7, 0)))
+    return jax.lax.div(past + step - 1, step) * step
+
+
+def split_of(position: Lengths, kv_heads: int, groups: int) -> Lengths:
+    """Slots of a split for a query at this position: whole steps, enough for all positions."""
+    shared = SLOTS * splits_of(kv_heads, groups)
+    return jax.lax.div(reach(position) + shared - 1, shared) * SLOTS
+
+
+def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> None:
+    """Refuse what the kernel cannot do; the sentence names the value and the rule.
+
+    Args:
+      q: queries ``[B, T, N, H]``.
+      cached: keys ``[B, K, S, H]``.
+      fresh: keys ``[B, T, K, H]``.
+      levels: the greatest depth of a node.
+    """
+    require_target(q.shape[2] // cached.shape[1], q.shape[3], q.dtype)
+    require_tree(fresh.shape[1], levels)
+    if cached.shape[2] < SLOTS or cached.shape[2] % 8:
+        raise NotImplementedError(
+            f"capacity {cached.shape[2]} is not a multiple of 8 of at least {SLOTS} slots"
+        )
+    if fresh.shape[1] != q.shape[1]:
+        raise NotImplementedError(f"{q.shape[1]} nodes have {fresh.shape[1]} keys")
+
+
+def require_target(groups: int, width: int, dtype: Any) -> None:
+    """Refuse machines without the kernel, and targets of other heads or types."""
+    hardware.require_hopper("the kernel of one order along a path")
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"{dtype} is neither bfloat16 nor float16")
+    if width not in (64, 128) or groups > MAX_GROUP:
+        raise NotImplementedError(
+            f"head width {width} is neither 64 nor 128, or {groups} query heads for a key/value "
+            f"head exceed {MAX_GROUP}"
+        )
+
+
+def require_tree(nodes: int, levels: int) -> None:
+    """Refuse trees whose nodes' order of sums would depend on the tree."""
+    if nodes > MOST_NODES or levels > RECENT:
+        raise NotImplementedError(
+            f"a tree of {nodes} nodes and {levels} levels has more than {MOST_NODES} or {RECENT}"
+        )

@@ -1,0 +1,108 @@
+"""Attention to a tree's nodes whose bits depend on a node's position and path alone: two kernels.
+
+Plain decoding finds a token's keys in the cache. Verification finds some of them in the tree. Sums
+of floating-point numbers depend on their order, so both must add the same numbers in the same
+order, wherever they come from:
+
+- What a query at position ``p`` sees up to ``p - RECENT`` is cached in either case, as a path has
+  at most ``RECENT`` tokens above the node. It goes through the prefix kernel, in blocks and splits
+  at positions that ``p`` alone determines (:mod:`longspec_jax.ops.attention.path`), with one tile
+  of 64 rows for one query and for many. A block that a row does not see leaves the row's softmax as
+  it was.
+- The ``RECENT`` tokens before it and the query's own are *recent*: cached or in the tree. Their
+  scores are dot products of their own. Their values are added one after the other in the order of
+  their positions: each is a matmul in which every row has one weight that is not zero, and adding
+  zero changes no bit. Their weights are rounded to multiples of 2^-18, so that the sum of the
+  weights is exact in any order.
+
+The recent tokens' kernel begins with them and merges the splits in ascending order.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from longspec_jax.axes import Array, Queries
+from longspec_jax.ops.attention.operands import PATH_AXES, Fresh, Prefix
+from longspec_jax.ops.attention.packing import LOG2_E
+from longspec_jax.ops.attention.path import (
+    ALIGNED,
+    FETCHED,
+    RECENT,
+    SEGMENT,
+    path_tile,
+    split_of,
+    splits_of,
+)
+from longspec_jax.ops.attention.prefix_items import Work
+from longspec_jax.ops.hardware import MULTIPROCESSORS, WARPGROUP_ROWS
+from longspec_jax.ops.partitioned import partitioned
+
+
+@functools.partial(jax.jit, static_argnames=("scale",))
+@partitioned(PATH_AXES)
+def path_attention(
+    q: Queries,
+    prefix: Prefix,
+    fresh: Fresh,
+    depth: Int[Array, "B T"],
+    *,
+    scale: float | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attend to the prefix and along each node's path; see :func:`dispatch.path_attention`."""
+    from longspec_jax.ops.attention import prefix_mosaic, recent_mosaic  # Older versions lack them.
+
+    batch, tokens, heads, width = q.shape
+    kv_heads, slots = prefix.keys.shape[1:3]
+    factor = (width**-0.5 if scale is None else scale) * LOG2_E
+    length = jnp.minimum(prefix.length.astype(jnp.int32), slots)
+    depth = depth.astype(jnp.int32)
+    missing = -tokens % SEGMENT
+    depth = jnp.pad(depth, ((0, 0), (0, missing)))
+    mask = jnp.pad(fresh.mask, ((0, 0), (0, missing), (0, missing)))
+    groups = heads // kv_heads
+    limit = jnp.clip(length[:, None] + depth - RECENT, 0, slots)
+    split = split_of(length, kv_heads, groups)
+    bounds = jnp.stack([limit.min(axis=1), limit.max(axis=1), split], axis=1)
+    rows = groups * limit.shape[1]
+    padded = -(-rows // WARPGROUP_ROWS) * WARPGROUP_ROWS
+    splits = splits_of(kv_heads, groups)
+    shared = rows <= WARPGROUP_ROWS and width == 128
+    parts = 2 if shared and 2 * batch * kv_heads * splits <= MULTIPROCESSORS else 1
+    work = Work(
+        tile=path_tile(rows, width, groups, parts),
+        batch=batch,
+        kv_heads=kv_heads,
+        rows=padded,
+        slots=slots,
+        splits=splits,
+        scale=factor,
+        parts=parts,
+    )
+    partials = prefix_mosaic.launch(
+        work, bounds, _packed(limit, groups, padded, 0), q, prefix.keys, prefix.values
+    )
+    start = jnp.clip((length - RECENT) // ALIGNED * ALIGNED, 0, slots - FETCHED)
+    slot = start[:, None, None] + jnp.arange(FETCHED)
+    seen = (slot < length[:, None, None]) & (slot >= limit[:, :, None])
+    cached_step = jnp.where(seen, slot - (length[:, None, None] - RECENT), -1)
+    fresh_step = jnp.where(mask, depth[:, None], -1)
+    reached = jax.lax.div(bounds[:, 1] + split - 1, split)
+    where = jnp.stack([start, length, reached, depth.max(axis=1)], axis=1)
+    steps = (_packed(each, groups, padded, -1) for each in (cached_step, fresh_step))
+    return recent_mosaic.attend_and_merge(
+        where,
+        *(*steps, q, prefix.keys, prefix.values, fresh.keys, fresh.values, *partials),
+        scale=factor,
+    )
+
+
+def _packed(per_token: Array, groups: int, rows: int, fill: int) -> Array:
+    """Numbers of every token, for its packed rows: ordered by head, then by token."""
+    batch, tokens, *rest = per_token.shape
+    repeated = jnp.broadcast_to(per_token[:, None], (batch, groups, tokens, *rest))
+    packed = repeated.reshape(batch, groups * tokens, *rest).astype(jnp.int32)
+    padding = [(0, 0), (0, rows - groups * tokens)] + [(0, 0)] * len(rest)
+    return jnp.pad(packed, padding, constant_values=fill)

@@ -1,0 +1,315 @@
+"""Matmuls of few rows on Hopper GPUs: a Pallas kernel for Mosaic GPU that streams the weights.
+
+One warpgroup fetches blocks of rows and weights with the copy engine into a ring that takes all
+shared memory, so that every multiprocessor has some 130 KiB of weights on their way whenever it
+waits. One other warpgroup multiplies up to 64 rows, two multiply up to 128. A program takes several
+units of work in turns (:mod:`longspec_jax.ops.matmul.ordered_tiles`), and the blocks of the next
+unit are on their way while a result is written.
+
+Rows are multiplied 64 at a time. Those that do not exist are garbage that is never stored: a row of
+a result depends on no other row. The copy engine fills what lies beyond an edge of the weights with
+zeros, and does not write beyond an edge of the result.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from longspec_jax.axes import Array
+from longspec_jax.ops.hardware import WARPGROUP_ROWS
+from longspec_jax.ops.matmul.ordered_tiles import (
+    MatmulTile,
+    Work,
+    refuse_uneven,
+    refuse_uneven_head,
+)
+
+# Pallas documents ACC and does not re-export it in the way that type checkers ask for.
+_ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+_MULTIPLYING_REGISTERS, _FETCHING_REGISTERS = 232, 40
+"""Registers of a thread, by what its warpgroup does."""
+
+
+@functools.partial(jax.jit, static_argnames=("tile", "interpret"))
+def matmul(
+    x: Array, weights: Array, bias: Array | None = None, *, tile: MatmulTile, interpret: Any = None
+) -> Array:
+    """``x[rows, K] @ weights[K, N] (+ bias[N])``, or with a gate.
+
+    Args:
+      x: bfloat16 or float16, at most :data:`ordered_tiles.MAX_ROWS` rows.
+      weights: ``[K, N]``, or ``[K, 2, N]`` for ``silu(x @ weights[:, 0]) * (x @ weights[:, 1])``.
+      bias: of every column, or none.
+      tile: what of the weights a unit reads.
+      interpret: how Pallas interprets the kernel without a GPU; None compiles it.
+
+    Returns:
+      ``[rows, N]`` in the dtype of ``x``, or ``[splits, rows, N]`` in float32, whose sum is the
+      result, if the tile splits the contraction.
+
+    Raises:
+      NotImplementedError: if ``K`` or ``N`` is no multiple of 64.
+    """
+    contracted, columns = weights.shape[0], weights.shape[-1]
+    refuse_uneven(contracted, columns)
+    work = Work(len(x), contracted, columns, tile, parts=weights.ndim - 1)
+    beyond = work.strips * tile.columns - columns
+    if bias is not None and beyond:
+        # A strip over the edge reads its bias there, too.
+        bias = jnp.pad(bias, (0, beyond))
+    out = _launch(work, x, weights, bias, interpret=interpret)
+    return out if tile.splits > 1 else out[0]
+
+
+@functools.partial(jax.jit, static_argnames=("tile", "interpret"))
+def head_matmul(x: Array, table: Array, *, tile: MatmulTile, interpret: Any = None) -> Array:
+    """``x[rows, K] @ table[V, K].T`` in float32, for an LM head.
+
+    Args:
+      x: bfloat16 or float16, at most :data:`ordered_tiles.MAX_ROWS` rows.
+      table: the head.
+      tile: what of the table a unit reads.
+      interpret: how Pallas interprets the kernel without a GPU; None compiles it.
+
+    Raises:
+      NotImplementedError: if ``K`` is no multiple of 64 or ``V`` none of 8.
+    """
+    vocabulary, contracted = table.shape
+    refuse_uneven_head(contracted, vocabulary)
+    work = Work(len(x), contracted, vocabulary, tile, head=True)
+    return _launch(work, x, table, interpret=interpret)[0]
+
+
+def _launch(
+    work: Work, x: Array, weights: Array, bias: Array | None = None, *, interpret: Any
+) -> Array:
+    """``[splits, rows, N]`` of the matmul."""
+    tile, height = work.tile, work.warpgroups * WARPGROUP_ROWS
+    if work.rows > 8 and work.rows % 8:
+        # The copy engine takes whole groups of 8 rows, or a single one that is not whole.
+        x = jnp.pad(x, ((0, -work.rows % 8), (0, 0)))
+    dtype = jnp.dtype(jnp.float32) if work.out_bytes == 4 else x.dtype
+    block = (tile.columns, tile.depth) if work.head else (tile.depth, tile.columns)
+    parts = (2,) if work.parts == 2 else ()
+    # The tensor cores read blocks of both in swizzled rows of one length.
+    row = min(64, tile.columns)
+    # By the types of newer jax these are abstract; they are not.
+    tiling = plgpu.TilingTransform((8, row))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(2 * row)  # pyright: ignore[reportAbstractUsage]
+
+    def shared(*shape: int) -> Any:
+        return plgpu.SMEM(shape, x.dtype, transforms=(tiling, swizzle))
+
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, work=work, has_bias=bias is not None),
+        out_type=jax.ShapeDtypeStruct((tile.splits, len(x), work.columns), dtype),
+        scratch_types=dict(
+            x_smem=shared(work.stages, height, tile.depth),
+            weights_smem=shared(work.stages, *parts, *block),
+            out_smem=plgpu.SMEM((work.warpgroups, WARPGROUP_ROWS, tile.columns), dtype),
+            ready=plgpu.Barrier(num_arrivals=1 + work.parts, num_barriers=work.stages),
+            free=plgpu.Barrier(num_arrivals=work.warpgroups, num_barriers=work.stages),
+        ),
+        grid=(work.programs,),
+        grid_names=("program",),
+        num_threads=work.warpgroups + 1,
+        thread_name="warpgroup",
+        # Nothing is reduced across warps, and the ring has taken the room.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name="head" if work.head else "gated_matmul" if parts else "matmul",
+        interpret=interpret,
+    )
+    out = kernel(x, weights, *([] if bias is None else [bias]))
+    return out[:, : work.rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """What the warpgroups of a program share: a ring of blocks, and a result for each of them.
+
+    ``ready`` says that a place of the ring was filled, ``free`` that all have read it.
+    """
+
+    x_smem: Any
+    weights_smem: Any
+    out_smem: Any
+    ready: Any
+    free: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    """One unit of work, by its row tile, strip and split."""
+
+    row: jax.Array
+    strip: jax.Array
+    split: jax.Array
+    first: jax.Array
+    """The first block of its split."""
+    steps: jax.Array
+
+
+def _kernel(*refs: Any, work: Work, has_bias: bool, **memory: Any) -> None:
+    """A program: a warpgroup that fetches, and one or two that multiply, unit after unit."""
+    x, weights, *bias, out = refs
+    program = _Program(
+        work=work,
+        x=x,
+        weights=weights,
+        bias=bias[0] if has_bias else None,
+        out=out,
+        memory=_Memory(**memory),
+        warpgroup=jax.lax.axis_index("warpgroup"),
+    )
+
+    @pl.when(program.warpgroup < work.warpgroups)
+    def _() -> None:
+        plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
+        program.each_unit(program.multiply)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(program.warpgroup == work.warpgroups)
+    def _() -> None:
+        plgpu.set_max_registers(_FETCHING_REGISTERS, action="decrease")
+        total = program.each_unit(program.fetch)
+
+        # Every phase of a barrier is seen before the barrier ends with the program.
+        @pl.loop(jnp.maximum(total - work.stages, 0), total)
+        def _(place: jax.Array) -> None:
+            plgpu.barrier_wait(program.memory.free.at[program.stage(place)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """One warpgroup of one program."""
+
+    work: Work
+    x: Any
+    weights: Any
+    bias: Any
+    out: Any
+    memory: _Memory
+    warpgroup: jax.Array
+
+    def each_unit(self, visit: Callable[[_Unit, jax.Array], None]) -> jax.Array:
+        """Call ``visit(unit, past)`` for the program's units; ``past`` blocks came before a unit's.
+
+        Returns the number of blocks of all units.
+
+        Programs take neighbouring units at the same time: row tiles of one strip, so that only the
+        first reads the weights from memory, and then strips that lie side by side.
+        """
+        work, program = self.work, jax.lax.axis_index("program")
+
+        def turn(number: jax.Array, past: jax.Array) -> jax.Array:
+            unit = self.unit(program + number * work.programs)
+            visit(unit, past)
+            return past + unit.steps
+
+        turns = jax.lax.div(work.units - program + work.programs - 1, jnp.int32(work.programs))
+        return jax.lax.fori_loop(0, 1 if work.turns == 1 else turns, turn, jnp.int32(0))
+
+    def stage(self, place: jax.Array) -> jax.Array:
+        """The place in the ring of a block, by the number of blocks before it."""
+        return jax.lax.rem(place, jnp.int32(self.work.stages))
+
+    def unit(self, index: jax.Array) -> _Unit:
+        """The unit of this index."""
+        work, splits = self.work, self.work.tile.splits
+        row = jax.lax.rem(index, jnp.int32(work.row_tiles))
+        index = jax.lax.div(index, jnp.int32(work.row_tiles))
+        strip = jax.lax.rem(index, jnp.int32(work.strips))
+        split = jax.lax.div(index, jnp.int32(work.strips))
+        first, last = (jax.lax.div((split + end) * work.steps, jnp.int32(splits)) for end in (0, 1))
+        return _Unit(row, strip, split, first, last - first)
+
+    def columns(self, unit: _Unit) -> Any:
+        """The columns of a unit's strip."""
+        return pl.ds(unit.strip * self.work.tile.columns, self.work.tile.columns)
+
+    def fetch(self, unit: _Unit, past: jax.Array) -> None:
+        """Bring the unit's rows and weights, as soon as there is room in the ring."""
+        work, memory, tile = self.work, self.memory, self.work.tile
+        # Of a single row tile, the rows that exist.
+        height = min(work.warpgroups * WARPGROUP_ROWS, -(-work.rows // 8) * 8)
+        rows = pl.ds(unit.row * work.warpgroups * WARPGROUP_ROWS, height)
+
+        @pl.loop(0, unit.steps)
+        def _(step: jax.Array) -> None:
+            place = past + step
+            stage = self.stage(place)
+            pl.when(place >= work.stages)(lambda: plgpu.barrier_wait(memory.free.at[stage]))
+            ready = memory.ready.at[stage]
+            depth = pl.ds((unit.first + step) * tile.depth, tile.depth)
+            # The weights are further away.
+            for part in ((0,), (1,)) if work.parts == 2 else ((),):
+                columns = self.columns(unit)
+                at = (columns, depth) if work.head else (depth, *part, columns)
+                to = memory.weights_smem.at[(stage, *part)]
+                plgpu.copy_gmem_to_smem(self.weights.at[at], to, ready)
+            to = memory.x_smem.at[stage, pl.ds(0, height)]
+            plgpu.copy_gmem_to_smem(self.x.at[rows, depth], to, ready)
+
+    def multiply(self, unit: _Unit, past: jax.Array) -> None:
+        """Multiply this warpgroup's 64 rows and write the result."""
+        shape = (WARPGROUP_ROWS, self.work.tile.columns)
+        accumulators = [_ACC(shape, jnp.float32)] * self.work.parts
+        parts = pl.run_scoped(functools.partial(self.accumulate, unit, past), *accumulators)
+        self.write(unit, self.finished(unit, *parts))
+
+    def accumulate(self, unit: _Unit, past: jax.Array, *accumulators: Any) -> list[Array]:
+        """The products of the unit's rows and weights."""
+        work, memory = self.work, self.memory
+        rows = pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+        @pl.loop(0, unit.steps)
+        def _(step: jax.Array) -> None:
+            here, before = self.stage(past + step), self.stage(past + step - 1)
+            plgpu.barrier_wait(memory.ready.at[here])
+            for part, accumulator in enumerate(accumulators):
+                weights = memory.weights_smem.at[(here, part) if work.parts == 2 else (here,)]
+                weights = weights.transpose((1, 0)) if work.head else weights
+                plgpu.wgmma(accumulator, memory.x_smem.at[here, rows], weights)
+            # This step's matmuls go on while the step before them is given back.
+            plgpu.wgmma_wait(work.parts)
+            pl.when(step > 0)(lambda: plgpu.barrier_arrive(memory.free.at[before]))
+
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(memory.free.at[self.stage(past + unit.steps - 1)])
+        # The compiler sees no connection between the wait and the registers. Without this it rounds
+        # the results to 16 bits before they are there (strips of 32 columns on an H200).
+        return list(jax.lax.optimization_barrier([each[...] for each in accumulators]))
+
+    def finished(self, unit: _Unit, out: Array, *up: Array) -> Array:
+        """The result with its gate, or its bias."""
+        if up:
+            # Rounded as the two matmuls are where they are matmuls of their own.
+            dtype = self.x.dtype
+            gate, factor = (each.astype(dtype).astype(jnp.float32) for each in (out, *up))
+            out = gate / (1.0 + jnp.exp(-gate)) * factor
+        if self.bias is not None:
+            # From jax 0.11 on, which this kernel needs, load takes no index.
+            row = plgpu.load(  # pyright: ignore[reportCallIssue]
+                self.bias.at[self.columns(unit)],
+                layout=plgpu.Layout.WGMMA.reduce(0),
+                optimized=False,
+            )
+            out += jax.lax.broadcast_in_dim(row.astype(jnp.float32), out.shape, [1])
+        return out
+
+    def write(self, unit: _Unit, out: Array) -> None:
+        """Write the result of this warpgroup's rows."""
+        source = self.memory.out_smem.at[self.warpgroup]
+        if self.work.turns > 1:  # The last result may be on its way from the same place.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        source[...] = out.astype(source.dtype)
+        plgpu.commit_smem()
+        row = unit.row * self.work.warpgroups + self.warpgroup
+        rows = pl.ds(row * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        plgpu.copy_smem_to_gmem(source, self.out.at[unit.split, rows, self.columns(unit)])

@@ -1,0 +1,176 @@
+"""Path attention: which positions are added up together, and that nothing else decides the bits."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.ops import hardware
+from longspec_jax.ops.attention import dispatch, path, reference
+from longspec_jax.ops.attention.operands import Fresh, Prefix
+from longspec_jax.ops.attention.tiles import RowTiles
+from tests.kit import hopper_or_skip, normal
+
+HEADS = [(32, 32, 128), (32, 8, 128), (40, 8, 128), (24, 8, 128), (28, 4, 128), (14, 2, 64)]
+"""Query heads, key/value heads, width."""
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
+def test_splits_cover_a_position_and_fit_the_machine(heads: int, kv_heads: int, width: int) -> None:
+    groups = heads // kv_heads
+    count = path.splits_of(kv_heads, groups)
+    rows = path.REFERENCE_NODES * groups
+    tiles = RowTiles(rows, 2 if rows > 64 else 1)
+    assert kv_heads * tiles.items(count) <= hardware.MULTIPROCESSORS
+    assert kv_heads * tiles.items(count + 1) > hardware.MULTIPROCESSORS
+    position = jnp.asarray([0, 1, 511, 512, 5000, 32767, 32768, 131071])
+    split = np.asarray(path.split_of(position, kv_heads, groups))
+    assert (split % path.SLOTS == 0).all() and (split * count > position).all()
+    # No longer than needed by more than the reach and a step of every split.
+    beyond = path.REACH * np.maximum(1, np.asarray(position) // 32768 + 1) + path.SLOTS * count
+    assert (split * count <= position + 1 + beyond).all()
+
+
+def test_a_reach_is_shared_by_the_positions_within() -> None:
+    position = jnp.arange(100_000)
+    reach = np.asarray(path.reach(position))
+    assert (reach > np.arange(100_000)).all()
+    np.testing.assert_array_equal(np.asarray(path.reach(jnp.asarray(reach[:-1] - 1))), reach[:-1])
+    assert set(np.diff(np.unique(reach))) <= {512, 1024}
+
+
+@pytest.mark.parametrize("tile", [(16, 1), (64, 1), (256, 4), (64, 4), (16, 4)], ids=str)
+def test_a_tile_fits_shared_memory(tile: tuple[int, int]) -> None:
+    rows, groups = tile
+    for width, parts in ((128, 1), (128, 2), (64, 1)):
+        chosen = path.path_tile(rows, width, groups, parts)
+        ring = chosen.stages * 2 * chosen.slots * (width + width // parts)
+        assert chosen.stages >= 2
+        assert ring + 2 * chosen.warpgroups * 64 * width <= hardware.SHARED_BYTES[hardware.HOPPER]
+
+
+class Refused(NamedTuple):
+    """A call that differs from one that is served in one thing."""
+
+    what: str
+    nodes: int = 8
+    levels: int = 4
+    width: int = 64
+    capacity: int = 256
+    dtype: str = "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Refused("more than 128", nodes=129),
+        Refused("17 levels", levels=17),
+        Refused("head width 96", width=96),
+        Refused("capacity 120", capacity=120),
+        Refused("float32", dtype="float32"),
+    ],
+    ids=lambda call: call.what,
+)
+def test_what_the_kernel_does_not_serve_is_refused(call: Refused, monkeypatch) -> None:
+    monkeypatch.setattr(hardware, "require_hopper", lambda kernel: None)
+    array = functools.partial(jnp.zeros, dtype=call.dtype)
+    with pytest.raises(NotImplementedError, match=call.what):
+        path.require_kernel(
+            *(array((1, call.nodes, 4, call.width)), array((1, 2, call.capacity, call.width))),
+            *(array((1, call.nodes, 2, call.width)), call.levels),
+        )
+
+
+def test_a_cpu_has_no_kernel() -> None:
+    q, rows = normal(0, 1, 4, 4, 64), normal(1, 1, 4, 2, 64)
+    cache = normal(2, 1, 2, 256, 64)
+    tree = Fresh(rows, rows, jnp.tril(jnp.ones((1, 4, 4), bool)))
+    call = functools.partial(
+        dispatch.path_attention,
+        *(q, Prefix(cache, cache, jnp.asarray([100])), tree, jnp.arange(4)[None]),
+        levels=3,
+    )
+    if jax.default_backend() != "gpu":
+        with pytest.raises(NotImplementedError, match="no implementation of path_attention"):
+            call()
+    expected = reference.speculative_attention(q, Prefix(cache, cache, jnp.asarray([100])), tree)
+    np.testing.assert_array_equal(call(implementation="reference"), expected)
+
+
+class Text(NamedTuple):
+    """Queries, keys and values of a text by position, and a tree along it."""
+
+    q: jax.Array
+    keys: jax.Array
+    values: jax.Array
+
+    @classmethod
+    def drawn(cls, tokens: int, heads: int, kv_heads: int, width: int) -> "Text":
+        shapes = (heads, kv_heads, kv_heads)
+        return cls(
+            *(normal(i, 1, tokens, n, width, dtype="bfloat16") for i, n in enumerate(shapes))
+        )
+
+    def prefix(self, length: int) -> Prefix:
+        """The first tokens in a cache; what lies behind is NaN."""
+        there = (jnp.arange(self.keys.shape[1]) < length)[None, None, :, None]
+        cache = (jnp.where(there, x.swapaxes(1, 2), jnp.nan) for x in (self.keys, self.values))
+        return Prefix(*cache, jnp.asarray([length], jnp.int32))
+
+    def tree(self, length: int, nodes: int, levels: int, seed: int) -> tuple:
+        """Operands of a random tree with this text along one path, and the path's nodes."""
+        rng = np.random.default_rng(seed)
+        parents, depth = [-1], [0]
+        for node in range(1, nodes):
+            parents.append(int(rng.choice([n for n in range(node) if depth[n] < levels])))
+            depth.append(depth[parents[-1]] + 1)
+        mask = np.eye(nodes, dtype=bool)
+        for node in range(1, nodes):
+            mask[node] |= mask[parents[node]]
+        leaf = int(np.argmax(depth))
+        along = [node for node in range(nodes) if mask[leaf, node]]
+        at = length + np.arange(len(along))
+        q, keys, values = (
+            normal(seed + i, 1, nodes, x.shape[2], x.shape[3], dtype="bfloat16")
+            .at[:, jnp.asarray(along)]
+            .set(x[:, at])
+            for i, x in enumerate(self)
+        )
+        fresh = Fresh(keys, values, jnp.asarray(mask[None]))
+        return (q, self.prefix(length), fresh, jnp.asarray(depth, jnp.int32)[None]), along
+
+
+POSITIONS = [0, 3, 15, 16, 17, 127, 128, 143, 144, 145, 400, 508, 512, 1023, 1100]
+"""On, before and behind what bounds recent tokens, steps, splits and reaches."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nodes", [16, 29, 64, 69])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
+def test_a_node_has_the_bits_of_plain_decoding(heads, kv_heads, width, nodes) -> None:
+    hopper_or_skip()
+    text = Text.drawn(1280, heads, kv_heads, width)
+    attend = jax.jit(functools.partial(dispatch.path_attention, levels=16))
+    for length in POSITIONS:
+        operands, along = text.tree(length, nodes, 5, seed=length)
+        out = np.float32(attend(*operands))
+        exact = jax.tree.map(
+            lambda x: jnp.nan_to_num(x.astype(jnp.float32)) if x.dtype == jnp.bfloat16 else x,
+            operands[:3],
+        )
+        with jax.default_matmul_precision("highest"):
+            right = np.asarray(reference.speculative_attention(*exact))
+        assert np.abs(out - right).max() <= 0.01 * np.abs(right).max()
+        for step, node in enumerate(along):
+            position = length + step
+            if position >= int(path.reach(jnp.asarray([length]))[0]):
+                break
+            at = slice(position, position + 1)
+            alone = Fresh(text.keys[:, at], text.values[:, at], jnp.ones((1, 1, 1), bool))
+            plain = attend(
+                *(text.q[:, at], text.prefix(position), alone, jnp.zeros((1, 1), jnp.int32))
+            )
+            np.testing.assert_array_equal(out[0, node], np.float32(plain)[0, 0])
