@@ -91,11 +91,12 @@ def path_attention(
     fresh_step = jnp.where(mask, depth[:, None], -1)
     reached = jax.lax.div(bounds[:, 1] + split - 1, split)
     where = jnp.stack([start, length, reached, depth.max(axis=1)], axis=1)
-    steps = (_packed(each, groups, padded, -1) for each in (cached_step, fresh_step))
+    cached_step, fresh_step = (
+        _packed(each, groups, padded, -1) for each in (cached_step, fresh_step)
+    )
+    keys_and_values = prefix.keys, prefix.values, fresh.keys, fresh.values
     return recent_mosaic.attend_and_merge(
-        where,
-        *(*steps, q, prefix.keys, prefix.values, fresh.keys, fresh.values, *partials),
-        scale=factor,
+        where, cached_step, fresh_step, q, *keys_and_values, *partials, scale=factor
     )
 
 
