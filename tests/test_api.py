@@ -11,14 +11,13 @@ import pytest
 from transformers import GenerationConfig
 
 import longspec_jax
-from infer.bench.timing import compilations
 from longspec_jax import PLAIN, LongSpec, TreeConfig
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft, RetrievalOptions
 from longspec_jax.generation import memory
 from longspec_jax.generation.run import WarmShapes
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
-from tests.kit import tiny_target_config
+from tests.kit import compilations, tiny_target_config
 
 PROMPTS = ["ab cd gh é", "fgh €€ abc", "d"]
 WARM = dict(temperature=1.0, seed=[3, 4, 5], max_new_tokens=24)

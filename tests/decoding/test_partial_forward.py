@@ -134,7 +134,7 @@ def partial_forward(setting: Setting, selection: Spans, needs: Needs = NEEDS) ->
 def test_a_partial_forward_over_everything_is_a_verification(setting: Setting) -> None:
     view = setting.view
     found = partial_forward(setting, SinksAndRecent(3, 100)(view.length))
-    verified = jax.jit(partial(TARGET.verify, needs=NEEDS))(
+    verified = jax.jit(partial(TARGET.verify, levels=3, needs=NEEDS))(
         *(setting.params, view.cache, setting.nodes[:, :4], view.position[:, None] + DEPTHS),
         *(np.broadcast_to(MASK, (3, 4, 4)), view.length),
     )
