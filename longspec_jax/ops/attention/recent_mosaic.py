@@ -5,6 +5,7 @@ a key/value head and some columns of their output. It holds the keys of all node
 position is added by a matmul in which every row has one weight that is not zero.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -23,6 +24,8 @@ COLUMNS = 64
 """Columns of the values that one program of the recent tokens' kernel adds up."""
 WEIGHT_STEPS = 2.0**18
 """Weights of recent tokens are rounded to multiples of its inverse for their sum."""
+_SEGMENTS = WARPGROUP_ROWS // SEGMENT
+"""Segments of a program's rows."""
 _AT_ONCE = 8
 """Steps whose weights are in registers at once."""
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
@@ -78,20 +81,20 @@ def attend_and_merge(
     room = SHARED_BYTES[HOPPER] - held - 2048
     stages = min(splits, room // (4 * WARPGROUP_ROWS * (columns + 1)))
     kernel = plgpu.kernel(
-        functools.partial(_finish_kernel, scale=scale, stages=stages),
+        functools.partial(_kernel, scale=scale, stages=stages),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=dict(
-            q_smem=shared(WARPGROUP_ROWS, width),
+            q=shared(WARPGROUP_ROWS, width),
             cached_k=shared(FETCHED, width),
             # As high as an instruction, which is how it is read to silence slots. A matmul
             # contracts whole swizzles: 32 cached tokens, and 16 of the tree.
             cached_v=shared(WARPGROUP_ROWS, columns, bytes=64),
-            fresh_k_smem=shared(tokens, width),
-            fresh_v_smem=shared(tokens, columns, bytes=32),
-            partial_smem=plgpu.SMEM((stages, WARPGROUP_ROWS, columns), jnp.float32),
-            lse_smem=plgpu.SMEM((stages, WARPGROUP_ROWS), jnp.float32),
-            out_smem=plgpu.SMEM((WARPGROUP_ROWS, columns), q.dtype),
-            ready=plgpu.Barrier(num_arrivals=WARPGROUP_ROWS // SEGMENT + 4),
+            fresh_k=shared(tokens, width),
+            fresh_v=shared(tokens, columns, bytes=32),
+            partial=plgpu.SMEM((stages, WARPGROUP_ROWS, columns), jnp.float32),
+            lse=plgpu.SMEM((stages, WARPGROUP_ROWS), jnp.float32),
+            out=plgpu.SMEM((WARPGROUP_ROWS, columns), q.dtype),
+            ready=plgpu.Barrier(num_arrivals=_SEGMENTS + 4),
             partial_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ),
         grid=(width // columns, row_tiles, kv_heads, batch),
@@ -102,151 +105,250 @@ def attend_and_merge(
     return kernel(where, cached_step, fresh_step, q, k, v, fresh_k, fresh_v, partial, partial_lse)
 
 
-def _finish_kernel(
-    where_ref: Any,
-    cached_step_ref: Any,
-    fresh_step_ref: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    fresh_k_ref: Any,
-    fresh_v_ref: Any,
-    partial_ref: Any,
-    partial_lse_ref: Any,
-    out_ref: Any,
-    *,
-    q_smem: Any,
-    cached_k: Any,
-    cached_v: Any,
-    fresh_k_smem: Any,
-    fresh_v_smem: Any,
-    partial_smem: Any,
-    lse_smem: Any,
-    out_smem: Any,
-    ready: Any,
-    partial_ready: Any,
-    scale: float,
-    stages: int,
-) -> None:
+def _kernel(*refs: Any, scale: float, stages: int, **memory: Any) -> None:
     """One program: 64 packed rows of a key/value head, some columns of their output."""
-    batch, kv_head = jax.lax.axis_index("batch"), jax.lax.axis_index("kv_head")
-    row_tile = jax.lax.axis_index("row_tile")
-    tokens = fresh_step_ref.shape[2]
-    columns, groups = out_smem.shape[1], q_ref.shape[2] // k_ref.shape[1]
-    start, length, reached, deepest = (where_ref[batch, field] for field in range(4))
-    part = pl.ds(jax.lax.axis_index("part") * columns, columns)
-    rows_there = min(partial_ref.shape[3], WARPGROUP_ROWS)
-    rows = pl.ds(row_tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    of_a_head = tokens // SEGMENT
-
-    def segment(place: int) -> tuple[Any, Any, Any]:
-        """Batch row, tokens and head of 16 packed rows, of some that there are at the most."""
-        number = row_tile * (WARPGROUP_ROWS // SEGMENT) + place
-        number = jnp.minimum(number, groups * of_a_head - 1)
-        head = kv_head * groups + jax.lax.div(number, of_a_head)
-        return batch, pl.ds(jax.lax.rem(number, of_a_head) * SEGMENT, SEGMENT), head
-
-    for place in range(WARPGROUP_ROWS // SEGMENT):
-        to = q_smem.at[pl.ds(place * SEGMENT, SEGMENT)]
-        plgpu.copy_gmem_to_smem(q_ref.at[segment(place)], to, ready)
-    recent = batch, kv_head, pl.ds(pl.multiple_of(start, ALIGNED), FETCHED)
-    plgpu.copy_gmem_to_smem(k_ref.at[recent], cached_k, ready)
-    plgpu.copy_gmem_to_smem(v_ref.at[(*recent, part)], cached_v.at[pl.ds(0, FETCHED)], ready)
-    # The copy engine fills with zeros what is beyond the tree. The index is not known beforehand,
-    # or Pallas would refuse.
-    nodes = batch, pl.ds(pl.multiple_of(0 * start, SEGMENT), tokens), kv_head
-    plgpu.copy_gmem_to_smem(fresh_k_ref.at[nodes], fresh_k_smem, ready)
-    plgpu.copy_gmem_to_smem(fresh_v_ref.at[(*nodes, part)], fresh_v_smem, ready)
-
-    def fetch_split(split: jax.Array | int) -> None:
-        stage = jax.lax.rem(split, stages) if stages > 1 else 0
-        there = pl.ds(row_tile * WARPGROUP_ROWS, rows_there)
-        source = partial_ref.at[batch, split, kv_head, there, part]
-        to, ready = partial_smem.at[stage, pl.ds(0, rows_there)], partial_ready.at[stage]
-        plgpu.copy_gmem_to_smem(source, to, ready)
-        lse = partial_lse_ref.at[batch, split, kv_head, rows]
-        plgpu.copy_gmem_to_smem(lse, lse_smem.at[stage], ready)
-
-    for split in range(stages):
-        pl.when(split < reached)(functools.partial(fetch_split, split))
-    cached_step = _load(cached_step_ref.at[batch, rows], plgpu.Layout.WGMMA)
-    fresh_step = _load(fresh_step_ref.at[batch, rows], plgpu.Layout.WGMMA)
-    plgpu.barrier_wait(ready)
-
-    # Slots beyond the length may hold NaN, and 0 NaN is NaN.
-    block = _load(cached_v, plgpu.Layout.WGMMA, optimized=True)
-    slot = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
-    cached_v[...] = jnp.where(start + slot < length, block, jnp.zeros_like(block))
-    plgpu.commit_smem()
-    scores = [_products(q_smem, keys) * scale for keys in (cached_k, fresh_k_smem)]
-    steps = [cached_step, fresh_step]
-    scores = [jnp.where(s >= 0, x, -jnp.inf) for s, x in zip(steps, scores, strict=True)]
-    top = jnp.maximum(*(each.max(axis=1) for each in scores))
-    weights = [jnp.exp2(x - jax.lax.broadcast_in_dim(top, x.shape, [0])) for x in scores]
-    total = functools.reduce(
-        jnp.add,
-        [(x * WEIGHT_STEPS).astype(jnp.int32).astype(jnp.float32).sum(axis=1) for x in weights],
+    operands = _Operands(*refs)
+    batch = jax.lax.axis_index("batch")
+    program = _Program(
+        refs=operands,
+        memory=_Memory(**memory),
+        scale=scale,
+        stages=stages,
+        batch=batch,
+        kv_head=jax.lax.axis_index("kv_head"),
+        row_tile=jax.lax.axis_index("row_tile"),
+        part=jax.lax.axis_index("part"),
+        start=operands.where[batch, 0],
+        length=operands.where[batch, 1],
+        reached=operands.where[batch, 2],
+        deepest=operands.where[batch, 3],
     )
-    total *= 1.0 / WEIGHT_STEPS
+    program.fetch()
+    steps = program.steps()
+    weights, top, total = program.softmax(steps)
+    acc = pl.run_scoped(
+        functools.partial(program.add_values, steps, weights),
+        _ACC((WARPGROUP_ROWS, program.columns), jnp.float32),
+    )
+    acc, _, total = jax.lax.fori_loop(0, program.reached, program.merge, (acc, top, total))
+    program.write(acc * jax.lax.broadcast_in_dim(1.0 / total, acc.shape, [0]))
 
-    def alone(index: int, step: jax.Array | int) -> jax.Array:
-        return jnp.where(steps[index] == step, weights[index], 0.0).astype(q_ref.dtype)
 
-    def add_values(acc_ref: Any) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class _Operands:
+    """Operands and result in device memory, as :func:`attend_and_merge` names them."""
+
+    where: Any
+    cached_step: Any
+    fresh_step: Any
+    q: Any
+    k: Any
+    v: Any
+    fresh_k: Any
+    fresh_v: Any
+    partial: Any
+    partial_lse: Any
+    out: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """Shared memory of a program.
+
+    Splits' results go through a ring of places. ``ready`` says that all but them has come.
+    """
+
+    q: Any
+    cached_k: Any
+    cached_v: Any
+    fresh_k: Any
+    fresh_v: Any
+    partial: Any
+    lse: Any
+    out: Any
+    ready: Any
+    partial_ready: Any
+
+
+_State = tuple[Any, Any, Any]
+"""Unnormalised output, maximum and sum of the weights of a program's rows, in base 2."""
+_Pair = tuple[Any, Any]
+"""Of the cached recent tokens, and of the tree's nodes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A program; ``where`` of its batch row, field by field."""
+
+    refs: _Operands
+    memory: _Memory
+    scale: float
+    stages: int
+    batch: jax.Array
+    kv_head: jax.Array
+    row_tile: jax.Array
+    part: jax.Array
+    start: jax.Array
+    length: jax.Array
+    reached: jax.Array
+    deepest: jax.Array
+
+    @property
+    def columns(self) -> int:
+        """Columns of the output that this program adds up."""
+        return self.memory.out.shape[1]
+
+    @property
+    def its_columns(self) -> Any:
+        """Which ones."""
+        return pl.ds(self.part * self.columns, self.columns)
+
+    @property
+    def rows(self) -> Any:
+        """This program's packed rows."""
+        return pl.ds(self.row_tile * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+    @property
+    def segments(self) -> int:
+        """Segments of a key/value head's packed rows."""
+        tokens, kv_heads = self.refs.fresh_step.shape[2], self.refs.k.shape[1]
+        return self.refs.q.shape[2] // kv_heads * (tokens // SEGMENT)
+
+    def segment(self, place: int) -> tuple[Any, Any, Any]:
+        """Batch row, tokens and head of 16 packed rows; of rows there are not, some there are."""
+        of_a_head = self.refs.fresh_step.shape[2] // SEGMENT
+        groups = self.segments // of_a_head
+        number = jnp.minimum(self.row_tile * _SEGMENTS + place, self.segments - 1)
+        head = self.kv_head * groups + jax.lax.div(number, of_a_head)
+        return self.batch, pl.ds(jax.lax.rem(number, of_a_head) * SEGMENT, SEGMENT), head
+
+    def fetch(self) -> None:
+        """Ask for everything, and for as many splits as there are places."""
+        refs, memory, ready = self.refs, self.memory, self.memory.ready
+        for place in range(_SEGMENTS):
+            to = memory.q.at[pl.ds(place * SEGMENT, SEGMENT)]
+            plgpu.copy_gmem_to_smem(refs.q.at[self.segment(place)], to, ready)
+        recent = self.batch, self.kv_head, pl.ds(pl.multiple_of(self.start, ALIGNED), FETCHED)
+        values = memory.cached_v.at[pl.ds(0, FETCHED)]
+        plgpu.copy_gmem_to_smem(refs.k.at[recent], memory.cached_k, ready)
+        plgpu.copy_gmem_to_smem(refs.v.at[(*recent, self.its_columns)], values, ready)
+        # The copy engine fills with zeros what is beyond the tree. The index is not known
+        # beforehand, or Pallas would refuse.
+        tokens = pl.ds(pl.multiple_of(0 * self.start, SEGMENT), refs.fresh_step.shape[2])
+        nodes = self.batch, tokens, self.kv_head
+        plgpu.copy_gmem_to_smem(refs.fresh_k.at[nodes], memory.fresh_k, ready)
+        plgpu.copy_gmem_to_smem(refs.fresh_v.at[(*nodes, self.its_columns)], memory.fresh_v, ready)
+        for split in range(self.stages):
+            pl.when(split < self.reached)(functools.partial(self.fetch_split, split))
+
+    def fetch_split(self, split: jax.Array | int) -> None:
+        """Ask for the results of a split."""
+        refs, stage = self.refs, self.stage(split)
+        ready = self.memory.partial_ready.at[stage]
+        count = min(refs.partial.shape[3], WARPGROUP_ROWS)
+        there = pl.ds(self.row_tile * WARPGROUP_ROWS, count)
+        source = refs.partial.at[self.batch, split, self.kv_head, there, self.its_columns]
+        to = self.memory.partial.at[stage, pl.ds(0, count)]
+        plgpu.copy_gmem_to_smem(source, to, ready)
+        lse = refs.partial_lse.at[self.batch, split, self.kv_head, self.rows]
+        plgpu.copy_gmem_to_smem(lse, self.memory.lse.at[stage], ready)
+
+    def stage(self, split: jax.Array | int) -> jax.Array | int:
+        """The place of a split in the ring."""
+        return jax.lax.rem(split, self.stages) if self.stages > 1 else 0
+
+    def steps(self) -> _Pair:
+        """In which step the value of each key is added to each row."""
+        refs = self.refs.cached_step, self.refs.fresh_step
+        cached, fresh = (_load(ref.at[self.batch, self.rows], plgpu.Layout.WGMMA) for ref in refs)
+        return cached, fresh
+
+    def softmax(self, steps: _Pair) -> tuple[_Pair, Any, Any]:
+        """The weights of all keys, their maximum, and their exact sum."""
+        memory = self.memory
+        plgpu.barrier_wait(memory.ready)
+        # Slots beyond the length may hold NaN, and 0 NaN is NaN.
+        block = _load(memory.cached_v, plgpu.Layout.WGMMA, optimized=True)
+        slot = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
+        seen = self.start + slot < self.length
+        memory.cached_v[...] = jnp.where(seen, block, jnp.zeros_like(block))
+        plgpu.commit_smem()
+        scores = [
+            jnp.where(step >= 0, _products(memory.q, keys) * self.scale, -jnp.inf)
+            for step, keys in zip(steps, (memory.cached_k, memory.fresh_k), strict=True)
+        ]
+        top = jnp.maximum(*(each.max(axis=1) for each in scores))
+        cached, fresh = (
+            jnp.exp2(each - jax.lax.broadcast_in_dim(top, each.shape, [0])) for each in scores
+        )
+        exact = (
+            (each * WEIGHT_STEPS).astype(jnp.int32).astype(jnp.float32).sum(axis=1)
+            for each in (cached, fresh)
+        )
+        return (cached, fresh), top, jnp.add(*exact) * (1.0 / WEIGHT_STEPS)
+
+    def add_values(self, steps: _Pair, weights: _Pair, acc_ref: Any) -> jax.Array:
+        """The weighted values, added in the order of their positions."""
+        memory = self.memory
+
+        def alone(index: int, step: jax.Array | int) -> jax.Array:
+            """Of every row the weight that this step adds, among zeros."""
+            chosen = jnp.where(steps[index] == step, weights[index], 0.0)
+            return chosen.astype(self.refs.q.dtype)
+
         for first in range(0, RECENT, _AT_ONCE):
             some = [alone(0, first + step) for step in range(_AT_ONCE)]
             for each in some:
-                plgpu.wgmma(acc_ref, each, cached_v.at[pl.ds(0, FETCHED)])
+                plgpu.wgmma(acc_ref, each, memory.cached_v.at[pl.ds(0, FETCHED)])
             # The instructions read the weights from registers, which must not be filled anew.
             plgpu.wgmma_wait(0)
             jax.lax.optimization_barrier(some)
 
-        @pl.loop(0, deepest + 1)
+        @pl.loop(0, self.deepest + 1)
         def _(step: jax.Array) -> None:
-            plgpu.wgmma(acc_ref, alone(1, step), fresh_v_smem)
+            plgpu.wgmma(acc_ref, alone(1, step), memory.fresh_v)
             plgpu.wgmma_wait(0)
 
         return jax.lax.optimization_barrier(acc_ref[...])
 
-    acc = pl.run_scoped(add_values, _ACC((WARPGROUP_ROWS, columns), jnp.float32))
-
-    def merge(split: jax.Array, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        acc, top, total = state
-        stage = jax.lax.rem(split, stages) if stages > 1 else 0
-        plgpu.barrier_wait(partial_ready.at[stage])
-        lse = _load(lse_smem.at[stage], plgpu.Layout.WGMMA.reduce(1)) * LOG2_E
-        of_split = _load(partial_smem.at[stage], plgpu.Layout.WGMMA)
+    def merge(self, split: jax.Array, state: _State) -> _State:
+        """The state with one more split."""
+        (acc, top, total), stage = state, self.stage(split)
+        plgpu.barrier_wait(self.memory.partial_ready.at[stage])
+        lse = _load(self.memory.lse.at[stage], plgpu.Layout.WGMMA.reduce(1)) * LOG2_E
+        of_split = _load(self.memory.partial.at[stage], plgpu.Layout.WGMMA)
         new_top = jnp.maximum(top, lse)
         keep, weight = jnp.exp2(top - new_top), jnp.exp2(lse - new_top)
         acc = acc * jax.lax.broadcast_in_dim(keep, acc.shape, [0])
         acc += of_split * jax.lax.broadcast_in_dim(weight, acc.shape, [0])
         total = total * keep + weight
-        if stages < partial_ref.shape[1]:
+        if self.stages < self.refs.partial.shape[1]:
             acc, total, new_top = jax.lax.optimization_barrier((acc, total, new_top))
             plgpu.commit_smem()  # All have read this place before it is filled again.
-            following = functools.partial(fetch_split, split + stages)
-            pl.when(split + stages < reached)(following)
+            following = split + self.stages
+            pl.when(following < self.reached)(functools.partial(self.fetch_split, following))
         return acc, new_top, total
 
-    acc, _, total = jax.lax.fori_loop(0, reached, merge, (acc, top, total))
-    acc *= jax.lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
-    out_smem[...] = acc.astype(out_smem.dtype)
-    plgpu.commit_smem()
-    for place in range(WARPGROUP_ROWS // SEGMENT):
+    def write(self, out: jax.Array) -> None:
+        """Write the rows that there are."""
+        self.memory.out[...] = out.astype(self.memory.out.dtype)
+        plgpu.commit_smem()
+        for place in range(_SEGMENTS):
 
-        @pl.when(row_tile * (WARPGROUP_ROWS // SEGMENT) + place < groups * of_a_head)
-        def _(place: int = place) -> None:
-            source = out_smem.at[pl.ds(place * SEGMENT, SEGMENT)]
-            plgpu.copy_smem_to_gmem(source, out_ref.at[(*segment(place), part)])
+            @pl.when(self.row_tile * _SEGMENTS + place < self.segments)
+            def _(place: int = place) -> None:
+                source = self.memory.out.at[pl.ds(place * SEGMENT, SEGMENT)]
+                to = self.refs.out.at[(*self.segment(place), self.its_columns)]
+                plgpu.copy_smem_to_gmem(source, to)
 
-    plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0)
 
 
-def _products(q_smem: Any, keys: Any) -> jax.Array:
+def _products(q: Any, keys: Any) -> jax.Array:
     """Products of 64 queries with some keys."""
 
     def multiply(ref: Any) -> jax.Array:
-        plgpu.wgmma(ref, q_smem, keys.transpose((1, 0)))
+        plgpu.wgmma(ref, q, keys.transpose((1, 0)))
         # The compiler sees no connection between the wait for a result and its registers.
         return jax.lax.optimization_barrier(ref[...])
 
