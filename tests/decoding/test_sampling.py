@@ -12,6 +12,7 @@ from longspec_jax.decoding.sampling import (
     NO_TOKEN,
     Sampling,
     SamplingKind,
+    cumulative_mass,
     draw,
     noise,
     perturb,
@@ -147,6 +148,24 @@ def test_top_p_close_to_one_keeps_what_it_promises() -> None:
     law = np.sort(law / law.sum())
     left_out = np.searchsorted(np.cumsum(law), 1e-6)
     assert abs(int(possible.sum()) - (128_256 - left_out)) < 0.03 * left_out
+
+
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 32_000, 262_144])
+def test_the_mass_of_top_p_is_a_sum_in_any_order(vocabulary: int) -> None:
+    logits = np.random.default_rng(7).normal(0, 4, vocabulary).astype(np.float32)
+    logits = jnp.asarray(logits - logits.max())
+    mass = np.asarray(cumulative_mass(logits))
+    exact = np.cumsum(np.exp(np.asarray(logits, np.float64)))
+    np.testing.assert_allclose(mass, exact, rtol=3e-7, atol=vocabulary * 2.0**-42)
+    # The last sum is of the same numbers; float32 sums of this many differ in every order.
+    shuffled = [jax.random.permutation(jax.random.key(seed), logits) for seed in range(4)]
+    np.testing.assert_array_equal([cumulative_mass(one)[-1] for one in shuffled], [mass[-1]] * 4)
+
+
+def test_equal_tokens_fill_the_digits_of_their_mass() -> None:
+    count = np.arange(1, 262_145)
+    mass = cumulative_mass(jnp.zeros(count.size))
+    np.testing.assert_array_equal(mass, count.astype(np.float32))
 
 
 @pytest.mark.parametrize("temperature", [1.2e-38, 1.3e-38, 2e-38, 1e-45, 1e-30, 1e-3])
