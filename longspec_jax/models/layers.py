@@ -45,8 +45,6 @@ class RMSNorm(nn.Module):
         Returns:
           The stream with the output added, and its norm.
         """
-        if delta is None:
-            return x, self(x)
         return residual_norm(x, delta, self.weights(x.shape[-1]), self.eps)
 
     @nn.compact

@@ -25,7 +25,7 @@ from longspec_jax.models.layers import (
     SwiGLU,
     rotary_angles,
 )
-from longspec_jax.ops.layer import add, rotate, split_heads, split_qkv
+from longspec_jax.ops.layer import add, split_heads
 from longspec_jax.ops.matmul.few_rows import head_matmul_xla
 from longspec_jax.ops.matmul.ordered import head_matmul
 from longspec_jax.ops.partitioned import with_sharding
@@ -74,12 +74,11 @@ class Attention(nn.Module):
         attend: Callable[[Array, Array, Array], Array],
     ) -> tuple[Array, Array, Array]:
         """Return partials ``[S, B, T, D]`` of the projected output, fresh keys and values."""
-        if self.config.qk_norm:
-            q, k, v = split_qkv(self.qkv(x))
-            q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
-        else:
-            q, k, v = split_heads(self.qkv(x), *angles)
-        q, k, v = with_sharding(HEADS, q, k, v)
+        c, scales = self.config, None
+        if c.qk_norm:
+            scales = self.q_norm.weights(c.head_width), self.k_norm.weights(c.head_width)
+        heads = split_heads(self.qkv(x), *angles, scales, c.norm_eps)
+        q, k, v = with_sharding(HEADS, *heads)
         return self.out.partials(attend(q, k, v)), k, v
 
 

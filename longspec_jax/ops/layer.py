@@ -27,7 +27,7 @@ Heads = tuple[Array, Array, Array]
 @partial(jax.custom_jvp, nondiff_argnums=(3,))
 def residual_norm(
     x: Float[Array, "*rows D"],
-    partials: Float[Array, "S *rows D"],
+    partials: Float[Array, "S *rows D"] | None,
     scale: Float[Array, " D"],
     eps: float,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
@@ -35,7 +35,8 @@ def residual_norm(
 
     Args:
       x: the residual stream.
-      partials: split-K partials of what is added (:mod:`longspec_jax.ops.matmul.few_rows`).
+      partials: split-K partials of what is added (:mod:`longspec_jax.ops.matmul.few_rows`); None
+        before the first sublayer.
       scale: the norm's weights.
       eps: added to the mean square.
 
@@ -50,9 +51,11 @@ def _differentiate_norm(eps: float, primals: tuple, tangents: tuple) -> tuple:
     return jax.jvp(partial(residual_norm_xla, eps=eps), primals, tangents)
 
 
-def residual_norm_xla(x: Array, partials: Array, scale: Array, eps: float) -> tuple[Array, Array]:
+def residual_norm_xla(
+    x: Array, partials: Array | None, scale: Array, eps: float
+) -> tuple[Array, Array]:
     """:func:`residual_norm` in plain JAX."""
-    total = add(x, partials)
+    total = x if partials is None else add(x, partials)
     return total, rms_norm(total, scale, eps)
 
 
@@ -70,9 +73,13 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     return (wide * factor * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-@jax.custom_jvp
+@partial(jax.custom_jvp, nondiff_argnums=(4,))
 def split_heads(
-    qkv: Float[Array, "B T K G2 H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+    qkv: Float[Array, "B T K G2 H"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    scales: tuple[Float[Array, " H"], Float[Array, " H"]] | None = None,
+    eps: float = 0.0,
 ) -> Heads:
     """Split queries, keys and values, and rotate queries and keys by the tokens' positions.
 
@@ -80,22 +87,29 @@ def split_heads(
       qkv: the fused projection: per key/value head its queries, then its key, then its value.
       cos: cosine of the rotary angles, float32.
       sin: sine of the rotary angles, float32.
+      scales: weights of the RMS norms of every query head and every key head, which come before
+        the rotation; None for a model without such norms.
+      eps: of the norms.
 
     Returns:
       Rotated queries ``[B, T, N, H]`` and keys ``[B, T, K, H]``, and values ``[B, T, K, H]``;
       differentiable.
     """
-    return SPLIT_HEADS(qkv, cos, sin)
+    return SPLIT_HEADS(qkv, cos, sin, scales, eps)
 
 
 @split_heads.defjvp
-def _differentiate_heads(primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(split_heads_xla, primals, tangents)
+def _differentiate_heads(eps: float, primals: tuple, tangents: tuple) -> tuple:
+    return jax.jvp(partial(split_heads_xla, eps=eps), primals, tangents)
 
 
-def split_heads_xla(qkv: Array, cos: Array, sin: Array) -> Heads:
+def split_heads_xla(
+    qkv: Array, cos: Array, sin: Array, scales: tuple[Array, Array] | None = None, eps: float = 0.0
+) -> Heads:
     """:func:`split_heads` in plain JAX."""
     q, k, v = split_qkv(qkv)
+    if scales is not None:
+        q, k = rms_norm(q, scales[0], eps), rms_norm(k, scales[1], eps)
     return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
 
 
@@ -148,7 +162,7 @@ def append_rows_xla(
     return tuple(map(write, caches, fresh))
 
 
-def _residual_norm_pallas(x: Array, partials: Array, scale: Array, eps: float) -> Any:
+def _residual_norm_pallas(x: Array, partials: Array | None, scale: Array, eps: float) -> Any:
     require_decode_step("the norm's kernel", x.size // x.shape[-1], x.dtype)
     if x.shape[-1] > MAX_WIDTH:
         raise NotImplementedError(f"the norm's kernel takes widths up to {MAX_WIDTH}")
@@ -157,11 +171,13 @@ def _residual_norm_pallas(x: Array, partials: Array, scale: Array, eps: float) -
     return layer_pallas.residual_norm(x, partials, scale, eps=eps)
 
 
-def _split_heads_pallas(qkv: Array, cos: Array, sin: Array) -> Heads:
+def _split_heads_pallas(
+    qkv: Array, cos: Array, sin: Array, scales: tuple[Array, Array] | None, eps: float
+) -> Heads:
     require_decode_step("the kernel that splits heads", qkv.shape[0] * qkv.shape[1], qkv.dtype)
     from longspec_jax.ops import layer_pallas
 
-    return layer_pallas.split_heads(qkv, cos, sin)
+    return layer_pallas.split_heads(qkv, cos, sin, scales, eps=eps)
 
 
 def _append_rows_pallas(

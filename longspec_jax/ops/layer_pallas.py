@@ -30,19 +30,20 @@ CACHES = 64
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 @partitioned("b t d, s b t d, d -> b t d")
 def residual_norm(
-    x: Array, partials: Array, scale: Array, *, eps: float, interpret: bool = False
+    x: Array, partials: Array | None, scale: Array, *, eps: float, interpret: bool = False
 ) -> tuple[Array, Array]:
     """See :func:`longspec_jax.ops.layer.residual_norm`; ``x`` is ``[B, T, D]``."""
     batch, tokens, width = x.shape
     rows = batch * tokens
-    padded = pl.next_power_of_2(width)
+    padded, summands = pl.next_power_of_2(width), 0 if partials is None else partials.shape[0]
 
-    def kernel(x_ref, partials_ref, scale_ref, total_ref, out_ref) -> None:
+    def kernel(x_ref, scale_ref, *refs) -> None:
+        *partials_refs, total_ref, out_ref = refs
         row, column = pl.program_id(0), jnp.arange(padded)
         mask = column < width
         delta = jnp.zeros(padded, jnp.float32)
-        for index in range(partials.shape[0]):
-            delta += pltriton.load(partials_ref.at[index, row, column], mask=mask, other=0.0)
+        for index in range(summands):
+            delta += pltriton.load(partials_refs[0].at[index, row, column], mask=mask, other=0.0)
         total = pltriton.load(x_ref.at[row, column], mask=mask, other=0.0) + delta
         total = total.astype(x.dtype)
         factor = pltriton.load(scale_ref.at[column], mask=mask, other=0.0).astype(jnp.float32)
@@ -53,6 +54,7 @@ def residual_norm(
         pltriton.store(out_ref.at[row, column], out, mask=mask)
 
     shape = jax.ShapeDtypeStruct((rows, width), x.dtype)
+    added = [] if partials is None else [partials.reshape(-1, rows, width)]
     total, out = pl.pallas_call(
         kernel,
         grid=(rows,),
@@ -60,20 +62,26 @@ def residual_norm(
         compiler_params=triton_params(warps=8, stages=1),
         interpret=interpret,
         name="residual_norm",
-    )(x.reshape(rows, width), partials.reshape(-1, rows, width), scale)
+    )(x.reshape(rows, width), scale, *added)
     return total.reshape(x.shape), out.reshape(x.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
-@partitioned("b t k j h, b t c, b t c -> b t (k g) h, b t k h, b t k h")
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@partitioned("b t k j h, b t c, b t c, h -> b t (k g) h, b t k h, b t k h")
 def split_heads(
-    qkv: Array, cos: Array, sin: Array, *, interpret: bool = False
+    qkv: Array,
+    cos: Array,
+    sin: Array,
+    scales: tuple[Array, Array] | None = None,
+    *,
+    eps: float = 0.0,
+    interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """See :func:`longspec_jax.ops.layer.split_heads`."""
     batch, tokens, kv_heads, slots, width = qkv.shape
     rows, half = batch * tokens, width // 2
     queries = PackedShape(tokens=tokens, heads=kv_heads * (slots - 2), kv_heads=kv_heads)
-    kernel = functools.partial(_split_kernel, queries=queries, half=half)
+    kernel = functools.partial(_split_kernel, queries=queries, half=half, eps=eps)
     q, k, v = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(queries.heads, HEADS) + 2 * pl.cdiv(kv_heads, HEADS), rows),
@@ -88,7 +96,11 @@ def split_heads(
         compiler_params=triton_params(warps=4, stages=1),
         interpret=interpret,
         name="split_heads",
-    )(qkv.reshape(rows, kv_heads * slots, width), cos.reshape(rows, half), sin.reshape(rows, half))
+    )(
+        qkv.reshape(rows, kv_heads * slots, width),
+        *(cos.reshape(rows, half), sin.reshape(rows, half)),
+        *(scales or ()),
+    )
     shape = (batch, tokens, kv_heads, width)
     return unpack(q, tokens), k.reshape(shape), v.reshape(shape)
 
@@ -97,14 +109,14 @@ def _split_kernel(
     qkv_ref: Any,
     cos_ref: Any,
     sin_ref: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    *,
+    *refs: Any,
     queries: PackedShape,
     half: int,
+    eps: float,
 ) -> None:
     """Write 16 heads of one token: of queries, or of keys, or of values."""
+    *scale_refs, q_ref, k_ref, v_ref = refs
+    q_scale, k_scale = scale_refs or (None, None)
     block, row = pl.program_id(0), pl.program_id(1)
     h = jnp.arange(pl.next_power_of_2(half))
     within = h < half
@@ -117,8 +129,27 @@ def _split_kernel(
     def of_token(head: jax.Array) -> tuple[Any, ...]:
         return row, head[:, None]
 
+    def normalised(low: jax.Array, high: jax.Array, scale_ref: Any) -> tuple[jax.Array, jax.Array]:
+        """Both halves of every head over the head's root mean square, rounded."""
+        squares = (low * low).sum(axis=1) + (high * high).sum(axis=1)
+        factor = jax.lax.rsqrt(squares / (2 * half) + eps)[:, None]
+        scales = (
+            pltriton.load(scale_ref.at[some], mask=within, other=0.0) for some in (h, h + half)
+        )
+        low, high = (
+            (part * factor * scale.astype(jnp.float32)[None, :]).astype(qkv_ref.dtype)
+            for part, scale in zip((low, high), scales, strict=True)
+        )
+        return low.astype(jnp.float32), high.astype(jnp.float32)
+
     def write(
-        ref: Any, heads: int, block: jax.Array, slots: Any, place: Any, rotated: bool
+        ref: Any,
+        heads: int,
+        block: jax.Array,
+        slots: Any,
+        place: Any,
+        rotated: bool,
+        scale_ref: Any,
     ) -> None:
         head = block * HEADS + jnp.arange(HEADS)
         mask = (head < heads)[:, None] & within[None, :]
@@ -133,21 +164,23 @@ def _split_kernel(
                 for part in (cos_ref, sin_ref)
             )
             low, high = low.astype(jnp.float32), high.astype(jnp.float32)
+            if scale_ref is not None:
+                low, high = normalised(low, high, scale_ref)
             low, high = low * cos - high * sin, high * cos + low * sin
         pltriton.store(ref.at[*target, h[None, :]], low.astype(ref.dtype), mask=mask)
         pltriton.store(ref.at[*target, h[None, :] + half], high.astype(ref.dtype), mask=mask)
 
     kv_heads, groups, size = queries.kv_heads, queries.groups, queries.groups + 2
     parts = (
-        (q_ref, queries.heads, lambda n: n // groups * size + n % groups, packed, True),
-        (k_ref, kv_heads, lambda n: n * size + groups, of_token, True),
-        (v_ref, kv_heads, lambda n: n * size + groups + 1, of_token, False),
+        (q_ref, queries.heads, lambda n: n // groups * size + n % groups, packed, True, q_scale),
+        (k_ref, kv_heads, lambda n: n * size + groups, of_token, True, k_scale),
+        (v_ref, kv_heads, lambda n: n * size + groups + 1, of_token, False, None),
     )
     first = 0
-    for ref, heads, slots, place, rotated in parts:
+    for ref, heads, *how in parts:
         blocks = pl.cdiv(heads, HEADS)
         pl.when((block >= first) & (block < first + blocks))(
-            functools.partial(write, ref, heads, block - first, slots, place, rotated)
+            functools.partial(write, ref, heads, block - first, *how)
         )
         first += blocks
 

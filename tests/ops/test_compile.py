@@ -148,7 +148,9 @@ def test_layer_ops_lower_for_cuda() -> None:
     def call(x, scale, qkv, cos, sin, rows, caches, path, length):
         return (
             layer_pallas.residual_norm(x, x[None], scale, eps=1e-5),
+            layer_pallas.residual_norm(x, None, scale, eps=1e-5),
             layer_pallas.split_heads(qkv, cos, sin),
+            layer_pallas.split_heads(qkv, cos, sin, (scale[:128], scale[:128]), eps=1e-6),
             layer_pallas.append_rows(caches, rows, path, length),
         )
 
@@ -159,7 +161,7 @@ def test_layer_ops_lower_for_cuda() -> None:
         angles,
         angles,
     )
-    assert lowered(call, *arguments, [rows] * 65, [caches] * 65, *path).count("custom_call @") == 4
+    assert lowered(call, *arguments, [rows] * 65, [caches] * 65, *path).count("custom_call @") == 6
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

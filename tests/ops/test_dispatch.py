@@ -86,6 +86,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (half((1, 8, 96)), half((1, 1, 8, 96)), half((96,))),
     ),
     "heads": (layer.split_heads, (half((1, 8, 2, 6, 64)), real((1, 8, 32)), real((1, 8, 32)))),
+    "normed heads": (
+        partial(layer.split_heads, eps=1e-6),
+        (half((1, 8, 2, 6, 64)), *[real((1, 8, 32))] * 2, (half((64,)), half((64,)))),
+    ),
     "append": (layer.append_rows, ([CACHE], [ROWS], whole((1, 3)), LENGTH)),
     "int8": (int8.int8_matmul, (half((8, 512)), INT8)),
     "int8 partials": (int8.int8_matmul_partials, (half((8, 512)), INT8)),

@@ -38,6 +38,9 @@ def test_residual_norm_kernel(interpret: bool, dtype: str, width: int, splits: i
     assert relative_error(out, expected) <= TOLERANCE[dtype]
     composed = layer.residual_norm_xla(x, partials, scale, 1e-5)
     assert relative_error(composed[1], expected) <= TOLERANCE[dtype]
+    first, alone = layer_pallas.residual_norm(total, None, scale, eps=1e-5, interpret=interpret)
+    np.testing.assert_array_equal(first, total)
+    np.testing.assert_array_equal(alone, out)
 
 
 @pytest.mark.parametrize("interpret", COMPILED)
@@ -50,11 +53,19 @@ def test_split_heads_kernel(
 ) -> None:
     qkv = normal(0, 2, 3, kv_heads, groups + 2, width, dtype=dtype)
     cos, sin = angles(1, 2, 3, width // 2)
-    actual = layer_pallas.split_heads(qkv, cos, sin, interpret=interpret)
-    expected = layer.split_heads_xla(qkv, cos, sin)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
-        assert relative_error(ours, np.float64(theirs)) <= TOLERANCE[dtype]
+    scales = normal(2, width, dtype=dtype), normal(3, width, dtype=dtype)
+    for norms in (None, scales):
+        actual = layer_pallas.split_heads(qkv, cos, sin, norms, eps=1e-2, interpret=interpret)
+        expected = layer.split_heads_xla(qkv, cos, sin, norms, 1e-2)
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+            assert relative_error(ours, np.float64(theirs)) <= TOLERANCE[dtype]
+    q, k, _ = layer.split_qkv(qkv)
+    for ours, part, scale in zip(actual, (q, k), scales, strict=False):
+        wide = np.float64(part)
+        normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-2) * np.float64(scale)
+        exact = layer.rotate(jnp.asarray(normed, jnp.float32), (cos, sin))
+        assert relative_error(ours, np.float64(exact)) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("interpret", COMPILED)
@@ -91,12 +102,13 @@ def test_gradients_are_those_of_plain_jax() -> None:
 
     qkv, (cos, sin) = normal(3, 1, 2, 2, 3, 8), angles(4, 1, 2, 4)
 
-    def heads_loss(op, qkv):
-        return sum(
-            (index + 1) * jnp.sin(part).sum() for index, part in enumerate(op(qkv, cos, sin))
-        )
+    def heads_loss(op, qkv, scales):
+        parts = op(qkv, cos, sin, scales, 1e-5)
+        return sum((index + 1) * jnp.sin(part).sum() for index, part in enumerate(parts))
 
-    np.testing.assert_array_equal(
-        jax.jit(jax.grad(functools.partial(heads_loss, layer.split_heads)))(qkv),
-        jax.jit(jax.grad(functools.partial(heads_loss, layer.split_heads_xla)))(qkv),
-    )
+    for scales in (None, (normal(5, 8), normal(6, 8))):
+        ours, plain = (
+            jax.jit(jax.grad(functools.partial(heads_loss, op), (0, 1)))(qkv, scales)
+            for op in (layer.split_heads, layer.split_heads_xla)
+        )
+        jax.tree.map(np.testing.assert_array_equal, ours, plain)

@@ -80,7 +80,13 @@ def every_op(**x: jax.Array) -> Any:
         prefix(x["q"], Prefix(slots, slots, length, x["start"])),
         fresh_pallas.tree_attention(x["q"], Fresh(rows, rows, x["mask"]), interpret=True),
         layer_pallas.split_heads(x["qkv"], x["cos"], x["cos"], interpret=True),
+        layer_pallas.split_heads(
+            *(x["qkv"], x["cos"], x["cos"], (jnp.full(x["qkv"].shape[-1], 2.0),) * 2),
+            eps=1e-5,
+            interpret=True,
+        ),
         layer_pallas.residual_norm(x["x"], x["x"][None], x["scale"], eps=1e-5, interpret=True),
+        layer_pallas.residual_norm(x["x"], None, x["scale"], eps=1e-5, interpret=True),
         layer_pallas.append_rows(
             [slots, 2 * slots, slots], [rows, rows, 2 * rows], x["path"], length, interpret=True
         ),
@@ -116,7 +122,7 @@ def test_shares_are_computed_where_they_lie() -> None:
     actual = compiled(**arrays)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
     jax.tree.map(close, actual, expected(every_op, 2))
-    q, prefix, _, _, (_, k, _), (total, _), (cache, *_) = actual
+    q, prefix, _, _, (_, k, _), _, (total, _), _, (cache, *_) = actual
     for array in (q, prefix.out, prefix.lse, k):
         where = NamedSharding(mesh, P(DATA, None, "tp"))
         assert array.sharding.is_equivalent_to(where, array.ndim)

@@ -81,18 +81,21 @@ def int8(
     return list(int8_pallas.int8_matmul(bfloat16(7, MOST, width)[:rows], weights, scale, **options))
 
 
-def norm(rows: int, interpret: bool) -> list[jax.Array]:
+def norm(rows: int, interpret: bool, *, first: bool = False) -> list[jax.Array]:
     x, partials = bfloat16(8, 1, MOST, 100), normal(9, 3, 1, MOST, 100)
+    added = None if first else partials[:, :, :rows]
     found = layer_pallas.residual_norm(
-        *(x[:, :rows], partials[:, :, :rows], bfloat16(10, 100)), eps=1e-5, interpret=interpret
+        *(x[:, :rows], added, bfloat16(10, 100)), eps=1e-5, interpret=interpret
     )
     return [part[0] for part in found]
 
 
-def heads(rows: int, interpret: bool) -> list[jax.Array]:
+def heads(rows: int, interpret: bool, *, normed: bool = False) -> list[jax.Array]:
     angle = normal(11, 1, MOST, 12)[:, :rows]
     found = layer_pallas.split_heads(
         *(bfloat16(12, 1, MOST, 3, 6, 24)[:, :rows], jnp.cos(angle), jnp.sin(angle)),
+        (bfloat16(15, 24), bfloat16(16, 24)) if normed else None,
+        eps=1e-5,
         interpret=interpret,
     )
     return [part[0] for part in found]
@@ -115,7 +118,9 @@ KERNELS = {
     "int8 gated": functools.partial(int8, gated=True),
     "int8 partials": functools.partial(int8, split=True),
     "norm": norm,
+    "first norm": functools.partial(norm, first=True),
     "heads": heads,
+    "normed heads": functools.partial(heads, normed=True),
     "continuations": continuations,
 }
 
