@@ -31,6 +31,7 @@ from longspec_jax.arguments import (
 from longspec_jax.checks import whole_number
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.decoding.same_bits import is_identical
 from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, demo_drafts
 from longspec_jax.generation import autotune, comparison, inspection
 from longspec_jax.generation.activity import OnActivity
@@ -85,6 +86,15 @@ class LongSpec(Models):
             )
 
     __getstate__ = refuse_pickling
+
+    @property
+    def identical(self) -> bool:
+        """Whether the output is promised to be that of plain decoding, token for token.
+
+        It then depends on target, prompt, options and seed alone: not on draft, tree, batch, slots
+        or size of the cache. True in float32. In 16 bits it depends on device and shape.
+        """
+        return is_identical(self.target)
 
     @classmethod
     def from_pretrained(

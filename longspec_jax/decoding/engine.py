@@ -27,7 +27,7 @@ from longspec_jax.axes import Array
 from longspec_jax.decoding.candidates import check_one_clock, tallest
 from longspec_jax.decoding.launches import LaunchQueue
 from longspec_jax.decoding.policy import Choice, LateChoices, Measurement, Policy, default_policy
-from longspec_jax.decoding.prefill import prefill_chunks, vacant
+from longspec_jax.decoding.prefill import chunk_of, prefill_chunks, vacant
 from longspec_jax.decoding.round import MOST_ROUNDS, Report, many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert, release, stack
 from longspec_jax.decoding.sampling import NO_TOKEN, SamplingKind
@@ -74,6 +74,8 @@ class _Prefill:
         self.chunks = chunks
         self.left = count
         """Chunks to launch."""
+        self.read = 0
+        """Tokens of the longest prompt that are known to have run."""
         self.rows: Rows | None = None
         """The prefilled rows, once all chunks are launched."""
 
@@ -96,6 +98,7 @@ class Engine:
         capacity: int,
         chunk: int,
         stop_width: int,
+        short_chunks: Sequence[int] = (),
         streams: bool = True,
         together: bool = False,
         prefills: int = 1,
@@ -114,6 +117,8 @@ class Engine:
             least the whole chunks of a prompt.
           chunk: tokens of a prefill step.
           stop_width: most stop tokens of a request.
+          short_chunks: smaller steps, ascending, for prompts that are prefilled alone: each takes
+            the smallest that holds it, and ``chunk`` if none does.
           streams: whether a launch is one round, read while the next one runs, or many rounds.
           together: whether the prompts of as many requests as there are slots are prefilled as
             one batch, which then takes all slots.
@@ -130,16 +135,19 @@ class Engine:
         check_one_clock(len(drafters))
         self.target, self.drafters, self.params = target, tuple(drafters), params
         self.slots, self.capacity, self.chunk = slots, capacity, chunk
+        self._chunk_sizes = *short_chunks, chunk
         self.streams, self.ahead = streams, ahead
         self.seconds_of_prefill = 0.0
         """Seconds of the device's time that prompts have taken."""
         self.prefilled = 0
-        """Tokens that have been run of the longest prompt of the prefill under way."""
+        """Tokens of all prompts that have been run; of a batch, those of its longest prompt."""
         self._stop_width, self._clock = stop_width, clock
         self._together, self._most_prefills = together, prefills
         self._choices = LateChoices(policy or default_policy(len(drafters)), len(drafters))
         self._rows: Rows | None = None
         self._held: list[int | None] = [None] * slots
+        self._next_slot = 0
+        """Where the search for a vacant slot begins: the first requests take the slots in order."""
         self._requests: dict[int, Request] = {}
         self._left: dict[int, int] = {}
         """Tokens that every placed request may still emit behind its first, by what was read."""
@@ -221,7 +229,8 @@ class Engine:
         return id
 
     def _check_fits(self, prompt: int, new: int) -> None:
-        whole_chunks = -(-prompt // self.chunk) * self.chunk
+        chunk = chunk_of(prompt, self._chunk_sizes)
+        whole_chunks = -(-prompt // chunk) * chunk
         needed = max(whole_chunks, prompt + new + slack_slots(self.drafter.tree.num_levels))
         if needed > self.capacity:
             raise ValueError(
@@ -322,16 +331,15 @@ class Engine:
         tokens = np.zeros((count, int(length.max())), np.int32)
         for row, one in zip(tokens, waiting, strict=True):
             row[: len(one.tokens)] = one.tokens
+        chunk = self.chunk if self._together else chunk_of(tokens.shape[1], self._chunk_sizes)
         # The tree, which tells the candidates apart, does not matter to a prompt.
         chunks = prefill_chunks(
             *(self.target, self.drafter, self.params, tokens, length),
             stack([one.request for one in waiting]),
             capacity=self.capacity,
-            chunk=self.chunk,
+            chunk=chunk,
         )
-        count_of_chunks = -(-tokens.shape[1] // self.chunk)
-        self._prefills.append(_Prefill(waiting, chunks, count_of_chunks))
-        self.prefilled = 0
+        self._prefills.append(_Prefill(waiting, chunks, -(-tokens.shape[1] // chunk)))
 
     def _launch_chunk(self, prefill: _Prefill, begun: float) -> None:
         launched, after = next(prefill.chunks)
@@ -343,7 +351,8 @@ class Engine:
                 prefill.rows = end.value
 
         def read(_: Any, seconds: float) -> list[StepOutput]:
-            self.prefilled = launched
+            self.prefilled += launched - prefill.read
+            prefill.read = launched
             self.seconds_of_prefill += seconds
             return []
 
@@ -356,9 +365,9 @@ class Engine:
         if self._together or self.slots == 1:
             self._rows, self._held = rows, list(prefill.ids)
         else:
-            shardings, slot = RowShardings.beside(self.params.target, self.slots), self._held.index
-            self._rows = insert(shardings, self.rows, np.int32(slot(None)), rows)
-            self._held[slot(None)] = prefill.ids[0]
+            shardings, slot = RowShardings.beside(self.params.target, self.slots), self._vacant()
+            self._rows = insert(shardings, self.rows, np.int32(slot), rows)
+            self._held[slot] = prefill.ids[0]
         for one in prefill.waiting:
             self._requests[one.id] = one.request
             self._left[one.id] = int(one.request.max_new_tokens[0]) - 1
@@ -378,6 +387,13 @@ class Engine:
             ]
 
         self._launches.add(begun, first, read, tuple(self._held))
+
+    def _vacant(self) -> int:
+        """A vacant slot, the next one in turn."""
+        turn = (*range(self._next_slot, self.slots), *range(self._next_slot))
+        slot = next(slot for slot in turn if self._held[slot] is None)
+        self._next_slot = (slot + 1) % self.slots
+        return slot
 
     def _launch_rounds(self, begun: float) -> None:
         held = tuple(self._held)
@@ -507,8 +523,16 @@ class Engine:
           **options: of the constructor, instead of this engine's.
         """
         own = {"streams": self.streams, "ahead": self.ahead, "clock": self._clock, **options}
-        sizes = {"slots": self.slots, "capacity": self.capacity, "chunk": self.chunk}
-        other = Engine(self.target, drafters, params, stop_width=self._stop_width, **sizes, **own)
+        *short_chunks, chunk = self._chunk_sizes
+        other = Engine(
+            *(self.target, drafters, params),
+            slots=self.slots,
+            capacity=self.capacity,
+            chunk=chunk,
+            short_chunks=short_chunks,
+            stop_width=self._stop_width,
+            **own,
+        )
         shared = self.rows.cache
         rows = jax.tree.map(
             lambda part: part if part is shared and not own_cache else jax.tree.map(jnp.copy, part),

@@ -2,9 +2,13 @@
 
 One compiled shape serves prompts of any length. :func:`prefill_chunks` launches one chunk a step,
 so that other work can be launched in between.
+
+The compiler chooses its matmuls by the shape of a chunk, and with them the order of their sums.
+Where a prompt must have the same bits in every call (:mod:`longspec_jax.decoding.same_bits`), it is
+a batch of its own, and the size of its chunks follows from its own length (:func:`chunk_of`).
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,11 +21,39 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.programs import RECENT, program
-from longspec_jax.decoding.rows import Request, Rows, RowShardings
+from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert
 from longspec_jax.decoding.sampling import ANY_KIND, NO_TOKEN, Sampling, draw, noise
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.ops.partitioned import use_mesh
+
+SMALLEST_CHUNK = 128
+"""Tokens of the smallest chunk of a prompt that is prefilled alone."""
+NEXT_SMALLER = 4
+"""By how much a chunk is smaller than that of the next size. Every size is a program, and a prompt
+may fill no more than a quarter of its chunk."""
+
+
+def chunk_sizes(largest: int) -> tuple[int, ...]:
+    """Sizes of the chunks of prompts that are prefilled alone, ascending.
+
+    Args:
+      largest: tokens of a chunk of a long prompt.
+    """
+    sizes = [largest]
+    while sizes[0] // NEXT_SMALLER >= SMALLEST_CHUNK:
+        sizes.insert(0, sizes[0] // NEXT_SMALLER)
+    return tuple(sizes)
+
+
+def chunk_of(length: int, sizes: Sequence[int]) -> int:
+    """Tokens of the chunks of a prompt: the smallest size that holds it, else the largest.
+
+    Args:
+      length: tokens of the prompt.
+      sizes: ascending.
+    """
+    return next((size for size in sizes if size >= length), sizes[-1])
 
 
 def prefill(
@@ -142,9 +174,9 @@ def prefill_programs(
     *,
     batch: int,
     capacity: int,
-    chunk: int,
+    chunks: Sequence[int],
 ) -> Iterator[jax.stages.Lowered]:
-    """Lower everything that :func:`prefill` runs, the slowest to compile first.
+    """Lower everything that :func:`prefill` runs with any of these chunks, the slowest first.
 
     Arguments as there, but that ``capacity`` holds whole chunks.
     """
@@ -153,16 +185,45 @@ def prefill_programs(
     tokens = jax.ShapeDtypeStruct((batch, capacity), jnp.int32, sharding=shardings.rows)
     logits = jax.ShapeDtypeStruct((batch, target.vocab_size), jnp.float32, sharding=shardings.rows)
     needs, at = drafter.needs.of_a_pass, (tokens, rows.length, np.int32(0))
-    a_chunk = _prefill_chunk.lower(
-        *(target, needs, chunk, shardings, params.target, rows.cache, *at, logits)
-    )
-    yield a_chunk
-    if drafter.needs.recent != 0:  # Else no chunk is shown to it, whatever the prompt.
-        _, _, found = a_chunk.out_info
-        features = _with_shardings(found, jax.tree.map(lambda _: shardings.rows, found))
-        yield _extend.lower(target, drafter, chunk, shardings, params, rows.draft, *at, features)
+    for chunk in sorted(chunks, reverse=True):
+        a_chunk = _prefill_chunk.lower(
+            *(target, needs, chunk, shardings, params.target, rows.cache, *at, logits)
+        )
+        yield a_chunk
+        if drafter.needs.recent != 0:  # Else no chunk is shown to it, whatever the prompt.
+            _, _, found = a_chunk.out_info
+            features = _with_shardings(found, jax.tree.map(lambda _: shardings.rows, found))
+            yield _extend.lower(
+                target, drafter, chunk, shardings, params, rows.draft, *at, features
+            )
     yield _allocate(target, drafter, batch, capacity, shardings).lower(params)
     yield _start.lower(target.vocab_size, shardings, rows.length, logits, request)
+
+
+def slot_programs(
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    request: Request,
+    *,
+    slots: int,
+    capacity: int,
+) -> Iterator[jax.stages.Lowered]:
+    """Lower what moves prompts that were prefilled alone into the slots of a batch.
+
+    Args:
+      target: the target's static part.
+      drafter: the drafter's static part.
+      params: parameters of both.
+      request: the options of all rows.
+      slots: rows of the batch.
+      capacity: cache slots of a row.
+    """
+    shardings, models = RowShardings.beside(params.target, slots), (target, drafter, params)
+    batch = rows_outline(*models, request, batch=slots, capacity=capacity)
+    row = rows_outline(*models, request.row(0), batch=1, capacity=capacity)
+    yield _allocate(target, drafter, slots, capacity, shardings).lower(params)
+    yield insert.lower(shardings, batch, np.int32(0), row)
 
 
 def _with_shardings(shapes: Any, shardings: Any) -> Any:

@@ -10,6 +10,7 @@ executable along, and is compiled again if its shape comes back. The programs of
 """
 
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from longspec_jax.ops.placement import tree_bytes
 MOST_PROGRAMS = 64
 """Executables kept; a call uses five, one of them for every tree it may choose."""
 SMALL = 1_000_000_000
-"""Bytes of a program's arguments up to which a GPU spends its time on launches, not on products."""
+"""Bytes of a program's parameters up to which a GPU spends its time on launches, not on products.
+The size of a cache does not count: it must not decide how a product is computed."""
 
 _NOTE: ContextVar[set[Hashable] | None] = ContextVar("note", default=None)
 
@@ -146,22 +148,22 @@ class Program:
         # types and devices, is left to jax: it varies little, and follows from the rest.
         leaves, structure = jax.tree.flatten((args, kwargs))
         key = self, structure, *(getattr(leaf, "shape", leaf) for leaf in leaves)
-        return RECENT.get(key, functools.partial(self._jitted, leaves))[1]
+        return RECENT.get(key, functools.partial(self._jitted, args, kwargs))[1]
 
     def _cache_size(self) -> int:
         """As of a jitted function: how many executables there are, of all shapes."""
         own = (jitted for owner, jitted in RECENT.values() if owner is self)
         return sum(jitted._cache_size() for jitted in own)
 
-    def _jitted(self, leaves: list[Any]) -> tuple["Program", Any]:
+    def _jitted(self, args: Any, kwargs: Any) -> tuple["Program", Any]:
         # jax keeps what it compiles by the function it is given: a new one, which nobody else
         # holds.
         @functools.wraps(self._function)
         def alone(*args: Any, **kwargs: Any) -> Any:
             return self._function(*args, **kwargs)
 
-        size = tree_bytes([leaf for leaf in leaves if hasattr(leaf, "shape")])
-        options = compiler_options(small=size <= SMALL)
+        named = inspect.signature(self._function).bind(*args, **kwargs).arguments
+        options = compiler_options(small=tree_bytes(named.get("params")) <= SMALL)
         return self, jax.jit(alone, **self._options, compiler_options=options)
 
 

@@ -9,8 +9,10 @@ import numpy as np
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import bucket_capacity
 from longspec_jax.decoding.candidates import tallest
+from longspec_jax.decoding.prefill import chunk_of, chunk_sizes
 from longspec_jax.decoding.round import slack_slots
 from longspec_jax.decoding.rows import Request
+from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
@@ -31,10 +33,24 @@ class Shape:
     """Cache slots of a row."""
     chunk: int
     """Tokens of a prefill step."""
+    short_chunks: tuple[int, ...] = ()
+    """Of prompts that are prefilled alone, ascending."""
+    alone: bool = False
+    """Whether every prompt is prefilled alone, in steps that follow from its own length."""
+
+    def chunk_of(self, prompt: int) -> int:
+        """Tokens of a prefill step of a prompt of so many tokens, prefilled alone."""
+        return chunk_of(prompt, (*self.short_chunks, self.chunk))
 
     @classmethod
     def for_call(
-        cls, longest: int, new_tokens: int, levels: int, chunk: int, expected: int = 0
+        cls,
+        longest: int,
+        new_tokens: int,
+        levels: int,
+        chunk: int,
+        expected: int = 0,
+        alone: bool = False,
     ) -> "Shape":
         """Bucketed sizes that hold the longest prompt, its new tokens and a round's slack slots.
 
@@ -44,11 +60,18 @@ class Shape:
           levels: of the tallest tree that may run.
           chunk: tokens of a prefill step; fewer where no prompt is as long.
           expected: tokens of the longest row of all calls, prompt and new ones, where it is known.
+          alone: whether every prompt is prefilled alone.
         """
-        chunk = min(chunk, max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length()))
+        short: tuple[int, ...] = ()
+        if alone:
+            sizes = chunk_sizes(chunk)
+            chunk = chunk_of(longest, sizes)
+            short = tuple(size for size in sizes if size < chunk)
+        else:
+            chunk = min(chunk, max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length()))
         slots = max(longest + new_tokens, expected) + slack_slots(levels)
         slots = max(slots, -(-longest // chunk) * chunk)
-        return cls(bucket_capacity(slots), chunk)
+        return cls(bucket_capacity(slots), chunk, short, alone)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +93,8 @@ class Plan:
     """Most stop tokens of a row."""
     kind: SamplingKind
     shape: Shape
+    chunks: tuple[int, ...]
+    """The sizes of the prefill steps that its prompts take, ascending."""
     memory: MemoryPlan
     large: bool
     """Whether a GPU spends most of a round on reading the target's weights."""
@@ -80,6 +105,11 @@ class Plan:
     def waits(self) -> bool:
         """Whether rows wait for a slot."""
         return self.slots < self.rows
+
+    @property
+    def together(self) -> bool:
+        """Whether all prompts are prefilled as one batch."""
+        return not (self.waits or self.shape.alone)
 
     @property
     def drafter(self) -> Drafter:
@@ -101,7 +131,7 @@ class Plan:
     def signature(self) -> tuple[Any, ...]:
         """Everything that a compilation depends on."""
         return (
-            *(self.target, self.drafters, self.shape, self.rows, self.slots),
+            *(self.target, self.drafters, self.shape, self.chunks, self.rows, self.slots),
             *(self.stop_width, self.kind),
             tuple(leaf.shape for leaf in jax.tree.leaves(self.params.draft)),
             jax.tree.leaves(self.params.target)[0].sharding,
@@ -155,9 +185,9 @@ def plan_call(
     drafters, draft = drafters_for(models, tree, rows, adaptive=adaptive)
     levels = tallest(drafters).tree.num_levels
     sizes = longest, most, levels, models.prefill_chunk, models.expected_tokens
-    shape = Shape.for_call(*sizes)
-    # Of rows that wait one is being prefilled: a batch of its own.
-    batches = [slots, 1] if slots < rows else [rows]
+    shape = Shape.for_call(*sizes, alone=has_same_bits(models.target))
+    # A prompt that is prefilled beside the slots is a batch of its own.
+    batches = [slots, 1] if slots < rows or (shape.alone and rows > 1) else [rows]
     return Plan(
         target=models.target,
         drafters=drafters,
@@ -169,6 +199,7 @@ def plan_call(
         stop_width=request.stop_tokens.shape[1],
         kind=request.sampling.kind,
         shape=shape,
+        chunks=tuple(sorted({*map(shape.chunk_of, lengths)})) if shape.alone else (shape.chunk,),
         memory=plan_memory(models, drafters, draft, batches, shape.capacity, shape.chunk),
         large=models.large,
         open=tree is None and models.tree is None and not adaptive,

@@ -16,6 +16,7 @@ from longspec_jax.checks import whole_number
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.candidates import tallest
 from longspec_jax.decoding.engine import Engine, StepOutput
+from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.call import Shape
 from longspec_jax.generation.inputs import Inputs, read_batch
@@ -71,7 +72,8 @@ class RequestEngine:
         drafters, draft = drafters_for(models, tree, slots, adaptive=adaptive)
         drafters = drafters if adaptive else drafters[:1]
         levels = tallest(drafters).tree.num_levels
-        shape = Shape.for_call(max_tokens, 0, levels, models.prefill_chunk)
+        alone = has_same_bits(models.target)
+        shape = Shape.for_call(max_tokens, 0, levels, models.prefill_chunk, alone=alone)
         batches = [slots, *[1] * prefills]
         memory = plan_memory(models, drafters, draft, batches, shape.capacity, shape.chunk)
         check_fits(memory, models.mesh)
@@ -80,6 +82,7 @@ class RequestEngine:
             slots=slots,
             capacity=shape.capacity,
             chunk=shape.chunk,
+            short_chunks=shape.short_chunks,
             stop_width=STOP_WIDTH,
             prefills=prefills,
         )

@@ -1,7 +1,7 @@
 """Run a planned call on an engine, time its phases apart, and collect what it says.
 
-A call whose rows all have a slot is prefilled as one batch and then decoded. In a call with more
-rows than slots, prompts are prefilled between the rounds of the others.
+A call whose rows all have a slot is prefilled, as one batch or row after row, and then decoded. In
+a call with more rows than slots, prompts are prefilled between the rounds of the others.
 
 Before the first call of a shape comes a rehearsal: one prefill chunk and a round of every tree, two
 of each on a mesh. Whatever is compiled or loaded on first use is paid there and reported as compile
@@ -23,7 +23,7 @@ import numpy as np
 
 from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.engine import Engine, StepOutput
-from longspec_jax.decoding.prefill import prefill_programs, rows_outline
+from longspec_jax.decoding.prefill import prefill_programs, rows_outline, slot_programs
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.drafters.base import NoDraft
@@ -44,9 +44,10 @@ def plan_engine(plan: Plan, *, streams: bool) -> Engine:
         slots=plan.slots,
         capacity=plan.shape.capacity,
         chunk=plan.shape.chunk,
+        short_chunks=plan.shape.short_chunks,
         stop_width=plan.stop_width,
         streams=streams,
-        together=not plan.waits,
+        together=plan.together,
         # A run that nobody follows decides on the next tree by the last rounds.
         ahead=streams or len(plan.drafters) == 1,
     )
@@ -60,9 +61,12 @@ def can_precompile(plan: Plan) -> bool:
 def plan_programs(plan: Plan, streams: bool, *, rounds: bool) -> Iterator[jax.stages.Lowered]:
     """Lower everything a plan runs, the slowest to compile first; see :func:`can_precompile`."""
     models, request = (plan.target, plan.drafter, plan.params), plan.empty_request
-    sizes = {"batch": plan.rows, "capacity": plan.shape.capacity}
-    prompts = prefill_programs(*models, request, chunk=plan.shape.chunk, **sizes)
-    return chain(round_programs(plan, streams) if rounds else (), prompts)
+    batch, capacity, slots = plan.rows, plan.shape.capacity, ()
+    if batch > 1 and not plan.together:
+        slots = slot_programs(*models, request, slots=batch, capacity=capacity)
+        batch, request = 1, request.row(0)
+    prompts = prefill_programs(*models, request, batch=batch, capacity=capacity, chunks=plan.chunks)
+    return chain(round_programs(plan, streams) if rounds else (), prompts, slots)
 
 
 def round_programs(plan: Plan, streams: bool) -> Iterator[jax.stages.Lowered]:
@@ -82,14 +86,22 @@ def rehearse(plan: Plan, streams: bool, rounds: bool) -> float:
     """
     if can_precompile(plan):
         compile_side_by_side(plan_programs(plan, streams, rounds=rounds))
-    # On a mesh the second chunk's arrays may lie elsewhere.
-    length = 1 if can_precompile(plan) else min(1 + plan.shape.chunk, plan.longest)
     with plan_engine(plan, streams=streams) as engine:
-        for row in range(plan.rows):
+        for row, length in enumerate(_rehearsed_lengths(plan)):
             engine.submit(np.zeros(length, np.int32), plan.empty_request.row(row))
         while engine.busy if plan.waits else engine.prefilling:
             engine.step(decode=plan.waits)
         return engine.rehearse(plan.kind) if rounds and not plan.waits else math.nan
+
+
+def _rehearsed_lengths(plan: Plan) -> list[int]:
+    """Tokens of the prompts of a rehearsal; all chunk sizes, if they are not compiled before it."""
+    if plan.shape.alone:
+        lengths = [min(chunk, plan.longest) for chunk in plan.chunks[: plan.rows]]
+        return lengths + lengths[:1] * (plan.rows - len(lengths))
+    # On a mesh the second chunk's arrays may lie elsewhere.
+    length = 1 if can_precompile(plan) else min(1 + plan.shape.chunk, plan.longest)
+    return [length] * plan.rows
 
 
 class WarmShapes:
@@ -226,11 +238,13 @@ class Run:
 
     def prefill(self) -> "Run":
         """Run the prompts of a call whose rows all have a slot, to their first tokens."""
-        told = -1
+        told, total = -1, self.plan.longest
+        if not self.plan.together:
+            total = sum(map(len, self.batch.prompts[: self.plan.rows]))
         while self.engine.prefilling:
             if self.on_activity is not None and self.engine.prefilled > told:
                 told = self.engine.prefilled
-                self.on_activity(Prefilling(told, self.plan.longest))
+                self.on_activity(Prefilling(told, total))
             for output in self.engine.step(decode=False):
                 self._add(output)
         return self

@@ -169,6 +169,49 @@ def test_requests_over_slots_are_those_of_single_runs(slots: int) -> None:
     assert sum(total.tokens for total in engine.totals) == sum(map(len, shown)) - len(rows)
 
 
+def test_chunks_of_prompts_that_are_prefilled_alone_follow_from_their_own_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: dict[int, int] = {}
+    chunks = engine_lib.prefill_chunks
+
+    def noted(*models_and_tokens: Any, chunk: int, **options: Any) -> Any:
+        length = int(models_and_tokens[4][0])
+        assert taken.setdefault(length, chunk) == chunk
+        return chunks(*models_and_tokens, chunk=chunk, **options)
+
+    monkeypatch.setattr(engine_lib, "prefill_chunks", noted)
+    rows = range(7)
+    shown, _ = serve(open_engine(short_chunks=(2, 4)), rows)
+    assert taken == {1: 2, 3: 4, 8: 8, 9: 8, 17: 8, 25: 8, 30: 8}
+    monkeypatch.undo()
+    assert_same(shown, alone(TARGET, TABLE, rows, VOCABULARY))
+
+
+def test_chunk_sizes_are_few() -> None:
+    sizes = prefill_lib.chunk_sizes
+    assert [sizes(largest) for largest in (2048, 8192, 256, 512, 100)] == [
+        (128, 512, 2048),
+        (128, 512, 2048, 8192),
+        (256,),
+        (128, 512),
+        (100,),
+    ]
+    chunk = [prefill_lib.chunk_of(length, sizes(2048)) for length in (1, 128, 129, 513, 5000)]
+    assert chunk == [128, 128, 512, 2048, 2048]
+
+
+def test_requests_take_the_slots_in_turn() -> None:
+    """Also where the first one has ended before the second has a slot."""
+    engine = open_engine(slots=3)
+    for row, new in enumerate((1, 4, 4)):
+        engine.submit(prompt(row), endless(new))
+    while engine.prefilling:
+        engine.step(decode=False)
+    assert engine.live == (1, 2)
+    np.testing.assert_array_equal(engine.rows.length, [len(prompt(row)) for row in range(3)])
+
+
 TABLES = random_target(CONFIG)
 STREAMING = StreamingDrafter(TreeConfig((1, 1)), SinksAndRecent(1, 4))
 KINDS = {

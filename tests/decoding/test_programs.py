@@ -96,7 +96,10 @@ def test_statics_structures_and_shapes_are_programs_of_their_own() -> None:
 def test_products_of_small_programs_are_not_timed_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """XLA knows the option on a CPU, too; arrays count by their bytes, existing or not."""
+    """XLA knows the option on a CPU, too; parameters count by their bytes, existing or not.
+
+    What else a program takes does not count: a cache's size must not choose the products' kernels.
+    """
     assert programs.compiler_options(small=True) == programs.compiler_options(small=False) == {}
     monkeypatch.setattr(programs.jax, "default_backend", lambda: "gpu")
     asked = []
@@ -105,10 +108,14 @@ def test_products_of_small_programs_are_not_timed_on_a_gpu(
         programs, "compiler_options", lambda small: asked.append(small) or options(small)
     )
     np.testing.assert_array_equal(made()(2, *inputs(3)), [1, 3, 5])
-    size = programs.SMALL // 8
-    for numbers in (size, size + 1):
-        x = jax.ShapeDtypeStruct((numbers,), jnp.float32)
-        made().of_shape(2, x, {"y": x})
+
+    def weighed(params: jax.Array, cache: jax.Array) -> jax.Array:
+        return params[0] * cache
+
+    size = programs.SMALL // 4
+    for numbers, others in ((size, size), (size + 1, 1)):
+        x, y = (jax.ShapeDtypeStruct((count,), jnp.float32) for count in (numbers, others))
+        program()(weighed).of_shape(x, y)
     assert asked == [True, True, False]
     assert options(small=True) == {"xla_gpu_autotune_level": 0} and options(small=False) == {}
 

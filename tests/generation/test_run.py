@@ -11,6 +11,7 @@ import pytest
 from longspec_jax import PLAIN, LongSpec
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.drafters.longspec.checkpoint import save_draft
+from longspec_jax.generation import call, requests
 from longspec_jax.generation import run as run_lib
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
 from longspec_jax.generation.call import Shape
@@ -84,6 +85,47 @@ def test_the_chunk_follows_the_longest_prompt() -> None:
     assert Shape.for_call(65, 6, 3, 2048).chunk == 128
     assert Shape.for_call(2049, 6, 3, 2048).chunk == 2048
     assert Shape.for_call(48, 6, 3, 32).chunk == 32
+
+
+def test_the_chunks_of_prompts_that_are_prefilled_alone() -> None:
+    shape = Shape.for_call(600, 6, 3, 2048, alone=True)
+    assert [shape.chunk_of(prompt) for prompt in (1, 128, 129, 512, 513)] == [
+        *(128, 128, 512, 512, 2048)
+    ]
+    assert shape.capacity >= 2048
+    short = Shape.for_call(100, 6, 3, 2048, alone=True)
+    assert short.chunk == 128 and short.chunk_of(100) == shape.chunk_of(100)
+
+
+def test_a_batch_of_prompts_that_are_prefilled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = dataclasses.replace(toy_spec(max_positions=1024), prefill_chunk=512)
+    long = [3 + position * position % 11 for position in range(300)]
+    prompts, options = [long[:90], long[:1], long], dict(max_new_tokens=[9, 1, 7], eos_token_id=[])
+    together, waiting = spec.generate(prompts, **options), dataclasses.replace(spec, row_slots=2)
+    plan = spec.check(prompts, **options)
+    for module in (call, requests):
+        monkeypatch.setattr(module, "has_same_bits", lambda target: True)
+    assert spec.check(prompts, **options).cache_bytes > plan.cache_bytes, "one row more"
+    told = []
+    first = spec.generate(prompts, **options, on_activity=told.append)
+    assert first.sequences == together.sequences
+    prefill = [(one.done, one.total) for one in told if isinstance(one, Prefilling)]
+    assert prefill == sorted(set(prefill)) and prefill[-1] == (91, 391)
+    with compilations() as found:
+        assert spec.generate(prompts, **options).sequences == together.sequences
+        spec.generate([long[:128], long[:50], long[:200]], **options)
+    assert not found, "other lengths of the same chunks are the same programs"
+    assert waiting.generate(prompts, **options).sequences == together.sequences
+    with spec.engine(slots=2, max_tokens=512) as engine:
+        ids = [
+            engine.submit(prompt, max_new_tokens=new, eos_token_id=[])
+            for prompt, new in zip(prompts, options["max_new_tokens"], strict=True)
+        ]
+        said = {id: () for id in ids}
+        while engine.busy:
+            for output in engine.step():
+                said[output.id] += output.tokens
+    assert tuple(said.values()) == together.sequences
 
 
 def test_calls_shorter_than_expected_share_a_shape() -> None:
