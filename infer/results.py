@@ -216,12 +216,14 @@ def slower_line(slower: Slower) -> str:
     )
 
 
-def lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
+def lines(outcomes: Sequence[Outcome], dtype: str, promised: bool = True) -> Iterator[str]:
     """The report of one call, or the totals of several, for reading.
 
     Args:
       outcomes: the calls.
-      dtype: of the target: whether a difference to plain decoding may be rounding.
+      dtype: of the target.
+      promised: whether text identical to plain decoding's is promised. If not, a difference may be
+        rounding.
     """
     totals = _totals(outcomes)
     if not totals["lossless"]:
@@ -230,7 +232,7 @@ def lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
     yield from _speed_lines(totals)
     yield from _tree_lines(totals["trees"])
     yield from _memory_lines(outcomes[0].stats)
-    yield from _identity_lines(outcomes, dtype)
+    yield from _identity_lines(outcomes, dtype, promised)
 
 
 def _acceptance_lines(totals: dict[str, Any]) -> Iterator[str]:
@@ -302,7 +304,7 @@ def _memory_lines(stats: Stats) -> Iterator[str]:
     )
 
 
-def _identity_lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
+def _identity_lines(outcomes: Sequence[Outcome], dtype: str, promised: bool) -> Iterator[str]:
     compared = [outcome for outcome in outcomes if outcome.comparison]
     if not compared:
         return
@@ -316,8 +318,8 @@ def _identity_lines(outcomes: Sequence[Outcome], dtype: str) -> Iterator[str]:
     meaning = (
         "retrieve_verify=partial is not lossless"
         if not lossless
-        else "float32 must not differ: please report this"
-        if dtype == "float32"
+        else f"{dtype} must not differ here: please report this"
+        if promised
         else f"{dtype} rounds near-ties either way; --dtype float32 is identical"
     )
     yield f"identical to plain  no: {len(found)} of {counted(rows, 'row')} ({meaning})"

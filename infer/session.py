@@ -116,6 +116,7 @@ class Session:
             **tree_fields(self._tree),
             "adaptive": arguments.adaptive,
             "dtype": config.dtype,
+            "identical_promised": self._spec.identical,
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,
             **sampling_options(arguments),
@@ -278,7 +279,7 @@ class Session:
             self._report(outcomes)
 
     def _report(self, outcomes: Sequence[Outcome]) -> None:
-        for line in lines(outcomes, self._spec.target_config.dtype):
+        for line in lines(outcomes, self._spec.target_config.dtype, self._spec.identical):
             self._out.entry(line)
 
     def print_left(self, how: str) -> None:

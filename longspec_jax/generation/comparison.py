@@ -1,7 +1,8 @@
 """Is the output that of plain decoding, and if not, how close was the call?
 
-In float32 the answer must be yes. In bfloat16 and float16 differently shaped reductions may flip a
-near-tie; the gap between the two candidates at the first divergence says whether that is all.
+The answer must be yes where the target promises it (:mod:`longspec_jax.decoding.same_bits`).
+Elsewhere differently shaped reductions may flip a near-tie; the gap between the two candidates at
+the first divergence says whether that is all.
 """
 
 import itertools
