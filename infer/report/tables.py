@@ -226,10 +226,11 @@ SPECS = {
         notes=(
             "Identical: equal, token for token, to plain decoding of the same sample, temperature "
             "and seed; of the texts that were compared.",
-            "In exact arithmetic all are. In bfloat16 and float16, sums of another shape may flip "
-            "a near-tie. Widest gap: how much plain decoding's own scores prefer its token at the "
-            "first difference, noise and temperature included; the greatest of the texts whose gap "
-            "is known. First differs at: the median of the texts that differ.",
+            "In float32 all are, and in bfloat16 and float16 where the device's kernels add in one "
+            "order. Elsewhere sums of another shape may flip a near-tie. Widest gap: how much "
+            "plain decoding's own scores prefer its token at the first difference, noise and "
+            "temperature included; the greatest of the texts whose gap is known. First differs at: "
+            "the median of the texts that differ.",
         ),
         at_each_temperature=False,
     ),
