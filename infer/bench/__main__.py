@@ -20,8 +20,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
     arguments = parser().parse_args(argv)
     module = BENCHMARKS[arguments.command][0]
-    importlib.import_module(f".{module}", __package__).main(arguments)
-    return cli.OK
+    return importlib.import_module(f".{module}", __package__).main(arguments) or cli.OK
 
 
 if __name__ == "__main__":

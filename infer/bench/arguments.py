@@ -58,6 +58,13 @@ ATTENTION_CANDIDATES = (
 """What ``attention`` compares; ours is the automatic choice."""
 CHAIN = TreeConfig((1, 1, 1))
 """A small tree: the fastest on a CPU, which computes node after node."""
+MATCHED_TREES = (
+    TreeConfig((4, 16, 16, 16, 16), 64),
+    TreeConfig((4, 16, 16, 16, 16)),
+    TreeConfig((4, 8, 8, 8), 16),
+    TreeConfig((1,) * 7),
+)
+"""Trees of 64, 69 and 16 nodes, and a chain."""
 SEVERAL_TOKENS = cli.number(Whole(2))
 """New tokens: the first comes from the prefill, so that one alone is no decoding."""
 ACCEPTANCE = cli.number(Real(0.0, LARGEST_FLOAT32, ">= 0 and finite"))
@@ -140,6 +147,46 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     _add_outputs(parser)
 
 
+def _match(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target",
+        default="demo",
+        help=f"demo, the folder of a checkpoint, or random weights of {', '.join(SHAPES)}",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=one_of(DTYPES),
+        default=ByMachine("bfloat16", "float32"),
+        help=f"one of {', '.join(DTYPES)}",
+    )
+    _add_several(
+        *(parser, "--drafter", str, ["oracle", "ngram"]),
+        "oracle knows the plain text; for the demo also demo, demo_small_lm, hierarchy; or a "
+        "draft's folder or kind",
+    )
+    parser.add_argument(
+        "--tree",
+        **several(cli.drafting_tree),
+        default=ByMachine([*MATCHED_TREES], [MATCHED_TREES[-1]]),
+        help=f"what is verified in a round: {cli.TREE_GRAMMAR}",
+    )
+    _add_several(
+        *(parser, "--batch", COUNT, ByMachine([1, 8], [1, 3])),
+        "rows that are decoded at once",
+    )
+    _add_several(
+        *(
+            parser,
+            "--context",
+            COUNT,
+            ByMachine([128, 256, 384, 512, 640, 1024, 2048, 4096], [128]),
+        ),
+        "boundaries, in tokens: prompts have as many, one less and one more",
+    )
+    _add_new_tokens(parser, ByMachine(160, 24), "tokens of every prompt")
+    _add_outputs(parser)
+
+
 def _products(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
     parser.add_argument(
@@ -166,6 +213,7 @@ BENCHMARKS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]
         _attention,
     ),
     "decode": ("decode", "whole rounds and plain steps of real shapes, and the gain", _decode),
+    "match": ("match", "whether the text is that of plain decoding, token by token", _match),
     "products": ("products", "the matmuls of a verification, beside XLA's", _products),
     "transformers": (
         "hugging_face",
