@@ -5,6 +5,7 @@ GPUs would take hours (:class:`longspec_jax.cli.ByMachine`).
 """
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -40,11 +41,16 @@ LLAMA_1B = TargetConfig(
     tied_embeddings=True,
 )
 """Llama-3.2-1B: so small that launches bound a decode step."""
+LLAMA_3B = dataclasses.replace(
+    LLAMA_1B, model_width=3072, num_layers=28, num_heads=24, head_width=128
+)
+"""Llama-3.2-3B: three query heads for each key/value head."""
 SHAPES: dict[str, TargetConfig] = {
     "tiny": TINY,
     "demo": target_config(read_json(DEMO / "target" / "config.json"), "float32"),
     **{name: known.config for name, known in TARGETS.items()},
     "llama32-1b": LLAMA_1B,
+    "llama32-3b": LLAMA_3B,
 }
 """Shapes by name. ``demo`` is the embedded target's; ``tiny`` has two layers and shows that a
 benchmark runs."""
