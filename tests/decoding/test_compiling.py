@@ -13,7 +13,7 @@ import pytest
 
 from longspec_jax import PLAIN
 from longspec_jax.decoding.compiling import compile_side_by_side
-from longspec_jax.generation import autotune
+from longspec_jax.generation import autotune, call
 from longspec_jax.generation import run as run_lib
 from longspec_jax.generation.run import WarmShapes
 from longspec_jax.generation.timings import KnownTimings
@@ -137,6 +137,24 @@ def test_named_trees_are_compiled_once_too(spec, streams, adaptive) -> None:
     for name in ("_prefill_chunk", "_extend", "_start"):
         assert found[f"jit({name})"] == 1, name
     assert result.sequences == spec.generate(PROMPT, tree=PLAIN, **OPTIONS).sequences
+
+
+def test_prompts_that_are_prefilled_alone_are_compiled_beforehand(spec, monkeypatch) -> None:
+    """Two sizes of chunks, for one row, and what puts it among the others."""
+    monkeypatch.setattr(call, "has_same_bits", lambda target: True)
+    spec = dataclasses.replace(toy_spec(max_positions=1024), prefill_chunk=512, tree=(2, 2))
+    beforehand: Counter[str] = Counter()
+
+    def noted(programs) -> None:
+        compile_side_by_side(programs)
+        beforehand.update(found)
+
+    monkeypatch.setattr(run_lib, "compile_side_by_side", noted)
+    with compiled() as found:
+        spec.generate([[3] * 9, [4, 5], [6] * 200], **OPTIONS)
+    counts = {"many_rounds": 1, "_prefill_chunk": 2, "_extend": 2, "_start": 1, "insert": 1}
+    for name, count in counts.items():
+        assert beforehand[f"jit({name})"] == found[f"jit({name})"] == count, name
 
 
 def test_programs_that_were_cleared_are_compiled_beforehand_again(spec) -> None:

@@ -14,7 +14,8 @@ from longspec_jax.drafters.longspec.checkpoint import save_draft
 from longspec_jax.generation import call, requests
 from longspec_jax.generation import run as run_lib
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
-from longspec_jax.generation.call import Shape
+from longspec_jax.generation.call import Shape, plan_call
+from longspec_jax.generation.inputs import read_batch
 from longspec_jax.generation.run import Run
 from longspec_jax.ops.partitioned import one_device, use_mesh
 from longspec_jax.sharding import make_mesh
@@ -101,7 +102,7 @@ def test_a_batch_of_prompts_that_are_prefilled_alone(monkeypatch: pytest.MonkeyP
     spec = dataclasses.replace(toy_spec(max_positions=1024), prefill_chunk=512)
     long = [3 + position * position % 11 for position in range(300)]
     prompts, options = [long[:90], long[:1], long], dict(max_new_tokens=[9, 1, 7], eos_token_id=[])
-    together, waiting = spec.generate(prompts, **options), dataclasses.replace(spec, row_slots=2)
+    together = spec.generate(prompts, **options)
     plan = spec.check(prompts, **options)
     for module in (call, requests):
         monkeypatch.setattr(module, "has_same_bits", lambda target: True)
@@ -115,7 +116,13 @@ def test_a_batch_of_prompts_that_are_prefilled_alone(monkeypatch: pytest.MonkeyP
         assert spec.generate(prompts, **options).sequences == together.sequences
         spec.generate([long[:128], long[:50], long[:200]], **options)
     assert not found, "other lengths of the same chunks are the same programs"
-    assert waiting.generate(prompts, **options).sequences == together.sequences
+    # Of another capacity no program is there yet.
+    for size in ({"expected_tokens": 600}, {"expected_tokens": 1000, "row_slots": 2}):
+        each = dataclasses.replace(spec, **size)
+        run_lib.rehearse(plan_call(each, read_batch(each, prompts, None, options)), False, True)
+        with compilations() as found:
+            assert each.generate(prompts, **options).sequences == together.sequences
+        assert not found, "a rehearsal takes all chunk sizes"
     with spec.engine(slots=2, max_tokens=512) as engine:
         ids = [
             engine.submit(prompt, max_new_tokens=new, eos_token_id=[])
