@@ -15,7 +15,7 @@ from longspec_jax.decoding.policy import Measurement
 from longspec_jax.drafters.draft import is_large
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.drafters.ngram import NgramDraft
-from longspec_jax.generation import autotune, models
+from longspec_jax.generation import autotune, call, models
 from longspec_jax.generation import timings as kept
 from longspec_jax.generation.activity import Slower, Tuned, Tuning
 from longspec_jax.generation.run import WarmShapes
@@ -343,6 +343,20 @@ def test_timing_takes_no_second_cache_and_leaves_the_first_as_it_was(
 
 
 PLAINLY = TreeTiming("plain", PLAIN, 1.0, 1.0, 30)
+
+
+@pytest.mark.parametrize("row_slots", [None, 1], ids=["slots for all", "one slot"])
+def test_timing_behind_prompts_that_are_prefilled_alone(folder, monkeypatch, row_slots) -> None:
+    """With one slot a single prompt is prefilled for it, of the sizes of chunks of two."""
+    rows, options = [[3] * 9, [6] * 200], dict(OPTIONS, max_new_tokens=100)
+    known = {"_timings": KnownTimings(), "_warm": WarmShapes()}
+    spec = dataclasses.replace(toy_spec(max_positions=1024), tree=None, prefill_chunk=512)
+    plain = spec.generate(rows, tree=PLAIN, **options)
+    monkeypatch.setattr(call, "has_same_bits", lambda target: True)
+    spec, told = dataclasses.replace(spec, row_slots=row_slots, **known), []
+    found = spec.generate(rows, **options, on_activity=told.append)
+    assert found.sequences == plain.sequences
+    assert any(isinstance(activity, Tuning) for activity in told)
 
 
 def test_a_run_corrects_what_was_kept(folder) -> None:
