@@ -31,7 +31,7 @@ from longspec_jax.arguments import (
 from longspec_jax.checks import whole_number
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, TreeConfig
-from longspec_jax.decoding.same_bits import is_identical
+from longspec_jax.decoding.same_bits import is_identical, require_same_bits
 from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, demo_drafts
 from longspec_jax.generation import autotune, comparison, inspection
 from longspec_jax.generation.activity import OnActivity
@@ -70,7 +70,7 @@ class LongSpec(Models):
     def __post_init__(self) -> None:
         """Refuse parts that are not what they should be, or do not belong together."""
         names = "target_config tokenizer attention prefill_chunk mesh row_slots expected_tokens"
-        check_arguments(**{name: getattr(self, name) for name in (*names.split(), "offload")})
+        check_arguments(**{name: getattr(self, name) for name in (*names.split(), "offload", "same_bits")})
         check_chunk(self.prefill_chunk, self.target_config.max_positions)
         if self.tree is not None:
             object.__setattr__(self, "tree", as_tree(self.tree))
@@ -113,6 +113,7 @@ class LongSpec(Models):
         prefill_chunk: int | None = None,
         row_slots: int | None = None,
         offload: bool = False,
+        same_bits: bool = False,
     ) -> "LongSpec":
         """Load Hugging Face checkpoints.
 
@@ -136,6 +137,12 @@ class LongSpec(Models):
           row_slots: rows that are decoded at once; the others wait. All rows if absent.
           offload: keep the target's cache in the host's memory: for contexts larger than the
             device's, at the rate at which the cache is moved.
+          same_bits: take the kernels with which text in 16 bits is that of plain decoding, bit for
+            bit: one Hopper GPU, trees of up to 128 nodes and 16 levels. Under test, see
+            docs/kernels.md.
+
+        Raises:
+          NotImplementedError: for ``same_bits`` where there are no such kernels.
         """
         if prefill_chunk is None:
             prefill_chunk = 2048 if jax.default_backend() == "gpu" else 256
@@ -145,6 +152,7 @@ class LongSpec(Models):
             "prefill_chunk": prefill_chunk,
             "row_slots": row_slots,
             "offload": offload,
+            "same_bits": same_bits,
         }
         check_arguments(target=target, draft=draft, draft_options=draft_options, dtype=dtype)
         check_arguments(revision=revision, draft_revision=draft_revision, tokenizer=tokenizer)
@@ -160,7 +168,10 @@ class LongSpec(Models):
         )
         drafts = tuple(draft.load(loaded, mesh) for draft in chosen)
         more: dict[str, Any] = {**settings, "tokenizer": loaded.tokenizer, "tree": tree}
-        return cls(loaded.config, loaded.params, drafts or None, stop_tokens=stop_tokens, **more)
+        spec = cls(loaded.config, loaded.params, drafts or None, stop_tokens=stop_tokens, **more)
+        if spec.target.same_bits:
+            require_same_bits(spec.target)
+        return spec
 
     @classmethod
     def demo(cls, **options: Any) -> "LongSpec":

@@ -27,6 +27,7 @@ from jaxtyping import Float, Int
 from longspec_jax import PLAIN, GenerateResult, LongSpec, TreeConfig, cli, demo_prompts
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.cli import counted, settled
+from longspec_jax.decoding.same_bits import require_same_bits
 from longspec_jax.drafters.base import Params, SamplingNoise, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
 from longspec_jax.drafters.ngram import NgramDrafter, NgramState
@@ -101,7 +102,19 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def load(target: str, dtype: str) -> LongSpec:
-    """A target without a draft: the demo, random weights of a known shape, or a checkpoint."""
+    """A target without a draft, which takes the kernels of one order where they serve it."""
+    spec = _load(target, dtype)
+    ordered = dataclasses.replace(spec, same_bits=True)
+    try:
+        if ordered.target.same_bits:
+            require_same_bits(ordered.target)
+    except NotImplementedError:
+        return spec
+    return ordered
+
+
+def _load(target: str, dtype: str) -> LongSpec:
+    """The demo, random weights of a known shape, or a checkpoint."""
     if target == "demo":
         return LongSpec.demo(draft=None, dtype=dtype)
     if target not in SHAPES:

@@ -8,8 +8,10 @@ then prefilled one by one, in steps that follow from their own length
 (:func:`longspec_jax.decoding.prefill.chunk_sizes`).
 """
 
+import jax.numpy as jnp
+
 from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.ops import hardware
+from longspec_jax.ops.attention import path
 
 
 def is_identical(target: CachedTarget) -> bool:
@@ -25,15 +27,19 @@ def is_identical(target: CachedTarget) -> bool:
 
 def has_same_bits(target: CachedTarget) -> bool:
     """Whether a token's logits have the same bits in every pass over it."""
-    if target.config.dtype == "float32" or target.mesh is not None or target.offload:
-        return False
-    try:
-        hardware.require_hopper("a pass whose bits do not depend on its rows")
-    except NotImplementedError:
-        return False
-    return _attention_has_same_bits(target)
+    return target.same_bits
 
 
-def _attention_has_same_bits(target: CachedTarget) -> bool:
-    """Whether attention to a token's past is added up in one order, wherever the past lies."""
-    return False  # The kernels choose their tiles by the number of nodes and by the capacity.
+def require_same_bits(target: CachedTarget) -> None:
+    """Refuse a target in 16 bits for which there are no kernels of one order.
+
+    Raises:
+      NotImplementedError: says why.
+    """
+    config = target.config
+    if target.mesh is not None or target.offload or target.attention is not None:
+        raise NotImplementedError(
+            "same_bits needs one device, a cache on it, and the automatic attention; leave out "
+            "mesh, offload and attention"
+        )
+    path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))

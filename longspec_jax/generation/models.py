@@ -50,6 +50,9 @@ class Models:
     """Whether the target's cache lies in the host's memory, for contexts larger than the device's.
     Two of its layers are on the device at a time, and the last one always. A pass takes as long as
     moving the cache (docs/retrieval.md). One device only."""
+    same_bits: bool = False
+    """Whether 16-bit text is to be that of plain decoding, by kernels of one order. float32 text is
+    without them."""
 
     @property
     def drafts(self) -> tuple[Draft, ...]:
@@ -62,7 +65,8 @@ class Models:
     def target(self) -> CachedTarget:
         """The static part of the target."""
         mesh = None if self.mesh is None else self.mesh.abstract_mesh
-        return CachedTarget(self.target_config, self.attention, mesh, self.offload)
+        same_bits = self.same_bits and self.target_config.dtype != "float32"
+        return CachedTarget(self.target_config, self.attention, mesh, self.offload, same_bits)
 
     @property
     def large(self) -> bool:

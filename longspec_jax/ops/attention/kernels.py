@@ -8,6 +8,7 @@ kernel does so for prefill. Few rows, as in a plain step, take one kernel.
 Jitted, so that the equal layers of a model are traced and lowered once.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -119,6 +120,10 @@ def chunk_attention(
     """
     _refuse_start(prefix)
     tile = prefix_tile or _choose_tile(q, prefix, hopper=hopper, interpret=interpret)
+    if prefix_tile is None and isinstance(tile, MosaicTile):
+        # One split: a chunk has rows enough, and its result must not depend on the capacity.
+        slots = prefix.keys.shape[2]
+        tile = dataclasses.replace(tile, split=-(-slots // tile.slots) * tile.slots)
     problem = _problem(q, prefix, scale, tile, interpret)
     past = prefix.length.astype(jnp.int32), *_partials(q, prefix, tile, problem)
     if chunk_tile is None:
