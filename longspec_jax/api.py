@@ -70,7 +70,8 @@ class LongSpec(Models):
     def __post_init__(self) -> None:
         """Refuse parts that are not what they should be, or do not belong together."""
         names = "target_config tokenizer attention prefill_chunk mesh row_slots expected_tokens"
-        check_arguments(**{name: getattr(self, name) for name in (*names.split(), "offload", "same_bits")})
+        more = "offload", "same_bits"
+        check_arguments(**{name: getattr(self, name) for name in (*names.split(), *more)})
         check_chunk(self.prefill_chunk, self.target_config.max_positions)
         if self.tree is not None:
             object.__setattr__(self, "tree", as_tree(self.tree))

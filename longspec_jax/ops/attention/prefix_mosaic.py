@@ -70,7 +70,7 @@ def launch(
     q: Float[Array, "B K R H"] | Float[Array, "B T N H"],
     k: CacheSlots,
     v: CacheSlots,
-) -> tuple[Float[Array, "B P K R H"], Float[Array, "B P K R"]]:
+) -> tuple[Float[Array, "B P K some H"], Float[Array, "B P K R"]]:
     """Run the kernel.
 
     Args:

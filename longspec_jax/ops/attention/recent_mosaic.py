@@ -33,14 +33,14 @@ _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 def attend_and_merge(
     where: Int[Array, "B 4"],
-    cached_step: Int[Array, "B R c"],
-    fresh_step: Int[Array, "B R T"],
+    cached_step: Int[Array, "B R cached"],
+    fresh_step: Int[Array, "B R segments"],
     q: Queries,
     k: CacheSlots,
     v: CacheSlots,
     fresh_k: Float[Array, "B T K H"],
     fresh_v: Float[Array, "B T K H"],
-    partial: Float[Array, "B P K R H"],
+    partial: Float[Array, "B P K some H"],
     partial_lse: Float[Array, "B P K R"],
     *,
     scale: float,
