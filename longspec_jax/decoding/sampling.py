@@ -153,7 +153,7 @@ def _filter(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "
 def cumulative_mass(logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
     """Running sums of ``exp(logits)``, the same bits whatever the order in which they are added.
 
-    Every summand is truncated to a fixed-point number of two to four digits. The sums of each digit
+    Every term is truncated to a fixed-point number of two to four digits. The sums of each digit
     are whole numbers and exact. Putting them together rounds as float32 does. What truncation
     leaves out of 128k tokens is 3e-8 of the largest mass at most, all tokens together.
 

@@ -106,7 +106,7 @@ class TargetModel(Protocol):
         levels: int,
         needs: Needs = NOTHING,
     ) -> Verification:
-        """Logits at every node of a tree of so many levels below ``length[b]`` committed tokens."""
+        """Logits at every node of a tree of ``levels`` below ``length[b]`` committed tokens."""
         ...
 
     def reach(self, length: Lengths) -> Lengths | None:
@@ -192,7 +192,7 @@ class CachedTarget:
         levels: int,
         needs: Needs = NOTHING,
     ) -> Verification:
-        """Logits at every node of a tree of so many levels below ``length[b]`` committed tokens."""
+        """Logits at every node of a tree of ``levels`` below ``length[b]`` committed tokens."""
         nodes = tokens.shape[1]
         tokens, positions, mask = self._whole_groups(tokens, positions, mask)
         read, depth = cache.reading(length), positions - positions[:, :1]

@@ -39,7 +39,7 @@ class Shape:
     """Whether every prompt is prefilled alone, in steps that follow from its own length."""
 
     def chunk_of(self, prompt: int) -> int:
-        """Tokens of a prefill step of a prompt of so many tokens, prefilled alone."""
+        """Tokens of a prefill step of a prompt of this length, prefilled alone."""
         return chunk_of(prompt, (*self.short_chunks, self.chunk))
 
     @classmethod

@@ -35,14 +35,14 @@ def residual_norm(
     """See :func:`longspec_jax.ops.layer.residual_norm`; ``x`` is ``[B, T, D]``."""
     batch, tokens, width = x.shape
     rows = batch * tokens
-    padded, summands = pl.next_power_of_2(width), 0 if partials is None else partials.shape[0]
+    padded, splits = pl.next_power_of_2(width), 0 if partials is None else partials.shape[0]
 
     def kernel(x_ref, scale_ref, *refs) -> None:
         *partials_refs, total_ref, out_ref = refs
         row, column = pl.program_id(0), jnp.arange(padded)
         mask = column < width
         delta = jnp.zeros(padded, jnp.float32)
-        for index in range(summands):
+        for index in range(splits):
             delta += pltriton.load(partials_refs[0].at[index, row, column], mask=mask, other=0.0)
         total = pltriton.load(x_ref.at[row, column], mask=mask, other=0.0) + delta
         total = total.astype(x.dtype)

@@ -24,8 +24,8 @@ RECENT = 16
 SEGMENT = 16
 """Tokens of a head whose queries are fetched together: their packed rows lie side by side."""
 ALIGNED, FETCHED = 8, 32
-"""The copy engine begins at every eighth slot, and a matmul takes sixteen: so many slots hold the
-recent cached tokens."""
+"""The copy engine begins at every eighth slot, and a matmul takes sixteen. The recent cached tokens
+lie within this many slots."""
 SLOTS = 128
 """Cache slots by which a split grows, and of a step of the softmax, or two."""
 REFERENCE_NODES = 64
@@ -35,7 +35,7 @@ REACH = 512
 
 
 def splits_of(kv_heads: int, groups: int) -> int:
-    """Most splits of a row, for so many key/value heads and query heads of each."""
+    """Most splits of a row, by its key/value heads and the query heads of each."""
     rows = REFERENCE_NODES * groups
     row_tiles = RowTiles(rows, 2 if rows > WARPGROUP_ROWS else 1)
     count = 1

@@ -22,7 +22,7 @@ WHOLE = 64
 FULL_RATE_PROGRAMS = 86
 """As many programs read the weights at nearly the full rate (``docs/kernels.md``)."""
 SLOWDOWN = {32: 1.15, 64: 1.03, 128: 1.0, 192: 1.0}
-"""Time of reading strips of so many columns, over that of wide ones."""
+"""Time of reading narrow strips over that of wide ones, by their columns."""
 _PARTIAL_ROWS = 16
 """Rows for which the cost of split-K partials is weighed against that of reading the weights."""
 _BARRIER_BYTES = 1024

@@ -35,7 +35,7 @@ class Weights(NamedTuple):
         )
 
     def work(self, rows: int) -> Work:
-        """The work on so many rows."""
+        """The work on this many rows."""
         sizes = rows, self.contracted, self.columns
         return Work(*sizes, self.tile, parts=2 if self.gated else 1, head=self.head)
 

@@ -1,12 +1,14 @@
 """Matmuls of few rows: the Hopper kernel against plain JAX, and plain JAX against float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from longspec_jax.ops import hardware, layer
-from longspec_jax.ops.matmul import few_rows, few_rows_mosaic
+from longspec_jax.ops.matmul import few_rows, few_rows_mosaic, ordered
 from tests.kit import TOLERANCE, hopper_or_skip, normal, relative_error
 
 DTYPES = ["float32", "bfloat16"]
@@ -21,21 +23,22 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_definitions(dtype: str) -> None:
+@pytest.mark.parametrize("ops", [few_rows, ordered], ids=["few_rows", "ordered"])
+def test_definitions(ops: Any, dtype: str) -> None:
     x, bias = normal(0, 2, 3, 40, dtype=dtype), normal(1, 4, 6, dtype=dtype)
     weights = normal(2, 40, 4, 6, dtype=dtype)
-    out = few_rows.matmul(x, weights, bias)
+    out = ops.matmul(x, weights, bias)
     assert out.shape == (2, 3, 4, 6) and out.dtype == jnp.dtype(dtype)
     assert relative_error(out, exact(x, weights) + np.float64(bias)) <= TOLERANCE[dtype]
 
     weights = normal(3, 40, 24, dtype=dtype)
-    parts = few_rows.matmul_partials(x, weights)
+    parts = ops.matmul_partials(x, weights)
     assert parts.shape[1:] == (2, 3, 24)
     assert relative_error(np.float64(parts).sum(0), exact(x, weights)) <= TOLERANCE[dtype]
 
     weights = normal(4, 40, 2, 24, dtype=dtype) / 6
     gate, up = np.moveaxis(exact(x, weights), -2, 0)
-    out = few_rows.gated_matmul(x, weights)
+    out = ops.gated_matmul(x, weights)
     assert relative_error(out, silu(gate) * up) <= TOLERANCE[dtype]
 
 
