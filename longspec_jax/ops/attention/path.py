@@ -14,7 +14,7 @@ from longspec_jax.axes import Array, Lengths
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention.packing import MAX_GROUP
 from longspec_jax.ops.attention.tiles import MosaicTile, RowTiles
-from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
+from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
 
 MOST_NODES = 128
 """Of a tree: one program of the kernel holds all of their keys."""
@@ -31,17 +31,13 @@ SLOTS = 128
 REFERENCE_NODES = 64
 """Nodes of the tree for which the number of splits fits the machine."""
 REACH = 512
-"""Positions by which the reach grows; more of them beyond 32k, a 64th of the power of two below."""
+"""Positions by which the reach grows; from 64k on by a 64th of the power of two below."""
 
 
 def splits_of(kv_heads: int, groups: int) -> int:
     """Most splits of a row, by its key/value heads and the query heads of each."""
     rows = REFERENCE_NODES * groups
-    row_tiles = RowTiles(rows, 2 if rows > WARPGROUP_ROWS else 1)
-    count = 1
-    while kv_heads * row_tiles.items(count + 1) <= MULTIPROCESSORS:
-        count += 1
-    return count
+    return RowTiles(rows, 2 if rows > WARPGROUP_ROWS else 1).most_splits(kv_heads)
 
 
 def path_tile(rows: int, width: int, groups: int, parts: int) -> MosaicTile:

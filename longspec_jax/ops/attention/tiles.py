@@ -108,6 +108,13 @@ class RowTiles:
         """Items of a key/value head."""
         return self.count * splits - (splits // 2 if self.lighter else 0)
 
+    def most_splits(self, kv_heads: int) -> int:
+        """The most splits that give every multiprocessor an item at most; at least one."""
+        count = 1
+        while kv_heads * self.items(count + 1) <= MULTIPROCESSORS:
+            count += 1
+        return count
+
 
 @dataclasses.dataclass(frozen=True)
 class TreeTile:
@@ -165,9 +172,7 @@ def mosaic_prefix_tile(tokens: int, heads: int, kv_heads: int, capacity: int) ->
     warpgroups = 1 if packed <= WARPGROUP_ROWS else 2
     slots = 64 if packed <= WARPGROUP_ROWS else 128
     row_tiles = RowTiles(packed, warpgroups)
-    count = 1
-    while kv_heads * row_tiles.items(count + 1) <= MULTIPROCESSORS:
-        count += 1
+    count = row_tiles.most_splits(kv_heads)
     # A light item takes two blocks a step: with two stages each would come just as it is needed.
     stages = 3 if row_tiles.lighter else 256 // slots
     return MosaicTile(warpgroups, slots, _split(capacity, count, slots), stages)
