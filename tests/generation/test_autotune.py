@@ -47,7 +47,8 @@ def uncorrected(monkeypatch):
 
 @pytest.fixture
 def spec():
-    return dataclasses.replace(toy_spec(), tree=None)
+    """The toy, which all tests share, with timings of the test's own."""
+    return dataclasses.replace(toy_spec(), tree=None, _timings=KnownTimings())
 
 
 def test_the_first_call_times_and_later_ones_know(folder, spec) -> None:
