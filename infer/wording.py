@@ -13,6 +13,7 @@ WRITTEN = (
     "max_new_tokens",
     "top_p",
     "top_k",
+    "min_p",
     "prefill_chunk",
     "row_slots",
     "offload",

@@ -15,8 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import or_
 from typing import Any, NamedTuple
 
 import jax
@@ -401,7 +399,7 @@ class Engine:
         if not any(self._may_go_on(id) for id in live):
             return
         choice = self._choices.next(self._launches.choices, self._most_rounds())
-        kind = reduce(or_, (self._requests[id].sampling.kind for id in live))
+        kind = max(self._requests[id].sampling.kind for id in live)
         self._rows, packed = self._launch(choice, kind)
 
         def read(packed: np.ndarray, seconds: float) -> list[StepOutput]:

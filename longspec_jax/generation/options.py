@@ -50,6 +50,8 @@ class GenerateOptions(TypedDict, total=False):
     GenerationConfig."""
     top_p: float | Sequence[float]
     """Only the smallest set of most likely tokens with this mass; 1 for all."""
+    min_p: float | Sequence[float]
+    """Only tokens with at least this share of the most likely token's probability; 0 for all."""
     seed: int | Sequence[int]
     """The row's random stream, the same for every row if one number is given; 0 if absent."""
     eos_token_id: int | Sequence[int] | Sequence[Sequence[int]]
@@ -135,16 +137,22 @@ def resolve(
     temperature, top_k = _temperature(merged, given, rows), option("top_k", 0, np.int32)
     # A mass too small for float32 still leaves the most likely token.
     top_p = np.maximum(option("top_p", 1.0, np.float32), np.finfo(np.float32).tiny)
+    min_p = option("min_p", 0.0, np.float64)
+    filters = {"top_k": top_k > 0, "top_p": top_p < 1, "min_p": min_p > 0}
     if not temperature.any():
-        _check_no_filter(given, top_k=top_k > 0, top_p=top_p < 1)
+        _check_no_filter(given, **filters)
     checked = vocab_size if "eos_token_id" in merged else None
-    filtered = (temperature > 0) & ((top_k > 0) | (top_p < 1))
+    filtered = (temperature > 0) & np.any([*filters.values()], axis=0)
+    with np.errstate(divide="ignore"):
+        log_min_p = np.log(min_p).astype(np.float32)
+    kind = SamplingKind.SAMPLED if temperature.any() else SamplingKind.GREEDY
     sampling = Sampling(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=option("seed", 0, np.uint32),
-        kind=SamplingKind(bool(temperature.any()), bool(filtered.any())),
+        log_min_p=log_min_p,
+        kind=SamplingKind.ANY if filtered.any() else kind,
     )
     return Request(
         sampling,
