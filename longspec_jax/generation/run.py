@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from longspec_jax.decoding import trials
 from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.engine import Engine, StepOutput
 from longspec_jax.decoding.prefill import prefill_programs, rows_outline, slot_programs
@@ -91,7 +92,7 @@ def rehearse(plan: Plan, streams: bool, rounds: bool) -> float:
             engine.submit(np.zeros(length, np.int32), plan.empty_request.row(row))
         while engine.busy if plan.waits else engine.prefilling:
             engine.step(decode=plan.waits)
-        return engine.rehearse(plan.kind) if rounds and not plan.waits else math.nan
+        return trials.rehearse(engine, plan.kind) if rounds and not plan.waits else math.nan
 
 
 def _rehearsed_lengths(plan: Plan) -> list[int]:
@@ -200,11 +201,11 @@ class Run:
     def branch(self, plan: Plan, *, own_cache: bool, **options: Any) -> "Run":
         """The same rows behind their prefill, with one of the plan's alternatives.
 
-        The other arguments are those of :meth:`~longspec_jax.decoding.engine.Engine.branch`.
+        The other arguments are those of :func:`longspec_jax.decoding.trials.branch`.
         """
         draft = self.plan.state_of(plan, self.engine.rows.draft)
-        engine = self.engine.branch(
-            *(plan.drafters, plan.params, draft), own_cache=own_cache, **options
+        engine = trials.branch(
+            *(self.engine, plan.drafters, plan.params, draft), own_cache=own_cache, **options
         )
         engine.seconds_of_prefill = self.engine.seconds_of_prefill
         rows = [
