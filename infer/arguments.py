@@ -28,7 +28,8 @@ Without arguments the embedded demo model completes a held-out document of more 
 A file named - is standard input. An option that takes several values is repeated for each.
 
 A line of a --batch file is a JSON string, or an object with prompt, messages or input_ids and any
-of max_new_tokens, temperature, top_k, top_p, min_p, seed and eos_token_id for its row.
+of max_new_tokens, temperature, top_k, top_p, min_p, seed, eos_token_id and stop_strings for its
+row.
 
 Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 after Ctrl-C,
 143 after SIGTERM, 129 after SIGHUP: what was decoded until then is shown and, with --json, written.
@@ -172,6 +173,12 @@ def _add_sampling(result: argparse.ArgumentParser) -> None:
         kind = cli.number(SAMPLING[name])
         group.add_argument(f"--{name}", type=kind, default=value, help=note)
     group.add_argument("--ignore_eos", action="store_true", help="do not stop at stop tokens")
+    group.add_argument(
+        "--stop",
+        **cli.several(cli.any_text),
+        metavar="TEXT",
+        help="end before this text, beside the stop tokens; $'\\n' is a line feed in most shells",
+    )
 
 
 def _add_output(result: argparse.ArgumentParser) -> None:
@@ -200,7 +207,8 @@ def _add_output(result: argparse.ArgumentParser) -> None:
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generation options for all rows."""
     options = {name: getattr(arguments, name) for name in SAMPLING}
-    return {**options, "eos_token_id": []} if arguments.ignore_eos else options
+    options |= {"eos_token_id": []} if arguments.ignore_eos else {}
+    return options | ({"stop_strings": arguments.stop} if arguments.stop else {})
 
 
 def row_options(arguments: argparse.Namespace, row: Prompt) -> dict[str, Any]:
