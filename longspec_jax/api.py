@@ -310,6 +310,9 @@ class LongSpec(Models):
         tree: TreeConfig | Sequence[int] | str | None = None,
         adaptive: bool = False,
         prefills: int = 1,
+        logprobs: int | None = None,
+        adjusted: bool = False,
+        traced: bool = False,
     ) -> RequestEngine:
         """Row slots through which requests pass: submit, step, cancel, close.
 
@@ -321,13 +324,19 @@ class LongSpec(Models):
             second of each.
           prefills: prompts that may be under way at once, the shortest first; each takes a row of
             memory beside the slots.
+          logprobs: most alternatives that a request may ask for with ``logprobs=`` and
+            ``prompt_logprobs=``, at most 20; no request may ask if absent.
+          adjusted: whether requests may have ``logit_bias`` and penalties, for which every slot
+            holds tables of the vocabulary.
+          traced: whether outputs hold the trees of their rounds.
 
         Raises:
           MemoryError: if the slots do not fit.
         """
         tree = None if tree is None else as_tree(tree)
         sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
-        return RequestEngine(self, **sizes, tree=tree, adaptive=adaptive)
+        reported = {"logprobs": logprobs, "adjusted": adjusted, "traced": traced}
+        return RequestEngine(self, **sizes, tree=tree, adaptive=adaptive, **reported)
 
     def inspect(
         self, inputs: Inputs, generation_config: Any = None, **options: Unpack[CallOptions]
@@ -372,7 +381,8 @@ class LongSpec(Models):
           tokens: of the row so far, prompt and text, at least two.
           plain: the token that plain decoding draws.
           other: one that it does not draw.
-          **options: of the call; temperature, filters and seed matter.
+          **options: of the call; temperature, filters, biases and seed matter. Penalties count the
+            last token as emitted, those before it as the prompt.
 
         Returns:
           The difference of their scores, noise and temperature included: how far from a tie the
@@ -381,7 +391,7 @@ class LongSpec(Models):
         row = check_gap(tokens, plain, other, self.target_config.vocab_size)
         plan, batch = self._prepare([row[:-1]], None, {**options, "tree": PLAIN})
         run = start(plan, batch, self._warm, streams=False, rounds=False)
-        return comparison.score_gap(run, [row[-1]], [len(row) - 1], 0, (plain, other))
+        return comparison.score_gap(run, [row[-1:]], 0, (plain, other))
 
     def check(
         self,

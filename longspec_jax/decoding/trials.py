@@ -75,6 +75,8 @@ def branch(
         chunk=engine.prompts.chunk,
         short_chunks=engine.prompts.short_chunks,
         stop_width=engine.stop_width,
+        adjusted=engine.adjusted,
+        contents=engine.contents,
         **own,
     )
     shared = engine.rows.cache

@@ -9,13 +9,17 @@
                 print(output.id, output.text, end="", flush=True)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
+
+import numpy as np
 
 from longspec_jax.checks import whole_number
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.candidates import tallest
 from longspec_jax.decoding.engine import Engine, StepOutput
+from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES, TokenLogprob
+from longspec_jax.decoding.report import Contents, RoundTree
 from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.call import Shape
@@ -49,6 +53,13 @@ class RequestOutput:
     finish: str | None
     """None while the request runs; ``stop`` after a stop token or at a stop string, ``length`` at
     ``max_new_tokens``, ``error`` where the target's logits were not finite."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of every token; empty if the request did not ask with ``logprobs=``."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Of the first output: of every token of the prompt but the first one, which has none. None if
+    the request did not ask with ``prompt_logprobs=``."""
+    trees: tuple[RoundTree, ...] = ()
+    """Of every round; empty in an engine made without ``traced=True``."""
 
 
 class RequestEngine:
@@ -66,18 +77,25 @@ class RequestEngine:
         tree: TreeConfig | None = None,
         adaptive: bool = False,
         prefills: int = 1,
+        logprobs: int | None = None,
+        adjusted: bool = False,
+        traced: bool = False,
     ) -> None:
         """Make vacant slots; arguments and errors as of :meth:`longspec_jax.LongSpec.engine`."""
         sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
         for name, value in sizes.items():
             whole_number(name, value)
+        if logprobs is not None:
+            whole_number("logprobs", logprobs, 0, MOST_ALTERNATIVES)
         drafters, draft = drafters_for(models, tree, slots, adaptive=adaptive)
         drafters = drafters if adaptive else drafters[:1]
         levels = tallest(drafters).tree.num_levels
         alone = has_same_bits(models.target)
         shape = Shape.for_call(max_tokens, 0, levels, models.prefill_chunk, alone=alone)
         batches = [slots, *[1] * prefills]
-        memory = plan_memory(models, drafters, draft, batches, shape.capacity, shape.chunk)
+        memory = plan_memory(
+            *(models, drafters, draft, batches, shape.capacity, shape.chunk), adjusted=adjusted
+        )
         check_fits(memory, models.mesh)
         self.engine = Engine(
             *(models.target, drafters, Params(models.target_params, draft)),
@@ -87,6 +105,8 @@ class RequestEngine:
             short_chunks=shape.short_chunks,
             stop_width=STOP_WIDTH,
             prefills=prefills,
+            adjusted=adjusted,
+            contents=Contents(logprobs, trees=traced),
         )
         self._models, self._texts = models, dict[int, RowText]()
         self._max_tokens = min(max_tokens, models.target_config.max_positions)
@@ -107,11 +127,13 @@ class RequestEngine:
         generation_config: Any = None,
         *,
         chat_template: str | None = None,
+        speculate: bool = True,
         **options: Unpack[GenerateOptions],
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
 
-        Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row.
+        Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row. Without ``speculate``
+        the row accepts no draft token, and its text is the same.
 
         Returns:
           The number of the request.
@@ -128,7 +150,8 @@ class RequestEngine:
                 f"a request is one row and {len(batch.prompts)} were given; submit each"
             )
         [prompt] = batch.prompts
-        id = self.engine.submit(prompt, batch.request)
+        request = replace(batch.request, speculate=np.asarray([speculate]))
+        id = self.engine.submit(prompt, request)
         if (text := batch.text(0)) is not None:
             self._texts[id] = text
         return id
@@ -149,11 +172,16 @@ class RequestEngine:
         self._texts.pop(id, None)
 
     def prepare(self) -> None:
-        """Compile everything before the first request: greedy, sampled and filtered rounds."""
-        for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.5)):
-            self.submit(
-                [0], max_new_tokens=2, eos_token_id=[], temperature=temperature, top_p=top_p
-            )
+        """Compile everything before the first request: greedy and sampled rounds, and any other.
+
+        And, where they are reported, log-probabilities of tokens and of prompts.
+        """
+        short: Any = {"max_new_tokens": 2, "eos_token_id": []}
+        any_other = {**short, "temperature": 1.0, "top_k": 1}
+        if self.engine.contents.logprobs is not None:
+            any_other |= {"logprobs": 0, "prompt_logprobs": True}
+        for options in (short, {**short, "temperature": 1.0}, any_other):
+            self.submit([0], **options)
             while self.busy:
                 self.step()
 
@@ -187,4 +215,7 @@ class RequestEngine:
             tuple(output.drafted.tolist()),
             output.rounds,
             output.finish,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            trees=output.trees,
         )
