@@ -26,7 +26,7 @@ from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
 from longspec_jax.generation.run import tree_uses
 from longspec_jax.generation.stops import until
-from longspec_jax.generation.text import RowText
+from longspec_jax.generation.text import Piece, RowText
 
 STOP_WIDTH = 8
 """Most stop tokens of a request."""
@@ -49,6 +49,8 @@ class RequestOutput:
     finish: str | None
     """None while the request runs; ``stop`` after a stop token or at a stop string, ``length`` at
     ``max_new_tokens``, ``error`` where the target's logits were not finite."""
+    pieces: tuple[Piece, ...] = ()
+    """The text by the tokens that completed it, and whether each was an accepted draft token."""
 
 
 class RequestEngine:
@@ -170,7 +172,7 @@ class RequestEngine:
         self.close()
 
     def _output(self, output: StepOutput) -> RequestOutput:
-        pieces = ()
+        pieces: tuple[Piece, ...] = ()
         if (own := self._texts.get(output.id)) is not None:
             said = output.tokens.tolist()[: -1 if output.finish == "error" else None]
             drafted, ended = output.drafted.tolist()[: len(said)], output.finish is not None
@@ -187,4 +189,5 @@ class RequestEngine:
             tuple(output.drafted.tolist()),
             output.rounds,
             output.finish,
+            pieces,
         )
