@@ -45,9 +45,11 @@ def parser() -> argparse.ArgumentParser:
     )
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
-    _add_trees(add_models(result, DRAFT_HELP))
+    models = add_models(result, DRAFT_HELP)
+    add_memory(models)
+    add_trees(models)
     _add_prompts(result)
-    _add_sampling(result)
+    add_sampling(result)
     _add_output(result)
     return result
 
@@ -107,6 +109,11 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         help=f"devices to spread the models over: {cli.MESH_GRAMMAR}. tp: heads, MLP width and "
         "vocabulary; data: rows; fsdp: rows and weights. One device if absent",
     )
+    return group
+
+
+def add_memory(group: Any) -> None:
+    """Add the options that decide where the rows of a call lie."""
     group.add_argument(
         "--row_slots",
         type=cli.COUNT,
@@ -120,10 +127,10 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         help="keep the target's cache in the host's memory, for contexts that do not fit on the "
         "device; every pass moves the cache, so let it verify much (docs/retrieval.md)",
     )
-    return group
 
 
-def _add_trees(group: Any) -> None:
+def add_trees(group: Any) -> None:
+    """Add the options that choose what is proposed."""
     group.add_argument(
         "--tree",
         type=cli.tree,
@@ -150,6 +157,11 @@ def _add_prompts(result: argparse.ArgumentParser) -> None:
         "--batch", type=cli.path, metavar="FILE.jsonl", help="prompts to decode as one batch"
     )
     group.add_argument("--all_prompts", action="store_true", help="every sample prompt of the demo")
+    add_style(result)
+
+
+def add_style(result: Any) -> None:
+    """Add the option that chooses a chat format."""
     result.add_argument(
         "--prompt_style",
         choices=[*STYLES],
@@ -159,7 +171,8 @@ def _add_prompts(result: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_sampling(result: argparse.ArgumentParser) -> None:
+def add_sampling(result: argparse.ArgumentParser) -> None:
+    """Add the options of the draws, and those that end a row."""
     group = result.add_argument_group("generation")
     defaults = {
         "max_new_tokens": (256, "most tokens to generate"),
