@@ -6,6 +6,7 @@ texts are tokenised by a few threads of their own.
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -189,6 +190,7 @@ class Routes:
     def __init__(self, served: Served) -> None:
         """Bind what they answer with."""
         self._served, self._model, self._thread = served, served.model, served.thread
+        self._text_of = functools.cache(lambda token: served.model.decode([token]))
         self._pool = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenize")
 
     async def complete(self, request: Request, chat: bool) -> Response:
@@ -210,23 +212,23 @@ class Routes:
                 return Events(self._events(writer, stream), end)
             gone = await until_gone(request, _read_all(ticket))
             self._log(request, call, ticket, CLIENT_GONE if gone else 200)
-            return Response(status_code=CLIENT_GONE) if gone else as_json(writer.body())
+            if gone:
+                return Response(status_code=CLIENT_GONE)
+            # Log-probabilities of a long prompt take a while to write.
+            body = await self._in_pool(lambda: json_bytes(writer.body()))
+            return Response(body, media_type="application/json")
         finally:
             if ticket is not None:
                 self._thread.cancel(ticket)
 
     def _writer(self, call: Call, ticket: Ticket) -> Writer:
-        text_of = self._text_of
         if call.echo:
             for index, answer in enumerate(ticket.answers):
                 prompt = call.prompts[index // call.n]
                 # The caller's own string, which tokens may not give back.
                 answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
-        form = (ChatFormat if call.chat else TextFormat)(text_of)
-        return Writer(call, form, self._model.names[0], ticket.answers, text_of)
-
-    def _text_of(self, token: int) -> str:
-        return self._model.decode([token])
+        form = (ChatFormat if call.chat else TextFormat)(self._text_of)
+        return Writer(call, form, self._model.names[0], ticket.answers, self._text_of)
 
     async def _events(self, writer: Writer, ticket: Ticket) -> AsyncIterator[bytes]:
         """The events of a call; ``[DONE]`` comes last, behind an error if there is one."""
@@ -303,7 +305,8 @@ class Routes:
 
     async def stats(self, request: Request) -> Response:
         """What the page shows: rows and tokens per second, without texts."""
-        return as_json({**self._thread.stats(), "slots": self._served.slots})
+        more = {"slots": self._served.slots, "tree": self._model.tree}
+        return as_json({**self._thread.stats(), **more})
 
     async def openapi(self, request: Request) -> Response:
         """The description of all routes."""

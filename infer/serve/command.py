@@ -13,6 +13,7 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -313,19 +314,19 @@ class HttpServer:
         Returns:
           The exit status: 0 after a signal, 1 after a failure.
         """
-        loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         failures: list[BaseException] = []
 
         def fail(error: BaseException) -> None:
             failures.append(error)
-            with contextlib.suppress(RuntimeError):  # The loop is closed already.
-                loop.call_soon_threadsafe(self._stop.set)
+            self.stop()
 
         self._thread.on_failure = fail
-        for number in cli.STOP_SIGNALS:
+        main = threading.current_thread() is threading.main_thread()
+        for number in cli.STOP_SIGNALS if main else ():
             # Ignored signals stay ignored, as under nohup.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                loop.add_signal_handler(number, self._signalled)
+                self._loop.add_signal_handler(number, self._signalled)
         self._thread.start()
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         try:
@@ -346,6 +347,11 @@ class HttpServer:
             message = cli.explained(failures[0])[0] if isinstance(failures[0], Exception) else ""
             cli.say(f"the engine has failed: {message or repr(failures[0])}")
         return cli.FAILED if failures else cli.OK
+
+    def stop(self) -> None:
+        """End in order; from any thread."""
+        with contextlib.suppress(RuntimeError):  # The loop is closed already.
+            self._loop.call_soon_threadsafe(self._stop.set)
 
     def _signalled(self) -> None:
         """The first signal drains; a second one ends the calls that are open."""

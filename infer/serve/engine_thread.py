@@ -196,6 +196,7 @@ class EngineThread:
         self._closing = False
         self.state = State.READY
         self._thread = threading.Thread(target=self._run, name="engine")
+        metrics.watch(lambda: len(self._running()), lambda: self._queued_rows)
 
     def start(self) -> None:
         """Begin to step."""
@@ -214,26 +215,32 @@ class EngineThread:
 
     def stats(self) -> dict[str, Any]:
         """Numbers for the page: no texts and no names."""
-        with self._changed:
-            tickets, waiting = [*self._tickets], self._queued_rows
-        rows = [
-            {
-                "prompt_tokens": len(answer.prompt),
-                "tokens": answer.new,
-                "accepted": [one for gain in answer.gains[-RECENT:] for one in gain.rounds][
-                    -RECENT:
-                ],
-            }
-            for ticket in tickets
-            for answer in ticket.answers
-            if answer.times.first is not None
-        ]
+        rows = self._running()
         return {
             "running": len(rows),
-            "waiting": waiting,
+            "waiting": self._queued_rows,
             "tokens_per_second": self._metrics.tokens_per_second(),
-            "rows": rows,
+            "rows": [
+                {
+                    "prompt_tokens": len(answer.prompt),
+                    "tokens": answer.new,
+                    "accepted": [one for gain in answer.gains[-RECENT:] for one in gain.rounds][
+                        -RECENT:
+                    ],
+                }
+                for answer in rows
+            ],
         }
+
+    def _running(self) -> list[Answer]:
+        """The rows with a first token that have not ended."""
+        with self._changed:
+            return [
+                answer
+                for ticket in self._tickets
+                for answer in ticket.answers
+                if answer.times.first is not None and not answer.ended
+            ]
 
     def check_ready(self) -> None:
         """Refuse new requests where none are taken.
@@ -338,13 +345,14 @@ class EngineThread:
             self._inbox.clear()
         for each in work:
             each()
-        self._metrics.observe_engine(self._engine, len(self._tickets), self._queued_rows)
         return True
 
     def _begin(self, ticket: Ticket) -> None:
         for index, row in enumerate(ticket.rows):
             try:
-                id = self._engine.submit([*row.tokens], **pending.submittable(row.options))
+                id = self._engine.submit(
+                    [*row.tokens], **pending.submittable(self._engine, row.options)
+                )
             except (*USER_ERRORS, TypeError, Refused) as error:
                 refused = error if isinstance(error, Refused) else Refused(str(error))
                 self._end(ticket, "refused", refused)
