@@ -160,35 +160,19 @@ class Service:
         own = "demo" if is_demo(self._arguments) else str(self._arguments.target)
         return tuple(named) if named else (own,)
 
-    def _model(self, spec: LongSpec, engine: RequestEngine) -> ServedModel:
-        tokenizer, tree = spec.tokenizer, engine.engine.drafter.tree
-
-        def encode(text: str, special: bool) -> list[int]:
-            return encode_text(tokenizer, text, special=special, max_positions=self._max_len)
-
-        def decode(tokens: Sequence[int]) -> str:
-            if tokenizer is None:
-                return ""
-            return tokenizer.decode([*tokens], clean_up_tokenization_spaces=False)
-
-        return ServedModel(
-            names=self._names,
-            max_len=self._max_len,
-            vocab_size=spec.target_config.vocab_size,
-            stop_tokens=tuple(spec.stop_tokens),
-            most_rows=self._arguments.queue_requests,
-            encode=encode,
-            decode=decode,
-            encode_chat=chat_encoder(tokenizer, self._template, self._max_len),
-            tree=str(tree) if tree.widths else None,
-            drafter=engine.engine.drafter.name if tree.widths else None,
-        )
-
     def serve(self) -> int:
         """Serve until a signal or a failure; returns the exit status."""
         assert self._spec is not None and self._engine is not None, "loaded before"
         spec, engine, arguments = self._spec, self._engine, self._arguments
-        model, tree = self._model(spec, engine), engine.engine.drafter.tree
+        model = served_model(
+            spec,
+            engine,
+            names=self._names,
+            max_len=self._max_len,
+            most_rows=arguments.queue_requests,
+            template=self._template,
+        )
+        tree = engine.engine.drafter.tree
         metrics = Metrics(tree.num_levels)
         queue_tokens = arguments.queue_tokens or WHOLE_QUEUE * self._max_len
         thread = EngineThread(
@@ -235,6 +219,49 @@ def curl(base: str, key: str | None) -> str:
     words = ["curl", "-s", f"{base}/v1/completions", "-H", "Content-Type: application/json"]
     typed = shlex.join([*words, "-d", body])
     return typed if key is None else f'{typed} -H "Authorization: Bearer $API_KEY"'
+
+
+def served_model(
+    spec: LongSpec,
+    engine: RequestEngine,
+    *,
+    names: tuple[str, ...],
+    max_len: int,
+    most_rows: int,
+    template: str | None = None,
+) -> ServedModel:
+    """What requests are checked against.
+
+    Args:
+      spec: the loaded models.
+      engine: over them.
+      names: of the model.
+      max_len: most tokens of a request.
+      most_rows: of a request.
+      template: as in :func:`chat_encoder`.
+    """
+    tokenizer, drafter = spec.tokenizer, engine.engine.drafter
+
+    def encode(text: str, special: bool) -> list[int]:
+        return encode_text(tokenizer, text, special=special, max_positions=max_len)
+
+    def decode(tokens: Sequence[int]) -> str:
+        if tokenizer is None:
+            return ""
+        return tokenizer.decode([*tokens], clean_up_tokenization_spaces=False)
+
+    return ServedModel(
+        names=names,
+        max_len=max_len,
+        vocab_size=spec.target_config.vocab_size,
+        stop_tokens=tuple(spec.stop_tokens),
+        most_rows=most_rows,
+        encode=encode,
+        decode=decode,
+        encode_chat=chat_encoder(tokenizer, template, max_len),
+        tree=str(drafter.tree) if drafter.tree.widths else None,
+        drafter=drafter.name if drafter.tree.widths else None,
+    )
 
 
 def chat_encoder(
