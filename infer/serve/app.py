@@ -37,6 +37,7 @@ from .protocol import (
     read_json,
     read_tokenize,
     rows_of,
+    too_large,
 )
 from .rules import Refused
 
@@ -54,6 +55,8 @@ PAGE_HEADERS = {
 }
 CLIENT_GONE = 499
 """Written to the log where nobody reads the answer."""
+BODY_SECONDS = 60.0
+"""In which a client must have sent its request."""
 TOKENISERS = 2
 """Threads."""
 Found = TypeVar("Found")
@@ -141,7 +144,7 @@ def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    LOG.info("%s %s %d: refused", request.method, request.url.path, error.status)
+    LOG.info("%s %r %d: refused", request.method, request.url.path, error.status)
     return refusal(error)
 
 
@@ -195,7 +198,7 @@ class Routes:
 
     async def complete(self, request: Request, chat: bool) -> Response:
         """Completions of both kinds, whole or as a stream."""
-        self._thread.check_ready()
+        self._thread.check_room()
         given = await self._body(request)
         call = read_call(given, self._model, chat=chat)
         rows = await self._in_pool(rows_of, call, self._model)
@@ -251,7 +254,7 @@ class Routes:
 
     def _log(self, request: Request, call: Call, ticket: Ticket, status: int) -> None:
         LOG.info(
-            "%s %s %d: %d prompt tokens, %d new, %s",
+            "%s %r %d: %d prompt tokens, %d new, %s",
             request.method,
             request.url.path,
             status,
@@ -329,10 +332,14 @@ class Routes:
                 status=415,
             )
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > MOST_BYTES:
-                raise Refused(f"the body has more than {MOST_BYTES} bytes; send less", status=413)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > MOST_BYTES:
+                        raise too_large()
+        except TimeoutError:
+            raise Refused(f"the body took longer than {BODY_SECONDS:g} s", status=408) from None
         return read_json(bytes(body))
 
     async def _in_pool(self, work: Callable[..., Found], *arguments: Any) -> Found:

@@ -253,6 +253,30 @@ class EngineThread:
         if self.state is State.FAILED:
             raise Refused("the engine has failed and the server ends", status=503, retry_after=5)
 
+    def check_room(self, rows: int = 1, tokens: int = 0) -> None:
+        """Refuse requests for which the queue has no room.
+
+        Args:
+          rows: of the request.
+          tokens: of their prompts together. A prompt of more tokens than the queue holds is taken
+            when nothing waits.
+
+        Raises:
+          Refused: also where no requests are taken at all.
+        """
+        self.check_ready()
+        full = self._queued_rows + rows > self._most_requests
+        long = self._queued_tokens + tokens > self._most_tokens and self._queued_rows
+        if full or long:
+            self._metrics.refused.inc()
+            raise Refused(
+                f"the queue is full: {self._queued_rows} requests of {self._queued_tokens} tokens "
+                "wait; try again later",
+                status=429,
+                code="queue_full",
+                retry_after=self._retry_after(),
+            )
+
     def submit(self, rows: Sequence[Row]) -> Ticket:
         """Queue the rows of a call, all or none.
 
@@ -261,19 +285,7 @@ class EngineThread:
         """
         tokens = sum(len(row.tokens) for row in rows)
         with self._changed:
-            self.check_ready()
-            full = self._queued_rows + len(rows) > self._most_requests
-            # A prompt of more tokens than the queue holds is taken when nothing waits.
-            long = self._queued_tokens + tokens > self._most_tokens and self._queued_rows
-            if full or long:
-                self._metrics.refused.inc()
-                raise Refused(
-                    f"the queue is full: {self._queued_rows} requests of {self._queued_tokens} "
-                    "tokens wait; try again later",
-                    status=429,
-                    code="queue_full",
-                    retry_after=self._retry_after(),
-                )
+            self.check_room(len(rows), tokens)
             ticket = Ticket(rows, time.monotonic() + self._seconds, self._levels)
             self._queued_rows += len(rows)
             self._queued_tokens += tokens

@@ -1,5 +1,6 @@
 """Requests are read, bounded and refused without a server."""
 
+import itertools
 import json
 from typing import Any
 
@@ -288,3 +289,23 @@ def test_the_description_has_every_route_and_field() -> None:
     assert document["paths"]["/health"]["get"]["security"] == []
     seed = SHARED["seed"].schema["anyOf"][0]
     assert seed == {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
+
+
+HOSTILE: list[Any] = [
+    *(None, True, False, 0, -1, 1, 1.5, 1e308, -1e308, 10**30, 2**63, 0.1),
+    *("", "a", "\ud800", "\0", "none", "a" * 10_000),
+    *([], [None], [[]], ["a", 1], [1.0], [True], [-1], [{}], [["a"]], [[1], "a"]),
+    *({}, {"a": None}, {"1": "x"}, {"type": "text"}, {"include_usage": 1}, {"": {"": []}}),
+]
+
+
+def test_whatever_a_field_holds_is_read_or_refused_by_name() -> None:
+    accepted = 0
+    for kind, fields in ((completion, COMPLETIONS), (chat, CHAT)):
+        for name, value in itertools.product(fields, HOSTILE):
+            try:
+                rows_of(kind(**{name: value}), MODEL)
+                accepted += 1
+            except Refused as error:
+                assert str(error) and error.param, (name, value)
+    assert accepted > 200
