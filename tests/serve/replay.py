@@ -24,12 +24,30 @@ DEEP = 9
 CHAIN = [" deep", *(f" {depth}" for depth in range(2, DEEP + 1))]
 
 
+def _token(id: int, text: str, depth: int = 0) -> dict[str, Any]:
+    return {"id": id, "text": text, "drafted": depth > 0, "depth": depth}
+
+
 def _round(number: int, words: list[str], accepted: int, tree: Any = None) -> dict[str, Any]:
+    """A round, or the prefill as number 0, with its tokens."""
     tokens = [
-        {"id": 100 * number + index, "text": word, "depth": index + 1 if index < accepted else 0}
+        _token(100 * number + index, word, index + 1 if index < accepted else 0)
         for index, word in enumerate(words)
     ]
-    return {"round": number, "accepted": accepted, "tokens": tokens, "tree": tree}
+    return {"number": number, "accepted": accepted, "tokens": tokens, "tree": tree}
+
+
+def _told(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a chunk says of rounds."""
+    return {
+        "index": 0,
+        "tokens": [token for each in rounds for token in each["tokens"]],
+        "rounds": [
+            {"accepted": each["accepted"], "tree": each["tree"]}
+            for each in rounds
+            if each["number"]
+        ],
+    }
 
 
 ROUNDS = [
@@ -42,7 +60,7 @@ ROUNDS = [
             "tokens": ["The", " cat", " dog", HOSTILE, " ran"],
             "parents": [-1, 0, 0, 1, 1],
             "path": [0, 1, 3],
-            "draws": [" cat", HOSTILE, " sat"],
+            "draws": [" cat", HOSTILE, " barks", " sat", " far"],
         },
     ),
     _round(
@@ -53,7 +71,7 @@ ROUNDS = [
             "tokens": [" sat", " on", " down"],
             "parents": [-1, 0, 0],
             "path": [0],
-            "draws": ["\n"],
+            "draws": ["\n", " it", " low"],
         },
     ),
     _round(
@@ -64,7 +82,7 @@ ROUNDS = [
             "tokens": ["\n", *CHAIN, " lower"],
             "parents": list(range(-1, DEEP + 1)),
             "path": list(range(DEEP + 1)),
-            "draws": [*CHAIN, " low"],
+            "draws": [*CHAIN, " low", " down"],
         },
     ),
     # A stop token ends the text, and the bonus is not emitted.
@@ -84,26 +102,24 @@ TOKENS = [token for each in ROUNDS for token in each["tokens"]]
 TEXT = "".join(token["text"] for token in TOKENS)
 STATS = {
     "running": 2,
-    "prefilling": 1,
     "waiting": 3,
     "slots": 4,
     "tokens_per_second": 88.125,
     "tree": "1,1",
-    "cache_tokens": {"used": 1840, "total": 2048},
     "rows": [
-        {"prompt_tokens": 812, "new_tokens": 41, "rounds": 16, "seconds": 2.0, "plain": False},
-        {"prompt_tokens": 12, "new_tokens": 1, "rounds": 0, "seconds": 0.0, "plain": True},
+        {"prompt_tokens": 812, "tokens": 41, "accepted": [1, 2, 0, 2]},
+        {"prompt_tokens": 12, "tokens": 1, "accepted": []},
     ],
 }
 
 
 def _plain_rounds(differ: bool) -> list[dict[str, Any]]:
     """The same tokens, one a round; the third is another where the twin is to differ."""
-    tokens = [{**token, "depth": 0} for token in TOKENS]
+    tokens = [_token(token["id"], token["text"]) for token in TOKENS]
     if differ:
-        tokens[2] = {"id": 999, "text": " other", "depth": 0}
+        tokens[2] = _token(999, " other")
     return [
-        {"round": number, "accepted": 0, "tokens": [token], "tree": None}
+        {"number": number, "accepted": 0, "tokens": [token], "tree": None}
         for number, token in enumerate(tokens)
     ]
 
@@ -169,11 +185,11 @@ class Replay:
         return StreamingResponse(self._stream(asked, rounds), media_type="text/event-stream")
 
     async def _stream(self, asked: str, rounds: list[dict[str, Any]]) -> AsyncIterator[bytes]:
-        # Two rounds come in one chunk, as if the reader had been slow.
-        groups = [rounds[:1], rounds[1:3], *([each] for each in rounds[3:])]
+        # Chunks hold several rounds where the reader was slow.
+        groups = [rounds[:2], rounds[2:3], *([each] for each in rounds[3:])]
         for index, group in enumerate(groups):
             text = "".join(token["text"] for each in group for token in each["tokens"])
-            for part in _halves(self._chunk(text, None, longspec={"rounds": group})):
+            for part in _halves(self._chunk(text, None, longspec=_told(group))):
                 yield part
                 await asyncio.sleep(0)
             if index == 1 and asked == "error":

@@ -1,6 +1,9 @@
 """The server's page in a real browser, over streams that are replayed."""
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from tests.browser import (
     show,
     violations,
 )
-from tests.serve.replay import DEEP, HOSTILE, STATS, TEXT, TOKENS, Replay, replaying
+from tests.serve.replay import DEEP, HOSTILE, TEXT, TOKENS, Replay, replaying
 
 pytestmark = needs_browser
 
@@ -286,14 +289,12 @@ def test_a_key_is_asked_for_and_not_kept(browser: Any) -> None:
 def test_the_server_is_watched_while_the_page_is_visible(browser: Any, server: Replay) -> None:
     opened(browser, server)
     facts = said(browser, "server-facts")
-    assert "88.1" in facts and "2 of 4 slots run, 1 in prefill, 3 wait" in facts
-    assert "1840 of 2048 tokens" in facts
+    assert "88.1" in facts and "2 of 4 slots run, 3 wait" in facts and "1,1" in facts
     rows = "[...document.querySelectorAll('#server-rows tbody tr')].map((row) => row.innerText)"
     assert run_script(browser, f"return {rows}") == [
-        "812\t41\t2.50\t20.0\tused",
-        "12\t1\t–\t–\trefused",
+        "812\t41\t1.25\t1 2 0 2",
+        "12\t1\t–\t",
     ]
-    assert len(STATS["rows"]) == 2
     hidden = "Object.defineProperty(document, 'visibilityState', {value: '%s', configurable: true})"
     signal = "document.dispatchEvent(new Event('visibilitychange'))"
     run_script(browser, f"{hidden % 'hidden'}; {signal}")
@@ -360,3 +361,21 @@ def test_what_is_read_aloud_is_not_every_token(browser: Any, server: Replay) -> 
     assert len(heard) == 2 and heard[0] == "The answer begins."
     live = "return document.querySelectorAll('[aria-live], [role=status], [role=alert]').length"
     assert run_script(browser, live) == 2
+
+
+def test_the_documented_example_is_understood(browser: Any, server: Replay) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    examples = map(json.loads, re.findall(r"```json\n(.*?)```", text, re.DOTALL))
+    [told] = [
+        example["longspec"] for example in examples if "rounds" in example.get("longspec", {})
+    ]
+    opened(browser, server)
+    rounds = browser.execute_script("return roundsOf(arguments[0], 6)", told)
+    assert [each["number"] for each in rounds] == [0, 7]
+    assert [token["text"] for each in rounds for token in each["tokens"]] == [
+        token["text"] for token in told["tokens"]
+    ]
+    [tree] = [each["tree"] for each in rounds if each["tree"]]
+    assert [tree["draws"][node] for node in tree["path"]] == [
+        token["text"] for token in rounds[1]["tokens"]
+    ]
