@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
+def add_loading(result: argparse.ArgumentParser, draft_help: str) -> Any:
     """Add the options that name models and say how to load them; returns their group."""
     group = result.add_argument_group("models")
     group.add_argument(
@@ -104,6 +104,12 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         help=f"devices to spread the models over: {cli.MESH_GRAMMAR}. tp: heads, MLP width and "
         "vocabulary; data: rows; fsdp: rows and weights. One device if absent",
     )
+    return group
+
+
+def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
+    """Add the options of models and of the calls that decode with them; returns their group."""
+    group = add_loading(result, draft_help)
     group.add_argument(
         "--row_slots",
         type=cli.COUNT,

@@ -1,1 +1,1 @@
-"""The HTTP server."""
+"""An HTTP server that speaks OpenAI's protocol over one engine."""

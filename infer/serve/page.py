@@ -30,6 +30,7 @@ def read_page() -> Page:
             "content-type": "text/html; charset=utf-8",
             "content-security-policy": _OPEN + policy + _CLOSED,
             "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
             "cache-control": "no-cache",
         },
     )
