@@ -181,6 +181,9 @@ class Replay:
             error = {"message": "64 requests are waiting", "type": "rate_limit", "code": None}
             return JSONResponse({"error": error}, 429, {"Retry-After": "7"})
         plain = body["longspec"].get("speculation") is False
+        if asked == "alone" and plain:
+            error = {"message": "the twin is refused", "type": "invalid_request_error"}
+            return JSONResponse({"error": error}, 400)
         rounds = _plain_rounds("differ" in asked) if plain else ROUNDS
         return StreamingResponse(self._stream(asked, rounds), media_type="text/event-stream")
 

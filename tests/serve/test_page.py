@@ -194,7 +194,11 @@ def test_pointing_shows_and_clicking_keeps(browser: Any, server: Replay) -> None
     [
         ("same", f"identical, all {len(TOKENS)} tokens: {len(TOKENS) - 1} passes of the target "),
         ("differ", f"first difference at token 3: here “{HOSTILE}”, plainly “␣other”."),
-        ("wait", "identical in 5 tokens, then the twin ended early. Stopped."),
+        (
+            "alone",
+            "identical in 0 tokens, then one of the two ended early. The server refused: the ",
+        ),
+        ("wait", "identical in 5 tokens, then one of the two ended early. Stopped."),
     ],
 )
 def test_a_plain_twin_is_compared(browser: Any, server: Replay, prompt: str, expected: str) -> None:
