@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -28,6 +27,7 @@ from .answers import DONE, ChatFormat, TextFormat, Writer, event, json_bytes
 from .engine_thread import EngineThread, State, Ticket
 from .metrics import Metrics
 from .openapi import describe
+from .page import read_page
 from .protocol import (
     MOST_BYTES,
     Call,
@@ -42,17 +42,8 @@ from .protocol import (
 from .rules import Refused
 
 LOG = logging.getLogger("longspec.serve")
-PAGE = Path(__file__).with_name("page.html")
 OPEN = frozenset({"/", "/health"})
 """Paths that need no key: the page is a file without data, which a browser asks for without one."""
-PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; connect-src 'self'; "
-    "style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
 CLIENT_GONE = 499
 """Written to the log where nobody reads the answer."""
 BODY_SECONDS = 60.0
@@ -317,7 +308,8 @@ class Routes:
 
     async def page(self, request: Request) -> Response:
         """The page: one file, which talks to no other server."""
-        return Response(PAGE.read_bytes(), headers=PAGE_HEADERS, media_type="text/html")
+        page = read_page()
+        return Response(page.body, headers=page.headers)
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The JSON object of a request.
