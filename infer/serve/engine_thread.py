@@ -339,6 +339,8 @@ class EngineThread:
             while self._take_in():
                 if self._engine.busy:
                     self._publish(self._engine.step())
+                    if (status := pending.of_output(self._engine, "status", None)) is not None:
+                        self._metrics.observe(status)
                 self._end_late()
         except BaseException as error:  # noqa: BLE001 - every open call is told.
             self._fail(error)

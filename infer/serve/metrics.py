@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -53,6 +54,17 @@ class Metrics:
         )
         self._ends = self._counter("request_success", "Ended requests.", "finished_reason")
         self.refused = self._counter("requests_refused", "Requests that met a full queue.")
+        self._cache = self._gauge("kv_cache_usage_perc", "Share of the slots' tokens in use.")
+        self._engine = {
+            name: self._counter(stem, words)
+            for name, stem, words in (
+                ("prefix_queries", "prefix_cache_queries", "Tokens of all prompts."),
+                ("prefix_hits", "prefix_cache_hits", "Those that were not prefilled anew."),
+                ("preemptions", "num_preemptions", "Rows that made room for better ones."),
+                ("recoveries", "num_recoveries", "Faults behind which the engine went on."),
+            )
+        }
+        self._seen = dict.fromkeys(self._engine, 0)
         self._first = self._histogram("time_to_first_token_seconds", "To the first token.", FIRST)
         self._between = self._histogram("inter_token_latency_seconds", "A later token.", BETWEEN)
         self._whole = self._histogram("e2e_request_latency_seconds", "A whole request.", WHOLE)
@@ -93,6 +105,18 @@ class Metrics:
         """Ask these functions for the numbers of rows whenever the metrics are read."""
         self._gauge("num_requests_running", "Rows that decode.").set_function(running)
         self._gauge("num_requests_waiting", "Rows without a first token.").set_function(waiting)
+
+    def observe(self, status: Any) -> None:
+        """Take over the engine's own counts.
+
+        Args:
+          status: an :class:`~longspec_jax.decoding.engine.EngineStatus`.
+        """
+        self._cache.set(status.tokens / status.capacity)
+        for name, counter in self._engine.items():
+            value = getattr(status, name)
+            counter.inc(value - self._seen[name])
+            self._seen[name] = value
 
     def tokens_per_second(self) -> float:
         """Of all rows together, over the last seconds."""
