@@ -51,7 +51,7 @@ CPU_CONTEXT = 4096
 PROMPT = "def fibonacci(n):"
 WHOLE_QUEUE = 16
 """Contexts that the queue holds unless --queue_tokens says otherwise."""
-LAST_WORDS = 3.0
+LAST_WORDS = 5.0
 """Seconds that streams have to send their last event."""
 
 
@@ -102,7 +102,7 @@ class Service:
         self.status.show("starting")
         start_devices()
         spec, _, _ = load_named(self._arguments, self.status)
-        with command_words():
+        with server_words():
             engine = self._planned(spec)
         self.status.clear()
         for line in self._lines(spec, engine):
@@ -211,6 +211,18 @@ class Service:
         base = f"http://{host}:{port}"
         for line in (f"ready: {base}/v1", f"try:   {curl(base, self._key)}", f"page:  {base}/"):
             print(line, flush=True)
+
+
+@contextlib.contextmanager
+def server_words() -> Iterator[None]:
+    """Say what the library refuses within in the words of this command."""
+    try:
+        with command_words():
+            yield
+    except MemoryError as error:
+        words = str(error).replace("--row_slots", "--slots")
+        words = words.replace("the prompt or --max_new_tokens", "--max_len")
+        raise MemoryError(words) from error
 
 
 def curl(base: str, key: str | None) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from infer.serve import __main__ as command
 from infer.serve.arguments import parser, read_key, read_template
-from infer.serve.command import bound, curl, fitting_slots
+from infer.serve.command import Service, bound, curl, fitting_slots, server_words
 from longspec_jax import cli
 from tests.children import environment
 from tests.infer.toys import save_toy, toy_spec
@@ -85,6 +85,26 @@ def test_slots_follow_from_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> N
     assert fitting_slots(spec, 1.0, 32, options) == 6
     assert fitting_slots(spec, 1.0, 4, options) == 4
     assert fitting_slots(spec, one / free, 32, options) == 1
+
+
+def planned(*typed: str) -> Any:
+    arguments = parser().parse_args(["--target=toy", "--draft=toy", *typed])
+    with socket.socket() as unused, server_words():
+        return Service(arguments, unused, None)._planned(toy_spec())
+
+
+def test_a_server_that_does_not_fit_says_which_option_to_lower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = planned("--slots=3", "--max_len=64", "--tree=2,2")
+    assert engine.engine.slots == 3 and engine.engine.drafter.tree.widths == (2, 2)
+    free = engine.memory.needed_bytes - 1
+    monkeypatch.setattr("longspec_jax.generation.memory.free_bytes", lambda mesh: free)
+    with pytest.raises(MemoryError) as caught:
+        planned("--slots=3", "--max_len=64", "--tree=2,2")
+    assert "--slots=" in str(caught.value) and "row_slots" not in str(caught.value)
+    with pytest.raises(ValueError, match="--max_len=999999 is more than the .* tokens"):
+        planned("--max_len=999999")
 
 
 def test_the_command_that_is_printed_says_where_the_key_goes() -> None:
