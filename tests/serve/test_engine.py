@@ -21,6 +21,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": "gh ab", "top_k": 5, "seed": 4, "max_tokens": 20, "ignore_eos": True},
     {"prompt": [3, 4, 5], "top_p": 0.8, "seed": 9, "max_tokens": 20, "stop_token_ids": [2]},
     {"prompt": "ab", "temperature": 0},
+    {"prompt": "gh ab", "min_p": 0.05, "seed": 6, "max_tokens": 20, "ignore_eos": True},
 ]
 
 
@@ -37,15 +38,16 @@ def server() -> Any:
         yield client
 
 
+STOPPED = {"prompt": "gh ab", "seed": 4, "max_tokens": 30, "ignore_eos": True, "stop": ["gh", "f"]}
 CHAT = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
 CHOICES = [{"prompt": "ab", "seed": seed, "max_tokens": 9} for seed in (7, 8, 9)]
 
 
 @pytest.fixture(scope="module")
 def alone() -> list[str | None]:
-    """The texts of all requests in a batch of the library: requests, choices, chat."""
+    """The texts of all requests in a batch of the library: requests, choices, with a stop, chat."""
     spec = toy_spec()
-    rows = [*REQUESTS, *CHOICES, {"prompt": "ab\ncd\n", **CHAT}]
+    rows = [*REQUESTS, *CHOICES, STOPPED, {"prompt": "ab\ncd\n", **CHAT}]
     prompts = [
         spec.tokenizer(row["prompt"])["input_ids"]
         if isinstance(row["prompt"], str)
@@ -53,7 +55,7 @@ def alone() -> list[str | None]:
         for row in rows
     ]
     lengths = map(len, prompts)
-    options = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 0}
+    options = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
     found = spec.generate(
         prompts,
         max_new_tokens=[
@@ -64,6 +66,7 @@ def alone() -> list[str | None]:
             [*([] if row.get("ignore_eos") else [0]), *row.get("stop_token_ids", [])]
             for row in rows
         ],
+        stop_strings=[row.get("stop", []) for row in rows],
         **{name: [row.get(name, value) for row in rows] for name, value in options.items()},
     )
     return [*found.text]
@@ -91,7 +94,15 @@ def test_concurrent_requests_get_the_texts_of_calls_of_their_own(
 def test_choices_have_seeds_of_their_own(server: Client, alone: list[str | None]) -> None:
     _, body = server.post("/v1/completions", n=3, **CHOICES[0])
     texts = [choice["text"] for choice in body["choices"]]
-    assert texts == alone[len(REQUESTS) : -1] and len({*texts}) > 1
+    assert texts == alone[len(REQUESTS) : -2] and len({*texts}) > 1
+
+
+def test_a_text_ends_before_a_stop_string(server: Client, alone: list[str | None]) -> None:
+    _, body = server.post("/v1/completions", **STOPPED)
+    [choice] = body["choices"]
+    assert choice["text"] == alone[-2] == streamed(server, STOPPED)
+    assert choice["finish_reason"] == "stop" and body["usage"]["completion_tokens"] < 30
+    assert not any(stop in choice["text"] for stop in STOPPED["stop"])
 
 
 def test_a_chat_continues_what_its_template_makes_of_the_messages(
