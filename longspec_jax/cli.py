@@ -30,6 +30,7 @@ SCRIPTS = {
     "infer.decode": "longspec-decode",
     "infer.eval": "longspec-eval",
     "infer.report": "longspec-report",
+    "infer.serve": "longspec-serve",
     "train.plot": "longspec-plot",
     "train.prepare": "longspec-prepare",
     "train.regenerate": "longspec-regenerate",

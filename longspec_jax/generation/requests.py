@@ -97,8 +97,9 @@ class RequestEngine:
         alone = has_same_bits(models.target)
         shape = Shape.for_call(max_tokens, 0, levels, models.prefill_chunk, alone=alone)
         batches = [slots, *[1] * prefills]
-        memory = plan_memory(models, drafters, draft, batches, shape.capacity, shape.chunk)
-        check_fits(memory, models.mesh)
+        self.memory = plan_memory(models, drafters, draft, batches, shape.capacity, shape.chunk)
+        """What the engine takes on the device."""
+        check_fits(self.memory, models.mesh)
         self.engine = Engine(
             *(models.target, drafters, Params(models.target_params, draft)),
             slots=slots,
