@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -66,7 +66,7 @@ class Eagle3Options:
     @property
     def features(self) -> tuple[int, ...] | None:
         """The layers as numbers; None for those that the file names."""
-        return self.layers and tuple(map(int, self.layers.split(","))) or None
+        return None if self.layers is None else tuple(map(int, self.layers.split(",")))
 
 
 class Seen(NamedTuple):
@@ -106,7 +106,7 @@ class Eagle3Draft(Draft):
     name: str = field(default="eagle3", init=False)
 
     @property
-    def own_params(self) -> object:
+    def own_params(self) -> Any:
         """The layer, and the tables that are not the target's."""
         return self.params.own_params
 
