@@ -1,6 +1,7 @@
 """An EAGLE-3 draft: its options, the draft bound to its target, and how it is loaded."""
 
 import re
+import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,4 +170,12 @@ def load(
             copied = {"layer": params.layer, "head": params.head}
             placed = jax.device_put(copied, param_shardings(mesh, copied))
             params = replace(params, **placed)
-    return Eagle3Draft(config, params, seen(config, target.config, options), stored)
+    reach = seen(config, target.config, options)
+    if reach.window is not None and options.window is None and config.window is None:
+        warnings.warn(
+            f"{source}: the draft was made for {config.max_positions} positions and the target for "
+            f"{target.config.max_positions}, so it sees the first {reach.sinks} and the last "
+            f"{reach.window} tokens of a text; the draft option window=N changes that",
+            stacklevel=2,
+        )
+    return Eagle3Draft(config, params, reach, stored)

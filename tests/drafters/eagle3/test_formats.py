@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax.config import LinearRopeScaling, Llama3RopeScaling, TargetConfig
+from longspec_jax.config import PLAIN, LinearRopeScaling, Llama3RopeScaling, TargetConfig
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3.checkpoint import Format, save_draft
 from longspec_jax.drafters.eagle3.config import Eagle3Config, Yarn
@@ -343,6 +343,13 @@ def test_what_is_seen_follows_from_the_trained_range() -> None:
     ) == (None, 0)
     stretched = config_for(CONFIG, max_positions=64).stretched(4.0)
     assert (stretched.max_positions, stretched.rope_scaling) == (256, Yarn(4.0, 64))
+
+
+def test_a_window_that_nobody_named_is_said(tmp_path: Path) -> None:
+    folder = _saved(tmp_path, "authors", max_position_embeddings=512)
+    with pytest.warns(UserWarning, match=r"made for 512 .* for 1024, .* first 4 and the last 476 "):
+        assert load(folder, TARGET).drafter(PLAIN).window == 476
+    assert load(folder, TARGET, Eagle3Options(window=300)).drafter(PLAIN).sinks == 4
 
 
 @pytest.mark.parametrize("name", DRAFTS)
