@@ -79,8 +79,10 @@ class Eagle3Drafter(Drafter):
 
     @property
     def needs(self) -> Needs:
-        """The hidden states that it fuses; of the tokens in its window where it has no sinks."""
-        recent = self.window if self.window is not None and not self.sinks else None
+        """The hidden states that it fuses; of the last tokens alone where it has no sinks."""
+        recent = None
+        if self.window is not None and not self.sinks:
+            recent = self.window + 1  # The oldest entry has the feature of the token before it.
         return Needs(hidden=tuple(sorted({*self.config.features})), recent=recent)
 
     def begin(self, params: Params, batch: int, capacity: int) -> Eagle3State:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from longspec_jax import LongSpec
+from longspec_jax.cli import as_options, draft_option
 from longspec_jax.config import PLAIN, LinearRopeScaling, Llama3RopeScaling, TargetConfig
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3.checkpoint import Format, save_draft
@@ -23,10 +25,11 @@ from longspec_jax.drafters.eagle3.dialects import (
     SPECULATORS,
     Dialect,
 )
-from longspec_jax.drafters.eagle3.load import Eagle3Options, Seen, load, seen
+from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, Seen, load, seen
 from longspec_jax.drafters.registry import EAGLE3, LONGSPEC
 from longspec_jax.loading import choose_drafts
 from tests.drafters.eagle3.toys import config_for, random_params
+from tests.infer.toys import save_toy, toy_spec
 from tests.kit import random_target, tiny_target_config
 
 CONFIG = tiny_target_config(num_layers=8)
@@ -359,3 +362,21 @@ def test_the_registry_knows_every_dialect(name: str, tmp_path: Path) -> None:
     _edit(tmp_path, architectures=None, speculators_model_type=None, draft_vocab_size=None)
     [chosen] = choose_drafts([tmp_path], {})
     assert chosen.kind is LONGSPEC
+
+
+def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
+    """With the options of the commands; the text is that of plain decoding."""
+    target, _ = save_toy(tmp_path)
+    config = config_for(toy_spec().target_config, proposable=11, features=(-1, 0, 0))
+    known = np.sort(np.random.default_rng(4).permutation(17)[:11])
+    folder = tmp_path / "eagle3"
+    save_draft(folder, Format(SPECFORGE, True, True), config, random_params(config, known))
+    options = as_options([draft_option("window=16"), draft_option("layers=-1,0,0")])
+    spec = LongSpec.from_pretrained(target, folder, draft_options=options, tree="2,2,1")
+    [draft] = spec.drafts
+    assert isinstance(draft, Eagle3Draft) and draft.seen == (16, 4)
+    chosen: dict[str, Any] = dict(max_new_tokens=24, temperature=1.0, seed=3)
+    text = "a bad cab had a fad"
+    result, plain = (spec.generate(text, tree=tree, **chosen) for tree in (spec.tree, PLAIN))
+    assert result.sequences == plain.sequences
+    assert result.stats.target_passes < plain.stats.target_passes
