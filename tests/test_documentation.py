@@ -104,11 +104,8 @@ def options_of_commands() -> dict[str, set[str]]:
 
 
 COMMAND = re.compile(
-<<<<<<< HEAD
-    r"python -m (infer\.bench [a-z]+|infer\.(?:chat|decode|eval|report)|train\.\w+)(.*)", re.DOTALL
-=======
-    r"python -m (infer\.bench [a-z]+|infer\.(?:decode|eval|report|serve)|train\.\w+)(.*)", re.DOTALL
->>>>>>> http
+    r"python -m (infer\.bench [a-z]+|infer\.(?:chat|decode|eval|report|serve)|train\.\w+)(.*)",
+    re.DOTALL,
 )
 OPTION = re.compile(r"--\w[\w.-]*")
 OTHERS_OPTIONS = ("--config", "--xla_", "--gpu", "--ntasks", "--signal", "--requeue")
