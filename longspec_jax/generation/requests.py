@@ -9,14 +9,18 @@
                 print(output.id, output.text, end="", flush=True)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
+
+import numpy as np
 
 from longspec_jax.checks import is_number, is_whole, shown, whole_number
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import measuring
 from longspec_jax.decoding.candidates import candidates_by_load, tallest
 from longspec_jax.decoding.engine import Engine, EngineStatus, StepOutput
+from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES, TokenLogprob
+from longspec_jax.decoding.report import Contents, RoundTree
 from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.trials import rehearse_requests
 from longspec_jax.drafters.base import Params
@@ -61,6 +65,13 @@ class RequestOutput:
     """Of the first output: tokens of the prompt that were not prefilled anew."""
     pieces: tuple[Piece, ...] = ()
     """The text by the tokens that completed it, and whether each was an accepted draft token."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of every token; empty if the request did not ask with ``logprobs=``."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Of the first output: of every token of the prompt but the first one, which has none. None if
+    the request did not ask with ``prompt_logprobs=``."""
+    trees: tuple[RoundTree, ...] = ()
+    """Of every round; empty in an engine made without ``traced=True``."""
 
 
 class RequestEngine:
@@ -81,6 +92,9 @@ class RequestEngine:
         prefixes: bool = False,
         offload_prefixes: int = 0,
         max_gap_ms: float | None = None,
+        logprobs: int | None = None,
+        adjusted: bool = False,
+        traced: bool = False,
     ) -> None:
         """Make vacant slots; arguments and errors as of :meth:`longspec_jax.LongSpec.engine`."""
         sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
@@ -89,6 +103,8 @@ class RequestEngine:
         _check_prefixes(models, prefixes, offload_prefixes)
         if max_gap_ms is not None and not (is_number(max_gap_ms) and max_gap_ms > 0):
             raise ValueError(f"max_gap_ms={shown(max_gap_ms)} must be a number of milliseconds")
+        if logprobs is not None:
+            whole_number("logprobs", logprobs, 0, MOST_ALTERNATIVES)
         drafters, draft = drafters_for(
             models, tree, slots, adaptive=adaptive, choices=candidates_by_load
         )
@@ -97,7 +113,9 @@ class RequestEngine:
         alone = has_same_bits(models.target)
         shape = Shape.for_call(max_tokens, 0, levels, models.prefill_chunk, alone=alone)
         batches = [slots, *[1] * prefills]
-        self.memory = plan_memory(models, drafters, draft, batches, shape.capacity, shape.chunk)
+        self.memory = plan_memory(
+            *(models, drafters, draft, batches, shape.capacity, shape.chunk), adjusted=adjusted
+        )
         """What the engine takes on the device."""
         check_fits(self.memory, models.mesh)
         self.engine = Engine(
@@ -111,6 +129,8 @@ class RequestEngine:
             prefixes=prefixes,
             host_bytes=offload_prefixes,
             readmits=True,
+            adjusted=adjusted,
+            contents=Contents(logprobs, trees=traced),
         )
         self._max_gap_ms = max_gap_ms
         self._models, self._texts = models, dict[int, RowText]()
@@ -138,6 +158,7 @@ class RequestEngine:
         *,
         chat_template: str | None = None,
         priority: int = 0,
+        speculate: bool = True,
         **options: Unpack[GenerateOptions],
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
@@ -145,6 +166,7 @@ class RequestEngine:
         Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row. A request of a lower
         ``priority`` goes first. Where all slots are taken it takes one of a higher ``priority``,
         whose text goes on later as if nothing had happened.
+        Without ``speculate`` the row accepts no draft token, and its text is the same.
 
         Returns:
           The number of the request.
@@ -165,7 +187,8 @@ class RequestEngine:
             raise ValueError(
                 f"priority={shown(priority)} must be a whole number; the lowest goes first"
             )
-        id = self.engine.submit(prompt, batch.request, priority=priority)
+        request = replace(batch.request, speculate=np.asarray([speculate]))
+        id = self.engine.submit(prompt, request, priority=priority)
         if (text := batch.text(0)) is not None:
             self._texts[id] = text
         return id
@@ -197,7 +220,10 @@ class RequestEngine:
         engine = self.engine
         if self.busy:
             raise RuntimeError("prepare() comes before the first request; let those there are end")
-        requests = [read_batch(self._models, [0], None, options).request for options in KINDS]
+        kinds = [options.copy() for options in KINDS]
+        if engine.contents.logprobs is not None:
+            kinds[-1].update(logprobs=0, prompt_logprobs=True)
+        requests = [read_batch(self._models, [0], None, options).request for options in kinds]
         if self._max_gap_ms is not None:
             a_round = measuring.longest_round(engine, requests[-1].sampling.kind)
             chunk = measuring.largest_chunk(
@@ -243,6 +269,9 @@ class RequestEngine:
             output.finish,
             output.cached,
             pieces,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            trees=output.trees,
         )
 
 
