@@ -26,9 +26,11 @@ from longspec_jax.config import MESH_AXES, TreeConfig
 
 SCRIPTS = {
     "infer.bench": "longspec-bench",
+    "infer.chat": "longspec-chat",
     "infer.decode": "longspec-decode",
     "infer.eval": "longspec-eval",
     "infer.report": "longspec-report",
+    "infer.serve": "longspec-serve",
     "train.plot": "longspec-plot",
     "train.prepare": "longspec-prepare",
     "train.regenerate": "longspec-regenerate",

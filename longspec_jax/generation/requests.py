@@ -14,13 +14,15 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from longspec_jax.checks import whole_number
+from longspec_jax.checks import is_number, is_whole, shown, whole_number
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.candidates import tallest
-from longspec_jax.decoding.engine import Engine, StepOutput
+from longspec_jax.decoding import measuring
+from longspec_jax.decoding.candidates import candidates_by_load, tallest
+from longspec_jax.decoding.engine import Engine, EngineStatus, StepOutput
 from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES, TokenLogprob
 from longspec_jax.decoding.report import Contents, RoundTree
 from longspec_jax.decoding.same_bits import has_same_bits
+from longspec_jax.decoding.trials import rehearse_requests
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.call import Shape
 from longspec_jax.generation.inputs import Inputs, read_batch
@@ -30,8 +32,14 @@ from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
 from longspec_jax.generation.run import tree_uses
 from longspec_jax.generation.stops import until
-from longspec_jax.generation.text import RowText
+from longspec_jax.generation.text import Piece, RowText
 
+KINDS: tuple[GenerateOptions, ...] = (
+    {"max_new_tokens": 2, "temperature": 0.0, "eos_token_id": []},
+    {"max_new_tokens": 2, "temperature": 1.0, "eos_token_id": []},
+    {"max_new_tokens": 2, "temperature": 1.0, "top_p": 0.5, "eos_token_id": []},
+)
+"""Options of one request of every kind that has programs of its own, the slowest last."""
 STOP_WIDTH = 8
 """Most stop tokens of a request."""
 
@@ -53,6 +61,10 @@ class RequestOutput:
     finish: str | None
     """None while the request runs; ``stop`` after a stop token or at a stop string, ``length`` at
     ``max_new_tokens``, ``error`` where the target's logits were not finite."""
+    cached_tokens: int = 0
+    """Of the first output: tokens of the prompt that were not prefilled anew."""
+    pieces: tuple[Piece, ...] = ()
+    """The text by the tokens that completed it, and whether each was an accepted draft token."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """Of every token; empty if the request did not ask with ``logprobs=``."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
@@ -77,6 +89,9 @@ class RequestEngine:
         tree: TreeConfig | None = None,
         adaptive: bool = False,
         prefills: int = 1,
+        prefixes: bool = False,
+        offload_prefixes: int = 0,
+        max_gap_ms: float | None = None,
         logprobs: int | None = None,
         adjusted: bool = False,
         traced: bool = False,
@@ -85,18 +100,24 @@ class RequestEngine:
         sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
         for name, value in sizes.items():
             whole_number(name, value)
+        _check_prefixes(models, prefixes, offload_prefixes)
+        if max_gap_ms is not None and not (is_number(max_gap_ms) and max_gap_ms > 0):
+            raise ValueError(f"max_gap_ms={shown(max_gap_ms)} must be a number of milliseconds")
         if logprobs is not None:
             whole_number("logprobs", logprobs, 0, MOST_ALTERNATIVES)
-        drafters, draft = drafters_for(models, tree, slots, adaptive=adaptive)
+        drafters, draft = drafters_for(
+            models, tree, slots, adaptive=adaptive, choices=candidates_by_load
+        )
         drafters = drafters if adaptive else drafters[:1]
         levels = tallest(drafters).tree.num_levels
         alone = has_same_bits(models.target)
         shape = Shape.for_call(max_tokens, 0, levels, models.prefill_chunk, alone=alone)
         batches = [slots, *[1] * prefills]
-        memory = plan_memory(
+        self.memory = plan_memory(
             *(models, drafters, draft, batches, shape.capacity, shape.chunk), adjusted=adjusted
         )
-        check_fits(memory, models.mesh)
+        """What the engine takes on the device."""
+        check_fits(self.memory, models.mesh)
         self.engine = Engine(
             *(models.target, drafters, Params(models.target_params, draft)),
             slots=slots,
@@ -105,9 +126,13 @@ class RequestEngine:
             short_chunks=shape.short_chunks,
             stop_width=STOP_WIDTH,
             prefills=prefills,
+            prefixes=prefixes,
+            host_bytes=offload_prefixes,
+            readmits=True,
             adjusted=adjusted,
             contents=Contents(logprobs, trees=traced),
         )
+        self._max_gap_ms = max_gap_ms
         self._models, self._texts = models, dict[int, RowText]()
         self._max_tokens = min(max_tokens, models.target_config.max_positions)
 
@@ -115,6 +140,11 @@ class RequestEngine:
     def busy(self) -> bool:
         """Whether a request waits or runs."""
         return self.engine.busy
+
+    @property
+    def status(self) -> EngineStatus:
+        """How many requests wait and run, and what was reused, preempted and recovered."""
+        return self.engine.status
 
     @property
     def trees(self) -> tuple[TreeUse, ...]:
@@ -127,13 +157,16 @@ class RequestEngine:
         generation_config: Any = None,
         *,
         chat_template: str | None = None,
+        priority: int = 0,
         speculate: bool = True,
         **options: Unpack[GenerateOptions],
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
 
-        Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row. Without ``speculate``
-        the row accepts no draft token, and its text is the same.
+        Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row. A request of a lower
+        ``priority`` goes first. Where all slots are taken it takes one of a higher ``priority``,
+        whose text goes on later as if nothing had happened.
+        Without ``speculate`` the row accepts no draft token, and its text is the same.
 
         Returns:
           The number of the request.
@@ -150,8 +183,12 @@ class RequestEngine:
                 f"a request is one row and {len(batch.prompts)} were given; submit each"
             )
         [prompt] = batch.prompts
+        if not is_whole(priority):
+            raise ValueError(
+                f"priority={shown(priority)} must be a whole number; the lowest goes first"
+            )
         request = replace(batch.request, speculate=np.asarray([speculate]))
-        id = self.engine.submit(prompt, request)
+        id = self.engine.submit(prompt, request, priority=priority)
         if (text := batch.text(0)) is not None:
             self._texts[id] = text
         return id
@@ -172,18 +209,33 @@ class RequestEngine:
         self._texts.pop(id, None)
 
     def prepare(self) -> None:
-        """Compile everything before the first request: greedy and sampled rounds, and any other.
+        """Compile everything before the first request, and time what ``max_gap_ms`` depends on.
 
-        And, where they are reported, log-probabilities of tokens and of prompts.
+        Nothing is compiled afterwards, whatever requests ask for. Timed too are the rounds of every
+        candidate tree beside 1, 2, 4 … live rows.
+
+        Raises:
+          RuntimeError: if there are requests.
         """
-        short: Any = {"max_new_tokens": 2, "eos_token_id": []}
-        any_other = {**short, "temperature": 1.0, "top_k": 1}
-        if self.engine.contents.logprobs is not None:
-            any_other |= {"logprobs": 0, "prompt_logprobs": True}
-        for options in (short, {**short, "temperature": 1.0}, any_other):
-            self.submit([0], **options)
-            while self.busy:
-                self.step()
+        engine = self.engine
+        if self.busy:
+            raise RuntimeError("prepare() comes before the first request; let those there are end")
+        kinds = [options.copy() for options in KINDS]
+        if engine.contents.logprobs is not None:
+            kinds[-1].update(logprobs=0, prompt_logprobs=True)
+        requests = [read_batch(self._models, [0], None, options).request for options in kinds]
+        if self._max_gap_ms is not None:
+            a_round = measuring.longest_round(engine, requests[-1].sampling.kind)
+            chunk = measuring.largest_chunk(
+                measuring.smaller_chunks(engine.prompts.chunk),
+                lambda size: measuring.chunk_seconds(engine, size, requests[0]),
+                *(a_round, self._max_gap_ms / 1000),
+            )
+            engine.prompts.take_chunks_of(chunk)
+        rehearse_requests(engine, requests)
+        if len(engine.drafters) > 1:
+            engine.choose_by(measuring.timed_policies(engine, requests[-1].sampling.kind))
+        engine.forget()
 
     def close(self) -> None:
         """Let go of all arrays."""
@@ -198,7 +250,7 @@ class RequestEngine:
         self.close()
 
     def _output(self, output: StepOutput) -> RequestOutput:
-        pieces = ()
+        pieces: tuple[Piece, ...] = ()
         if (own := self._texts.get(output.id)) is not None:
             said = output.tokens.tolist()[: -1 if output.finish == "error" else None]
             drafted, ended = output.drafted.tolist()[: len(said)], output.finish is not None
@@ -215,7 +267,22 @@ class RequestEngine:
             tuple(output.drafted.tolist()),
             output.rounds,
             output.finish,
+            output.cached,
+            pieces,
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
             trees=output.trees,
+        )
+
+
+def _check_prefixes(models: Models, prefixes: bool, host_bytes: int) -> None:
+    """Refuse a reuse of prefixes that is not possible."""
+    if not (is_whole(host_bytes) and host_bytes >= 0):
+        raise ValueError(f"offload_prefixes={shown(host_bytes)} must be a number of bytes")
+    if host_bytes and not prefixes:
+        raise ValueError("offload_prefixes is about prefixes that are reused; pass prefixes=True")
+    if prefixes and models.offload:
+        raise NotImplementedError(
+            "prefixes: a cache in the host's memory cannot be copied from slot to slot; leave out "
+            "offload, or prefixes"
         )
