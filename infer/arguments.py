@@ -20,13 +20,16 @@ DRAFT_HELP = (
     "Of several, what is fastest on this machine runs, and a --tree is that of the first. Plain "
     "decoding if absent"
 )
+NO_FILTER = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""Filters at the values that keep all tokens."""
 EPILOG = """\
 Without arguments the embedded demo model completes a held-out document of more than 8000 tokens.
 
 A file named - is standard input. An option that takes several values is repeated for each.
 
 A line of a --batch file is a JSON string, or an object with prompt, messages or input_ids and any
-of max_new_tokens, temperature, top_k, top_p, seed and eos_token_id for its row.
+of max_new_tokens, temperature, top_k, top_p, min_p, seed, eos_token_id and stop_strings for its
+row.
 
 Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 after Ctrl-C,
 143 after SIGTERM, 129 after SIGHUP: what was decoded until then is shown and, with --json, written.
@@ -42,9 +45,11 @@ def parser() -> argparse.ArgumentParser:
     )
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
-    _add_trees(add_models(result, DRAFT_HELP))
+    models = add_models(result, DRAFT_HELP)
+    add_memory(models)
+    add_trees(models)
     _add_prompts(result)
-    _add_sampling(result)
+    add_sampling(result)
     _add_output(result)
     return result
 
@@ -71,10 +76,11 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         "most frequent tokens only, by the table saved beside the draft (python -m "
         "train.vocabulary). LongSpec drafts and small language models: working=1024 reads that "
         "many tokens of a long cache, in chunks that the target attends to (SpecExtend), with "
-        "refresh=0 its first and last ones. All drafts: retrieve=N has the target check the "
-        "draft's rounds over N tokens of its cache first, chosen by its last queries; --tree is "
-        "then the chain that this yields, and retrieve_tree=4,16,16 the draft's own tree "
-        "(docs/retrieval.md)",
+        "refresh=0 its first and last ones. EAGLE-3 drafts: window=N sees the last N tokens, and "
+        "the first 4 (sinks=4), in constant memory; int8 as above. All drafts: retrieve=N has the "
+        "target check the draft's rounds over N tokens of its cache first, chosen by its last "
+        "queries; --tree is then the chain that this yields, and retrieve_tree=4,16,16 the draft's "
+        "own tree (docs/retrieval.md)",
     )
     group.add_argument("--revision", type=cli.word, help="version of the target on the hub")
     group.add_argument("--draft_revision", type=cli.word, help="version of the draft on the hub")
@@ -104,6 +110,11 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         help=f"devices to spread the models over: {cli.MESH_GRAMMAR}. tp: heads, MLP width and "
         "vocabulary; data: rows; fsdp: rows and weights. One device if absent",
     )
+    return group
+
+
+def add_memory(group: Any) -> None:
+    """Add the options that decide where the rows of a call lie."""
     group.add_argument(
         "--row_slots",
         type=cli.COUNT,
@@ -117,10 +128,10 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         help="keep the target's cache in the host's memory, for contexts that do not fit on the "
         "device; every pass moves the cache, so let it verify much (docs/retrieval.md)",
     )
-    return group
 
 
-def _add_trees(group: Any) -> None:
+def add_trees(group: Any) -> None:
+    """Add the options that choose what is proposed."""
     group.add_argument(
         "--tree",
         type=cli.tree,
@@ -147,6 +158,11 @@ def _add_prompts(result: argparse.ArgumentParser) -> None:
         "--batch", type=cli.path, metavar="FILE.jsonl", help="prompts to decode as one batch"
     )
     group.add_argument("--all_prompts", action="store_true", help="every sample prompt of the demo")
+    add_style(result)
+
+
+def add_style(result: Any) -> None:
+    """Add the option that chooses a chat format."""
     result.add_argument(
         "--prompt_style",
         choices=[*STYLES],
@@ -156,19 +172,27 @@ def _add_prompts(result: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_sampling(result: argparse.ArgumentParser) -> None:
+def add_sampling(result: argparse.ArgumentParser) -> None:
+    """Add the options of the draws, and those that end a row."""
     group = result.add_argument_group("generation")
     defaults = {
         "max_new_tokens": (256, "most tokens to generate"),
         "temperature": (0.0, "0 is greedy"),
         "top_p": (1.0, "1 keeps all tokens"),
         "top_k": (0, "0 keeps all tokens"),
+        "min_p": (0.0, "least share of the most likely token's probability"),
         "seed": (0, "of the draws"),
     }
     for name, (value, note) in defaults.items():
         kind = cli.number(SAMPLING[name])
         group.add_argument(f"--{name}", type=kind, default=value, help=note)
     group.add_argument("--ignore_eos", action="store_true", help="do not stop at stop tokens")
+    group.add_argument(
+        "--stop",
+        **cli.several(cli.any_text),
+        metavar="TEXT",
+        help="end before this text, beside the stop tokens; $'\\n' is a line feed in most shells",
+    )
 
 
 def _add_output(result: argparse.ArgumentParser) -> None:
@@ -197,13 +221,14 @@ def _add_output(result: argparse.ArgumentParser) -> None:
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generation options for all rows."""
     options = {name: getattr(arguments, name) for name in SAMPLING}
-    return {**options, "eos_token_id": []} if arguments.ignore_eos else options
+    options |= {"eos_token_id": []} if arguments.ignore_eos else {}
+    return options | ({"stop_strings": arguments.stop} if arguments.stop else {})
 
 
 def row_options(arguments: argparse.Namespace, row: Prompt) -> dict[str, Any]:
     """The options of a row: its own come first, and filters hold only where it samples."""
     merged = {**sampling_options(arguments), **row.options}
-    return merged if merged["temperature"] > 0 else {**merged, "top_k": 0, "top_p": 1.0}
+    return merged if merged["temperature"] > 0 else {**merged, **NO_FILTER}
 
 
 def is_demo(arguments: argparse.Namespace) -> bool:
@@ -347,22 +372,18 @@ def _files(arguments: argparse.Namespace) -> Iterator[str]:
 def _filters(arguments: argparse.Namespace, rows: Sequence[Prompt]) -> Iterator[str]:
     samples = [row.options.get("temperature", arguments.temperature) > 0 for row in rows]
     for row, draws in zip(rows, samples, strict=True):
-        for option in ("top_k", "top_p"):
+        for option, without in NO_FILTER.items():
             value = row.options.get(option)
-            if value is not None and not draws and _has_effect(option, value):
+            if value is not None and not draws and value != without:
                 yield (
                     f"{row.name}: {option} {value} filters what is drawn, and temperature 0 draws "
                     "nothing; give the row a temperature above 0, or drop it"
                 )
     if any(samples) or arguments.temperature > 0:
         return
-    for option in ("top_k", "top_p"):
-        if _has_effect(option, getattr(arguments, option)):
+    for option, without in NO_FILTER.items():
+        if getattr(arguments, option) != without:
             yield (
                 f"--{option} {getattr(arguments, option)} filters what is drawn, and --temperature "
                 "0 draws nothing; pass a --temperature above 0, or drop it"
             )
-
-
-def _has_effect(option: str, value: float) -> bool:
-    return value > 0 if option == "top_k" else value < 1

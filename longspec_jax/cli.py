@@ -26,9 +26,11 @@ from longspec_jax.config import MESH_AXES, TreeConfig
 
 SCRIPTS = {
     "infer.bench": "longspec-bench",
+    "infer.chat": "longspec-chat",
     "infer.decode": "longspec-decode",
     "infer.eval": "longspec-eval",
     "infer.report": "longspec-report",
+    "infer.serve": "longspec-serve",
     "train.plot": "longspec-plot",
     "train.prepare": "longspec-prepare",
     "train.regenerate": "longspec-regenerate",
@@ -443,6 +445,13 @@ def word(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("the value is empty; leave the option out instead")
     return text
+
+
+def any_text(value: str) -> str:
+    """Text of any characters, spaces and line feeds too, but not empty."""
+    if not value:
+        raise argparse.ArgumentTypeError("the text is empty; leave the option out instead")
+    return value
 
 
 def one_of(known: Sequence[str]) -> Callable[[str], str]:

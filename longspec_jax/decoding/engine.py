@@ -15,8 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import jax
@@ -491,7 +489,7 @@ class Engine:
         if not any(self._may_go_on(id) for id in live):
             return
         choice = self._choices.next(self._launches.choices, self._most_rounds(), len(live))
-        kind = reduce(or_, (self._active[id].waiting.request.sampling.kind for id in live))
+        kind = max(self._active[id].waiting.request.sampling.kind for id in live)
         self._rows, packed = self._launch(choice, kind)
 
         def read(packed: np.ndarray, seconds: float) -> list[StepOutput]:

@@ -23,7 +23,7 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.copies import write_chunk
 from longspec_jax.decoding.programs import RECENT, program
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert
-from longspec_jax.decoding.sampling import ANY_KIND, NO_TOKEN, Sampling, draw, noise
+from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, SamplingKind, draw, noise
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.ops.partitioned import use_mesh
@@ -219,7 +219,7 @@ def rows_outline(
     def begun(params: Params, request: Request) -> Rows:
         cache, _, draft = _empty(target, drafter, batch, capacity, params)
         none = jnp.zeros(batch, jnp.int32)
-        sampling = request.sampling.of_kind(ANY_KIND)
+        sampling = request.sampling.of_kind(SamplingKind.ANY)
         return Rows(cache, draft, none, none, none, sampling, request.stop_tokens)
 
     rows = jax.eval_shape(begun, params, request)
@@ -358,7 +358,7 @@ def vacant(
     shardings = RowShardings.beside(params.target, batch)
     cache, _, draft = _allocate(target, drafter, batch, capacity, shardings)(params)
     none, stops = np.zeros(batch, np.int32), np.full((batch, stop_width), -1, np.int32)
-    sampling = Sampling.greedy(batch).of_kind(ANY_KIND)
+    sampling = Sampling.greedy(batch).of_kind(SamplingKind.ANY)
     small = jax.device_put((none, none, none, sampling, stops), shardings.rows)
     return Rows(cache, draft, *small)
 
@@ -435,6 +435,6 @@ def _start(
     first = draw(logits[:, None], gumbel, request.sampling)[:, 0]
     stopped = (request.stop_tokens == first[:, None]).any(axis=1) | (first == NO_TOKEN)
     remaining = jnp.where(stopped, 0, jnp.maximum(request.max_new_tokens - 1, 0))
-    sampling = request.sampling.of_kind(ANY_KIND)
+    sampling = request.sampling.of_kind(SamplingKind.ANY)
     started = _Started(first, remaining, sampling, request.stop_tokens)
     return jax.lax.with_sharding_constraint(started, shardings.rows)

@@ -21,7 +21,7 @@ from longspec_jax.decoding.engine import Engine, StepOutput
 from longspec_jax.decoding.policy import Always, Choice, FastestWithinBudget, Measurement, Policy
 from longspec_jax.decoding.round import Report, many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, RowShardings, insert
-from longspec_jax.decoding.sampling import ANY_KIND, Sampling, SamplingKind
+from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.trials import branch as branch_of
@@ -108,6 +108,7 @@ def asked(row: int) -> Request:
         np.asarray([(0, 5)[row % 2]], np.int32),
         np.asarray([1.0 - 0.05 * row], np.float32),
         np.asarray([11 * row], np.uint32),
+        np.asarray([-np.inf], np.float32),
     )
     stops = np.asarray([[row, -1]], np.int32)
     return Request(sampling, stops, np.asarray([NEW_OF[row % len(NEW_OF)]], np.int32))
@@ -290,7 +291,7 @@ def test_greedy_requests_run_programs_without_noise_or_sort() -> None:
     engine, kinds = open_engine(), []
     launch = engine._launch
     engine._launch = lambda choice, kind: (kinds.append(kind), launch(choice, kind))[1]  # type: ignore[method-assign]
-    greedy = SamplingKind(stochastic=False, filtered=False)
+    greedy = SamplingKind.GREEDY
     plain = replace(endless(6), sampling=asked(0).sampling.of_kind(greedy))
     engine.submit(prompt(1), plain)
     while engine.busy:
@@ -300,7 +301,7 @@ def test_greedy_requests_run_programs_without_noise_or_sort() -> None:
     engine.submit(prompt(3), endless(20))
     while engine.busy:
         engine.step()
-    assert kinds[-1] == ANY_KIND
+    assert kinds[-1] == SamplingKind.ANY
 
 
 def test_a_cancelled_request_makes_room_and_disturbs_nobody() -> None:
@@ -424,7 +425,7 @@ def test_a_round_asks_the_host_nothing(temperature: float) -> None:
     """
     target = CachedTarget(CONFIG, "reference")
     params = Params(TABLES, KINDS["longspec"][1])
-    kind = SamplingKind(stochastic=temperature > 0, filtered=False)
+    kind = SamplingKind.SAMPLED if temperature > 0 else SamplingKind.GREEDY
     for tree in (TREE, TreeConfig(TREE.widths, budget=7)):
         drafter = LongSpecDrafter(DRAFT, tree, "reference")
         rows = open_engine(target, [drafter], params).rows
@@ -508,7 +509,7 @@ def test_a_plain_round_that_keeps_the_draft_up_to_date_is_no_dearer() -> None:
     flops = []
     for drafter in (NoDraft(), candidates([LongSpecDrafter(draft, TREE)])[0]):
         rows = open_engine(target, [drafter], params).rows
-        lowered = one_round.lower(target, drafter, SamplingKind(False, False), params, rows)
+        lowered = one_round.lower(target, drafter, SamplingKind.GREEDY, params, rows)
         flops.append(lowered.compile().cost_analysis()["flops"])
     assert flops[0] < flops[1] <= 1.10 * flops[0]
 

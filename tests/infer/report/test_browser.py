@@ -1,9 +1,5 @@
-"""The page in a real browser: keyboard, pointer, narrow screens, light and dark, accessibility.
+"""The page in a real browser: keyboard, pointer, narrow screens, light and dark, accessibility."""
 
-Needs Chromium and its driver (``apt-get install chromium chromium-driver`` on Debian).
-"""
-
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,20 +7,22 @@ from typing import Any
 import pytest
 
 from infer.report.__main__ import main
+from tests.browser import (
+    DESKTOP,
+    PHONE,
+    brightness,
+    is_as_wide_as_the_screen,
+    needs_browser,
+    open_browser,
+    press,
+    run_script,
+    show,
+    violations,
+)
 
 from .made import HOSTILE, broken_down, record, run, studied, write
 
-pytest.importorskip("selenium", reason="driving a browser needs selenium (extra test)")
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
-DRIVER = shutil.which("chromedriver") or ""
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.multiproc,
-    pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver"),
-]
-PHONE, DESKTOP = (360, 740), (1280, 900)
+pytestmark = needs_browser
 
 
 def written(folder: Path, tasks: Sequence[str]) -> Path:
@@ -66,37 +64,8 @@ def small_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from selenium.webdriver import Chrome, ChromeOptions
-    from selenium.webdriver.chrome.service import Service
-
-    options = ChromeOptions()
-    options.binary_location = BROWSER
-    # Root, as in containers, has no sandbox; their shared memory is small.
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
-
-
-def show(browser: Any, page: Path, size: tuple[int, int], scheme: str = "light") -> None:
-    width, height = size
-    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    scheme_wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme_wanted)
-    browser.get(page.as_uri())
-
-
-def run_script(browser: Any, script: str) -> Any:
-    return browser.execute_script(script)
-
-
-def press(browser: Any, *keys: str) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-
-    ActionChains(browser).send_keys(*keys).perform()
+    with open_browser() as driver:
+        yield driver
 
 
 def panel(browser: Any) -> str:
@@ -104,7 +73,7 @@ def panel(browser: Any) -> str:
 
 
 def test_nothing_of_a_model_is_run(browser: Any, page: Path) -> None:
-    show(browser, page, DESKTOP)
+    show(browser, page.as_uri(), DESKTOP)
     assert browser.title == "Evaluation of demo"
     assert browser.get_log("browser") == []  # Nothing was refused or failed to load, either.
     foreign = "return document.querySelectorAll('b, i, [onmouseover]').length"
@@ -117,48 +86,36 @@ def test_the_page_is_no_wider_than_the_screen(
     browser: Any, page: Path, size: tuple[int, int]
 ) -> None:
     """Wide tables scroll within their box; at least one has to on a phone."""
-    show(browser, page, size)
+    show(browser, page.as_uri(), size)
     run_script(browser, "document.querySelectorAll('details').forEach((each) => each.open = true)")
-    wide, shown = run_script(
-        browser, "const e = document.documentElement; return [e.scrollWidth, e.clientWidth]"
-    )
-    assert wide <= shown <= size[0]
+    assert is_as_wide_as_the_screen(browser, size)
     boxes = "return [...document.querySelectorAll('.scroll')]"
     assert run_script(browser, f"{boxes}.some((box) => box.scrollWidth > box.clientWidth)")
     assert run_script(browser, f"{boxes}.every((box) => box.tabIndex === 0)")
 
 
 def test_light_and_dark(browser: Any, page: Path) -> None:
-    colours = "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
-    show(browser, page, DESKTOP, "light")
-    light = run_script(browser, colours)
-    show(browser, page, DESKTOP, "dark")
-    dark = run_script(browser, colours)
-    brightness = [[sum(map(int, c[4:-1].split(","))) for c in pair] for pair in (light, dark)]
-    assert brightness[0][0] > 600 > brightness[0][1] and brightness[1][0] < 150 < brightness[1][1]
+    show(browser, page.as_uri(), DESKTOP, "light")
+    ground, ink = brightness(browser)
+    assert ground > 600 > ink
+    show(browser, page.as_uri(), DESKTOP, "dark")
+    ground, ink = brightness(browser)
+    assert ground < 150 < ink
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_rules_of_accessibility(browser: Any, small_page: Path, scheme: str) -> None:
     """Those that axe has: contrast, names, roles, order, headings and so on."""
-    axe = pytest.importorskip("axe_core_python.selenium", reason="needs axe-core-python").Axe()
-    show(browser, small_page, DESKTOP, scheme)
+    show(browser, small_page.as_uri(), DESKTOP, scheme)
     run_script(browser, "document.querySelectorAll('details').forEach((each) => each.open = true)")
     run_script(browser, "document.querySelectorAll('.text .token')[1].focus()")
-    found = axe.run(browser)
-    told = [
-        f"{rule['id']}: {rule['help']}: {node['html'][:120]} {node['any'][:1]}"
-        for rule in found["violations"]
-        for node in rule["nodes"][:3]
-    ]
-    assert told == []
-    assert len(found["passes"]) > 20
+    assert violations(browser) == []
 
 
 def test_keys_go_from_token_to_token(browser: Any, page: Path) -> None:
     from selenium.webdriver.common.keys import Keys
 
-    show(browser, page, DESKTOP)
+    show(browser, page.as_uri(), DESKTOP)
     assert "No round is chosen" in panel(browser)
     tokens = "[...document.querySelectorAll('.text .token')]"
     stops = f"return {tokens}.filter((token) => token.tabIndex === 0).length"
@@ -195,7 +152,7 @@ def test_keys_go_from_token_to_token(browser: Any, page: Path) -> None:
 def test_pointing_shows_and_clicking_keeps(browser: Any, page: Path) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
-    show(browser, page, DESKTOP)
+    show(browser, page.as_uri(), DESKTOP)
     tokens = browser.find_elements("css selector", ".text .token")
     tokens[4].click()
     assert panel(browser).startswith("Round 2")
@@ -209,8 +166,8 @@ def test_pointing_shows_and_clicking_keeps(browser: Any, page: Path) -> None:
 def test_without_scripts_the_text_is_there(browser: Any, page: Path) -> None:
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
-        show(browser, page, PHONE)
-        assert "Trees are shown by a script" in browser.find_element("tag name", "noscript").text
+        show(browser, page.as_uri(), PHONE)
+        assert "A script shows the trees" in browser.find_element("tag name", "noscript").text
         shades = browser.find_elements("css selector", ".text .depth-1")
         assert [each.text for each in shades][0].strip() == "cat"
     finally:

@@ -1,0 +1,369 @@
+"""The routes: requests in, answers and streams out, and what guards them.
+
+The application knows the engine's thread by its tickets alone. It never blocks the event loop:
+texts are tokenised by a few threads of their own.
+"""
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from . import metrics as metrics_lib
+from .answers import DONE, ChatFormat, TextFormat, Writer, event, json_bytes
+from .engine_thread import EngineThread, State
+from .metrics import Metrics
+from .openapi import describe
+from .page import read_page
+from .protocol import (
+    MOST_BYTES,
+    Call,
+    ServedModel,
+    read_call,
+    read_detokenize,
+    read_json,
+    read_tokenize,
+    rows_of,
+    too_large,
+)
+from .rules import Refused
+from .tickets import Ticket
+
+LOG = logging.getLogger("longspec.serve")
+OPEN = frozenset({"/", "/health"})
+"""Paths that need no key: the page is a file without data, which a browser asks for without one."""
+CLIENT_GONE = 499
+"""Written to the log where nobody reads the answer."""
+BODY_SECONDS = 60.0
+"""In which a client must have sent its request."""
+TOKENISERS = 2
+"""Threads."""
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the routes answer with."""
+
+    model: ServedModel
+    thread: EngineThread
+    metrics: Metrics
+    about: dict[str, Any] = field(default_factory=dict)
+    """Of the model, for ``/v1/models`` and the page."""
+    slots: int = 1
+    created: int = 0
+    api_key: str | None = None
+    log_prompts: bool = False
+
+
+def make_app(served: Served) -> ASGIApp:
+    """The application of a server."""
+    routes = Routes(served)
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", partial(routes.complete, chat=False), methods=["POST"]),
+            Route("/v1/chat/completions", partial(routes.complete, chat=True), methods=["POST"]),
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{name:path}", routes.models),
+            Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/detokenize", routes.detokenize, methods=["POST"]),
+            Route("/health", routes.health),
+            Route("/metrics", routes.metrics),
+            Route("/stats", routes.stats),
+            Route("/openapi.json", routes.openapi),
+            Route("/", routes.page),
+        ],
+        exception_handlers={
+            Refused: _refused,
+            HTTPException: _http_error,
+            ClientDisconnect: _gone,
+            Exception: _failed,
+        },
+    )
+    return app if served.api_key is None else KeyGuard(app, served.api_key)
+
+
+class KeyGuard:
+    """Lets requests pass that carry the key, and those to open paths."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._key = app, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 401 without the key."""
+        if scope["type"] != "http" or scope["path"] in OPEN or self._has_key(scope):
+            await self._app(scope, receive, send)
+            return
+        refused = Refused(
+            "the API key is missing or wrong; send the header Authorization: Bearer KEY",
+            status=401,
+            code="invalid_api_key",
+        )
+        response = refusal(refused)
+        response.headers["www-authenticate"] = "Bearer"
+        await response(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        # compare_digest takes a time that does not tell how much of the key was right.
+        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+
+
+def refusal(refused: Refused) -> Response:
+    """A refusal in OpenAI's error shape."""
+    headers = {} if refused.retry_after is None else {"retry-after": str(refused.retry_after)}
+    return as_json(refused.body, refused.status, headers)
+
+
+def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON answer."""
+    return Response(json_bytes(value), status, headers, "application/json")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    LOG.info("%s %r %d: refused", request.method, request.url.path, error.status)
+    return refusal(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the router refuses."""
+    assert isinstance(error, HTTPException)
+    words = {
+        404: f"there is no {request.url.path}; see /openapi.json",
+        405: f"{request.url.path} does not take {request.method}; see /openapi.json",
+    }
+    response = refusal(
+        Refused(words.get(error.status_code, error.detail), status=error.status_code)
+    )
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A defect of the server; its traceback goes to the log."""
+    return refusal(Refused(f"the server has a defect: {type(error).__name__}", status=500))
+
+
+class Events(StreamingResponse):
+    """A stream of events that ends its call when nobody reads it any more."""
+
+    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], None]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
+
+
+class Routes:
+    """The handlers."""
+
+    def __init__(self, served: Served) -> None:
+        """Bind what they answer with."""
+        self._served, self._model, self._thread = served, served.model, served.thread
+        self._text_of = functools.cache(lambda token: served.model.decode([token]))
+        self._pool = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenize")
+
+    async def complete(self, request: Request, chat: bool) -> Response:
+        """Completions of both kinds, whole or as a stream."""
+        self._thread.check_room()
+        given = await self._body(request)
+        call = read_call(given, self._model, chat=chat)
+        rows = await self._in_pool(rows_of, call, self._model)
+        if self._served.log_prompts:
+            LOG.info("prompt: %s", call.messages or call.prompts)
+        ticket = self._thread.submit(rows)
+        writer = self._writer(call, ticket)
+        try:
+            if await until_gone(request, ticket.begun()):
+                return Response(status_code=CLIENT_GONE)
+            if call.stream:
+                end, stream = partial(self._close, request, call, ticket, 200), ticket
+                ticket = None
+                return Events(self._events(writer, stream), end)
+            gone = await until_gone(request, _read_all(ticket))
+            self._log(request, call, ticket, CLIENT_GONE if gone else 200)
+            if gone:
+                return Response(status_code=CLIENT_GONE)
+            # Log-probabilities of a long prompt take a while to write.
+            body = await self._in_pool(lambda: json_bytes(writer.body()))
+            return Response(body, media_type="application/json")
+        finally:
+            if ticket is not None:
+                self._thread.cancel(ticket)
+
+    def _writer(self, call: Call, ticket: Ticket) -> Writer:
+        if call.echo:
+            for index, answer in enumerate(ticket.answers):
+                prompt = call.prompts[index // call.n]
+                # The caller's own string, which tokens may not give back.
+                answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
+        form = (ChatFormat if call.chat else TextFormat)(self._text_of)
+        return Writer(call, form, self._model.names[0], ticket.answers, self._text_of)
+
+    async def _events(self, writer: Writer, ticket: Ticket) -> AsyncIterator[bytes]:
+        """The events of a call; ``[DONE]`` comes last, behind an error if there is one."""
+        try:
+            yield writer.opening()
+            async for row, gain in ticket.gains():
+                if events := writer.events(row, gain):
+                    yield events
+            yield writer.ending()
+        except Refused as refused:
+            yield event(refused.body) + DONE
+        except Exception as error:
+            LOG.exception("a stream has failed")
+            words = f"the server has a defect: {type(error).__name__}"
+            yield event(Refused(words, status=500).body) + DONE
+
+    def _close(self, request: Request, call: Call, ticket: Ticket, status: int) -> None:
+        self._log(request, call, ticket, status)
+        self._thread.cancel(ticket)
+
+    def _log(self, request: Request, call: Call, ticket: Ticket, status: int) -> None:
+        LOG.info(
+            "%s %r %d: %d prompt tokens, %d new, %s",
+            request.method,
+            request.url.path,
+            status,
+            sum(len(row.tokens) for row in ticket.rows),
+            sum(answer.new for answer in ticket.answers),
+            "stream" if call.stream else "whole",
+        )
+
+    async def models(self, request: Request) -> Response:
+        """The model under each of its names, or one of them."""
+        entries = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._served.created,
+                "owned_by": "longspec",
+                "max_model_len": self._model.max_len,
+                "longspec": self._served.about,
+            }
+            for name in self._model.names
+        ]
+        if (name := request.path_params.get("name")) is None:
+            return as_json({"object": "list", "data": entries})
+        found = next((entry for entry in entries if entry["id"] == name), None)
+        if found is None:
+            message = f"the model {name!r:.80} does not exist; see /v1/models"
+            raise Refused(message, "model", status=404, code="model_not_found")
+        return as_json(found)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or of messages."""
+        given = await self._body(request)
+        tokens, texts = await self._in_pool(read_tokenize, given, self._model)
+        found = {"count": len(tokens), "max_model_len": self._model.max_len, "tokens": tokens}
+        return as_json({**found, "token_strs": [*map(self._text_of, tokens)]} if texts else found)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        given = await self._body(request)
+        tokens = read_detokenize(given, self._model)
+        return as_json({"prompt": await self._in_pool(self._model.decode, tokens)})
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are taken, else 503."""
+        state = self._thread.state
+        return as_json({"status": state.value}, 200 if state is State.READY else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """All counts, for Prometheus."""
+        return Response(self._served.metrics.text(), headers={"content-type": metrics_lib.TYPE})
+
+    async def stats(self, request: Request) -> Response:
+        """What the page shows: rows and tokens per second, without texts."""
+        more = {"slots": self._served.slots, "tree": self._model.tree}
+        return as_json({**self._thread.stats(), **more})
+
+    async def openapi(self, request: Request) -> Response:
+        """The description of all routes."""
+        return as_json(describe(self._served.api_key is not None))
+
+    async def page(self, request: Request) -> Response:
+        """The page: one file, which talks to no other server."""
+        page = read_page()
+        return Response(page.body, headers=page.headers)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON object of a request.
+
+        Other types of content are refused: a page of another site can send them without asking.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise Refused(
+                f"the body has the type {kind[:80]!r}; send JSON with the header Content-Type: "
+                "application/json",
+                status=415,
+            )
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > MOST_BYTES:
+                        raise too_large()
+        except TimeoutError:
+            raise Refused(f"the body took longer than {BODY_SECONDS:g} s", status=408) from None
+        return read_json(bytes(body))
+
+    async def _in_pool(self, work: Callable[..., Found], *arguments: Any) -> Found:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+
+async def _read_all(ticket: Ticket) -> None:
+    async for _ in ticket.gains():
+        pass
+
+
+async def until_gone(request: Request, work: Awaitable[None]) -> bool:
+    """Await something, unless the client leaves first; whether it has left.
+
+    The body must have been read: what comes then is the client's leaving.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return True
+        working.result()
+        return False
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,183 @@
+"""The options of ``python -m infer.serve``: declared, and checked against each other."""
+
+import argparse
+from pathlib import Path
+
+import longspec_jax
+from longspec_jax import cli, files
+from longspec_jax.checks import Real, Whole
+
+from .. import arguments as shared
+from ..prompts import STYLES
+
+EPILOG = """\
+Without options it serves the embedded demo model on this machine alone. It speaks OpenAI's protocol
+(docs/serving.md). Clients need the address that it prints.
+
+SIGTERM and Ctrl-C end it in order: requests that run are finished, new ones are refused.
+
+Exit status: 0 after SIGTERM or Ctrl-C while it serves, 2 for a request that cannot be met, 1 for a
+failure while running, 130 after Ctrl-C and 143 after SIGTERM before it serves.
+"""
+_SECONDS = cli.number(Real(0.0, 1e6, "above 0", includes_least=False))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's parser."""
+    result = cli.Parser(
+        prog=cli.command_name(__package__),
+        description="Serve a model with speculation over HTTP, in OpenAI's protocol.",
+        epilog=EPILOG,
+    )
+    version = f"longspec_jax {longspec_jax.__version__}"
+    result.add_argument("--version", action="version", version=version)
+    group = shared.add_models(result, "Plain decoding if absent")
+    group.add_argument(
+        "--tree",
+        type=cli.tree,
+        help=f"what the draft proposes in a round: {cli.TREE_GRAMMAR}. none: plain decoding. If "
+        "absent, the server chooses by measured tokens per second",
+    )
+    group.add_argument(
+        "--chat_template",
+        type=cli.path,
+        metavar="FILE",
+        help="a Jinja template for chat messages instead of the tokenizer's own, or the name of a "
+        f"format: {', '.join(STYLES)}",
+    )
+    result.set_defaults(row_slots=None, offload=False, adaptive=False, compare=None, stream=None)
+    result.set_defaults(batch=None, prompt_file=None)
+    _add_address(result.add_argument_group("address"))
+    _add_sizes(result.add_argument_group("sizes"))
+    _add_limits(result.add_argument_group("limits"))
+    return result
+
+
+def _add_address(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--host",
+        type=cli.word,
+        default="127.0.0.1",
+        help="the address to listen at; 0.0.0.0 for all of this machine's",
+    )
+    group.add_argument(
+        "--port", type=cli.number(Whole(0, 65535)), default=8000, help="0 for any free one"
+    )
+    keys = group.add_mutually_exclusive_group()
+    keys.add_argument(
+        "--api_key", type=cli.word, metavar="KEY", help="what clients must send; none if absent"
+    )
+    keys.add_argument(
+        "--api_key_file", type=cli.file_path, metavar="FILE", help="a file with the key"
+    )
+    group.add_argument(
+        "--served_model_name",
+        **cli.several(cli.word),
+        metavar="NAME",
+        help="the model's name for clients; the target's if absent",
+    )
+
+
+def _add_sizes(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max_len",
+        type=cli.COUNT,
+        metavar="TOKENS",
+        help="most tokens of a request, prompt and answer; those that the target was made for if "
+        "absent, on a CPU at most 4096",
+    )
+    slots = group.add_mutually_exclusive_group()
+    slots.add_argument(
+        "--slots", type=cli.COUNT, help="requests that are decoded at once; others wait"
+    )
+    slots.add_argument(
+        "--memory",
+        type=cli.number(Real(0.0, 1.0, "above 0, at most 1", includes_least=False)),
+        metavar="SHARE",
+        default=0.9,
+        help="of the free memory, for as many slots as fit",
+    )
+    group.add_argument(
+        "--max_gap_ms",
+        type=_SECONDS,
+        metavar="MS",
+        help="the longest pause of a running stream while a prompt is read; sets the size of "
+        "prompt chunks",
+    )
+    group.add_argument(
+        "--offload_prefixes",
+        type=cli.COUNT,
+        metavar="BYTES",
+        help="of the host's memory, for prompts that no slot holds any more; 0 if absent",
+    )
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--queue_requests", type=cli.COUNT, default=256, help="most requests without a first token"
+    )
+    group.add_argument(
+        "--queue_tokens",
+        type=cli.COUNT,
+        metavar="TOKENS",
+        help="most tokens of their prompts; 16 times --max_len if absent",
+    )
+    group.add_argument(
+        "--request_seconds",
+        type=_SECONDS,
+        metavar="SECONDS",
+        help="a request that takes longer is ended; no limit if absent",
+    )
+    group.add_argument(
+        "--drain_seconds",
+        type=_SECONDS,
+        metavar="SECONDS",
+        default=30.0,
+        help="how long requests that run are awaited after SIGTERM or Ctrl-C",
+    )
+    group.add_argument("--log_prompts", action="store_true", help="write prompts to the log")
+    cli.add_traceback(group)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+      ValueError: for the first contradiction.
+    """
+    shared.check(arguments)
+
+
+def read_key(arguments: argparse.Namespace) -> str | None:
+    """The API key; None for none.
+
+    Raises:
+      OSError: for a file that cannot be read.
+      ValueError: for one without a key.
+    """
+    if arguments.api_key_file is None:
+        return arguments.api_key
+    key = _text(arguments.api_key_file, "--api_key_file").strip()
+    if not key or "\n" in key:
+        raise ValueError(f"--api_key_file={arguments.api_key_file} must hold the key on one line")
+    return key
+
+
+def read_template(arguments: argparse.Namespace) -> str | None:
+    """The chat template that is named, as text, or the name of a format; None for none.
+
+    Raises:
+      OSError: for a file that cannot be read.
+    """
+    named = arguments.chat_template
+    if named is None or named in STYLES:
+        return named
+    return _text(Path(named), "--chat_template")
+
+
+def _text(path: Path, option: str) -> str:
+    try:
+        return files.expanded(str(path)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OSError(f"{option}={path} cannot be read: {reason}") from None

@@ -1,0 +1,282 @@
+"""What ``python -m infer.serve`` does: load, plan, compile, serve, and end in order.
+
+The port is bound before anything is loaded, so that a port in use is said at once, and listens
+when everything is compiled.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from longspec_jax import LongSpec
+from longspec_jax.checks import shown_bytes
+from longspec_jax.cli import counted
+from longspec_jax.generation.chat import encode_chat, encode_text
+from longspec_jax.generation.memory import free_bytes
+from longspec_jax.generation.requests import RequestEngine
+from longspec_jax.status_line import StatusLine
+
+from ..arguments import is_demo
+from ..models import load_named, start_devices
+from ..prompts import STYLES
+from ..results import memory_plan_line
+from ..wording import command_words
+from . import pending
+from .app import Served
+from .arguments import read_template
+from .engine_thread import EngineThread
+from .fields import MOST_ALTERNATIVES
+from .http_server import HttpServer, log_to_stderr
+from .metrics import Metrics
+from .protocol import ServedModel
+
+PREFILLS = 4
+"""Prompts that may be read at once; each takes a row of memory beside the slots."""
+MOST_SLOTS, MOST_CPU_SLOTS = 32, 4
+"""Slots that are made of free memory."""
+CPU_CONTEXT = 4096
+"""Most tokens of a request on a CPU, where none are named: reading longer prompts takes minutes."""
+PROMPT = "def fibonacci(n):"
+WHOLE_QUEUE = 16
+"""Contexts that the queue holds unless --queue_tokens says otherwise."""
+
+
+class Service:
+    """A server from its arguments to its end."""
+
+    def __init__(self, arguments: argparse.Namespace, listener: socket.socket, key: str | None):
+        """Begin with nothing loaded.
+
+        Args:
+          arguments: of the command, settled.
+          listener: has the address.
+          key: that clients must send, if any.
+        """
+        self._arguments, self._listener, self._key = arguments, listener, key
+        self._template = read_template(arguments)
+        self.status = StatusLine(sys.stderr)
+        self._spec: LongSpec | None = None
+        self._engine: RequestEngine | None = None
+
+    def load(self) -> None:
+        """Load the models, plan the memory and compile everything."""
+        self.status.show("starting")
+        start_devices()
+        spec, _, _ = load_named(self._arguments, self.status)
+        with server_words():
+            engine = self._planned(spec)
+        self.status.clear()
+        for line in self._lines(spec, engine):
+            print(line, flush=True)
+        self.status.show("compiling")
+        engine.prepare()
+        self.status.clear()
+        self._spec, self._engine = spec, engine
+
+    def _planned(self, spec: LongSpec) -> RequestEngine:
+        """The engine, with the slots that are named or fit."""
+        arguments = self._arguments
+        most = spec.target_config.max_positions
+        on_cpu = jax.default_backend() == "cpu"
+        named = arguments.max_len or (CPU_CONTEXT if on_cpu else most)
+        if arguments.max_len is not None and named > most:
+            raise ValueError(
+                f"--max_len={named} is more than the {most} tokens that the target was made for; "
+                "lower it"
+            )
+        self._max_len = min(named, most)
+        options = {
+            "max_tokens": self._max_len,
+            "tree": arguments.tree if spec.drafts else None,
+            "adaptive": bool(spec.drafts) and arguments.tree is None,
+            "prefills": PREFILLS,
+            "logprobs": MOST_ALTERNATIVES,
+            "adjusted": True,
+            "traced": True,
+            "prefixes": True,
+            "offload_prefixes": arguments.offload_prefixes or 0,
+            "max_gap_ms": arguments.max_gap_ms,
+        }
+        options = pending.known(spec.engine, options)
+        slots = arguments.slots
+        if slots is None:
+            limit = MOST_CPU_SLOTS if on_cpu else MOST_SLOTS
+            slots = fitting_slots(spec, arguments.memory, limit, options)
+        return spec.engine(slots=slots, **options)
+
+    def _lines(self, spec: LongSpec, engine: RequestEngine) -> Iterator[str]:
+        drafter = engine.engine.drafter
+        draft = f"draft {drafter.name}, tree {drafter.tree}" if drafter.tree.widths else "no draft"
+        yield f"  {self._names[0]}: {draft}; {spec.target_config.dtype}"
+        yield f"  {memory_plan_line(engine.memory)}"
+        free = free_bytes(spec.mesh)
+        slots = counted(engine.engine.slots, "slot")
+        yield f"  {slots} of {self._max_len} tokens" + (
+            "" if free is None else f"; {shown_bytes(free)} are free"
+        )
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        named = self._arguments.served_model_name
+        own = "demo" if is_demo(self._arguments) else str(self._arguments.target)
+        return tuple(named) if named else (own,)
+
+    def serve(self) -> int:
+        """Serve until a signal or a failure; returns the exit status."""
+        assert self._spec is not None and self._engine is not None, "loaded before"
+        spec, engine, arguments = self._spec, self._engine, self._arguments
+        model = served_model(
+            spec,
+            engine,
+            names=self._names,
+            max_len=self._max_len,
+            most_rows=arguments.queue_requests,
+            template=self._template,
+        )
+        tree = engine.engine.drafter.tree
+        metrics = Metrics(tree.num_levels)
+        queue_tokens = arguments.queue_tokens or WHOLE_QUEUE * self._max_len
+        thread = EngineThread(
+            engine,
+            metrics,
+            queue_requests=arguments.queue_requests,
+            queue_tokens=queue_tokens,
+            request_seconds=arguments.request_seconds,
+            levels=tree.num_levels,
+            nodes=tree.num_nodes - 1,
+        )
+        served = Served(
+            model=model,
+            thread=thread,
+            metrics=metrics,
+            about={
+                "chat": model.encode_chat is not None,
+                "max_model_len": self._max_len,
+                "tree": model.tree,
+                "drafter": model.drafter,
+                "identical": spec.identical,
+            },
+            slots=engine.engine.slots,
+            created=int(time.time()),
+            api_key=self._key,
+            log_prompts=arguments.log_prompts,
+        )
+        log_to_stderr()
+        server = HttpServer(served, self._listener, arguments.drain_seconds)
+        return asyncio.run(server.run(self._announce))
+
+    def _announce(self) -> None:
+        """One line with the address, one to type, one with the page."""
+        host, port = self._listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        base = f"http://{host}:{port}"
+        for line in (f"ready: {base}/v1", f"try:   {curl(base, self._key)}", f"page:  {base}/"):
+            print(line, flush=True)
+
+
+@contextlib.contextmanager
+def server_words() -> Iterator[None]:
+    """Say what the library refuses within in the words of this command."""
+    try:
+        with command_words():
+            yield
+    except MemoryError as error:
+        words = str(error).replace("--row_slots", "--slots")
+        words = words.replace("the prompt or --max_new_tokens", "--max_len")
+        raise MemoryError(words) from error
+
+
+def curl(base: str, key: str | None) -> str:
+    """A command that asks the server for a text."""
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 32})
+    words = ["curl", "-s", f"{base}/v1/completions", "-H", "Content-Type: application/json"]
+    typed = shlex.join([*words, "-d", body])
+    return typed if key is None else f'{typed} -H "Authorization: Bearer $API_KEY"'
+
+
+def served_model(
+    spec: LongSpec,
+    engine: RequestEngine,
+    *,
+    names: tuple[str, ...],
+    max_len: int,
+    most_rows: int,
+    template: str | None = None,
+) -> ServedModel:
+    """What requests are checked against.
+
+    Args:
+      spec: the loaded models.
+      engine: over them.
+      names: of the model.
+      max_len: most tokens of a request.
+      most_rows: of a request.
+      template: as in :func:`chat_encoder`.
+    """
+    tokenizer, drafter = spec.tokenizer, engine.engine.drafter
+
+    def encode(text: str, special: bool) -> list[int]:
+        return encode_text(tokenizer, text, special=special, max_positions=max_len)
+
+    def decode(tokens: Sequence[int]) -> str:
+        if tokenizer is None:
+            return ""
+        return tokenizer.decode([*tokens], clean_up_tokenization_spaces=False)
+
+    return ServedModel(
+        names=names,
+        max_len=max_len,
+        vocab_size=spec.target_config.vocab_size,
+        stop_tokens=tuple(spec.stop_tokens),
+        most_rows=most_rows,
+        encode=encode,
+        decode=decode,
+        encode_chat=chat_encoder(tokenizer, template, max_len),
+        tree=str(drafter.tree) if drafter.tree.widths else None,
+        drafter=drafter.name if drafter.tree.widths else None,
+    )
+
+
+def chat_encoder(
+    tokenizer: Any, template: str | None, max_len: int
+) -> Callable[[list[dict[str, Any]]], list[int]] | None:
+    """What makes tokens of chat messages; None without a template.
+
+    Args:
+      tokenizer: of the target, or None.
+      template: a name of ``STYLES``, a Jinja text, or None for the tokenizer's own.
+      max_len: most tokens.
+    """
+    if tokenizer is None or (template is None and not getattr(tokenizer, "chat_template", None)):
+        return None
+    if template in STYLES:
+        style = STYLES[template]
+        return lambda messages: style(tokenizer, messages)
+    return lambda messages: encode_chat(tokenizer, messages, template, max_positions=max_len)
+
+
+def fitting_slots(spec: LongSpec, share: float, most: int, options: dict[str, Any]) -> int:
+    """The slots that fit into a share of the free memory, at least one and at most ``most``.
+
+    Raises:
+      MemoryError: if not even one fits.
+    """
+    one = spec.engine(slots=1, **options).memory.needed_bytes
+    free = free_bytes(spec.mesh)
+    if free is None or most == 1:
+        return most
+    try:
+        each = spec.engine(slots=2, **options).memory.needed_bytes - one
+    except MemoryError:
+        return 1
+    more = int(free * share - one) // max(each, 1)
+    return max(1, min(most, 1 + more))

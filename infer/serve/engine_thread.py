@@ -1,0 +1,377 @@
+"""The one thread that drives the engine.
+
+The event loop submits rows and cancels them; the thread steps the engine and hands out what rows
+have gained. Neither waits for the other: what a slow reader has not read yet is joined to one gain.
+What is queued is bounded, in requests and in tokens.
+"""
+
+import contextlib
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any, Protocol
+
+from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
+
+from . import pending
+from .gains import Answer, Gain
+from .metrics import Metrics
+from .protocol import Row
+from .rules import Refused
+from .tickets import Ticket, wake
+
+SHUTTING_DOWN = "the server is shutting down; send the request to another one, or later"
+LONGEST_RETRY = 60
+"""Seconds."""
+RECENT = 16
+"""Rounds of each row in the numbers for the page."""
+
+
+class State(Enum):
+    """Whether requests are taken."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class DrivenEngine(Protocol):
+    """What the thread needs of an engine; that of ``LongSpec.engine``."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        ...
+
+    def submit(self, inputs: Any, **options: Any) -> int:
+        """Queue a request."""
+        ...
+
+    def step(self) -> Sequence[Any]:
+        """Run something, and return what requests have gained."""
+        ...
+
+    def cancel(self, id: int) -> None:
+        """End a request."""
+        ...
+
+    def close(self) -> None:
+        """Let go of all arrays."""
+        ...
+
+
+class EngineThread:
+    """Drives an engine in a thread of its own."""
+
+    def __init__(
+        self,
+        engine: DrivenEngine,
+        metrics: Metrics,
+        *,
+        queue_requests: int,
+        queue_tokens: int,
+        request_seconds: float | None = None,
+        levels: int = 0,
+        nodes: int = 0,
+    ) -> None:
+        """Bind an engine that is prepared; :meth:`start` begins.
+
+        Args:
+          engine: used by the thread alone from then on, which closes it in the end.
+          metrics: counts what happens.
+          queue_requests: most rows that wait for their first token.
+          queue_tokens: most tokens of their prompts together.
+          request_seconds: after which a call is ended; None for no limit.
+          levels: of the engine's tree, for what answers say of it.
+          nodes: draft tokens of the engine's tree.
+        """
+        self._engine, self._metrics = engine, metrics
+        self._most_requests, self._most_tokens = queue_requests, queue_tokens
+        self._seconds = math.inf if request_seconds is None else request_seconds
+        self._levels, self._nodes = levels, nodes
+        self.on_failure: Callable[[BaseException], object] | None = None
+        """Called in the thread with what has ended it."""
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._rows: dict[int, tuple[Ticket, int]] = {}
+        self._tickets: set[Ticket] = set()
+        """All that have not ended, those in the inbox too."""
+        self._queued_rows = self._queued_tokens = 0
+        self._ended: deque[float] = deque(maxlen=32)
+        self._closing = False
+        self.state = State.READY
+        self._thread = threading.Thread(target=self._run, name="engine")
+        metrics.watch(lambda: len(self._running()), lambda: self._queued_rows)
+
+    def start(self) -> None:
+        """Begin to step."""
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            self._thread.start()
+        finally:
+            threading.stack_size(before)
+
+    # Called by the event loop.
+
+    @property
+    def open_calls(self) -> int:
+        """Calls that have not ended."""
+        return len(self._tickets)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for the page: no texts and no names."""
+        rows = self._running()
+        return {
+            "running": len(rows),
+            "waiting": self._queued_rows,
+            "tokens_per_second": self._metrics.tokens_per_second(),
+            "rows": [
+                {
+                    "prompt_tokens": len(answer.prompt),
+                    "tokens": answer.new,
+                    "accepted": [one for gain in answer.gains[-RECENT:] for one in gain.rounds][
+                        -RECENT:
+                    ],
+                }
+                for answer in rows
+            ],
+        }
+
+    def _running(self) -> list[Answer]:
+        """The rows with a first token that have not ended."""
+        with self._changed:
+            return [
+                answer
+                for ticket in self._tickets
+                for answer in ticket.answers
+                if answer.times.first is not None and not answer.ended
+            ]
+
+    def check_ready(self) -> None:
+        """Refuse new requests where none are taken.
+
+        Raises:
+          Refused: while the server drains, and after a failure.
+        """
+        if self.state is State.DRAINING:
+            raise Refused(SHUTTING_DOWN, status=503, code="draining", retry_after=5)
+        if self.state is State.FAILED:
+            raise Refused("the engine has failed and the server ends", status=503, retry_after=5)
+
+    def check_room(self, rows: int = 1, tokens: int = 0) -> None:
+        """Refuse requests for which the queue has no room.
+
+        Args:
+          rows: of the request.
+          tokens: of their prompts together. A prompt of more tokens than the queue holds is taken
+            when nothing waits.
+
+        Raises:
+          Refused: also where no requests are taken at all.
+        """
+        self.check_ready()
+        full = self._queued_rows + rows > self._most_requests
+        long = self._queued_tokens + tokens > self._most_tokens and self._queued_rows
+        if full or long:
+            self._metrics.refused.inc()
+            raise Refused(
+                f"the queue is full: {self._queued_rows} requests of {self._queued_tokens} tokens "
+                "wait; try again later",
+                status=429,
+                code="queue_full",
+                retry_after=self._retry_after(),
+            )
+
+    def submit(self, rows: Sequence[Row]) -> Ticket:
+        """Queue the rows of a call, all or none.
+
+        Raises:
+          Refused: if the queue is full, or no requests are taken.
+        """
+        tokens = sum(len(row.tokens) for row in rows)
+        with self._changed:
+            self.check_room(len(rows), tokens)
+            ticket = Ticket(rows, time.monotonic() + self._seconds, self._levels)
+            self._queued_rows += len(rows)
+            self._queued_tokens += tokens
+            self._tickets.add(ticket)
+            self._post(partial(self._begin, ticket))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a call before its time, if it has not ended."""
+        with self._changed:
+            if ticket in self._tickets:
+                self._post(partial(self._end, ticket, "cancelled"))
+
+    def drain(self) -> None:
+        """Take no more requests; those that were taken go on."""
+        with self._changed:
+            if self.state is State.READY:
+                self.state = State.DRAINING
+
+    def abandon(self) -> None:
+        """End all calls, as the server shuts down."""
+        with self._changed:
+            for ticket in self._tickets:
+                refused = Refused(SHUTTING_DOWN, status=503, code="shutting_down", retry_after=5)
+                self._post(partial(self._end, ticket, "abandoned", refused))
+
+    def close(self) -> None:
+        """End the thread once nothing is open, and wait for it."""
+        self.drain()
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _post(self, work: Callable[[], None]) -> None:
+        self._inbox.append(work)
+        self._changed.notify()
+
+    def _retry_after(self) -> int:
+        """Seconds in which one more row is likely to have ended."""
+        if len(self._ended) < 2:
+            return 1
+        each = (time.monotonic() - self._ended[0]) / len(self._ended)
+        return min(LONGEST_RETRY, max(1, math.ceil(each)))
+
+    # Called by the thread.
+
+    def _run(self) -> None:
+        try:
+            while self._take_in():
+                if self._engine.busy:
+                    self._publish(self._engine.step())
+                    if (status := pending.of_output(self._engine, "status", None)) is not None:
+                        self._metrics.observe(status)
+                self._end_late()
+        except BaseException as error:  # noqa: BLE001 - every open call is told.
+            self._fail(error)
+        finally:
+            with contextlib.suppress(Exception):
+                self._engine.close()
+
+    def _take_in(self) -> bool:
+        """Do what the event loop has asked for; whether the thread goes on."""
+        with self._changed:
+            while not (self._inbox or self._engine.busy):
+                if self._closing:
+                    return False
+                self._changed.wait()
+            work = [*self._inbox]
+            self._inbox.clear()
+        for each in work:
+            each()
+        return True
+
+    def _begin(self, ticket: Ticket) -> None:
+        for index, row in enumerate(ticket.rows):
+            try:
+                id = self._engine.submit(
+                    [*row.tokens], **pending.submittable(self._engine, row.options)
+                )
+            except (*USER_ERRORS, TypeError, Refused) as error:
+                refused = error if isinstance(error, Refused) else Refused(str(error))
+                self._end(ticket, "refused", refused)
+                return
+            ticket.ids.append(id)
+            self._rows[id] = ticket, index
+        ticket.begin()
+        wake([ticket])
+
+    def _publish(self, outputs: Iterable[Any]) -> None:
+        now, woken = time.monotonic(), set()
+        for output in outputs:
+            if output.id not in self._rows:
+                continue
+            ticket, index = self._rows[output.id]
+            gain, times = self._gain(output), ticket.answers[index].times
+            if times.first is None:
+                self._count_first(ticket, len(ticket.rows[index].tokens))
+                self._metrics.first(now - ticket.arrived, len(ticket.rows[index].tokens))
+                times.first = now
+            else:
+                self._metrics.between(now - (times.last or now), len(gain.tokens))
+            times.last = now
+            self._metrics.gained(now, gain)
+            ticket.put(index, gain)
+            woken.add(ticket)
+            if gain.finish is not None:
+                del self._rows[output.id]
+                ticket.open -= 1
+                self._ended.append(now)
+                self._metrics.ended(gain.finish, now - ticket.arrived)
+            if not ticket.open:
+                self._forget(ticket)
+        wake(woken)
+
+    def _gain(self, output: Any) -> Gain:
+        rounds = tuple(output.rounds)
+        return Gain(
+            tokens=output.tokens,
+            text=output.text,
+            drafted=output.drafted,
+            rounds=rounds,
+            proposed=len(rounds) * self._nodes,
+            finish=output.finish,
+            logprobs=pending.of_output(output, "logprobs", ()),
+            prompt_logprobs=pending.of_output(output, "prompt_logprobs", None),
+            trees=pending.of_output(output, "trees", ()),
+            cached=pending.of_output(output, "cached_tokens", 0) or 0,
+        )
+
+    def _count_first(self, ticket: Ticket, tokens: int) -> None:
+        """A row waits no longer."""
+        with self._changed:
+            ticket.waiting -= 1
+            self._queued_rows -= 1
+            self._queued_tokens -= tokens
+
+    def _end(self, ticket: Ticket, how: str, refused: Refused | None = None) -> None:
+        """End a call before its time."""
+        if ticket not in self._tickets:
+            return
+        for id in ticket.ids:
+            if self._rows.pop(id, None) is not None:
+                self._engine.cancel(id)
+        for index, row in enumerate(ticket.rows):
+            if ticket.answers[index].times.first is None:
+                self._count_first(ticket, len(row.tokens))
+        for _ in range(ticket.open):
+            self._metrics.ended(how, time.monotonic() - ticket.arrived)
+        ticket.fail(refused or Refused("the request was cancelled", status=499))
+        self._forget(ticket)
+        wake([ticket])
+
+    def _forget(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._tickets.discard(ticket)
+
+    def _end_late(self) -> None:
+        """End calls that take too long."""
+        if self._seconds == math.inf:
+            return
+        now = time.monotonic()
+        for ticket in [one for one in self._tickets if one.deadline < now]:
+            message = f"the request took longer than --request_seconds={self._seconds:g}"
+            self._end(ticket, "late", Refused(message, status=504, code="timeout"))
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell every open call, and take no more."""
+        with self._changed:
+            self.state = State.FAILED
+            self._inbox.clear()
+            tickets, self._tickets = [*self._tickets], set()
+        message = explained(error)[0] if isinstance(error, Exception) else repr(error)
+        for ticket in tickets:
+            ticket.fail(Refused(f"the engine has failed: {message}", status=500))
+            self._metrics.ended("failed", time.monotonic() - ticket.arrived)
+        wake(tickets)
+        if self.on_failure is not None:
+            self.on_failure(error)
