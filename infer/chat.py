@@ -232,7 +232,6 @@ class Chat:
             what = "reading" if self._compiled else "compiling and reading"
             self._status.show(what, cli.counted(self.conversation.ask(text), "token"))
             cli.run_in_thread(work)
-            self._compiled = True
         except cli.Stopped:
             raise
         except KeyboardInterrupt:
@@ -254,6 +253,7 @@ class Chat:
             said.append(output.text)
             begun = begun if counts.tokens else time.perf_counter()
             counts.tokens += len(output.tokens)
+            self._compiled |= counts.rounds > 0
             counts.rounds += len(output.rounds)
         seconds = time.perf_counter() - begun
         self._status.clear()
