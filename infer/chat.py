@@ -252,18 +252,16 @@ class Chat:
             self.screen.pieces(output.pieces)
             said.append(output.text)
             begun = begun if counts.tokens else time.perf_counter()
-            counts.tokens += len(output.tokens)
+            counts.add(output)
             self._compiled |= counts.rounds > 0
-            counts.rounds += len(output.rounds)
         seconds = time.perf_counter() - begun
         self._status.clear()
         self.screen.end_line()
         if counts.tokens:
             self.conversation.keep(Turn(text, "".join(said)))
         if self._is_terminal:
-            speed = f", {(counts.tokens - 1) / seconds:.0f} tokens/s" if counts.rounds else ""
             how = " (ended by Ctrl-C)" if stop.is_set() else ""
-            self.screen.dim(f"[{counts}{speed}]{how}\n")
+            self.screen.dim(f"[{counts.described(seconds)}]{how}\n")
         elif not any(said):
             self.screen.line()  # An answer without text is one all the same.
 

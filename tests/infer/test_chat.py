@@ -109,7 +109,8 @@ def test_what_cannot_be_met_is_refused_in_a_sentence(loaded, monkeypatch, capsys
 
 
 def test_a_terminal_has_colours_and_ctrl_c_ends_an_answer(loaded, monkeypatch, capsys) -> None:
-    answer = generated(loaded, "ab cd\n")
+    first = "ab cd " * 6
+    answer = generated(loaded, f"{first}\n")
     step, steps = type(loaded.conversation._engine).step, []
 
     def interrupted(engine):
@@ -121,14 +122,15 @@ def test_a_terminal_has_colours_and_ctrl_c_ends_an_answer(loaded, monkeypatch, c
         return step(engine)
 
     monkeypatch.setattr(type(loaded.conversation._engine), "step", interrupted)
-    lines = ["ab cd", "gh", KeyboardInterrupt(), "/forget 2", "ab cd"]
+    lines = [first, "gh", KeyboardInterrupt(), "/forget 2", first]
     status, shown = conversed(loaded, monkeypatch, lines, terminal=True)
     assert status == 0 and GREEN in shown and "(ended by Ctrl-C)" in shown
     assert "Ctrl-D or /exit leaves" in shown and shown.count(" per target pass, ") >= 2
+    assert shown.count("32 of the prompt reused") >= 2, "a chunk"
     bare = shown.replace(GREEN, "").replace(RESET, "")
     assert bare.startswith(answer) and bare.count(answer) == 2
     assert 3 <= steps.count(1) < 6
-    assert [turn.user for turn in loaded.conversation.turns] == ["ab cd"]
+    assert [turn.user for turn in loaded.conversation.turns] == [first]
 
 
 def test_a_signal_that_ends_the_program_does(loaded, monkeypatch) -> None:
