@@ -92,6 +92,17 @@ def test_lines_of_a_pipe_are_turns_of_one_text(loaded, monkeypatch, capsys) -> N
     assert capsys.readouterr().err == ""
 
 
+def test_a_file_comes_before_the_next_message(loaded, monkeypatch, tmp_path, capsys) -> None:
+    (tmp_path / "a b").write_text("abc")
+    lines = [f"/file {tmp_path}", "/file ", f"/file {tmp_path / 'a b'}", "gh", "/reset", "gh"]
+    status, shown = conversed(loaded, monkeypatch, lines)
+    texts = (generated(loaded, text) for text in ("abc\n\ngh\n", "gh\n"))
+    assert shown == "".join(text if text.endswith("\n") else f"{text}\n" for text in texts)
+    first, second = capsys.readouterr().err.splitlines()
+    assert status == 2 and first.startswith(f"error: /file: {tmp_path} cannot be read: ")
+    assert second == "error: /file needs the name of a file"
+
+
 def test_what_cannot_be_met_is_refused_in_a_sentence(loaded, monkeypatch, capsys) -> None:
     lines = ["/forget", "/forget 2", "/what", "ab", "c" * 90, "/forget 1", "d" * 80, "gh"]
     status, shown = conversed(loaded, monkeypatch, lines)
