@@ -185,7 +185,7 @@ def sequences_per_prompt(
     if value is None:
         value = getattr(generation_config, "num_return_sequences", None)
     count = 1 if value is None else whole_number("num_return_sequences", value)
-    if count > 1 and not request.sampling.kind.stochastic:
+    if count > 1 and request.sampling.kind is SamplingKind.GREEDY:
         raise ValueError(
             f"num_return_sequences={count} gives equal rows at temperature 0; set temperature (or "
             "do_sample=True), or leave it out"

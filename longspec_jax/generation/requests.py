@@ -28,7 +28,7 @@ from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
 from longspec_jax.generation.run import tree_uses
 from longspec_jax.generation.stops import until
-from longspec_jax.generation.text import RowText
+from longspec_jax.generation.text import Piece, RowText
 
 KINDS: tuple[GenerateOptions, ...] = (
     {"max_new_tokens": 2, "temperature": 0.0, "eos_token_id": []},
@@ -59,6 +59,8 @@ class RequestOutput:
     ``max_new_tokens``, ``error`` where the target's logits were not finite."""
     cached_tokens: int = 0
     """Of the first output: tokens of the prompt that were not prefilled anew."""
+    pieces: tuple[Piece, ...] = ()
+    """The text by the tokens that completed it, and whether each was an accepted draft token."""
 
 
 class RequestEngine:
@@ -227,7 +229,7 @@ class RequestEngine:
         self.close()
 
     def _output(self, output: StepOutput) -> RequestOutput:
-        pieces = ()
+        pieces: tuple[Piece, ...] = ()
         if (own := self._texts.get(output.id)) is not None:
             said = output.tokens.tolist()[: -1 if output.finish == "error" else None]
             drafted, ended = output.drafted.tolist()[: len(said)], output.finish is not None
@@ -245,6 +247,7 @@ class RequestEngine:
             output.rounds,
             output.finish,
             output.cached,
+            pieces,
         )
 
 
