@@ -20,13 +20,16 @@ DRAFT_HELP = (
     "Of several, what is fastest on this machine runs, and a --tree is that of the first. Plain "
     "decoding if absent"
 )
+NO_FILTER = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""Filters at the values that keep all tokens."""
 EPILOG = """\
 Without arguments the embedded demo model completes a held-out document of more than 8000 tokens.
 
 A file named - is standard input. An option that takes several values is repeated for each.
 
 A line of a --batch file is a JSON string, or an object with prompt, messages or input_ids and any
-of max_new_tokens, temperature, top_k, top_p, seed and eos_token_id for its row.
+of max_new_tokens, temperature, top_k, top_p, min_p, seed, eos_token_id and stop_strings for its
+row.
 
 Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 after Ctrl-C,
 143 after SIGTERM, 129 after SIGHUP: what was decoded until then is shown and, with --json, written.
@@ -169,12 +172,19 @@ def _add_sampling(result: argparse.ArgumentParser) -> None:
         "temperature": (0.0, "0 is greedy"),
         "top_p": (1.0, "1 keeps all tokens"),
         "top_k": (0, "0 keeps all tokens"),
+        "min_p": (0.0, "least share of the most likely token's probability"),
         "seed": (0, "of the draws"),
     }
     for name, (value, note) in defaults.items():
         kind = cli.number(SAMPLING[name])
         group.add_argument(f"--{name}", type=kind, default=value, help=note)
     group.add_argument("--ignore_eos", action="store_true", help="do not stop at stop tokens")
+    group.add_argument(
+        "--stop",
+        **cli.several(cli.any_text),
+        metavar="TEXT",
+        help="end before this text, beside the stop tokens; $'\\n' is a line feed in most shells",
+    )
 
 
 def _add_output(result: argparse.ArgumentParser) -> None:
@@ -203,13 +213,14 @@ def _add_output(result: argparse.ArgumentParser) -> None:
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generation options for all rows."""
     options = {name: getattr(arguments, name) for name in SAMPLING}
-    return {**options, "eos_token_id": []} if arguments.ignore_eos else options
+    options |= {"eos_token_id": []} if arguments.ignore_eos else {}
+    return options | ({"stop_strings": arguments.stop} if arguments.stop else {})
 
 
 def row_options(arguments: argparse.Namespace, row: Prompt) -> dict[str, Any]:
     """The options of a row: its own come first, and filters hold only where it samples."""
     merged = {**sampling_options(arguments), **row.options}
-    return merged if merged["temperature"] > 0 else {**merged, "top_k": 0, "top_p": 1.0}
+    return merged if merged["temperature"] > 0 else {**merged, **NO_FILTER}
 
 
 def is_demo(arguments: argparse.Namespace) -> bool:
@@ -353,22 +364,18 @@ def _files(arguments: argparse.Namespace) -> Iterator[str]:
 def _filters(arguments: argparse.Namespace, rows: Sequence[Prompt]) -> Iterator[str]:
     samples = [row.options.get("temperature", arguments.temperature) > 0 for row in rows]
     for row, draws in zip(rows, samples, strict=True):
-        for option in ("top_k", "top_p"):
+        for option, without in NO_FILTER.items():
             value = row.options.get(option)
-            if value is not None and not draws and _has_effect(option, value):
+            if value is not None and not draws and value != without:
                 yield (
                     f"{row.name}: {option} {value} filters what is drawn, and temperature 0 draws "
                     "nothing; give the row a temperature above 0, or drop it"
                 )
     if any(samples) or arguments.temperature > 0:
         return
-    for option in ("top_k", "top_p"):
-        if _has_effect(option, getattr(arguments, option)):
+    for option, without in NO_FILTER.items():
+        if getattr(arguments, option) != without:
             yield (
                 f"--{option} {getattr(arguments, option)} filters what is drawn, and --temperature "
                 "0 draws nothing; pass a --temperature above 0, or drop it"
             )
-
-
-def _has_effect(option: str, value: float) -> bool:
-    return value > 0 if option == "top_k" else value < 1

@@ -27,7 +27,7 @@ from longspec_jax.weights.json_files import unique_keys
 ROLES = ("system", "user", "assistant")
 SOURCES = ("prompt", "messages", "input_ids")
 """What a row of a batch file may be made of."""
-ROW_OPTIONS = (*SAMPLING, "eos_token_id")
+ROW_OPTIONS = (*SAMPLING, "eos_token_id", "stop_strings")
 """What a row of a batch file may choose for itself."""
 STDIN = "-"
 MOST_BYTES = 2**28
@@ -208,7 +208,16 @@ def _option(key: str, value: Any, where: str) -> Any:
     if key == "eos_token_id":
         tokens = value if isinstance(value, list) else [value]
         return [_checked(TOKEN, token, where) for token in tokens]
+    if key == "stop_strings":
+        return _texts(value, where)
     return _checked(SAMPLING[key], value, where)
+
+
+def _texts(value: Any, where: str) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
+        raise ValueError(f"{where}: {_as_json(value)} must be a text or a list, none of them empty")
+    return texts
 
 
 def _checked(allowed: Whole | Real, value: Any, where: str) -> Any:

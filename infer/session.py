@@ -165,7 +165,7 @@ class Session:
 
     def _columns(self, rows: Sequence[Prompt]) -> dict[str, list[Any]]:
         """The options of a batch, one value per row."""
-        stops = {"eos_token_id": list(self._spec.stop_tokens)}
+        stops = {"eos_token_id": list(self._spec.stop_tokens), "stop_strings": []}
         merged = [{**stops, **row_options(self._arguments, row)} for row in rows]
         return {name: [row[name] for row in merged] for name in merged[0]}
 
@@ -267,10 +267,10 @@ class Session:
             if count == 1 < limit
         ]
         if ended:
-            self._out.entry(
-                f"no text: the first token of {', '.join(ended)} ends the text (EOS); --ignore_eos "
-                "goes on past it"
-            )
+            why = "(EOS); --ignore_eos goes on past it"
+            if any(call.options.get("stop_strings", ())):
+                why = "(EOS, or a --stop)"
+            self._out.entry(f"no text: the first token of {', '.join(ended)} ends the text {why}")
 
     def _print_totals(self) -> None:
         outcomes = self._journal.outcomes

@@ -13,17 +13,23 @@ WRITTEN = (
     "max_new_tokens",
     "top_p",
     "top_k",
+    "min_p",
     "prefill_chunk",
     "row_slots",
     "offload",
     "draft_options",
     "draft_revision",
+    "stop_strings",
 )
 """Options that are nothing else."""
 ERRORS = (ValueError, MemoryError, NotImplementedError, FileNotFoundError, FloatingPointError)
 """What the library raises for requests that cannot be met, and for models that compute no
 numbers."""
-TYPED = {"draft_options": "draft_option", "implementation": "attention"}
+TYPED = {
+    "draft_options": "draft_option",
+    "implementation": "attention",
+    "stop_strings": "stop",
+}
 """Options that the command has another name for."""
 _OPTION = re.compile(
     rf"(?<![-\w])(?<!draft_options: )"  # Whose own options may have the same names.

@@ -50,7 +50,15 @@ from longspec_jax.generation.result import (
     ended,
     stream_into,
 )
-from longspec_jax.generation.run import Run, WarmShapes, added_rounds, follow, learn, start
+from longspec_jax.generation.run import (
+    Run,
+    WarmShapes,
+    added_rounds,
+    follow,
+    learn,
+    reads_rounds,
+    start,
+)
 from longspec_jax.generation.timings import KnownTimings
 from longspec_jax.loading import choose_drafts, load_with_tokenizer
 from longspec_jax.weights.hf import load_stop_tokens
@@ -227,8 +235,9 @@ class LongSpec(Models):
             plan, batch = self._prepare(inputs, generation_config, options, adaptive)
             if streamer is not None:
                 on_round = stream_into(streamer, batch.prompts, on_round)
-            run = self._start(plan, batch, streams=on_round is not None, on_activity=on_activity)
-            result = follow(run, self.tokenizer, on_round)
+            streams = reads_rounds(batch, on_round)
+            run = self._start(plan, batch, streams=streams, on_activity=on_activity)
+            result = follow(run, on_round)
         self._notices.look_at(result.stats)
         learn(run, self._warm, self._timings)
         return result
@@ -255,7 +264,7 @@ class LongSpec(Models):
         self, plan: Plan, batch: Batch, on_activity: OnActivity | None
     ) -> Generator[StreamRound, None, None]:
         run = self._start(plan, batch, streams=True, on_activity=on_activity)
-        with closing(added_rounds(run, self.tokenizer)) as rounds:
+        with closing(added_rounds(run)) as rounds:
             for added in rounds:
                 self._notices.look_at(added.stats)
                 yield added
@@ -285,8 +294,9 @@ class LongSpec(Models):
                 "nothing to compare: this call decodes plainly; load a draft and leave its tree "
                 "in place"
             )
-        run = self._start(plan, batch, streams=on_round is not None, on_activity=on_activity)
-        compared, runs = comparison.run_both(run, self._warm, self.tokenizer, on_round, on_activity)
+        streams = reads_rounds(batch, on_round)
+        run = self._start(plan, batch, streams=streams, on_activity=on_activity)
+        compared, runs = comparison.run_both(run, self._warm, on_round, on_activity)
         for each, result in zip(runs, (compared.speculative, compared.plain), strict=False):
             self._notices.look_at(result.stats)
             learn(each, self._warm, self._timings)

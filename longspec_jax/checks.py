@@ -88,6 +88,7 @@ SAMPLING: dict[str, Whole | Real] = {
     "temperature": Real(0.0, LARGEST_FLOAT32, ">= 0 (0 is greedy) and finite"),
     "top_k": Whole(0, note=" (0 keeps all tokens)"),
     "top_p": Real(0.0, 1.0, "in (0, 1] (1 keeps all tokens)", includes_least=False),
+    "min_p": Real(0.0, 1.0, "in [0, 1] (0 keeps all tokens)"),
     "seed": Whole(0, 2**32 - 1),
 }
 """Values of the generation options, of the library, the commands and batch files alike."""

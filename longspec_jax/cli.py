@@ -446,6 +446,13 @@ def word(text: str) -> str:
     return text
 
 
+def any_text(value: str) -> str:
+    """Text of any characters, spaces and line feeds too, but not empty."""
+    if not value:
+        raise argparse.ArgumentTypeError("the text is empty; leave the option out instead")
+    return value
+
+
 def one_of(known: Sequence[str]) -> Callable[[str], str]:
     """A name out of several."""
 

@@ -10,7 +10,11 @@ import pytest
 from longspec_jax import extras
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
+DISTRIBUTIONS = {
+    "absl": "absl-py",
+    "orbax": "orbax-checkpoint",
+    "prometheus_client": "prometheus-client",
+}
 """Importable names that are not their distribution's."""
 
 

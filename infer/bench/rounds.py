@@ -33,7 +33,7 @@ from .acceptance import AcceptanceLengths, accept_drawn
 from .arguments import SHAPES
 from .models import Model, abstract, draft_state, filled_cache, target_bytes
 
-GREEDY = SamplingKind(stochastic=False, filtered=False)
+GREEDY = SamplingKind.GREEDY
 Edges = UInt[Array, " h"]
 Part = Callable[[Params, Rows], Any]
 """A program over a round's inputs that repeats one part of it."""

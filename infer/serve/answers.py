@@ -109,6 +109,11 @@ class Answer:
         self.new += len(gain.tokens)
 
     @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return bool(self.gains) and self.gains[-1].finish is not None
+
+    @property
     def gain(self) -> Gain:
         """Everything so far."""
         return Gain.joined(self.gains or [Gain()])

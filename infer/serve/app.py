@@ -6,6 +6,7 @@ texts are tokenised by a few threads of their own.
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -36,6 +37,7 @@ from .protocol import (
     read_json,
     read_tokenize,
     rows_of,
+    too_large,
 )
 from .rules import Refused
 
@@ -44,6 +46,8 @@ OPEN = frozenset({"/", "/health"})
 """Paths that need no key: the page is a file without data, which a browser asks for without one."""
 CLIENT_GONE = 499
 """Written to the log where nobody reads the answer."""
+BODY_SECONDS = 60.0
+"""In which a client must have sent its request."""
 TOKENISERS = 2
 """Threads."""
 Found = TypeVar("Found")
@@ -131,7 +135,7 @@ def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    LOG.info("%s %s %d: refused", request.method, request.url.path, error.status)
+    LOG.info("%s %r %d: refused", request.method, request.url.path, error.status)
     return refusal(error)
 
 
@@ -180,11 +184,12 @@ class Routes:
     def __init__(self, served: Served) -> None:
         """Bind what they answer with."""
         self._served, self._model, self._thread = served, served.model, served.thread
+        self._text_of = functools.cache(lambda token: served.model.decode([token]))
         self._pool = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenize")
 
     async def complete(self, request: Request, chat: bool) -> Response:
         """Completions of both kinds, whole or as a stream."""
-        self._thread.check_ready()
+        self._thread.check_room()
         given = await self._body(request)
         call = read_call(given, self._model, chat=chat)
         rows = await self._in_pool(rows_of, call, self._model)
@@ -201,23 +206,23 @@ class Routes:
                 return Events(self._events(writer, stream), end)
             gone = await until_gone(request, _read_all(ticket))
             self._log(request, call, ticket, CLIENT_GONE if gone else 200)
-            return Response(status_code=CLIENT_GONE) if gone else as_json(writer.body())
+            if gone:
+                return Response(status_code=CLIENT_GONE)
+            # Log-probabilities of a long prompt take a while to write.
+            body = await self._in_pool(lambda: json_bytes(writer.body()))
+            return Response(body, media_type="application/json")
         finally:
             if ticket is not None:
                 self._thread.cancel(ticket)
 
     def _writer(self, call: Call, ticket: Ticket) -> Writer:
-        text_of = self._text_of
         if call.echo:
             for index, answer in enumerate(ticket.answers):
                 prompt = call.prompts[index // call.n]
                 # The caller's own string, which tokens may not give back.
                 answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
-        form = (ChatFormat if call.chat else TextFormat)(text_of)
-        return Writer(call, form, self._model.names[0], ticket.answers, text_of)
-
-    def _text_of(self, token: int) -> str:
-        return self._model.decode([token])
+        form = (ChatFormat if call.chat else TextFormat)(self._text_of)
+        return Writer(call, form, self._model.names[0], ticket.answers, self._text_of)
 
     async def _events(self, writer: Writer, ticket: Ticket) -> AsyncIterator[bytes]:
         """The events of a call; ``[DONE]`` comes last, behind an error if there is one."""
@@ -240,7 +245,7 @@ class Routes:
 
     def _log(self, request: Request, call: Call, ticket: Ticket, status: int) -> None:
         LOG.info(
-            "%s %s %d: %d prompt tokens, %d new, %s",
+            "%s %r %d: %d prompt tokens, %d new, %s",
             request.method,
             request.url.path,
             status,
@@ -294,7 +299,8 @@ class Routes:
 
     async def stats(self, request: Request) -> Response:
         """What the page shows: rows and tokens per second, without texts."""
-        return as_json({**self._thread.stats(), "slots": self._served.slots})
+        more = {"slots": self._served.slots, "tree": self._model.tree}
+        return as_json({**self._thread.stats(), **more})
 
     async def openapi(self, request: Request) -> Response:
         """The description of all routes."""
@@ -318,10 +324,14 @@ class Routes:
                 status=415,
             )
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > MOST_BYTES:
-                raise Refused(f"the body has more than {MOST_BYTES} bytes; send less", status=413)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > MOST_BYTES:
+                        raise too_large()
+        except TimeoutError:
+            raise Refused(f"the body took longer than {BODY_SECONDS:g} s", status=408) from None
         return read_json(bytes(body))
 
     async def _in_pool(self, work: Callable[..., Found], *arguments: Any) -> Found:

@@ -13,6 +13,7 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -50,7 +51,7 @@ CPU_CONTEXT = 4096
 PROMPT = "def fibonacci(n):"
 WHOLE_QUEUE = 16
 """Contexts that the queue holds unless --queue_tokens says otherwise."""
-LAST_WORDS = 3.0
+LAST_WORDS = 5.0
 """Seconds that streams have to send their last event."""
 
 
@@ -101,7 +102,7 @@ class Service:
         self.status.show("starting")
         start_devices()
         spec, _, _ = load_named(self._arguments, self.status)
-        with command_words():
+        with server_words():
             engine = self._planned(spec)
         self.status.clear()
         for line in self._lines(spec, engine):
@@ -159,35 +160,19 @@ class Service:
         own = "demo" if is_demo(self._arguments) else str(self._arguments.target)
         return tuple(named) if named else (own,)
 
-    def _model(self, spec: LongSpec, engine: RequestEngine) -> ServedModel:
-        tokenizer, tree = spec.tokenizer, engine.engine.drafter.tree
-
-        def encode(text: str, special: bool) -> list[int]:
-            return encode_text(tokenizer, text, special=special, max_positions=self._max_len)
-
-        def decode(tokens: Sequence[int]) -> str:
-            if tokenizer is None:
-                return ""
-            return tokenizer.decode([*tokens], clean_up_tokenization_spaces=False)
-
-        return ServedModel(
-            names=self._names,
-            max_len=self._max_len,
-            vocab_size=spec.target_config.vocab_size,
-            stop_tokens=tuple(spec.stop_tokens),
-            most_rows=self._arguments.queue_requests,
-            encode=encode,
-            decode=decode,
-            encode_chat=chat_encoder(tokenizer, self._template, self._max_len),
-            tree=str(tree) if tree.widths else None,
-            drafter=engine.engine.drafter.name if tree.widths else None,
-        )
-
     def serve(self) -> int:
         """Serve until a signal or a failure; returns the exit status."""
         assert self._spec is not None and self._engine is not None, "loaded before"
         spec, engine, arguments = self._spec, self._engine, self._arguments
-        model, tree = self._model(spec, engine), engine.engine.drafter.tree
+        model = served_model(
+            spec,
+            engine,
+            names=self._names,
+            max_len=self._max_len,
+            most_rows=arguments.queue_requests,
+            template=self._template,
+        )
+        tree = engine.engine.drafter.tree
         metrics = Metrics(tree.num_levels)
         queue_tokens = arguments.queue_tokens or WHOLE_QUEUE * self._max_len
         thread = EngineThread(
@@ -228,12 +213,67 @@ class Service:
             print(line, flush=True)
 
 
+@contextlib.contextmanager
+def server_words() -> Iterator[None]:
+    """Say what the library refuses within in the words of this command."""
+    try:
+        with command_words():
+            yield
+    except MemoryError as error:
+        words = str(error).replace("--row_slots", "--slots")
+        words = words.replace("the prompt or --max_new_tokens", "--max_len")
+        raise MemoryError(words) from error
+
+
 def curl(base: str, key: str | None) -> str:
     """A command that asks the server for a text."""
     body = json.dumps({"prompt": PROMPT, "max_tokens": 32})
     words = ["curl", "-s", f"{base}/v1/completions", "-H", "Content-Type: application/json"]
     typed = shlex.join([*words, "-d", body])
     return typed if key is None else f'{typed} -H "Authorization: Bearer $API_KEY"'
+
+
+def served_model(
+    spec: LongSpec,
+    engine: RequestEngine,
+    *,
+    names: tuple[str, ...],
+    max_len: int,
+    most_rows: int,
+    template: str | None = None,
+) -> ServedModel:
+    """What requests are checked against.
+
+    Args:
+      spec: the loaded models.
+      engine: over them.
+      names: of the model.
+      max_len: most tokens of a request.
+      most_rows: of a request.
+      template: as in :func:`chat_encoder`.
+    """
+    tokenizer, drafter = spec.tokenizer, engine.engine.drafter
+
+    def encode(text: str, special: bool) -> list[int]:
+        return encode_text(tokenizer, text, special=special, max_positions=max_len)
+
+    def decode(tokens: Sequence[int]) -> str:
+        if tokenizer is None:
+            return ""
+        return tokenizer.decode([*tokens], clean_up_tokenization_spaces=False)
+
+    return ServedModel(
+        names=names,
+        max_len=max_len,
+        vocab_size=spec.target_config.vocab_size,
+        stop_tokens=tuple(spec.stop_tokens),
+        most_rows=most_rows,
+        encode=encode,
+        decode=decode,
+        encode_chat=chat_encoder(tokenizer, template, max_len),
+        tree=str(drafter.tree) if drafter.tree.widths else None,
+        drafter=drafter.name if drafter.tree.widths else None,
+    )
 
 
 def chat_encoder(
@@ -313,19 +353,19 @@ class HttpServer:
         Returns:
           The exit status: 0 after a signal, 1 after a failure.
         """
-        loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         failures: list[BaseException] = []
 
         def fail(error: BaseException) -> None:
             failures.append(error)
-            with contextlib.suppress(RuntimeError):  # The loop is closed already.
-                loop.call_soon_threadsafe(self._stop.set)
+            self.stop()
 
         self._thread.on_failure = fail
-        for number in cli.STOP_SIGNALS:
+        main = threading.current_thread() is threading.main_thread()
+        for number in cli.STOP_SIGNALS if main else ():
             # Ignored signals stay ignored, as under nohup.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                loop.add_signal_handler(number, self._signalled)
+                self._loop.add_signal_handler(number, self._signalled)
         self._thread.start()
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         try:
@@ -346,6 +386,11 @@ class HttpServer:
             message = cli.explained(failures[0])[0] if isinstance(failures[0], Exception) else ""
             cli.say(f"the engine has failed: {message or repr(failures[0])}")
         return cli.FAILED if failures else cli.OK
+
+    def stop(self) -> None:
+        """End in order; from any thread."""
+        with contextlib.suppress(RuntimeError):  # The loop is closed already.
+            self._loop.call_soon_threadsafe(self._stop.set)
 
     def _signalled(self) -> None:
         """The first signal drains; a second one ends the calls that are open."""

@@ -196,6 +196,7 @@ class EngineThread:
         self._closing = False
         self.state = State.READY
         self._thread = threading.Thread(target=self._run, name="engine")
+        metrics.watch(lambda: len(self._running()), lambda: self._queued_rows)
 
     def start(self) -> None:
         """Begin to step."""
@@ -214,26 +215,32 @@ class EngineThread:
 
     def stats(self) -> dict[str, Any]:
         """Numbers for the page: no texts and no names."""
-        with self._changed:
-            tickets, waiting = [*self._tickets], self._queued_rows
-        rows = [
-            {
-                "prompt_tokens": len(answer.prompt),
-                "tokens": answer.new,
-                "accepted": [one for gain in answer.gains[-RECENT:] for one in gain.rounds][
-                    -RECENT:
-                ],
-            }
-            for ticket in tickets
-            for answer in ticket.answers
-            if answer.times.first is not None
-        ]
+        rows = self._running()
         return {
             "running": len(rows),
-            "waiting": waiting,
+            "waiting": self._queued_rows,
             "tokens_per_second": self._metrics.tokens_per_second(),
-            "rows": rows,
+            "rows": [
+                {
+                    "prompt_tokens": len(answer.prompt),
+                    "tokens": answer.new,
+                    "accepted": [one for gain in answer.gains[-RECENT:] for one in gain.rounds][
+                        -RECENT:
+                    ],
+                }
+                for answer in rows
+            ],
         }
+
+    def _running(self) -> list[Answer]:
+        """The rows with a first token that have not ended."""
+        with self._changed:
+            return [
+                answer
+                for ticket in self._tickets
+                for answer in ticket.answers
+                if answer.times.first is not None and not answer.ended
+            ]
 
     def check_ready(self) -> None:
         """Refuse new requests where none are taken.
@@ -246,6 +253,30 @@ class EngineThread:
         if self.state is State.FAILED:
             raise Refused("the engine has failed and the server ends", status=503, retry_after=5)
 
+    def check_room(self, rows: int = 1, tokens: int = 0) -> None:
+        """Refuse requests for which the queue has no room.
+
+        Args:
+          rows: of the request.
+          tokens: of their prompts together. A prompt of more tokens than the queue holds is taken
+            when nothing waits.
+
+        Raises:
+          Refused: also where no requests are taken at all.
+        """
+        self.check_ready()
+        full = self._queued_rows + rows > self._most_requests
+        long = self._queued_tokens + tokens > self._most_tokens and self._queued_rows
+        if full or long:
+            self._metrics.refused.inc()
+            raise Refused(
+                f"the queue is full: {self._queued_rows} requests of {self._queued_tokens} tokens "
+                "wait; try again later",
+                status=429,
+                code="queue_full",
+                retry_after=self._retry_after(),
+            )
+
     def submit(self, rows: Sequence[Row]) -> Ticket:
         """Queue the rows of a call, all or none.
 
@@ -254,19 +285,7 @@ class EngineThread:
         """
         tokens = sum(len(row.tokens) for row in rows)
         with self._changed:
-            self.check_ready()
-            full = self._queued_rows + len(rows) > self._most_requests
-            # A prompt of more tokens than the queue holds is taken when nothing waits.
-            long = self._queued_tokens + tokens > self._most_tokens and self._queued_rows
-            if full or long:
-                self._metrics.refused.inc()
-                raise Refused(
-                    f"the queue is full: {self._queued_rows} requests of {self._queued_tokens} "
-                    "tokens wait; try again later",
-                    status=429,
-                    code="queue_full",
-                    retry_after=self._retry_after(),
-                )
+            self.check_room(len(rows), tokens)
             ticket = Ticket(rows, time.monotonic() + self._seconds, self._levels)
             self._queued_rows += len(rows)
             self._queued_tokens += tokens
@@ -320,6 +339,8 @@ class EngineThread:
             while self._take_in():
                 if self._engine.busy:
                     self._publish(self._engine.step())
+                    if (status := pending.of_output(self._engine, "status", None)) is not None:
+                        self._metrics.observe(status)
                 self._end_late()
         except BaseException as error:  # noqa: BLE001 - every open call is told.
             self._fail(error)
@@ -338,13 +359,14 @@ class EngineThread:
             self._inbox.clear()
         for each in work:
             each()
-        self._metrics.observe_engine(self._engine, len(self._tickets), self._queued_rows)
         return True
 
     def _begin(self, ticket: Ticket) -> None:
         for index, row in enumerate(ticket.rows):
             try:
-                id = self._engine.submit([*row.tokens], **pending.submittable(row.options))
+                id = self._engine.submit(
+                    [*row.tokens], **pending.submittable(self._engine, row.options)
+                )
             except (*USER_ERRORS, TypeError, Refused) as error:
                 refused = error if isinstance(error, Refused) else Refused(str(error))
                 self._end(ticket, "refused", refused)

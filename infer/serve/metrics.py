@@ -7,9 +7,17 @@ more than another prefix.
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from .answers import Gain
@@ -31,13 +39,11 @@ class Metrics:
         Args:
           levels: of the engine's tree: each has a counter of accepted tokens.
         """
+        disable_created_metrics()  # When each counter began, which nobody plots.
         self._registry = CollectorRegistry()
         self._levels = levels
         self._recent: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
-        self.running = self._gauge("num_requests_running", "Rows that decode.")
-        self.waiting = self._gauge("num_requests_waiting", "Rows without a first token.")
-        self._cache = self._gauge("kv_cache_usage_perc", "Share of the cache's tokens in use.")
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts that were run.")
         self._generated = self._counter("generation_tokens", "Generated tokens.")
         self._drafts = self._counter("spec_decode_num_drafts", "Rounds of rows with a draft.")
@@ -48,15 +54,17 @@ class Metrics:
         )
         self._ends = self._counter("request_success", "Ended requests.", "finished_reason")
         self.refused = self._counter("requests_refused", "Requests that met a full queue.")
+        self._cache = self._gauge("kv_cache_usage_perc", "Share of the slots' tokens in use.")
         self._engine = {
-            name: self._gauge(name, words)
-            for name, words in (
-                ("prefix_cache_queries", "Prompt tokens looked up among those that slots hold."),
-                ("prefix_cache_hits", "Prompt tokens that were found there."),
-                ("num_preemptions", "Requests that made room for others and began again."),
-                ("num_recoveries", "Faults of the engine that it recovered from."),
+            name: self._counter(stem, words)
+            for name, stem, words in (
+                ("prefix_queries", "prefix_cache_queries", "Tokens of all prompts."),
+                ("prefix_hits", "prefix_cache_hits", "Those that were not prefilled anew."),
+                ("preemptions", "num_preemptions", "Rows that made room for better ones."),
+                ("recoveries", "num_recoveries", "Faults behind which the engine went on."),
             )
         }
+        self._seen = dict.fromkeys(self._engine, 0)
         self._first = self._histogram("time_to_first_token_seconds", "To the first token.", FIRST)
         self._between = self._histogram("inter_token_latency_seconds", "A later token.", BETWEEN)
         self._whole = self._histogram("e2e_request_latency_seconds", "A whole request.", WHOLE)
@@ -93,11 +101,22 @@ class Metrics:
         self._ends.labels(how).inc()
         self._whole.observe(seconds)
 
-    def observe_engine(self, engine: Any, calls: int, waiting: int) -> None:
-        """Read the engine's own numbers."""
-        self.waiting.set(waiting)
-        live = getattr(getattr(engine, "engine", engine), "live", ())
-        self.running.set(len(live))
+    def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
+        """Ask these functions for the numbers of rows whenever the metrics are read."""
+        self._gauge("num_requests_running", "Rows that decode.").set_function(running)
+        self._gauge("num_requests_waiting", "Rows without a first token.").set_function(waiting)
+
+    def observe(self, status: Any) -> None:
+        """Take over the engine's own counts.
+
+        Args:
+          status: an :class:`~longspec_jax.decoding.engine.EngineStatus`.
+        """
+        self._cache.set(status.tokens / status.capacity)
+        for name, counter in self._engine.items():
+            value = getattr(status, name)
+            counter.inc(value - self._seen[name])
+            self._seen[name] = value
 
     def tokens_per_second(self) -> float:
         """Of all rows together, over the last seconds."""

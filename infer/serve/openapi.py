@@ -25,6 +25,7 @@ REFUSALS = {
     "400": "a field is wrong; the message names it",
     "401": "the API key is missing or wrong",
     "404": "there is no such model",
+    "408": "the body took too long to send",
     "413": "the body is too large",
     "415": "the body is not JSON",
     "429": "the queue is full; Retry-After says when to try again",

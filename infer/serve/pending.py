@@ -29,12 +29,14 @@ NEUTRAL: dict[str, Any] = {
 }
 
 
-def submittable(options: Mapping[str, Any]) -> dict[str, Any]:
+def submittable(engine: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a row, without those that are unknown and have no effect.
 
     Raises:
       Refused: for one that the engine does not know and that has an effect.
     """
+    if not isinstance(engine, RequestEngine):
+        return dict(options)
     names = {*GenerateOptions.__annotations__, *inspect.signature(RequestEngine.submit).parameters}
     found = {}
     for name, value in options.items():

@@ -97,7 +97,7 @@ def read_json(body: bytes) -> dict[str, Any]:
       Refused: for anything else, and for an object that is nested too deeply.
     """
     if len(body) > MOST_BYTES:
-        raise Refused(f"the body has more than {MOST_BYTES} bytes; send less", status=413)
+        raise too_large()
     try:
         found = json.loads(body, parse_constant=_no_constant, object_pairs_hook=unique_keys)
     except RecursionError:
@@ -117,6 +117,11 @@ def read_json(body: bytes) -> dict[str, Any]:
         if not level:
             return found
     raise _too_deep()
+
+
+def too_large() -> Refused:
+    """The refusal of a body of too many bytes."""
+    return Refused(f"the body has more than {MOST_BYTES} bytes; send less", status=413)
 
 
 def _too_deep() -> Refused:

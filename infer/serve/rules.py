@@ -262,16 +262,6 @@ class Neutral:
 
 
 @dataclass(frozen=True)
-class Ignored:
-    """A field that says something about the caller, and so nothing about the answer."""
-
-    schema: dict[str, Any]
-
-    def read(self, value: Any) -> None:
-        """Nothing."""
-
-
-@dataclass(frozen=True)
 class Biases:
     """Numbers by token id, the ids written as text, because JSON's keys are."""
 

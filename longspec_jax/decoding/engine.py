@@ -12,12 +12,10 @@ fill :data:`LAUNCH_SECONDS`.
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import or_
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +23,17 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.candidates import check_one_clock, tallest
+from longspec_jax.decoding.choices import ChoicesByLoad
 from longspec_jax.decoding.launches import LaunchQueue
-from longspec_jax.decoding.policy import Choice, LateChoices, Measurement, Policy, default_policy
-from longspec_jax.decoding.prefill import chunk_of, prefill_chunks, vacant
+from longspec_jax.decoding.policy import Choice, Measurement, Policy, default_policy
+from longspec_jax.decoding.prefill import vacant
+from longspec_jax.decoding.prefix_cache import PrefixCache
+from longspec_jax.decoding.prefixes import Names
+from longspec_jax.decoding.prompts import Active, Prefill, Prompts, Waiting
 from longspec_jax.decoding.round import MOST_ROUNDS, Report, many_rounds, one_round, slack_slots
-from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert, release, stack
+from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert, release
 from longspec_jax.decoding.sampling import NO_TOKEN, SamplingKind
-from longspec_jax.decoding.schedule import Snapshot, plan
+from longspec_jax.decoding.schedule import Plan
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 
@@ -40,6 +42,8 @@ LAUNCH_SECONDS = 0.4
 a GPU waits some 2 ms for the host."""
 FIRST_ROUNDS = 4
 """Rounds of the first launch of many where nothing is known of a round's seconds."""
+FAULTS_APART = 60.0
+"""Seconds between two faults, below which an engine does not go on behind the second."""
 
 
 @dataclass(frozen=True)
@@ -57,27 +61,34 @@ class StepOutput:
     finish: str | None = None
     """None while the request runs. ``stop`` after a stop token, ``length`` at the budget, ``error``
     where the target's logits were not finite, so that the last token is no token."""
+    cached: int = 0
+    """Of the first output: tokens of the prompt that were not prefilled anew."""
 
 
-class _Waiting(NamedTuple):
-    id: int
-    tokens: np.ndarray
-    request: Request
+@dataclass(frozen=True)
+class EngineStatus:
+    """What an engine does now, and has done."""
 
-
-class _Prefill:
-    """Requests whose prompts are run as one batch, chunk by chunk."""
-
-    def __init__(self, waiting: Sequence[_Waiting], chunks: Iterator, count: int) -> None:
-        self.ids = tuple(one.id for one in waiting)
-        self.waiting = waiting
-        self.chunks = chunks
-        self.left = count
-        """Chunks to launch."""
-        self.read = 0
-        """Tokens of the longest prompt that are known to have run."""
-        self.rows: Rows | None = None
-        """The prefilled rows, once all chunks are launched."""
+    running: int
+    """Requests that hold a slot."""
+    waiting: int
+    """Requests in the queue."""
+    prefilling: int
+    """Requests whose prompts are under way, or wait for a slot."""
+    tokens: int
+    """Of the running requests, prompt and text, as far as they were read."""
+    capacity: int
+    """Tokens that all slots hold."""
+    prefix_queries: int
+    """Tokens of all prompts since the start."""
+    prefix_hits: int
+    """How many of them were not prefilled anew."""
+    host_bytes: int
+    """Of chunks in the host's memory."""
+    preemptions: int
+    """Requests that lost a slot, or a place among the prefills, to a better one."""
+    recoveries: int
+    """Faults behind which the engine went on."""
 
 
 class Engine:
@@ -102,6 +113,9 @@ class Engine:
         streams: bool = True,
         together: bool = False,
         prefills: int = 1,
+        prefixes: bool = False,
+        host_bytes: int = 0,
+        readmits: bool = False,
         ahead: bool = True,
         policy: Policy | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -124,6 +138,11 @@ class Engine:
             one batch, which then takes all slots.
           prefills: requests whose prompts may be under way at once; each takes a row of its own
             beside the slots. The one with the fewest chunks left goes first.
+          prefixes: whether a prompt begins with a copy of the chunks that a slot holds already.
+          host_bytes: of chunks that are kept in the host's memory, too.
+          readmits: whether a request may be prefilled again behind what it has emitted: when a
+            better one takes its slot, or after a fault. A row must then hold the whole chunks of
+            prompt and new tokens.
           ahead: whether rounds are launched before the last ones were read.
           policy: chooses the candidate of every launch; :func:`default_policy` if absent.
           clock: seconds, also asked by the thread that waits for launches.
@@ -134,27 +153,35 @@ class Engine:
         """
         check_one_clock(len(drafters))
         self.target, self.drafters, self.params = target, tuple(drafters), params
-        self.slots, self.capacity, self.chunk = slots, capacity, chunk
-        self._chunk_sizes = *short_chunks, chunk
-        self.streams, self.ahead = streams, ahead
+        self.slots, self.capacity = slots, capacity
+        self.streams, self.ahead, self.clock = streams, ahead, clock
         self.seconds_of_prefill = 0.0
         """Seconds of the device's time that prompts have taken."""
         self.prefilled = 0
         """Tokens of all prompts that have been run; of a batch, those of its longest prompt."""
-        self._stop_width, self._clock = stop_width, clock
-        self._together, self._most_prefills = together, prefills
-        self._choices = LateChoices(policy or default_policy(len(drafters)), len(drafters))
+        self.stop_width = stop_width
+        self.preemptions = 0
+        self.recoveries = 0
+        self._together, self._readmits = together, readmits
+        self.choose_by([policy or default_policy(len(drafters))])
+        self.prefixes = PrefixCache(params, self.drafter.needs, slots, host_bytes)
+        """What slots and the host's memory hold of earlier prompts."""
+        self.prompts = Prompts(
+            slots=slots,
+            chunk=chunk,
+            short_chunks=short_chunks,
+            together=together,
+            most=prefills,
+            reuse=self.prefixes if prefixes else None,
+        )
+        """Requests that have no slot yet."""
         self._rows: Rows | None = None
         self._held: list[int | None] = [None] * slots
         self._next_slot = 0
         """Where the search for a vacant slot begins: the first requests take the slots in order."""
-        self._requests: dict[int, Request] = {}
-        self._left: dict[int, int] = {}
-        """Tokens that every placed request may still emit behind its first, by what was read."""
+        self._active: dict[int, Active] = {}
         self._cancelled: set[int] = set()
         """Requests that are prefilled together with others and will not be decoded."""
-        self._queue: deque[_Waiting] = deque()
-        self._prefills: list[_Prefill] = []
         self._launches = LaunchQueue(clock)
         self.rounds_per_launch: int | None = None
         """Of launches of many rounds; None for as many as fill :data:`LAUNCH_SECONDS`."""
@@ -162,7 +189,9 @@ class Engine:
         """Of the last launch, or as they are known from an earlier run; NaN before."""
         self._programs: dict[tuple[int, SamplingKind], Any] = {}
         self._next_id = 0
+        self._outputs: list[StepOutput] = []
         self._failure: BaseException | None = None
+        self._last_fault = -math.inf
 
     @property
     def drafter(self) -> Drafter:
@@ -182,7 +211,7 @@ class Engine:
                 *(self.target, self.drafter, self.params),
                 batch=self.slots,
                 capacity=self.capacity,
-                stop_width=self._stop_width,
+                stop_width=self.stop_width,
             )
         return self._rows
 
@@ -194,19 +223,44 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there is something to step."""
-        return bool(self.live or self._prefills or self._queue)
+        return bool(self.live or self.prompts)
 
     @property
     def prefilling(self) -> bool:
         """Whether a prompt waits or is under way, or a launch was not read."""
-        return bool(self._queue or self._prefills or self._launches)
+        return bool(self.prompts or self._launches)
 
-    def submit(self, tokens: np.ndarray, request: Request) -> int:
+    @property
+    def status(self) -> EngineStatus:
+        """What it does now, and has done."""
+        return EngineStatus(
+            running=len(self.live),
+            waiting=len(self.prompts.queue),
+            prefilling=sum(len(prefill.ids) for prefill in self.prompts.under_way),
+            tokens=sum(active.length for active in self._active.values()),
+            capacity=self.slots * self.capacity,
+            prefix_queries=self.prefixes.queried,
+            prefix_hits=self.prefixes.found,
+            host_bytes=self.prefixes.host.bytes,
+            preemptions=self.preemptions,
+            recoveries=self.recoveries,
+        )
+
+    def choose_by(self, policies: Sequence[Policy]) -> None:
+        """Choose candidates by these policies from now on.
+
+        Args:
+          policies: for one live row, two, up to four and so on; the last one for all others.
+        """
+        self._choices = ChoicesByLoad(policies, len(self.drafters))
+
+    def submit(self, tokens: np.ndarray, request: Request, *, priority: int = 0) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
 
         Args:
           tokens: ``[P]`` its prompt, at least one token.
           request: its options, arrays of one row on the host.
+          priority: a lower one goes first.
 
         Returns:
           The number that names the request in what :meth:`step` returns.
@@ -215,22 +269,24 @@ class Engine:
           ValueError: if a slot cannot hold the prompt and what it may emit.
         """
         self._check_fits(len(tokens), int(request.max_new_tokens[0]))
-        stops = np.full((1, self._stop_width), -1, np.int32)
+        stops = np.full((1, self.stop_width), -1, np.int32)
         given = np.asarray(request.stop_tokens)
-        if given.shape[1] > self._stop_width:
+        if given.shape[1] > self.stop_width:
             raise ValueError(
                 f"a request of {given.shape[1]} stop tokens does not fit an engine made for "
-                f"{self._stop_width}; make the engine with more"
+                f"{self.stop_width}; make the engine with more"
             )
         stops[:, : given.shape[1]] = given
         id, self._next_id = self._next_id, self._next_id + 1
         own = replace(request, stop_tokens=stops)
-        self._queue.append(_Waiting(id, np.asarray(tokens), own))
+        self.prompts.add(Waiting(priority, id, np.asarray(tokens), own))
         return id
 
     def _check_fits(self, prompt: int, new: int) -> None:
-        chunk = chunk_of(prompt, self._chunk_sizes)
-        whole_chunks = -(-prompt // chunk) * chunk
+        # A request that lost its slot is prefilled again, with all but one of its tokens at most.
+        longest = prompt + max(new - 1, 0) if self._readmits else prompt
+        chunks = (self.prompts.chunk_of(prompt), self.prompts.chunk_of(longest))
+        whole_chunks = max(-(-longest // chunk) * chunk for chunk in chunks)
         needed = max(whole_chunks, prompt + new + slack_slots(self.drafter.tree.num_levels))
         if needed > self.capacity:
             raise ValueError(
@@ -240,9 +296,7 @@ class Engine:
 
     def cancel(self, id: int) -> None:
         """End a request before its time; nothing more is reported of it."""
-        self._queue = deque(one for one in self._queue if one.id != id)
-        self._prefills = [one for one in self._prefills if one.ids != (id,)]
-        if any(id in one.ids for one in self._prefills):
+        if self.prompts.cancel(id):
             self._cancelled.add(id)
         if id in self._held:
             self._release(self._held.index(id))
@@ -251,14 +305,14 @@ class Engine:
         self._rows, id = release(self.rows, slot), self._held[slot]
         self._held[slot] = None
         if id is not None:
-            del self._requests[id], self._left[id]
+            del self._active[id]
 
     def finish(self) -> None:
-        """Take no more steps: end the reader's thread, and wait for nothing; the rows stay."""
+        """Take no more steps: end the threads, and wait for nothing; the rows stay."""
         self._failure = self._failure or RuntimeError("it was closed; make a new one")
         self._launches.close()
-        self._queue.clear()
-        self._prefills.clear()
+        self.prefixes.close()
+        self.prompts.clear()
 
     def close(self) -> None:
         """Finish, and let go of all arrays."""
@@ -290,87 +344,113 @@ class Engine:
         if self._failure is not None:
             raise RuntimeError(f"this engine cannot go on: {self._failure}") from self._failure
         try:
-            return self._step(self._clock(), decode)
+            self._step(self.clock(), decode)
         except BaseException as error:
             # The rows were donated to a launch that failed.
-            self._failure = error
-            raise
+            if not self._recovers(error):
+                self._failure = error
+                raise
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
-    def _step(self, begun: float, decode: bool) -> list[StepOutput]:
+    def _recovers(self, error: BaseException) -> bool:
+        """Begin anew with all requests that had not ended, behind what they had emitted.
+
+        Returns:
+          Whether it did. Not if the engine may not prefill again, after an interruption, or when
+          the last fault is less than a minute ago.
+        """
+        now = self.clock()
+        again = self._readmits and now - self._last_fault >= FAULTS_APART
+        if not (again and isinstance(error, Exception)):
+            return False
+        self._last_fault = now
+        # Its frames hold arrays, for which there may be no room beside new ones.
+        traceback.clear_frames(error.__traceback__)
+        waiting = {one.id: one for one in self.prompts.all}
+        waiting |= {id: self._active[id].again() for id in self.live}
+        self._launches.close()
+        self._launches = LaunchQueue(self.clock)
+        self._rows, self._held = None, [None] * self.slots
+        self._active.clear()
+        self.prefixes.forget_slots()
+        self.prompts.clear()
+        for one in waiting.values():
+            self.prompts.add(one)
+        self.recoveries += 1
+        return True
+
+    def _step(self, begun: float, decode: bool) -> None:
         before = len(self._launches)
-        if count := plan(self._snapshot()).admit:
-            self._admit(count)
-        if (index := plan(self._snapshot()).chunk) is not None:
-            self._launch_chunk(self._prefills[index], begun)
-        if (index := plan(self._snapshot()).place) is not None:
-            self._place(self._prefills.pop(index), begun)
+        if (index := self._plan().postpone) is not None:
+            self.prompts.postpone(index)
+            self.preemptions += 1
+        if indices := self._plan().admit:
+            models = self.target, self.drafter, self.params
+            self.prompts.admit(indices, *models, self._rows, self.capacity)
+        if (index := self._plan().chunk) is not None:
+            self._launch_chunk(self.prompts.under_way[index], begun)
+        if (index := self._plan().preempt) is not None:
+            self._preempt(self._by_age[index])
+        if (index := self._plan().place) is not None:
+            self._place(self.prompts.under_way[index], begun)
+            del self.prompts.under_way[index]
         if decode:
             self._launch_rounds(begun)
         queued = int(self.ahead and len(self._launches) > before)
         # A prompt's chunk and its first token may have been launched beside the rounds.
         most = queued + 2 if self.ahead else 0
-        outputs: list[StepOutput] = []
-        while len(self._launches) > (most if outputs else queued):
-            outputs += self._launches.land()
-        return outputs
+        while len(self._launches) > (most if self._outputs else queued):
+            self._outputs += self._launches.land()
 
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(
-            queued=len(self._queue),
-            prefilling=tuple(None if one.rows else one.left for one in self._prefills),
-            free=self._held.count(None),
-            slots=self.slots,
-            together=self._together,
-            most_prefills=self._most_prefills,
-        )
+    @property
+    def _by_age(self) -> list[int]:
+        """The requests that may lose their slot, the one that came last last."""
+        return sorted(self.live) if self._readmits else []
 
-    def _admit(self, count: int) -> None:
-        """Begin to prefill the first requests of the queue, as one batch."""
-        waiting = [self._queue.popleft() for _ in range(count)]
-        length = np.asarray([len(one.tokens) for one in waiting], np.int32)
-        tokens = np.zeros((count, int(length.max())), np.int32)
-        for row, one in zip(tokens, waiting, strict=True):
-            row[: len(one.tokens)] = one.tokens
-        chunk = self.chunk if self._together else chunk_of(tokens.shape[1], self._chunk_sizes)
-        # The tree, which tells the candidates apart, does not matter to a prompt.
-        chunks = prefill_chunks(
-            *(self.target, self.drafter, self.params, tokens, length),
-            stack([one.request for one in waiting]),
-            capacity=self.capacity,
-            chunk=chunk,
-        )
-        self._prefills.append(_Prefill(waiting, chunks, -(-tokens.shape[1] // chunk)))
+    def _plan(self) -> Plan:
+        live = [self._active[id].waiting.priority for id in self._by_age]
+        return self.prompts.plan(self._held.count(None), live)
 
-    def _launch_chunk(self, prefill: _Prefill, begun: float) -> None:
-        launched, after = next(prefill.chunks)
-        prefill.left -= 1
-        if not prefill.left:
-            try:
-                next(prefill.chunks)
-            except StopIteration as end:
-                prefill.rows = end.value
+    def _launch_chunk(self, prefill: Prefill, begun: float) -> None:
+        launched = self.prompts.launch(prefill)
 
         def read(_: Any, seconds: float) -> list[StepOutput]:
-            self.prefilled += launched - prefill.read
-            prefill.read = launched
+            self.prefilled += max(launched.tokens - prefill.read, 0)
+            prefill.read = max(launched.tokens, prefill.read)
             self.seconds_of_prefill += seconds
             return []
 
-        self._launches.add(begun, after, read, tuple(self._held), fetched=False)
+        self._launches.add(begun, launched.ready, read, tuple(self._held), fetched=False)
 
-    def _place(self, prefill: _Prefill, begun: float) -> None:
+    def _preempt(self, id: int) -> None:
+        """Have a request wait again, behind all that it has emitted."""
+        while self._launches:
+            self._outputs += self._launches.land()
+        if id in self._active:  # Else it has just ended.
+            again = self._active[id].again()
+            self._release(self._held.index(id))
+            self.prompts.add(again)
+            self.preemptions += 1
+
+    def _place(self, prefill: Prefill, begun: float) -> None:
         """Move prefilled rows into slots, and have their first tokens read."""
-        rows = prefill.rows
+        rows, names = prefill.rows, prefill.waiting[0].names
         assert rows is not None, "placed after its last chunk"
         if self._together or self.slots == 1:
             self._rows, self._held = rows, list(prefill.ids)
+            self.prefixes.slots.put(0, names)
         else:
-            shardings, slot = RowShardings.beside(self.params.target, self.slots), self._vacant()
+            shardings, slot = (
+                RowShardings.beside(self.params.target, self.slots),
+                self._vacant(names),
+            )
             self._rows = insert(shardings, self.rows, np.int32(slot), rows)
+            self.prefixes.slots.put(slot, names)
             self._held[slot] = prefill.ids[0]
         for one in prefill.waiting:
-            self._requests[one.id] = one.request
-            self._left[one.id] = int(one.request.max_new_tokens[0]) - 1
+            left = int(one.request.max_new_tokens[0]) - 1
+            self._active[one.id] = Active(one, left, 0 if one.emitted else prefill.cached)
         # A copy, because the next launch donates the rows.
         first = jnp.stack([rows.pending, rows.remaining], axis=1)
         for id in self._cancelled & set(prefill.ids):
@@ -383,15 +463,16 @@ class Engine:
             return [
                 self._output(id, first[row, :1], none, (), not first[row, 1])
                 for row, id in enumerate(prefill.ids)
-                if id in self._left
+                if id in self._active
             ]
 
         self._launches.add(begun, first, read, tuple(self._held))
 
-    def _vacant(self) -> int:
-        """A vacant slot, the next one in turn."""
+    def _vacant(self, names: Names) -> int:
+        """A vacant slot for a prompt of these chunks: the next one in turn with nothing to lose."""
         turn = (*range(self._next_slot, self.slots), *range(self._next_slot))
-        slot = next(slot for slot in turn if self._held[slot] is None)
+        vacant = [slot for slot in turn if self._held[slot] is None]
+        slot = self.prefixes.slots.to_overwrite(vacant, names)
         self._next_slot = (slot + 1) % self.slots
         return slot
 
@@ -400,8 +481,8 @@ class Engine:
         live = [id for id in held if id is not None]
         if not any(self._may_go_on(id) for id in live):
             return
-        choice = self._choices.next(self._launches.choices, self._most_rounds())
-        kind = reduce(or_, (self._requests[id].sampling.kind for id in live))
+        choice = self._choices.next(self._launches.choices, self._most_rounds(), len(live))
+        kind = max(self._active[id].waiting.request.sampling.kind for id in live)
         self._rows, packed = self._launch(choice, kind)
 
         def read(packed: np.ndarray, seconds: float) -> list[StepOutput]:
@@ -409,20 +490,20 @@ class Engine:
             rounds = len(report.count)
             row_rounds = int(np.count_nonzero(report.count))
             seen = Measurement(rounds, row_rounds, int(report.count.sum()), seconds)
-            self._choices.record(choice.candidate, seen)
+            self._choices.record(choice.candidate, seen, len(live))
             if rounds:
                 self.round_seconds = seconds / rounds
             return [
                 self._of_report(report, slot, id)
                 for slot, id in enumerate(held)
-                if id is not None and id in self._left and report.count[:, slot].any()
+                if id is not None and id in self._active and report.count[:, slot].any()
             ]
 
         self._launches.add(begun, packed, read, held, choice)
 
     def _may_go_on(self, id: int) -> bool:
         """Whether a request may need a round beyond those under way, each of at least a token."""
-        return self._left[id] > self._launches.rounds_of(id)
+        return self._active[id].left > self._launches.rounds_of(id)
 
     def _most_rounds(self) -> int:
         """Rounds of a launch: one of a stream, else as many as fill its time."""
@@ -465,88 +546,18 @@ class Engine:
         rounds: tuple[int, ...],
         ended: bool,
     ) -> StepOutput:
+        active = self._active[id]
+        active.tokens.append(tokens)
+        cached, active.cached = active.cached, 0
         if rounds:
-            self._left[id] -= len(tokens)
+            active.left -= len(tokens)
         finish = None
         if ended:
-            last, stops = tokens[-1], self._requests.pop(id).stop_tokens
+            last, stops = tokens[-1], active.waiting.request.stop_tokens
             finish = "error" if last == NO_TOKEN else "stop" if last in stops else "length"
-            del self._left[id]
-            self._held[self._held.index(id)] = None
-        return StepOutput(id, tokens, drafted, rounds, finish)
-
-    def rehearse(self, kind: SamplingKind) -> float:
-        """Run a round of every candidate, so that no later one compiles; of no use afterwards.
-
-        On a mesh two: a launch's rows may be sharded otherwise than those of the prefill, so that
-        the second round compiles, too.
-
-        Args:
-          kind: of the launches to come.
-
-        Returns:
-          Seconds of the last candidate's last round, at most.
-        """
-        length, remaining = self.rows.length, jnp.maximum(self.rows.remaining, 1)
-        begun = 0.0
-        for candidate in range(len(self.drafters)):
-            # From the start again, so that no row outgrows its budget.
-            fresh = {"length": jnp.copy(length), "remaining": jnp.copy(remaining)}
-            self._rows = replace(self.rows, **fresh)
-            for _ in range(1 if self.target.mesh is None else 2):
-                begun = self._clock()
-                self._rows, report = self._launch(Choice(candidate, 1), kind)
-                np.asarray(report)
-        return self._clock() - begun
-
-    def branch(
-        self,
-        drafters: Sequence[Drafter],
-        params: Params,
-        draft: Any,
-        *,
-        own_cache: bool,
-        tokens: int | None = None,
-        **options: Any,
-    ) -> "Engine":
-        """An engine whose rows go on from where these are, with other drafters.
-
-        Call it when all that was submitted is placed and read.
-
-        Args:
-          drafters: its candidates.
-          params: parameters of both models, as they take them.
-          draft: their state behind the same tokens; copied.
-          own_cache: whether the cache is copied. Else this engine must not be stepped before
-            :meth:`rejoin`.
-          tokens: most tokens that its rows emit, instead of what they may still emit.
-          **options: of the constructor, instead of this engine's.
-        """
-        own = {"streams": self.streams, "ahead": self.ahead, "clock": self._clock, **options}
-        *short_chunks, chunk = self._chunk_sizes
-        other = Engine(
-            *(self.target, drafters, params),
-            slots=self.slots,
-            capacity=self.capacity,
-            chunk=chunk,
-            short_chunks=short_chunks,
-            stop_width=self._stop_width,
-            **own,
-        )
-        shared = self.rows.cache
-        rows = jax.tree.map(
-            lambda part: part if part is shared and not own_cache else jax.tree.map(jnp.copy, part),
-            replace(self.rows, draft=draft),
-            is_leaf=lambda part: part is shared,
-        )
-        if tokens is not None:
-            rows = replace(rows, remaining=jnp.full_like(rows.remaining, tokens))
-        other._rows, other._held = rows, list(self._held)
-        other._requests, other._next_id = dict(self._requests), self._next_id
-        other._left = {id: tokens or left for id, left in self._left.items()}
-        return other
-
-    def rejoin(self, branch: "Engine") -> None:
-        """Take the cache back from a branch; what it appended is never read."""
-        self._rows = replace(self.rows, cache=branch.rows.cache)
-        branch.close()
+            slot = self._held.index(id)
+            if finish == "error":  # Its keys and values may be NaN.
+                self.prefixes.slots.put(slot, ())
+            del self._active[id]
+            self._held[slot] = None
+        return StepOutput(id, tokens, drafted, rounds, finish, cached)

@@ -126,6 +126,10 @@ class Estimate:
         """The same noise, held less firmly."""
         return replace(self, weight=self.weight * factor)
 
+    def with_tokens_of(self, other: "Estimate") -> "Estimate":
+        """The same seconds, with the tokens of another estimate."""
+        return replace(self, tokens=other.tokens, weight=other.weight)
+
     def updated(self, seen: Measurement) -> "Estimate":
         """The estimate after some more rounds."""
         weight = self.weight + seen.rounds
@@ -181,6 +185,19 @@ class FastestWithinBudget:
         """A policy that knows nothing yet of its candidates."""
         return cls((Estimate(),) * candidates)
 
+    @classmethod
+    def timed(cls, seconds: Sequence[float]) -> "FastestWithinBudget":
+        """A policy that knows what a round of each candidate takes, and not what it emits."""
+        # Two timings each: no candidate is looked at for its seconds alone.
+        return cls(tuple(Estimate(timings=((1, each),) * 2) for each in seconds))
+
+    def with_tokens_of(self, other: Policy) -> "FastestWithinBudget":
+        """The same seconds, with what another policy knows of the tokens of a round."""
+        if not isinstance(other, FastestWithinBudget):
+            return self
+        pairs = zip(self.estimates, other.estimates, strict=True)
+        return replace(self, estimates=tuple(own.with_tokens_of(its) for own, its in pairs))
+
     @property
     def leader(self) -> int:
         """The candidate believed to be fastest; the first one before any was measured."""
@@ -231,11 +248,11 @@ class FastestWithinBudget:
         and of another one a further round is timed if it seems to have met one.
         """
         cheapest, *others = self.estimates
-        if len(cheapest.timings) < 2:
+        if len(cheapest.timings) < 2 or not cheapest.weight:
             return Choice(0, FIRST_LOOK)
         usual = SUSPICIOUS * cheapest.round_seconds(self.wait)
         for index, estimate in enumerate(others, start=1):
-            if not estimate.timings:
+            if not (estimate.timings and estimate.weight):
                 return Choice(index, FIRST_LOOK)
             if len(estimate.timings) == 1 and estimate.round_seconds(self.wait) > usual:
                 return Choice(index, 1)
@@ -266,51 +283,3 @@ class FastestWithinBudget:
 def default_policy(candidates: int) -> Policy:
     """The fastest of several candidates within a budget; of one, that one."""
     return FastestWithinBudget.over(candidates) if candidates > 1 else Always()
-
-
-class LateChoices:
-    """A policy's choices, where launches are queued before the last ones were read.
-
-    When the rounds that the policy chose are launched, the last of them are still running. The
-    policy then observes what was read by then, and the rest when that candidate runs again. If
-    nothing was read, one more round of the same candidate is launched.
-    """
-
-    def __init__(self, policy: Policy, candidates: int) -> None:
-        """Begin with the policy's first choice.
-
-        Args:
-          policy: chooses the candidate of every launch.
-          candidates: how many there are.
-        """
-        self.totals = (Measurement(),) * candidates
-        """What every candidate has done, as far as it was read."""
-        self._policy = policy
-        self._unobserved = [Measurement()] * candidates
-        self._choice = policy.choose()
-        self._missing = self._choice.rounds
-
-    def next(self, running: Sequence[Choice], most: int) -> Choice:
-        """The candidate and the rounds of the next launch.
-
-        Args:
-          running: the launches that were not read yet.
-          most: most rounds of a launch.
-        """
-        seen = self._unobserved[self._choice.candidate]
-        if self._missing <= 0 and seen.rounds:
-            self._policy = self._policy.observe(self._choice.candidate, seen)
-            self._unobserved[self._choice.candidate] = Measurement()
-            self._choice = self._policy.choose()
-            same = [run.rounds for run in running if run.candidate == self._choice.candidate]
-            self._missing = self._choice.rounds - sum(same)
-        rounds = min(max(self._missing, 1), most)
-        self._missing -= rounds
-        return Choice(self._choice.candidate, rounds)
-
-    def record(self, candidate: int, seen: Measurement) -> None:
-        """Note what a launch did; the policy observes it before its next choice."""
-        self._unobserved[candidate] += seen
-        totals = list(self.totals)
-        totals[candidate] += seen
-        self.totals = tuple(totals)

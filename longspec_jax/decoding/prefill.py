@@ -20,9 +20,10 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.copies import write_chunk
 from longspec_jax.decoding.programs import RECENT, program
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert
-from longspec_jax.decoding.sampling import ANY_KIND, NO_TOKEN, Sampling, draw, noise
+from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, SamplingKind, draw, noise
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.ops.partitioned import use_mesh
@@ -54,6 +55,55 @@ def chunk_of(length: int, sizes: Sequence[int]) -> int:
       sizes: ascending.
     """
     return next((size for size in sizes if size >= length), sizes[-1])
+
+
+class KnownChunks(NamedTuple):
+    """First chunks of a prompt whose keys and values need not be computed."""
+
+    cache: KVCache | None = None
+    """A batch of one row that holds the first :attr:`copied` chunks; DONATED. None without any."""
+    copied: int = 0
+    """Chunks in that cache."""
+    moved: Sequence[KVCache] = ()
+    """The chunks behind these, in the host's memory, as
+    :func:`longspec_jax.decoding.copies.read_chunk` cut them out."""
+
+    @property
+    def total(self) -> int:
+        """All known chunks."""
+        return self.copied + len(self.moved)
+
+
+NONE_KNOWN = KnownChunks()
+
+
+class ChunkLaunch(NamedTuple):
+    """A chunk that was launched."""
+
+    tokens: int
+    """Of the longest prompt, launched so far."""
+    ready: Array
+    """Ready when they have been run."""
+    cache: KVCache
+    """The cache behind it; donated by the next chunk."""
+
+
+def most_reusable(needs: Needs, length: int, chunk: int) -> int:
+    """First chunks of a prompt that need not be run where their keys and values are known.
+
+    The last token's chunk is always run, for its logits. So are the chunks that a drafter needs
+    features of; one that needs none learns of the others by their tokens.
+
+    Args:
+      needs: the drafter's.
+      length: tokens of the prompt.
+      chunk: tokens of a chunk.
+    """
+    most = (length - 1) // chunk
+    if needs.hidden or needs.queries or needs.keys:
+        recent = length if needs.recent is None else min(needs.recent, length)
+        most = min(most, (length - recent) // chunk if recent else most)
+    return most
 
 
 def prefill(
@@ -88,7 +138,8 @@ def prefill_chunks(
     *,
     capacity: int,
     chunk: int,
-) -> Generator[tuple[int, Array], None, Rows]:
+    known: KnownChunks = NONE_KNOWN,
+) -> Generator[ChunkLaunch, None, Rows]:
     """Launch a chunk of the prompts at every step.
 
     Args:
@@ -101,10 +152,11 @@ def prefill_chunks(
       capacity: cache slots of a row; at least prompt + new tokens + the
         :func:`~longspec_jax.decoding.round.slack_slots` of a round.
       chunk: tokens of one prefill chunk.
+      known: of a single prompt, chunks that are not run, at most :func:`most_reusable`. The drafter
+        learns of them by their tokens.
 
     Yields:
-      Behind every launch the tokens of the longest prompt that have been launched, and an array
-      that is ready when they have been run.
+      Every launch: of a chunk that is run, and of one that comes from the host's memory.
 
     Returns:
       The rows, ready for their first round.
@@ -117,26 +169,34 @@ def prefill_chunks(
     host, held = np.zeros((batch, capacity), np.int32), np.asarray(length, np.int32)
     host[:, :prompt] = tokens
     padded, length = jax.device_put((host, held), shardings.rows)
-    cache, logits, draft = _allocate(target, drafter, batch, capacity, shardings)(params)
+    allocate = _allocate(target, drafter, batch, capacity, shardings, known.cache is None)
+    own, logits, draft = allocate(params)
+    cache: KVCache = known.cache or own
     for index in range(chunks):
-        offset = np.int32(index * chunk)
-        logits, cache, features = _prefill_chunk(
-            target,
-            drafter.needs.of_a_pass,
-            chunk,
-            shardings,
-            params.target,
-            cache,
-            padded,
-            length,
-            offset,
-            logits,
-        )
+        offset, features, ready = np.int32(index * chunk), Features(), logits
+        if known.copied <= index < known.total:
+            moved = jax.device_put(known.moved[index - known.copied], shardings.cache)
+            cache, ready = write_chunk(shardings, cache, moved, offset)
+        elif index >= known.total:
+            logits, cache, features = _prefill_chunk(
+                target,
+                drafter.needs.of_a_pass,
+                chunk,
+                shardings,
+                params.target,
+                cache,
+                padded,
+                length,
+                offset,
+                logits,
+            )
+            ready = logits
         if _concerns(drafter.needs, held, index * chunk, chunk):
             draft = _extend(
                 target, drafter, chunk, shardings, params, draft, padded, length, offset, features
             )
-        yield min((index + 1) * chunk, prompt), logits
+        if index >= known.copied:
+            yield ChunkLaunch(min((index + 1) * chunk, prompt), ready, cache)
     started = _start(target.vocab_size, shardings, length, logits, request)
     return Rows(cache, draft, length, *started)
 
@@ -159,7 +219,7 @@ def rows_outline(
     def begun(params: Params, request: Request) -> Rows:
         cache, _, draft = _empty(target, drafter, batch, capacity, params)
         none = jnp.zeros(batch, jnp.int32)
-        sampling = request.sampling.of_kind(ANY_KIND)
+        sampling = request.sampling.of_kind(SamplingKind.ANY)
         return Rows(cache, draft, none, none, none, sampling, request.stop_tokens)
 
     rows = jax.eval_shape(begun, params, request)
@@ -242,24 +302,38 @@ def _concerns(needs: Needs, length: np.ndarray, offset: int, chunk: int) -> bool
 
 
 def _allocate(
-    target: TargetModel, drafter: Drafter, batch: int, capacity: int, shardings: RowShardings
+    target: TargetModel,
+    drafter: Drafter,
+    batch: int,
+    capacity: int,
+    shardings: RowShardings,
+    cached: bool = True,
 ) -> jax.stages.Wrapped:
-    """A program that makes the state and logits of rows without a token, where they will stay."""
+    """A program that makes the state and logits of rows without a token, where they will stay.
+
+    And their cache, unless there is one.
+    """
 
     def make() -> tuple[Any, Any]:
         cache = jax.eval_shape(partial(target.allocate, batch, capacity))
-        out = cache.shardings(shardings.cache), shardings.rows, shardings.rows
-        empty = partial(_empty, target, drafter, batch, capacity)
+        out = cache.shardings(shardings.cache) if cached else None, shardings.rows, shardings.rows
+        empty = partial(_empty, target, drafter, batch, capacity, cached=cached)
         return _allocate, jax.jit(empty, out_shardings=out)
 
-    return RECENT.get((_allocate, target, drafter, batch, capacity, shardings), make)[1]
+    return RECENT.get((_allocate, target, drafter, batch, capacity, shardings, cached), make)[1]
 
 
 def _empty(
-    target: TargetModel, drafter: Drafter, batch: int, capacity: int, params: Params
-) -> tuple[KVCache, Float[Array, "B V"], Any]:
+    target: TargetModel,
+    drafter: Drafter,
+    batch: int,
+    capacity: int,
+    params: Params,
+    cached: bool = True,
+) -> tuple[Any, Float[Array, "B V"], Any]:
     logits = jnp.zeros((batch, target.vocab_size), jnp.float32)
-    return target.allocate(batch, capacity), logits, drafter.begin(params, batch, capacity)
+    cache = target.allocate(batch, capacity) if cached else None
+    return cache, logits, drafter.begin(params, batch, capacity)
 
 
 def vacant(
@@ -284,7 +358,7 @@ def vacant(
     shardings = RowShardings.beside(params.target, batch)
     cache, _, draft = _allocate(target, drafter, batch, capacity, shardings)(params)
     none, stops = np.zeros(batch, np.int32), np.full((batch, stop_width), -1, np.int32)
-    sampling = Sampling.greedy(batch).of_kind(ANY_KIND)
+    sampling = Sampling.greedy(batch).of_kind(SamplingKind.ANY)
     small = jax.device_put((none, none, none, sampling, stops), shardings.rows)
     return Rows(cache, draft, *small)
 
@@ -361,6 +435,6 @@ def _start(
     first = draw(logits[:, None], gumbel, request.sampling)[:, 0]
     stopped = (request.stop_tokens == first[:, None]).any(axis=1) | (first == NO_TOKEN)
     remaining = jnp.where(stopped, 0, jnp.maximum(request.max_new_tokens - 1, 0))
-    sampling = request.sampling.of_kind(ANY_KIND)
+    sampling = request.sampling.of_kind(SamplingKind.ANY)
     started = _Started(first, remaining, sampling, request.stop_tokens)
     return jax.lax.with_sharding_constraint(started, shardings.rows)

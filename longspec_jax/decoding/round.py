@@ -22,7 +22,7 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
-from longspec_jax.decoding.sampling import ANY_KIND, NO_TOKEN, SamplingKind
+from longspec_jax.decoding.sampling import NO_TOKEN, SamplingKind
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.decoding.view import CacheView
 from longspec_jax.drafters.base import Committed, Drafter, Params, SamplingNoise
@@ -63,7 +63,7 @@ def spec_step(
     drafter: Drafter,
     params: Params,
     rows: Rows,
-    kind: SamplingKind = ANY_KIND,
+    kind: SamplingKind = SamplingKind.ANY,
     rule: AcceptRule | None = None,
 ) -> tuple[Rows, Emitted]:
     """One round for every row.
@@ -97,7 +97,7 @@ def accept_rule(drafter: Drafter) -> AcceptRule:
 
 
 def sampling_noise(
-    target: TargetModel, drafter: Drafter, rows: Rows, kind: SamplingKind = ANY_KIND
+    target: TargetModel, drafter: Drafter, rows: Rows, kind: SamplingKind = SamplingKind.ANY
 ) -> RoundNoise:
     """The noise of the draws below every row's pending token."""
     levels, sampling = drafter.tree.num_levels, rows.sampling.of_kind(kind)

@@ -7,7 +7,7 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
-from longspec_jax.decoding.sampling import Sampling, draw, noise, perturb
+from longspec_jax.decoding.sampling import Sampling, SamplingKind, draw, noise, perturb
 from longspec_jax.ops.slicing import along
 
 
@@ -43,7 +43,7 @@ class RoundNoise:
 
     def among(self, tokens: Int[Array, " v"]) -> "RoundNoise":
         """The same for logits of these tokens alone."""
-        if not self.sampling.kind.stochastic:
+        if self.sampling.kind is SamplingKind.GREEDY:
             return self
         return dataclasses.replace(self, noise=jnp.take(self.noise, tokens, axis=2))
 

@@ -8,8 +8,6 @@ compile nothing.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
-from operator import or_
 from typing import Any, NamedTuple
 
 import jax
@@ -89,7 +87,7 @@ class Request:
 
 def stack(requests: Sequence[Request]) -> Request:
     """One request of several rows, from requests on the host."""
-    kind = reduce(or_, (one.sampling.kind for one in requests))
+    kind = max(one.sampling.kind for one in requests)
     alike = [replace(one, sampling=one.sampling.of_kind(kind)) for one in requests]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *alike)
 

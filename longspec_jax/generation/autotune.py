@@ -22,6 +22,7 @@ import jax
 
 from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.policy import Measurement
+from longspec_jax.decoding.trials import rejoin
 from longspec_jax.generation.activity import Compiling, OnActivity, Tuned, Tuning
 from longspec_jax.generation.call import Plan
 from longspec_jax.generation.inputs import Batch
@@ -173,7 +174,7 @@ def time_tree(run: Run, plan: Plan, timings: int) -> TreeTiming:
             if part.seconds > LONG:
                 break
             engine.rounds_per_launch = max(ROUNDS, math.ceil(SPAN * part.rounds / part.seconds))
-    run.engine.rejoin(engine)
+    rejoin(run.engine, engine)
     total = seen[-1]
     # The first round may have to wait for the copy.
     seconds = min(part.seconds / part.rounds for part in parts[1:] or parts)

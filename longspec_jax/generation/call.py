@@ -142,7 +142,9 @@ class Plan:
         """Options in the shapes and of the kind of the call's; of two tokens a row if it may."""
         none: Any = np.zeros(self.rows, np.int32)
         real, stops = none.astype(np.float32), none[:, None].repeat(self.stop_width, 1) - 1
-        sampling = Sampling(real, none, real + 1, none.astype(np.uint32), self.kind)
+        sampling = Sampling(
+            *(real, none, real + 1, none.astype(np.uint32), real - np.inf), kind=self.kind
+        )
         return Request(sampling, stops, none + min(2, self.new_tokens[1]))
 
     def without_draft(self) -> "Plan":

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -24,7 +23,7 @@ from longspec_jax.generation.activity import DecodingPlainly, OnActivity
 from longspec_jax.generation.call import Plan
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.result import GenerateResult, OnRound, StreamRound
-from longspec_jax.generation.run import Run, WarmShapes, follow, start
+from longspec_jax.generation.run import Run, WarmShapes, follow, reads_rounds, start
 from longspec_jax.ops.partitioned import use_mesh
 
 
@@ -68,7 +67,6 @@ class Comparison:
 def run_both(
     run: Run,
     warm: WarmShapes,
-    tokenizer: Any,
     on_round: OnRound | None = None,
     on_activity: OnActivity | None = None,
 ) -> tuple[Comparison, tuple[Run, ...]]:
@@ -81,16 +79,15 @@ def run_both(
     Args:
       run: the speculative call, ready to decode.
       warm: the shapes compiled so far.
-      tokenizer: a transformers tokenizer, or None for no text.
       on_round: called with every round of the speculative run.
       on_activity: called with what is done while no round ends.
 
     Returns:
       The comparison, and the runs.
     """
-    streams = on_round is not None
+    streams = reads_rounds(run.batch, on_round)
     if not run.plan.drafter.tree.widths:
-        plain = follow(run, tokenizer, on_round)
+        plain = follow(run, on_round)
         return Comparison(plain, plain, ()), (run,)
     plan, plain_run = run.plan.without_draft(), None
     if not plan.waits and _room_for_two(plan):
@@ -98,7 +95,7 @@ def run_both(
         plain_run = run.branch(plan, own_cache=True)
         plain_run.compile_seconds = compiled
         plain_run.engine.round_seconds = warm.round_seconds(plan)
-    speculative = follow(run, tokenizer, on_round)
+    speculative = follow(run, on_round)
     run.engine.close()  # Its cache makes room for plain decoding's.
     if plain_run is None:
         plain_run = start(plan, run.batch, warm, streams=streams, on_activity=on_activity)
@@ -109,7 +106,7 @@ def run_both(
         tell(DecodingPlainly(sum(added.stats.new_tokens), total))
 
     tell(DecodingPlainly(0, total))
-    plain = follow(plain_run, tokenizer, listen if streams else None)
+    plain = follow(plain_run, listen if on_round is not None else None)
     pairs = enumerate(zip(plain.sequences, speculative.sequences, strict=True))
     found = (_divergence(plain_run, row, pair) for row, pair in pairs)
     divergences = tuple(item for item in found if item is not None)

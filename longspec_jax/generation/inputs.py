@@ -4,15 +4,19 @@ Rows keep their own length: nothing is padded or truncated.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 
 from longspec_jax.checks import as_plain, is_whole, shown
 from longspec_jax.decoding.rows import Request
 from longspec_jax.generation.chat import encode_chat, encode_text
 from longspec_jax.generation.models import Models
-from longspec_jax.generation.options import GenerateOptions, resolve
+from longspec_jax.generation.options import GenerateOptions, resolve, sequences_per_prompt
+from longspec_jax.generation.stops import stop_strings
+from longspec_jax.generation.text import RowText
 
 Inputs: TypeAlias = Any
 """Text, chat messages (``[{"role": ..., "content": ...}, ...]``), token ids, or a list of one of
@@ -24,11 +28,36 @@ Prompts: TypeAlias = tuple[np.ndarray, ...]
 
 
 class Batch(NamedTuple):
-    """What a call's programs take as data."""
+    """The rows of a call."""
 
     prompts: Prompts
     request: Request
     """Options of all rows, on the host."""
+    stop_strings: tuple[tuple[str, ...], ...] = ()
+    """Of every row; empty where no row has any."""
+    tokenizer: Any = None
+    """A transformers tokenizer, or None for no text."""
+
+    def text(self, row: int) -> RowText | None:
+        """The text of a row before its first token; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        stops = self.stop_strings[row] if self.stop_strings else ()
+        return RowText(self.tokenizer, self.prompts[row].tolist(), stops)
+
+    def repeated(self, count: int) -> "Batch":
+        """Every row so many times, one after the other; the seed of the ``i``-th is ``i`` higher.
+
+        Seeds begin again at 0 behind the largest.
+        """
+        request = jax.tree.map(lambda leaf: np.repeat(leaf, count, axis=0), self.request)
+        more = np.tile(np.arange(count, dtype=np.uint32), len(self.prompts))
+        sampling = replace(request.sampling, seed=request.sampling.seed + more)
+        return self._replace(
+            prompts=tuple(prompt for prompt in self.prompts for _ in range(count)),
+            request=replace(request, sampling=sampling),
+            stop_strings=tuple(strings for strings in self.stop_strings for _ in range(count)),
+        )
 
 
 def read_batch(
@@ -52,7 +81,8 @@ def read_batch(
 
     Raises:
       TypeError, ValueError, NotImplementedError: as of :func:`to_prompts`,
-        :func:`~longspec_jax.generation.options.resolve` and :func:`check_positions`.
+        :func:`~longspec_jax.generation.options.resolve`,
+        :func:`~longspec_jax.generation.stops.stop_strings` and :func:`check_positions`.
     """
     most = models.target_config.max_positions if max_tokens is None else max_tokens
     vocab_size = models.target_config.vocab_size
@@ -60,7 +90,15 @@ def read_batch(
     lengths = list(map(len, prompts))
     request = resolve(options, generation_config, lengths, models.stop_tokens, vocab_size)
     check_positions(lengths, np.asarray(request.max_new_tokens), most)
-    return Batch(prompts, request)
+    stops = stop_strings(options, generation_config, len(prompts))
+    if any(stops) and models.tokenizer is None:
+        raise ValueError(
+            "stop_strings are searched in the text, and without a tokenizer there is none; pass "
+            "tokenizer= to from_pretrained, or the ids of stop tokens as eos_token_id="
+        )
+    batch = Batch(prompts, request, stops if any(stops) else (), models.tokenizer)
+    count = sequences_per_prompt(options, generation_config, request)
+    return batch if count == 1 else batch.repeated(count)
 
 
 def check_positions(lengths: Sequence[int], new_tokens: np.ndarray, max_positions: int) -> None:

@@ -50,10 +50,20 @@ class GenerateOptions(TypedDict, total=False):
     GenerationConfig."""
     top_p: float | Sequence[float]
     """Only the smallest set of most likely tokens with this mass; 1 for all."""
+    min_p: float | Sequence[float]
+    """Only tokens with at least this share of the most likely token's probability; 0 for all."""
     seed: int | Sequence[int]
     """The row's random stream, the same for every row if one number is given; 0 if absent."""
     eos_token_id: int | Sequence[int] | Sequence[Sequence[int]]
     """Tokens that end a row, or one set per row; the model's own if absent, ``[]`` for none."""
+    stop_strings: str | Sequence[str] | Sequence[Sequence[str]]
+    """Texts that end a row, or one list per row, beside the stop tokens. The row's tokens end with
+    the one that completes a stop string, its text before the string. The prompt is not searched,
+    and the name of a special token, which has no text, is met with the token
+    (:mod:`longspec_jax.generation.stops`)."""
+    num_return_sequences: int
+    """Rows of every prompt, one behind the other, the ``i``-th with the seed ``seed + i``; 1 if
+    absent."""
 
 
 class CallOptions(GenerateOptions, total=False):
@@ -70,12 +80,11 @@ class CallOptions(GenerateOptions, total=False):
 _ANY = object()
 _WITHOUT_EFFECT = (
     "transformers_version _from_model_config pad_token_id bos_token_id use_cache "
-    "cache_implementation return_dict_in_generate early_stopping length_penalty"
+    "cache_implementation return_dict_in_generate early_stopping length_penalty tokenizer"
 )
 _NEUTRAL = {
     **dict.fromkeys(_WITHOUT_EFFECT.split(), _ANY),
     "num_beams": 1,
-    "num_return_sequences": 1,
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "min_length": 0,
@@ -89,9 +98,9 @@ _NEUTRAL = {
     "frequency_penalty": 0.0,
 }
 """Values at which unsupported options of transformers, vLLM and OpenAI's API change no token."""
-_STOPS = "rows end at tokens, not at strings; pass the ids of stop tokens as eos_token_id="
+_STOPS = "pass strings that end a row as stop_strings=, and the ids of stop tokens as eos_token_id="
 _HINTS = {
-    **dict.fromkeys(("stop", "stop_strings", "stopping_criteria"), _STOPS),
+    **dict.fromkeys(("stop", "stopping_criteria"), _STOPS),
     "stop_token_ids": "pass the ids of stop tokens as eos_token_id=",
     "attention_mask": "pass what the tokenizer returned, with its input_ids, as the prompt",
 }
@@ -135,22 +144,53 @@ def resolve(
     temperature, top_k = _temperature(merged, given, rows), option("top_k", 0, np.int32)
     # A mass too small for float32 still leaves the most likely token.
     top_p = np.maximum(option("top_p", 1.0, np.float32), np.finfo(np.float32).tiny)
+    min_p = option("min_p", 0.0, np.float64)
+    filters = {"top_k": top_k > 0, "top_p": top_p < 1, "min_p": min_p > 0}
     if not temperature.any():
-        _check_no_filter(given, top_k=top_k > 0, top_p=top_p < 1)
+        _check_no_filter(given, **filters)
     checked = vocab_size if "eos_token_id" in merged else None
-    filtered = (temperature > 0) & ((top_k > 0) | (top_p < 1))
+    filtered = (temperature > 0) & np.any([*filters.values()], axis=0)
+    with np.errstate(divide="ignore"):
+        log_min_p = np.log(min_p).astype(np.float32)
+    kind = SamplingKind.SAMPLED if temperature.any() else SamplingKind.GREEDY
     sampling = Sampling(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=option("seed", 0, np.uint32),
-        kind=SamplingKind(bool(temperature.any()), bool(filtered.any())),
+        log_min_p=log_min_p,
+        kind=SamplingKind.ANY if filtered.any() else kind,
     )
     return Request(
         sampling,
         _stop_tokens(merged.get("eos_token_id", model_stop_tokens), rows, checked),
         option("max_new_tokens", DEFAULT_NEW_TOKENS, np.int32),
     )
+
+
+def sequences_per_prompt(
+    options: Mapping[str, Any], generation_config: Any, request: Request
+) -> int:
+    """How many rows every prompt has.
+
+    Args:
+      options: keyword arguments of a call.
+      generation_config: a transformers ``GenerationConfig``, or None.
+      request: the options of one row per prompt.
+
+    Raises:
+      ValueError: for what is no whole number from 1, and for rows that would all be equal.
+    """
+    value = options.get("num_return_sequences")
+    if value is None:
+        value = getattr(generation_config, "num_return_sequences", None)
+    count = 1 if value is None else whole_number("num_return_sequences", value)
+    if count > 1 and not request.sampling.kind.stochastic:
+        raise ValueError(
+            f"num_return_sequences={count} gives equal rows at temperature 0; set temperature (or "
+            "do_sample=True), or leave it out"
+        )
+    return count
 
 
 def _check_names(options: Mapping[str, Any]) -> None:

@@ -25,7 +25,8 @@ from longspec_jax.generation.models import Models, drafters_for
 from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
 from longspec_jax.generation.run import tree_uses
-from longspec_jax.generation.text import Detokenizer
+from longspec_jax.generation.stops import until
+from longspec_jax.generation.text import RowText
 
 STOP_WIDTH = 8
 """Most stop tokens of a request."""
@@ -39,14 +40,15 @@ class RequestOutput:
     """The request's, as :meth:`RequestEngine.submit` returned it."""
     tokens: tuple[int, ...]
     text: str
-    """Text that became complete; empty without a tokenizer and while a character is incomplete."""
+    """Text that became complete; empty without a tokenizer, while a character is incomplete, and
+    while the text may be the beginning of a stop string."""
     drafted: tuple[bool, ...]
     """Whether each token was an accepted draft token."""
     rounds: tuple[int, ...]
     """Accepted draft tokens of every round; none for the first token, which the prefill draws."""
     finish: str | None
-    """None while the request runs; ``stop`` after a stop token, ``length`` at ``max_new_tokens``,
-    ``error`` where the target's logits were not finite."""
+    """None while the request runs; ``stop`` after a stop token or at a stop string, ``length`` at
+    ``max_new_tokens``, ``error`` where the target's logits were not finite."""
 
 
 class RequestEngine:
@@ -87,7 +89,7 @@ class RequestEngine:
             stop_width=STOP_WIDTH,
             prefills=prefills,
         )
-        self._models, self._texts = models, dict[int, Detokenizer]()
+        self._models, self._texts = models, dict[int, RowText]()
         self._max_tokens = min(max_tokens, models.target_config.max_positions)
 
     @property
@@ -128,13 +130,19 @@ class RequestEngine:
             )
         [prompt] = batch.prompts
         id = self.engine.submit(prompt, batch.request)
-        if self._models.tokenizer is not None:
-            self._texts[id] = Detokenizer(self._models.tokenizer, prompt.tolist())
+        if (text := batch.text(0)) is not None:
+            self._texts[id] = text
         return id
 
     def step(self) -> list[RequestOutput]:
         """Launch the next rounds and return new output; call it while :attr:`busy`."""
-        return list(map(self._output, self.engine.step()))
+        outputs: list[RequestOutput] = []
+        stopped = set[int]()  # In this step; of others the engine reports no more.
+        for output in self.engine.step():
+            if output.id not in stopped:
+                outputs.append(self._output(output))
+                stopped |= {output.id} if outputs[-1].finish is not None else set()
+        return outputs
 
     def cancel(self, id: int) -> None:
         """End a request before its time; nothing more is reported of it."""
@@ -163,11 +171,21 @@ class RequestEngine:
         self.close()
 
     def _output(self, output: StepOutput) -> RequestOutput:
-        tokens, text = output.tokens.tolist(), ""
-        drafted, ended = tuple(output.drafted.tolist()), output.finish is not None
+        pieces = ()
         if (own := self._texts.get(output.id)) is not None:
-            said = tokens[:-1] if output.finish == "error" else tokens
-            text = "".join(piece.text for piece in own.pieces(said, drafted[: len(said)], ended))
-        if ended:
+            said = output.tokens.tolist()[: -1 if output.finish == "error" else None]
+            drafted, ended = output.drafted.tolist()[: len(said)], output.finish is not None
+            kept, pieces = own.add(said, drafted, ended)
+            if own.stopped:
+                self.engine.cancel(output.id)
+                output = until(output, kept)
+        if output.finish is not None:
             self._texts.pop(output.id, None)
-        return RequestOutput(output.id, tuple(tokens), text, drafted, output.rounds, output.finish)
+        return RequestOutput(
+            output.id,
+            tuple(output.tokens.tolist()),
+            "".join(piece.text for piece in pieces),
+            tuple(output.drafted.tolist()),
+            output.rounds,
+            output.finish,
+        )

@@ -42,7 +42,8 @@ class TreeUse:
     rounds: int
     """Target passes; a pass of a batch counts once."""
     tokens: int
-    """Tokens emitted by all rows together."""
+    """Tokens emitted by all rows together, those behind a stop string included, which are read
+    while the next round runs."""
     seconds: float
 
 
@@ -52,12 +53,14 @@ class Stats:
 
     prompt_tokens: tuple[int, ...]
     new_tokens: tuple[int, ...]
-    """Emitted tokens. The prefill gives the first, decode rounds give the others."""
+    """Emitted tokens. The prefill gives the first, decode rounds give the others. Tokens and rounds
+    behind a stop string do not count."""
     target_passes: tuple[int, ...]
     """Target forward passes of the decode phase that the row took part in."""
     histograms: tuple[tuple[int, ...], ...]
     """Rounds of a row by accepted draft tokens: entry 0 counts the rounds that emitted the bonus
-    alone. A round that a stop token or the budget cuts short counts what it emitted."""
+    alone. A round that a stop token, a stop string or the budget cuts short counts what it
+    emitted."""
     trees: tuple[TreeUse, ...]
     """The trees that the call could use: the chosen one, or the candidates of ``adaptive``."""
     prefill_seconds: float
@@ -101,9 +104,11 @@ class GenerateResult:
     """Completions of a batch, one entry per row."""
 
     sequences: tuple[tuple[int, ...], ...]
-    """Emitted token ids, without the prompt, with a stop token."""
+    """Emitted token ids, without the prompt, with a stop token or the token that completed a stop
+    string."""
     text: tuple[str | None, ...]
-    """Text of the emitted tokens, which continues the prompt; None without a tokenizer."""
+    """Text of the emitted tokens, which continues the prompt, up to a stop string; None without a
+    tokenizer."""
     drafted: tuple[tuple[bool, ...], ...]
     """Whether each emitted token was an accepted draft token."""
     stats: Stats

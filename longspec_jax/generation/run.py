@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from longspec_jax.decoding import trials
 from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.engine import Engine, StepOutput
 from longspec_jax.decoding.prefill import prefill_programs, rows_outline, slot_programs
@@ -31,7 +32,8 @@ from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling, 
 from longspec_jax.generation.call import Plan
 from longspec_jax.generation.inputs import Batch
 from longspec_jax.generation.result import GenerateResult, OnRound, Stats, StreamRound, TreeUse
-from longspec_jax.generation.text import Detokenizer, continuation
+from longspec_jax.generation.stops import until
+from longspec_jax.generation.text import Piece, RowText, continuation
 from longspec_jax.generation.timings import KnownTimings
 from longspec_jax.ops.placement import tree_bytes
 
@@ -91,7 +93,7 @@ def rehearse(plan: Plan, streams: bool, rounds: bool) -> float:
             engine.submit(np.zeros(length, np.int32), plan.empty_request.row(row))
         while engine.busy if plan.waits else engine.prefilling:
             engine.step(decode=plan.waits)
-        return engine.rehearse(plan.kind) if rounds and not plan.waits else math.nan
+        return trials.rehearse(engine, plan.kind) if rounds and not plan.waits else math.nan
 
 
 def _rehearsed_lengths(plan: Plan) -> list[int]:
@@ -160,10 +162,35 @@ class RowOutput:
 
     histogram: list[int]
     """Rounds by accepted draft tokens."""
+    text: RowText | None = None
+    """Reads the tokens as they come; None where their text is read behind the last one."""
     tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     """Whether each token was an accepted draft token."""
+    pieces: list[Piece] = field(default_factory=list)
+    """The text that became complete."""
     done: bool = False
+
+    def read_with(self, text: RowText | None) -> None:
+        """Have the tokens read as they come, and those that there are."""
+        self.text = text
+        if text is not None:
+            self.pieces += text.add(self.tokens, self.drafted, self.done).pieces
+
+    def add(self, output: StepOutput) -> None:
+        """Take in what the row has gained, up to its first stop string."""
+        tokens, drafted = output.tokens.tolist(), output.drafted.tolist()
+        if self.text is not None:
+            kept, pieces = self.text.add(tokens, drafted, output.finish is not None)
+            self.pieces += pieces
+            if self.text.stopped:
+                output = until(output, kept)
+                tokens, drafted = tokens[:kept], drafted[:kept]
+        self.tokens += tokens
+        self.drafted += drafted
+        for accepted in output.rounds:
+            self.histogram[accepted] += 1
+        self.done = output.finish is not None
 
 
 @dataclass(eq=False)
@@ -178,6 +205,17 @@ class Run:
     timing_key: Mapping[str, Any] | None = None
     """Of the kept timings that chose its tree; None where none did."""
     on_activity: OnActivity | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """Watch for stop strings from the first token on."""
+        if self.batch.stop_strings:
+            self.read_text()
+
+    def read_text(self) -> None:
+        """Have the text of every row read as its tokens come."""
+        for index, row in enumerate(self.rows):
+            if row.text is None:
+                row.read_with(self.batch.text(index))
 
     @property
     def stats(self) -> Stats:
@@ -200,15 +238,15 @@ class Run:
     def branch(self, plan: Plan, *, own_cache: bool, **options: Any) -> "Run":
         """The same rows behind their prefill, with one of the plan's alternatives.
 
-        The other arguments are those of :meth:`~longspec_jax.decoding.engine.Engine.branch`.
+        The other arguments are those of :func:`longspec_jax.decoding.trials.branch`.
         """
         draft = self.plan.state_of(plan, self.engine.rows.draft)
-        engine = self.engine.branch(
-            *(plan.drafters, plan.params, draft), own_cache=own_cache, **options
+        engine = trials.branch(
+            *(self.engine, plan.drafters, plan.params, draft), own_cache=own_cache, **options
         )
         engine.seconds_of_prefill = self.engine.seconds_of_prefill
         rows = [
-            RowOutput(_no_rounds(plan), list(row.tokens), list(row.drafted), row.done)
+            RowOutput(_no_rounds(plan), None, list(row.tokens), list(row.drafted), done=row.done)
             for row in self.rows
         ]
         return Run(plan, self.batch, engine, rows, on_activity=self.on_activity)
@@ -220,14 +258,12 @@ class Run:
           FloatingPointError: if the target's logits were not finite.
         """
         row = self.rows[output.id]
-        row.tokens += output.tokens.tolist()
-        row.drafted += output.drafted.tolist()
-        for accepted in output.rounds:
-            row.histogram[accepted] += 1
-        row.done = output.finish is not None
+        if row.done:
+            return  # A stop string has ended it, and this was launched before.
         if output.finish == "error":
             where = f"of row {output.id} " if len(self.rows) > 1 else ""
-            tokens = len(self.batch.prompts[output.id]) + len(row.tokens) - 1
+            before = len(row.tokens) + len(output.tokens) - 1
+            tokens = len(self.batch.prompts[output.id]) + before
             dtype = self.plan.target.config.dtype
             remedy = "" if dtype == "float32" else "dtype float32, which has more range, or "
             raise FloatingPointError(
@@ -235,6 +271,9 @@ class Run:
                 f"token can be drawn: its weights or norms overflow {dtype}; try {remedy}another "
                 "checkpoint"
             )
+        row.add(output)
+        if row.done and output.finish is None:
+            self.engine.cancel(output.id)
 
     def prefill(self) -> "Run":
         """Run the prompts of a call whose rows all have a slot, to their first tokens."""
@@ -318,6 +357,15 @@ def start(
     return run if plan.waits else run.prefill()
 
 
+def reads_rounds(batch: Batch, on_round: OnRound | None) -> bool:
+    """Whether every round of a call is read while the next one runs.
+
+    It is where someone listens, and where a stop string may end a row at any round: of a launch of
+    many rounds, all behind the stop string would be lost time.
+    """
+    return on_round is not None or bool(batch.stop_strings)
+
+
 def learn(run: Run, warm: WarmShapes, known: KnownTimings) -> None:
     """Correct what is known by a finished run of one drafter, and report one that was slower."""
     seen = run.engine.totals[0]
@@ -330,7 +378,7 @@ def learn(run: Run, warm: WarmShapes, known: KnownTimings) -> None:
             run.on_activity(Slower(*run.plan.choice, speed))
 
 
-def follow(run: Run, tokenizer: Any, on_round: OnRound | None = None) -> GenerateResult:
+def follow(run: Run, on_round: OnRound | None = None) -> GenerateResult:
     """Run to the end; ``on_round`` is called with what every round adds.
 
     Without a tokenizer there is no text.
@@ -339,33 +387,36 @@ def follow(run: Run, tokenizer: Any, on_round: OnRound | None = None) -> Generat
         for _ in run.rounds():
             pass
     else:
-        with closing(added_rounds(run, tokenizer)) as rounds:
+        with closing(added_rounds(run)) as rounds:
             for added in rounds:
                 on_round(added)
-    text = [
-        None if tokenizer is None else continuation(tokenizer, prompt.tolist(), row.tokens)
-        for prompt, row in zip(run.batch.prompts, run.rows, strict=True)
-    ]
     sequences = tuple(tuple(row.tokens) for row in run.rows)
     drafted = tuple(tuple(row.drafted) for row in run.rows)
-    return GenerateResult(sequences, tuple(text), drafted, run.stats)
+    texts = tuple(_text(run, index) for index in range(len(run.rows)))
+    return GenerateResult(sequences, texts, drafted, run.stats)
 
 
-def added_rounds(run: Run, tokenizer: Any) -> Generator[StreamRound, None, None]:
+def _text(run: Run, index: int) -> str | None:
+    """The whole text of a row that has ended; None without a tokenizer."""
+    row, batch = run.rows[index], run.batch
+    if batch.tokenizer is None:
+        return None
+    if row.text is not None:
+        return "".join(piece.text for piece in row.pieces)
+    return continuation(batch.tokenizer, batch.prompts[index].tolist(), row.tokens)
+
+
+def added_rounds(run: Run) -> Generator[StreamRound, None, None]:
     """Decode to the end, and yield what every round adds; close the generator to stop early."""
-    texts = [
-        None if tokenizer is None else Detokenizer(tokenizer, prompt.tolist())
-        for prompt in run.batch.prompts
-    ]
-    seen, ended = [0] * len(texts), [False] * len(texts)
+    run.read_text()
+    seen = [(0, 0)] * len(run.rows)
     with closing(run.rounds()) as rounds:
         for _ in rounds:
             tokens, drafted, pieces = [], [], []
-            for index, (row, text) in enumerate(zip(run.rows, texts, strict=True)):
-                new = slice(seen[index], None)
+            for index, row in enumerate(run.rows):
+                new, new_pieces = (slice(begin, None) for begin in seen[index])
                 tokens.append(tuple(row.tokens[new]))
                 drafted.append(tuple(row.drafted[new]))
-                added = tokens[-1], drafted[-1], row.done and not ended[index]
-                pieces.append(() if text is None else text.pieces(*added))
-                seen[index], ended[index] = len(row.tokens), row.done
+                pieces.append(tuple(row.pieces[new_pieces]))
+                seen[index] = len(row.tokens), len(row.pieces)
             yield StreamRound(tuple(tokens), tuple(drafted), tuple(pieces), run.stats)

@@ -17,8 +17,11 @@ Decoding starts a few tokens back, never inside a run, so the time is linear in 
 import functools
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+from longspec_jax.generation.stops import StopStrings
 
 CONTEXT = 8
 """Tokens that are decoded before the first new one: SentencePiece drops a space at the start, and a
@@ -27,6 +30,8 @@ REPLACEMENT = "\ufffd"
 """Text of an incomplete UTF-8 sequence."""
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 """A token of byte fallback."""
+LONGEST_RUN = 64
+"""Tokens of a run of bytes that is searched for stop strings before it ends."""
 
 
 class Piece(NamedTuple):
@@ -74,22 +79,19 @@ class Detokenizer:
         """Return the text that was held back; the row has ended."""
         return self._release(self._text())
 
-    def pieces(
-        self, tokens: Sequence[int], drafted: Sequence[bool], ended: bool
-    ) -> tuple[Piece, ...]:
-        """Add tokens; return the text that each completes, and what was held back at the end.
+    @property
+    def run(self) -> str:
+        """The text of an open run of byte tokens, as it is if the row ends here.
 
-        Args:
-          tokens: the next ones.
-          drafted: whether each was an accepted draft token.
-          ended: whether the row has ended.
+        Empty where no run is open, and in one of more than :data:`LONGEST_RUN` tokens, whose text
+        would take time at every token.
         """
-        pieces = [
-            Piece(self.push(token), draft) for token, draft in zip(tokens, drafted, strict=True)
-        ]
-        if ended:
-            pieces += [Piece(self.flush(), False)]
-        return tuple(piece for piece in pieces if piece.text)
+        if not self._window or not self._is_byte(self._window[-1]):
+            return ""
+        if len(self._window) > CONTEXT + LONGEST_RUN:
+            return ""
+        text = self._text()
+        return "" if self._shown.startswith(text) else _beyond(text, self._shown)
 
     def _text(self) -> str:
         return _decode(self._tokenizer, self._window)
@@ -99,6 +101,103 @@ class Detokenizer:
         if self._shown.startswith(text):
             return ""
         released, self._shown = _beyond(text, self._shown), text
+        return released
+
+
+class Added(NamedTuple):
+    """What some tokens have added to a row."""
+
+    kept: int
+    """How many of them belong to it: up to the one that completed a stop string."""
+    pieces: tuple[Piece, ...]
+    """Text that can no longer change, nor be the beginning of a stop string."""
+
+
+class RowText:
+    """The text of one row, token by token, up to its first stop string.
+
+    Text is held back while it may be the beginning of a stop string. Without one, all pieces
+    together are :func:`continuation`.
+    """
+
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int] = (), stop_strings: Sequence[str] = ()
+    ):
+        """Start behind a prompt, whose own text is not searched.
+
+        Args:
+          tokenizer: a transformers tokenizer.
+          prompt: the tokens before the first added one; the last few matter.
+          stop_strings: what ends the row. One that is the name of a special token, which has no
+            text, is met with that token.
+        """
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._search, self._state = StopStrings(stop_strings), 0
+        self._held: deque[Piece] = deque()
+        self._held_length = 0
+        self._searches = bool(stop_strings)
+        named = tokenizer.get_added_vocab() if stop_strings else {}
+        self._special = {named[string] for string in stop_strings if string in named}
+        self.stopped = False
+        """Whether a stop string has ended the row; nothing may be added any more."""
+
+    def add(self, tokens: Sequence[int], drafted: Sequence[bool], ended: bool) -> Added:
+        """Add tokens; return what belongs to the row.
+
+        Args:
+          tokens: the next ones.
+          drafted: whether each was an accepted draft token.
+          ended: whether the row ends with them.
+        """
+        pieces: list[Piece] = []
+        kept = 0
+        for token, draft in zip(tokens, drafted, strict=True):
+            kept += 1
+            pieces += self._read(Piece(self._detokenizer.push(token), draft))
+            if self._searches and not self.stopped:
+                pieces += self._look(token, draft)
+            if self.stopped:
+                return Added(kept, tuple(pieces))
+        if ended:
+            pieces += self._read(Piece(self._detokenizer.flush(), False))
+            pieces += self._release(0)
+        return Added(kept, tuple(pieces))
+
+    def _look(self, token: int, draft: bool) -> list[Piece]:
+        """End the row with a special token, or inside a run of bytes, if that is a stop string."""
+        run = self._detokenizer.run
+        _, match = self._search.read(self._state, run)
+        if match is None and token not in self._special:
+            return []
+        pieces = self._read(Piece(self._detokenizer.flush(), draft))
+        if not self.stopped:
+            pieces += self._release(0)
+        self.stopped = True
+        return pieces
+
+    def _read(self, piece: Piece) -> list[Piece]:
+        """Search new text, and release what no stop string can begin with."""
+        if not self._searches or not piece.text:
+            return [piece] if piece.text else []
+        self._state, match = self._search.read(self._state, piece.text)
+        held = self._search.held(self._state)
+        if match is not None:
+            piece, held = piece._replace(text=piece.text[: match.end]), match.length
+            self.stopped = True
+        self._held.append(piece)
+        self._held_length += len(piece.text)
+        return self._release(held)
+
+    def _release(self, held: int) -> list[Piece]:
+        """All held text but its last characters."""
+        count, released = self._held_length - held, list[Piece]()
+        self._held_length = held
+        while count > 0:
+            piece = self._held.popleft()
+            released.append(piece._replace(text=piece.text[:count]))
+            if len(piece.text) > count:
+                self._held.appendleft(piece._replace(text=piece.text[count:]))
+            count -= len(piece.text)
         return released
 
 

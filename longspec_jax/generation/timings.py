@@ -192,7 +192,7 @@ def timing_key(plan: Plan, streams: bool) -> dict[str, Any]:
         "draft": _fingerprint(plan.params.draft),
         "rows": 1 << (plan.slots - 1).bit_length(),
         "context": 1 << max(9, (plan.longest - 1).bit_length()),
-        "sampling": list(plan.kind),
+        "sampling": plan.kind.name,
         "streams": streams,
     }
 

@@ -52,6 +52,7 @@ def request(
     seeds: Any = (5, 6, 7),
     stop: Any = ((-1,),) * 3,
     new: Any = NEW,
+    min_p: Any = 0.0,
 ) -> Request:
     """A batch's requests; scalars hold for every row."""
     rows = len(seeds)
@@ -64,10 +65,8 @@ def request(
         spread(top_k, jnp.int32),
         spread(top_p, jnp.float32),
         jnp.asarray(seeds, jnp.uint32),
-        SamplingKind(
-            stochastic=bool(np.any(np.asarray(temperature) > 0)),
-            filtered=bool(np.any(np.asarray(top_k) > 0) or np.any(np.asarray(top_p) < 1)),
-        ),
+        jnp.log(spread(min_p, jnp.float32)),
+        kind_of(temperature, top_k, top_p, min_p),
     )
     return Request(sampling, jnp.asarray(stop, jnp.int32), jnp.asarray(new, jnp.int32))
 
@@ -76,6 +75,13 @@ def prompts(vocabulary: int, lengths: np.ndarray = LENGTHS, seed: int = 0) -> np
     """Random prompts, the padding random too: it must not matter."""
     shape = (len(lengths), int(lengths.max()))
     return np.random.default_rng(seed).integers(0, vocabulary, shape).astype(np.int32)
+
+
+def kind_of(temperature: Any, top_k: Any = 0, top_p: Any = 1.0, min_p: Any = 0.0) -> SamplingKind:
+    """The least kind that serves these rows."""
+    if np.any(np.asarray(top_k) > 0) or np.any(np.asarray(top_p) < 1) or np.any(min_p):
+        return SamplingKind.ANY
+    return SamplingKind.SAMPLED if np.any(np.asarray(temperature) > 0) else SamplingKind.GREEDY
 
 
 @dataclass(frozen=True)

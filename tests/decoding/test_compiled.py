@@ -56,7 +56,7 @@ def compiled_loop(
         drafter = SmallLMDrafter(SMALL, small, working=working)
         params = Params(table, random_target(SMALL))
     empty = partial(vacant, target, drafter, params, batch=batch, capacity=capacity, stop_width=1)
-    args = target, drafter, SamplingKind(False, False), params, jax.eval_shape(empty)
+    args = target, drafter, SamplingKind.GREEDY, params, jax.eval_shape(empty)
     lowered = one_round.lower(*args) if streams else many_rounds.lower(*args, np.int32(16))
     return lowered.compile()
 
@@ -188,7 +188,8 @@ def test_prompts_seeds_and_budgets_do_not_compile_again() -> None:
             jnp.zeros(1, jnp.int32),
             jnp.ones(1),
             jnp.full(1, seed, jnp.uint32),
-            SamplingKind(filtered=False),
+            jnp.full(1, -jnp.inf),
+            SamplingKind.SAMPLED,
         )
         request = Request(sampling, jnp.full((1, 1), -1), jnp.full(1, budget, jnp.int32))
         rows = prefill(

@@ -15,14 +15,17 @@ import pytest
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding import engine as engine_lib
 from longspec_jax.decoding import prefill as prefill_lib
+from longspec_jax.decoding import prompts as prompts_lib
 from longspec_jax.decoding.candidates import candidates, smaller_tree, tallest
 from longspec_jax.decoding.engine import Engine, StepOutput
 from longspec_jax.decoding.policy import Always, Choice, FastestWithinBudget, Measurement, Policy
 from longspec_jax.decoding.round import Report, many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, RowShardings, insert
-from longspec_jax.decoding.sampling import ANY_KIND, Sampling, SamplingKind
-from longspec_jax.decoding.schedule import Plan, Snapshot, plan
+from longspec_jax.decoding.sampling import Sampling, SamplingKind
+from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
 from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.trials import branch as branch_of
+from longspec_jax.decoding.trials import rehearse, rejoin
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.draft import OneOf
 from longspec_jax.drafters.longspec.config import DraftConfig
@@ -105,6 +108,7 @@ def asked(row: int) -> Request:
         np.asarray([(0, 5)[row % 2]], np.int32),
         np.asarray([1.0 - 0.05 * row], np.float32),
         np.asarray([11 * row], np.uint32),
+        np.asarray([-np.inf], np.float32),
     )
     stops = np.asarray([[row, -1]], np.int32)
     return Request(sampling, stops, np.asarray([NEW_OF[row % len(NEW_OF)]], np.int32))
@@ -173,14 +177,14 @@ def test_chunks_of_prompts_that_are_prefilled_alone_follow_from_their_own_length
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: dict[int, int] = {}
-    chunks = engine_lib.prefill_chunks
+    chunks = prompts_lib.prefill_chunks
 
     def noted(*models_and_tokens: Any, chunk: int, **options: Any) -> Any:
         length = int(models_and_tokens[4][0])
         assert taken.setdefault(length, chunk) == chunk
         return chunks(*models_and_tokens, chunk=chunk, **options)
 
-    monkeypatch.setattr(engine_lib, "prefill_chunks", noted)
+    monkeypatch.setattr(prompts_lib, "prefill_chunks", noted)
     rows = range(7)
     shown, _ = serve(open_engine(short_chunks=(2, 4)), rows)
     assert taken == {1: 2, 3: 4, 8: 8, 9: 8, 17: 8, 25: 8, 30: 8}
@@ -287,7 +291,7 @@ def test_greedy_requests_run_programs_without_noise_or_sort() -> None:
     engine, kinds = open_engine(), []
     launch = engine._launch
     engine._launch = lambda choice, kind: (kinds.append(kind), launch(choice, kind))[1]  # type: ignore[method-assign]
-    greedy = SamplingKind(stochastic=False, filtered=False)
+    greedy = SamplingKind.GREEDY
     plain = replace(endless(6), sampling=asked(0).sampling.of_kind(greedy))
     engine.submit(prompt(1), plain)
     while engine.busy:
@@ -297,7 +301,7 @@ def test_greedy_requests_run_programs_without_noise_or_sort() -> None:
     engine.submit(prompt(3), endless(20))
     while engine.busy:
         engine.step()
-    assert kinds[-1] == ANY_KIND
+    assert kinds[-1] == SamplingKind.ANY
 
 
 def test_a_cancelled_request_makes_room_and_disturbs_nobody() -> None:
@@ -368,17 +372,25 @@ def test_rows_that_are_done_read_nothing_of_their_cache() -> None:
     assert engine.rows.attended.tolist()[1:] == [0, 0] and engine.rows.attended[0] > 0
 
 
+TWO = (Queued(), Queued())
+
+
+def under_way(*left: int | None) -> tuple[Prompt, ...]:
+    """Prefills with these numbers of chunks left."""
+    return tuple(map(Prompt, left))
+
+
 @pytest.mark.parametrize(
     ("now", "expected"),
     [
-        (Snapshot(2, (), 1, 2, False, 1), Plan(1, None, None)),
-        (Snapshot(2, (3,), 0, 2, False, 1), Plan(0, 0, None)),
-        (Snapshot(2, (3, 1), 0, 2, False, 3), Plan(1, 1, None)),
-        (Snapshot(0, (None, 2), 0, 2, False, 2), Plan(0, 1, None)),
-        (Snapshot(0, (2, None), 1, 2, False, 2), Plan(0, 0, 1)),
-        (Snapshot(2, (), 3, 3, True, 1), Plan(0, None, None)),
-        (Snapshot(3, (), 3, 3, True, 1), Plan(3, None, None)),
-        (Snapshot(0, (None,), 2, 3, True, 1), Plan(0, None, None)),
+        (Snapshot(TWO, (), 1, 2, False, 1), Plan((0,), None, None)),
+        (Snapshot(TWO, under_way(3), 0, 2, False, 1), Plan((), 0, None)),
+        (Snapshot(TWO, under_way(3, 1), 0, 2, False, 3), Plan((0,), 1, None)),
+        (Snapshot((), under_way(None, 2), 0, 2, False, 2), Plan((), 1, None)),
+        (Snapshot((), under_way(2, None), 1, 2, False, 2), Plan((), 0, 1)),
+        (Snapshot(TWO, (), 3, 3, True, 1), Plan((), None, None)),
+        (Snapshot((Queued(),) * 3, (), 3, 3, True, 1), Plan((0, 1, 2), None, None)),
+        (Snapshot((), under_way(None), 2, 3, True, 1), Plan((), None, None)),
     ],
 )
 def test_the_plan_of_a_step(now: Snapshot, expected: Plan) -> None:
@@ -413,7 +425,7 @@ def test_a_round_asks_the_host_nothing(temperature: float) -> None:
     """
     target = CachedTarget(CONFIG, "reference")
     params = Params(TABLES, KINDS["longspec"][1])
-    kind = SamplingKind(stochastic=temperature > 0, filtered=False)
+    kind = SamplingKind.SAMPLED if temperature > 0 else SamplingKind.GREEDY
     for tree in (TREE, TreeConfig(TREE.widths, budget=7)):
         drafter = LongSpecDrafter(DRAFT, tree, "reference")
         rows = open_engine(target, [drafter], params).rows
@@ -497,7 +509,7 @@ def test_a_plain_round_that_keeps_the_draft_up_to_date_is_no_dearer() -> None:
     flops = []
     for drafter in (NoDraft(), candidates([LongSpecDrafter(draft, TREE)])[0]):
         rows = open_engine(target, [drafter], params).rows
-        lowered = one_round.lower(target, drafter, SamplingKind(False, False), params, rows)
+        lowered = one_round.lower(target, drafter, SamplingKind.GREEDY, params, rows)
         flops.append(lowered.compile().cost_analysis()["flops"])
     assert flops[0] < flops[1] <= 1.10 * flops[0]
 
@@ -647,7 +659,7 @@ def test_rehearsal_compiles_everything_and_emits_within_the_budget() -> None:
     while engine.prefilling:
         engine.step(decode=False)
     before = many_rounds._cache_size()
-    engine.rehearse(requested().sampling.kind)
+    rehearse(engine, requested().sampling.kind)
     assert many_rounds._cache_size() - before == 3
     np.testing.assert_array_equal(engine.rows.length, LENGTHS + 1)
     run(engine_of(*given, requested(), own, policy=EVERY_SWITCH, ahead=False))
@@ -661,11 +673,11 @@ def test_branches_go_on_from_one_prefill() -> None:
     first: list[StepOutput] = []
     while engine.prefilling:
         first += engine.step(decode=False)
-    plain = engine.branch([NoDraft()], Params(TABLE, ()), (), own_cache=True)
-    trial = engine.branch([DRAFTER], PARAMS, engine.rows.draft, own_cache=False, tokens=20)
+    plain = branch_of(engine, [NoDraft()], Params(TABLE, ()), (), own_cache=True)
+    trial = branch_of(engine, [DRAFTER], PARAMS, engine.rows.draft, own_cache=False, tokens=20)
     while trial.totals[0].rounds < 3:
         trial.step()
-    engine.rejoin(trial)
+    rejoin(engine, trial)
     expected = plainly(req)
     for branch in (plain, engine):
         rows, _ = run(branch)

@@ -6,28 +6,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.sampling import (
     NO_TOKEN,
     Sampling,
-    SamplingKind,
-    cumulative_mass,
     draw,
+    mass,
     noise,
     perturb,
 )
+from tests.decoding.lossless import kind_of
 
 VOCABULARY = 11
 
 
-def sampling(rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Sampling:
+def sampling(
+    rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Sampling:
     return Sampling(
         jnp.full((rows,), temperature),
         jnp.full((rows,), top_k, jnp.int32),
         jnp.full((rows,), top_p),
         jnp.arange(rows, dtype=jnp.uint32),
-        SamplingKind(stochastic=temperature > 0, filtered=top_k > 0 or top_p < 1),
+        jnp.log(jnp.full((rows,), min_p)),
+        kind_of(temperature, top_k, top_p, min_p),
     )
 
 
@@ -81,7 +91,7 @@ def test_noise_depends_on_seed_and_position_alone() -> None:
     s = sampling(3, 1.0)
     together = noise(s, jnp.array([[3, 8], [3, 8], [9, 3]]), VOCABULARY)
     alone = noise(
-        Sampling(s.temperature[:1], s.top_k[:1], s.top_p[:1], s.seed[2:], s.kind),
+        jax.tree.map(lambda leaf: leaf[2:], s),
         jnp.array([[3]]),
         VOCABULARY,
     )
@@ -153,19 +163,86 @@ def test_top_p_close_to_one_keeps_what_it_promises() -> None:
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 32_000, 262_144])
 def test_the_mass_of_top_p_is_a_sum_in_any_order(vocabulary: int) -> None:
     logits = np.random.default_rng(7).normal(0, 4, vocabulary).astype(np.float32)
-    logits = jnp.asarray(logits - logits.max())
-    mass = np.asarray(cumulative_mass(logits))
-    exact = np.cumsum(np.exp(np.asarray(logits, np.float64)))
-    np.testing.assert_allclose(mass, exact, rtol=3e-7, atol=vocabulary * 2.0**-42)
-    # The last sum is of the same numbers; float32 sums of this many differ in every order.
-    shuffled = [jax.random.permutation(jax.random.key(seed), logits) for seed in range(4)]
-    np.testing.assert_array_equal([cumulative_mass(one)[-1] for one in shuffled], [mass[-1]] * 4)
+    logits = np.sort(logits - logits.max())
+    counts = np.unique(np.geomspace(1, vocabulary, 50).astype(int))
+    first = np.arange(vocabulary) < counts[:, None]
+    found = jax.jit(mass)(jnp.broadcast_to(logits, first.shape), first)
+    exact = np.cumsum(np.exp(logits.astype(np.float64)))[counts - 1]
+    np.testing.assert_allclose(found, exact, rtol=3e-7, atol=vocabulary * 2.0**-42)
+    # The same numbers; float32 sums of this many differ in every order.
+    shuffled = jnp.stack([np.random.default_rng(seed).permutation(logits) for seed in range(4)])
+    np.testing.assert_array_equal(mass(shuffled, shuffled <= 0), [found[-1]] * 4)
 
 
 def test_equal_tokens_fill_the_digits_of_their_mass() -> None:
-    count = np.arange(1, 262_145)
-    mass = cumulative_mass(jnp.zeros(count.size))
-    np.testing.assert_array_equal(mass, count.astype(np.float32))
+    counts = np.unique([*range(1, 40), *(2**n + d for n in range(6, 19) for d in (-1, 0, 1))])
+    counts = counts[counts <= 262_144]
+    first = jnp.arange(262_144) < counts[:, None]
+    np.testing.assert_array_equal(mass(jnp.zeros(first.shape), first), counts.astype(np.float32))
+
+
+def kept_by_sorting(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Which tokens of one row the filters keep, one after the other, by a sort and float64."""
+    logits, order = logits.astype(np.float64), np.argsort(-logits, kind="stable")
+    kept = np.isin(np.arange(len(logits)), order[: top_k or None])
+    probability = np.where(kept, np.exp(logits - logits.max()), 0)
+    below = np.cumsum(np.sort(probability))[np.argsort(order[::-1])]
+    kept &= (below > (1 - top_p) * probability.sum()) | (np.arange(len(logits)) == order[0])
+    return kept & (probability >= min_p)
+
+
+FILTERS = [
+    *[(k, 1.0, 0.0) for k in (1, 2, 50, 128, 1000)],
+    *[(0, p, 0.0) for p in (1e-9, 0.05, 0.5, 0.9, 0.999)],
+    *[(0, 1.0, p) for p in (0.002, 0.1, 1.0)],
+    *[(40, 0.8, 0.0), (40, 0.99, 0.03), (0, 0.95, 0.01), (3, 0.5, 0.9)],
+]
+
+
+def test_filters_keep_what_a_sort_keeps_and_what_transformers_keeps() -> None:
+    """All filters in one batch, at two positions: rows with and without each stand side by side."""
+    k, p, least = (np.asarray(values) for values in zip(*FILTERS, strict=True))
+    rng, rows = np.random.default_rng(11), len(FILTERS)
+    logits = rng.normal(0, 2, (rows, 2, 128)).astype(np.float32)
+    s = sampling(rows, 1.0, 1).replace(
+        temperature=jnp.full(rows, 0.7), top_k=jnp.asarray(k, jnp.int32), top_p=jnp.float32(p)
+    )
+    s = s.replace(log_min_p=jnp.log(jnp.float32(least)))
+    scores = np.asarray(jax.jit(perturb)(logits, jnp.zeros((rows, 1, 1)), s))
+    for row, filters in enumerate(FILTERS):
+        for position in range(2):
+            one, found = logits[row, position], scores[row, position]
+            expected = kept_by_sorting(one / np.float32(0.7), *filters)
+            np.testing.assert_array_equal(np.isfinite(found), expected, err_msg=str(filters))
+            np.testing.assert_array_equal(np.isfinite(processed(one, *filters)), expected)
+            inside = (one - one.max())[expected] / np.float32(0.7)
+            np.testing.assert_allclose(found[expected], inside, rtol=1e-6)
+    alone = jax.tree.map(lambda leaf: leaf[-1:], s)
+    np.testing.assert_array_equal(
+        perturb(jnp.asarray(logits[-1:, 1:]), jnp.zeros((1, 1, 1)), alone)[0, 0], scores[-1, 1]
+    )
+
+
+def processed(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """One row through the processors of transformers, in its order."""
+    scores, none = torch.from_numpy(logits)[None], torch.zeros((1, 1), dtype=torch.long)
+    for processor in (
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(int(top_k) or len(logits)),
+        TopPLogitsWarper(float(top_p)),
+        MinPLogitsWarper(float(min_p)),
+    ):
+        scores = processor(none, scores)
+    return scores[0].numpy()
+
+
+def test_equal_logits_at_an_edge_stay_in_together() -> None:
+    logits = jnp.asarray([[[2.0, 1.0, 1.0, 1.0, 0.0, -0.0]]] * 3)
+    s = sampling(3, 1.0, 2).replace(
+        top_k=jnp.asarray([2, 5, 0]), top_p=jnp.asarray([1.0, 1.0, 0.5], jnp.float32)
+    )
+    kept = np.isfinite(perturb(logits, jnp.zeros((3, 1, 1)), s))[:, 0]
+    np.testing.assert_array_equal(kept.sum(axis=1), [4, 6, 4])
 
 
 @pytest.mark.parametrize("temperature", [1.2e-38, 1.3e-38, 2e-38, 1e-45, 1e-30, 1e-3])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from transformers import GenerationConfig
 
+from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.generation.options import TRANSFORMERS_TOP_K, resolve
 
 LENGTHS = [5, 7]
@@ -39,7 +40,7 @@ def test_defaults_are_greedy() -> None:
     assert found.temperature.tolist() == [0, 0] and found.max_new_tokens.tolist() == [256, 256]
     assert found.stop_tokens == ((2,), (2,)) and found.top_p.tolist() == [1, 1]
     request = found.request
-    assert not request.sampling.kind.stochastic and not request.sampling.kind.filtered
+    assert request.sampling.kind is SamplingKind.GREEDY
     assert request.stop_tokens.tolist() == [[2, -1, -1, -1]] * 2
 
 
@@ -48,12 +49,13 @@ def test_values_by_row() -> None:
     assert found.temperature.tolist() == [0, 0.5] and found.seed.tolist() == [1, 2**32 - 1]
     assert found.stop_tokens == ((1, 2), ())
     request = found.request
-    assert request.sampling.kind.stochastic and request.sampling.kind.filtered
+    assert request.sampling.kind is SamplingKind.ANY
     assert str(request.sampling.seed.dtype) == "uint32"
 
 
 def test_filters_of_greedy_rows_are_not_computed() -> None:
-    assert not rows(top_k=[5, 0], temperature=[0, 1.0]).request.sampling.kind.filtered
+    sampling = rows(top_k=[5, 0], min_p=[0.5, 0], temperature=[0, 1.0]).request.sampling
+    assert sampling.kind is SamplingKind.SAMPLED
 
 
 @pytest.mark.parametrize(("value", "sets"), [(3, (3,)), ([3, 4], (3, 4)), ([], ()), ({3}, (3,))])
@@ -116,8 +118,7 @@ def test_generation_config_values() -> None:
         (dict(temprature=1), TypeError, "'temprature'; did you mean 'temperature'"),
         (dict(max_tokens=9), TypeError, "'max_tokens'; did you mean 'max_new_tokens'"),
         (dict(frobnicate=None), TypeError, "'frobnicate'; known are max_new_tokens, do_sample"),
-        (dict(stop="a"), NotImplementedError, "^stop= is not supported: rows end at tokens, .*eos"),
-        (dict(stop_strings=["a"]), NotImplementedError, "^stop_strings= is .* as eos_token_id="),
+        (dict(stop="a"), NotImplementedError, "^stop= is not .* as stop_strings=, .*eos_token_id="),
         (dict(stop_token_ids=[3]), NotImplementedError, "pass the ids of stop tokens as eos_token"),
         (dict(attention_mask=[1]), NotImplementedError, "what the tokenizer returned"),
         (dict(num_beams=2), NotImplementedError, "^num_beams=2: not supported by"),
@@ -164,7 +165,7 @@ def test_arrays_are_values_by_row(array) -> None:
     assert row(eos_token_id=np.int64(3), top_k=np.int32(0)).stop_tokens == ((3,),)
 
 
-NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
 
 
 class _Nothing:
@@ -205,6 +206,7 @@ RANGES = {
     "temperature": [-1, -1e-30, math.nan, math.inf, -math.inf, 1e39],
     "top_k": [-1, 2**31, 10**30],
     "top_p": [0, -0.5, 1.5, math.nan, math.inf],
+    "min_p": [-0.5, 1.5, math.nan, math.inf],
     "seed": [-1, 2**32, 10**30],
 }
 
@@ -257,7 +259,9 @@ def test_what_is_no_generation_config(config) -> None:
         rows(config)
 
 
-@pytest.mark.parametrize("options", [dict(top_k=5), dict(top_p=0.5), dict(top_k=[5, 0])], ids=repr)
+@pytest.mark.parametrize(
+    "options", [dict(top_k=5), dict(top_p=0.5), dict(top_k=[5, 0]), dict(min_p=0.1)], ids=repr
+)
 @pytest.mark.parametrize("greedy", [{}, dict(temperature=0), dict(do_sample=False)], ids=repr)
 def test_a_filter_without_a_temperature(options, greedy) -> None:
     """Nothing is ignored in silence; what does nothing anyway, or comes with a config, may stay."""

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,22 @@ def test_a_budget_changes_the_tree_and_not_the_text(folders, tmp_path, capsys) -
     assert whole["setting"]["budget"] is None and found["setting"]["budget"] == 5
     assert found["text"] == whole["text"] and found["identical_to_plain"] is True
     assert "tree 4,5@5 (the best 5 of 10 nodes per target pass)" in capsys.readouterr().out
+
+
+def test_text_ends_before_a_stop_string(folders, tmp_path, capsys) -> None:
+    """Of the command, or of a row of a batch; compared with plain decoding all the same."""
+    whole = run_json(folders, tmp_path, f"--prompt={PROMPT}", "--ignore_eos")["text"]
+    first, second = (re.findall("[a-h ]{2}", whole[begin:])[0] for begin in (3, 6))
+    command = [*folders, "--ignore_eos", "--stop=zz", f"--stop={first}"]
+    found = run_json(command, tmp_path, f"--prompt={PROMPT}")
+    assert found["text"] == whole[: whole.index(first)] and found["identical_to_plain"] is True
+    assert found["new_tokens"] < 24 and found["setting"]["stop_strings"] == ["zz", first]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": PROMPT, "stop_strings": second}))
+    found = run_json(command, tmp_path, f"--batch={tmp_path / 'rows.jsonl'}")
+    assert found["text"] == whole[: whole.index(second)]
+    capsys.readouterr()
+    assert decode.main([*folders, f"--prompt={PROMPT}", *map("--stop={}".format, range(99))]) == 2
+    assert "--stop holds 99 texts of 188 characters" in capsys.readouterr().err
 
 
 def test_a_draft_vocabulary_needs_its_table(folders, tmp_path, capsys) -> None:

@@ -223,6 +223,10 @@ def test_lines_of_a_batch_end_with_a_line_feed_alone(tmp_path) -> None:
             '{"prompt": "a", "seed": 1, "seed": 2}',
             "line 1 is not valid JSON: the key 'seed' is given",
         ),
+        (
+            '{"prompt": "a", "stop_strings": [""]}',
+            "stop_strings: ..+ must be a text or a",
+        ),
         ("[" * 100_000, "line 1 is nested too deeply"),
     ],
 )
@@ -234,8 +238,9 @@ def test_bad_batch_file(tmp_path, line, message) -> None:
 
 
 def test_rows_take_the_options_of_the_library() -> None:
-    """But for whether to sample, which is a row's temperature."""
-    assert set(prompts.ROW_OPTIONS) == set(GenerateOptions.__annotations__) - {"do_sample"}
+    """But for whether to sample, which is a row's temperature, and for how many rows it is."""
+    others = {"do_sample", "num_return_sequences"}
+    assert set(prompts.ROW_OPTIONS) == set(GenerateOptions.__annotations__) - others
 
 
 def test_prompt_files_must_be_text(tmp_path) -> None:

@@ -1,0 +1,84 @@
+"""Keys and values that move: a slot's row to a prompt that shares it, chunks to the host and back.
+
+Each program serves all slots and positions of an engine.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from longspec_jax.axes import Array, CacheSlots
+from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.rows import RowShardings
+
+
+@program(static_argnames=("slots", "row"))
+def copy_prefix(
+    slots: RowShardings, row: RowShardings, cache: KVCache, slot: Array, tokens: Array
+) -> KVCache:
+    """The cache of a batch of one row, with the first tokens of a slot and zeros behind them.
+
+    Zeros, because what lies behind may be NaN, which survives a masked product.
+
+    Args:
+      slots: shardings of the batch.
+      row: shardings of a batch of one.
+      cache: of the batch; not donated.
+      slot: whose tokens are copied; traced.
+      tokens: how many of them; traced.
+    """
+
+    def copied(layer: CacheSlots) -> CacheSlots:
+        if slots.row_shards == 1:
+            own = jax.lax.dynamic_slice_in_dim(layer, slot, 1, axis=0)
+        else:
+            # A slice of rows that lie on several devices would bring them all to each.
+            here = jnp.arange(layer.shape[0]) == slot
+            own = jnp.where(here[:, None, None, None], layer, 0).sum(axis=0, keepdims=True)
+        inside = jnp.arange(layer.shape[2]) < tokens
+        return jnp.where(inside[:, None], own, 0).astype(layer.dtype)
+
+    found = KVCache(*jax.tree.map(copied, (cache.keys, cache.values)))
+    return jax.lax.with_sharding_constraint(found, found.shardings(row.cache))
+
+
+@program(static_argnames=("row", "chunk"))
+def read_chunk(row: RowShardings, chunk: int, cache: KVCache, offset: Array) -> KVCache:
+    """The keys and values of a chunk, ``[1, K, chunk, H]`` a layer.
+
+    Args:
+      row: shardings of a batch of one.
+      chunk: tokens.
+      cache: of a batch of one row; not donated.
+      offset: position of the chunk's first token; traced.
+    """
+
+    def cut(layer: CacheSlots) -> CacheSlots:
+        return jax.lax.dynamic_slice_in_dim(layer, offset, chunk, axis=2)
+
+    found = KVCache(*jax.tree.map(cut, (cache.keys, cache.values)))
+    return jax.lax.with_sharding_constraint(found, found.shardings(row.cache))
+
+
+@program(static_argnames=("row",), donate_argnames=("cache",))
+def write_chunk(
+    row: RowShardings, cache: KVCache, chunk: KVCache, offset: Array
+) -> tuple[KVCache, Array]:
+    """The cache with the keys and values of a chunk, as :func:`read_chunk` returned them.
+
+    Args:
+      row: shardings of a batch of one.
+      cache: of a batch of one row; donated.
+      chunk: of the same layers.
+      offset: position of the chunk's first token; traced.
+
+    Returns:
+      The cache, and an array that is ready when it is.
+    """
+
+    def written(layer: CacheSlots, fresh: CacheSlots) -> CacheSlots:
+        return jax.lax.dynamic_update_slice_in_dim(layer, fresh, offset, axis=2)
+
+    found = KVCache(*jax.tree.map(written, (cache.keys, cache.values), (chunk.keys, chunk.values)))
+    found = jax.lax.with_sharding_constraint(found, found.shardings(row.cache))
+    return found, offset + chunk.capacity

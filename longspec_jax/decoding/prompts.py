@@ -1,0 +1,283 @@
+"""Requests on their way into a slot and through it, as the host keeps them.
+
+A request waits, is prefilled, and holds a slot. It may lose the slot, to a better request or
+because a launch failed. It then waits again, with what it has emitted behind its prompt: noise is
+keyed by position, so its text goes on as if nothing had happened.
+"""
+
+import bisect
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from longspec_jax.decoding.prefill import NONE_KNOWN, ChunkLaunch, chunk_of, prefill_chunks
+from longspec_jax.decoding.prefix_cache import PrefixCache
+from longspec_jax.decoding.prefixes import Names, chunk_names, known_chunks
+from longspec_jax.decoding.rows import Request, Rows, stack
+from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
+from longspec_jax.decoding.target import TargetModel
+from longspec_jax.drafters.base import Drafter, Params
+
+LOOKAHEAD = 16
+"""Waiting requests that a step looks at, of which the first ones may be held back."""
+
+
+class Waiting(NamedTuple):
+    """A request that waits to be prefilled."""
+
+    priority: int
+    """A lower one goes first."""
+    id: int
+    """Of equal priority the one that came first goes first."""
+    tokens: np.ndarray
+    """``[P]`` its prompt, and what it emitted before it lost a slot."""
+    request: Request
+    """Its options, arrays of one row on the host; the budget is of tokens still to emit."""
+    emitted: int = 0
+    """How many of the tokens, the last ones, it has emitted itself."""
+    names: Names = ()
+    """Of its whole chunks, where prefixes are reused."""
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place in the queue."""
+        return self.priority, self.id
+
+
+@dataclass
+class Active:
+    """A request that holds a slot, or was prefilled with one."""
+
+    waiting: Waiting
+    """What was prefilled."""
+    left: int
+    """Tokens that it may still emit behind its first, by what was read."""
+    cached: int = 0
+    """Tokens of its prompt that were not prefilled, until that was reported."""
+    tokens: list[np.ndarray] = field(default_factory=list)
+    """What it has emitted since, as far as it was read."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of its prompt and its text, as far as they were read."""
+        return len(self.waiting.tokens) + sum(map(len, self.tokens))
+
+    def again(self) -> Waiting:
+        """The request, to be prefilled behind all that it has emitted."""
+        if not self.tokens:
+            return self.waiting
+        was, fresh = self.waiting, np.concatenate(self.tokens)
+        request = replace(was.request, max_new_tokens=was.request.max_new_tokens - len(fresh))
+        tokens = np.concatenate([was.tokens, fresh])
+        return was._replace(tokens=tokens, request=request, emitted=was.emitted + len(fresh))
+
+
+class Prefill:
+    """Requests whose prompts are run as one batch, chunk by chunk."""
+
+    def __init__(
+        self,
+        waiting: Sequence[Waiting],
+        chunks: Generator[ChunkLaunch, None, Rows],
+        chunk: int,
+        count: int,
+        cached: int = 0,
+    ) -> None:
+        """Launch nothing yet.
+
+        Args:
+          waiting: the requests.
+          chunks: launches a chunk at every step, and returns the rows.
+          chunk: tokens of a chunk.
+          count: chunks to launch.
+          cached: tokens of a single prompt that are known.
+        """
+        self.ids = tuple(one.id for one in waiting)
+        self.waiting, self.chunk = waiting, chunk
+        self.left = count
+        """Chunks to launch."""
+        self.cached = cached
+        """Tokens that are not prefilled."""
+        self.read = cached
+        """Tokens of the longest prompt that are known to have run."""
+        self.rows: Rows | None = None
+        """The prefilled rows, once all chunks are launched."""
+        self._chunks = chunks
+
+    @property
+    def priority(self) -> int:
+        """The best of its requests'."""
+        return min(one.priority for one in self.waiting)
+
+    def launch(self) -> ChunkLaunch:
+        """Launch the next chunk; behind the last one there are :attr:`rows`."""
+        launched = next(self._chunks)
+        self.left -= 1
+        if not self.left:
+            try:
+                next(self._chunks)
+            except StopIteration as end:
+                self.rows = end.value
+        return launched
+
+
+class Prompts:
+    """The queue of requests, and the prefills under way."""
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        chunk: int,
+        short_chunks: Sequence[int],
+        together: bool,
+        most: int,
+        reuse: PrefixCache | None,
+    ) -> None:
+        """Begin empty; arguments as of :class:`longspec_jax.decoding.engine.Engine`.
+
+        Args:
+          slots: of the engine.
+          chunk: tokens of a chunk of a long prompt.
+          short_chunks: of the chunks of shorter ones.
+          together: whether all slots are prefilled as one batch.
+          most: prefills that may be under way at once.
+          reuse: where chunks of earlier prompts are found; None to run them all.
+        """
+        self.chunk, self.short_chunks = chunk, tuple(short_chunks)
+        self.queue: list[Waiting] = []
+        """In the order in which they are admitted."""
+        self.under_way: list[Prefill] = []
+        """In the order in which they began."""
+        self._slots, self._together, self._most, self._reuse = slots, together, most, reuse
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self.queue or self.under_way)
+
+    @property
+    def all(self) -> list[Waiting]:
+        """Every request, the queued ones first."""
+        return self.queue + [one for prefill in self.under_way for one in prefill.waiting]
+
+    def chunk_of(self, prompt: int) -> int:
+        """Tokens of the chunks of a prompt of this length, prefilled alone."""
+        return chunk_of(prompt, (*self.short_chunks, self.chunk))
+
+    def add(self, waiting: Waiting) -> None:
+        """Queue a request."""
+        if self._reuse:
+            names = chunk_names(waiting.tokens, self.chunk_of(len(waiting.tokens)))
+            waiting = waiting._replace(names=names)
+        bisect.insort(self.queue, waiting, key=lambda one: one.rank)
+
+    def cancel(self, id: int) -> bool:
+        """Forget a request.
+
+        Returns:
+          Whether it goes on all the same, because others are prefilled together with it.
+        """
+        self.queue = [one for one in self.queue if one.id != id]
+        self.under_way = [one for one in self.under_way if one.ids != (id,)]
+        return any(id in one.ids for one in self.under_way)
+
+    def postpone(self, index: int) -> None:
+        """Have a prefill under way wait again."""
+        self.add(self.under_way.pop(index).waiting[0])
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.queue.clear()
+        self.under_way.clear()
+
+    def plan(self, free: int, live: Sequence[int]) -> Plan:
+        """What a step does next.
+
+        Args:
+          free: vacant slots.
+          live: priorities of the requests that may lose their slot, the youngest last.
+        """
+        if not self:
+            return Plan()
+        seen = self.queue[: max(self._slots, LOOKAHEAD)]
+        return plan(
+            Snapshot(
+                queued=[Queued(one.priority, self._is_held_back(one)) for one in seen],
+                prefilling=[
+                    Prompt(None if one.rows else one.left, one.priority) for one in self.under_way
+                ],
+                free=free,
+                slots=self._slots,
+                together=self._together,
+                most_prefills=self._most,
+                live=live,
+            )
+        )
+
+    def admit(
+        self,
+        indices: Sequence[int],
+        target: TargetModel,
+        drafter: Drafter,
+        params: Params,
+        rows: Rows | None,
+        capacity: int,
+    ) -> None:
+        """Begin to prefill some requests of the queue, as one batch.
+
+        Args:
+          indices: of the requests.
+          target: the target's static part.
+          drafter: the one with the tallest tree.
+          params: parameters of both.
+          rows: of the slots, where chunks may be found; None before the first prompt.
+          capacity: cache slots of a row.
+        """
+        waiting = [self.queue[index] for index in indices]
+        length = np.asarray([len(one.tokens) for one in waiting], np.int32)
+        tokens = np.zeros((len(waiting), longest := int(length.max())), np.int32)
+        for row, one in zip(tokens, waiting, strict=True):
+            row[: len(one.tokens)] = one.tokens
+        chunk = self.chunk if self._together else self.chunk_of(longest)
+        known = NONE_KNOWN
+        if self._reuse:
+            known = self._reuse.take(self._reusable(waiting[0]), longest, chunk, rows)
+        # The tree, which tells the candidates apart, does not matter to a prompt.
+        chunks = prefill_chunks(
+            *(target, drafter, params, tokens, length),
+            stack([one.request for one in waiting]),
+            capacity=capacity,
+            chunk=chunk,
+            known=known,
+        )
+        count = -(-longest // chunk) - known.copied
+        self.under_way.append(Prefill(waiting, chunks, chunk, count, known.total * chunk))
+        ids = {one.id for one in waiting}
+        self.queue = [one for one in self.queue if one.id not in ids]
+
+    def launch(self, prefill: Prefill) -> ChunkLaunch:
+        """Launch the next chunk of a prefill under way."""
+        launched = prefill.launch()
+        if self._reuse:
+            self._reuse.keep(prefill.waiting[0].names, prefill.chunk, launched)
+        return launched
+
+    def _is_held_back(self, one: Waiting) -> bool:
+        """Whether it finds more of its prompt once a prefill under way is in a slot."""
+        if not (self._reuse and self.under_way):
+            return False
+        reusable = self._reusable(one)
+        found = (
+            known_chunks(reusable, prefill.waiting[0].names)
+            for prefill in self.under_way
+            if prefill.priority <= one.priority
+        )
+        return max(found, default=0) > self._reuse.count(reusable)
+
+    def _reusable(self, one: Waiting) -> Names:
+        """Of its chunks those that need not be run where they are known."""
+        assert self._reuse is not None
+        length = len(one.tokens)
+        return self._reuse.reusable(one.names, length, self.chunk_of(length))

@@ -1,0 +1,100 @@
+"""An engine tried out beside its requests: a rehearsal before them, and branches off their rows.
+
+What is here reads and sets an engine's own state; the engine knows nothing of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.policy import Choice
+from longspec_jax.decoding.sampling import SamplingKind
+from longspec_jax.drafters.base import Drafter, Params
+
+
+def rehearse(engine: Engine, kind: SamplingKind) -> float:
+    """Run a round of every candidate, so that no later one compiles.
+
+    The engine is of no use afterwards, unless it is idle. On a mesh there are two: a launch's rows
+    may be sharded otherwise than those of the prefill, so that the second round compiles, too.
+
+    Args:
+      engine: whose launches are compiled.
+      kind: of the launches to come.
+
+    Returns:
+      Seconds of the last candidate's last round, at most.
+    """
+    length, remaining = engine.rows.length, jnp.maximum(engine.rows.remaining, 1)
+    begun = 0.0
+    for candidate in range(len(engine.drafters)):
+        # From the start again, so that no row outgrows its budget.
+        fresh = {"length": jnp.copy(length), "remaining": jnp.copy(remaining)}
+        engine._rows = replace(engine.rows, **fresh)
+        for _ in range(1 if engine.target.mesh is None else 2):
+            begun = engine.clock()
+            engine._rows, report = engine._launch(Choice(candidate, 1), kind)
+            np.asarray(report)
+    return engine.clock() - begun
+
+
+def branch(
+    engine: Engine,
+    drafters: Sequence[Drafter],
+    params: Params,
+    draft: Any,
+    *,
+    own_cache: bool,
+    tokens: int | None = None,
+    **options: Any,
+) -> Engine:
+    """An engine whose rows go on from where another's are, with other drafters.
+
+    Call it when all that was submitted is placed and read.
+
+    Args:
+      engine: the other one.
+      drafters: its candidates.
+      params: parameters of both models, as they take them.
+      draft: their state behind the same tokens; copied.
+      own_cache: whether the cache is copied. Else the other engine must not be stepped before
+        :func:`rejoin`.
+      tokens: most tokens that its rows emit, instead of what they may still emit.
+      **options: of the constructor, instead of the other engine's.
+    """
+    own = {"streams": engine.streams, "ahead": engine.ahead, "clock": engine.clock, **options}
+    other = Engine(
+        *(engine.target, drafters, params),
+        slots=engine.slots,
+        capacity=engine.capacity,
+        chunk=engine.prompts.chunk,
+        short_chunks=engine.prompts.short_chunks,
+        stop_width=engine.stop_width,
+        **own,
+    )
+    shared = engine.rows.cache
+    rows = jax.tree.map(
+        lambda part: part if part is shared and not own_cache else jax.tree.map(jnp.copy, part),
+        replace(engine.rows, draft=draft),
+        is_leaf=lambda part: part is shared,
+    )
+    if tokens is not None:
+        rows = replace(rows, remaining=jnp.full_like(rows.remaining, tokens))
+    other._rows, other._held = rows, list(engine._held)
+    other._next_id = engine._next_id
+    other._active = {
+        id: replace(active, left=tokens or active.left, tokens=list(active.tokens))
+        for id, active in engine._active.items()
+    }
+    return other
+
+
+def rejoin(engine: Engine, branch: Engine) -> None:
+    """Take the cache back from a branch; what it appended is never read."""
+    engine._rows = replace(engine.rows, cache=branch.rows.cache)
+    branch.close()

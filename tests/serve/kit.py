@@ -1,0 +1,221 @@
+"""A server in this process, over an engine that says what a test tells it or over the toy."""
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from infer.serve.app import Served
+from infer.serve.command import HttpServer
+from infer.serve.engine_thread import EngineThread
+from infer.serve.metrics import Metrics
+from infer.serve.protocol import ServedModel
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+MAX_LEN = 64
+LEVELS = 3
+
+
+def scripted_model(**changes: Any) -> ServedModel:
+    """Letters are tokens; messages are put after each other."""
+    settings: dict[str, Any] = {
+        "names": ("toy", "alias"),
+        "max_len": MAX_LEN,
+        "vocab_size": len(LETTERS),
+        "stop_tokens": (25,),
+        "most_rows": 16,
+        "encode": lambda text, special: [LETTERS.index(letter) for letter in text],
+        "decode": lambda tokens: "".join(LETTERS[token] for token in tokens),
+        "encode_chat": lambda messages: [
+            LETTERS.index(letter) for message in messages for letter in message["content"]
+        ],
+        "tree": "1,1,1",
+        "drafter": "script",
+    }
+    return ServedModel(**{**settings, **changes})
+
+
+def logprob(token: int) -> Any:
+    """The entry of a token whose likeliest alternative is the next letter."""
+    return SimpleNamespace(logprob=-1.5, top=(((token + 1) % 26, -0.5), (token, -1.5)))
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers with the letters behind the prompt's last one, two accepted tokens a round.
+
+    ``gate`` holds back all steps; ``fail`` is raised by the next one.
+    """
+
+    gate: threading.Event = field(default_factory=threading.Event)
+    fail: Exception | None = None
+    finish: str = "length"
+    submitted: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    closed: bool = False
+    drop: frozenset[int] = frozenset()
+    rows: dict[int, tuple[list[int], int]] = field(default_factory=dict)
+    """Tokens so far and tokens to come of every open request."""
+    single: threading.Semaphore | None = None
+    """A step for each release, where it is given."""
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.rows)
+
+    def submit(self, inputs: Sequence[int], **options: Any) -> int:
+        if options["max_new_tokens"] == 13:
+            raise ValueError("max_new_tokens=13 is unlucky; pass another number")
+        self.submitted.append(([*inputs], options))
+        id = len(self.submitted) - 1
+        self.rows[id] = [*inputs], options["max_new_tokens"]
+        return id
+
+    def step(self) -> list[Any]:
+        if self.single is not None:
+            self.single.acquire(timeout=30)
+        self.gate.wait(30)
+        if self.fail is not None:
+            raise self.fail
+        found = []
+        for id, (tokens, left) in [*self.rows.items()]:
+            first = len(tokens) == len(self.submitted[id][0])
+            new = [(tokens[-1] + 1 + index) % 25 for index in range(1 if first else min(3, left))]
+            left -= len(new)
+            finish = self.finish if left == 0 else None
+            options = self.submitted[id][1]
+            wanted, prompt = options.get("logprobs"), options.get("prompt_logprobs")
+            scored = None if not first or prompt is None else [None, *map(logprob, tokens[1:])]
+            found.append(
+                SimpleNamespace(
+                    id=id,
+                    tokens=tuple(new),
+                    text="".join(LETTERS[token] for token in new),
+                    drafted=(False,) if first else (*[True] * (len(new) - 1), False),
+                    rounds=() if first else (len(new) - 1,),
+                    finish=finish,
+                    logprobs=() if wanted is None else tuple(map(logprob, new)),
+                    prompt_logprobs=scored,
+                    trees=()
+                    if first
+                    else (
+                        SimpleNamespace(
+                            tokens=(tokens[-1], *new[:-1]), parents=(-1, 0, 1), draws=new, path=(0,)
+                        ),
+                    ),
+                    cached_tokens=4 if first else 0,
+                )
+            )
+            self.rows[id] = tokens + new, left
+            if finish:
+                del self.rows[id]
+        return found
+
+    def cancel(self, id: int) -> None:
+        self.cancelled.append(id)
+        self.rows.pop(id, None)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Client:
+    """A server and how to ask it."""
+
+    port: int
+    server: HttpServer
+    thread: EngineThread
+    key: str | None = None
+    status: list[int] = field(default_factory=list)
+    """The exit status, once it has ended."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def connect(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
+        """An open response, whose connection is its attribute ``connection``."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        own = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        kind = {} if data is None else {"Content-Type": "application/json"}
+        connection.request(method, path, data, {**own, **kind, **headers})
+        response = connection.getresponse()
+        response.connection = connection  # type: ignore[attr-defined]
+        return response
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """Status and JSON of an answer."""
+        response = self.connect(method, path, body, **headers)
+        data = response.read()
+        response.connection.close()
+        return response.status, json.loads(data) if data else None
+
+    def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        return self.ask("POST", path, body)
+
+    def stream(self, path: str, **body: Any) -> list[Any]:
+        """The events of a stream, each as JSON, ``[DONE]`` as it is."""
+        response = self.connect("POST", path, {**body, "stream": True})
+        assert response.getheader("content-type").startswith("text/event-stream")
+        return [*events(response)]
+
+
+def events(response: Any) -> Iterator[Any]:
+    for line in response:
+        if line.startswith(b"data: "):
+            data = line.removeprefix(b"data: ").strip()
+            yield "[DONE]" if data == b"[DONE]" else json.loads(data)
+
+
+@contextmanager
+def serving(
+    engine: Any,
+    model: ServedModel | None = None,
+    *,
+    queue_requests: int = 16,
+    queue_tokens: int = 1000,
+    request_seconds: float | None = None,
+    drain_seconds: float = 20.0,
+    api_key: str | None = None,
+    levels: int = LEVELS,
+    nodes: int = LEVELS,
+) -> Iterator[Client]:
+    """A server on a port of its own, in a thread; ended in the end."""
+    metrics = Metrics(levels)
+    thread = EngineThread(
+        engine,
+        metrics,
+        queue_requests=queue_requests,
+        queue_tokens=queue_tokens,
+        request_seconds=request_seconds,
+        levels=levels,
+        nodes=nodes,
+    )
+    served = Served(model or scripted_model(), thread, metrics, {"chat": True}, api_key=api_key)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server, ready = HttpServer(served, listener, drain_seconds), threading.Event()
+    client = Client(listener.getsockname()[1], server, thread, api_key)
+
+    def run() -> None:
+        client.status.append(asyncio.run(server.run(ready.set)))
+
+    running = threading.Thread(target=run, name="server")
+    running.start()
+    try:
+        assert ready.wait(30)
+        yield client
+    finally:
+        server.stop()
+        running.join(30)
+        assert not running.is_alive()

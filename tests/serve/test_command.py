@@ -1,0 +1,167 @@
+"""The command itself: what it prints, what it refuses, and how it ends."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.serve import __main__ as command
+from infer.serve.arguments import parser, read_key, read_template
+from infer.serve.command import Service, bound, curl, fitting_slots, server_words
+from longspec_jax import cli
+from tests.children import environment
+from tests.infer.toys import save_toy, toy_spec
+from tests.serve.kit import Client, events
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "typed, words",
+    [
+        (["--port=70000"], "--port: 70000 must be a whole number from 0 to 65535"),
+        (["--host=no.such.host.invalid"], "--host=no.such.host.invalid is no address"),
+        (["--host=192.0.2.1"], "--host=192.0.2.1 --port=8000 cannot be used"),
+        (["--api_key=a", "--api_key_file=b"], "not allowed with argument"),
+        (["--api_key_file=/nonexistent"], "--api_key_file=/nonexistent cannot be read: No such"),
+        (["--slots=2", "--memory=0.5"], "not allowed with argument"),
+        (["--memory=1.5"], "--memory: 1.5 must be above 0, at most 1"),
+        (["--chat_template=/nonexistent"], "--chat_template=/nonexistent cannot be read"),
+        (["--draft=somewhere"], "--draft somewhere needs the --target it was made for"),
+        (["--prot=1"], "did you mean --port?"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(
+    typed: list[str], words: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert command.main(typed) == cli.BAD_INPUT
+    assert words in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert command.main([f"--port={port}"]) == cli.BAD_INPUT
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"error: --host=127.0.0.1 --port={port} cannot be used: Address already in use; name "
+        "another --port, or 0 for any free one"
+    )
+
+
+def test_a_bound_port_does_not_answer_yet() -> None:
+    with bound("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.getsockname())
+
+
+def test_keys_and_templates_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("  secret\n")
+    assert read_key(parser().parse_args([f"--api_key_file={file}"])) == "secret"
+    assert read_key(parser().parse_args(["--api_key=x"])) == "x"
+    assert read_key(parser().parse_args([])) is None
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="must hold the key on one line"):
+        read_key(parser().parse_args([f"--api_key_file={file}"]))
+    assert read_template(parser().parse_args(["--chat_template=vicuna"])) == "vicuna"
+    file.write_text("{{ messages }}")
+    assert read_template(parser().parse_args([f"--chat_template={file}"])) == "{{ messages }}"
+
+
+def test_slots_follow_from_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, options = toy_spec(), {"max_tokens": 64}
+    one, two = (spec.engine(slots=n, **options).memory.needed_bytes for n in (1, 2))
+    free = one + 5 * (two - one)
+    monkeypatch.setattr("infer.serve.command.free_bytes", lambda mesh: free)
+    assert fitting_slots(spec, 1.0, 32, options) == 6
+    assert fitting_slots(spec, 1.0, 4, options) == 4
+    assert fitting_slots(spec, one / free, 32, options) == 1
+
+
+def planned(*typed: str) -> Any:
+    arguments = parser().parse_args(["--target=toy", "--draft=toy", *typed])
+    with socket.socket() as unused, server_words():
+        return Service(arguments, unused, None)._planned(toy_spec())
+
+
+def test_a_server_that_does_not_fit_says_which_option_to_lower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = planned("--slots=3", "--max_len=64", "--tree=2,2")
+    assert engine.engine.slots == 3 and engine.engine.drafter.tree.widths == (2, 2)
+    free = engine.memory.needed_bytes - 1
+    monkeypatch.setattr("longspec_jax.generation.memory.free_bytes", lambda mesh: free)
+    with pytest.raises(MemoryError) as caught:
+        planned("--slots=3", "--max_len=64", "--tree=2,2")
+    assert "--slots=" in str(caught.value) and "row_slots" not in str(caught.value)
+    with pytest.raises(ValueError, match="--max_len=999999 is more than the .* tokens"):
+        planned("--max_len=999999")
+
+
+def test_the_command_that_is_printed_says_where_the_key_goes() -> None:
+    typed = curl("http://127.0.0.1:1", "secret")
+    assert "secret" not in typed and typed.endswith('-H "Authorization: Bearer $API_KEY"')
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
+    """Started as a user does, asked by the printed command, left by a client, ended by SIGTERM."""
+    target, draft = save_toy(tmp_path)
+    sizes = ["--max_len=256", "--slots=2", "--tree=2,2", "--prefill_chunk=32", "--port=0"]
+    models = [f"--target={target}", f"--draft={draft}", "--served_model_name=toy"]
+    typed = [sys.executable, "-m", "infer.serve", *models, *sizes]
+    child = subprocess.Popen(
+        typed,
+        cwd=ROOT,
+        env=environment(ROOT),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    errors: list[str] = []
+    reading = threading.Thread(target=lambda: errors.extend(child.stderr or ()))
+    reading.start()
+    try:
+        lines: list[str] = []
+        for line in child.stdout or ():
+            lines.append(line)
+            if line.startswith("page:"):
+                break
+        assert any("memory plan" in line for line in lines), lines
+        ready, asked, page = lines[-3:]
+        port = int(ready.split(":")[-1].split("/")[0])
+        assert page == f"page:  http://127.0.0.1:{port}/\n"
+        answer = subprocess.run(
+            shlex.split(asked.removeprefix("try:")), capture_output=True, check=True, timeout=60
+        )
+        assert json.loads(answer.stdout)["usage"]["completion_tokens"] > 0
+        server: Any = Client(port, None, None)  # type: ignore[arg-type]
+        body = {"prompt": "ab", "max_tokens": 250, "stream": True, "ignore_eos": True}
+        cut = server.connect("POST", "/v1/completions", body)
+        assert next(events(cut))["choices"]
+        cut.connection.sock.close()
+        stream = server.connect("POST", "/v1/completions", body)
+        chunks = events(stream)
+        assert next(chunks)["choices"]
+        os.kill(child.pid, signal.SIGTERM)
+        *_, closing, done = chunks
+        assert closing["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
+        begun = time.monotonic()
+        assert child.wait(60) == 0
+        assert time.monotonic() - begun < 30
+        reading.join()
+        assert not any("Traceback" in line for line in errors), errors
+    finally:
+        child.kill()
+        child.wait()
+        reading.join()

@@ -1,0 +1,135 @@
+"""The server over the real engine: every text is the one that a call of its own gets."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from infer.serve.command import served_model
+from infer.serve.protocol import ServedModel
+from tests.infer.toys import TREE, toy_spec
+from tests.kit import compilations
+from tests.serve.kit import Client, serving
+
+MAX_LEN = 64
+TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+TALK = [{"role": "user", "content": "ab"}, {"role": "user", "content": "cd"}]
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "ab cd gh é", "temperature": 0, "max_tokens": 9},
+    {"prompt": "cd", "temperature": 1.0, "seed": 3, "max_tokens": 14},
+    {"prompt": "é ab ab ab gh cd", "temperature": 0.7, "top_p": 0.9, "seed": 5, "max_tokens": 1},
+    {"prompt": "gh ab", "top_k": 5, "seed": 4, "max_tokens": 20, "ignore_eos": True},
+    {"prompt": [3, 4, 5], "top_p": 0.8, "seed": 9, "max_tokens": 20, "stop_token_ids": [2]},
+    {"prompt": "ab", "temperature": 0},
+    {"prompt": "gh ab", "min_p": 0.05, "seed": 6, "max_tokens": 20, "ignore_eos": True},
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    spec = toy_spec()
+    engine = spec.engine(slots=2, max_tokens=MAX_LEN)
+    engine.prepare()
+    model: ServedModel = served_model(
+        spec, engine, names=("toy",), max_len=MAX_LEN, most_rows=64, template=TEMPLATE
+    )
+    nodes = TREE.num_nodes - 1
+    with serving(engine, model, queue_requests=64, levels=TREE.num_levels, nodes=nodes) as client:
+        yield client
+
+
+STOPPED = {"prompt": "gh ab", "seed": 4, "max_tokens": 30, "ignore_eos": True, "stop": ["gh", "f"]}
+CHAT = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
+CHOICES = [{"prompt": "ab", "seed": seed, "max_tokens": 9} for seed in (7, 8, 9)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[str | None]:
+    """The texts of all requests in a batch of the library: requests, choices, with a stop, chat."""
+    spec = toy_spec()
+    rows = [*REQUESTS, *CHOICES, STOPPED, {"prompt": "ab\ncd\n", **CHAT}]
+    prompts = [
+        spec.tokenizer(row["prompt"])["input_ids"]
+        if isinstance(row["prompt"], str)
+        else row["prompt"]
+        for row in rows
+    ]
+    lengths = map(len, prompts)
+    options = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
+    found = spec.generate(
+        prompts,
+        max_new_tokens=[
+            row.get("max_tokens", MAX_LEN - length)
+            for row, length in zip(rows, lengths, strict=True)
+        ],
+        eos_token_id=[
+            [*([] if row.get("ignore_eos") else [0]), *row.get("stop_token_ids", [])]
+            for row in rows
+        ],
+        stop_strings=[row.get("stop", []) for row in rows],
+        **{name: [row.get(name, value) for row in rows] for name, value in options.items()},
+    )
+    return [*found.text]
+
+
+def streamed(server: Client, request: dict[str, Any]) -> str:
+    chunks = server.stream("/v1/completions", **request)
+    assert chunks[-1] == "[DONE]"
+    return "".join(choice["text"] for chunk in chunks[:-1] for choice in chunk["choices"])
+
+
+def test_concurrent_requests_get_the_texts_of_calls_of_their_own(
+    server: Client, alone: list[str | None]
+) -> None:
+    with ThreadPoolExecutor(8) as pool, compilations() as compiled:
+        whole = [pool.submit(server.post, "/v1/completions", **one) for one in REQUESTS * 2]
+        streams = [pool.submit(streamed, server, one) for one in REQUESTS * 2]
+        texts = [each.result()[1]["choices"][0]["text"] for each in whole]
+        assert [each.result() for each in streams] == texts
+    assert not compiled
+    assert texts == alone[: len(REQUESTS)] * 2
+    assert len({*texts}) > 3
+
+
+def test_choices_have_seeds_of_their_own(server: Client, alone: list[str | None]) -> None:
+    _, body = server.post("/v1/completions", n=3, **CHOICES[0])
+    texts = [choice["text"] for choice in body["choices"]]
+    assert texts == alone[len(REQUESTS) : -2] and len({*texts}) > 1
+
+
+def test_a_text_ends_before_a_stop_string(server: Client, alone: list[str | None]) -> None:
+    _, body = server.post("/v1/completions", **STOPPED)
+    [choice] = body["choices"]
+    assert choice["text"] == alone[-2] == streamed(server, STOPPED)
+    assert choice["finish_reason"] == "stop" and body["usage"]["completion_tokens"] < 30
+    assert not any(stop in choice["text"] for stop in STOPPED["stop"])
+
+
+def test_a_chat_continues_what_its_template_makes_of_the_messages(
+    server: Client, alone: list[str | None]
+) -> None:
+    _, body = server.post("/v1/chat/completions", messages=TALK, **CHAT)
+    [choice] = body["choices"]
+    assert choice["message"]["content"] == alone[-1]
+    acceptance = body["metrics"]["speculative_decoding"]
+    emitted = acceptance["num_accepted_draft_tokens"] + acceptance["num_spec_steps"]
+    # The prefill gives the first token; the budget may take the last round's bonus.
+    assert body["usage"]["completion_tokens"] == 9 and emitted in (8, 9)
+    assert body["usage"]["prompt_tokens"] == 6
+
+
+def test_tokens_and_texts(server: Client) -> None:
+    _, found = server.post("/tokenize", prompt="ab é", return_token_strs=True)
+    assert "".join(found["token_strs"][:3]) == "ab " and found["count"] == 5
+    assert server.post("/detokenize", tokens=found["tokens"])[1] == {"prompt": "ab é"}
+
+
+def test_what_has_no_utf8_is_refused(server: Client) -> None:
+    bodies = [
+        {"prompt": "\ud800"},
+        {"prompt": "a", "model": "\ud800"},
+        {"prompt": "a", "\ud800": 1},
+    ]
+    for body in bodies:
+        status, answer = server.post("/v1/completions", **body)
+        assert status in (400, 404) and answer["error"]["message"]

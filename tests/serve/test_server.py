@@ -1,0 +1,430 @@
+"""The server over an engine that does what a test tells it: formats, limits, failures, the end."""
+
+import http.client
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+from openai import APIError, AuthenticationError, BadRequestError, OpenAI
+
+from infer.serve.openapi import GETS, POSTS
+from infer.serve.protocol import ServedModel
+from tests.serve.kit import Client, ScriptedEngine, events, scripted_model, serving
+
+TALK = [{"role": "user", "content": "ab"}]
+
+
+def client_of(server: Client, key: str = "none", retries: int = 0) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=retries, timeout=30)
+
+
+def until(condition: Any, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Any:
+    with serving(ScriptedEngine()) as server:
+        yield server
+
+
+def test_a_completion_has_usage_and_acceptance(shared: Client) -> None:
+    status, body = shared.post("/v1/completions", prompt="ab", max_tokens=8)
+    assert status == 200
+    assert body["object"] == "text_completion" and body["model"] == "toy"
+    assert body["choices"] == [
+        {"index": 0, "text": "cdefghij", "finish_reason": "length", "logprobs": None}
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 8,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+    metrics = body["metrics"]
+    assert metrics["speculative_decoding"] == {
+        "mean_acceptance_length": 1 + 4 / 3,
+        "draft_acceptance_rate": 4 / 9,
+        "acceptance_histogram": [1, 0, 2, 0],
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 4,
+        "num_draft_tokens": 9,
+        "num_spec_tokens": 3,
+    }
+    assert metrics["time_to_first_token_ms"] > 0 and metrics["tokens_per_second"] > 0
+
+
+def test_choices_of_several_prompts_come_in_order(shared: Client) -> None:
+    _, body = shared.post("/v1/completions", prompt=["ab", "e"], n=2, max_tokens=2, echo=True)
+    assert [choice["text"] for choice in body["choices"]] == ["abcd", "abcd", "efg", "efg"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"]["prompt_tokens"] == 3 and body["usage"]["completion_tokens"] == 8
+    assert body["metrics"] is None
+
+
+def test_log_probabilities_as_lm_eval_reads_them(shared: Client) -> None:
+    asked = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    _, body = shared.post("/v1/completions", prompt=[[1, 2, 4]], **asked)
+    [choice] = body["choices"]
+    assert choice["text"] == "bcef"
+    assert choice["logprobs"] == {
+        "tokens": ["b", "c", "e", "f"],
+        "token_logprobs": [None, -1.5, -1.5, -1.5],
+        "top_logprobs": [
+            None,
+            {"c": -1.5, "d": -0.5},
+            {"e": -1.5, "f": -0.5},
+            {"f": -1.5, "g": -0.5},
+        ],
+        "text_offset": [0, 1, 2, 3],
+    }
+    _, body = shared.post("/v1/completions", prompt="bc", max_tokens=0, echo=True, logprobs=0)
+    assert body["choices"][0]["text"] == "bc"
+    assert body["choices"][0]["logprobs"]["top_logprobs"] == [None, {"c": -1.5}]
+    assert body["usage"]["completion_tokens"] == 0
+
+
+def test_log_probabilities_of_a_chat(shared: Client) -> None:
+    asked = {"max_tokens": 2, "logprobs": True, "top_logprobs": 1}
+    _, body = shared.post("/v1/chat/completions", messages=TALK, **asked)
+    [choice] = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "cd", "refusal": None}
+    assert choice["logprobs"]["content"][0] == {
+        "token": "c",
+        "logprob": -1.5,
+        "bytes": [99],
+        "top_logprobs": [{"token": "d", "logprob": -0.5, "bytes": [100]}],
+    }
+
+
+def test_a_stream_has_the_same_text_its_reason_apart_and_the_usage_last(shared: Client) -> None:
+    asked = {"prompt": "ab", "max_tokens": 8, "stream_options": {"include_usage": True}}
+    *chunks, closing, usage, done = shared.stream("/v1/completions", **asked)
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "cdefghij"
+    assert {chunk["choices"][0]["finish_reason"] for chunk in chunks} == {None}
+    assert {chunk["usage"] for chunk in chunks} == {None}
+    assert closing["choices"] == [
+        {"index": 0, "text": "", "finish_reason": "length", "logprobs": None}
+    ]
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 8
+    assert usage["metrics"]["speculative_decoding"]["num_spec_steps"] == 3
+    assert len({chunk["id"] for chunk in (*chunks, closing, usage)}) == 1
+
+
+def test_a_stream_of_several_choices_echo_and_scores(shared: Client) -> None:
+    asked = {"n": 2, "echo": True, "logprobs": 0, "max_tokens": 4}
+    *chunks, done = shared.stream("/v1/completions", prompt="ab", **asked)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for index in range(2):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in own) == "abcdef"
+        scores = [choice["logprobs"] for choice in own if choice["logprobs"]]
+        assert sum((one["tokens"] for one in scores), []) == [*"abcdef"]
+        assert sum((one["text_offset"] for one in scores), []) == [*range(6)]
+        assert own[-1]["finish_reason"] == "length"
+
+
+def test_continuous_usage_counts_up(shared: Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, done = shared.stream(
+        "/v1/chat/completions", messages=TALK, max_tokens=7, stream_options=options
+    )
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 7
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+
+
+def test_rounds_come_with_their_trees(shared: Client) -> None:
+    asked = {"prompt": "ab", "max_tokens": 4, "longspec": {"rounds": True}}
+    *chunks, done = shared.stream("/v1/completions", **asked)
+    told = [chunk["longspec"] for chunk in chunks if "longspec" in chunk]
+    tokens = [token for one in told for token in one["tokens"]]
+    assert [token["text"] for token in tokens] == [*"cdef"]
+    assert [token["depth"] for token in tokens] == [0, 1, 2, 0]
+    assert [token["drafted"] for token in tokens] == [False, True, True, False]
+    assert [one for each in told for one in each["rounds"]] == [
+        {
+            "accepted": 2,
+            "tree": {
+                "tokens": ["c", "d", "e"],
+                "parents": [-1, 0, 1],
+                "draws": ["d", "e", "f"],
+                "path": [0],
+            },
+        }
+    ]
+    _, body = shared.post("/v1/completions", **asked)
+    assert body["longspec"][0]["index"] == 0 and body["longspec"][0]["rounds"]
+
+
+def test_what_the_engine_refuses_is_refused(shared: Client) -> None:
+    for stream in (False, True):
+        status, body = shared.post("/v1/completions", prompt="a", max_tokens=13, stream=stream)
+        assert status == 400 and "unlucky" in body["error"]["message"]
+    assert not shared.thread.open_calls
+
+
+def test_other_routes(shared: Client) -> None:
+    assert shared.ask("GET", "/health") == (200, {"status": "ready"})
+    _, models = shared.ask("GET", "/v1/models")
+    assert [model["id"] for model in models["data"]] == ["toy", "alias"]
+    assert shared.ask("GET", "/v1/models/alias")[1]["max_model_len"] == 64
+    assert shared.ask("GET", "/v1/models/x")[0] == 404
+    assert shared.post("/tokenize", prompt="abc", return_token_strs=True)[1] == {
+        "count": 3,
+        "max_model_len": 64,
+        "tokens": [0, 1, 2],
+        "token_strs": ["a", "b", "c"],
+    }
+    assert shared.post("/detokenize", tokens=[0, 2])[1] == {"prompt": "ac"}
+    assert shared.ask("GET", "/stats")[1].keys() >= {"running", "waiting", "slots", "tree", "rows"}
+    assert shared.ask("GET", "/nowhere")[1]["error"]["type"] == "not_found_error"
+    assert shared.ask("GET", "/tokenize")[0] == 405
+    page = shared.connect("GET", "/")
+    assert page.status == 200 and "default-src 'none'" in page.getheader("content-security-policy")
+    page.connection.close()
+    head = shared.connect("HEAD", "/metrics")
+    assert head.status == 200 and head.getheader("content-type").startswith("text/plain")
+    head.connection.close()
+
+
+def test_bodies_that_are_no_json(shared: Client) -> None:
+    assert shared.ask("POST", "/v1/completions", b"{")[0] == 400
+    plain = {"Content-Type": "text/plain"}
+    status, body = shared.ask("POST", "/v1/completions", b'{"prompt": "a"}', **plain)
+    assert status == 415 and "Content-Type: application/json" in body["error"]["message"]
+    assert shared.ask("POST", "/v1/completions", b" " * (33 * 2**20))[0] == 413
+
+
+def test_metrics_count_tokens_rounds_and_acceptance() -> None:
+    with serving(ScriptedEngine()) as server:
+        server.post("/v1/completions", prompt="ab", max_tokens=8)
+        response = server.connect("GET", "/metrics")
+        text = response.read().decode()
+        response.connection.close()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    expected = {
+        "longspec:spec_decode_num_drafts_total": 3,
+        "longspec:spec_decode_num_draft_tokens_total": 9,
+        "longspec:spec_decode_num_accepted_tokens_total": 4,
+        'longspec:spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 2,
+        'longspec:spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 2,
+        'longspec:spec_decode_num_accepted_tokens_per_pos_total{position="2"}': 0,
+        "longspec:prompt_tokens_total": 2,
+        "longspec:generation_tokens_total": 8,
+        "longspec:num_requests_running": 0,
+        "longspec:num_requests_waiting": 0,
+        'longspec:request_success_total{finished_reason="length"}': 1,
+        "longspec:time_to_first_token_seconds_count": 1,
+        "longspec:inter_token_latency_seconds_count": 7,
+    }
+    assert {name: float(values[name]) for name in expected} == expected
+
+
+# The openai package as its users call it.
+
+
+def test_openai_completions_and_chats(shared: Client) -> None:
+    client = client_of(shared)
+    assert [model.id for model in client.models.list()] == ["toy", "alias"]
+    completion = client.completions.create(model="toy", prompt="ab", max_tokens=3)
+    assert completion.choices[0].text == "cde"
+    messages: Any = [{"role": "developer", "content": [{"type": "text", "text": "ab"}]}]
+    chat = client.chat.completions.create(
+        model="toy", messages=messages, max_completion_tokens=4, logprobs=True, top_logprobs=1
+    )
+    assert chat.choices[0].message.content == "cdef"
+    assert chat.choices[0].logprobs and chat.choices[0].logprobs.content
+    stream = client.chat.completions.create(
+        model="alias", messages=messages, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [*stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert len(text) == 62 and text.startswith("cdef")
+    assert chunks[-1].choices == [] and chunks[-1].usage
+    assert chunks[-1].usage.completion_tokens == 62
+    with pytest.raises(BadRequestError, match="unknown field 'colour'") as caught:
+        client.completions.create(model="toy", prompt="ab", extra_body={"colour": 1})
+    assert caught.value.param == "colour"
+
+
+def test_an_error_in_a_stream_raises_in_the_openai_client() -> None:
+    engine = ScriptedEngine(finish="error")
+    with serving(engine) as server:
+        client = client_of(server)
+        stream = client.completions.create(model="toy", prompt="ab", max_tokens=9, stream=True)
+        with pytest.raises(APIError, match="logits were not finite"):
+            for _ in stream:
+                pass
+        status, body = server.post("/v1/completions", prompt="ab", max_tokens=9)
+        assert status == 500 and "not finite" in body["error"]["message"]
+        assert server.ask("GET", "/health")[0] == 200, "the other requests go on"
+
+
+# The key.
+
+
+def test_every_route_but_health_and_the_page_wants_the_key() -> None:
+    with serving(ScriptedEngine(), api_key="sésame") as server:
+        bearer = "Bearer sésame".encode().decode("latin-1")
+        server.key = None
+        for method, paths in (("POST", POSTS), ("GET", GETS), ("HEAD", GETS), ("GET", ["/x"])):
+            for path in paths:
+                is_open = path in ("/", "/health")
+                for given in ({}, {"Authorization": "Bearer x"}, {"Authorization": bearer[7:]}):
+                    response = server.connect(method, path, b"{}", **given)
+                    response.read()
+                    response.connection.close()
+                    assert (response.status == 401) != is_open, (method, path)
+        assert server.ask("GET", "/v1/models", None, Authorization=bearer)[0] == 200
+    with serving(ScriptedEngine(), api_key="sesame") as server:
+        with pytest.raises(AuthenticationError):
+            client_of(server, "other").models.list()
+        assert client_of(server, "sesame").models.list().data
+
+
+# Limits.
+
+
+def test_a_full_queue_answers_429_and_a_row_that_begins_makes_room() -> None:
+    engine = ScriptedEngine()
+    engine.gate.clear()
+    with serving(engine, queue_requests=3, queue_tokens=10) as server:
+        waiting = [
+            threading.Thread(target=server.post, args=("/v1/completions",), kwargs=body)
+            for body in ({"prompt": "abcde", "max_tokens": 2}, {"prompt": "abc", "max_tokens": 2})
+        ]
+        for thread in waiting:
+            thread.start()
+        until(lambda: server.ask("GET", "/stats")[1]["waiting"] == 2)
+        for body in ({"prompt": "a", "n": 2}, {"prompt": "abc"}):
+            response = server.connect("POST", "/v1/completions", body)
+            assert response.status == 429 and int(response.getheader("retry-after")) >= 1
+            assert b"the queue is full" in response.read()
+            response.connection.close()
+        engine.gate.set()
+        for thread in waiting:
+            thread.join()
+        status, _ = server.post("/v1/completions", prompt="a" * 20, max_tokens=1)
+        assert status == 200, "a prompt larger than the queue is taken while nothing waits"
+        assert server.ask("GET", "/stats")[1]["waiting"] == 0
+
+
+def test_a_request_that_takes_too_long_is_ended() -> None:
+    engine = ScriptedEngine(single=threading.Semaphore(1))
+    with serving(engine, request_seconds=0.3) as server:
+        begun = time.monotonic()
+        release = threading.Timer(0.5, engine.single.release, [1000])  # type: ignore[union-attr]
+        release.start()
+        status, body = server.post("/v1/completions", prompt="ab", max_tokens=50)
+        assert status == 504 and "--request_seconds=0.3" in body["error"]["message"]
+        assert time.monotonic() - begun < 10
+        assert engine.cancelled == [0] and not engine.rows
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_client_that_is_gone_is_cancelled(stream: bool, begun: bool) -> None:
+    steps = threading.Semaphore(1 if begun else 0)
+    engine = ScriptedEngine(single=steps)
+
+    def stepped() -> bool:
+        steps.release()
+        return engine.cancelled == [0]
+
+    with serving(engine, scripted_model(max_len=10_000)) as server:
+        body = {"prompt": "ab", "max_tokens": 9000, "stream": stream}
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        kind = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), kind)
+        until(lambda: engine.rows)
+        if stream and begun:
+            assert next(events(connection.getresponse()))
+        connection.close()
+        until(stepped)
+        assert not engine.rows
+        until(lambda: not server.thread.open_calls)
+        steps.release(1000)
+        assert server.post("/v1/completions", prompt="ab", max_tokens=2)[0] == 200
+
+
+def test_a_slow_reader_does_not_hold_up_the_others() -> None:
+    with serving(ScriptedEngine()) as server:
+        slow = server.connect(
+            "POST", "/v1/completions", {"prompt": "ab", "max_tokens": 60, "stream": True}
+        )
+        assert server.post("/v1/completions", prompt="ab", max_tokens=60)[0] == 200
+        text = "".join(
+            choice["text"]
+            for chunk in events(slow)
+            if chunk != "[DONE]"
+            for choice in chunk["choices"]
+        )
+        assert len(text) == 60
+        slow.connection.close()
+
+
+# The end.
+
+
+def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
+    engine = ScriptedEngine(single=threading.Semaphore(1))
+    with serving(engine) as server:
+        asked = {"prompt": "ab", "max_tokens": 20, "stream": True}
+        stream = server.connect("POST", "/v1/completions", asked)
+        chunks = events(stream)
+        assert next(chunks)["choices"][0]["text"] == "c"
+        server.server.stop()
+        until(lambda: server.ask("GET", "/health") == (503, {"status": "draining"}))
+        response = server.connect("POST", "/v1/completions", {"prompt": "ab"})
+        assert response.status == 503 and response.getheader("retry-after")
+        response.connection.close()
+        engine.single.release(1000)  # type: ignore[union-attr]
+        *texts, closing, done = chunks
+        assert sum(len(chunk["choices"][0]["text"]) for chunk in texts) == 19
+        assert closing["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
+    assert server.status == [0] and engine.closed
+
+
+def test_what_does_not_end_in_time_gets_an_error_event() -> None:
+    engine = ScriptedEngine(single=threading.Semaphore(1))
+    with serving(engine, drain_seconds=0.2) as server:
+        asked = {"prompt": "ab", "max_tokens": 20, "stream": True}
+        stream = server.connect("POST", "/v1/completions", asked)
+        chunks = events(stream)
+        assert next(chunks)["choices"]
+        threading.Timer(0.5, engine.single.release, [1]).start()  # type: ignore[union-attr]
+        server.server.stop()
+        *_, error, done = chunks
+        assert error["error"]["code"] == "shutting_down" and done == "[DONE]"
+    assert server.status == [0] and engine.closed
+
+
+def test_an_engine_that_fails_ends_every_request_with_an_error_and_the_server() -> None:
+    engine = ScriptedEngine(single=threading.Semaphore(1))
+    with serving(engine) as server:
+        asked = {"prompt": "ab", "max_tokens": 20, "stream": True}
+        streams = [server.connect("POST", "/v1/completions", asked)]
+        chunks = events(streams[0])
+        assert next(chunks)["choices"]
+        engine.fail = RuntimeError("out of sparks")
+        engine.single.release(1)  # type: ignore[union-attr]
+        *_, error, done = chunks
+        assert "the engine has failed" in error["error"]["message"] and done == "[DONE]"
+        assert "out of sparks" in error["error"]["message"]
+        until(lambda: server.status)
+    assert server.status == [1] and engine.closed
+
+
+def test_a_model_without_a_template_answers_completions_only() -> None:
+    model: ServedModel = scripted_model(encode_chat=None)
+    with serving(ScriptedEngine(), model) as server:
+        status, body = server.post("/v1/chat/completions", messages=TALK)
+        assert status == 400 and "--chat_template=FILE" in body["error"]["message"]
+        assert server.post("/v1/completions", prompt="ab", max_tokens=1)[0] == 200
