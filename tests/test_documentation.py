@@ -20,13 +20,16 @@ from infer import arguments
 from infer.bench import arguments as bench_arguments
 from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
+from infer.serve import arguments as serve_arguments
 from train import arguments as train_arguments
 from train import bench, plot, regenerate, vocabulary
 from train.config import DraftSettings, RunConfig
 from train.drafts.kinds import SETTINGS
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "deploy").glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+)
 CODE = sorted(
     path
     for folder in ("longspec_jax", "train", "infer", "configs", "tests")
@@ -89,6 +92,7 @@ def options_of_commands() -> dict[str, set[str]]:
     )
     parsers = {"infer.decode": arguments.parser(), "infer.report": report.parser()}
     parsers["infer.eval"] = eval_arguments.parser()
+    parsers["infer.serve"] = serve_arguments.parser()
     parsers |= {f"infer.bench {name}": parser for name, parser in benchmarks.items()}
     for module in (bench, plot, vocabulary):
         parsers[module.__name__] = module._parser()
@@ -101,7 +105,7 @@ def options_of_commands() -> dict[str, set[str]]:
 
 
 COMMAND = re.compile(
-    r"python -m (infer\.bench [a-z]+|infer\.(?:decode|eval|report)|train\.\w+)(.*)", re.DOTALL
+    r"python -m (infer\.bench [a-z]+|infer\.(?:decode|eval|report|serve)|train\.\w+)(.*)", re.DOTALL
 )
 OPTION = re.compile(r"--\w[\w.-]*")
 OTHERS_OPTIONS = ("--config", "--xla_", "--gpu", "--ntasks", "--signal", "--requeue")
