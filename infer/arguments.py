@@ -45,14 +45,16 @@ def parser() -> argparse.ArgumentParser:
     )
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
-    _add_trees(add_models(result, DRAFT_HELP))
+    models = add_models(result, DRAFT_HELP)
+    add_memory(models)
+    add_trees(models)
     _add_prompts(result)
-    _add_sampling(result)
+    add_sampling(result)
     _add_output(result)
     return result
 
 
-def add_loading(result: argparse.ArgumentParser, draft_help: str) -> Any:
+def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
     """Add the options that name models and say how to load them; returns their group."""
     group = result.add_argument_group("models")
     group.add_argument(
@@ -74,10 +76,11 @@ def add_loading(result: argparse.ArgumentParser, draft_help: str) -> Any:
         "most frequent tokens only, by the table saved beside the draft (python -m "
         "train.vocabulary). LongSpec drafts and small language models: working=1024 reads that "
         "many tokens of a long cache, in chunks that the target attends to (SpecExtend), with "
-        "refresh=0 its first and last ones. All drafts: retrieve=N has the target check the "
-        "draft's rounds over N tokens of its cache first, chosen by its last queries; --tree is "
-        "then the chain that this yields, and retrieve_tree=4,16,16 the draft's own tree "
-        "(docs/retrieval.md)",
+        "refresh=0 its first and last ones. EAGLE-3 drafts: window=N sees the last N tokens, and "
+        "the first 4 (sinks=4), in constant memory; int8 as above. All drafts: retrieve=N has the "
+        "target check the draft's rounds over N tokens of its cache first, chosen by its last "
+        "queries; --tree is then the chain that this yields, and retrieve_tree=4,16,16 the draft's "
+        "own tree (docs/retrieval.md)",
     )
     group.add_argument("--revision", type=cli.word, help="version of the target on the hub")
     group.add_argument("--draft_revision", type=cli.word, help="version of the draft on the hub")
@@ -110,9 +113,8 @@ def add_loading(result: argparse.ArgumentParser, draft_help: str) -> Any:
     return group
 
 
-def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
-    """Add the options of models and of the calls that decode with them; returns their group."""
-    group = add_loading(result, draft_help)
+def add_memory(group: Any) -> None:
+    """Add the options that decide where the rows of a call lie."""
     group.add_argument(
         "--row_slots",
         type=cli.COUNT,
@@ -126,10 +128,10 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         help="keep the target's cache in the host's memory, for contexts that do not fit on the "
         "device; every pass moves the cache, so let it verify much (docs/retrieval.md)",
     )
-    return group
 
 
-def _add_trees(group: Any) -> None:
+def add_trees(group: Any) -> None:
+    """Add the options that choose what is proposed."""
     group.add_argument(
         "--tree",
         type=cli.tree,
@@ -156,6 +158,11 @@ def _add_prompts(result: argparse.ArgumentParser) -> None:
         "--batch", type=cli.path, metavar="FILE.jsonl", help="prompts to decode as one batch"
     )
     group.add_argument("--all_prompts", action="store_true", help="every sample prompt of the demo")
+    add_style(result)
+
+
+def add_style(result: Any) -> None:
+    """Add the option that chooses a chat format."""
     result.add_argument(
         "--prompt_style",
         choices=[*STYLES],
@@ -165,7 +172,8 @@ def _add_prompts(result: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_sampling(result: argparse.ArgumentParser) -> None:
+def add_sampling(result: argparse.ArgumentParser) -> None:
+    """Add the options of the draws, and those that end a row."""
     group = result.add_argument_group("generation")
     defaults = {
         "max_new_tokens": (256, "most tokens to generate"),

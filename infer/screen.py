@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
 from longspec_jax.generation.activity import (
@@ -20,6 +21,7 @@ from longspec_jax.status_line import NARROWEST, StatusLine
 
 if TYPE_CHECKING:  # Slow to import, and the screen says that it is being imported.
     from longspec_jax.generation.result import StreamRound
+    from longspec_jax.generation.text import Piece
 
 LABEL = 20
 """Columns of a report's labels."""
@@ -71,9 +73,12 @@ class Screen:
 
     def round(self, added: "StreamRound") -> None:
         """Print what a round of the first row released."""
-        for drafted, pieces in itertools.groupby(added.pieces[0], lambda piece: piece.drafted):
-            text = "".join(piece.text for piece in pieces)
-            self._write(text, GREEN if drafted else "")
+        self.pieces(added.pieces[0])
+
+    def pieces(self, pieces: "Iterable[Piece]") -> None:
+        """Print the model's text."""
+        for drafted, group in itertools.groupby(pieces, lambda piece: piece.drafted):
+            self._write("".join(piece.text for piece in group), GREEN if drafted else "")
 
     def end_line(self) -> None:
         """Begin a line, if one is open."""

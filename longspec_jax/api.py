@@ -310,6 +310,9 @@ class LongSpec(Models):
         tree: TreeConfig | Sequence[int] | str | None = None,
         adaptive: bool = False,
         prefills: int = 1,
+        prefixes: bool = False,
+        offload_prefixes: int = 0,
+        max_gap_ms: float | None = None,
     ) -> RequestEngine:
         """Row slots through which requests pass: submit, step, cancel, close.
 
@@ -317,17 +320,29 @@ class LongSpec(Models):
           slots: requests that are decoded at once; others wait.
           max_tokens: most tokens of a request, prompt and new ones.
           tree: as in :meth:`generate`; the first draft's default tree for this machine if absent.
-          adaptive: choose among this tree, a smaller one and plain decoding by the tokens per
-            second of each.
+          adaptive: choose among this tree, one of 16 nodes and plain decoding by the tokens per
+            second of each, for every number of live rows.
           prefills: prompts that may be under way at once, the shortest first; each takes a row of
             memory beside the slots.
+          prefixes: whether a prompt begins with a copy of the whole chunks that it shares with an
+            earlier one in a slot. A draft that needs the target's queries or keys of all tokens
+            leaves nothing to reuse.
+          offload_prefixes: bytes of the host's memory in which chunks stay when their slot is
+            taken; 0 for none.
+          max_gap_ms: most milliseconds between two rounds while a prompt is prefilled.
+            ``prepare`` then times smaller chunks, and takes the largest that keeps this.
 
         Raises:
           MemoryError: if the slots do not fit.
+          NotImplementedError: for ``prefixes`` with a cache in the host's memory.
+          ValueError: for a wrong value.
         """
         tree = None if tree is None else as_tree(tree)
         sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
-        return RequestEngine(self, **sizes, tree=tree, adaptive=adaptive)
+        reuse = {"prefixes": prefixes, "offload_prefixes": offload_prefixes}
+        return RequestEngine(
+            self, **sizes, **reuse, tree=tree, adaptive=adaptive, max_gap_ms=max_gap_ms
+        )
 
     def inspect(
         self, inputs: Inputs, generation_config: Any = None, **options: Unpack[CallOptions]

@@ -26,6 +26,7 @@ from longspec_jax.config import MESH_AXES, TreeConfig
 
 SCRIPTS = {
     "infer.bench": "longspec-bench",
+    "infer.chat": "longspec-chat",
     "infer.decode": "longspec-decode",
     "infer.eval": "longspec-eval",
     "infer.report": "longspec-report",

@@ -18,6 +18,7 @@ from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.registry import (
     ARCHITECTURES,
     LONGSPEC,
+    MARKS,
     NAMED,
     SMALL_LM,
     Kind,
@@ -140,9 +141,11 @@ def choose_drafts(
 
 def _kind_of(folder: Path) -> Kind:
     """The kind of a folder's draft."""
-    names = read_json(folder / "config.json").texts("architectures")
-    if kind := next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None):
-        return kind
+    raw = read_json(folder / "config.json")
+    names = raw.texts("architectures")
+    kinds = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
+    if kinds := kinds + [kind for key, kind in MARKS.items() if raw.has(key)]:
+        return kinds[0]
     # The published LongSpec drafts may name their target's architecture; they have no embedding.
     whole = any(name in FAMILIES for name in names)
     return SMALL_LM if whole and holds(folder, "model.embed_tokens.weight") else LONGSPEC

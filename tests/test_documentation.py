@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from infer import arguments
+from infer import arguments, chat
 from infer.bench import arguments as bench_arguments
 from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
@@ -91,6 +91,7 @@ def options_of_commands() -> dict[str, set[str]]:
         if isinstance(action, argparse._SubParsersAction)
     )
     parsers = {"infer.decode": arguments.parser(), "infer.report": report.parser()}
+    parsers["infer.chat"] = chat.parser()
     parsers["infer.eval"] = eval_arguments.parser()
     parsers["infer.serve"] = serve_arguments.parser()
     parsers |= {f"infer.bench {name}": parser for name, parser in benchmarks.items()}
@@ -105,7 +106,8 @@ def options_of_commands() -> dict[str, set[str]]:
 
 
 COMMAND = re.compile(
-    r"python -m (infer\.bench [a-z]+|infer\.(?:decode|eval|report|serve)|train\.\w+)(.*)", re.DOTALL
+    r"python -m (infer\.bench [a-z]+|infer\.(?:chat|decode|eval|report|serve)|train\.\w+)(.*)",
+    re.DOTALL,
 )
 OPTION = re.compile(r"--\w[\w.-]*")
 OTHERS_OPTIONS = ("--config", "--xla_", "--gpu", "--ntasks", "--signal", "--requeue")

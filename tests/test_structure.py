@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 """What each part of the library may import besides itself; parts not listed may import all."""
-LOADERS = {"load", "checkpoint", "vocabulary"}
+LOADERS = {"load", "checkpoint", "dialects", "vocabulary"}
 """Files of the drafters that read weights; all others are handed them."""
 ENTRY = {
     "train": {"infer", "configs"},

@@ -103,6 +103,7 @@ def test_no_file_is_left_out(site: Path) -> None:
     "name",
     [
         "longspec-bench",
+        "longspec-chat",
         "longspec-decode",
         "longspec-plot",
         "longspec-prepare",

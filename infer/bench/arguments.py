@@ -21,7 +21,7 @@ from longspec_jax.config import (
     TargetConfig,
     TreeConfig,
 )
-from longspec_jax.drafters.registry import LONGSPEC, NAMED, SMALL_LM, Kind
+from longspec_jax.drafters.registry import EAGLE3, LONGSPEC, NAMED, SMALL_LM, Kind
 from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
@@ -54,7 +54,7 @@ SHAPES: dict[str, TargetConfig] = {
 }
 """Shapes by name. ``demo`` is the embedded target's; ``tiny`` has two layers and shows that a
 benchmark runs."""
-KINDS: dict[str, Kind] = {"longspec": LONGSPEC, **NAMED, "small_lm": SMALL_LM}
+KINDS: dict[str, Kind] = {"longspec": LONGSPEC, **NAMED, "small_lm": SMALL_LM, "eagle3": EAGLE3}
 """Kinds of drafts that are measured with random weights."""
 DTYPES = ("float32", "bfloat16", "float16")
 FLASHINFER = "flashinfer"

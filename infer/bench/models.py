@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from longspec_jax.checks import shown_bytes
 from longspec_jax.config import TargetConfig, TreeConfig
@@ -19,6 +20,11 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.draft import Draft
+from longspec_jax.drafters.eagle3.checkpoint import Format
+from longspec_jax.drafters.eagle3.config import Eagle3Config
+from longspec_jax.drafters.eagle3.dialects import SPECFORGE
+from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, seen
+from longspec_jax.drafters.eagle3.model import Eagle3Params
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.load import LongSpecDraft, LongSpecOptions
 from longspec_jax.drafters.longspec.model import LongSpecLayer
@@ -33,6 +39,10 @@ from longspec_jax.sharding import path_name
 from .arguments import DTYPES, KINDS
 
 WEIGHT_SCALE = 0.02
+EAGLE3_VOCABULARY = 32000
+"""Tokens that a published EAGLE-3 draft may propose."""
+EAGLE3_POSITIONS = 2048
+"""Positions that the authors train on."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,6 +80,8 @@ def random_model(
     match chosen:
         case LongSpecOptions():
             draft: Draft = _random_longspec(config, target, chosen, seed + 1)
+        case Eagle3Options():
+            draft = _random_eagle3(config, target, chosen, seed + 1)
         case SmallLMOptions():
             small = _small(config, chosen)
             weights = _draw(_initializer(small), seed + 1)
@@ -124,6 +136,40 @@ def _random_longspec(
         int8=bool(options.int8),  # Only where it is named: a row says what it measured.
         working=options.working_cache(config),
     )
+
+
+def _random_eagle3(
+    config: TargetConfig, target: Any, options: Eagle3Options, seed: int
+) -> Eagle3Draft:
+    """A layer as wide as the target's, with an LM head of its own, as drafts of 8B targets have."""
+    layers, proposable = config.num_layers, min(EAGLE3_VOCABULARY, config.vocab_size)
+    usual = (1, layers // 2 - 1, layers - 4)
+    draft = Eagle3Config(
+        model_width=config.model_width,
+        target_width=config.model_width,
+        mlp_width=config.mlp_width,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_width=config.head_width,
+        vocab_size=config.vocab_size,
+        proposable=proposable,
+        features=options.features or tuple(max(layer, -1) for layer in usual),
+        max_positions=EAGLE3_POSITIONS,
+        dtype=config.dtype,
+    )
+    leaves = Format(SPECFORGE, embedding=False, head=True).table(draft).leaves
+    dtype = jnp.dtype(config.dtype)
+    layer = _draw(
+        lambda key: unflatten_dict(
+            {leaf.path: jnp.zeros(leaf.shape, dtype) for leaf in leaves}, sep="/"
+        ),
+        seed,
+    )
+    head, tokens = layer.pop("head"), jnp.arange(proposable, dtype=jnp.int32)
+    params = Eagle3Params(layer, target["embedding"], head, tokens, own_embedding=False)
+    if options.int8:  # Only where it is named: a row says what it measured.
+        params = params.in_int8()
+    return Eagle3Draft(draft, params, seen(draft, config, options))
 
 
 def draft_options(kind: str, values: Mapping[str, Any], target: TargetConfig) -> Any:

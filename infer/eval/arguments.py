@@ -11,7 +11,7 @@ from longspec_jax.checks import SAMPLING, Whole
 from longspec_jax.config import PLAIN
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 
-from ..arguments import add_models, is_demo
+from ..arguments import add_memory, add_models, is_demo
 from ..prompts import STYLES
 from .methods import ALL, METHODS, Chosen
 from .tasks import DEMO_SUITE, FREE, NEEDLE, RAW, SUITE, TASKS
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
     result.set_defaults(tree=None)
-    add_models(result, DRAFT_HELP)
+    add_memory(add_models(result, DRAFT_HELP))
     _add_tasks(result.add_argument_group("tasks"))
     _add_methods(result.add_argument_group("methods and generation"))
     _add_output(result.add_argument_group("output"))

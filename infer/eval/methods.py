@@ -53,6 +53,7 @@ METHODS = {
     ),
     "ngram": Method("ngram", "the tokens that followed the last ones before (prompt lookup)"),
     "small_lm": Method("small_lm", "a small language model"),
+    "eagle3": Method("eagle3", "an EAGLE-3 draft"),
     "adaptive": Method(
         "longspec",
         "a LongSpec draft; each round takes a tree or none, by measured tokens per second",
@@ -157,5 +158,6 @@ _NEEDED = {
     "streaming": "--draft=streaming",
     "ngram": "--draft=ngram",
     "small_lm": "a small language model: --draft=FOLDER",
+    "eagle3": "an EAGLE-3 draft: --draft=FOLDER",
 }
 """How to name a kind of draft."""

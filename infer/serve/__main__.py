@@ -40,7 +40,8 @@ def _run(argv: Sequence[str] | None, end: Callable[[int], object] | None) -> int
 
     if missing := missing_packages("serve"):
         raise ValueError(missing)
-    from .command import Service, bound
+    from .command import Service
+    from .http_server import bound
 
     with bound(arguments.host, arguments.port) as listener:
         service = Service(arguments, listener, key)

@@ -1,23 +1,20 @@
 """Answers in OpenAI's format: bodies, and chunks of streams, of what rows have gained.
 
-An :class:`Answer` gathers one row. :class:`TextFormat` and :class:`ChatFormat` write the choices of
+:class:`TextFormat` and :class:`ChatFormat` write the choices of
 ``/v1/completions`` and ``/v1/chat/completions``. Nothing here waits, and nothing knows HTTP.
 """
 
 import json
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from .gains import Answer, Gain, TokenText, metrics_of, rounds_of
 from .protocol import Call
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""
-TokenText = Callable[[int], str]
-"""The text of one token, special ones included."""
 
 
 def json_bytes(value: Any) -> bytes:
@@ -29,94 +26,6 @@ def json_bytes(value: Any) -> bytes:
 def event(value: Any) -> bytes:
     """A server-sent event."""
     return b"data: " + json_bytes(value) + b"\n\n"
-
-
-@dataclass(frozen=True)
-class Gain:
-    """What a row has gained: one step of the engine, or several that a slow reader reads at once.
-
-    The fields are those of the engine's outputs.
-    """
-
-    tokens: tuple[int, ...] = ()
-    text: str = ""
-    drafted: tuple[bool, ...] = ()
-    rounds: tuple[int, ...] = ()
-    """Accepted draft tokens of every round."""
-    proposed: int = 0
-    """Draft tokens that the target has verified in these rounds."""
-    finish: str | None = None
-    logprobs: tuple[Any, ...] = ()
-    prompt_logprobs: Sequence[Any] | None = None
-    trees: tuple[Any, ...] = ()
-    cached: int = 0
-    """Tokens of the prompt that were not prefilled anew."""
-
-    @classmethod
-    def joined(cls, gains: Sequence["Gain"]) -> "Gain":
-        """One after the other."""
-        if len(gains) == 1:
-            return gains[0]
-        scored = [gain.prompt_logprobs for gain in gains if gain.prompt_logprobs is not None]
-        return cls(
-            tokens=_chained(gain.tokens for gain in gains),
-            text="".join(gain.text for gain in gains),
-            drafted=_chained(gain.drafted for gain in gains),
-            rounds=_chained(gain.rounds for gain in gains),
-            proposed=sum(gain.proposed for gain in gains),
-            finish=gains[-1].finish,
-            logprobs=_chained(gain.logprobs for gain in gains),
-            prompt_logprobs=scored[0] if scored else None,
-            trees=_chained(gain.trees for gain in gains),
-            cached=sum(gain.cached for gain in gains),
-        )
-
-
-def _chained(parts: Iterable[tuple]) -> tuple:
-    return tuple(one for part in parts for one in part)
-
-
-@dataclass
-class Times:
-    """When things happened to a row, in seconds of one clock; None for what did not happen yet."""
-
-    arrived: float
-    started: float | None = None
-    """When its prompt began to run."""
-    first: float | None = None
-    last: float | None = None
-
-
-@dataclass
-class Answer:
-    """One row, and what is known of its answer."""
-
-    prompt: tuple[int, ...]
-    echoed: str = ""
-    """What stands before the generated text."""
-    times: Times = field(default_factory=lambda: Times(0.0))
-    levels: int = 0
-    """Of the tree: the most draft tokens that a round may accept."""
-    gains: list[Gain] = field(default_factory=list)
-    new: int = 0
-    """Generated tokens."""
-    offset: int = 0
-    """Characters of the tokens whose log-probabilities were written."""
-
-    def add(self, gain: Gain) -> None:
-        """Take in what the row has gained."""
-        self.gains.append(gain)
-        self.new += len(gain.tokens)
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will come."""
-        return bool(self.gains) and self.gains[-1].finish is not None
-
-    @property
-    def gain(self) -> Gain:
-        """Everything so far."""
-        return Gain.joined(self.gains or [Gain()])
 
 
 class Format(Protocol):
@@ -353,64 +262,3 @@ class Writer:
     def _metrics(self) -> dict[str, Any] | None:
         """Acceptance and times, in the fields of vLLM; None for several rows."""
         return metrics_of(self.answers[0]) if len(self.answers) == 1 else None
-
-
-def metrics_of(answer: Answer) -> dict[str, Any]:
-    """Acceptance and times of a row that has ended."""
-    gain, times = answer.gain, answer.times
-    first = _milliseconds(times.arrived, times.first)
-    decode = _milliseconds(times.first, times.last)
-    whole = _milliseconds(times.arrived, times.last)
-    between = answer.new - 1
-    return {
-        "speculative_decoding": acceptance_of(gain, answer.levels),
-        "time_to_first_token_ms": first,
-        "queue_time_ms": _milliseconds(times.arrived, times.started),
-        "mean_itl_ms": decode / between if decode is not None and between > 0 else None,
-        "tokens_per_second": 1000 * answer.new / whole if whole else None,
-    }
-
-
-def _milliseconds(begin: float | None, end: float | None) -> float | None:
-    return None if begin is None or end is None else round(1000 * (end - begin), 3)
-
-
-def acceptance_of(gain: Gain, levels: int) -> dict[str, Any] | None:
-    """What the draft has given a row; None if it drafted nothing.
-
-    Args:
-      gain: of the whole row.
-      levels: of the tree, the most draft tokens that a round may accept.
-    """
-    rounds, accepted = len(gain.rounds), sum(gain.rounds)
-    if not rounds or not gain.proposed:
-        return None
-    counts = Counter(gain.rounds)
-    return {
-        "mean_acceptance_length": 1 + accepted / rounds,
-        "draft_acceptance_rate": accepted / gain.proposed,
-        "acceptance_histogram": [counts[n] for n in range(max(levels, *counts) + 1)],
-        "num_spec_steps": rounds,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": gain.proposed,
-        "num_spec_tokens": levels,
-    }
-
-
-def rounds_of(gain: Gain, text_of: TokenText, row: int) -> dict[str, Any]:
-    """The tokens of a gain and the rounds that they came from, for the page."""
-    tokens, depth = [], 0
-    for token, drafted in zip(gain.tokens, gain.drafted, strict=True):
-        depth = depth + 1 if drafted else 0
-        tokens.append({"text": text_of(token), "id": token, "drafted": drafted, "depth": depth})
-    rounds: list[dict[str, Any]] = [
-        {"accepted": accepted, "tree": None} for accepted in gain.rounds
-    ]
-    for one, tree in zip(rounds, gain.trees, strict=False):
-        one["tree"] = {
-            "tokens": [text_of(token) for token in tree.tokens],
-            "parents": [*map(int, tree.parents)],
-            "draws": [text_of(token) for token in tree.draws],
-            "path": [*map(int, tree.path)],
-        }
-    return {"index": row, "tokens": tokens, "rounds": rounds}

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import metrics as metrics_lib
 from .answers import DONE, ChatFormat, TextFormat, Writer, event, json_bytes
-from .engine_thread import EngineThread, State, Ticket
+from .engine_thread import EngineThread, State
 from .metrics import Metrics
 from .openapi import describe
 from .page import read_page
@@ -40,6 +40,7 @@ from .protocol import (
     too_large,
 )
 from .rules import Refused
+from .tickets import Ticket
 
 LOG = logging.getLogger("longspec.serve")
 OPEN = frozenset({"/", "/health"})

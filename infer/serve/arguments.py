@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     )
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
-    group = shared.add_loading(result, "Plain decoding if absent")
+    group = shared.add_models(result, "Plain decoding if absent")
     group.add_argument(
         "--tree",
         type=cli.tree,

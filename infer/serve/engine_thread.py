@@ -1,17 +1,16 @@
-"""The one thread that drives the engine, and the tickets by which an event loop follows it.
+"""The one thread that drives the engine.
 
 The event loop submits rows and cancels them; the thread steps the engine and hands out what rows
 have gained. Neither waits for the other: what a slow reader has not read yet is joined to one gain.
 What is queued is bounded, in requests and in tokens.
 """
 
-import asyncio
 import contextlib
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
@@ -19,10 +18,11 @@ from typing import Any, Protocol
 from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
 
 from . import pending
-from .answers import Answer, Gain, Times
+from .gains import Answer, Gain
 from .metrics import Metrics
 from .protocol import Row
 from .rules import Refused
+from .tickets import Ticket, wake
 
 SHUTTING_DOWN = "the server is shutting down; send the request to another one, or later"
 LONGEST_RETRY = 60
@@ -62,97 +62,6 @@ class DrivenEngine(Protocol):
     def close(self) -> None:
         """Let go of all arrays."""
         ...
-
-
-class Ticket:
-    """The rows of one call, on their way through the engine.
-
-    The event loop awaits :meth:`begun` and reads :meth:`gains`; the engine's thread calls
-    :meth:`begin`, :meth:`put` and :meth:`fail`, and then :meth:`wake`, which takes effect in the
-    loop.
-    """
-
-    def __init__(self, rows: Sequence[Row], deadline: float, levels: int) -> None:
-        """Wait to be submitted.
-
-        Args:
-          rows: of the call.
-          deadline: when it ends at the latest, on the monotonic clock.
-          levels: of the engine's tree.
-        """
-        self.rows, self.deadline = tuple(rows), deadline
-        self.arrived = time.monotonic()
-        self.answers = [
-            Answer(row.tokens, times=Times(self.arrived), levels=levels) for row in rows
-        ]
-        """Filled by the reader; the thread writes their times."""
-        self.ids: list[int] = []
-        """Of the rows in the engine, in their order."""
-        self.waiting = len(self.rows)
-        """Rows without a token, which count as queued."""
-        self.open = len(self.rows)
-        """Rows that have not ended."""
-        self.loop = asyncio.get_running_loop()
-        self._arrived: deque[tuple[int, Gain]] = deque()
-        self._ready, self._begun = asyncio.Event(), asyncio.Event()
-        self._failure: Refused | None = None
-        self._submitted = False
-
-    def begin(self) -> None:
-        """The engine has taken all rows."""
-        self._submitted = True
-
-    def put(self, row: int, gain: Gain) -> None:
-        """A row has gained something."""
-        self._arrived.append((row, gain))
-
-    def fail(self, refused: Refused) -> None:
-        """Nothing more will come."""
-        self._failure = refused
-
-    def wake(self) -> None:
-        """Have the reader look; in its loop."""
-        if self._submitted or self._failure is not None:
-            self._begun.set()
-        self._ready.set()
-
-    async def begun(self) -> None:
-        """Wait until the engine has taken the rows.
-
-        Raises:
-          Refused: if it does not take them.
-        """
-        await self._begun.wait()
-        if self._failure is not None and not self._arrived:
-            raise self._failure
-
-    async def gains(self) -> AsyncIterator[tuple[int, Gain]]:
-        """What rows gain, until all have ended; what was not read meanwhile is joined.
-
-        Raises:
-          Refused: if a row ends early.
-        """
-        left = len(self.rows)
-        while left:
-            await self._ready.wait()
-            self._ready.clear()
-            by_row: dict[int, list[Gain]] = {}
-            while self._arrived:
-                row, gain = self._arrived.popleft()
-                by_row.setdefault(row, []).append(gain)
-            for row, gains in by_row.items():
-                gain = Gain.joined(gains)
-                if gain.finish == "error":
-                    raise Refused(
-                        "the model's logits were not finite, so the text cannot go on; the model "
-                        "overflows in its number format",
-                        status=500,
-                    )
-                left -= gain.finish is not None
-                self.answers[row].add(gain)
-                yield row, gain
-            if self._failure is not None and not self._arrived:
-                raise self._failure
 
 
 class EngineThread:
@@ -374,7 +283,7 @@ class EngineThread:
             ticket.ids.append(id)
             self._rows[id] = ticket, index
         ticket.begin()
-        self._wake([ticket])
+        wake([ticket])
 
     def _publish(self, outputs: Iterable[Any]) -> None:
         now, woken = time.monotonic(), set()
@@ -400,7 +309,7 @@ class EngineThread:
                 self._metrics.ended(gain.finish, now - ticket.arrived)
             if not ticket.open:
                 self._forget(ticket)
-        self._wake(woken)
+        wake(woken)
 
     def _gain(self, output: Any) -> Gain:
         rounds = tuple(output.rounds)
@@ -438,7 +347,7 @@ class EngineThread:
             self._metrics.ended(how, time.monotonic() - ticket.arrived)
         ticket.fail(refused or Refused("the request was cancelled", status=499))
         self._forget(ticket)
-        self._wake([ticket])
+        wake([ticket])
 
     def _forget(self, ticket: Ticket) -> None:
         with self._changed:
@@ -453,14 +362,6 @@ class EngineThread:
             message = f"the request took longer than --request_seconds={self._seconds:g}"
             self._end(ticket, "late", Refused(message, status=504, code="timeout"))
 
-    def _wake(self, tickets: Iterable[Ticket]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[Ticket]] = {}
-        for ticket in tickets:
-            by_loop.setdefault(ticket.loop, []).append(ticket)
-        for loop, woken in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # The loop is closed, and nobody reads.
-                loop.call_soon_threadsafe(_wake_all, woken)
-
     def _fail(self, error: BaseException) -> None:
         """Tell every open call, and take no more."""
         with self._changed:
@@ -471,11 +372,6 @@ class EngineThread:
         for ticket in tickets:
             ticket.fail(Refused(f"the engine has failed: {message}", status=500))
             self._metrics.ended("failed", time.monotonic() - ticket.arrived)
-        self._wake(tickets)
+        wake(tickets)
         if self.on_failure is not None:
             self.on_failure(error)
-
-
-def _wake_all(tickets: Iterable[Ticket]) -> None:
-    for ticket in tickets:
-        ticket.wake()

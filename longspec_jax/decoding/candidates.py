@@ -1,6 +1,7 @@
 """What a run may choose among: no tree, a smaller tree, and the drafters' own trees."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 
@@ -44,6 +45,35 @@ def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
             own.append(with_tree(alone, on_one_level(alone.inner.tree)))
     own.sort(key=lambda drafter: drafter.tree.num_nodes)
     return tuple(dict.fromkeys([with_tree(own[0], PLAIN), *own]))
+
+
+SMALL = 16
+"""Nodes of the small tree among which an engine chooses by its load."""
+
+
+def candidates_by_load(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
+    """What an engine may choose among by its load: no tree, a small tree, and the default one.
+
+    At eight rows 64 nodes of each cost two to three plain rounds, and 16 nodes less than two.
+
+    Args:
+      drafters: as of :func:`candidates`; of each name the first one counts.
+
+    Returns:
+      The candidates, the cheapest first.
+    """
+    default = {drafter.name: drafter for drafter in reversed(drafters)}
+    own = [default[name] for name in dict.fromkeys(drafter.name for drafter in drafters)]
+    small = [with_tree(drafter, _small_tree(drafter)) for drafter in own]
+    both = sorted([*small, *own], key=lambda drafter: drafter.tree.num_nodes)
+    return tuple(dict.fromkeys([with_tree(own[0], PLAIN), *both]))
+
+
+def _small_tree(drafter: Drafter) -> TreeConfig:
+    tree = drafter.tree
+    if isinstance(drafter, Hierarchy) or tree.num_nodes <= SMALL:
+        return smaller_tree(tree)
+    return replace(tree, budget=SMALL)
 
 
 def tallest(drafters: Sequence[Drafter]) -> Drafter:

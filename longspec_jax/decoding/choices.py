@@ -70,6 +70,10 @@ class LateChoices:
         self._choice = self.policy.choose()
         self._missing = self._choice.rounds
 
+    def forget(self) -> None:
+        """Forget the totals, and not what the policy has learnt."""
+        self.totals = (Measurement(),) * len(self.totals)
+
     def settle(self) -> None:
         """Have the policy observe all that was read."""
         for candidate, seen in enumerate(self._unobserved):
@@ -114,6 +118,11 @@ class ChoicesByLoad:
     def record(self, candidate: int, seen: Measurement, live: int) -> None:
         """Note what a launch beside this many live rows did."""
         self._by_load[self._of(live)].record(candidate, seen)
+
+    def forget(self) -> None:
+        """Forget the totals, and not what the policies have learnt."""
+        for choices in self._by_load:
+            choices.forget()
 
     def _of(self, live: int) -> int:
         return min(load_of(live), len(self._by_load) - 1)

@@ -6,7 +6,7 @@ Each program serves all slots and positions of an engine.
 import jax
 import jax.numpy as jnp
 
-from longspec_jax.axes import Array, CacheSlots
+from longspec_jax.axes import Array
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.rows import RowShardings
@@ -28,7 +28,7 @@ def copy_prefix(
       tokens: how many of them; traced.
     """
 
-    def copied(layer: CacheSlots) -> CacheSlots:
+    def copied(layer: Array) -> Array:
         if slots.row_shards == 1:
             own = jax.lax.dynamic_slice_in_dim(layer, slot, 1, axis=0)
         else:
@@ -53,7 +53,7 @@ def read_chunk(row: RowShardings, chunk: int, cache: KVCache, offset: Array) -> 
       offset: position of the chunk's first token; traced.
     """
 
-    def cut(layer: CacheSlots) -> CacheSlots:
+    def cut(layer: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(layer, offset, chunk, axis=2)
 
     found = KVCache(*jax.tree.map(cut, (cache.keys, cache.values)))
@@ -76,7 +76,7 @@ def write_chunk(
       The cache, and an array that is ready when it is.
     """
 
-    def written(layer: CacheSlots, fresh: CacheSlots) -> CacheSlots:
+    def written(layer: Array, fresh: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(layer, fresh, offset, axis=2)
 
     found = KVCache(*jax.tree.map(written, (cache.keys, cache.values), (chunk.keys, chunk.values)))

@@ -307,6 +307,13 @@ class Engine:
         if id is not None:
             del self._active[id]
 
+    def forget(self) -> None:
+        """Forget what earlier requests did: their prompts, and all counts."""
+        self.prefixes.forget()
+        self.preemptions = self.recoveries = self.prefilled = 0
+        self.seconds_of_prefill = 0.0
+        self._choices.forget()
+
     def finish(self) -> None:
         """Take no more steps: end the threads, and wait for nothing; the rows stay."""
         self._failure = self._failure or RuntimeError("it was closed; make a new one")

@@ -47,7 +47,7 @@ class PrefixCache:
         self._needs, self._count = needs, slots
         self._batch = RowShardings.beside(params.target, slots)
         self._row = RowShardings.beside(params.target, 1)
-        self._moving: deque[tuple[bytes, Future[KVCache]]] = deque()
+        self._moving: deque[tuple[Names, Future[KVCache]]] = deque()
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="chunk-mover")
 
     def reusable(self, names: Names, length: int, chunk: int) -> Names:
@@ -90,16 +90,17 @@ class PrefixCache:
             self._collect_one()
         offset = np.int32(launched.tokens - chunk)
         part = read_chunk(self._row, chunk, launched.cache, offset)
-        self._moving.append((names[index - 1], self._mover.submit(_to_host, part)))
+        self._moving.append((names[:index], self._mover.submit(_to_host, part)))
 
-    def collect(self) -> None:
-        """Take in the chunks that have arrived in the host's memory."""
-        while self._moving and self._moving[0][1].done():
+    def collect(self, *, wait: bool = False) -> None:
+        """Take in the chunks that have arrived in the host's memory, or all if it may wait."""
+        while self._moving and (wait or self._moving[0][1].done()):
             self._collect_one()
 
     def forget_slots(self) -> None:
         """Forget what slots hold; what is in the host's memory stays."""
         self.slots = SlotPrefixes(self._count)
+        # What is on its way may never arrive.
         self._moving.clear()
 
     def forget(self) -> None:
@@ -114,11 +115,13 @@ class PrefixCache:
         self.forget()
 
     def _collect_one(self) -> None:
-        name, arriving = self._moving.popleft()
+        names, arriving = self._moving.popleft()
         chunk = arriving.result()
-        self.host.put(name, chunk, tree_bytes(chunk))
+        self.host.put(names[-1], chunk, tree_bytes(chunk))
+        self.host.find(names)  # The chunks before it were used just now, too.
 
 
 def _to_host(chunk: KVCache) -> Any:
-    # Waiting here lets other threads run; converting an unfinished array may not.
-    return jax.tree.map(np.asarray, jax.block_until_ready(chunk))
+    # Waiting here lets other threads run; converting an unfinished array may not. Copies, because
+    # on a CPU the arrays would share their memory with those of the device.
+    return jax.tree.map(np.array, jax.block_until_ready(chunk))

@@ -166,6 +166,11 @@ class Prompts:
         """Tokens of the chunks of a prompt of this length, prefilled alone."""
         return chunk_of(prompt, (*self.short_chunks, self.chunk))
 
+    def take_chunks_of(self, chunk: int) -> None:
+        """Prefill in chunks of another size from now on; shorter prompts keep their own."""
+        self.chunk = chunk
+        self.short_chunks = tuple(size for size in self.short_chunks if size < chunk)
+
     def add(self, waiting: Waiting) -> None:
         """Queue a request."""
         if self._reuse:

@@ -13,6 +13,8 @@ import numpy as np
 
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Choice
+from longspec_jax.decoding.round import slack_slots
+from longspec_jax.decoding.rows import Request, release
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.drafters.base import Drafter, Params
 
@@ -41,6 +43,39 @@ def rehearse(engine: Engine, kind: SamplingKind) -> float:
             engine._rows, report = engine._launch(Choice(candidate, 1), kind)
             np.asarray(report)
     return engine.clock() - begun
+
+
+def rehearse_requests(engine: Engine, requests: Sequence[Request]) -> None:
+    """Run requests through an idle engine, so that no later one compiles anything.
+
+    Args:
+      engine: an idle one, that goes on to serve.
+      requests: of one row, one of every kind, of few new tokens.
+    """
+
+    def pass_through(length: int, request: Request) -> None:
+        engine.submit(np.zeros(length, np.int32), request)
+        while engine.busy:
+            engine.step()
+
+    for request in requests:
+        pass_through(1, request)
+    prompts, slack = engine.prompts, slack_slots(engine.drafter.tree.num_levels)
+    most = engine.capacity - slack - int(requests[0].max_new_tokens[0])
+    for chunk in prompts.short_chunks:
+        pass_through(min(chunk, most), requests[0])
+    # The second one copies the first one's chunk out of its slot, and the third one moves it there.
+    twice = min(prompts.chunk + 1, most)
+    pass_through(twice, requests[0])
+    pass_through(twice, requests[0])
+    engine.prefixes.collect(wait=True)
+    engine.prefixes.forget_slots()
+    pass_through(twice, requests[0])
+    # A vacated slot, as a request leaves it that is cancelled.
+    engine._rows = release(engine.rows, 0)
+    for request in requests:
+        rehearse(engine, request.sampling.kind)
+    engine._rows = release(engine.rows, 0)
 
 
 def branch(

@@ -36,7 +36,8 @@ class Needs:
     """What a drafter needs to learn of committed tokens; nothing else is computed for it."""
 
     hidden: tuple[int, ...] = ()
-    """Layers after which it takes the hidden states; the first is 0."""
+    """Layers after which it takes the hidden states; the first is 0, and -1 is the embedding. So
+    ``i - 1`` is what enters layer ``i``."""
     queries: tuple[int, ...] = ()
     """Layers whose queries it takes, rotary applied."""
     keys: tuple[int, ...] = ()
@@ -69,7 +70,7 @@ class Features(NamedTuple):
     """What a forward of the target computed at its tokens, by layer; holds what was needed only."""
 
     hidden: Mapping[int, Float[Array, "B n D"]] = {}
-    """The residual stream after the layer."""
+    """The residual stream after the layer, before any norm; the embedding at -1."""
     queries: Mapping[int, Float[Array, "B n N H"]] = {}
     """The layer's queries, rotary applied."""
     keys: Mapping[int, Float[Array, "B n K H"]] = {}

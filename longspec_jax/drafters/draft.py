@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.drafters.base import (
@@ -41,6 +42,11 @@ class Target(NamedTuple):
     params: Any
     tokenizer: Any = None
     """A transformers tokenizer, if it has one."""
+
+
+def pays_in_int8(target: Target) -> bool:
+    """Whether a draft is faster in 8 bits: where reading weights takes the time of its levels."""
+    return is_large(target.params) and jnp.dtype(target.config.dtype).itemsize == 2
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,18 @@ NAMED = {
     "streaming": Kind("streaming:StreamingDraft"),
 }
 """Kinds without weights."""
-ARCHITECTURES = {"LongSpecDraft": LONGSPEC}
+EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
+ARCHITECTURES = {
+    "LongSpecDraft": LONGSPEC,
+    "LlamaForCausalLMEagle3": EAGLE3,
+    "Eagle3DraftModel": EAGLE3,
+    "Eagle3Speculator": EAGLE3,
+    "Qwen3Eagle3Model": EAGLE3,
+}
 """Kinds with weights. A whole model of a family that targets may have is a small language model.
 The published LongSpec drafts name no architecture of their own, so any other one means them."""
+MARKS = {"speculators_model_type": EAGLE3, "draft_vocab_size": EAGLE3}
+"""Keys of ``config.json`` that only this kind has, whatever the architecture."""
 
 RETRIEVE = "retrieve"
 """The option that turns on retrieval; names of the others about it begin with it."""

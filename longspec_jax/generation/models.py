@@ -1,6 +1,6 @@
 """The loaded models with the settings of all calls, and what may propose trees in a call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +75,12 @@ class Models:
 
 
 def drafters_for(
-    models: Models, tree: TreeConfig | None, rows: int, *, adaptive: bool
+    models: Models,
+    tree: TreeConfig | None,
+    rows: int,
+    *,
+    adaptive: bool,
+    choices: Callable[[Sequence[Drafter]], tuple[Drafter, ...]] = candidates,
 ) -> tuple[tuple[Drafter, ...], Any]:
     """The drafters that a call may run, and their parameters, which they share.
 
@@ -84,6 +89,7 @@ def drafters_for(
       tree: the tree that the call names, if it names one.
       rows: of the call.
       adaptive: whether the run itself chooses, by the clock.
+      choices: what it then chooses among, of the drafters.
 
     Raises:
       ValueError: for a tree without a draft, and for a choice among nothing.
@@ -117,7 +123,7 @@ def drafters_for(
         for draft in drafts
     ]
     drafters, params = drafters_of(drafts, trees, models.attention)
-    return candidates(drafters) if adaptive else drafters, params
+    return choices(drafters) if adaptive else drafters, params
 
 
 def trees_to_time(

@@ -12,11 +12,13 @@
 from dataclasses import dataclass
 from typing import Any, Unpack
 
-from longspec_jax.checks import whole_number
+from longspec_jax.checks import is_number, is_whole, shown, whole_number
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.candidates import tallest
-from longspec_jax.decoding.engine import Engine, StepOutput
+from longspec_jax.decoding import measuring
+from longspec_jax.decoding.candidates import candidates_by_load, tallest
+from longspec_jax.decoding.engine import Engine, EngineStatus, StepOutput
 from longspec_jax.decoding.same_bits import has_same_bits
+from longspec_jax.decoding.trials import rehearse_requests
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.call import Shape
 from longspec_jax.generation.inputs import Inputs, read_batch
@@ -26,8 +28,14 @@ from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
 from longspec_jax.generation.run import tree_uses
 from longspec_jax.generation.stops import until
-from longspec_jax.generation.text import RowText
+from longspec_jax.generation.text import Piece, RowText
 
+KINDS: tuple[GenerateOptions, ...] = (
+    {"max_new_tokens": 2, "temperature": 0.0, "eos_token_id": []},
+    {"max_new_tokens": 2, "temperature": 1.0, "eos_token_id": []},
+    {"max_new_tokens": 2, "temperature": 1.0, "top_p": 0.5, "eos_token_id": []},
+)
+"""Options of one request of every kind that has programs of its own, the slowest last."""
 STOP_WIDTH = 8
 """Most stop tokens of a request."""
 
@@ -49,6 +57,10 @@ class RequestOutput:
     finish: str | None
     """None while the request runs; ``stop`` after a stop token or at a stop string, ``length`` at
     ``max_new_tokens``, ``error`` where the target's logits were not finite."""
+    cached_tokens: int = 0
+    """Of the first output: tokens of the prompt that were not prefilled anew."""
+    pieces: tuple[Piece, ...] = ()
+    """The text by the tokens that completed it, and whether each was an accepted draft token."""
 
 
 class RequestEngine:
@@ -66,12 +78,20 @@ class RequestEngine:
         tree: TreeConfig | None = None,
         adaptive: bool = False,
         prefills: int = 1,
+        prefixes: bool = False,
+        offload_prefixes: int = 0,
+        max_gap_ms: float | None = None,
     ) -> None:
         """Make vacant slots; arguments and errors as of :meth:`longspec_jax.LongSpec.engine`."""
         sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
         for name, value in sizes.items():
             whole_number(name, value)
-        drafters, draft = drafters_for(models, tree, slots, adaptive=adaptive)
+        _check_prefixes(models, prefixes, offload_prefixes)
+        if max_gap_ms is not None and not (is_number(max_gap_ms) and max_gap_ms > 0):
+            raise ValueError(f"max_gap_ms={shown(max_gap_ms)} must be a number of milliseconds")
+        drafters, draft = drafters_for(
+            models, tree, slots, adaptive=adaptive, choices=candidates_by_load
+        )
         drafters = drafters if adaptive else drafters[:1]
         levels = tallest(drafters).tree.num_levels
         alone = has_same_bits(models.target)
@@ -88,7 +108,11 @@ class RequestEngine:
             short_chunks=shape.short_chunks,
             stop_width=STOP_WIDTH,
             prefills=prefills,
+            prefixes=prefixes,
+            host_bytes=offload_prefixes,
+            readmits=True,
         )
+        self._max_gap_ms = max_gap_ms
         self._models, self._texts = models, dict[int, RowText]()
         self._max_tokens = min(max_tokens, models.target_config.max_positions)
 
@@ -96,6 +120,11 @@ class RequestEngine:
     def busy(self) -> bool:
         """Whether a request waits or runs."""
         return self.engine.busy
+
+    @property
+    def status(self) -> EngineStatus:
+        """How many requests wait and run, and what was reused, preempted and recovered."""
+        return self.engine.status
 
     @property
     def trees(self) -> tuple[TreeUse, ...]:
@@ -108,11 +137,14 @@ class RequestEngine:
         generation_config: Any = None,
         *,
         chat_template: str | None = None,
+        priority: int = 0,
         **options: Unpack[GenerateOptions],
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
 
-        Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row.
+        Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row. A request of a lower
+        ``priority`` goes first. Where all slots are taken it takes one of a higher ``priority``,
+        whose text goes on later as if nothing had happened.
 
         Returns:
           The number of the request.
@@ -129,7 +161,11 @@ class RequestEngine:
                 f"a request is one row and {len(batch.prompts)} were given; submit each"
             )
         [prompt] = batch.prompts
-        id = self.engine.submit(prompt, batch.request)
+        if not is_whole(priority):
+            raise ValueError(
+                f"priority={shown(priority)} must be a whole number; the lowest goes first"
+            )
+        id = self.engine.submit(prompt, batch.request, priority=priority)
         if (text := batch.text(0)) is not None:
             self._texts[id] = text
         return id
@@ -150,13 +186,30 @@ class RequestEngine:
         self._texts.pop(id, None)
 
     def prepare(self) -> None:
-        """Compile everything before the first request: greedy, sampled and filtered rounds."""
-        for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.5)):
-            self.submit(
-                [0], max_new_tokens=2, eos_token_id=[], temperature=temperature, top_p=top_p
+        """Compile everything before the first request, and time what ``max_gap_ms`` depends on.
+
+        Nothing is compiled afterwards, whatever requests ask for. Timed too are the rounds of every
+        candidate tree beside 1, 2, 4 … live rows.
+
+        Raises:
+          RuntimeError: if there are requests.
+        """
+        engine = self.engine
+        if self.busy:
+            raise RuntimeError("prepare() comes before the first request; let those there are end")
+        requests = [read_batch(self._models, [0], None, options).request for options in KINDS]
+        if self._max_gap_ms is not None:
+            a_round = measuring.longest_round(engine, requests[-1].sampling.kind)
+            chunk = measuring.largest_chunk(
+                measuring.smaller_chunks(engine.prompts.chunk),
+                lambda size: measuring.chunk_seconds(engine, size, requests[0]),
+                *(a_round, self._max_gap_ms / 1000),
             )
-            while self.busy:
-                self.step()
+            engine.prompts.take_chunks_of(chunk)
+        rehearse_requests(engine, requests)
+        if len(engine.drafters) > 1:
+            engine.choose_by(measuring.timed_policies(engine, requests[-1].sampling.kind))
+        engine.forget()
 
     def close(self) -> None:
         """Let go of all arrays."""
@@ -171,7 +224,7 @@ class RequestEngine:
         self.close()
 
     def _output(self, output: StepOutput) -> RequestOutput:
-        pieces = ()
+        pieces: tuple[Piece, ...] = ()
         if (own := self._texts.get(output.id)) is not None:
             said = output.tokens.tolist()[: -1 if output.finish == "error" else None]
             drafted, ended = output.drafted.tolist()[: len(said)], output.finish is not None
@@ -188,4 +241,19 @@ class RequestEngine:
             tuple(output.drafted.tolist()),
             output.rounds,
             output.finish,
+            output.cached,
+            pieces,
+        )
+
+
+def _check_prefixes(models: Models, prefixes: bool, host_bytes: int) -> None:
+    """Refuse a reuse of prefixes that is not possible."""
+    if not (is_whole(host_bytes) and host_bytes >= 0):
+        raise ValueError(f"offload_prefixes={shown(host_bytes)} must be a number of bytes")
+    if host_bytes and not prefixes:
+        raise ValueError("offload_prefixes is about prefixes that are reused; pass prefixes=True")
+    if prefixes and models.offload:
+        raise NotImplementedError(
+            "prefixes: a cache in the host's memory cannot be copied from slot to slot; leave out "
+            "offload, or prefixes"
         )

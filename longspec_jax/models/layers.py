@@ -5,7 +5,7 @@ angles in float32. Projections keep their head axes, so that tensor parallelism 
 PartitionSpec and no reshape is left to the caller.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -142,6 +142,26 @@ class Int8Projection(nn.Module):
 
     def _flat(self, x: Array) -> Array:
         return x.reshape(*x.shape[: x.ndim - len(self.in_axes)], -1)
+
+
+def rounded(layer: Any, name: str = "") -> Any:
+    """Parameters of a layer with :class:`Int8Projection`, from those with :class:`Projection`.
+
+    Args:
+      layer: a tree of parameters; modules whose names end in ``_out`` contract two axes, heads and
+        their width, all others one.
+      name: of the module that they belong to.
+    """
+    if "kernel" not in layer:
+        return {
+            key: rounded(value, key) if isinstance(value, Mapping) else value
+            for key, value in layer.items()
+        }
+    contracted = 2 if name.endswith("_out") else 1
+    others, kernel = dict(layer), layer["kernel"]
+    del others["kernel"]
+    inputs = int(np.prod(kernel.shape[:contracted]))
+    return {"rows": Int8Rows.of(kernel.reshape(inputs, -1).T), **others}
 
 
 class SwiGLU(nn.Module):

@@ -46,7 +46,7 @@ class TargetOutput(NamedTuple):
     values: tuple[Array, ...]
     """Fresh values of every layer, ``L x [B, T, K, H]``."""
     kept: dict[int, Array]
-    """The residual stream ``[B, T, D]`` after the layers of ``keep``."""
+    """The residual stream ``[B, T, D]`` after the layers of ``keep``; the embedding at -1."""
 
 
 class Attention(nn.Module):
@@ -153,12 +153,13 @@ class Target(nn.Module):
           tokens: token ids ``[B, T]``.
           positions: rotary positions ``[B, T]``.
           attend: how the tokens of a layer see each other and the past.
-          keep: layers after which the residual stream is returned as well.
+          keep: layers after which the residual stream is returned as well, -1 for the embedding. So
+            ``i - 1`` is what enters layer ``i``.
         """
         c = self.config
         angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
         x, delta = self.embed(tokens), None
-        keys, values, kept = [], [], {}
+        keys, values, kept = [], [], {-1: x} if -1 in keep else {}
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 # ``i=index`` binds now: the layer calls back while the loop variable is current,

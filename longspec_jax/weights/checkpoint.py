@@ -1,8 +1,8 @@
 """Weight files of a folder as one set of named tensors that can be read by slice.
 
 Knows files and formats, not models. Safetensors are read through a memory map, so that a slice
-costs its own bytes and nothing else. ``.bin`` and ``.pth`` files need torch; they are pickles, read
-with ``weights_only=True``, which runs none of their code.
+costs its own bytes and nothing else. ``.bin`` and ``.pth`` files are pickles, whose code is never
+run (:mod:`longspec_jax.weights.pickles`). Those of torch before 1.6 need torch.
 """
 
 import pickle
@@ -10,6 +10,7 @@ import re
 import zipfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from longspec_jax.checks import first_line
 from longspec_jax.weights.json_files import read_json
+from longspec_jax.weights.pickles import StoredTensor, TensorFile
 
 Index: TypeAlias = tuple[slice, ...]
 
@@ -153,40 +156,64 @@ def holds(folder: Path, tensor: str) -> bool:
 
 
 def _open_torch(path: Path) -> Tensors:
-    """The tensors of one file, memory-mapped where its format allows.
+    """The tensors of one file of ``torch.save``.
 
     Raises:
-      ValueError: if torch is not installed, the file is damaged or holds anything but tensors.
+      ValueError: if the file is damaged or holds anything but tensors, or is older than torch 1.6
+        and torch is not installed.
     """
+    # Files older than torch 1.6 are no zip archives.
+    if not zipfile.is_zipfile(path):
+        return _open_old_torch(path)
+    try:
+        file = TensorFile(path)
+        state = _named(path, file.content, StoredTensor)
+        for tensor in state.values():
+            file.check(tensor)
+    except pickle.UnpicklingError as error:
+        raise _damaged(path, error) from error
+    return {
+        name: Tensor(tensor.shape, tensor.storage.dtype, partial(file.read, tensor), path)
+        for name, tensor in state.items()
+    }
+
+
+def _open_old_torch(path: Path) -> Tensors:
+    """The tensors of a file that only torch can read."""
     try:
         import torch
     except ImportError as error:
         raise ValueError(
-            f"{path} is a torch pickle and torch is not installed; install torch, or convert the "
-            "model to safetensors"
+            f"{path} is a torch pickle of an old format and torch is not installed; install torch, "
+            "or convert the model to safetensors"
         ) from error
     try:
-        # Files older than torch 1.6 are no zip archives and cannot be mapped.
-        mapped = zipfile.is_zipfile(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         # Torch's own message advises to switch the protection off: it is chained, not repeated.
-        raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) is damaged, or holds more than tensors, which "
-            "weights_only=True does not load; download it again, or use safetensors"
-        ) from error
-    strange = _strange(state, torch)
+        raise _damaged(path) from error
+    named = _named(path, state, torch.Tensor)
+    return {name: _torch_tensor(path, tensor, torch) for name, tensor in named.items()}
+
+
+def _damaged(path: Path, reason: Exception | None = None) -> ValueError:
+    """What is wrong with a pickle, to be raised."""
+    words = f" ({first_line(reason)})" if reason else ""
+    return ValueError(
+        f"{path} ({path.stat().st_size} bytes) is damaged, or holds more than tensors, which is "
+        f"never loaded{words}; download it again, or use safetensors"
+    )
+
+
+def _named(path: Path, state: Any, kind: type) -> dict[str, Any]:
+    """The tensors of a file by name; raises unless it holds nothing else."""
+    strange = f"a {type(state).__name__}"
+    if isinstance(state, dict):
+        others = {k: type(v).__name__ for k, v in state.items() if not isinstance(v, kind)}
+        strange = str(others) if others else None
     if strange:
         raise ValueError(f"{path} must be a flat dictionary of tensors, but holds {strange}")
-    return {name: _torch_tensor(path, tensor, torch) for name, tensor in state.items()}
-
-
-def _strange(state: Any, torch: Any) -> str | None:
-    """What in a loaded file is not a named tensor."""
-    if not isinstance(state, dict):
-        return f"a {type(state).__name__}"
-    others = {k: type(v).__name__ for k, v in state.items() if not isinstance(v, torch.Tensor)}
-    return str(others) if others else None
+    return state
 
 
 def _torch_tensor(path: Path, tensor: Any, torch: Any) -> Tensor:

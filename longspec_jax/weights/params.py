@@ -13,7 +13,7 @@ writing was interrupted does not look like a model.
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -158,8 +158,23 @@ _REPLACED = (
 )
 
 
-def write_model(folder: Path, table: Table, params: Any, dtype: str, raw: dict[str, Any]) -> None:
+def write_model(
+    folder: Path,
+    table: Table,
+    params: Any,
+    dtype: str,
+    raw: dict[str, Any],
+    more: Mapping[str, np.ndarray] = {},
+) -> None:
     """Write a model folder, replacing the weights it may hold.
+
+    Args:
+      folder: made if absent.
+      table: the model's.
+      params: of the table.
+      dtype: of the parameters.
+      raw: the ``config.json``.
+      more: tensors that are no parameters, by their stored names.
 
     Raises:
       ValueError: if the parameters are not those of the table, or are not finite.
@@ -171,7 +186,7 @@ def write_model(folder: Path, table: Table, params: Any, dtype: str, raw: dict[s
             stale.unlink()
     tensors = {name: t for leaf in table.leaves for name, t in _stored(leaf, found[leaf.path])}
     tensors |= {name: np.zeros(shape, jnp.dtype(dtype)) for name, shape in table.dead.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors | dict(more), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import TreeConfig
+from longspec_jax.drafters import draft as draft_module
 from longspec_jax.drafters.base import Committed, Params, SamplingNoise
 from longspec_jax.drafters.draft import Target, is_large
-from longspec_jax.drafters.longspec import load as load_module
 from longspec_jax.drafters.longspec.checkpoint import save_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter, ring_mask, ring_positions
@@ -342,5 +342,5 @@ def test_drafts_of_large_targets_in_16_bits_are_read_in_8(
     assert not is_large(target.params)
     draft = DraftConfig.for_target(config, window=5)
     save_draft(tmp_path, draft, random_draft(draft), target=config)
-    monkeypatch.setattr(load_module, "is_large", lambda params: large)
+    monkeypatch.setattr(draft_module, "is_large", lambda params: large)
     assert load(tmp_path, target, LongSpecOptions(int8=chosen)).params.int8 is expected

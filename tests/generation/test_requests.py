@@ -1,11 +1,20 @@
 """Requests over an engine: each gets the text that a call of its own gets."""
 
+import gc
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
+from longspec_jax import LongSpec
+from longspec_jax.config import PLAIN
+from longspec_jax.decoding.engine import EngineStatus
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
-from tests.infer.toys import toy_spec
+from tests.infer.toys import STOP, toy_spec
 from tests.kit import compilations
 
 PROMPTS = ["ab cd gh é", "cd", "é ab ab ab gh cd", "gh ab"]
@@ -41,14 +50,116 @@ def test_requests_get_the_text_of_calls_of_their_own() -> None:
         assert sum(use.rounds for use in engine.trees) > 0
 
 
-def test_what_was_prepared_compiles_nothing_later() -> None:
-    with toy_spec().engine(slots=3, max_tokens=64) as engine:
-        engine.prepare()
-        with compilations() as found:
-            for prompt, options in zip(PROMPTS, OPTIONS, strict=True):
-                engine.submit(prompt, **options)
-            assert len(finished(engine)) == len(PROMPTS)
-        assert not found
+TEXT = np.random.default_rng(0).integers(1, 15, 4000).tolist()
+
+
+def mixed(count: int, seed: int, most: int) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts that share beginnings, of all lengths, with all kinds of options."""
+    random, found = np.random.default_rng(seed), []
+    for index in range(count):
+        new = int(random.integers(1, 25))
+        length = int(random.choice([1, 5, 63, 64, 65, 130, 150, most]))
+        shared, offset = int(random.integers(0, 180)), int(random.integers(0, 3000))
+        prompt = (TEXT[:shared] + TEXT[offset:])[: max(1, min(length, most - new))]
+        options: dict[str, Any] = {"max_new_tokens": new, "seed": index}
+        options |= [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}][index % 3]
+        options |= {"eos_token_id": []} if index % 4 == 0 else {}
+        found.append((prompt, options))
+    return found
+
+
+def served(
+    engine: RequestEngine, requests: Sequence[tuple[list[int], dict[str, Any]]], seed: int = 0
+) -> dict[int, tuple[int, ...]]:
+    """Tokens by index of requests that come a few at a time, in two priorities; some are cancelled.
+
+    Returns when all launches were read.
+    """
+    random, waiting = np.random.default_rng(seed), list(enumerate(requests))[::-1]
+    index_of: dict[int, int] = {}
+    found: dict[int, tuple[int, ...]] = {}
+    while waiting or engine.busy or engine.engine.prefilling:
+        for _ in range(min(int(random.integers(0, 3)), len(waiting))):
+            index, (prompt, options) = waiting.pop()
+            id = engine.submit(prompt, priority=int(random.integers(0, 2)), **options)
+            index_of[id], found[index] = index, ()
+        for output in engine.step():
+            found[index_of[output.id]] += output.tokens
+        if random.random() < 0.02 and engine.engine.live:
+            id = int(random.choice(engine.engine.live))
+            engine.cancel(id)
+            del found[index_of[id]]
+    return found
+
+
+def assert_as_alone(
+    spec: LongSpec,
+    requests: Sequence[tuple[list[int], dict[str, Any]]],
+    found: dict[int, tuple[int, ...]],
+) -> None:
+    """Whether each text is that of plain decoding. A batch of many rows takes as long as one."""
+    prompts, options = zip(*[requests[index] for index in sorted(found)], strict=True)
+    alone = spec.generate(
+        list(prompts),
+        max_new_tokens=[each["max_new_tokens"] for each in options],
+        seed=[each["seed"] for each in options],
+        temperature=[each.get("temperature", 0.0) for each in options],
+        top_p=[each.get("top_p", 1.0) for each in options],
+        eos_token_id=[each.get("eos_token_id", [STOP]) for each in options],
+        tree=PLAIN,
+    )
+    for index, expected in zip(sorted(found), alone.sequences, strict=True):
+        assert found[index] == expected, f"request {index}"
+
+
+def held_arrays() -> tuple[int, int]:
+    """How many arrays there are on the device, and their bytes."""
+    gc.collect()
+    arrays = jax.live_arrays()
+    return len(arrays), sum(array.nbytes for array in arrays)
+
+
+def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memory() -> None:
+    """Mixed requests, some preempted, with prefixes from slots and from the host.
+
+    No chunk keeps the gap, so the smallest is taken.
+    """
+    spec = replace(toy_spec(), prefill_chunk=128)
+    more = {"prefixes": True, "offload_prefixes": 1 << 18, "max_gap_ms": 1e-6}
+    with spec.engine(slots=3, max_tokens=250, prefills=2, adaptive=True, **more) as engine:
+        with pytest.warns(UserWarning, match="max_gap_ms=1e-06 cannot be kept: a chunk of 64"):
+            engine.prepare()
+        assert engine.engine.prompts.chunk == 64
+        idle = engine.status
+        assert idle == EngineStatus(0, 0, 0, 0, 3 * engine.engine.capacity, 0, 0, 0, 0, 0)
+        assert not any(use.rounds for use in engine.trees)
+        with compilations() as compiled:
+            served(engine, mixed(20, seed=1, most=250))
+            held = held_arrays()
+            requests = mixed(40, seed=2, most=250)
+            found = served(engine, requests)
+            assert held_arrays() == held
+        assert not compiled
+        status = engine.status
+        assert status.preemptions > 0 and status.prefix_hits > 0.1 * status.prefix_queries
+        assert status.running == status.waiting == status.prefilling == status.tokens == 0
+        assert 0 < status.host_bytes <= 1 << 18
+        assert all(use.rounds for use in engine.trees)
+        engine.submit([1], max_new_tokens=2)
+        with pytest.raises(RuntimeError, match="before the first request"):
+            engine.prepare()
+    assert len(found) > 30
+    assert_as_alone(spec, requests, found)
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_through_eight_slots() -> None:
+    spec, requests = toy_spec(), mixed(200, seed=3, most=900)
+    more = {"prefixes": True, "offload_prefixes": 1 << 18}
+    with spec.engine(slots=8, max_tokens=900, prefills=3, adaptive=True, **more) as engine:
+        found = served(engine, requests, seed=4)
+        assert len(found) > 160 and engine.status.prefix_hits
+    assert_as_alone(spec, requests, found)
 
 
 def test_requests_that_cannot_be_served_are_refused() -> None:
@@ -63,5 +174,16 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
         cancelled = engine.submit([1] * 4, max_new_tokens=9)
         engine.cancel(cancelled)
         assert not finished(engine)
+        with pytest.raises(ValueError, match="priority='high' must be a whole number"):
+            engine.submit([1], priority="high", max_new_tokens=2)
     with pytest.raises(ValueError, match="slots"):
         spec.engine(slots=0, max_tokens=9)
+    for options, said in (
+        ({"offload_prefixes": 9}, "pass prefixes=True"),
+        ({"prefixes": True, "offload_prefixes": -1}, "offload_prefixes=-1 must be a number of"),
+        ({"max_gap_ms": 0}, "max_gap_ms=0 must be a number of milliseconds"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            spec.engine(slots=1, max_tokens=9, **options)
+    with pytest.raises(NotImplementedError, match="leave out offload, or prefixes"):
+        replace(spec, offload=True).engine(slots=1, max_tokens=9, prefixes=True)

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from infer.serve.app import Served
-from infer.serve.command import HttpServer
 from infer.serve.engine_thread import EngineThread
+from infer.serve.http_server import HttpServer
 from infer.serve.metrics import Metrics
 from infer.serve.protocol import ServedModel
 

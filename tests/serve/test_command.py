@@ -16,7 +16,8 @@ import pytest
 
 from infer.serve import __main__ as command
 from infer.serve.arguments import parser, read_key, read_template
-from infer.serve.command import Service, bound, curl, fitting_slots, server_words
+from infer.serve.command import Service, curl, fitting_slots, server_words
+from infer.serve.http_server import bound
 from longspec_jax import cli
 from tests.children import environment
 from tests.infer.toys import save_toy, toy_spec

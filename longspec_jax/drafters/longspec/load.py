@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from longspec_jax.config import DEFAULT_TREE, TargetConfig, TreeConfig
-from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, is_large
+from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, pays_in_int8
 from longspec_jax.drafters.longspec.checkpoint import load_draft
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
@@ -147,8 +147,3 @@ def load(
         working=options.working_cache(target.config),
         mesh=mesh,
     )
-
-
-def pays_in_int8(target: Target) -> bool:
-    """Whether a draft is faster in 8 bits: where reading weights takes the time of its levels."""
-    return is_large(target.params) and jnp.dtype(target.config.dtype).itemsize == 2

@@ -6,12 +6,11 @@ norm. Self-attention comes first, so its keys and values depend on (token, posit
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jaxtyping import Float, Int
 
@@ -24,6 +23,7 @@ from longspec_jax.models.layers import (
     RMSNorm,
     SwiGLU,
     rotary_angles,
+    rounded,
 )
 from longspec_jax.models.target import HEADS, head_logits, head_of
 from longspec_jax.ops.layer import add, rotate, split_heads
@@ -146,7 +146,7 @@ class LongSpecParams:
         """
         if isinstance(self.head, Int8Rows):
             raise ValueError("the draft is in 8 bits already; call in_int8 once")
-        return dataclasses.replace(self, layer=_rounded(self.layer), head=Int8Rows.of(self.head))
+        return dataclasses.replace(self, layer=rounded(self.layer), head=Int8Rows.of(self.head))
 
     @property
     def proposable(self) -> int:
@@ -208,18 +208,3 @@ class LongSpecParams:
 def _angles(config: DraftConfig, positions: Array) -> tuple[Array, Array]:
     """Cosines and sines at positions ``[B, T]``."""
     return rotary_angles(positions, config.head_width, config.rope_theta, config.rope_scaling)
-
-
-def _rounded(layer: Any, name: str = "") -> Any:
-    """Parameters of :class:`LongSpecLayer` for its 8-bit matmuls."""
-    if "kernel" not in layer:
-        return {
-            key: _rounded(value, key) if isinstance(value, Mapping) else value
-            for key, value in layer.items()
-        }
-    # Attention's outputs are contracted over heads and their width.
-    contracted = 2 if name.endswith("_out") else 1
-    others, kernel = dict(layer), layer["kernel"]
-    del others["kernel"]
-    inputs = int(np.prod(kernel.shape[:contracted]))
-    return {"rows": Int8Rows.of(kernel.reshape(inputs, -1).T), **others}

@@ -1,0 +1,319 @@
+"""The ``config.json`` of EAGLE-3 drafts, as the four families of trainers write it, in and out.
+
+The same key means different things in them. ``eagle_aux_hidden_state_layer_ids`` counts the layers
+that a hidden state *enters* where speculators writes it, and those that it *leaves* where SpecForge
+does. ``norm_output`` of speculators feeds the normed output to the next level; SpecForge's only
+says whether a norm precedes the LM head. So a file is read by its family, and a file that bears
+marks of two is refused with both readings.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longspec_jax.checks import is_whole, shown
+from longspec_jax.config import LARGEST_FACTOR, RopeScaling, TargetConfig
+from longspec_jax.drafters.eagle3.config import Eagle3Config, Yarn
+from longspec_jax.weights.hf_config import (
+    REFUSED,
+    build,
+    check_refused,
+    head_width,
+    norm_eps,
+    raw_rope,
+    rope_scaling,
+    rope_theta,
+)
+from longspec_jax.weights.json_files import JsonObject
+
+MIDLAYER, FIRST_LAYER = "midlayer.", "layers.0."
+"""What the names of the layer's tensors begin with."""
+IDS = "eagle_aux_hidden_state_layer_ids"
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+AUTHORS_BASE = 10000.0
+"""Rotary base of the authors' code where positions are scaled, whatever ``rope_theta`` says."""
+USUAL_POSITIONS = 2048
+"""Positions of a draft whose file does not say: what the authors train on."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a family of trainers writes EAGLE-3 drafts."""
+
+    name: str
+    mark: str
+    """What its ``config.json`` is identified by, for messages."""
+    layer: str
+    """What the names of the layer's tensors begin with."""
+    entering: bool = False
+    """Whether layers are counted by the hidden states that enter them, not by those that leave."""
+
+    @property
+    def counting(self) -> str:
+        """How it counts layers, in words."""
+        verb = "enter" if self.entering else "leave"
+        return f"the hidden states that {verb} the layers"
+
+
+AUTHORS = Dialect("the authors' code", "no architecture of its own", MIDLAYER)
+SPECFORGE = Dialect("SpecForge", "architectures LlamaForCausalLMEagle3", MIDLAYER)
+SPECULATORS = Dialect("speculators", "speculators_model_type", FIRST_LAYER, entering=True)
+DEEPSPEC = Dialect("DeepSpec", "architectures Qwen3Eagle3Model", FIRST_LAYER)
+DIALECTS = (AUTHORS, SPECFORGE, SPECULATORS, DEEPSPEC)
+
+
+def dialect_of(raw: JsonObject, tensors: Iterable[str]) -> Dialect:
+    """The dialect of a draft.
+
+    Args:
+      raw: its ``config.json``.
+      tensors: names of its tensors.
+
+    Raises:
+      ValueError: for a draft of another kind, or if file and tensors are of two dialects.
+    """
+    kind = raw.text("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise raw.error("speculators_model_type", "is not supported, only 'eagle3'", "load another")
+    names = raw.texts("architectures")
+    dialect = AUTHORS
+    if raw.has("speculators_model_type"):
+        dialect = SPECULATORS
+    elif "LlamaForCausalLMEagle3" in names:
+        dialect = SPECFORGE
+    elif any("Eagle3" in name for name in names):
+        dialect = DEEPSPEC
+    prefixes = {prefix for prefix in (MIDLAYER, FIRST_LAYER) if _begins(tensors, prefix)}
+    if prefixes != {dialect.layer}:
+        found = " and ".join(f"{prefix}*" for prefix in sorted(prefixes)) or "neither"
+        others = ", ".join(each.name for each in DIALECTS if each.layer in prefixes) or "none"
+        raise ValueError(
+            f"{raw.origin}: by this file ({dialect.mark}) the draft is written as {dialect.name} "
+            f"writes it, with tensors {dialect.layer}*; its weights have {found}, as of {others}. "
+            "Use the config.json that was saved with the weights"
+        )
+    return dialect
+
+
+def _begins(tensors: Iterable[str], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in tensors)
+
+
+def draft_config(
+    raw: JsonObject,
+    dialect: Dialect,
+    tensors: Iterable[str],
+    target: TargetConfig,
+    *,
+    layers: tuple[int, ...] | None = None,
+    theta: float | None = None,
+) -> Eagle3Config:
+    """The draft that a ``config.json`` describes.
+
+    Args:
+      raw: the parsed file.
+      dialect: whose it is.
+      tensors: names of the tensors beside it, which show whether there are biases and head norms.
+      target: the target that it will draft for.
+      layers: as ``features`` of the configuration; as the file says if absent.
+      theta: the rotary base; as the file says if absent.
+
+    Raises:
+      ValueError: if the file describes what is not computed here, or can be read in two ways.
+    """
+    part = raw.part("transformer_layer_config") if dialect is SPECULATORS else raw
+    who = "an EAGLE-3 draft"
+    part.require(("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"), who)
+    check_refused(part, REFUSED)
+    if part.whole("num_hidden_layers", 1) != 1:
+        raise part.error("num_hidden_layers", "is not supported: one layer is", "load another")
+    if part.flag("mlp_bias", False):
+        raise part.error(
+            "mlp_bias", "is not supported: no biases are added in the MLP", "load another"
+        )
+    width, heads = part.whole("hidden_size"), part.whole("num_attention_heads")
+    vocab_size = part.whole("vocab_size")
+    scaling = _scaling(part, dialect)
+    scaled = scaling is not None and dialect is AUTHORS
+    positions = part.whole("max_position_embeddings", USUAL_POSITIONS)
+    if isinstance(scaling, Yarn):
+        positions = max(positions, int(scaling.factor * scaling.original_max_positions))
+    normed = raw.flag("norm_output", dialect is SPECFORGE)
+    feeds = dialect is not SPECFORGE
+    return build(
+        part,
+        Eagle3Config,
+        model_width=width,
+        target_width=raw.whole("target_hidden_size", width),
+        mlp_width=part.whole("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=part.whole("num_key_value_heads", heads),
+        head_width=head_width(part, width, heads, None),
+        vocab_size=vocab_size,
+        proposable=raw.whole("draft_vocab_size", vocab_size),
+        features=layers or _features(raw, dialect, target.num_layers),
+        max_positions=positions,
+        rope_theta=theta or (AUTHORS_BASE if scaled else rope_theta(part)),
+        rope_scaling=scaling,
+        norm_eps=norm_eps(part, 1e-6),
+        dtype=target.dtype,
+        window=_window(part),
+        qkv_bias=f"{dialect.layer}self_attn.q_proj.bias" in tensors,
+        qk_norm=part.text("model_type", "llama") == "qwen3" and dialect.layer == FIRST_LAYER,
+        norm_before_residual=raw.flag("norm_before_residual", False),
+        norm_before_fuse=raw.flag("norm_before_fc", False),
+        feature_norms=raw.flag("fc_norm", False),
+        normed_feedback=normed and feeds,
+        normed_head=normed or feeds,
+    )
+
+
+def _features(raw: JsonObject, dialect: Dialect, layers: int) -> tuple[int, ...]:
+    """The layers after which hidden states are taken, by the counting of the dialect."""
+    nested = raw.part("eagle_config")
+    places = {"": raw.has(IDS), "eagle_config, ": nested.has(IDS)}
+    foreign = raw.has(IDS) if dialect is not SPECULATORS else nested.has(IDS)
+    if foreign:
+        ids = _ids(raw if raw.has(IDS) else nested, IDS)
+        where = "".join(place for place, found in places.items() if found)
+        raise ValueError(
+            f"{raw.origin}, {where}{IDS}={shown(list(ids))}: {dialect.name} does not write the key "
+            f"there. Written by speculators it means {SPECULATORS.counting} {_listed(ids)}, which "
+            f"is layers={_listed(each - 1 for each in ids)}; written by SpecForge it means "
+            f"{SPECFORGE.counting} {_listed(ids)}, layers={_listed(ids)}. Name one of them with "
+            "the draft option layers"
+        )
+    holder, key = (raw if dialect is SPECULATORS else nested), IDS
+    if dialect is DEEPSPEC:
+        holder, key = raw, "target_layer_ids"
+    if not holder.has(key):
+        return 1, layers // 2 - 1, layers - 4
+    ids = _ids(holder, key)
+    most = layers if dialect.entering else layers - 1
+    if not ids or not all(0 <= each <= most for each in ids):
+        raise holder.error(
+            key,
+            f"must be layers of the target, 0 to {most}: it has {layers} layers, and "
+            f"{dialect.name} counts {dialect.counting}",
+            "load the draft that belongs to this target",
+        )
+    return tuple(each - dialect.entering for each in ids)
+
+
+def _ids(raw: JsonObject, key: str) -> tuple[int, ...]:
+    found = raw.values[key]
+    if not isinstance(found, list) or not all(map(is_whole, found)):
+        raise raw.error(key, "must be a list of layers")
+    return tuple(found)
+
+
+def _listed(ids: Iterable[int]) -> str:
+    return ",".join(map(str, ids))
+
+
+def _window(part: JsonObject) -> int | None:
+    """The sliding window of the draft's layer, if it has one."""
+    kinds = part.texts("layer_types")
+    on = "sliding_attention" in kinds if kinds else part.flag("use_sliding_window", False)
+    return part.whole("sliding_window") if on else None
+
+
+def _scaling(part: JsonObject, dialect: Dialect) -> RopeScaling | Yarn:
+    """The rotary scaling."""
+    entry = part.part("rope_parameters" if part.has("rope_parameters") else "rope_scaling")
+    if entry.text("rope_type", entry.text("type", "default")) != "yarn":
+        return rope_scaling(part)
+    original = "original_max_position_embeddings"
+    holder = entry if entry.has(original) else part
+    if dialect is SPECULATORS and not holder.has(original):
+        holder, original = part, "max_position_embeddings"  # As transformers reads the file.
+    factor = entry.number("factor", least=1, most=LARGEST_FACTOR)
+    scales = tuple(entry.number(key, 0.0) for key in ("mscale", "mscale_all_dim"))
+    magnitude = entry.number("attention_factor") if entry.has("attention_factor") else None
+    # SpecForge divides the two scales in any case, transformers where neither is zero.
+    if magnitude is None and (all(scales) or dialect is SPECFORGE and any(scales)):
+        over, under = ((Yarn(factor, 1).score_factor ** 0.5 - 1) * each + 1 for each in scales)
+        magnitude = over / under
+    return Yarn(
+        factor,
+        holder.whole(original),
+        entry.number("beta_fast", 32.0),
+        entry.number("beta_slow", 1.0),
+        magnitude,
+        entry.flag("truncate", True),
+    )
+
+
+def hf_draft_config(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:
+    """A ``config.json`` in a dialect, which :func:`draft_config` reads as ``config``."""
+    layer = {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.model_width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.max_positions,
+        "attention_bias": config.qkv_bias,
+        **_raw_rope(config, dialect),
+        **_raw_window(config),
+    }
+    flags = {
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fuse,
+        "fc_norm": config.feature_norms,
+        "norm_output": config.normed_head if dialect is SPECFORGE else config.normed_feedback,
+    }
+    ids = [layer + dialect.entering for layer in config.features]
+    sizes: dict[str, Any] = {"draft_vocab_size": config.proposable, "torch_dtype": config.dtype}
+    if config.target_width != config.model_width:
+        sizes["target_hidden_size"] = config.target_width
+    if dialect is SPECULATORS:
+        return {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": layer,
+            IDS: ids,
+            **sizes,
+            **flags,
+        }
+    if dialect is SPECFORGE:
+        named = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {IDS: ids}}
+        return named | layer | sizes | flags
+    named = {"architectures": ["LlamaForCausalLM"], "eagle_config": {IDS: ids}}
+    if dialect is DEEPSPEC:
+        named = {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": ids}
+    return named | layer | sizes | {name: value for name, value in flags.items() if value}
+
+
+def _raw_window(config: Eagle3Config) -> Mapping[str, Any]:
+    if config.window is None:
+        return {}
+    return {"layer_types": ["sliding_attention"], "sliding_window": config.window}
+
+
+def _raw_rope(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:
+    """The rotary embedding, in the older dialect of transformers, which all read."""
+    scaling = config.rope_scaling
+    if not isinstance(scaling, Yarn):
+        return raw_rope(config.rope_theta, scaling)
+    entry = {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "factor": float(scaling.factor),
+        "original_max_position_embeddings": scaling.original_max_positions,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "truncate": scaling.truncate,
+    }
+    magnitude = scaling.score_factor**0.5
+    if scaling.magnitude is not None:
+        entry["attention_factor"] = magnitude
+    if dialect is SPECFORGE:  # Its code reads these two, and asks for both.
+        scale = (magnitude - 1) / (Yarn(scaling.factor, 1).score_factor ** 0.5 - 1 or 1)
+        entry |= {"mscale": scale, "mscale_all_dim": 0.0}
+    return {"rope_theta": config.rope_theta, "rope_scaling": entry}

@@ -1,0 +1,181 @@
+"""An EAGLE-3 draft: its options, the draft bound to its target, and how it is loaded."""
+
+import re
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from longspec_jax.config import LARGEST_FACTOR, MAX_TREE_LEVELS, TargetConfig, TreeConfig
+from longspec_jax.drafters.draft import DefaultTrees, Draft, Target, pays_in_int8
+from longspec_jax.drafters.eagle3.checkpoint import Format, load_draft
+from longspec_jax.drafters.eagle3.config import Eagle3Config
+from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
+from longspec_jax.drafters.eagle3.model import Eagle3Params
+from longspec_jax.sharding import param_shardings
+
+SINKS = 4
+"""First entries that a draft sees beside its window, unless it was trained with a window."""
+MOST_SINKS = 64
+"""They are read at every level, in the buffer of the tree."""
+
+
+@dataclass(frozen=True)
+class Eagle3Options:
+    """Options of an EAGLE-3 draft; none changes a token."""
+
+    window: int | None = None
+    """How many of the last tokens it sees: its memory is constant. All of them if the target's
+    range is not longer.
+
+    If absent, what it was trained for, where the target's range is longer."""
+    sinks: int | None = None
+    """How many of the first tokens it sees beside the window; 4 if absent, none where it was
+    trained with a window of its own."""
+    yarn: float | None = None
+    """Stretch its positions by this factor with YaRN, though it was not trained so."""
+    layers: str | None = None
+    """Layers of the target after which it takes the hidden states, such as ``1,15,28``, -1 for the
+    embedding; as its file says if absent."""
+    rope_theta: float | None = None
+    """Its rotary base; as its file says if absent."""
+    int8: bool | None = None
+    """Read its weights and its LM head in 8 bits: half the bytes.
+
+    If absent, on a GPU with a large target in 16 bits, where it pays."""
+
+    def __post_init__(self) -> None:
+        if self.window == 0:
+            raise ValueError("window=0 must be at least 1 token")
+        if self.sinks is not None and self.sinks > MOST_SINKS:
+            raise ValueError(f"sinks={self.sinks} must be at most {MOST_SINKS} tokens")
+        if self.yarn is not None and not 1 < self.yarn <= LARGEST_FACTOR:
+            raise ValueError(f"yarn={self.yarn:g} must be a factor above 1")
+        if self.rope_theta is not None and self.rope_theta < 1:
+            raise ValueError(f"rope_theta={self.rope_theta:g} must be at least 1")
+        if self.layers is not None and not re.fullmatch(
+            r"-?[0-9]{1,4}(,-?[0-9]{1,4})+", self.layers
+        ):
+            raise ValueError(
+                f"layers={self.layers!r} must be numbers of layers with commas between, such as "
+                "1,15,28"
+            )
+
+    @property
+    def features(self) -> tuple[int, ...] | None:
+        """The layers as numbers; None for those that the file names."""
+        return None if self.layers is None else tuple(map(int, self.layers.split(",")))
+
+
+class Seen(NamedTuple):
+    """Which of the committed tokens a draft sees."""
+
+    window: int | None
+    """The last ones; all if None."""
+    sinks: int
+    """The first ones beside them."""
+
+
+def seen(config: Eagle3Config, target: TargetConfig, options: Eagle3Options) -> Seen:
+    """Which tokens a draft sees, by its options and else by the range that it was trained for."""
+    trained, sinks = config.window, options.sinks
+    if sinks is None:
+        sinks = 0 if trained is not None and options.window is None else SINKS
+    window = options.window
+    if window is None and trained is not None:
+        window = trained - 1  # Its own window counts the token itself.
+    if window is None and config.max_positions < target.max_positions:
+        # Sinks, ring and the tree together span the range of its positions.
+        window = max(1, config.max_positions - sinks - MAX_TREE_LEVELS)
+    if window is None or window >= target.max_positions:
+        return Seen(None, 0)
+    return Seen(window, sinks)
+
+
+@dataclass(frozen=True, eq=False)
+class Eagle3Draft(Draft):
+    """A draft layer, the tables it shares with its target, and what it sees of a text."""
+
+    config: Eagle3Config
+    params: Eagle3Params = field(repr=False)
+    seen: Seen = Seen(None, 0)
+    stored: Format | None = None
+    """How it was stored, for :func:`longspec_jax.drafters.eagle3.checkpoint.save_draft`."""
+    name: str = field(default="eagle3", init=False)
+
+    @property
+    def own_params(self) -> Any:
+        """The layer, and the tables that are not the target's."""
+        return self.params.own_params
+
+    @property
+    def default_trees(self) -> DefaultTrees:
+        """Chains and small trees where nodes cost time; else about the authors' 60 nodes."""
+        small = TreeConfig((1, 1, 1)), TreeConfig((1, 1)), TreeConfig((2, 2))
+        tree, chain = TreeConfig((10,) * 6), TreeConfig((1,) * 4)
+        narrow = TreeConfig((4, 4, 4))
+        fewer = TreeConfig((8,) * 5, 32), TreeConfig((4,) * 4, 12)
+        return DefaultTrees(
+            small, (narrow, tree, chain), (tree, narrow), settled=False, together=(tree, *fewer)
+        )
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise ValueError if it is no draft for this target."""
+        self.config.check_fits(target)
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> Eagle3Drafter:
+        """The drafter that grows this tree."""
+        return Eagle3Drafter(self.config, tree, attention, *self.seen)
+
+
+def load(
+    source: str | Path,
+    target: Target,
+    options: Eagle3Options = Eagle3Options(),
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> Eagle3Draft:
+    """Load an EAGLE-3 draft as its trainer stored it.
+
+    Args:
+      source: a folder or hub id.
+      target: what it was trained for.
+      options: its options.
+      mesh: devices to spread it over; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      FileNotFoundError: if the draft or one of its files is missing.
+      ValueError: if it does not belong to the target, or a file is damaged or can be read in two
+        ways.
+    """
+    stored, config, params = load_draft(
+        source,
+        target.config,
+        target.params,
+        layers=options.features,
+        theta=options.rope_theta,
+        mesh=mesh,
+        revision=revision,
+    )
+    if options.yarn is not None:
+        config = config.stretched(options.yarn)
+    if pays_in_int8(target) if options.int8 is None else options.int8:
+        params = params.in_int8()
+        if mesh is not None:
+            copied = {"layer": params.layer, "head": params.head}
+            placed = jax.device_put(copied, param_shardings(mesh, copied))
+            params = replace(params, **placed)
+    reach = seen(config, target.config, options)
+    if reach.window is not None and options.window is None and config.window is None:
+        warnings.warn(
+            f"{source}: the draft was made for {config.max_positions} positions and the target for "
+            f"{target.config.max_positions}, so it sees the first {reach.sinks} and the last "
+            f"{reach.window} tokens of a text; the draft option window=N changes that",
+            stacklevel=2,
+        )
+    return Eagle3Draft(config, params, reach, stored)

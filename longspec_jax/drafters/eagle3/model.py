@@ -1,0 +1,221 @@
+"""The EAGLE-3 draft's layer and its parameters.
+
+Hidden states of several layers of the target are fused to one feature of the draft's width. The
+layer reads a token's embedding beside the feature of the token before it; attention takes both,
+twice as wide as the model. Its output stands in for the feature of the token itself, which only the
+target knows: so the next level of a tree goes on from it.
+
+Keys and values of a committed token depend on (feature, token, position) alone, because there is
+one layer. So a prompt costs one matmul a token, and a window of the last entries is exact.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Float, Int
+
+from longspec_jax.axes import Array, Leaf
+from longspec_jax.drafters.eagle3.config import Eagle3Config
+from longspec_jax.models.layers import (
+    GroupedQKV,
+    Int8Projection,
+    Projection,
+    RMSNorm,
+    SwiGLU,
+    rounded,
+)
+from longspec_jax.models.target import HEADS, head_logits
+from longspec_jax.ops.layer import add, split_heads
+from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
+from longspec_jax.ops.partitioned import with_sharding
+
+
+class LevelOutput(NamedTuple):
+    """What one forward over the nodes of a level yields."""
+
+    hidden: Array
+    """``[B, T, D]``; the draft's LM head turns it into logits."""
+    feedback: Array
+    """``[B, T, D]``; what the children of these nodes take as their feature."""
+
+
+class Eagle3Layer(nn.Module):
+    """The draft as pure functions of features and embeddings; attention is the caller's."""
+
+    config: Eagle3Config
+    int8: bool = False
+    """Whether the weights of the matmuls have 8 bits."""
+
+    def setup(self) -> None:
+        """Declare the submodules."""
+        c, dtype = self.config, jnp.dtype(self.config.dtype)
+        projection = Int8Projection if self.int8 else Projection
+        fused = len(c.features) * c.target_width
+        self.fuse = projection((fused,), (c.model_width,), dtype)
+        if c.norm_before_fuse:
+            self.fuse_norm = RMSNorm(c.norm_eps, dtype)
+        if c.feature_norms:
+            self.feature_norms = [RMSNorm(c.norm_eps, dtype) for _ in c.features]
+        self.embedding_norm = RMSNorm(c.norm_eps, dtype)
+        self.hidden_norm = RMSNorm(c.norm_eps, dtype)
+        self.self_qkv = GroupedQKV(
+            2 * c.model_width,
+            c.num_kv_heads,
+            c.num_heads // c.num_kv_heads,
+            c.head_width,
+            dtype,
+            bias=c.qkv_bias,
+            projection=projection,
+        )
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.norm_eps, dtype)
+            self.k_norm = RMSNorm(c.norm_eps, dtype)
+        self.self_out = projection((c.num_heads, c.head_width), (c.model_width,), dtype)
+        self.mlp_norm = RMSNorm(c.norm_eps, dtype)
+        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, projection)
+        if c.normed_head or c.normed_feedback:
+            self.final_norm = RMSNorm(c.norm_eps, dtype)
+
+    def fused(self, hidden: Sequence[Array]) -> Array:
+        """One feature ``[B, n, D]`` of each token, of the target's states at ``config.features``.
+
+        Args:
+          hidden: ``[B, n, target_width]`` each.
+        """
+        if self.config.feature_norms:
+            pairs = zip(self.feature_norms, hidden, strict=True)
+            hidden = [norm(state) for norm, state in pairs]
+        together = jnp.concatenate(hidden, axis=-1)
+        if self.config.norm_before_fuse:
+            together = self.fuse_norm(together)
+        [feature] = with_sharding("b t d", self.fuse(together))
+        return feature
+
+    def keys_values(self, embedded: Array, feature: Array, positions: Array) -> tuple[Array, Array]:
+        """Keys and values ``[B, T, K, H]`` of tokens; arguments as of :meth:`__call__`."""
+        _, k, v = self._heads(embedded, self.hidden_norm(feature), positions)
+        return k, v
+
+    def __call__(
+        self,
+        embedded: Array,
+        feature: Array,
+        positions: Array,
+        attend: Callable[[Array, Array, Array], Array],
+    ) -> LevelOutput:
+        """Run the layer over ``T`` tokens.
+
+        Args:
+          embedded: their embeddings ``[B, T, D]``.
+          feature: of the token before each, ``[B, T, D]``.
+          positions: of the token before each, ``[B, T]``.
+          attend: ``(q, k, v) -> out`` over what each token sees.
+        """
+        c, normed = self.config, self.hidden_norm(feature)
+        q, k, v = self._heads(embedded, normed, positions)
+        residual = normed if c.norm_before_residual else feature
+        x, normalised = with_sharding(
+            "b t d, b t d",
+            *self.mlp_norm.add(residual, self.self_out.partials(attend(q, k, v))),
+        )
+        delta = self.mlp(normalised)
+        if not (c.normed_head or c.normed_feedback):
+            [out] = with_sharding("b t d", add(x, delta))
+            return LevelOutput(out, out)
+        out, normed = with_sharding("b t d, b t d", *self.final_norm.add(x, delta))
+        return LevelOutput(normed if c.normed_head else out, normed if c.normed_feedback else out)
+
+    def _heads(
+        self, embedded: Array, normed: Array, positions: Array
+    ) -> tuple[Array, Array, Array]:
+        c, scales = self.config, None
+        if c.qk_norm:
+            scales = self.q_norm.weights(c.head_width), self.k_norm.weights(c.head_width)
+        both = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)
+        heads = split_heads(self.self_qkv(both), *c.angles(positions), scales, c.norm_eps)
+        q, k, v = with_sharding(HEADS, *heads)
+        return q, k, v
+
+
+@struct.dataclass
+class Eagle3Params:
+    """The draft's layer and its tables, of which some may be the target's."""
+
+    layer: Any
+    """Parameters of :class:`Eagle3Layer`."""
+    embedding: Leaf[Float[Array, "V D"]]
+    """The embedding table."""
+    head: Leaf[Float[Array, "v D"]] | Int8Rows
+    """The LM head."""
+    vocabulary: Leaf[Int[Array, " v"]] | None = None
+    """The target's tokens that the rows of ``head`` stand for; token ``i`` is the i-th if
+    absent."""
+    own_embedding: bool = struct.field(pytree_node=False, default=True)
+    """Whether the embedding is no table of the target's."""
+    own_head: bool = struct.field(pytree_node=False, default=True)
+    """Whether the LM head is no table of the target's."""
+
+    @property
+    def int8(self) -> bool:
+        """Whether this is the result of :meth:`in_int8`."""
+        return isinstance(self.head, Int8Rows)
+
+    def in_int8(self) -> "Eagle3Params":
+        """Copies of the matmuls' weights and of the LM head in 8 bits: half the bytes.
+
+        Raises:
+          ValueError: if the draft is in 8 bits already.
+        """
+        if isinstance(self.head, Int8Rows):
+            raise ValueError("the draft is in 8 bits already; call in_int8 once")
+        return dataclasses.replace(
+            self, layer=rounded(self.layer), head=Int8Rows.of(self.head), own_head=True
+        )
+
+    @property
+    def own_params(self) -> Any:
+        """Those not shared with the target."""
+        tables = (
+            self.embedding if self.own_embedding else None,
+            self.head if self.own_head else None,
+        )
+        return self.layer, *tables, self.vocabulary
+
+    def fused(self, config: Eagle3Config, hidden: Sequence[Array]) -> Array:
+        """As of :meth:`Eagle3Layer.fused`."""
+        return self._apply(config, hidden, method=Eagle3Layer.fused)
+
+    def keys_values(
+        self, config: Eagle3Config, tokens: Array, feature: Array, positions: Array
+    ) -> tuple[Array, Array]:
+        """Keys and values of tokens ``[B, T]``; arguments as of :class:`Eagle3Layer`."""
+        embedded = self._embedded(tokens)
+        return self._apply(config, embedded, feature, positions, method=Eagle3Layer.keys_values)
+
+    def level(
+        self,
+        config: Eagle3Config,
+        tokens: Array,
+        feature: Array,
+        positions: Array,
+        attend: Callable[[Array, Array, Array], Array],
+    ) -> LevelOutput:
+        """The layer over tokens ``[B, T]``; arguments as of :class:`Eagle3Layer`."""
+        return self._apply(config, self._embedded(tokens), feature, positions, attend)
+
+    def logits(self, hidden: Array) -> Array:
+        """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
+        if isinstance(self.head, Int8Rows):
+            return int8_matmul(hidden, self.head)
+        return head_logits(self.head, hidden)
+
+    def _embedded(self, tokens: Array) -> Array:
+        return jnp.take(self.embedding, tokens, axis=0)
+
+    def _apply(self, config: Eagle3Config, *args: Any, **options: Any) -> Any:
+        layer: Any = Eagle3Layer(config, self.int8)
+        return layer.apply({"params": self.layer}, *args, **options)

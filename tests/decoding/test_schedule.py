@@ -1,0 +1,317 @@
+"""Priorities, preemption, faults, and choices by load: what a server needs of the engine."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.candidates import candidates_by_load
+from longspec_jax.decoding.choices import ChoicesByLoad, load_of
+from longspec_jax.decoding.engine import FAULTS_APART, Engine, StepOutput
+from longspec_jax.decoding.measuring import largest_chunk, smaller_chunks
+from longspec_jax.decoding.policy import FastestWithinBudget, Measurement
+from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
+from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.ngram import NgramDrafter
+from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.streaming import StreamingDrafter
+from tests.decoding.test_engine import (
+    TABLE,
+    TARGET,
+    VOCABULARY,
+    alone,
+    asked,
+    endless,
+    open_engine,
+    prompt,
+)
+from tests.lookup import LookupDrafter
+
+# The pure plan of a step.
+
+
+def seen(queued: Sequence[Queued] = (), prefilling: Sequence[Prompt] = (), **more: Any) -> Plan:
+    now = {"free": 0, "slots": 2, "together": False, "most_prefills": 2, **more}
+    return plan(Snapshot(queued, prefilling, **now))
+
+
+def test_a_lower_priority_goes_first_at_every_stage() -> None:
+    long, short = Prompt(9, 0), Prompt(1, 1)
+    assert seen((), (short, long)).chunk == 1, "a better prompt, however long"
+    assert seen((), (Prompt(9, 1), short)).chunk == 1, "of equal ones the shorter"
+    assert seen((), (Prompt(None, 1), Prompt(None, 0)), free=1).place == 1
+    assert seen((), (Prompt(None, 1), Prompt(None, 1)), free=1).place == 0
+
+
+def test_a_better_prompt_takes_the_slot_of_the_worst_that_came_last() -> None:
+    ready = (Prompt(None, 1),)
+    assert seen((), ready, live=(3, 2, 3, 1)).preempt == 2
+    assert seen((), ready, live=(1, 0)).preempt is None, "never an equal one"
+    assert seen((), ready, live=(3,), free=1).preempt is None
+    assert seen((), (Prompt(2, 0),), live=(3,)).preempt is None, "not before it is ready"
+    assert seen((), ready).preempt is None, "there may be none that can wait again"
+
+
+def test_a_better_request_takes_the_place_of_a_prefill() -> None:
+    under_way = (Prompt(None, 1), Prompt(3, 2), Prompt(None, 2))
+    found = seen((Queued(1), Queued(1)), under_way, most_prefills=3)
+    assert found.postpone == 2 and not found.admit
+    assert seen((Queued(2),), under_way, most_prefills=3).postpone is None
+    assert seen((Queued(1, held_back=True),), under_way, most_prefills=3).postpone is None
+    assert seen((Queued(1),), under_way, most_prefills=4) == Plan((0,), 1)
+
+
+def test_a_request_that_is_held_back_is_overtaken() -> None:
+    queued = (Queued(0, held_back=True), Queued(1), Queued(1))
+    assert seen(queued, (Prompt(4),)).admit == (1,)
+    assert seen(queued[:1], (Prompt(4),)).admit == ()
+
+
+# Requests that lose their slots.
+
+
+def collected(engine: Engine, outputs: list[StepOutput]) -> dict[int, np.ndarray]:
+    """The tokens of all requests, run to their end."""
+    while engine.busy:
+        outputs += engine.step()
+    ids = {out.id for out in outputs}
+    for id in ids:
+        ends = [out.finish for out in outputs if out.id == id]
+        assert ends[-1] is not None and not any(ends[:-1]), "an end comes once, at the end"
+    return {id: np.concatenate([out.tokens for out in outputs if out.id == id]) for id in ids}
+
+
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(prefixes: bool) -> None:
+    rows = range(6)
+    expected = alone(TARGET, TABLE, rows, VOCABULARY)
+    engine = open_engine(slots=2, prefixes=prefixes, readmits=True)
+    outputs: list[StepOutput] = []
+    ids = [engine.submit(prompt(row), asked(row), priority=5) for row in (0, 2, 4)]
+    while len(engine.live) < 2 or not outputs:
+        outputs += engine.step()
+    for row in (5, 3, 1):
+        ids.append(engine.submit(prompt(row), asked(row), priority=row))
+        outputs += engine.step() + engine.step()
+    texts = collected(engine, outputs)
+    assert engine.status.preemptions > 0
+    for id, row in zip(ids, (0, 2, 4, 5, 3, 1), strict=True):
+        np.testing.assert_array_equal(texts[id], expected[row], err_msg=f"row {row}")
+    # The best one, which came last, was done before those that had waited for a slot.
+    order = [out.id for out in outputs if out.finish]
+    assert order.index(ids[-1]) < order.index(ids[2])
+
+
+def test_who_lost_a_slot_knows_how_many_of_its_tokens_were_emitted() -> None:
+    engine = open_engine(slots=1, readmits=True)
+    id = engine.submit(prompt(3), endless(20), priority=1)
+    shown: list[StepOutput] = []
+    while sum(len(out.tokens) for out in shown) < 5:
+        shown += engine.step()
+    engine.submit(prompt(0), endless(2))
+    while not engine.prompts.queue or engine.prompts.queue[0].id != id:
+        shown += engine.step()
+    [again] = engine.prompts.queue
+    emitted = np.concatenate([out.tokens for out in shown if out.id == id])
+    assert again.emitted == len(emitted) and again.priority == 1
+    np.testing.assert_array_equal(again.tokens, np.concatenate([prompt(3), emitted]))
+    assert again.request.max_new_tokens.tolist() == [20 - len(emitted)]
+    assert len(collected(engine, shown)[id]) == 20
+
+
+# Faults.
+
+
+class Faults:
+    """Raises in some launches of an engine, whose clock stands still."""
+
+    def __init__(self, engine: Engine, at: Sequence[int]) -> None:
+        self.now, self._at, self._count = 0.0, set(at), 0
+        self._launch, engine._launch = engine._launch, self  # type: ignore[method-assign]
+        engine.clock = lambda: self.now
+
+    def __call__(self, *args: Any) -> Any:
+        self._count += 1
+        after = self._launch(*args)
+        if self._count in self._at:
+            raise RuntimeError("the device is on fire")
+        return after
+
+
+def test_after_a_fault_every_request_goes_on_as_if_nothing_had_happened() -> None:
+    rows = range(7)
+    engine = open_engine(slots=2, prefills=2, prefixes=True, host_bytes=1 << 20, readmits=True)
+    faults = Faults(engine, (2, 7))
+    ids = [engine.submit(prompt(row), asked(row)) for row in rows]
+    outputs: list[StepOutput] = []
+    while not engine.status.recoveries:
+        outputs += engine.step()
+    assert not engine.live and engine._rows is None, "nothing of the old arrays is held"
+    faults.now += FAULTS_APART
+    texts = collected(engine, outputs)
+    assert engine.status.recoveries == 2
+    for id, text in zip(ids, alone(TARGET, TABLE, rows, VOCABULARY), strict=True):
+        np.testing.assert_array_equal(texts[id], text)
+
+
+def test_a_second_fault_within_a_minute_ends_the_engine() -> None:
+    engine = open_engine(readmits=True)
+    faults = Faults(engine, (1, 2))
+    engine.submit(prompt(1), endless(9))
+    while not engine.status.recoveries:
+        engine.step()
+    faults.now += FAULTS_APART - 1
+    with pytest.raises(RuntimeError, match="on fire"):
+        while engine.busy:
+            engine.step()
+    with pytest.raises(RuntimeError, match="cannot go on: the device is on fire"):
+        engine.step()
+
+
+def test_an_interruption_is_no_fault() -> None:
+    engine = open_engine(readmits=True)
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    engine._launch = interrupted  # type: ignore[method-assign]
+    engine.submit(prompt(1), endless(9))
+    with pytest.raises(KeyboardInterrupt):
+        while engine.busy:
+            engine.step()
+
+
+def test_a_row_without_finite_logits_ends_alone() -> None:
+    rows = range(7)
+    table = TABLE.at[::9].set(jnp.nan)
+    expected = alone(TARGET, table, rows, VOCABULARY)
+    engine = open_engine(params=Params(table, TABLE), slots=3)
+    ids = [engine.submit(prompt(row), asked(row)) for row in rows]
+    outputs: list[StepOutput] = []
+    texts = collected(engine, outputs)
+    failed = {out.id for out in outputs if out.finish == "error"}
+    assert 0 < len(failed) < len(ids)
+    for id, text in zip(ids, expected, strict=True):
+        np.testing.assert_array_equal(texts[id], text)
+        assert (text[-1] == -1) == (id in failed)
+
+
+def test_a_cancelled_row_is_free_at_once_and_ends_on_the_device_with_the_next_round() -> None:
+    engine = open_engine(slots=1, readmits=True)
+    first = engine.submit(prompt(1), endless(15))
+    while not engine.live:
+        engine.step()
+    engine.cancel(first)
+    assert not engine.live and engine.rows.done.all() and not engine._active
+    second = engine.submit(prompt(2), endless(3))
+    assert set(collected(engine, [])) == {second}
+
+
+# Trees by load.
+
+
+def test_loads_are_powers_of_two() -> None:
+    assert [load_of(live) for live in (1, 2, 3, 4, 5, 8, 9)] == [0, 1, 2, 2, 3, 3, 4]
+
+
+def test_candidates_by_load_are_none_a_small_tree_and_the_default_one() -> None:
+    def trees(*drafters: Any) -> list[str]:
+        return [f"{drafter.name} {drafter.tree}" for drafter in candidates_by_load(drafters)]
+
+    assert trees(LookupDrafter(TreeConfig(budget=64)), LookupDrafter(TreeConfig((2,)))) == [
+        *("lookup none", "lookup 4,16,16,16,16@16", "lookup 4,16,16,16,16@64")
+    ]
+    assert trees(LookupDrafter(TreeConfig((3, 2, 2)))) == [
+        *("lookup none", "lookup chain:2", "lookup 3,2,2")
+    ]
+    two = LookupDrafter(TreeConfig((8,) * 4)), NgramDrafter(TreeConfig((8,) * 4, 20))
+    assert trees(*two) == [
+        *(
+            "lookup none",
+            "lookup 8,8,8,8@16",
+            "ngram 8,8,8,8@16",
+            "ngram 8,8,8,8@20",
+            "lookup 8,8,8,8",
+        )
+    ]
+    chain = Hierarchy(StreamingDrafter(TreeConfig((1,))), tree=TreeConfig((1,) * 20))
+    assert [str(each.tree) for each in candidates_by_load([chain])] == [
+        *("none", "chain:10", "chain:20")
+    ]
+
+
+def simulated(
+    seconds: Sequence[Sequence[float]], tokens: Sequence[float], loads: Sequence[int]
+) -> list[int]:
+    """The candidates that run, one round at a time beside these numbers of live rows.
+
+    Args:
+      seconds: of a round of every candidate, by load.
+      tokens: that a round of every candidate emits in a row.
+      loads: live rows of every round.
+    """
+    policies = [FastestWithinBudget.timed(own) for own in seconds]
+    choices, ran = ChoicesByLoad(policies, len(tokens)), []
+    for live in loads:
+        choice = choices.next([], 1, live)
+        candidate, taken = choice.candidate, seconds[load_of(live)][choice.candidate]
+        emitted = round(1000 * tokens[candidate]) * live
+        choices.record(candidate, Measurement(1, 1000 * live, emitted, taken), live)
+        ran.append(candidate)
+    total = sum(choices.totals, Measurement())
+    assert total.rounds == len(loads)
+    return ran
+
+
+def test_the_tree_follows_the_number_of_live_rows() -> None:
+    """64 nodes pay for one row, and 16 for eight: no load looks at what another has learnt."""
+    seconds = [(1.0, 1.2, 1.3), (1.0, 1.2, 1.5), (1.0, 1.3, 2.2), (1.0, 1.4, 3.5)]
+    loads = ([1] * 20 + [8] * 20) * 10
+    ran = simulated(seconds, (1.0, 2.5, 3.2), loads)
+    one = [candidate for candidate, live in zip(ran, loads, strict=True) if live == 1]
+    eight = [candidate for candidate, live in zip(ran, loads, strict=True) if live == 8]
+    assert one[:4] == [0, 0, 1, 1] and one.count(2) > 0.85 * len(one)
+    assert eight.count(1) > 0.95 * len(eight)
+
+
+def test_a_draft_that_proposes_nothing_right_is_given_up_at_every_load() -> None:
+    seconds = [(1.0, 1.2, 1.3), (1.0, 1.5, 2.5)]
+    loads = [1 + turn % 2 for turn in range(600)]
+    ran = simulated(seconds, (1.0, 1.0, 1.0), loads)
+    assert ran.count(0) > 0.93 * len(ran)
+
+
+# Gaps.
+
+
+def test_the_largest_chunk_that_keeps_the_gap_is_taken() -> None:
+    sizes, timed = smaller_chunks(1024), []
+
+    def seconds(size: int) -> float:
+        timed.append(size)
+        return size / 1000
+
+    assert sizes == [1024, 512, 256, 128, 64]
+    assert largest_chunk(sizes, seconds, 0.1, 0.65) == 512 and timed == [1024, 512]
+    assert smaller_chunks(100) == [100]
+    with pytest.warns(UserWarning, match="max_gap_ms=50 cannot be kept: a chunk of 64 tokens and"):
+        assert largest_chunk(sizes, seconds, 0.1, 0.05) == 64
+
+
+def test_between_two_chunks_of_a_prompt_the_others_have_a_round() -> None:
+    engine = open_engine(drafters=[NoDraft()], params=Params(TABLE, ()), slots=2, prefills=2)
+    engine.submit(prompt(3), endless(40))
+    while not engine.live:
+        engine.step()
+    events: list[str] = []
+    launch, chunk = engine._launch, engine._launch_chunk
+    engine._launch = lambda *args: (events.append("round"), launch(*args))[1]  # type: ignore[method-assign]
+    engine._launch_chunk = lambda *args: (events.append("chunk"), chunk(*args))[1]  # type: ignore[method-assign]
+    for _ in range(2):
+        engine.submit(np.arange(33, dtype=np.int32) % VOCABULARY, endless(3))
+    collected(engine, [])
+    assert events.count("chunk") == 10
+    assert "chunk chunk" not in " ".join(events)

@@ -1,0 +1,224 @@
+"""The EAGLE-3 drafter: trees, ring and sinks, what a round commits, and that it changes no token.
+
+That a chain is computed as published is in :mod:`.test_parity`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import Committed, Features, NoDraft, Params
+from longspec_jax.drafters.eagle3.config import Yarn
+from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
+from longspec_jax.sharding import partition_spec, path_name
+from tests.decoding.lossless import (
+    CONFIG,
+    EVERY,
+    LENGTHS,
+    assert_same,
+    emitted_in_rounds,
+    generate,
+    prompts,
+    run,
+)
+from tests.drafters.eagle3.test_parity import Given
+from tests.drafters.eagle3.toys import config_for, random_params
+from tests.kit import normal, random_target, relative_error, view_of
+
+TARGET = CachedTarget(CONFIG)
+MODEL = random_target(CONFIG)
+TEXT = prompts(CONFIG.vocab_size)
+KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
+DRAFT = config_for(CONFIG, proposable=len(KNOWN))
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[np.ndarray]]:
+    """What plain decoding emits for every request."""
+    none = Params(MODEL, ())
+    return [generate(TARGET, NoDraft(), none, TEXT, LENGTHS, req)[0] for req in EVERY]
+
+
+WHOLE = Eagle3Drafter(DRAFT, TreeConfig((4, 5, 3), budget=9))
+WINDOW = Eagle3Drafter(DRAFT, TreeConfig((2, 3, 1)), window=6, sinks=2)
+"""Fewer entries than most rows have, so that the ring wraps."""
+
+
+def test_no_token_changes(plain: list[list[np.ndarray]]) -> None:
+    """And what rounds commit is what a prefill of the whole text would have made."""
+    params = Params(MODEL, random_params(DRAFT, KNOWN))
+    # Which of its rows stands for which token does not matter: each is scored with its own noise.
+    order = np.random.default_rng(1).permutation(len(KNOWN))
+    turned = replace(
+        params.draft, head=params.draft.head[order], vocabulary=jnp.asarray(KNOWN[order])
+    )
+    runs = [generate(TARGET, WHOLE, params, TEXT, LENGTHS, req) for req in EVERY]
+    for req, expected, (found, state) in zip(EVERY, plain, runs, strict=True):
+        assert_same(found, expected)
+        assert emitted_in_rounds(state) > 0
+        _, other = generate(TARGET, WHOLE, replace(params, draft=turned), TEXT, LENGTHS, req)
+        np.testing.assert_array_equal(other.record.histogram, state.record.histogram)
+    rows, state = runs[-1]
+    texts = [[*TEXT[b, : LENGTHS[b]], *row[:-1]] for b, row in enumerate(rows)]
+    lengths = np.array([len(text) for text in texts], np.int32)
+    padded = np.zeros((3, lengths.max()), np.int32)
+    for row, text in zip(padded, texts, strict=True):
+        row[: len(text)] = text
+    single = replace(EVERY[-1], max_new_tokens=jnp.ones(3, jnp.int32))
+    _, whole = generate(TARGET, WHOLE, params, padded, lengths, single)
+    np.testing.assert_array_equal(state.rows.length, lengths)
+    ours, theirs = state.rows.draft, whole.rows.draft
+    np.testing.assert_allclose(ours.feature, theirs.feature, atol=1e-4)
+    for b, length in enumerate(lengths - 1):
+        for mine, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            np.testing.assert_allclose(mine[b, :, :length], other[b, :, :length], atol=1e-4)
+
+
+def test_slots_and_a_window_change_no_token(plain: list[list[np.ndarray]]) -> None:
+    """Three requests pass through two slots, their prompts in chunks beside the rounds."""
+    params = Params(MODEL, random_params(DRAFT, KNOWN))
+    sizes: dict[str, Any] = dict(slots=2, capacity=64, chunk=8, stop_width=1)
+    engine = Engine(TARGET, [WINDOW], params, streams=False, **sizes)
+    for req in EVERY:
+        host = jax.device_get(req)
+        for row, length in enumerate(LENGTHS):
+            engine.submit(TEXT[row, :length], host.row(row))
+    rows, state = run(engine, 9)
+    for turn, expected in enumerate(plain):
+        assert_same(rows[3 * turn : 3 * turn + 3], expected)
+    assert emitted_in_rounds(state) > 0
+
+
+@pytest.fixture(scope="module")
+def text() -> tuple[np.ndarray, list[jax.Array]]:
+    """Tokens ``[2, 16]`` and the target's hidden states at them."""
+    tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
+    return tokens, [normal(seed, 2, 16, CONFIG.model_width) for seed in range(3)]
+
+
+@partial(jax.jit, static_argnums=0)
+def _extended(drafter: Eagle3Drafter, params: Any, state: Any, block: Any) -> Any:
+    tokens, start, count, *hidden = block
+    features = Features(dict(zip(DRAFT.features, hidden, strict=True)))
+    return drafter.extend(params, state, Committed(tokens, start, count, features))
+
+
+def test_blocks_of_any_count_make_the_same_state(text: tuple[np.ndarray, list[jax.Array]]) -> None:
+    """Paths that were accepted in part, with garbage behind them, and rows that stand still."""
+    tokens, hidden = text
+    params = Params(None, random_params(DRAFT, KNOWN))
+    whole = WINDOW.begin(params, 2, 16)
+    at = np.zeros(2, np.int32)
+    block = tokens, at, np.array([16, 11], np.int32), *hidden
+    whole = _extended(WINDOW, params, whole, block)
+    state = WINDOW.begin(params, 2, 16)
+    counts = [[5, 1], [0, 3], [2, 0], [5, 4], [3, 3], [1, 0]]
+    for count in np.array(counts, np.int32):
+        index = np.minimum(at[:, None] + np.arange(5), 15)
+        garbage = np.arange(5) >= count[:, None]
+        fresh = np.where(garbage, 7, np.take_along_axis(tokens, index, axis=1))
+        beside = [np.asarray(each)[np.arange(2)[:, None], index] for each in hidden]
+        states = [np.where(garbage[..., None], 99.0, each) for each in beside]
+        state = _extended(WINDOW, params, state, (fresh, at, count, *states))
+        at = at + count  # A new one: the program may still read the old.
+    np.testing.assert_array_equal(at, [16, 11])
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), state, whole)
+
+
+@dataclass(frozen=True)
+class Listening(Given):
+    """Sampling noise at temperature 0 that notes the logits."""
+
+    def scores(self, logits: jax.Array, depth: int) -> jax.Array:
+        self.heard.append(logits)
+        return logits
+
+
+@partial(jax.jit, static_argnums=0)
+def _proposed(
+    drafter: Eagle3Drafter, params: Params, block: Any, pending: Any, following: Any = None
+) -> Any:
+    """A tree behind a text, and the logits at the nodes of every level."""
+    rows, slots = block[0].shape
+    state = _extended(drafter, params, drafter.begin(params, rows, slots), block)
+    none = jnp.zeros((rows, 1, 8, 8))
+    noise = Listening(None, []) if following is None else Given(following, [])
+    tree = drafter.propose(params, state, view_of(pending, block[2], none, none), noise)
+    return tree, noise.heard
+
+
+def test_sinks_and_ring_are_the_text_without_what_lies_between(
+    text: tuple[np.ndarray, list[jax.Array]],
+) -> None:
+    """At every node of a tree, as a chain computes it that goes there and sees all of its text.
+
+    Of 15 entries the draft sees 0 and 1, then 9 to 14: those of the shorter text at 0 to 7.
+    """
+    tokens, hidden = text[0], [np.asarray(each) for each in text[1]]
+    params = Params(None, random_params(DRAFT, KNOWN))
+    pending, lengths = KNOWN[[5, 50]].astype(np.int32), np.array([16, 5], np.int32)
+    start = np.zeros(2, np.int32)
+    tree, heard = _proposed(WINDOW, params, (tokens, start, lengths, *hidden), pending)
+    # Entry i is made of feature i and token i + 1.
+    kept, known = np.array([0, 1, 2, *range(10, 16)]), np.array([0, 1, *range(9, 16)])
+    shorter = np.where(lengths[:, None] == 16, tokens[:, kept], tokens[:, :9])
+    states = [
+        np.where(
+            (lengths == 16)[:, None, None], np.asarray(each)[:, known], np.asarray(each)[:, :9]
+        )
+        for each in hidden
+    ]
+    paths = np.array([[int(tree.parents[b, node]), node] for b in range(2) for node in (3, 4, 5)])
+    rows = np.repeat(np.arange(2), 3)
+    below = np.asarray(tree.tokens)[rows[:, None], paths]
+    following = np.pad(np.searchsorted(KNOWN, below), ((0, 0), (0, 1)))
+    chain = Eagle3Drafter(DRAFT, TreeConfig((1, 1, 1)))
+    length = np.minimum(lengths, 9)
+    block = (each[rows] for each in (shorter, start, length, *states))
+    _, expected = _proposed(chain, params, tuple(block), pending[rows], following)
+    np.testing.assert_allclose(np.asarray(heard[0])[rows, 0], expected[0], atol=1e-4)
+    np.testing.assert_allclose(np.asarray(heard[1])[rows, paths[:, 0] - 1], expected[1], atol=1e-4)
+    np.testing.assert_allclose(np.asarray(heard[2])[rows, paths[:, 1] - 3], expected[2], atol=1e-4)
+    assert len({*map(int, paths[:3, 0])} | {*map(int, paths[3:, 0])}) == 2, "both are parents"
+
+
+def test_yarn_by_hand() -> None:
+    """Three settings of models in use: where the ramp begins and ends, and the factor."""
+    for width, base, factor, original, (low, high), magnitude in (
+        (128, 1e4, 32.0, 2048, (16, 41), 1.34657),
+        (128, 1e6, 4.0, 32768, (23, 40), 1.13863),
+        (128, 5e5, 8.0, 8192, (18, 35), 1.20794),
+    ):
+        yarn = Yarn(factor, original)
+        ramp = yarn.ramp(width, base)
+        assert np.flatnonzero(ramp > 0)[0] == low + 1 and np.flatnonzero(ramp == 1)[0] == high
+        assert yarn.score_factor**0.5 == pytest.approx(magnitude, abs=1e-5)
+
+
+def test_8_bits_and_meshes(text: tuple[np.ndarray, list[jax.Array]]) -> None:
+    """Rounded weights compute nearly the same, and every parameter has a rule of partition."""
+    params = random_params(DRAFT, KNOWN)
+    rounded = params.in_int8()
+    with pytest.raises(ValueError, match="in 8 bits already"):
+        rounded.in_int8()
+    block = text[0], np.zeros(2, np.int32), np.full(2, 16, np.int32), *text[1]
+    pending = KNOWN[:2].astype(np.int32)
+    chain = Eagle3Drafter(DRAFT, TreeConfig((1, 1, 1)))
+    following = np.zeros((2, 3), np.int32)
+    (_, exact), (_, near) = (
+        _proposed(chain, Params(None, each), block, pending, following)
+        for each in (params, rounded)
+    )
+    assert 0 < relative_error(near[2], exact[2]) < 0.05
+    for each in (params, rounded):
+        tables = {"layer": each.layer, "head": each.head, "embedding": each.embedding}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tables):
+            assert len(partition_spec(path_name(path))) <= leaf.ndim

@@ -1,0 +1,382 @@
+"""EAGLE-3 drafts as published: every dialect in and out, and what is refused."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from longspec_jax import LongSpec
+from longspec_jax.cli import as_options, draft_option
+from longspec_jax.config import PLAIN, LinearRopeScaling, Llama3RopeScaling, TargetConfig
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.eagle3.checkpoint import Format, save_draft
+from longspec_jax.drafters.eagle3.config import Eagle3Config, Yarn
+from longspec_jax.drafters.eagle3.dialects import (
+    AUTHORS,
+    DEEPSPEC,
+    SPECFORGE,
+    SPECULATORS,
+    Dialect,
+)
+from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, Seen, load, seen
+from longspec_jax.drafters.registry import EAGLE3, LONGSPEC
+from longspec_jax.loading import choose_drafts
+from tests.drafters.eagle3.toys import config_for, random_params
+from tests.infer.toys import save_toy, toy_spec
+from tests.kit import random_target, tiny_target_config
+
+CONFIG = tiny_target_config(num_layers=8)
+TARGET = Target(CONFIG, random_target(CONFIG))
+KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
+REDUCED: dict[str, Any] = dict(proposable=len(KNOWN), features=(1, 3, 4))
+DRAFTS: dict[str, tuple[Dialect, Eagle3Config]] = {
+    "authors": (AUTHORS, config_for(CONFIG, **REDUCED, rope_theta=5e5)),
+    "authors, whole vocabulary": (AUTHORS, config_for(CONFIG, features=(1, 3, 4))),
+    "authors, yarn of SpecPV": (
+        AUTHORS,
+        config_for(CONFIG, **REDUCED, rope_scaling=Yarn(32.0, 2048), max_positions=65536),
+    ),
+    "SpecForge": (
+        SPECFORGE,
+        config_for(CONFIG, **REDUCED, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 8192)),
+    ),
+    "SpecForge, 3.1": (
+        SPECFORGE,
+        config_for(
+            CONFIG, **REDUCED, feature_norms=True, rope_scaling=Yarn(4.0, 64, magnitude=1.5)
+        ),
+    ),
+    "SpecForge without a norm": (SPECFORGE, config_for(CONFIG, **REDUCED, normed_head=False)),
+    "speculators": (
+        SPECULATORS,
+        config_for(CONFIG, proposable=60, features=(-1, 2, 7), norm_before_fuse=True, window=9),
+    ),
+    "speculators, 3.1": (
+        SPECULATORS,
+        config_for(
+            CONFIG,
+            proposable=60,
+            features=(0, 1, 7),
+            norm_before_residual=True,
+            feature_norms=True,
+            normed_feedback=True,
+            qk_norm=True,
+        ),
+    ),
+    "DeepSpec": (DEEPSPEC, config_for(CONFIG, features=(0, 2, 4, 5, 6), qk_norm=True)),
+    "with biases": (SPECFORGE, config_for(CONFIG, **REDUCED, qkv_bias=True)),
+}
+
+
+def _saved(folder: Path, name: str, **changes: Any) -> Path:
+    """A draft's folder, with keys of its ``config.json`` changed, or taken away by None."""
+    dialect, config = DRAFTS[name]
+    whole = config.proposable == config.vocab_size
+    params = random_params(config, None if whole else KNOWN, dialect)
+    save_draft(folder, Format(dialect, True, True), config, params)
+    if changes:
+        _edit(folder, **changes)
+    return folder
+
+
+def _edit(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    raw = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def _retold(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
+    """Change the stored tensors."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_every_dialect_in_and_out(name: str, tmp_path: Path) -> None:
+    dialect, config = DRAFTS[name]
+    folder = _saved(tmp_path / "one", name)
+    draft = load(folder, TARGET)
+    assert draft.config == config
+    assert draft.stored == Format(dialect, True, True)
+    vocabulary = draft.params.vocabulary
+    if config.proposable == config.vocab_size:
+        assert vocabulary is None
+    else:
+        np.testing.assert_array_equal(vocabulary, KNOWN)
+    expected = random_params(config, vocabulary, dialect)
+    jax.tree.map(np.testing.assert_array_equal, draft.params, expected)
+    assert draft.stored is not None
+    save_draft(tmp_path / "two", draft.stored, draft.config, draft.params)
+    one, two = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "two"))
+    assert one.keys() == two.keys()
+    for tensor in one:
+        np.testing.assert_array_equal(one[tensor], two[tensor], err_msg=tensor)
+    configs = [(each / "config.json").read_text() for each in (folder, tmp_path / "two")]
+    assert configs[0] == configs[1]
+
+
+def test_tensors_are_called_as_published(tmp_path: Path) -> None:
+    names = {
+        "d2t": (60,),
+        "t2d": (101,),
+        "embed_tokens.weight": (101, 36),
+        "fc.weight": (36, 108),
+        "lm_head.weight": (60, 36),
+        "norm.weight": (36,),
+        "midlayer.hidden_norm.weight": (36,),
+        "midlayer.input_layernorm.weight": (36,),
+        "midlayer.post_attention_layernorm.weight": (36,),
+        "midlayer.self_attn.q_proj.weight": (32, 72),
+        "midlayer.self_attn.k_proj.weight": (16, 72),
+        "midlayer.self_attn.v_proj.weight": (16, 72),
+        "midlayer.self_attn.o_proj.weight": (36, 32),
+        "midlayer.mlp.gate_proj.weight": (29, 36),
+        "midlayer.mlp.up_proj.weight": (29, 36),
+        "midlayer.mlp.down_proj.weight": (36, 29),
+    }
+    tensors = load_file(_saved(tmp_path, "authors") / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in tensors.items()} == names
+    assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == bool
+    np.testing.assert_array_equal(tensors["d2t"] + np.arange(60), np.flatnonzero(tensors["t2d"]))
+
+
+def test_files_as_their_trainers_leave_them(tmp_path: Path) -> None:
+    """Without what is usual: layers, base and positions; and with what only training reads."""
+    folder = _saved(tmp_path / "authors", "authors", eagle_config=None, rope_theta=None)
+    config = load(folder, TARGET).config
+    assert config.features == (1, 3, 4) and config.rope_theta == 10000
+    scaled = {"type": "linear", "factor": 2.0}
+    _edit(folder, rope_scaling=scaled, rope_theta=5e5)
+    config = load(folder, TARGET).config
+    # The authors' code forgets rope_theta where it scales; SpecForge's does not.
+    assert (config.rope_theta, config.rope_scaling) == (10000, LinearRopeScaling(2.0))
+    assert load(folder, TARGET, Eagle3Options(rope_theta=7e5)).config.rope_theta == 7e5
+    _edit(folder, architectures=["LlamaForCausalLMEagle3"])
+    assert load(folder, TARGET).config.rope_theta == 5e5
+    folder = _saved(tmp_path / "speculators", "speculators")
+
+    def trained(tensors: dict[str, np.ndarray]) -> None:
+        tensors["verifier_lm_head.weight"] = np.full((60, 36), np.nan, np.float32)
+        for name in [name for name in tensors if name not in ("d2t", "t2d")]:
+            tensors[f"model.{name}"] = tensors.pop(name)
+
+    _retold(folder, trained)
+    assert load(folder, TARGET).config == DRAFTS["speculators"][1]
+
+
+def test_tables_of_the_target_are_not_kept_twice(tmp_path: Path) -> None:
+    """An absent embedding, and a stored one that equals the target's; its LM head likewise."""
+    target = TARGET.params
+    folder = _saved(tmp_path, "authors, whole vocabulary")
+    assert load(folder, TARGET).params.own_embedding
+    _retold(folder, lambda t: t.update({"embed_tokens.weight": np.asarray(target["embedding"])}))
+    same = load(folder, TARGET)
+    assert same.params.embedding is target["embedding"] and same.params.own_head
+    assert same.own_params[1] is None and same.own_params[2] is same.params.head
+    _retold(folder, lambda t: [t.pop(name) for name in ("embed_tokens.weight", "lm_head.weight")])
+    absent = load(folder, TARGET)
+    assert absent.params.embedding is target["embedding"]
+    assert absent.params.head is target["head"] and absent.own_params[1:3] == (None, None)
+    assert absent.stored == Format(AUTHORS, False, False)
+
+
+def test_a_pickle_of_the_authors(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="writes the pickles of the authors")
+    folder = _saved(tmp_path, "authors")
+    expected = load(folder, TARGET)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    state = {name: torch.from_numpy(value) for name, value in tensors.items()}
+    torch.save(state, folder / "pytorch_model.bin")
+    found = load(folder, TARGET)
+    assert found.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+def _one_more(tensors: dict[str, np.ndarray]) -> None:
+    tensors["t2d"] = tensors["t2d"] | (np.arange(101) == np.flatnonzero(~tensors["t2d"])[0])
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
+    "hidden size": (
+        "authors",
+        dict(target_hidden_size=48),
+        None,
+        "target of hidden_size=48, the target has hidden_size=36",
+    ),
+    "vocabulary": (
+        "authors",
+        dict(vocab_size=103),
+        None,
+        "target of vocab_size=103, the target has vocab_size=101",
+    ),
+    "outputs out of range": (
+        "SpecForge",
+        dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}),
+        None,
+        "[1, 4, 8] must be layers of the target, 0 to 7: it has 8 layers, and SpecForge counts the "
+        "hidden states that leave",
+    ),
+    "inputs out of range": (
+        "speculators",
+        dict(eagle_aux_hidden_state_layer_ids=[1, 4, 9]),
+        None,
+        "[1, 4, 9] must be layers of the target, 0 to 8: it has 8 layers, and speculators counts "
+        "the hidden states that enter",
+    ),
+    "two readings of the layers": (
+        "SpecForge",
+        dict(eagle_config=None, eagle_aux_hidden_state_layer_ids=[2, 4, 5]),
+        None,
+        "enter the layers 2,4,5, which is layers=1,3,4; written by SpecForge it means the hidden "
+        "states that leave the layers 2,4,5, layers=2,4,5",
+    ),
+    "two readings of the tensors": (
+        "SpecForge",
+        dict(architectures=["Qwen3Eagle3Model"]),
+        None,
+        "(architectures Qwen3Eagle3Model) the draft is written as DeepSpec writes it, with tensors "
+        "layers.0.*; its weights have midlayer.*, as of the authors' code, SpecForge",
+    ),
+    "another kind of speculators": (
+        "speculators",
+        dict(speculators_model_type="dflash"),
+        None,
+        "speculators_model_type='dflash' is not supported, only 'eagle3'",
+    ),
+    "a flag without its tensors": (
+        "SpecForge",
+        dict(fc_norm=True),
+        None,
+        "missing fc_norm.0.weight (36,)",
+    ),
+    "tensors without their flag": (
+        "SpecForge, 3.1",
+        dict(fc_norm=False),
+        None,
+        "unexpected fc_norm.0.weight (36,)",
+    ),
+    "two layers": ("authors", dict(num_hidden_layers=2), None, "num_hidden_layers=2"),
+    "a dynamic scaling": (
+        "authors",
+        dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
+        None,
+        "the type 'dynamic'",
+    ),
+    "offsets that disagree": (
+        "authors",
+        {},
+        _one_more,
+        "d2t names 60 tokens and t2d (101,) marks 61, and they must be the same ones",
+    ),
+    "no offsets": (
+        "authors",
+        {},
+        lambda tensors: tensors.pop("d2t"),
+        "the draft knows 60 of 101 tokens, and d2t",
+    ),
+    "no head": (
+        "authors",
+        {},
+        lambda tensors: tensors.pop("lm_head.weight"),
+        "no lm_head.weight [60, 36]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str, tmp_path: Path) -> None:
+    name, changes, change, words = REFUSED[case]
+    folder = _saved(tmp_path, name, **changes)
+    if change is not None:
+        _retold(folder, change)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load(folder, TARGET)
+
+
+def test_the_layers_can_be_named(tmp_path: Path) -> None:
+    """Where a file has two readings, and where it is wrong."""
+    ids = dict(eagle_config=None, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    folder = _saved(tmp_path, "SpecForge", **ids)
+    assert load(folder, TARGET, Eagle3Options(layers="-1,3,4")).config.features == (-1, 3, 4)
+    with pytest.raises(ValueError, match=re.escape("(1, 3, 8), counted from 0 with -1")):
+        load(folder, TARGET, Eagle3Options(layers="1,3,8"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(window=0), "window=0 must be at least 1"),
+        (dict(sinks=65), "sinks=65 must be at most 64"),
+        (dict(yarn=1.0), "yarn=1 must be a factor above 1"),
+        (dict(layers="1;2"), "numbers of layers with commas"),
+        (dict(rope_theta=0.5), "rope_theta=0.5 must be at least 1"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Eagle3Options(**options)
+
+
+def _seen(trained: int, context: int, window: int | None = None, **options: Any) -> Seen:
+    target: TargetConfig = replace(CONFIG, max_positions=context)
+    draft = config_for(target, max_positions=trained, window=window)
+    return seen(draft, target, Eagle3Options(**options))
+
+
+def test_what_is_seen_follows_from_the_trained_range() -> None:
+    assert _seen(4096, 4096) == (None, 0)
+    assert _seen(2048, 4096) == (2048 - 4 - 32, 4)
+    assert _seen(2048, 4096, sinks=0) == (2048 - 32, 0)
+    assert _seen(4096, 4096, window=512) == (511, 0)
+    assert _seen(4096, 4096, window=512, sinks=2) == (511, 2)
+    assert _seen(2048, 131072, sinks=2) == _seen(2048, 4096, sinks=2)
+    # A window as long as the target's range leaves nothing out.
+    assert seen(
+        config_for(CONFIG, max_positions=64), CONFIG, Eagle3Options(window=CONFIG.max_positions)
+    ) == (None, 0)
+    stretched = config_for(CONFIG, max_positions=64).stretched(4.0)
+    assert (stretched.max_positions, stretched.rope_scaling) == (256, Yarn(4.0, 64))
+
+
+def test_a_window_that_nobody_named_is_said(tmp_path: Path) -> None:
+    folder = _saved(tmp_path, "authors", max_position_embeddings=512)
+    with pytest.warns(UserWarning, match=r"made for 512 .* for 1024, .* first 4 and the last 476 "):
+        assert load(folder, TARGET).drafter(PLAIN).window == 476
+    assert load(folder, TARGET, Eagle3Options(window=300)).drafter(PLAIN).sinks == 4
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_the_registry_knows_every_dialect(name: str, tmp_path: Path) -> None:
+    [chosen] = choose_drafts([_saved(tmp_path, name)], {"window": 64})
+    assert chosen.kind is EAGLE3
+    _edit(tmp_path, architectures=None, speculators_model_type=None, draft_vocab_size=None)
+    [chosen] = choose_drafts([tmp_path], {})
+    assert chosen.kind is LONGSPEC
+
+
+def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
+    """With the options of the commands; the text is that of plain decoding."""
+    target, _ = save_toy(tmp_path)
+    config = config_for(toy_spec().target_config, proposable=11, features=(-1, 0, 0))
+    known = np.sort(np.random.default_rng(4).permutation(17)[:11])
+    folder = tmp_path / "eagle3"
+    save_draft(folder, Format(SPECFORGE, True, True), config, random_params(config, known))
+    options = as_options([draft_option("window=16"), draft_option("layers=-1,0,0")])
+    spec = LongSpec.from_pretrained(target, folder, draft_options=options, tree="2,2,1")
+    [draft] = spec.drafts
+    assert isinstance(draft, Eagle3Draft) and draft.seen == (16, 4)
+    chosen: dict[str, Any] = dict(max_new_tokens=24, temperature=1.0, seed=3)
+    text = "a bad cab had a fad"
+    result, plain = (spec.generate(text, tree=tree, **chosen) for tree in (spec.tree, PLAIN))
+    assert result.sequences == plain.sequences
+    assert result.stats.target_passes < plain.stats.target_passes

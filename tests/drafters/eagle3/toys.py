@@ -1,0 +1,46 @@
+"""Tiny EAGLE-3 drafts with random weights."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.eagle3.checkpoint import Format
+from longspec_jax.drafters.eagle3.config import Eagle3Config
+from longspec_jax.drafters.eagle3.dialects import SPECFORGE, Dialect
+from longspec_jax.drafters.eagle3.model import Eagle3Params
+
+
+def config_for(target: TargetConfig, **fields: Any) -> Eagle3Config:
+    """A draft for a target, of other heads and another MLP than the target's."""
+    given: dict[str, Any] = dict(
+        model_width=target.model_width,
+        target_width=target.model_width,
+        mlp_width=29,
+        num_heads=4,
+        num_kv_heads=2,
+        head_width=8,
+        vocab_size=target.vocab_size,
+        proposable=target.vocab_size,
+        features=(-1, 0, target.num_layers - 1),
+        max_positions=target.max_positions,
+        dtype=target.dtype,
+    )
+    return Eagle3Config(**given | fields)
+
+
+def random_params(
+    config: Eagle3Config, tokens: Any = None, dialect: Dialect = SPECFORGE, seed: int = 3
+) -> Eagle3Params:
+    """Random parameters with tables of their own; ``tokens`` are those that can be proposed."""
+    random = np.random.default_rng(seed)
+    drawn = {}
+    for leaf in Format(dialect, True, True).table(config).leaves:
+        normal = random.normal(size=leaf.shape)
+        scaled = 1 + 0.3 * normal if leaf.path.endswith("scale") else 0.15 * normal
+        drawn[leaf.path] = jnp.asarray(scaled, config.dtype)
+    layer = unflatten_dict(drawn, sep="/")
+    tables = layer.pop("embedding"), layer.pop("head")
+    return Eagle3Params(layer, *tables, None if tokens is None else jnp.asarray(tokens, jnp.int32))
