@@ -300,8 +300,7 @@ class Routes:
 
     async def stats(self, request: Request) -> Response:
         """What the page shows: rows and tokens per second, without texts."""
-        more = {"slots": self._served.slots, "tree": self._model.tree}
-        return as_json({**self._thread.stats(), **more})
+        return as_json({**self._thread.stats(), "slots": self._served.slots})
 
     async def openapi(self, request: Request) -> Response:
         """The description of all routes."""
