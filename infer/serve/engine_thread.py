@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
 from longspec_jax.decoding.engine import EngineStatus
+from longspec_jax.generation.result import TreeUse
 
 from . import pending
 from .gains import Answer, Gain
@@ -46,6 +47,11 @@ class DrivenEngine(Protocol):
     @property
     def busy(self) -> bool:
         """Whether a request waits or runs."""
+        ...
+
+    @property
+    def trees(self) -> Sequence[TreeUse]:
+        """What every candidate tree has done so far."""
         ...
 
     @property
@@ -142,6 +148,14 @@ class EngineThread:
             "running": len(rows),
             "waiting": self._queued_rows,
             "tokens_per_second": self._metrics.tokens_per_second(),
+            "trees": [
+                {
+                    "drafter": use.drafter,
+                    "tree": str(use.tree) if use.tree.widths else None,
+                    "rounds": use.rounds,
+                }
+                for use in self._engine.trees
+            ],
             "rows": [
                 {
                     "prompt_tokens": len(answer.prompt),

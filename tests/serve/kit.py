@@ -17,6 +17,7 @@ from infer.serve.http_server import HttpServer
 from infer.serve.metrics import Metrics
 from infer.serve.protocol import ServedModel
 from longspec_jax.decoding.engine import EngineStatus
+from longspec_jax.generation.result import TreeUse
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MAX_LEN = 64
@@ -62,6 +63,7 @@ class ScriptedEngine:
     closed: bool = False
     rows: dict[int, tuple[list[int], int]] = field(default_factory=dict)
     """Tokens so far and tokens to come of every open request."""
+    trees: Sequence[TreeUse] = ()
     single: threading.Semaphore | None = None
     """A step for each release, where it is given."""
 

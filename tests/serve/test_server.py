@@ -183,7 +183,7 @@ def test_other_routes(shared: Client) -> None:
         "token_strs": ["a", "b", "c"],
     }
     assert shared.post("/detokenize", tokens=[0, 2])[1] == {"prompt": "ac"}
-    assert shared.ask("GET", "/stats")[1].keys() >= {"running", "waiting", "slots", "tree", "rows"}
+    assert shared.ask("GET", "/stats")[1].keys() >= {"running", "waiting", "slots", "trees", "rows"}
     assert shared.ask("GET", "/nowhere")[1]["error"]["type"] == "not_found_error"
     assert shared.ask("GET", "/tokenize")[0] == 405
     page = shared.connect("GET", "/")
