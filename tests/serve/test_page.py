@@ -21,6 +21,7 @@ from tests.browser import (
     show,
     violations,
 )
+from tests.serve.kit import ScriptedEngine, serving
 from tests.serve.replay import DEEP, HOSTILE, TEXT, TOKENS, Replay, replaying
 
 pytestmark = needs_browser
@@ -387,3 +388,29 @@ def test_the_documented_example_is_understood(browser: Any, server: Replay) -> N
     assert [tree["draws"][node] for node in tree["path"]] == [
         token["text"] for token in rounds[1]["tokens"]
     ]
+
+
+def test_over_the_server_s_own_routes(browser: Any) -> None:
+    with serving(ScriptedEngine(), api_key="open") as client:
+        show(browser, client.url)
+        until(browser, "element('problem').textContent.includes('wants an API key')")
+        run_script(browser, "element('max-tokens').value = 8; element('key').value = 'open'")
+        run_script(browser, "element('key').dispatchEvent(new Event('change'))")
+        until(browser, "state.model !== null && !element('server-facts').hidden")
+        ask(browser, "abc")
+        assert said(browser, "problem") == ""
+        spans = "[...document.querySelectorAll('#turns .token')]"
+        shown = run_script(
+            browser, f"return {spans}.map((each) => each.textContent + each.className)"
+        )
+        deep, bonus = "token draft depth-", "token bonus"
+        first = ["dtoken prefill", f"e{deep}1", f"f{deep}2", f"g{bonus}"]
+        assert shown == [*first, f"h{deep}1", f"i{deep}2", f"j{bonus}", f"k{bonus}"]
+        press_token(browser, 1)
+        assert said(browser, "tree").startswith("d the last token before this round")
+        facts = run_script(browser, "return document.querySelector('#turns .facts').innerText")
+        assert facts.startswith("8 tokens in 3 passes of the target")
+        assert "3 prompt tokens, 4 of them reused · ended by length" in facts
+        run_script(browser, "element('max-tokens').value = 13")
+        ask(browser, "abc")
+        assert "max_new_tokens=13 is unlucky; pass another number." in said(browser, "problem")
