@@ -301,20 +301,23 @@ def test_the_server_is_watched_while_the_page_is_visible(browser: Any, server: R
         "812\t41\t1.25\t1 2 0 2",
         "12\t1\t–\t",
     ]
+    # From here on the test is the clock.
+    run_script(
+        browser,
+        "clearTimeout(timer); window.waits = []; window.setTimeout = (_, ms) => waits.push(ms)",
+    )
     hidden = "Object.defineProperty(document, 'visibilityState', {value: '%s', configurable: true})"
     signal = "document.dispatchEvent(new Event('visibilitychange'))"
     run_script(browser, f"{hidden % 'hidden'}; {signal}")
     polls = server.polls
     run_script(browser, f"{hidden % 'visible'}; {signal}")
-    while server.polls == polls:
-        browser.execute_async_script("setTimeout(arguments[0], 20)")
+    until(browser, "waits.length === 1")
+    assert run_script(browser, "return waits") == [2000] and server.polls == polls + 1
     # The rounds since the last poll.
     shares = "longspec 1,1 (75 % of 40 rounds), plain (25 % of 40 rounds)"
-    until(browser, f"element('server-facts').innerText.includes({shares!r})")
-    run_script(browser, f"{hidden % 'hidden'}; {signal}")
-    polls = server.polls
-    browser.execute_async_script("setTimeout(arguments[0], 2200)")
-    assert server.polls == polls
+    assert shares in said(browser, "server-facts")
+    run_script(browser, f"{hidden % 'hidden'}; {signal}; poll()")
+    assert run_script(browser, "return waits") == [2000] and server.polls == polls + 1
 
 
 @pytest.mark.parametrize("size", [PHONE, DESKTOP, WIDE], ids=lambda size: str(size[0]))
