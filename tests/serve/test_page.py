@@ -206,6 +206,7 @@ def test_pointing_shows_and_clicking_keeps(browser: Any, server: Replay) -> None
 def test_a_plain_twin_is_compared(browser: Any, server: Replay, prompt: str, expected: str) -> None:
     opened(browser, server)
     run_script(browser, "element('settings').open = true; element('seed').value = 7")
+    run_script(browser, "state.model.longspec.identical = false")
     browser.find_element("id", "twin").click()
     ask(browser, prompt, ended=prompt != "wait")
     line = "document.querySelector('.twin').textContent"
@@ -220,6 +221,8 @@ def test_a_plain_twin_is_compared(browser: Any, server: Replay, prompt: str, exp
     )
     marked = "return [...document.querySelectorAll('.differs')].map((each) => each.textContent)"
     assert run_script(browser, marked) == ([HOSTILE] if prompt == "differ" else [])
+    unpromised = run_script(browser, f"return {line}.includes('does not promise')")
+    assert unpromised == (prompt == "differ")
     speculations = [body["longspec"].get("speculation", True) for body in server.bodies]
     assert sorted(speculations) == [False, True]
     assert [body["seed"] for body in server.bodies] == [7, 7]
