@@ -62,8 +62,10 @@ def rehearse_requests(engine: Engine, requests: Sequence[Request]) -> None:
         pass_through(1, request)
     prompts, slack = engine.prompts, slack_slots(engine.drafter.tree.num_levels)
     most = engine.capacity - slack - int(requests[0].max_new_tokens[0])
+    # Requests of the last kind may ask for log-probabilities of their prompts.
     for chunk in prompts.short_chunks:
         pass_through(min(chunk, most), requests[0])
+        pass_through(min(chunk, most), requests[-1])
     # The second one copies the first one's chunk out of its slot, and the third one moves it there.
     twice = min(prompts.chunk + 1, most)
     pass_through(twice, requests[0])
@@ -110,6 +112,8 @@ def branch(
         chunk=engine.prompts.chunk,
         short_chunks=engine.prompts.short_chunks,
         stop_width=engine.stop_width,
+        adjusted=engine.adjusted,
+        contents=engine.contents,
         **own,
     )
     shared = engine.rows.cache

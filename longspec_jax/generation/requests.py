@@ -9,14 +9,24 @@
                 print(output.id, output.text, end="", flush=True)
 """
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
+
+import jax
+import numpy as np
 
 from longspec_jax.checks import is_number, is_whole, shown, whole_number
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import measuring
+from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.candidates import candidates_by_load, tallest
 from longspec_jax.decoding.engine import Engine, EngineStatus, StepOutput
+from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES, TokenLogprob
+from longspec_jax.decoding.prefix_cache import MOST_MOVING
+from longspec_jax.decoding.programs import RECENT
+from longspec_jax.decoding.report import Contents, RoundTree
+from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.trials import rehearse_requests
 from longspec_jax.drafters.base import Params
@@ -61,6 +71,13 @@ class RequestOutput:
     """Of the first output: tokens of the prompt that were not prefilled anew."""
     pieces: tuple[Piece, ...] = ()
     """The text by the tokens that completed it, and whether each was an accepted draft token."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of every token; empty if the request did not ask with ``logprobs=``."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Of the first output: of every token of the prompt but the first one, which has none. None if
+    the request did not ask with ``prompt_logprobs=``."""
+    trees: tuple[RoundTree, ...] = ()
+    """Of every round; empty in an engine made without ``traced=True``."""
 
 
 class RequestEngine:
@@ -81,6 +98,9 @@ class RequestEngine:
         prefixes: bool = False,
         offload_prefixes: int = 0,
         max_gap_ms: float | None = None,
+        logprobs: int | None = None,
+        adjusted: bool = False,
+        traced: bool = False,
     ) -> None:
         """Make vacant slots; arguments and errors as of :meth:`longspec_jax.LongSpec.engine`."""
         sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
@@ -89,6 +109,8 @@ class RequestEngine:
         _check_prefixes(models, prefixes, offload_prefixes)
         if max_gap_ms is not None and not (is_number(max_gap_ms) and max_gap_ms > 0):
             raise ValueError(f"max_gap_ms={shown(max_gap_ms)} must be a number of milliseconds")
+        if logprobs is not None:
+            whole_number("logprobs", logprobs, 0, MOST_ALTERNATIVES)
         drafters, draft = drafters_for(
             models, tree, slots, adaptive=adaptive, choices=candidates_by_load
         )
@@ -97,9 +119,15 @@ class RequestEngine:
         alone = has_same_bits(models.target)
         shape = Shape.for_call(max_tokens, 0, levels, models.prefill_chunk, alone=alone)
         batches = [slots, *[1] * prefills]
-        self.memory = plan_memory(models, drafters, draft, batches, shape.capacity, shape.chunk)
+        memory = plan_memory(
+            *(models, drafters, draft, batches, shape.capacity, shape.chunk), adjusted=adjusted
+        )
+        if offload_prefixes:  # Chunks on their way to the host, and one on its way back.
+            moving = (1 + MOST_MOVING) * cache_bytes(models.target_config, 1, shape.chunk)
+            memory = replace(memory, working_bytes=memory.working_bytes + moving)
+        check_fits(memory, models.mesh)
+        self.memory = memory
         """What the engine takes on the device."""
-        check_fits(self.memory, models.mesh)
         self.engine = Engine(
             *(models.target, drafters, Params(models.target_params, draft)),
             slots=slots,
@@ -111,8 +139,11 @@ class RequestEngine:
             prefixes=prefixes,
             host_bytes=offload_prefixes,
             readmits=True,
+            adjusted=adjusted,
+            contents=Contents(logprobs, trees=traced),
         )
         self._max_gap_ms = max_gap_ms
+        self._pinned: Set[Hashable] = set()
         self._models, self._texts = models, dict[int, RowText]()
         self._max_tokens = min(max_tokens, models.target_config.max_positions)
 
@@ -143,6 +174,7 @@ class RequestEngine:
         *,
         chat_template: str | None = None,
         priority: int = 0,
+        speculate: bool = True,
         **options: Unpack[GenerateOptions],
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
@@ -150,6 +182,7 @@ class RequestEngine:
         Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row. A request of a lower
         ``priority`` goes first. Where all slots are taken it takes one of a higher ``priority``,
         whose text goes on later as if nothing had happened.
+        Without ``speculate`` the row accepts no draft token, and its text is the same.
 
         Returns:
           The number of the request.
@@ -170,7 +203,8 @@ class RequestEngine:
             raise ValueError(
                 f"priority={shown(priority)} must be a whole number; the lowest goes first"
             )
-        id = self.engine.submit(prompt, batch.request, priority=priority)
+        request = replace(batch.request, speculate=np.asarray([speculate]))
+        id = self.engine.submit(prompt, request, priority=priority)
         if (text := batch.text(0)) is not None:
             self._texts[id] = text
         return id
@@ -200,25 +234,38 @@ class RequestEngine:
           RuntimeError: if there are requests.
         """
         engine = self.engine
+        if self._pinned:
+            return
         if self.busy:
             raise RuntimeError("prepare() comes before the first request; let those there are end")
-        requests = [read_batch(self._models, [0], None, options).request for options in KINDS]
+        kinds = [options.copy() for options in KINDS]
+        if engine.contents.logprobs is not None:
+            kinds[-1].update(logprobs=0, prompt_logprobs=True)
+        requests = [read_batch(self._models, [0], None, options).request for options in kinds]
+        with RECENT.noted() as used:
+            self._prepare(requests)
+        RECENT.pin(used)
+        self._pinned = used
+        engine.forget()
+
+    def _prepare(self, requests: Sequence[Request]) -> None:
+        engine, slowest = self.engine, requests[-1].sampling.kind
         if self._max_gap_ms is not None:
-            a_round = measuring.longest_round(engine, requests[-1].sampling.kind)
             chunk = measuring.largest_chunk(
                 measuring.smaller_chunks(engine.prompts.chunk),
                 lambda size: measuring.chunk_seconds(engine, size, requests[0]),
-                *(a_round, self._max_gap_ms / 1000),
+                *(measuring.longest_round(engine, slowest), self._max_gap_ms / 1000),
             )
             engine.prompts.take_chunks_of(chunk)
         rehearse_requests(engine, requests)
         if len(engine.drafters) > 1:
-            engine.choose_by(measuring.timed_policies(engine, requests[-1].sampling.kind))
-        engine.forget()
+            engine.choose_by(measuring.timed_policies(engine, slowest))
 
     def close(self) -> None:
         """Let go of all arrays."""
         self.engine.close()
+        RECENT.unpin(self._pinned)
+        self._pinned = set()
 
     def __enter__(self) -> "RequestEngine":
         """The engine itself."""
@@ -248,6 +295,9 @@ class RequestEngine:
             output.finish,
             output.cached,
             pieces,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            trees=output.trees,
         )
 
 
@@ -257,6 +307,11 @@ def _check_prefixes(models: Models, prefixes: bool, host_bytes: int) -> None:
         raise ValueError(f"offload_prefixes={shown(host_bytes)} must be a number of bytes")
     if host_bytes and not prefixes:
         raise ValueError("offload_prefixes is about prefixes that are reused; pass prefixes=True")
+    if host_bytes and jax.process_count() > 1:
+        raise NotImplementedError(
+            "offload_prefixes: the host of each process holds a part of a chunk; leave it out in a "
+            f"computation of {jax.process_count()} processes"
+        )
     if prefixes and models.offload:
         raise NotImplementedError(
             "prefixes: a cache in the host's memory cannot be copied from slot to slot; leave out "
