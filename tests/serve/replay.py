@@ -163,6 +163,7 @@ class Replay:
 
     async def _models(self, request: Request) -> Response:
         own = {"chat": self.chat, "max_model_len": 512, "tree": "1,1", "drafter": "longspec"}
+        own["identical"] = True
         models = {"object": "list", "data": [{"id": "toy", "object": "model", "longspec": own}]}
         return self._refused(request) or JSONResponse(models)
 
