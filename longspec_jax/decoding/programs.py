@@ -11,7 +11,7 @@ executable along, and is compiled again if its shape comes back. The programs of
 
 import functools
 import inspect
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,6 +43,7 @@ class Recent:
         """
         self._most, self._whole = most, whole
         self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._pins: Counter[Hashable] = Counter()
         self._lock = Lock()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -85,6 +86,18 @@ class Recent:
                 self._entries.move_to_end(key)
         return keys == present
 
+    def pin(self, keys: Set[Hashable]) -> None:
+        """Keep these entries beside the bounded number of others, until as many unpins."""
+        with self._lock:
+            self._pins.update(keys)
+
+    def unpin(self, keys: Set[Hashable]) -> None:
+        """Keep these entries no longer than others."""
+        with self._lock:
+            self._pins.subtract(keys)
+            self._pins = +self._pins
+            self._trim()
+
     @contextmanager
     def limited(self, most: int) -> Iterator[None]:
         """Keep at most this many entries while the context is open."""
@@ -100,8 +113,10 @@ class Recent:
         return {key for key in keys if key in self._entries and self._whole(self._entries[key])}
 
     def _trim(self) -> None:
-        while len(self._entries) > self._most:
-            self._entries.popitem(last=False)
+        if len(self._entries) > self._most:
+            loose = [key for key in self._entries if key not in self._pins]
+            for key in loose[: max(0, len(loose) - self._most)]:
+                del self._entries[key]
 
 
 def _compiled(entry: tuple[Any, Any]) -> bool:

@@ -9,18 +9,24 @@
                 print(output.id, output.text, end="", flush=True)
 """
 
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
+import jax
 import numpy as np
 
 from longspec_jax.checks import is_number, is_whole, shown, whole_number
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import measuring
+from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.candidates import candidates_by_load, tallest
 from longspec_jax.decoding.engine import Engine, EngineStatus, StepOutput
 from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES, TokenLogprob
+from longspec_jax.decoding.prefix_cache import MOST_MOVING
+from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.report import Contents, RoundTree
+from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.trials import rehearse_requests
 from longspec_jax.drafters.base import Params
@@ -113,11 +119,15 @@ class RequestEngine:
         alone = has_same_bits(models.target)
         shape = Shape.for_call(max_tokens, 0, levels, models.prefill_chunk, alone=alone)
         batches = [slots, *[1] * prefills]
-        self.memory = plan_memory(
+        memory = plan_memory(
             *(models, drafters, draft, batches, shape.capacity, shape.chunk), adjusted=adjusted
         )
+        if offload_prefixes:  # Chunks on their way to the host, and one on its way back.
+            moving = (1 + MOST_MOVING) * cache_bytes(models.target_config, 1, shape.chunk)
+            memory = replace(memory, working_bytes=memory.working_bytes + moving)
+        check_fits(memory, models.mesh)
+        self.memory = memory
         """What the engine takes on the device."""
-        check_fits(self.memory, models.mesh)
         self.engine = Engine(
             *(models.target, drafters, Params(models.target_params, draft)),
             slots=slots,
@@ -133,6 +143,7 @@ class RequestEngine:
             contents=Contents(logprobs, trees=traced),
         )
         self._max_gap_ms = max_gap_ms
+        self._pinned: Set[Hashable] = set()
         self._models, self._texts = models, dict[int, RowText]()
         self._max_tokens = min(max_tokens, models.target_config.max_positions)
 
@@ -145,6 +156,11 @@ class RequestEngine:
     def status(self) -> EngineStatus:
         """How many requests wait and run, and what was reused, preempted and recovered."""
         return self.engine.status
+
+    @property
+    def queued(self) -> tuple[int, ...]:
+        """The requests whose prompts do not run yet, in their order."""
+        return tuple(one.id for one in self.engine.prompts.queue)
 
     @property
     def trees(self) -> tuple[TreeUse, ...]:
@@ -218,28 +234,38 @@ class RequestEngine:
           RuntimeError: if there are requests.
         """
         engine = self.engine
+        if self._pinned:
+            return
         if self.busy:
             raise RuntimeError("prepare() comes before the first request; let those there are end")
         kinds = [options.copy() for options in KINDS]
         if engine.contents.logprobs is not None:
             kinds[-1].update(logprobs=0, prompt_logprobs=True)
         requests = [read_batch(self._models, [0], None, options).request for options in kinds]
+        with RECENT.noted() as used:
+            self._prepare(requests)
+        RECENT.pin(used)
+        self._pinned = used
+        engine.forget()
+
+    def _prepare(self, requests: Sequence[Request]) -> None:
+        engine, slowest = self.engine, requests[-1].sampling.kind
         if self._max_gap_ms is not None:
-            a_round = measuring.longest_round(engine, requests[-1].sampling.kind)
             chunk = measuring.largest_chunk(
                 measuring.smaller_chunks(engine.prompts.chunk),
                 lambda size: measuring.chunk_seconds(engine, size, requests[0]),
-                *(a_round, self._max_gap_ms / 1000),
+                *(measuring.longest_round(engine, slowest), self._max_gap_ms / 1000),
             )
             engine.prompts.take_chunks_of(chunk)
         rehearse_requests(engine, requests)
         if len(engine.drafters) > 1:
-            engine.choose_by(measuring.timed_policies(engine, requests[-1].sampling.kind))
-        engine.forget()
+            engine.choose_by(measuring.timed_policies(engine, slowest))
 
     def close(self) -> None:
         """Let go of all arrays."""
         self.engine.close()
+        RECENT.unpin(self._pinned)
+        self._pinned = set()
 
     def __enter__(self) -> "RequestEngine":
         """The engine itself."""
@@ -281,6 +307,11 @@ def _check_prefixes(models: Models, prefixes: bool, host_bytes: int) -> None:
         raise ValueError(f"offload_prefixes={shown(host_bytes)} must be a number of bytes")
     if host_bytes and not prefixes:
         raise ValueError("offload_prefixes is about prefixes that are reused; pass prefixes=True")
+    if host_bytes and jax.process_count() > 1:
+        raise NotImplementedError(
+            "offload_prefixes: the host of each process holds a part of a chunk; leave it out in a "
+            f"computation of {jax.process_count()} processes"
+        )
     if prefixes and models.offload:
         raise NotImplementedError(
             "prefixes: a cache in the host's memory cannot be copied from slot to slot; leave out "

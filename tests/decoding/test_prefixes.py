@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import KVCache
@@ -31,6 +33,7 @@ from tests.decoding.test_engine import (
     open_engine,
 )
 from tests.kit import random_target, tiny_target_config
+from tests.lookup import LookupDrafter
 
 CHUNK, CAPACITY = 8, 48
 A, B = (np.random.default_rng(seed).integers(0, VOCABULARY, 40).astype(np.int32) for seed in (1, 2))
@@ -136,7 +139,8 @@ def test_what_a_draft_needs_bounds_what_is_reused() -> None:
     reusable = [most_reusable(NOTHING, length, 8) for length in (1, 8, 9, 16, 17)]
     assert reusable == [0, 0, 1, 1, 2]
     assert most_reusable(Needs(), 33, 8) == 4, "tokens alone are known"
-    assert most_reusable(Needs(queries=(0,)), 33, 8) == 0
+    quest = Hierarchy(STREAMING, Quest(CONFIG, BlockBudget(32, 8, 8, 8)), TreeConfig((1, 1, 1, 1)))
+    assert most_reusable(quest.needs, 33, 8) == 0, "summaries of all keys"
     assert [most_reusable(Needs(hidden=(0,), recent=n), 33, 8) for n in (0, 1, 2, 9, 10, 99)] == [
         *(4, 4, 3, 3, 2, 0)
     ]
@@ -245,15 +249,6 @@ def test_a_warm_row_is_a_cold_one_bit_for_bit(kind: str) -> None:
                 np.testing.assert_array_equal(mine[:, :, :length], its[:, :, :length])
 
 
-def test_a_draft_that_needs_features_of_all_tokens_reuses_nothing() -> None:
-    selector = Quest(CONFIG, BlockBudget(32, 8, 8, 8))
-    drafter = Hierarchy(STREAMING, selector, TreeConfig((1, 1, 1, 1)))
-    models = CachedTarget(CONFIG), [drafter], Params(TABLES, ())
-    engine = open_engine(*models, slots=1, prefixes=True)
-    texts, cached = serve_in_turn(engine, [begin((A, 26)), begin((A, 26))])
-    assert cached == [0, 0] and len(texts) == 2
-
-
 # The programs on a mesh.
 
 
@@ -277,3 +272,19 @@ def test_a_slot_of_a_mesh_is_copied_without_what_lies_behind() -> None:
     moved, _ = write_chunk(row, copy, jax.device_put(part, row.cache), np.int32(8))
     for mine, layer in zip(jax.tree.leaves(moved), layers, strict=True):
         np.testing.assert_array_equal(mine[0, :, 8:12], layer[2, :, 4:8])
+
+
+def test_warm_text_is_cold_text_on_a_mesh_that_spreads_rows() -> None:
+    mesh = make_mesh(data=2)
+    table = jax.device_put(TABLE, NamedSharding(mesh, P()))
+    engine = open_engine(
+        *(TARGET, [LookupDrafter(TreeConfig((3, 2)))], Params(table, table)),
+        slots=4,
+        prefixes=True,
+        host_bytes=1 << 20,
+    )
+    assert engine.rows.cache.keys[0].sharding.shard_shape((4, 1, 48, 2))[0] == 2
+    prompts = [begin((A, 26)), begin((A, 16), (B, 9)), begin((A, 26))]
+    texts, cached = serve_in_turn(engine, prompts)
+    assert_all_equal(texts, cold(prompts))
+    assert cached == [0, 16, 24]

@@ -13,6 +13,7 @@ import pytest
 from longspec_jax import LongSpec
 from longspec_jax.config import PLAIN
 from longspec_jax.decoding.engine import EngineStatus
+from longspec_jax.decoding.programs import RECENT
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 from tests.infer.toys import STOP, toy_spec
 from tests.kit import compilations
@@ -145,9 +146,13 @@ def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memor
         assert status.running == status.waiting == status.prefilling == status.tokens == 0
         assert 0 < status.host_bytes <= 1 << 18
         assert all(use.rounds for use in engine.trees)
-        engine.submit([1], max_new_tokens=2)
-        with pytest.raises(RuntimeError, match="before the first request"):
-            engine.prepare()
+        # Whatever else this process compiles, the engine's programs stay.
+        with RECENT.limited(0):
+            pass
+        with compilations() as compiled:
+            served(engine, requests[:3])
+        assert not compiled
+        engine.prepare()  # Once is enough.
     assert len(found) > 30
     assert_as_alone(spec, requests, found)
 
@@ -185,5 +190,9 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             spec.engine(slots=1, max_tokens=9, **options)
+    with spec.engine(slots=1, max_tokens=9) as engine:
+        engine.submit([1], max_new_tokens=2)
+        with pytest.raises(RuntimeError, match=r"prepare\(\) comes before the first request"):
+            engine.prepare()
     with pytest.raises(NotImplementedError, match="leave out offload, or prefixes"):
         replace(spec, offload=True).engine(slots=1, max_tokens=9, prefixes=True)
