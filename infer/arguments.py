@@ -22,6 +22,8 @@ DRAFT_HELP = (
 )
 NO_FILTER = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Filters at the values that keep all tokens."""
+NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Penalties at the values without effect."""
 EPILOG = """\
 Without arguments the embedded demo model completes a held-out document of more than 8000 tokens.
 
@@ -226,6 +228,11 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(arguments, name) for name in SAMPLING}
     options |= {"eos_token_id": []} if arguments.ignore_eos else {}
     return options | ({"stop_strings": arguments.stop} if arguments.stop else {})
+
+
+def has_penalty(arguments: argparse.Namespace) -> bool:
+    """Whether logits of tokens that are there already are lowered, or raised."""
+    return any(getattr(arguments, name) != neutral for name, neutral in NO_PENALTY.items())
 
 
 def row_options(arguments: argparse.Namespace, row: Prompt) -> dict[str, Any]:
