@@ -28,8 +28,8 @@ Without arguments the embedded demo model completes a held-out document of more 
 A file named - is standard input. An option that takes several values is repeated for each.
 
 A line of a --batch file is a JSON string, or an object with prompt, messages or input_ids and any
-of max_new_tokens, temperature, top_k, top_p, min_p, seed, eos_token_id and stop_strings for its
-row.
+of max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
+frequency_penalty, seed, eos_token_id and stop_strings for its row.
 
 Exit status: 0, 2 for a request that cannot be met, 1 for a failure while running, 130 after Ctrl-C,
 143 after SIGTERM, 129 after SIGHUP: what was decoded until then is shown and, with --json, written.
@@ -181,6 +181,9 @@ def add_sampling(result: argparse.ArgumentParser) -> None:
         "top_p": (1.0, "1 keeps all tokens"),
         "top_k": (0, "0 keeps all tokens"),
         "min_p": (0.0, "least share of the most likely token's probability"),
+        "repetition_penalty": (1.0, "divides logits of tokens in prompt and text; 1 is none"),
+        "presence_penalty": (0.0, "subtracted from logits of tokens in the text"),
+        "frequency_penalty": (0.0, "the same for each time that they are in it"),
         "seed": (0, "of the draws"),
     }
     for name, (value, note) in defaults.items():

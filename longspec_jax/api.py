@@ -313,6 +313,9 @@ class LongSpec(Models):
         prefixes: bool = False,
         offload_prefixes: int = 0,
         max_gap_ms: float | None = None,
+        logprobs: int | None = None,
+        adjusted: bool = False,
+        traced: bool = False,
     ) -> RequestEngine:
         """Row slots through which requests pass: submit, step, cancel, close.
 
@@ -331,6 +334,11 @@ class LongSpec(Models):
             taken; 0 for none.
           max_gap_ms: most milliseconds between two rounds while a prompt is prefilled.
             ``prepare`` then times smaller chunks, and takes the largest that keeps this.
+          logprobs: most alternatives that a request may ask for with ``logprobs=`` and
+            ``prompt_logprobs=``, at most 20; no request may ask if absent.
+          adjusted: whether requests may have ``logit_bias`` and penalties, for which every slot
+            holds tables of the vocabulary.
+          traced: whether outputs hold the trees of their rounds.
 
         Raises:
           MemoryError: if the slots do not fit.
@@ -340,9 +348,9 @@ class LongSpec(Models):
         tree = None if tree is None else as_tree(tree)
         sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
         reuse = {"prefixes": prefixes, "offload_prefixes": offload_prefixes}
-        return RequestEngine(
-            self, **sizes, **reuse, tree=tree, adaptive=adaptive, max_gap_ms=max_gap_ms
-        )
+        reported = {"logprobs": logprobs, "adjusted": adjusted, "traced": traced}
+        more = {"adaptive": adaptive, "max_gap_ms": max_gap_ms, **reuse, **reported}
+        return RequestEngine(self, **sizes, tree=tree, **more)
 
     def inspect(
         self, inputs: Inputs, generation_config: Any = None, **options: Unpack[CallOptions]
@@ -387,7 +395,8 @@ class LongSpec(Models):
           tokens: of the row so far, prompt and text, at least two.
           plain: the token that plain decoding draws.
           other: one that it does not draw.
-          **options: of the call; temperature, filters and seed matter.
+          **options: of the call; temperature, filters, biases and seed matter. Penalties count the
+            last token as emitted, those before it as the prompt.
 
         Returns:
           The difference of their scores, noise and temperature included: how far from a tie the
@@ -396,7 +405,7 @@ class LongSpec(Models):
         row = check_gap(tokens, plain, other, self.target_config.vocab_size)
         plan, batch = self._prepare([row[:-1]], None, {**options, "tree": PLAIN})
         run = start(plan, batch, self._warm, streams=False, rounds=False)
-        return comparison.score_gap(run, [row[-1]], [len(row) - 1], 0, (plain, other))
+        return comparison.score_gap(run, [row[-1:]], 0, (plain, other))
 
     def check(
         self,

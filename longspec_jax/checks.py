@@ -6,7 +6,7 @@ away breaks; these functions say the name, the value and the rule where the valu
 
 import difflib
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,11 @@ SAMPLING: dict[str, Whole | Real] = {
     "top_k": Whole(0, note=" (0 keeps all tokens)"),
     "top_p": Real(0.0, 1.0, "in (0, 1] (1 keeps all tokens)", includes_least=False),
     "min_p": Real(0.0, 1.0, "in [0, 1] (0 keeps all tokens)"),
+    "repetition_penalty": Real(
+        0.0, LARGEST_NUMBER, "above 0 (1 is none) and finite", includes_least=False
+    ),
+    "presence_penalty": Real(-2.0, 2.0, "from -2 to 2 (0 is none)"),
+    "frequency_penalty": Real(-2.0, 2.0, "from -2 to 2 (0 is none)"),
     "seed": Whole(0, 2**32 - 1),
 }
 """Values of the generation options, of the library, the commands and batch files alike."""
@@ -116,6 +121,34 @@ def finite_number(name: str, value: Any, least: float, most: float = LARGEST_NUM
     if is_number(value) and least <= value <= most:  # Not true of NaN.
         return float(value)
     raise ValueError(f"{name}={shown(value)} must be a number from {least:g} to {most:g}")
+
+
+def by_row(name: str, value: Any, rows: int, allowed: Whole | Real) -> list[Any]:
+    """A number per row, from one for all rows or a sequence with one per row."""
+    value = as_plain(value)
+    given = [value] * rows
+    shared = isinstance(value, str | bytes) or not isinstance(value, Sequence)
+    if not shared:
+        given = list(value)
+        if len(given) != rows:
+            raise ValueError(
+                f"{name} has {len(given)} values for {rows} prompt{'s' * (rows != 1)}; pass one "
+                "number, or one per prompt"
+            )
+    whole = isinstance(allowed, Whole)
+    for row, one in enumerate(given):
+        if not is_number(one) or (whole and not is_whole(one)):
+            kind = "an integer" if is_number(one) else "a number"
+            where = "" if shared else in_row(row, rows)
+            raise ValueError(f"{name}={shown(one)}{where} must be {kind}, or one number per row")
+        if words := allowed.refusal(one):
+            raise ValueError(f"{name}={one}{in_row(row, rows)} must be {words}")
+    return [int(one) if whole else float(one) for one in given]
+
+
+def in_row(row: int, rows: int) -> str:
+    """The row of a bad value, for an error message; empty if there is only one."""
+    return f" of row {row}" if rows > 1 else ""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

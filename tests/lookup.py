@@ -55,6 +55,9 @@ class LookupTarget:
         history = self._history(cache.layer(0, start + last + 1))
         return Prefilled(params[history % params.shape[0]], cache, _features(rows, needs))
 
+    def unembed(self, params, hidden):
+        raise NotImplementedError
+
     def reach(self, length):
         return None
 

@@ -120,6 +120,7 @@ def rows_at(cache: KVCache, draft: Any, batch: int, context: int, new_tokens: in
         remaining=jnp.full((batch,), new_tokens - 1, jnp.int32),
         sampling=jax.tree.map(jnp.copy, Sampling.greedy(batch)),
         stop_tokens=jnp.full((batch, 1), -1),
+        speculate=jnp.ones((batch,), bool),
     )
 
 

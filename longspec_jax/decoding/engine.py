@@ -22,15 +22,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.axes import Array
+from longspec_jax.decoding.adjustments import fitted
 from longspec_jax.decoding.candidates import check_one_clock, tallest
 from longspec_jax.decoding.choices import ChoicesByLoad
 from longspec_jax.decoding.launches import LaunchQueue
+from longspec_jax.decoding.logprobs import (
+    TokenLogprob,
+    check_alternatives,
+    first_logprobs,
+    unpacked_logprobs,
+)
 from longspec_jax.decoding.policy import Choice, Measurement, Policy, default_policy
 from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.prefix_cache import PrefixCache
 from longspec_jax.decoding.prefixes import Names
 from longspec_jax.decoding.prompts import Active, Prefill, Prompts, Waiting
-from longspec_jax.decoding.round import MOST_ROUNDS, Report, many_rounds, one_round, slack_slots
+from longspec_jax.decoding.report import TOKENS, Contents, Report, RoundTree
+from longspec_jax.decoding.round import MOST_ROUNDS, many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert, release
 from longspec_jax.decoding.sampling import NO_TOKEN, SamplingKind
 from longspec_jax.decoding.schedule import Plan
@@ -63,6 +71,13 @@ class StepOutput:
     where the target's logits were not finite, so that the last token is no token."""
     cached: int = 0
     """Of the first output: tokens of the prompt that were not prefilled anew."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of every token; empty if the request does not ask."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Of the first output: of every token of the prompt but the first one, which has none. None if
+    the request does not ask."""
+    trees: tuple[RoundTree, ...] = ()
+    """Of every round, where the engine reports them."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +131,8 @@ class Engine:
         prefixes: bool = False,
         host_bytes: int = 0,
         readmits: bool = False,
+        adjusted: bool = False,
+        contents: Contents = TOKENS,
         ahead: bool = True,
         policy: Policy | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -143,6 +160,10 @@ class Engine:
           readmits: whether a request may be prefilled again behind what it has emitted: when a
             better one takes its slot, or after a fault. A row must then hold the whole chunks of
             prompt and new tokens.
+          adjusted: whether requests may have biases and penalties, for which every row has tables
+            of the vocabulary.
+          contents: what is reported of a round: at most so many alternatives of a token to the
+            requests that ask, and the trees.
           ahead: whether rounds are launched before the last ones were read.
           policy: chooses the candidate of every launch; :func:`default_policy` if absent.
           clock: seconds, also asked by the thread that waits for launches.
@@ -159,7 +180,8 @@ class Engine:
         """Seconds of the device's time that prompts have taken."""
         self.prefilled = 0
         """Tokens of all prompts that have been run; of a batch, those of its longest prompt."""
-        self.stop_width = stop_width
+        self.stop_width, self.adjusted = stop_width, adjusted
+        self.contents = contents
         self.preemptions = 0
         self.recoveries = 0
         self._together, self._readmits = together, readmits
@@ -212,6 +234,7 @@ class Engine:
                 batch=self.slots,
                 capacity=self.capacity,
                 stop_width=self.stop_width,
+                adjusted=self.adjusted,
             )
         return self._rows
 
@@ -266,7 +289,8 @@ class Engine:
           The number that names the request in what :meth:`step` returns.
 
         Raises:
-          ValueError: if a slot cannot hold the prompt and what it may emit.
+          ValueError: if a slot cannot hold the prompt and what it may emit, or the engine was not
+            made for what the request asks.
         """
         self._check_fits(len(tokens), int(request.max_new_tokens[0]))
         stops = np.full((1, self.stop_width), -1, np.int32)
@@ -278,7 +302,9 @@ class Engine:
             )
         stops[:, : given.shape[1]] = given
         id, self._next_id = self._next_id, self._next_id + 1
-        own = replace(request, stop_tokens=stops)
+        check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
+        adjustments = fitted(request.adjustments, self.adjusted)
+        own = replace(request, stop_tokens=stops, adjustments=adjustments)
         self.prompts.add(Waiting(priority, id, np.asarray(tokens), own))
         return id
 
@@ -394,7 +420,8 @@ class Engine:
             self.preemptions += 1
         if indices := self._plan().admit:
             models = self.target, self.drafter, self.params
-            self.prompts.admit(indices, *models, self._rows, self.capacity)
+            most = self.contents.logprobs
+            self.prompts.admit(indices, *models, self._rows, self.capacity, most)
         if (index := self._plan().chunk) is not None:
             self._launch_chunk(self.prompts.under_way[index], begun)
         if (index := self._plan().preempt) is not None:
@@ -422,13 +449,18 @@ class Engine:
     def _launch_chunk(self, prefill: Prefill, begun: float) -> None:
         launched = self.prompts.launch(prefill)
 
-        def read(_: Any, seconds: float) -> list[StepOutput]:
+        def read(logprobs: np.ndarray | None, seconds: float) -> list[StepOutput]:
+            if logprobs is not None:
+                prefill.logprobs.append(logprobs)
             self.prefilled += max(launched.tokens - prefill.read, 0)
             prefill.read = max(launched.tokens, prefill.read)
             self.seconds_of_prefill += seconds
             return []
 
-        self._launches.add(begun, launched.ready, read, tuple(self._held), fetched=False)
+        ready, fetched = launched.ready, launched.logprobs is not None
+        if launched.logprobs is not None:
+            ready = launched.logprobs
+        self._launches.add(begun, ready, read, tuple(self._held), fetched=fetched)
 
     def _preempt(self, id: int) -> None:
         """Have a request wait again, behind all that it has emitted."""
@@ -460,6 +492,8 @@ class Engine:
             self._active[one.id] = Active(one, left, 0 if one.emitted else prefill.cached)
         # A copy, because the next launch donates the rows.
         first = jnp.stack([rows.pending, rows.remaining], axis=1)
+        if self.contents.logprobs is not None and prefill.asks_logprobs:
+            first = first_logprobs(first, prefill.logits, self.contents.logprobs)
         for id in self._cancelled & set(prefill.ids):
             self._cancelled.discard(id)
             self._release(self._held.index(id))
@@ -468,9 +502,13 @@ class Engine:
             self.seconds_of_prefill += seconds
             none = np.zeros(1, bool)
             return [
-                self._output(id, first[row, :1], none, (), not first[row, 1])
-                for row, id in enumerate(prefill.ids)
-                if id in self._active
+                replace(
+                    self._output(one.id, first[row, :1], none, (), not first[row, 1]),
+                    logprobs=unpacked_logprobs(first[row : row + 1, 2:], one.alternatives),
+                    prompt_logprobs=prefill.prompt_logprobs(row),
+                )
+                for row, one in enumerate(prefill.waiting)
+                if one.id in self._active
             ]
 
         self._launches.add(begun, first, read, tuple(self._held))
@@ -491,9 +529,10 @@ class Engine:
         choice = self._choices.next(self._launches.choices, self._most_rounds(), len(live))
         kind = max(self._active[id].waiting.request.sampling.kind for id in live)
         self._rows, packed = self._launch(choice, kind)
+        tree, contents = self.drafters[choice.candidate].tree, self.contents.of_kind(kind)
 
         def read(packed: np.ndarray, seconds: float) -> list[StepOutput]:
-            report = Report.of(packed)
+            report = Report.of(packed, tree, contents)
             rounds = len(report.count)
             row_rounds = int(np.count_nonzero(report.count))
             seen = Measurement(rounds, row_rounds, int(report.count.sum()), seconds)
@@ -530,6 +569,7 @@ class Engine:
         models = self.target, self.drafters[choice.candidate], kind, self.params, self.rows
         launch = one_round if self.streams else many_rounds
         args = models if self.streams else (*models, np.int32(choice.rounds))
+        args = *args, self.contents.of_kind(kind)
         # Looking a program up takes as long as a small model's round.
         key = choice.candidate, kind
         if key not in self._programs:
@@ -543,7 +583,9 @@ class Engine:
         tokens = report.tokens[rounds, slot][steps < counts[:, None]]
         drafted = (steps < accepted[:, None])[steps < counts[:, None]]
         ended = bool(report.done[rounds[-1], slot])
-        return self._output(id, tokens, drafted, tuple(accepted.tolist()), ended)
+        logprobs = report.logprobs_of(slot, rounds, self._active[id].waiting.alternatives)
+        output = self._output(id, tokens, drafted, tuple(accepted.tolist()), ended)
+        return replace(output, logprobs=logprobs, trees=report.trees_of(slot, rounds))
 
     def _output(
         self,

@@ -16,14 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
+from longspec_jax.decoding.adjustments import Adjustments
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.copies import write_chunk
+from longspec_jax.decoding.logprobs import prompt_logprobs
 from longspec_jax.decoding.programs import RECENT, program
+from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert
-from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, SamplingKind, draw, noise
+from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.ops.partitioned import use_mesh
@@ -86,6 +89,10 @@ class ChunkLaunch(NamedTuple):
     """Ready when they have been run."""
     cache: KVCache
     """The cache behind it; donated by the next chunk."""
+    logits: Float[Array, "B V"]
+    """Behind the last token of the prompts that have ended so far."""
+    logprobs: Int[Array, "B C m"] | None = None
+    """Of the tokens that follow the chunk's, packed; None if they were not wanted."""
 
 
 def most_reusable(needs: Needs, length: int, chunk: int) -> int:
@@ -139,6 +146,8 @@ def prefill_chunks(
     capacity: int,
     chunk: int,
     known: KnownChunks = NONE_KNOWN,
+    emitted: Sequence[int] | None = None,
+    logprobs: int | None = None,
 ) -> Generator[ChunkLaunch, None, Rows]:
     """Launch a chunk of the prompts at every step.
 
@@ -154,6 +163,10 @@ def prefill_chunks(
       chunk: tokens of one prefill chunk.
       known: of a single prompt, chunks that are not run, at most :func:`most_reusable`. The drafter
         learns of them by their tokens.
+      emitted: how many of the last tokens of each prompt the row had emitted before, for penalties;
+        none if absent.
+      logprobs: alternatives of every token of the prompts, to report with its log-probability; None
+        for neither. No chunk may be known then.
 
     Yields:
       Every launch: of a chunk that is run, and of one that comes from the host's memory.
@@ -170,15 +183,15 @@ def prefill_chunks(
     host[:, :prompt] = tokens
     padded, length = jax.device_put((host, held), shardings.rows)
     allocate = _allocate(target, drafter, batch, capacity, shardings, known.cache is None)
-    own, logits, draft = allocate(params)
-    cache: KVCache = known.cache or own
+    fresh, logits, draft = allocate(params)
+    cache: KVCache = known.cache or fresh
     for index in range(chunks):
-        offset, features, ready = np.int32(index * chunk), Features(), logits
+        offset, features, ready, own = np.int32(index * chunk), Features(), logits, None
         if known.copied <= index < known.total:
             moved = jax.device_put(known.moved[index - known.copied], shardings.cache)
             cache, ready = write_chunk(shardings, cache, moved, offset)
         elif index >= known.total:
-            logits, cache, features = _prefill_chunk(
+            logits, cache, features, own = _prefill_chunk(
                 target,
                 drafter.needs.of_a_pass,
                 chunk,
@@ -189,6 +202,7 @@ def prefill_chunks(
                 length,
                 offset,
                 logits,
+                logprobs,
             )
             ready = logits
         if _concerns(drafter.needs, held, index * chunk, chunk):
@@ -196,8 +210,13 @@ def prefill_chunks(
                 target, drafter, chunk, shardings, params, draft, padded, length, offset, features
             )
         if index >= known.copied:
-            yield ChunkLaunch(min((index + 1) * chunk, prompt), ready, cache)
-    started = _start(target.vocab_size, shardings, length, logits, request)
+            yield ChunkLaunch(min((index + 1) * chunk, prompt), ready, cache, logits, own)
+    adjustments = None
+    if request.adjustments is not None:
+        prompts = request.adjustments, tokens, held, target.vocab_size, emitted
+        adjustments = jax.device_put(Adjustments.of_prompts(*prompts), shardings.rows)
+    first = length, logits, request.of_rows, adjustments
+    started = _start(target.vocab_size, shardings, *first)
     return Rows(cache, draft, length, *started)
 
 
@@ -219,8 +238,10 @@ def rows_outline(
     def begun(params: Params, request: Request) -> Rows:
         cache, _, draft = _empty(target, drafter, batch, capacity, params)
         none = jnp.zeros(batch, jnp.int32)
-        sampling = request.sampling.of_kind(SamplingKind.ANY)
-        return Rows(cache, draft, none, none, none, sampling, request.stop_tokens)
+        sampling, speculate = request.sampling.of_kind(SamplingKind.ANY), jnp.ones(batch, bool)
+        adjustments = _no_adjustments(target, batch, request.adjustments is not None)
+        state = none, none, none, sampling, request.stop_tokens, speculate, adjustments
+        return Rows(cache, draft, *state)
 
     rows = jax.eval_shape(begun, params, request)
     return _with_shardings(rows, rows.shardings(shardings))
@@ -235,6 +256,7 @@ def prefill_programs(
     batch: int,
     capacity: int,
     chunks: Sequence[int],
+    logprobs: int | None = None,
 ) -> Iterator[jax.stages.Lowered]:
     """Lower everything that :func:`prefill` runs with any of these chunks, the slowest first.
 
@@ -247,17 +269,18 @@ def prefill_programs(
     needs, at = drafter.needs.of_a_pass, (tokens, rows.length, np.int32(0))
     for chunk in sorted(chunks, reverse=True):
         a_chunk = _prefill_chunk.lower(
-            *(target, needs, chunk, shardings, params.target, rows.cache, *at, logits)
+            *(target, needs, chunk, shardings, params.target, rows.cache, *at, logits, logprobs)
         )
         yield a_chunk
         if drafter.needs.recent != 0:  # Else no chunk is shown to it, whatever the prompt.
-            _, _, found = a_chunk.out_info
+            _, _, found, _ = a_chunk.out_info
             features = _with_shardings(found, jax.tree.map(lambda _: shardings.rows, found))
             yield _extend.lower(
                 target, drafter, chunk, shardings, params, rows.draft, *at, features
             )
     yield _allocate(target, drafter, batch, capacity, shardings).lower(params)
-    yield _start.lower(target.vocab_size, shardings, rows.length, logits, request)
+    first = rows.length, logits, request.of_rows, rows.adjustments
+    yield _start.lower(target.vocab_size, shardings, *first)
 
 
 def slot_programs(
@@ -344,6 +367,7 @@ def vacant(
     batch: int,
     capacity: int,
     stop_width: int,
+    adjusted: bool = False,
 ) -> Rows:
     """A batch of vacant slots.
 
@@ -354,16 +378,25 @@ def vacant(
       batch: slots.
       capacity: cache slots of a row.
       stop_width: most stop tokens of a row.
+      adjusted: whether rows may have biases and penalties.
     """
     shardings = RowShardings.beside(params.target, batch)
     cache, _, draft = _allocate(target, drafter, batch, capacity, shardings)(params)
     none, stops = np.zeros(batch, np.int32), np.full((batch, stop_width), -1, np.int32)
     sampling = Sampling.greedy(batch).of_kind(SamplingKind.ANY)
-    small = jax.device_put((none, none, none, sampling, stops), shardings.rows)
-    return Rows(cache, draft, *small)
+    adjustments = _no_adjustments(target, batch, adjusted)
+    state = none, none, none, sampling, stops, np.ones(batch, bool), adjustments
+    return Rows(cache, draft, *jax.device_put(state, shardings.rows))
 
 
-@program(static_argnames=("target", "needs", "chunk", "shardings"), donate_argnames=("cache",))
+def _no_adjustments(target: TargetModel, batch: int, adjusted: bool) -> Adjustments | None:
+    return Adjustments.empty(batch, target.vocab_size) if adjusted else None
+
+
+@program(
+    static_argnames=("target", "needs", "chunk", "shardings", "logprobs"),
+    donate_argnames=("cache",),
+)
 def _prefill_chunk(
     target: TargetModel,
     needs: Needs,
@@ -375,20 +408,30 @@ def _prefill_chunk(
     length: Lengths,
     offset: Array,
     logits: Float[Array, "B V"],
-) -> tuple[Float[Array, "B V"], KVCache, Features]:
-    """One chunk; keeps the logits of the rows whose last prompt token it holds."""
+    logprobs: int | None = None,
+) -> tuple[Float[Array, "B V"], KVCache, Features, Array | None]:
+    """One chunk; keeps the logits of the rows whose last prompt token it holds.
+
+    With ``logprobs`` also the packed log-probabilities of the tokens that follow the chunk's.
+    """
     fresh = jax.lax.dynamic_slice_in_dim(tokens, offset, chunk, axis=1)
     last = length - 1 - offset
     at = jnp.clip(last, 0, chunk - 1)
     with use_mesh(target.mesh):
         start = jnp.full_like(length, offset)
-        new, cache, features = target.prefill_chunk(params, cache, fresh, start, at, needs)
+        run = target.prefill_chunk(params, cache, fresh, start, at, needs)
+        own = None
+        if logprobs is not None:
+            assert run.hidden is not None, "this target tells no hidden states"
+            following = jnp.roll(tokens, -1, axis=1)
+            following = jax.lax.dynamic_slice_in_dim(following, offset, chunk, axis=1)
+            own = prompt_logprobs(partial(target.unembed, params), run.hidden, following, logprobs)
     here = (last >= 0) & (last < chunk)
     logits, cache = jax.lax.with_sharding_constraint(
-        (jnp.where(here[:, None], new, logits), cache),
-        (shardings.rows, cache.shardings(shardings.cache)),
+        (jnp.where(here[:, None], run.logits, logits), run.cache),
+        (shardings.rows, run.cache.shardings(shardings.cache)),
     )
-    return logits, cache, features
+    return logits, cache, run.features, own
 
 
 @program(static_argnames=("target", "drafter", "chunk", "shardings"), donate_argnames=("draft",))
@@ -420,6 +463,8 @@ class _Started(NamedTuple):
     remaining: Int[Array, " B"]
     sampling: Sampling
     stop_tokens: Int[Array, "B n"]
+    speculate: Bool[Array, " B"]
+    adjustments: Adjustments | None
 
 
 @program(static_argnames=("vocab_size", "shardings"))
@@ -429,12 +474,18 @@ def _start(
     length: Lengths,
     logits: Float[Array, "B V"],
     request: Request,
+    adjustments: Adjustments | None,
 ) -> _Started:
     """Draw the first token of every row."""
-    gumbel = noise(request.sampling, length[:, None], vocab_size)
-    first = draw(logits[:, None], gumbel, request.sampling)[:, 0]
+    below = RoundNoise.of_round(request.sampling, length - 1, 0, vocab_size, adjustments)
+    first = below.draw(logits[:, None], jnp.zeros((1, 1), jnp.int32))
+    if adjustments is not None:
+        adjustments = adjustments.behind(first, jnp.ones_like(length))
+    first = first[:, 0]
     stopped = (request.stop_tokens == first[:, None]).any(axis=1) | (first == NO_TOKEN)
     remaining = jnp.where(stopped, 0, jnp.maximum(request.max_new_tokens - 1, 0))
     sampling = request.sampling.of_kind(SamplingKind.ANY)
-    started = _Started(first, remaining, sampling, request.stop_tokens)
+    speculate: Any = request.speculate
+    state = request.stop_tokens, speculate, adjustments
+    started = _Started(first, remaining, sampling, *state)
     return jax.lax.with_sharding_constraint(started, shardings.rows)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from longspec_jax.axes import Array
+from longspec_jax.decoding.logprobs import TokenLogprob, unpacked_logprobs
 from longspec_jax.decoding.prefill import NONE_KNOWN, ChunkLaunch, chunk_of, prefill_chunks
 from longspec_jax.decoding.prefix_cache import PrefixCache
 from longspec_jax.decoding.prefixes import Names, chunk_names, known_chunks
@@ -39,6 +41,18 @@ class Waiting(NamedTuple):
     """How many of the tokens, the last ones, it has emitted itself."""
     names: Names = ()
     """Of its whole chunks, where prefixes are reused."""
+
+    @property
+    def alternatives(self) -> int:
+        """Of every token that it emits, to report with log-probabilities; -1 for neither."""
+        asked = self.request.logprobs
+        return -1 if asked is None else int(asked[0])
+
+    @property
+    def prompt_alternatives(self) -> int:
+        """The same of its prompt; -1 where it has emitted something, and they were reported."""
+        asked = self.request.prompt_logprobs
+        return -1 if asked is None or self.emitted else int(asked[0])
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -104,6 +118,10 @@ class Prefill:
         """Tokens of the longest prompt that are known to have run."""
         self.rows: Rows | None = None
         """The prefilled rows, once all chunks are launched."""
+        self.logits: Array | None = None
+        """``[B, V]`` behind the last tokens of the prompts."""
+        self.logprobs: list[np.ndarray] = []
+        """``[B, C, m]`` of every chunk that was read, packed; empty where nobody asks."""
         self._chunks = chunks
 
     @property
@@ -114,6 +132,7 @@ class Prefill:
     def launch(self) -> ChunkLaunch:
         """Launch the next chunk; behind the last one there are :attr:`rows`."""
         launched = next(self._chunks)
+        self.logits = launched.logits
         self.left -= 1
         if not self.left:
             try:
@@ -121,6 +140,19 @@ class Prefill:
             except StopIteration as end:
                 self.rows = end.value
         return launched
+
+    def prompt_logprobs(self, row: int) -> tuple[TokenLogprob | None, ...] | None:
+        """Of the tokens of a prompt, the first one None; None if the request does not ask."""
+        one = self.waiting[row]
+        if one.prompt_alternatives < 0:
+            return None
+        found = np.concatenate([each[row] for each in self.logprobs])[: len(one.tokens) - 1]
+        return None, *unpacked_logprobs(found, one.prompt_alternatives)
+
+    @property
+    def asks_logprobs(self) -> bool:
+        """Whether log-probabilities of emitted tokens are to be reported."""
+        return any(one.alternatives >= 0 for one in self.waiting)
 
 
 class Prompts:
@@ -229,6 +261,7 @@ class Prompts:
         params: Params,
         rows: Rows | None,
         capacity: int,
+        logprobs: int | None = None,
     ) -> None:
         """Begin to prefill some requests of the queue, as one batch.
 
@@ -239,6 +272,7 @@ class Prompts:
           params: parameters of both.
           rows: of the slots, where chunks may be found; None before the first prompt.
           capacity: cache slots of a row.
+          logprobs: most alternatives of a token; used where a request asks about its prompt.
         """
         waiting = [self.queue[index] for index in indices]
         length = np.asarray([len(one.tokens) for one in waiting], np.int32)
@@ -247,7 +281,8 @@ class Prompts:
             row[: len(one.tokens)] = one.tokens
         chunk = self.chunk if self._together else self.chunk_of(longest)
         known = NONE_KNOWN
-        if self._reuse:
+        scored = any(one.prompt_alternatives >= 0 for one in waiting)
+        if self._reuse and not scored:
             known = self._reuse.take(self._reusable(waiting[0]), longest, chunk, rows)
         # The tree, which tells the candidates apart, does not matter to a prompt.
         chunks = prefill_chunks(
@@ -256,6 +291,8 @@ class Prompts:
             capacity=capacity,
             chunk=chunk,
             known=known,
+            emitted=[one.emitted for one in waiting],
+            logprobs=logprobs if scored else None,
         )
         count = -(-longest // chunk) - known.copied
         self.under_way.append(Prefill(waiting, chunks, chunk, count, known.total * chunk))

@@ -9,17 +9,25 @@ Rows are independent: each has its own length, seed, sampling, stop tokens and b
 done neither advances nor reads its cache, and does not affect the others.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import struct
 from jaxtyping import Bool, Int
 
-from longspec_jax.axes import Array, Leaf, Lengths
+from longspec_jax.axes import Array, Lengths
+from longspec_jax.decoding.adjustments import draft_paths
+from longspec_jax.decoding.logprobs import packed_logprobs
 from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.report import (
+    TOKENS,
+    Contents,
+    Emitted,
+    packed,
+    packed_columns,
+    packed_tree,
+)
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN, SamplingKind
@@ -46,18 +54,6 @@ def slack_slots(levels: int) -> int:
     return levels + 1
 
 
-@struct.dataclass
-class Emitted:
-    """What one round emitted."""
-
-    tokens: Leaf[Int[Array, "B h"]]
-    """Garbage from ``count[b]`` on."""
-    count: Leaf[Lengths]
-    """How many; 0 where the row was done."""
-    accepted: Leaf[Lengths]
-    """How many of them, the first ones, were accepted draft tokens."""
-
-
 def spec_step(
     target: TargetModel,
     drafter: Drafter,
@@ -65,6 +61,7 @@ def spec_step(
     rows: Rows,
     kind: SamplingKind = SamplingKind.ANY,
     rule: AcceptRule | None = None,
+    contents: Contents = TOKENS,
 ) -> tuple[Rows, Emitted]:
     """One round for every row.
 
@@ -76,6 +73,7 @@ def spec_step(
       kind: what the live rows' sampling needs; static.
       rule: how a path is accepted; by the target's draws if absent, unless the drafter is lossy.
         Another rule serves to measure.
+      contents: what its report holds; static.
 
     Returns:
       The rows after the round, and what it emitted.
@@ -86,7 +84,28 @@ def spec_step(
         tree = propose_tree(target, drafter, params, rows, noise)
         verified, draws = verify_tree(target, drafter, params, rows, tree, noise)
         path = (rule or accept_rule(drafter))(tree, draws, drafter.tree.num_levels)
-        return commit_accepted(drafter, params, rows, verified, path, target.reach(rows.length))
+        path = path._replace(count=jnp.where(rows.speculate, path.count, 1))
+        reach = target.reach(rows.length)
+        after, emitted = commit_accepted(drafter, params, rows, verified, path, reach, kind)
+        return after, replace(emitted, more=_more(contents, tree, verified, draws, path))
+
+
+def _more(
+    contents: Contents,
+    tree: Tree,
+    verified: Verification,
+    draws: Int[Array, "B T"],
+    path: AcceptedPath,
+) -> tuple[Array, ...]:
+    """What a report holds of a round beside tokens and counts."""
+    more = []
+    if contents.logprobs is not None:
+        logits = along(path.path, verified.logits)
+        packed = packed_logprobs(logits, path.tokens, contents.logprobs)
+        more.append(packed.reshape(packed.shape[0], -1))
+    if contents.trees:
+        more.append(packed_tree(tree, draws, path))
+    return tuple(more)
 
 
 def accept_rule(drafter: Drafter) -> AcceptRule:
@@ -101,7 +120,8 @@ def sampling_noise(
 ) -> RoundNoise:
     """The noise of the draws below every row's pending token."""
     levels, sampling = drafter.tree.num_levels, rows.sampling.of_kind(kind)
-    return RoundNoise.of_round(sampling, rows.length, levels, target.vocab_size)
+    vocabulary, adjustments = target.vocab_size, rows.adjustments
+    return RoundNoise.of_round(sampling, rows.length, levels, vocabulary, adjustments)
 
 
 def look_at_cache(target: TargetModel, drafter: Drafter, params: Params, rows: Rows) -> Rows:
@@ -143,7 +163,10 @@ def verify_tree(
         drafter.tree.num_levels,
         drafter.needs,
     )
-    return verified, noise.draw(verified.logits, depths)
+    paths = None
+    if noise.adjustments is not None:
+        paths = draft_paths(tree, drafter.tree.num_levels)
+    return verified, noise.draw(verified.logits, depths, paths)
 
 
 def commit_accepted(
@@ -153,6 +176,7 @@ def commit_accepted(
     verified: Verification,
     path: AcceptedPath,
     reach: Lengths | None = None,
+    kind: SamplingKind = SamplingKind.ANY,
 ) -> tuple[Rows, Emitted]:
     """Append the accepted path to cache and draft state, up to the position ``reach`` if given."""
     length = rows.length
@@ -166,6 +190,9 @@ def commit_accepted(
     end = jnp.maximum(length, -2 - path.tokens[:, 0])
     features = jax.tree.map(partial(along, path.path), verified.features)
     last = last_along(path.tokens, count)
+    adjustments = rows.adjustments
+    if adjustments is not None and kind is SamplingKind.ANY:
+        adjustments = adjustments.behind(path.tokens, count)
     after = replace(
         rows,
         cache=rows.cache.commit(verified.keys, verified.values, path.path, end),
@@ -173,6 +200,7 @@ def commit_accepted(
         length=length + count,
         pending=jnp.where(count > 0, last, rows.pending),
         remaining=jnp.where(stopped, 0, rows.remaining - count),
+        adjustments=adjustments,
     )
     return after, Emitted(path.tokens, count, accepted)
 
@@ -194,20 +222,25 @@ def _trim(
     return jnp.minimum(count, first_stop), first_stop <= count
 
 
-@program(static_argnames=("target", "drafter", "kind"), donate_argnames=("rows",))
+@program(static_argnames=("target", "drafter", "kind", "contents"), donate_argnames=("rows",))
 def one_round(
-    target: TargetModel, drafter: Drafter, kind: SamplingKind, params: Params, rows: Rows
+    target: TargetModel,
+    drafter: Drafter,
+    kind: SamplingKind,
+    params: Params,
+    rows: Rows,
+    contents: Contents = TOKENS,
 ) -> tuple[Rows, Int[Array, "1 B n"]]:
     """One round and its report, with no branch and no loop; the rows are donated.
 
     A launch of it returns at once, so that the host can queue a round behind a running one. If
     every row is done nothing is emitted or committed, but the round is computed all the same.
     """
-    after, emitted = spec_step(target, drafter, params, rows, kind)
-    return after, _packed(emitted, after)[None]
+    after, emitted = spec_step(target, drafter, params, rows, kind, contents=contents)
+    return after, packed(emitted, after)[None]
 
 
-@program(static_argnames=("target", "drafter", "kind"), donate_argnames=("rows",))
+@program(static_argnames=("target", "drafter", "kind", "contents"), donate_argnames=("rows",))
 def many_rounds(
     target: TargetModel,
     drafter: Drafter,
@@ -215,6 +248,7 @@ def many_rounds(
     params: Params,
     rows: Rows,
     limit: Array,
+    contents: Contents = TOKENS,
 ) -> tuple[Rows, Int[Array, "r B n"]]:
     """At most ``limit`` rounds, fewer if every row is done; the rows are donated.
 
@@ -228,9 +262,10 @@ def many_rounds(
       params: parameters of both.
       rows: the rows before the first round.
       limit: 1 to :data:`MOST_ROUNDS`; traced, so that every number of rounds is one program.
+      contents: of the report; static.
     """
-    batch, height = rows.pending.shape[0], drafter.tree.num_levels + 1
-    empty = jnp.zeros((MOST_ROUNDS, batch, 3 + height), jnp.int32)
+    batch, columns = rows.pending.shape[0], packed_columns(drafter.tree, contents)
+    empty = jnp.zeros((MOST_ROUNDS, batch, columns), jnp.int32)
 
     def unfinished(carry: tuple[Array, Rows, Array]) -> Array:
         done, rows, _ = carry
@@ -238,36 +273,9 @@ def many_rounds(
 
     def advance(carry: tuple[Array, Rows, Array]) -> tuple[Array, Rows, Array]:
         done, rows, report = carry
-        after, emitted = spec_step(target, drafter, params, rows, kind)
-        report = jax.lax.dynamic_update_index_in_dim(report, _packed(emitted, after), done, axis=0)
+        after, emitted = spec_step(target, drafter, params, rows, kind, contents=contents)
+        report = jax.lax.dynamic_update_index_in_dim(report, packed(emitted, after), done, axis=0)
         return done + 1, after, report
 
     _, rows, report = jax.lax.while_loop(unfinished, advance, (jnp.int32(0), rows, empty))
     return rows, report
-
-
-def _packed(emitted: Emitted, after: Rows) -> Int[Array, "B n"]:
-    """What a round did, as one array; see :class:`Report`."""
-    ends = jnp.stack([emitted.count, after.done, emitted.accepted], axis=1)
-    return jnp.concatenate([ends, emitted.tokens], axis=1)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a launch did, on the host: ``r`` rounds."""
-
-    count: np.ndarray
-    """``[r, B]`` tokens that each row emitted, 0 where it was done."""
-    done: np.ndarray
-    """``[r, B]`` whether the row has met a stop token or its budget."""
-    accepted: np.ndarray
-    """``[r, B]`` how many tokens, the first ones, were accepted draft tokens."""
-    tokens: np.ndarray
-    """``[r, B, h]`` the emitted tokens; garbage from the count on."""
-
-    @classmethod
-    def of(cls, packed: np.ndarray) -> "Report":
-        """Unpack the report of :func:`one_round` or :func:`many_rounds`."""
-        # A round in which no row emits ends the loop, or was launched behind the last one.
-        packed = packed[(packed[:, :, 0] > 0).any(axis=1)]
-        return cls(packed[..., 0], packed[..., 1] != 0, packed[..., 2], packed[..., 3:])

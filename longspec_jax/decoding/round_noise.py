@@ -7,6 +7,7 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
+from longspec_jax.decoding.adjustments import Adjustments, adjust
 from longspec_jax.decoding.sampling import Sampling, SamplingKind, draw, noise, perturb
 from longspec_jax.ops.slicing import along
 
@@ -19,33 +20,60 @@ class RoundNoise:
     """Noise of the token below a node of each depth; one wide where no row
     samples."""
     sampling: Sampling
+    adjustments: Adjustments | None = None
+    """Of the logits; None where no live row's are adjusted."""
 
     @classmethod
     def of_round(
-        cls, sampling: Sampling, position: Lengths, levels: int, vocabulary: int
+        cls,
+        sampling: Sampling,
+        position: Lengths,
+        levels: int,
+        vocabulary: int,
+        adjustments: Adjustments | None = None,
     ) -> "RoundNoise":
         """Below the token at ``position[b]``, where depth ``d`` draws position + d + 1."""
         steps = 1 + jnp.arange(levels + 1)
-        return cls(noise(sampling, position[:, None] + steps, vocabulary), sampling)
+        if sampling.kind is not SamplingKind.ANY:
+            adjustments = None
+        gumbel = noise(sampling, position[:, None] + steps, vocabulary)
+        return cls(gumbel, sampling, adjustments)
 
     def scores(self, logits: Float[Array, "B w V"], depth: int) -> Float[Array, "B w V"]:
         """How likely the target is to draw each token, for a draft whose logits these are.
 
         At temperature 0 the draft's logits. Above, its perturbed ones: the target's are these plus
         the draft's error, so the largest remain the likely draws. Any belief is lossless; this one
-        is accepted often.
+        is accepted often. Penalties are those of the committed tokens.
         """
-        return perturb(logits, self.noise[:, depth : depth + 1], self.sampling)
+        return perturb(self._adjusted(logits), self.noise[:, depth : depth + 1], self.sampling)
 
-    def draw(self, logits: Float[Array, "B T V"], depths: Int[Array, "#B T"]) -> Int[Array, "B T"]:
-        """The draws from these logits at nodes of these depths."""
-        return draw(logits, self._noise_at(depths), self.sampling)
+    def draw(
+        self,
+        logits: Float[Array, "B T V"],
+        depths: Int[Array, "#B T"],
+        paths: Int[Array, "B T levels"] | None = None,
+    ) -> Int[Array, "B T"]:
+        """The draws from these logits at nodes of these depths.
+
+        Args:
+          logits: at the nodes.
+          depths: of the nodes.
+          paths: the draft tokens on the path to each node, which penalties count as emitted, of
+            :func:`~longspec_jax.decoding.adjustments.draft_paths`; none if absent.
+        """
+        return draw(self._adjusted(logits, paths), self._noise_at(depths), self.sampling)
+
+    def _adjusted(self, logits: Array, paths: Array | None = None) -> Array:
+        return logits if self.adjustments is None else adjust(logits, self.adjustments, paths)
 
     def among(self, tokens: Int[Array, " v"]) -> "RoundNoise":
         """The same for logits of these tokens alone."""
         if self.sampling.kind is SamplingKind.GREEDY:
             return self
-        return dataclasses.replace(self, noise=jnp.take(self.noise, tokens, axis=2))
+        adjustments = self.adjustments and self.adjustments.among(tokens)
+        gumbel = jnp.take(self.noise, tokens, axis=2)
+        return dataclasses.replace(self, noise=gumbel, adjustments=adjustments)
 
     def after(self, steps: Lengths, levels: int) -> "RoundNoise":
         """The same for nodes below ``steps[b]`` more tokens, down to ``levels`` levels."""

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import BATCH_AXES
+from longspec_jax.decoding.adjustments import AdjustmentOptions, Adjustments
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.sampling import Sampling
@@ -79,6 +80,23 @@ class Request:
     """Tokens that end a row, itself emitted; pad with -1."""
     max_new_tokens: Leaf[Int[Array, " B"]]
     """Most tokens to emit."""
+    speculate: Leaf[Bool[Array, " B"]] | None = None
+    """Whether the row accepts draft tokens; every row does if absent."""
+    adjustments: AdjustmentOptions | None = None
+    """Biases and penalties; none if absent."""
+    logprobs: Leaf[Int[Array, " B"]] | None = None
+    """How many alternatives of every emitted token to report beside its log-probability; -1 for
+    neither, in every row if absent."""
+    prompt_logprobs: Leaf[Int[Array, " B"]] | None = None
+    """The same of the prompt's tokens."""
+
+    @property
+    def of_rows(self) -> "Request":
+        """What the rows themselves carry from their first token on."""
+        speculate: Any = self.speculate
+        if speculate is None:
+            speculate = np.ones(self.stop_tokens.shape[0], bool)
+        return Request(self.sampling, self.stop_tokens, self.max_new_tokens, speculate)
 
     def row(self, index: int) -> "Request":
         """The request of one row, as a batch of one."""
@@ -86,9 +104,14 @@ class Request:
 
 
 def stack(requests: Sequence[Request]) -> Request:
-    """One request of several rows, from requests on the host."""
+    """What the rows of several requests carry, and their adjustments, from requests on the host."""
     kind = max(one.sampling.kind for one in requests)
-    alike = [replace(one, sampling=one.sampling.of_kind(kind)) for one in requests]
+    alike = [replace(one.of_rows, sampling=one.sampling.of_kind(kind)) for one in requests]
+    given = [one.adjustments for one in requests if one.adjustments is not None]
+    if given:  # By all of them, where an engine adjusts logits.
+        width = max(one.bias.shape[1] for one in given)
+        padded = zip(alike, (one.padded(width) for one in given), strict=True)
+        alike = [replace(one, adjustments=options) for one, options in padded]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *alike)
 
 
@@ -109,6 +132,10 @@ class Rows:
     sampling: Sampling
     stop_tokens: Leaf[Int[Array, "B n"]]
     """Tokens that end a row, itself emitted; padded with -1."""
+    speculate: Leaf[Bool[Array, " B"]]
+    """Whether the row accepts draft tokens. One that does not emits a token a round."""
+    adjustments: Adjustments | None = None
+    """What adjusts the rows' logits; None where no row's ever are."""
 
     @property
     def done(self) -> Bool[Array, " B"]:

@@ -83,7 +83,7 @@ class Sampling:
             jnp.zeros(rows, jnp.int32),
             jnp.ones(rows),
             jnp.zeros(rows, jnp.uint32),
-            jnp.full(rows, -jnp.inf),
+            jnp.full(rows, -jnp.inf, jnp.float32),
             SamplingKind.GREEDY,
         )
 

@@ -63,6 +63,8 @@ class Prefilled(NamedTuple):
     cache: KVCache
     features: Features = Features()
     """What was asked for of the chunk's tokens."""
+    hidden: Float[Array, "B C D"] | None = None
+    """What :meth:`TargetModel.unembed` makes the logits behind each of them of."""
 
 
 @runtime_checkable
@@ -93,6 +95,10 @@ class TargetModel(Protocol):
         needs: Needs = NOTHING,
     ) -> Prefilled:
         """Append a chunk behind ``start[b]`` tokens; logits after its token ``last[b]``."""
+        ...
+
+    def unembed(self, params: Any, hidden: Float[Array, "B n D"]) -> Float[Array, "B n V"]:
+        """Logits of hidden states behind the last norm, float32."""
         ...
 
     def verify(
@@ -178,8 +184,9 @@ class CachedTarget:
 
         output, features = self._forward(params, tokens, positions, attend, needs)
         hidden = jnp.take_along_axis(output.hidden, last[:, None, None], axis=1)[:, 0]
-        logits = self._unembed(params, hidden)
-        return Prefilled(logits, cache.append(output.keys, output.values, start), features)
+        logits = self.unembed(params, hidden)
+        cache = cache.append(output.keys, output.values, start)
+        return Prefilled(logits, cache, features, output.hidden)
 
     def verify(
         self,
@@ -206,7 +213,7 @@ class CachedTarget:
 
         with jax.named_scope("verify"):
             output, features = self._forward(params, tokens, positions, attend, needs)
-            logits = self._unembed(params, output.hidden[:, :nodes])
+            logits = self.unembed(params, output.hidden[:, :nodes])
         features = jax.tree.map(lambda each: each[:, :nodes], features)
         return Verification(logits, output.keys, output.values, features)
 
@@ -255,7 +262,7 @@ class CachedTarget:
 
         with jax.named_scope("partial_forward"):
             output, features = self._forward(params, tokens, positions, attend, needs)
-            logits = self._unembed(params, output.hidden)
+            logits = self.unembed(params, output.hidden)
         return PartialForward(logits, Uncommitted(tuple(keys), tuple(values)), features)
 
     def _forward(
@@ -276,7 +283,8 @@ class CachedTarget:
         )
         return output, Features(output.kept, queries, keys)
 
-    def _unembed(self, params: Any, hidden: Array) -> Array:
+    def unembed(self, params: Any, hidden: Array) -> Array:
+        """As of :class:`TargetModel`; of any number of leading axes."""
         logits: Any = self._model.apply({"params": params}, hidden, method="unembed")
         return logits
 

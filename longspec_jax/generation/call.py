@@ -7,9 +7,12 @@ import jax
 import numpy as np
 
 from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.adjustments import AdjustmentOptions
 from longspec_jax.decoding.cache import bucket_capacity
 from longspec_jax.decoding.candidates import tallest
+from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
 from longspec_jax.decoding.prefill import chunk_of, chunk_sizes
+from longspec_jax.decoding.report import TOKENS, Contents
 from longspec_jax.decoding.round import slack_slots
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.same_bits import has_same_bits
@@ -92,6 +95,12 @@ class Plan:
     stop_width: int
     """Most stop tokens of a row."""
     kind: SamplingKind
+    contents: Contents
+    """Of the reports of its rounds."""
+    scored: bool
+    """Whether log-probabilities of the prompts are reported."""
+    adjusted: bool
+    """Whether a row has biases or penalties."""
     shape: Shape
     chunks: tuple[int, ...]
     """The sizes of the prefill steps that its prompts take, ascending."""
@@ -132,7 +141,7 @@ class Plan:
         """Everything that a compilation depends on."""
         return (
             *(self.target, self.drafters, self.shape, self.chunks, self.rows, self.slots),
-            *(self.stop_width, self.kind),
+            *(self.stop_width, self.kind, self.contents, self.scored, self.adjusted),
             tuple(leaf.shape for leaf in jax.tree.leaves(self.params.draft)),
             jax.tree.leaves(self.params.target)[0].sharding,
         )
@@ -145,7 +154,13 @@ class Plan:
         sampling = Sampling(
             *(real, none, real + 1, none.astype(np.uint32), real - np.inf), kind=self.kind
         )
-        return Request(sampling, stops, none + min(2, self.new_tokens[1]))
+        most = self.contents.logprobs
+        return Request(
+            *(sampling, stops, none + min(2, self.new_tokens[1])),
+            adjustments=AdjustmentOptions.none(self.rows) if self.adjusted else None,
+            logprobs=None if self.kind is not SamplingKind.ANY or most is None else none + most,
+            prompt_logprobs=none if self.scored else None,
+        )
 
     def without_draft(self) -> "Plan":
         """The same, decoded plainly."""
@@ -189,6 +204,7 @@ def plan_call(
     sizes = longest, most, levels, models.prefill_chunk, models.expected_tokens
     shape = Shape.for_call(*sizes, alone=has_same_bits(models.target))
     # A prompt that is prefilled beside the slots is a batch of its own.
+    reported = request.logprobs is not None or request.prompt_logprobs is not None
     batches = [slots, 1] if slots < rows or (shape.alone and rows > 1) else [rows]
     return Plan(
         target=models.target,
@@ -200,9 +216,15 @@ def plan_call(
         new_tokens=(fewest, most),
         stop_width=request.stop_tokens.shape[1],
         kind=request.sampling.kind,
+        contents=Contents(logprobs=MOST_ALTERNATIVES) if reported else TOKENS,
+        scored=request.prompt_logprobs is not None,
+        adjusted=request.adjustments is not None,
         shape=shape,
         chunks=tuple(sorted({*map(shape.chunk_of, lengths)})) if shape.alone else (shape.chunk,),
-        memory=plan_memory(models, drafters, draft, batches, shape.capacity, shape.chunk),
+        memory=plan_memory(
+            *(models, drafters, draft, batches, shape.capacity, shape.chunk),
+            adjusted=request.adjustments is not None,
+        ),
         large=models.large,
         open=tree is None and models.tree is None and not adaptive,
     )

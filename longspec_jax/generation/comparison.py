@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
 
 from longspec_jax.axes import Array
+from longspec_jax.decoding.adjustments import Adjustments
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.programs import program
-from longspec_jax.decoding.rows import Request
-from longspec_jax.decoding.sampling import noise, perturb
+from longspec_jax.decoding.round_noise import RoundNoise
+from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.activity import DecodingPlainly, OnActivity
@@ -122,22 +124,32 @@ def _room_for_two(plan: Plan) -> bool:
 
 
 def score_gap(
-    run: Run, last: Sequence[int], length: Sequence[int], row: int, pair: tuple[int, int]
+    run: Run, emitted: Sequence[Sequence[int]], row: int, pair: tuple[int, int]
 ) -> float | None:
     """How much plain decoding's scores of a row prefer the first token of a pair to the second.
 
     Args:
       run: of the plain call, whose cache holds all tokens before the last ones.
-      last: the last token of each row.
-      length: its position.
+      emitted: the tokens of each row behind its prompt, the last one included.
       row: the one in question.
       pair: of next tokens.
 
     Returns:
       The difference, noise and temperature included; None if filters left out one of the two.
     """
-    plan, at = run.plan, (jnp.asarray(last), jnp.asarray(length))
-    scores = _scores(plan.target, plan.params, run.batch.request, run.engine.rows.cache, *at)[row]
+    plan, request = run.plan, run.batch.request
+    whole = [[*prompt, *own] for prompt, own in zip(run.batch.prompts, emitted, strict=True)]
+    lengths, counts = list(map(len, whole)), list(map(len, emitted))
+    at = jnp.asarray([tokens[-1] for tokens in whole]), jnp.asarray(lengths) - 1
+    adjustments = None
+    if request.adjustments is not None:
+        tokens = np.zeros((len(whole), max(lengths)), np.int32)
+        for padded, own in zip(tokens, whole, strict=True):
+            padded[: len(own)] = own
+        given = request.adjustments, tokens, lengths, plan.target.vocab_size, counts
+        adjustments = Adjustments.of_prompts(*given)
+    state = request.sampling, adjustments, run.engine.rows.cache
+    scores = _scores(plan.target, plan.params, *state, *at)[row]
     gap = float(scores[pair[0]] - scores[pair[1]])
     return gap if math.isfinite(gap) else None
 
@@ -160,9 +172,8 @@ def _divergence(
     # The first token is drawn from the prefill, which both share and which keeps no logits. Where
     # rows waited for slots, the cache of this one is another's by now.
     if index > 0 and not run.plan.waits and plain is not None and other is not None:
-        before = [row.tokens[min(index, len(row.tokens)) - 1] for row in run.rows]
-        length = [len(prompt) + index - 1 for prompt in run.batch.prompts]
-        gap = score_gap(run, before, length, row, (plain, other))
+        emitted = [row.tokens[:index] for row in run.rows]
+        gap = score_gap(run, emitted, row, (plain, other))
     return Divergence(row, index, plain, other, gap)
 
 
@@ -170,7 +181,8 @@ def _divergence(
 def _scores(
     target: CachedTarget,
     params: Params,
-    request: Request,
+    sampling: Sampling,
+    adjustments: Adjustments | None,
     cache: KVCache,
     tokens: Array,
     length: Array,
@@ -181,5 +193,5 @@ def _scores(
     token = tokens[:, None].astype(jnp.int32)
     with use_mesh(target.mesh):
         verified = target.verify(params.target, cache, token, length[:, None], mask, length, 0)
-    gumbel = noise(request.sampling, length[:, None] + 1, target.vocab_size)
-    return perturb(verified.logits, gumbel, request.sampling)[:, 0]
+    below = RoundNoise.of_round(sampling, length, 0, target.vocab_size, adjustments)
+    return below.scores(verified.logits, 0)[:, 0]

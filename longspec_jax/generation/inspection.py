@@ -21,7 +21,7 @@ import numpy as np
 from longspec_jax.axes import Array
 from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.programs import program
-from longspec_jax.decoding.round import Emitted
+from longspec_jax.decoding.report import Emitted, RoundTree
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
@@ -42,7 +42,7 @@ class DepthView:
     drawn: int
     """What the target drew here."""
     drawn_probability: float
-    """The target's probability of it, before noise, temperature and filters."""
+    """The target's probability of it, before noise, temperature, filters, biases and penalties."""
     candidates: tuple[int, ...]
     """The draft's proposals below this node, best first; empty at the tree's last level and at
     nodes outside the draft's beam. Proposals outside the tree's budget are not listed."""
@@ -65,19 +65,6 @@ class DepthView:
 
 
 @dataclass(frozen=True)
-class TreeView:
-    """All that the target verified in a round, one entry per node; node 0 is the root."""
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-    """Index of every node's parent; -1 for the root."""
-    draws: tuple[int, ...]
-    """What the target drew behind every node."""
-    path: tuple[int, ...]
-    """The accepted nodes, the root first."""
-
-
-@dataclass(frozen=True)
 class RoundView:
     """One round of a single row."""
 
@@ -88,7 +75,7 @@ class RoundView:
     """The token at the root of the tree."""
     depths: tuple[DepthView, ...]
     """The accepted path; the last entry is the bonus token."""
-    tree: TreeView
+    tree: RoundTree
 
 
 def round_views(start: Callable[[], Run]) -> Iterator[RoundView]:
@@ -241,5 +228,5 @@ def _view(number: int, position: int, seen: dict[str, Any]) -> RoundView:
             )
         )
     by_node = (tuple(row[name].tolist()) for name in ("tokens", "parents", "draws"))
-    tree = TreeView(*by_node, path=tuple(row["path"][: row["count"]].tolist()))
+    tree = RoundTree(*by_node, path=tuple(row["path"][: row["count"]].tolist()))
     return RoundView(number, position - 1, int(row["tokens"][0]), tuple(depths), tree)

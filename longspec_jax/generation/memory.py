@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from longspec_jax.checks import shown_bytes
+from longspec_jax.decoding.adjustments import ADJUSTMENT_BYTES
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.drafters.base import Drafter, Params
@@ -60,6 +61,7 @@ def plan_memory(
     batches: Sequence[int],
     capacity: int,
     chunk: int,
+    adjusted: bool = False,
 ) -> MemoryPlan:
     """What a call takes on each of its devices, from shapes alone.
 
@@ -70,13 +72,16 @@ def plan_memory(
       batches: rows of the batches that exist at once.
       capacity: cache slots of a row.
       chunk: tokens of a prefill step.
+      adjusted: whether rows may have biases and penalties.
     """
     config, target, params = models.target_config, models.target, models.target_params
     nodes = max(drafter.tree.num_nodes for drafter in drafters)
     gathered = max(drafter.gathered_slots(capacity) for drafter in drafters)
     width = (3 * config.mlp_width + 6 * config.model_width) * jnp.dtype(config.dtype).itemsize
-    # Logits, noise, perturbed scores and one sorted or compared copy, float32.
-    working_row = max(chunk * width, 4 * 4 * nodes * config.vocab_size)
+    # Logits, noise, perturbed scores and one compared copy, float32; two more of adjusted logits,
+    # and the row's tables of biases and tokens.
+    copies, tables = (6, ADJUSTMENT_BYTES * config.vocab_size) if adjusted else (4, 0)
+    working_row = max(chunk * width, 4 * copies * nodes * config.vocab_size) + tables
     cache = host = state = working = 0
     for batch in batches:
         begin = partial(drafters[0].begin, batch=batch, capacity=capacity)

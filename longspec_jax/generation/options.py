@@ -2,7 +2,7 @@
 
 An option is one value for all rows, or a sequence with one value per row. Options of transformers
 without an effect here are accepted. Those that speculative decoding does not support, such as
-beams, penalties and constraints, are refused by name.
+beams and constraints, are refused by name.
 """
 
 import numbers
@@ -16,19 +16,26 @@ from longspec_jax.checks import (
     Real,
     Whole,
     as_plain,
-    is_number,
+    by_row,
+    in_row,
     is_whole,
     nearest,
     shown,
     whole_number,
 )
 from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.adjustments import AdjustmentOptions
+from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 
 DEFAULT_NEW_TOKENS = 256
 TRANSFORMERS_TOP_K = 50
 """The ``top_k`` with which transformers samples from a GenerationConfig that sets none."""
+
+
+BIAS = Real(-100.0, 100.0, "a number from -100 to 100")
+ALTERNATIVES = Whole(0, MOST_ALTERNATIVES, " (None for no log-probabilities)")
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -52,6 +59,21 @@ class GenerateOptions(TypedDict, total=False):
     """Only the smallest set of most likely tokens with this mass; 1 for all."""
     min_p: float | Sequence[float]
     """Only tokens with at least this share of the most likely token's probability; 0 for all."""
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]]
+    """What is added to the logits of tokens, by id, from -100 to 100; one for all rows, or one per
+    row. Added before penalties and temperature, at temperature 0 too, as in vLLM."""
+    repetition_penalty: float | Sequence[float]
+    """Divides positive logits of tokens in the prompt or the text so far, multiplies negative ones;
+    1 for none."""
+    presence_penalty: float | Sequence[float]
+    """Subtracted from the logits of tokens in the text so far, from -2 to 2."""
+    frequency_penalty: float | Sequence[float]
+    """Subtracted for each time that a token is in the text so far, from -2 to 2."""
+    logprobs: int | Sequence[int | None]
+    """Report the log-probability of every token, and of so many of the most likely tokens there, at
+    most 20: the target's, before biases, penalties, temperature and filters."""
+    prompt_logprobs: bool | int | Sequence[bool | int]
+    """The same of the prompt's tokens; True for their own alone."""
     seed: int | Sequence[int]
     """The row's random stream, the same for every row if one number is given; 0 if absent."""
     eos_token_id: int | Sequence[int] | Sequence[Sequence[int]]
@@ -85,7 +107,6 @@ _WITHOUT_EFFECT = (
 _NEUTRAL = {
     **dict.fromkeys(_WITHOUT_EFFECT.split(), _ANY),
     "num_beams": 1,
-    "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "min_length": 0,
     "min_new_tokens": 0,
@@ -94,8 +115,6 @@ _NEUTRAL = {
     "output_hidden_states": False,
     "output_scores": False,
     "output_logits": False,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
 }
 """Values at which unsupported options of transformers, vLLM and OpenAI's API change no token."""
 _STOPS = "pass strings that end a row as stop_strings=, and the ids of stop tokens as eos_token_id="
@@ -139,7 +158,7 @@ def resolve(
     rows = len(prompt_lengths)
 
     def option(name: str, default: float, dtype: Any) -> Any:
-        return np.asarray(_by_row(name, merged.get(name, default), rows, SAMPLING[name]), dtype)
+        return np.asarray(by_row(name, merged.get(name, default), rows, SAMPLING[name]), dtype)
 
     temperature, top_k = _temperature(merged, given, rows), option("top_k", 0, np.int32)
     # A mass too small for float32 still leaves the most likely token.
@@ -153,19 +172,74 @@ def resolve(
     with np.errstate(divide="ignore"):
         log_min_p = np.log(min_p).astype(np.float32)
     kind = SamplingKind.SAMPLED if temperature.any() else SamplingKind.GREEDY
+    adjustments = AdjustmentOptions.of(
+        repetition=option("repetition_penalty", 1.0, np.float32),
+        presence=option("presence_penalty", 0.0, np.float32),
+        frequency=option("frequency_penalty", 0.0, np.float32),
+        biases=_biases(merged.get("logit_bias"), rows, vocab_size),
+    )
+    logprobs = _alternatives("logprobs", merged.get("logprobs"), rows)
+    if filtered.any() or not adjustments.neutral or logprobs is not None:
+        kind = SamplingKind.ANY
     sampling = Sampling(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=option("seed", 0, np.uint32),
         log_min_p=log_min_p,
-        kind=SamplingKind.ANY if filtered.any() else kind,
+        kind=kind,
     )
     return Request(
         sampling,
         _stop_tokens(merged.get("eos_token_id", model_stop_tokens), rows, checked),
         option("max_new_tokens", DEFAULT_NEW_TOKENS, np.int32),
+        adjustments=None if adjustments.neutral else adjustments,
+        logprobs=logprobs,
+        prompt_logprobs=_alternatives("prompt_logprobs", merged.get("prompt_logprobs"), rows),
     )
+
+
+def _biases(value: Any, rows: int, vocab_size: int) -> list[Mapping[int, float]]:
+    """Biases of every row, by token."""
+    biases = [value or {}] * rows if value is None or isinstance(value, Mapping) else value
+    if not isinstance(biases, Sequence) or not all(isinstance(one, Mapping) for one in biases):
+        raise ValueError(
+            f"logit_bias={shown(value)} must be a mapping of token ids to numbers, such as "
+            "{198: -100}, or one for every prompt"
+        )
+    if len(biases) != rows:
+        raise ValueError(
+            f"logit_bias has {len(biases)} mappings for {rows} prompt{'s' * (rows != 1)}; pass one "
+            "mapping, or one per prompt"
+        )
+    for row, given in enumerate(biases):
+        for token, bias in given.items():
+            if not is_whole(token) or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"logit_bias has the token {shown(token)}{in_row(row, rows)}, and the target's "
+                    f"vocabulary has the ids 0 to {vocab_size - 1}; pass token ids"
+                )
+            if words := BIAS.refusal(bias):
+                where = in_row(row, rows)
+                raise ValueError(
+                    f"logit_bias={shown(bias)} of token {token}{where} must be {words}"
+                )
+    return list(biases)
+
+
+def _alternatives(name: str, value: Any, rows: int) -> Any:
+    """Alternatives that every row reports, -1 for no log-probabilities; None if no row does."""
+    value = as_plain(value)
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    items = list(value) if several else [value]
+    own_alone = [name == "prompt_logprobs" and item is True for item in items]
+    neither = [item is None or (name == "prompt_logprobs" and item is False) for item in items]
+    if all(neither):
+        return None
+    fixed = [one or other for one, other in zip(own_alone, neither, strict=True)]
+    asked = [0 if known else item for item, known in zip(items, fixed, strict=True)]
+    found = by_row(name, asked if several else asked[0], rows, ALTERNATIVES)
+    return np.where(neither, -1, found).astype(np.int32)
 
 
 def sequences_per_prompt(
@@ -185,7 +259,7 @@ def sequences_per_prompt(
     if value is None:
         value = getattr(generation_config, "num_return_sequences", None)
     count = 1 if value is None else whole_number("num_return_sequences", value)
-    if count > 1 and not request.sampling.kind.stochastic:
+    if count > 1 and not np.any(request.sampling.temperature):
         raise ValueError(
             f"num_return_sequences={count} gives equal rows at temperature 0; set temperature (or "
             "do_sample=True), or leave it out"
@@ -241,10 +315,10 @@ def _supported(
     refused = [key for key in sorted(others) if _has_effect(key, values[key])]
     if refused:
         named = ", ".join(f"{owner}{key}={shown(values[key])}" for key in refused)
-        raise NotImplementedError(
-            f"{named}: not supported by speculative decoding; leave out, or decode with "
-            "transformers"
-        )
+        remedy = "leave out, or decode with transformers"
+        if {"output_scores", "output_logits"} & {*refused}:
+            remedy = "pass logprobs=20 for the most likely tokens, or decode with transformers"
+        raise NotImplementedError(f"{named}: not supported by speculative decoding; {remedy}")
     return found
 
 
@@ -261,7 +335,7 @@ def _rest(name: str, max_length: Any, prompt_lengths: Sequence[int]) -> list[int
         if length >= most:
             raise ValueError(
                 f"{name}={most} must exceed the {length} tokens of the prompt"
-                f"{_in_row(row, len(prompt_lengths))}, which it counts too; raise it, or pass "
+                f"{in_row(row, len(prompt_lengths))}, which it counts too; raise it, or pass "
                 "max_new_tokens"
             )
     return [most - length for length in prompt_lengths]
@@ -278,7 +352,7 @@ def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int)
     if "temperature" in given and "do_sample" not in given:
         sample = None  # A temperature in the call decides alone whether to sample.
     given_or_default = merged.get("temperature", 1.0 if sample else 0.0)
-    values = _by_row("temperature", given_or_default, rows, SAMPLING["temperature"])
+    values = by_row("temperature", given_or_default, rows, SAMPLING["temperature"])
     array = np.asarray(values, np.float32)
     if sample is None or (sample and array.all()):
         return array
@@ -327,7 +401,7 @@ def _stop_tokens(value: Any, rows: int, vocab_size: int | None) -> Any:
                 )
             if vocab_size is not None and token >= vocab_size:
                 raise ValueError(
-                    f"eos_token_id={token}{_in_row(row, rows)} is outside the target's vocabulary "
+                    f"eos_token_id={token}{in_row(row, rows)} is outside the target's vocabulary "
                     f"of {vocab_size}, so no row would ever end with it; pass an id below, or "
                     "eos_token_id=[] to never stop"
                 )
@@ -348,31 +422,3 @@ def _no_stop_set(value: Any) -> ValueError:
         f"eos_token_id={shown(value)} must be a token id, a list of ids, or a list of ids for "
         "every prompt; tokenizer.convert_tokens_to_ids gives the id of a token"
     )
-
-
-def _by_row(name: str, value: Any, rows: int, allowed: Whole | Real) -> list[Any]:
-    """A number per row, from one for all rows or a sequence with one per row."""
-    value = as_plain(value)
-    given = [value] * rows
-    shared = isinstance(value, str | bytes) or not isinstance(value, Sequence)
-    if not shared:
-        given = list(value)
-        if len(given) != rows:
-            raise ValueError(
-                f"{name} has {len(given)} values for {rows} prompt{'s' * (rows != 1)}; pass one "
-                "number, or one per prompt"
-            )
-    whole = isinstance(allowed, Whole)
-    for row, one in enumerate(given):
-        if not is_number(one) or (whole and not is_whole(one)):
-            kind = "an integer" if is_number(one) else "a number"
-            where = "" if shared else _in_row(row, rows)
-            raise ValueError(f"{name}={shown(one)}{where} must be {kind}, or one number per row")
-        if words := allowed.refusal(one):
-            raise ValueError(f"{name}={one}{_in_row(row, rows)} must be {words}")
-    return [int(one) if whole else float(one) for one in given]
-
-
-def _in_row(row: int, rows: int) -> str:
-    """The row of a bad value, for an error message; empty if there is only one."""
-    return f" of row {row}" if rows > 1 else ""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import jax
+import numpy as np
 
 from longspec_jax.checks import is_number, is_whole, shown, whole_number
 from longspec_jax.config import TreeConfig
@@ -21,14 +22,16 @@ from longspec_jax.decoding import measuring
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.candidates import candidates_by_load, tallest
 from longspec_jax.decoding.engine import Engine, EngineStatus, StepOutput
+from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES, TokenLogprob
 from longspec_jax.decoding.prefix_cache import MOST_MOVING
 from longspec_jax.decoding.programs import RECENT
+from longspec_jax.decoding.report import Contents, RoundTree
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.trials import rehearse_requests
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.call import Shape
-from longspec_jax.generation.inputs import Inputs, read_batch
+from longspec_jax.generation.inputs import Batch, Inputs, read_batch
 from longspec_jax.generation.memory import check_fits, plan_memory
 from longspec_jax.generation.models import Models, drafters_for
 from longspec_jax.generation.options import GenerateOptions
@@ -37,12 +40,6 @@ from longspec_jax.generation.run import tree_uses
 from longspec_jax.generation.stops import until
 from longspec_jax.generation.text import Piece, RowText
 
-KINDS: tuple[GenerateOptions, ...] = (
-    {"max_new_tokens": 2, "temperature": 0.0, "eos_token_id": []},
-    {"max_new_tokens": 2, "temperature": 1.0, "eos_token_id": []},
-    {"max_new_tokens": 2, "temperature": 1.0, "top_p": 0.5, "eos_token_id": []},
-)
-"""Options of one request of every kind that has programs of its own, the slowest last."""
 STOP_WIDTH = 8
 """Most stop tokens of a request."""
 
@@ -68,6 +65,13 @@ class RequestOutput:
     """Of the first output: tokens of the prompt that were not prefilled anew."""
     pieces: tuple[Piece, ...] = ()
     """The text by the tokens that completed it, and whether each was an accepted draft token."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of every token; empty if the request did not ask with ``logprobs=``."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Of the first output: of every token of the prompt but the first one, which has none. None if
+    the request did not ask with ``prompt_logprobs=``."""
+    trees: tuple[RoundTree, ...] = ()
+    """Of every round; empty in an engine made without ``traced=True``."""
 
 
 class RequestEngine:
@@ -88,6 +92,9 @@ class RequestEngine:
         prefixes: bool = False,
         offload_prefixes: int = 0,
         max_gap_ms: float | None = None,
+        logprobs: int | None = None,
+        adjusted: bool = False,
+        traced: bool = False,
     ) -> None:
         """Make vacant slots; arguments and errors as of :meth:`longspec_jax.LongSpec.engine`."""
         sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
@@ -96,6 +103,8 @@ class RequestEngine:
         _check_prefixes(models, prefixes, offload_prefixes)
         if max_gap_ms is not None and not (is_number(max_gap_ms) and max_gap_ms > 0):
             raise ValueError(f"max_gap_ms={shown(max_gap_ms)} must be a number of milliseconds")
+        if logprobs is not None:
+            whole_number("logprobs", logprobs, 0, MOST_ALTERNATIVES)
         drafters, draft = drafters_for(
             models, tree, slots, adaptive=adaptive, choices=candidates_by_load
         )
@@ -104,7 +113,9 @@ class RequestEngine:
         alone = has_same_bits(models.target)
         shape = Shape.for_call(max_tokens, 0, levels, models.prefill_chunk, alone=alone)
         batches = [slots, *[1] * prefills]
-        memory = plan_memory(models, drafters, draft, batches, shape.capacity, shape.chunk)
+        memory = plan_memory(
+            *(models, drafters, draft, batches, shape.capacity, shape.chunk), adjusted=adjusted
+        )
         if offload_prefixes:  # Chunks on their way to the host, and one on its way back.
             moving = (1 + MOST_MOVING) * cache_bytes(models.target_config, 1, shape.chunk)
             memory = replace(memory, working_bytes=memory.working_bytes + moving)
@@ -122,6 +133,8 @@ class RequestEngine:
             prefixes=prefixes,
             host_bytes=offload_prefixes,
             readmits=True,
+            adjusted=adjusted,
+            contents=Contents(logprobs, trees=traced),
         )
         self._max_gap_ms = max_gap_ms
         self._pinned: Set[Hashable] = set()
@@ -150,13 +163,15 @@ class RequestEngine:
         *,
         chat_template: str | None = None,
         priority: int = 0,
+        speculate: bool = True,
         **options: Unpack[GenerateOptions],
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
 
         Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row. A request of a lower
         ``priority`` goes first. Where all slots are taken it takes one of a higher ``priority``,
-        whose text goes on later as if nothing had happened.
+        whose text goes on later as if nothing had happened. Without ``speculate`` the row accepts
+        no draft token, and its text is the same.
 
         Returns:
           The number of the request.
@@ -177,7 +192,7 @@ class RequestEngine:
             raise ValueError(
                 f"priority={shown(priority)} must be a whole number; the lowest goes first"
             )
-        id = self.engine.submit(prompt, batch.request, priority=priority)
+        id = self.engine.submit(prompt, _of_one_row(batch, speculate), priority=priority)
         if (text := batch.text(0)) is not None:
             self._texts[id] = text
         return id
@@ -211,7 +226,16 @@ class RequestEngine:
             return
         if self.busy:
             raise RuntimeError("prepare() comes before the first request; let those there are end")
-        requests = [read_batch(self._models, [0], None, options).request for options in KINDS]
+        short: GenerateOptions = {"max_new_tokens": 2, "eos_token_id": []}
+        sampled: GenerateOptions = {**short, "temperature": 1.0}
+        any_other: GenerateOptions = {**short, "temperature": 1.0, "top_k": 1}
+        if engine.contents.logprobs is not None:
+            any_other |= {"logprobs": 0, "prompt_logprobs": True}
+        # One request of every kind, the slowest last.
+        requests = [
+            _of_one_row(read_batch(self._models, [0], None, options), speculate=True)
+            for options in (short, sampled, any_other)
+        ]
         with RECENT.noted() as used:
             self._prepare(requests)
         RECENT.pin(used)
@@ -263,9 +287,17 @@ class RequestEngine:
             tuple(output.drafted.tolist()),
             output.rounds,
             output.finish,
-            output.cached,
-            pieces,
+            cached_tokens=output.cached,
+            pieces=pieces,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            trees=output.trees,
         )
+
+
+def _of_one_row(batch: Batch, speculate: bool) -> Request:
+    """The options of a request."""
+    return replace(batch.request, speculate=np.asarray([speculate]))
 
 
 def _check_prefixes(models: Models, prefixes: bool, host_bytes: int) -> None:

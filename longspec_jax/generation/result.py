@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.logprobs import TokenLogprob
 from longspec_jax.generation.activity import Activity, OnActivity, Tuned
 from longspec_jax.generation.inputs import Prompts
 from longspec_jax.generation.memory import MemoryPlan
@@ -112,6 +113,11 @@ class GenerateResult:
     drafted: tuple[tuple[bool, ...], ...]
     """Whether each emitted token was an accepted draft token."""
     stats: Stats
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """Of every emitted token; empty in rows that did not ask with ``logprobs=``."""
+    prompt_logprobs: tuple[tuple[TokenLogprob | None, ...] | None, ...] = ()
+    """Of every token of the prompt but the first, which has none; None in rows that did not ask
+    with ``prompt_logprobs=``."""
 
     def __repr__(self) -> str:
         """One line: number of tokens, beginning of the text, acceptance and speed."""
@@ -135,6 +141,8 @@ class StreamRound:
     """New text by token; empty without a tokenizer and while a character is incomplete."""
     stats: Stats
     """Counts of the call so far."""
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """Of every token; empty in rows that did not ask with ``logprobs=``."""
 
     @property
     def text(self) -> tuple[str, ...]:

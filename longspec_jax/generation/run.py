@@ -24,6 +24,7 @@ import numpy as np
 from longspec_jax.decoding import trials
 from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.engine import Engine, StepOutput
+from longspec_jax.decoding.logprobs import TokenLogprob
 from longspec_jax.decoding.prefill import prefill_programs, rows_outline, slot_programs
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.round import many_rounds, one_round
@@ -48,6 +49,8 @@ def plan_engine(plan: Plan, *, streams: bool) -> Engine:
         chunk=plan.shape.chunk,
         short_chunks=plan.shape.short_chunks,
         stop_width=plan.stop_width,
+        adjusted=plan.adjusted,
+        contents=plan.contents,
         streams=streams,
         together=plan.together,
         # A run that nobody follows decides on the next tree by the last rounds.
@@ -67,7 +70,14 @@ def plan_programs(plan: Plan, streams: bool, *, rounds: bool) -> Iterator[jax.st
     if batch > 1 and not plan.together:
         slots = slot_programs(*models, request, slots=batch, capacity=capacity)
         batch, request = 1, request.row(0)
-    prompts = prefill_programs(*models, request, batch=batch, capacity=capacity, chunks=plan.chunks)
+    logprobs = plan.contents.logprobs if plan.scored else None
+    prompts = prefill_programs(
+        *(*models, request),
+        batch=batch,
+        capacity=capacity,
+        chunks=plan.chunks,
+        logprobs=logprobs,
+    )
     return chain(round_programs(plan, streams) if rounds else (), prompts, slots)
 
 
@@ -77,7 +87,9 @@ def round_programs(plan: Plan, streams: bool) -> Iterator[jax.stages.Lowered]:
     rows = rows_outline(*models, request, batch=plan.rows, capacity=plan.shape.capacity)
     for drafter in plan.drafters:
         args = plan.target, drafter, plan.kind, plan.params, rows
-        yield one_round.lower(*args) if streams else many_rounds.lower(*args, np.int32(1))
+        contents = plan.contents.of_kind(plan.kind)
+        launch = (one_round, args) if streams else (many_rounds, (*args, np.int32(1)))
+        yield launch[0].lower(*launch[1], contents)
 
 
 def rehearse(plan: Plan, streams: bool, rounds: bool) -> float:
@@ -169,6 +181,9 @@ class RowOutput:
     """Whether each token was an accepted draft token."""
     pieces: list[Piece] = field(default_factory=list)
     """The text that became complete."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of every token, where they are reported."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     done: bool = False
 
     def read_with(self, text: RowText | None) -> None:
@@ -188,6 +203,9 @@ class RowOutput:
                 tokens, drafted = tokens[:kept], drafted[:kept]
         self.tokens += tokens
         self.drafted += drafted
+        self.logprobs += output.logprobs[: len(tokens)]
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         for accepted in output.rounds:
             self.histogram[accepted] += 1
         self.done = output.finish is not None
@@ -246,7 +264,12 @@ class Run:
         )
         engine.seconds_of_prefill = self.engine.seconds_of_prefill
         rows = [
-            RowOutput(_no_rounds(plan), None, list(row.tokens), list(row.drafted), done=row.done)
+            RowOutput(
+                *(_no_rounds(plan), None, list(row.tokens), list(row.drafted)),
+                logprobs=list(row.logprobs),
+                prompt_logprobs=row.prompt_logprobs,
+                done=row.done,
+            )
             for row in self.rows
         ]
         return Run(plan, self.batch, engine, rows, on_activity=self.on_activity)
@@ -393,7 +416,11 @@ def follow(run: Run, on_round: OnRound | None = None) -> GenerateResult:
     sequences = tuple(tuple(row.tokens) for row in run.rows)
     drafted = tuple(tuple(row.drafted) for row in run.rows)
     texts = tuple(_text(run, index) for index in range(len(run.rows)))
-    return GenerateResult(sequences, texts, drafted, run.stats)
+    return GenerateResult(
+        *(sequences, texts, drafted, run.stats),
+        logprobs=tuple(tuple(row.logprobs) for row in run.rows),
+        prompt_logprobs=tuple(row.prompt_logprobs for row in run.rows),
+    )
 
 
 def _text(run: Run, index: int) -> str | None:
@@ -412,11 +439,15 @@ def added_rounds(run: Run) -> Generator[StreamRound, None, None]:
     seen = [(0, 0)] * len(run.rows)
     with closing(run.rounds()) as rounds:
         for _ in rounds:
-            tokens, drafted, pieces = [], [], []
+            tokens, drafted, pieces, logprobs = [], [], [], []
             for index, row in enumerate(run.rows):
                 new, new_pieces = (slice(begin, None) for begin in seen[index])
                 tokens.append(tuple(row.tokens[new]))
                 drafted.append(tuple(row.drafted[new]))
                 pieces.append(tuple(row.pieces[new_pieces]))
+                logprobs.append(tuple(row.logprobs[new]))
                 seen[index] = len(row.tokens), len(row.pieces)
-            yield StreamRound(tuple(tokens), tuple(drafted), tuple(pieces), run.stats)
+            yield StreamRound(
+                *(tuple(tokens), tuple(drafted), tuple(pieces), run.stats),
+                logprobs=tuple(logprobs),
+            )

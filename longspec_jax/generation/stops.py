@@ -99,7 +99,15 @@ def until(output: StepOutput, kept: int) -> StepOutput:
         rounds.append(min(accepted, kept - begin))
         begin += accepted + 1
     tokens, drafted = output.tokens[:kept], output.drafted[:kept]
-    return replace(output, tokens=tokens, drafted=drafted, rounds=tuple(rounds), finish="stop")
+    return replace(
+        output,
+        tokens=tokens,
+        drafted=drafted,
+        rounds=tuple(rounds),
+        logprobs=output.logprobs[:kept],
+        trees=output.trees[: len(rounds)],
+        finish="stop",
+    )
 
 
 def stop_strings(

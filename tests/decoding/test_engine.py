@@ -19,7 +19,8 @@ from longspec_jax.decoding import prompts as prompts_lib
 from longspec_jax.decoding.candidates import candidates, smaller_tree, tallest
 from longspec_jax.decoding.engine import Engine, StepOutput
 from longspec_jax.decoding.policy import Always, Choice, FastestWithinBudget, Measurement, Policy
-from longspec_jax.decoding.round import Report, many_rounds, one_round, slack_slots
+from longspec_jax.decoding.report import Report
+from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, RowShardings, insert
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
@@ -688,7 +689,7 @@ def test_branches_go_on_from_one_prefill() -> None:
 def test_an_error_in_a_launch_reaches_the_scheduler_and_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(packed: np.ndarray) -> Report:
+    def broken(*_: Any) -> Report:
         raise FloatingPointError("the device is on fire")
 
     monkeypatch.setattr(engine_lib.Report, "of", broken)

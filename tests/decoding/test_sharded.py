@@ -15,7 +15,8 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.prefill import prefill
-from longspec_jax.decoding.round import Report, many_rounds
+from longspec_jax.decoding.report import Report
+from longspec_jax.decoding.round import many_rounds
 from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget

@@ -14,9 +14,10 @@ from infer.eval.decoders import by_round, round_trees
 from infer.eval.methods import METHODS, Chosen, with_drafts
 from infer.eval.records import RoundTree
 from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.decoding import report as report_lib
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.streaming import StreamingDraft
-from longspec_jax.generation.inspection import RoundView, TreeView
+from longspec_jax.generation.inspection import RoundView
 
 
 @pytest.mark.parametrize(
@@ -136,8 +137,12 @@ def test_every_method_is_described(capsys) -> None:
 
 def test_rounds_are_kept_as_trees_that_end_with_the_text() -> None:
     """The walk of the second round goes beyond the two tokens that were emitted."""
-    tree = TreeView(tokens=(9, 1, 2, 3), parents=(-1, 0, 0, 1), draws=(1, 3, 5, 7), path=(0, 1, 3))
-    short = TreeView(tokens=(9, 1, 2, 3), parents=(-1, 0, 0, 1), draws=(4, 3, 5, 7), path=(0,))
+    tree = report_lib.RoundTree(
+        tokens=(9, 1, 2, 3), parents=(-1, 0, 0, 1), draws=(1, 3, 5, 7), path=(0, 1, 3)
+    )
+    short = report_lib.RoundTree(
+        tokens=(9, 1, 2, 3), parents=(-1, 0, 0, 1), draws=(4, 3, 5, 7), path=(0,)
+    )
     views = [RoundView(n, 10, 9, (), each) for n, each in enumerate((tree, tree, short, tree))]
     tokenizer = SimpleNamespace(decode=lambda tokens: f"<{tokens[0]}>")
     whole, cut, rejected = round_trees(views, tokenizer, emitted=[3, 2, 1])

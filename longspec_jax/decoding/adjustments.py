@@ -1,0 +1,209 @@
+"""Adjusted logits: biases of single tokens, and penalties for tokens that a row already has.
+
+A node of a tree is adjusted for the tokens of its own path: the row's prompt, the tokens it has
+emitted (the pending one among them), and the draft tokens from below the root down to the node.
+These are the tokens that plain decoding would have emitted by then, so that plain decoding and
+every tree draw from the same logits (:func:`adjust` serves both).
+
+The order is that of vLLM and transformers: ``logit_bias`` is added, the repetition penalty divides
+or multiplies, the frequency and presence penalties are subtracted. Temperature and filters follow.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Bool, Float, Int
+
+from longspec_jax.axes import Array, Leaf, Lengths
+from longspec_jax.drafters.tree import Tree
+
+ADJUSTMENT_BYTES = 4 + 4 + 1
+"""Of a token of the vocabulary in the tables of a row."""
+
+
+@struct.dataclass
+class AdjustmentOptions:
+    """What each row of a batch asks for, on the host."""
+
+    repetition_penalty: Leaf[Float[Array, " B"]]
+    """Of tokens in the prompt or emitted; 1 for none."""
+    presence_penalty: Leaf[Float[Array, " B"]]
+    """Of emitted tokens; 0 for none."""
+    frequency_penalty: Leaf[Float[Array, " B"]]
+    """Of emitted tokens, each time; 0 for none."""
+    bias_tokens: Leaf[Int[Array, "B n"]]
+    """Tokens with a bias; padded with -1."""
+    bias: Leaf[Float[Array, "B n"]]
+    """What is added to their logits."""
+
+    @classmethod
+    def none(cls, rows: int) -> "AdjustmentOptions":
+        """Rows whose logits stay as they are."""
+        return cls.of(np.ones(rows), np.zeros(rows), np.zeros(rows), [{}] * rows)
+
+    @classmethod
+    def of(
+        cls, repetition: Any, presence: Any, frequency: Any, biases: Sequence[Mapping[int, float]]
+    ) -> "AdjustmentOptions":
+        """Options of rows whose biases are given by token."""
+        shape = len(biases), max(map(len, biases))
+        tokens, bias = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+        for row, given in enumerate(biases):
+            tokens[row, : len(given)], bias[row, : len(given)] = [*given], [*given.values()]
+        penalties: Any = np.asarray((repetition, presence, frequency), np.float32)
+        return cls(*penalties, bias_tokens=tokens, bias=bias)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def neutral(self) -> bool:
+        """Whether no row's logits change."""
+        penalties = (self.repetition_penalty != 1, self.presence_penalty, self.frequency_penalty)
+        return not (np.any(penalties) or np.any(self.bias))
+
+    def padded(self, width: int) -> "AdjustmentOptions":
+        """The same, with space for this many biases in every row."""
+        missing = ((0, 0), (0, width - self.bias.shape[1]))
+        tokens = np.pad(self.bias_tokens, missing, constant_values=-1)
+        return replace(self, bias_tokens=tokens, bias=np.pad(self.bias, missing))
+
+
+def fitted(wanted: AdjustmentOptions | None, adjusted: bool) -> AdjustmentOptions | None:
+    """What a request asks for, as all requests of an engine have it.
+
+    Args:
+      wanted: of one row.
+      adjusted: whether the engine's rows have tables for biases and penalties.
+
+    Raises:
+      ValueError: if they would need them and have none.
+    """
+    if adjusted:
+        return wanted or AdjustmentOptions.none(1)
+    if wanted is not None and not wanted.neutral:
+        raise ValueError(
+            "a request with logit_bias or a penalty does not fit an engine made without tables "
+            "for them; make the engine with adjusted=True"
+        )
+    return None
+
+
+@struct.dataclass
+class Adjustments:
+    """What adjusts the logits of every row, on the device."""
+
+    bias: Leaf[Float[Array, "B V"]]
+    in_prompt: Leaf[Bool[Array, "B V"]]
+    """Whether the prompt holds a token."""
+    emitted: Leaf[Int[Array, "B V"]]
+    """How often the row has emitted a token, the pending one included."""
+    repetition_penalty: Leaf[Float[Array, " B"]]
+    presence_penalty: Leaf[Float[Array, " B"]]
+    frequency_penalty: Leaf[Float[Array, " B"]]
+
+    @classmethod
+    def empty(cls, rows: int, vocabulary: int) -> "Adjustments":
+        """Of vacant slots, on the host."""
+        none = np.zeros((rows, 0), np.int32)
+        return cls.of_prompts(AdjustmentOptions.none(rows), none, np.zeros(rows, int), vocabulary)
+
+    @classmethod
+    def of_prompts(
+        cls,
+        options: AdjustmentOptions,
+        tokens: Int[Any, "B P"],
+        length: Int[Any, " B"],
+        vocabulary: int,
+        emitted: Int[Any, " B"] | None = None,
+    ) -> "Adjustments":
+        """Of rows behind their prompts, on the host.
+
+        Args:
+          options: of the rows.
+          tokens: prompts, right-padded with any token.
+          length: tokens of each prompt.
+          vocabulary: width of the logits.
+          emitted: how many of the last tokens of each prompt the row had emitted before, such as
+            those of a request that goes on; none if absent.
+        """
+        rows = len(length)
+        bias, counts = np.zeros((rows, vocabulary), np.float32), np.zeros((rows, vocabulary), int)
+        in_prompt = np.zeros((rows, vocabulary), bool)
+        for row, prompt in enumerate(np.asarray(tokens)):
+            own = length[row] - (0 if emitted is None else emitted[row])
+            in_prompt[row, prompt[:own]] = True
+            counts[row] = np.bincount(prompt[own : length[row]], minlength=vocabulary)
+            there = options.bias_tokens[row] >= 0
+            bias[row, options.bias_tokens[row][there]] = options.bias[row][there]
+        penalties: Any = (
+            options.repetition_penalty,
+            options.presence_penalty,
+            options.frequency_penalty,
+        )
+        return cls(bias, in_prompt, counts.astype(np.int32), *penalties)  # pyright: ignore[reportArgumentType]
+
+    def behind(self, tokens: Int[Array, "B h"], count: Lengths) -> "Adjustments":
+        """The same after the rows emitted the first ``count[b]`` of these tokens."""
+        emitted = self.emitted
+        for step in range(tokens.shape[1]):
+            here = jnp.where(step < count, tokens[:, step], -1)
+            emitted += jnp.arange(emitted.shape[1]) == here[:, None]
+        return replace(self, emitted=emitted)
+
+    def among(self, tokens: Int[Array, " v"]) -> "Adjustments":
+        """The same for logits of these tokens alone."""
+        tables = {name: jnp.take(getattr(self, name), tokens, axis=1) for name in _TABLES}
+        return replace(self, **tables)
+
+
+_TABLES = ("bias", "in_prompt", "emitted")
+
+
+def draft_paths(tree: Tree, levels: int) -> Int[Array, "B T levels"]:
+    """The draft tokens on the path to every node, itself included; -1 where a path is shorter.
+
+    Args:
+      tree: candidates below each row's pending token, which is no draft token.
+      levels: of the tree below its root.
+    """
+    depth = tree.mask.sum(axis=2, dtype=jnp.int32) - 1  # A node sees itself and its ancestors.
+    at_depth = [
+        jnp.where(tree.mask & (depth == level)[:, None], tree.tokens[:, None], -1).max(axis=2)
+        for level in range(1, levels + 1)
+    ]
+    empty = jnp.zeros((*tree.tokens.shape, 0), jnp.int32)
+    return jnp.stack(at_depth, axis=2) if at_depth else empty
+
+
+def adjust(
+    logits: Float[Array, "B T V"],
+    adjustments: Adjustments,
+    paths: Int[Array, "B T levels"] | None = None,
+) -> Float[Array, "B T V"]:
+    """Logits with biases and penalties.
+
+    Args:
+      logits: of the tokens that follow some nodes.
+      adjustments: of the rows.
+      paths: draft tokens that each node's path adds to what the row has emitted, of
+        :func:`draft_paths`; none if absent.
+    """
+    emitted, vocabulary = adjustments.emitted[:, None], jnp.arange(logits.shape[2])
+    if paths is not None:
+        for level in range(paths.shape[2]):
+            emitted = emitted + (vocabulary == paths[:, :, level, None])
+    seen = adjustments.in_prompt[:, None] | (emitted > 0)
+
+    def by_row(values: Array) -> Array:
+        return values[:, None, None]
+
+    biased, repetition = logits + adjustments.bias[:, None], by_row(adjustments.repetition_penalty)
+    repeated = jnp.where(biased > 0, biased / repetition, biased * repetition)
+    frequency = by_row(adjustments.frequency_penalty) * emitted
+    # Products are rounded before they are added up. The compiler may else leave one unrounded, and
+    # do so in the pass of one shape and not of another.
+    scaled, frequency = jax.lax.optimization_barrier((jnp.where(seen, repeated, biased), frequency))
+    return scaled - frequency - jnp.where(emitted > 0, by_row(adjustments.presence_penalty), 0.0)
