@@ -349,8 +349,8 @@ class LongSpec(Models):
         sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
         reuse = {"prefixes": prefixes, "offload_prefixes": offload_prefixes}
         reported = {"logprobs": logprobs, "adjusted": adjusted, "traced": traced}
-        more = {"adaptive": adaptive, "max_gap_ms": max_gap_ms, **reuse, **reported}
-        return RequestEngine(self, **sizes, tree=tree, **more)
+        options = {"tree": tree, "adaptive": adaptive, "max_gap_ms": max_gap_ms}
+        return RequestEngine(self, **sizes, **reuse, **reported, **options)
 
     def inspect(
         self, inputs: Inputs, generation_config: Any = None, **options: Unpack[CallOptions]

@@ -27,7 +27,9 @@ from train.config import DraftSettings, RunConfig
 from train.drafts.kinds import SETTINGS
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "deploy").glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+)
 CODE = sorted(
     path
     for folder in ("longspec_jax", "train", "infer", "configs", "tests")

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from . import metrics as metrics_lib
 from .answers import DONE, ChatFormat, TextFormat, Writer, event, json_bytes
 from .engine_thread import EngineThread, State
+from .gains import token_text
 from .metrics import Metrics
 from .openapi import describe
 from .page import read_page
@@ -185,7 +186,7 @@ class Routes:
     def __init__(self, served: Served) -> None:
         """Bind what they answer with."""
         self._served, self._model, self._thread = served, served.model, served.thread
-        self._text_of = functools.cache(lambda token: served.model.decode([token]))
+        self._text_of = functools.cache(partial(token_text, served.model.decode))
         self._pool = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenize")
 
     async def complete(self, request: Request, chat: bool) -> Response:
@@ -300,8 +301,7 @@ class Routes:
 
     async def stats(self, request: Request) -> Response:
         """What the page shows: rows and tokens per second, without texts."""
-        more = {"slots": self._served.slots, "tree": self._model.tree}
-        return as_json({**self._thread.stats(), **more})
+        return as_json({**self._thread.stats(), "slots": self._served.slots})
 
     async def openapi(self, request: Request) -> Response:
         """The description of all routes."""

@@ -16,6 +16,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
+from longspec_jax.decoding.engine import EngineStatus
+from longspec_jax.generation.result import TreeUse
 
 from . import pending
 from .gains import Answer, Gain
@@ -45,6 +47,21 @@ class DrivenEngine(Protocol):
     @property
     def busy(self) -> bool:
         """Whether a request waits or runs."""
+        ...
+
+    @property
+    def trees(self) -> Sequence[TreeUse]:
+        """What every candidate tree has done so far."""
+        ...
+
+    @property
+    def queued(self) -> Sequence[int]:
+        """The requests whose prompts do not run yet."""
+        ...
+
+    @property
+    def status(self) -> EngineStatus:
+        """Counts."""
         ...
 
     def submit(self, inputs: Any, **options: Any) -> int:
@@ -100,6 +117,8 @@ class EngineThread:
         self._rows: dict[int, tuple[Ticket, int]] = {}
         self._tickets: set[Ticket] = set()
         """All that have not ended, those in the inbox too."""
+        self._unstarted: set[int] = set()
+        """Requests in the engine's queue, as far as is known."""
         self._queued_rows = self._queued_tokens = 0
         self._ended: deque[float] = deque(maxlen=32)
         self._closing = False
@@ -129,6 +148,14 @@ class EngineThread:
             "running": len(rows),
             "waiting": self._queued_rows,
             "tokens_per_second": self._metrics.tokens_per_second(),
+            "trees": [
+                {
+                    "drafter": use.drafter,
+                    "tree": str(use.tree) if use.tree.widths else None,
+                    "rounds": use.rounds,
+                }
+                for use in self._engine.trees
+            ],
             "rows": [
                 {
                     "prompt_tokens": len(answer.prompt),
@@ -248,8 +275,8 @@ class EngineThread:
             while self._take_in():
                 if self._engine.busy:
                     self._publish(self._engine.step())
-                    if (status := pending.of_output(self._engine, "status", None)) is not None:
-                        self._metrics.observe(status)
+                    self._note_started()
+                    self._metrics.observe(self._engine.status)
                 self._end_late()
         except BaseException as error:  # noqa: BLE001 - every open call is told.
             self._fail(error)
@@ -282,6 +309,7 @@ class EngineThread:
                 return
             ticket.ids.append(id)
             self._rows[id] = ticket, index
+            self._unstarted.add(id)
         ticket.begin()
         wake([ticket])
 
@@ -291,10 +319,11 @@ class EngineThread:
             if output.id not in self._rows:
                 continue
             ticket, index = self._rows[output.id]
-            gain, times = self._gain(output), ticket.answers[index].times
+            row, times = ticket.rows[index], ticket.answers[index].times
+            gain = self._gain(output, row)
             if times.first is None:
-                self._count_first(ticket, len(ticket.rows[index].tokens))
-                self._metrics.first(now - ticket.arrived, len(ticket.rows[index].tokens))
+                self._count_first(ticket, len(row.tokens))
+                self._metrics.first(now - ticket.arrived, len(row.tokens))
                 times.first = now
             else:
                 self._metrics.between(now - (times.last or now), len(gain.tokens))
@@ -311,19 +340,30 @@ class EngineThread:
                 self._forget(ticket)
         wake(woken)
 
-    def _gain(self, output: Any) -> Gain:
+    def _note_started(self) -> None:
+        """Note which rows have left the engine's queue."""
+        if self._unstarted:
+            started = self._unstarted - {*self._engine.queued}
+            now = time.monotonic()
+            for ticket, index in (self._rows[id] for id in started if id in self._rows):
+                ticket.answers[index].times.started = now
+            self._unstarted -= started
+
+    def _gain(self, output: Any, row: Row) -> Gain:
         rounds = tuple(output.rounds)
+        trees = pending.of_output(output, "trees", ())
+        nodes = sum(len(tree.tokens) - 1 for tree in trees) if trees else len(rounds) * self._nodes
         return Gain(
             tokens=output.tokens,
             text=output.text,
             drafted=output.drafted,
             rounds=rounds,
-            proposed=len(rounds) * self._nodes,
+            proposed=nodes if row.options.get("speculate", True) else 0,
             finish=output.finish,
             logprobs=pending.of_output(output, "logprobs", ()),
             prompt_logprobs=pending.of_output(output, "prompt_logprobs", None),
-            trees=pending.of_output(output, "trees", ()),
-            cached=pending.of_output(output, "cached_tokens", 0) or 0,
+            trees=trees,
+            cached=output.cached_tokens,
         )
 
     def _count_first(self, ticket: Ticket, tokens: int) -> None:

@@ -142,6 +142,11 @@ def acceptance_of(gain: Gain, levels: int) -> dict[str, Any] | None:
     }
 
 
+def token_text(decode: Callable[[Sequence[int]], str], token: int) -> str:
+    """The text of a token inside a text, with its space: SentencePiece drops one at the start."""
+    return decode([token, token])[len(decode([token])) :]
+
+
 def rounds_of(gain: Gain, text_of: TokenText, row: int) -> dict[str, Any]:
     """The tokens of a gain and the rounds that they came from, for the page."""
     tokens, depth = [], 0

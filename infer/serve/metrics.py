@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,6 +18,8 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from longspec_jax.decoding.engine import EngineStatus
 
 from .gains import Gain
 
@@ -106,12 +107,8 @@ class Metrics:
         self._gauge("num_requests_running", "Rows that decode.").set_function(running)
         self._gauge("num_requests_waiting", "Rows without a first token.").set_function(waiting)
 
-    def observe(self, status: Any) -> None:
-        """Take over the engine's own counts.
-
-        Args:
-          status: an :class:`~longspec_jax.decoding.engine.EngineStatus`.
-        """
+    def observe(self, status: EngineStatus) -> None:
+        """Take over the engine's own counts."""
         self._cache.set(status.tokens / status.capacity)
         for name, counter in self._engine.items():
             value = getattr(status, name)

@@ -152,6 +152,11 @@ class RequestEngine:
         return self.engine.status
 
     @property
+    def queued(self) -> tuple[int, ...]:
+        """The requests whose prompts do not run yet, in their order."""
+        return tuple(one.id for one in self.engine.prompts.queue)
+
+    @property
     def trees(self) -> tuple[TreeUse, ...]:
         """What every candidate tree has done so far."""
         return tree_uses(self.engine)

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,8 @@ from infer.serve.engine_thread import EngineThread
 from infer.serve.http_server import HttpServer
 from infer.serve.metrics import Metrics
 from infer.serve.protocol import ServedModel
+from longspec_jax.decoding.engine import EngineStatus
+from longspec_jax.generation.result import TreeUse
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MAX_LEN = 64
@@ -59,9 +61,9 @@ class ScriptedEngine:
     submitted: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     closed: bool = False
-    drop: frozenset[int] = frozenset()
     rows: dict[int, tuple[list[int], int]] = field(default_factory=dict)
     """Tokens so far and tokens to come of every open request."""
+    trees: Sequence[TreeUse] = ()
     single: threading.Semaphore | None = None
     """A step for each release, where it is given."""
 
@@ -71,6 +73,15 @@ class ScriptedEngine:
     @property
     def busy(self) -> bool:
         return bool(self.rows)
+
+    @property
+    def queued(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def status(self) -> EngineStatus:
+        numbers = {one.name: 0 for one in fields(EngineStatus)}
+        return EngineStatus(**{**numbers, "tokens": 5, "capacity": 10, "prefix_hits": 7})
 
     def submit(self, inputs: Sequence[int], **options: Any) -> int:
         if options["max_new_tokens"] == 13:
@@ -109,7 +120,10 @@ class ScriptedEngine:
                     if first
                     else (
                         SimpleNamespace(
-                            tokens=(tokens[-1], *new[:-1]), parents=(-1, 0, 1), draws=new, path=(0,)
+                            tokens=(tokens[-1], *new[:-1], 0),
+                            parents=(-1, 0, 1, 2)[: len(new)] + (0,),
+                            draws=(*new, 1),
+                            path=(0,),
                         ),
                     ),
                     cached_tokens=4 if first else 0,

@@ -57,10 +57,10 @@ ROUNDS = [
         [" cat", HOSTILE, " sat"],
         2,
         {
-            "tokens": ["The", " cat", " dog", HOSTILE, " ran"],
-            "parents": [-1, 0, 0, 1, 1],
+            "tokens": ["The", " cat", " dog", HOSTILE, " ran", "unused"],
+            "parents": [-1, 0, 0, 1, 1, -1],
             "path": [0, 1, 3],
-            "draws": [" cat", HOSTILE, " barks", " sat", " far"],
+            "draws": [" cat", HOSTILE, " barks", " sat", " far", "unused"],
         },
     ),
     _round(
@@ -100,12 +100,15 @@ ROUNDS = [
 ]
 TOKENS = [token for each in ROUNDS for token in each["tokens"]]
 TEXT = "".join(token["text"] for token in TOKENS)
-STATS = {
+STATS: dict[str, Any] = {
     "running": 2,
     "waiting": 3,
     "slots": 4,
     "tokens_per_second": 88.125,
-    "tree": "1,1",
+    "trees": [
+        {"drafter": "longspec", "tree": "1,1", "rounds": 1200},
+        {"drafter": "plain", "tree": None, "rounds": 34},
+    ],
     "rows": [
         {"prompt_tokens": 812, "tokens": 41, "accepted": [1, 2, 0, 2]},
         {"prompt_tokens": 12, "tokens": 1, "accepted": []},
@@ -160,12 +163,18 @@ class Replay:
 
     async def _models(self, request: Request) -> Response:
         own = {"chat": self.chat, "max_model_len": 512, "tree": "1,1", "drafter": "longspec"}
+        own["identical"] = True
         models = {"object": "list", "data": [{"id": "toy", "object": "model", "longspec": own}]}
         return self._refused(request) or JSONResponse(models)
 
     async def _stats(self, request: Request) -> Response:
         self.polls += 1
-        return self._refused(request) or JSONResponse(STATS)
+        tree, plain = STATS["trees"]
+        trees = [
+            {**tree, "rounds": 1200 + 30 * self.polls},
+            {**plain, "rounds": 34 + self.polls * 10},
+        ]
+        return self._refused(request) or JSONResponse({**STATS, "trees": trees})
 
     async def _other(self, request: Request) -> Response:
         self.foreign.append(request.url.path)

@@ -21,6 +21,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": "gh ab", "top_k": 5, "seed": 4, "max_tokens": 20, "ignore_eos": True},
     {"prompt": [3, 4, 5], "top_p": 0.8, "seed": 9, "max_tokens": 20, "stop_token_ids": [2]},
     {"prompt": "ab", "temperature": 0},
+    {"prompt": "gh ab", "seed": 4, "max_tokens": 30, "ignore_eos": True, "stop": ["gh", "f"]},
     {"prompt": "gh ab", "min_p": 0.05, "seed": 6, "max_tokens": 20, "ignore_eos": True},
 ]
 
@@ -28,7 +29,7 @@ REQUESTS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def server() -> Any:
     spec = toy_spec()
-    engine = spec.engine(slots=2, max_tokens=MAX_LEN)
+    engine = spec.engine(slots=2, max_tokens=MAX_LEN, prefixes=True)
     engine.prepare()
     model: ServedModel = served_model(
         spec, engine, names=("toy",), max_len=MAX_LEN, most_rows=64, template=TEMPLATE
@@ -38,16 +39,15 @@ def server() -> Any:
         yield client
 
 
-STOPPED = {"prompt": "gh ab", "seed": 4, "max_tokens": 30, "ignore_eos": True, "stop": ["gh", "f"]}
 CHAT = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
 CHOICES = [{"prompt": "ab", "seed": seed, "max_tokens": 9} for seed in (7, 8, 9)]
 
 
 @pytest.fixture(scope="module")
 def alone() -> list[str | None]:
-    """The texts of all requests in a batch of the library: requests, choices, with a stop, chat."""
+    """The texts of all requests in a batch of the library: requests, choices, chat."""
     spec = toy_spec()
-    rows = [*REQUESTS, *CHOICES, STOPPED, {"prompt": "ab\ncd\n", **CHAT}]
+    rows = [*REQUESTS, *CHOICES, {"prompt": "ab\ncd\n", **CHAT}]
     prompts = [
         spec.tokenizer(row["prompt"])["input_ids"]
         if isinstance(row["prompt"], str)
@@ -94,15 +94,24 @@ def test_concurrent_requests_get_the_texts_of_calls_of_their_own(
 def test_choices_have_seeds_of_their_own(server: Client, alone: list[str | None]) -> None:
     _, body = server.post("/v1/completions", n=3, **CHOICES[0])
     texts = [choice["text"] for choice in body["choices"]]
-    assert texts == alone[len(REQUESTS) : -2] and len({*texts}) > 1
+    assert texts == alone[len(REQUESTS) : -1] and len({*texts}) > 1
 
 
-def test_a_text_ends_before_a_stop_string(server: Client, alone: list[str | None]) -> None:
-    _, body = server.post("/v1/completions", **STOPPED)
+def test_a_text_ends_before_a_stop_string(server: Client) -> None:
+    request = next(one for one in REQUESTS if "stop" in one)
+    _, body = server.post("/v1/completions", **request)
     [choice] = body["choices"]
-    assert choice["text"] == alone[-2] == streamed(server, STOPPED)
     assert choice["finish_reason"] == "stop" and body["usage"]["completion_tokens"] < 30
-    assert not any(stop in choice["text"] for stop in STOPPED["stop"])
+    assert not any(stop in choice["text"] for stop in request["stop"])
+
+
+def test_a_prompt_that_a_slot_holds_is_not_read_again(server: Client) -> None:
+    request = {"prompt": "ab cd" * 8, "temperature": 0, "max_tokens": 9, "ignore_eos": True}
+    found = [server.post("/v1/completions", **request)[1] for _ in range(2)]
+    assert [body["choices"] for body in found[:1]] == [body["choices"] for body in found[1:]]
+    cached = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in found]
+    assert cached == [0, 32] and found[0]["usage"]["prompt_tokens"] == 40
+    assert found[1]["metrics"]["queue_time_ms"] >= 0
 
 
 def test_a_chat_continues_what_its_template_makes_of_the_messages(

@@ -21,6 +21,7 @@ from tests.browser import (
     show,
     violations,
 )
+from tests.serve.kit import ScriptedEngine, serving
 from tests.serve.replay import DEEP, HOSTILE, TEXT, TOKENS, Replay, replaying
 
 pytestmark = needs_browser
@@ -152,6 +153,7 @@ def test_keys_go_from_token_to_token(browser: Any, server: Replay) -> None:
         "The walk stopped: the tree has nothing below the last accepted token."
     )
     assert said(browser, "announce") == told
+    assert "unused" not in said(browser, "tree")
     drawn = run_script(browser, "return document.querySelector('#tree .drawn').innerText")
     assert drawn == "␣sat drawn by the target: the bonus"
     press(browser, Keys.ARROW_DOWN)
@@ -204,6 +206,7 @@ def test_pointing_shows_and_clicking_keeps(browser: Any, server: Replay) -> None
 def test_a_plain_twin_is_compared(browser: Any, server: Replay, prompt: str, expected: str) -> None:
     opened(browser, server)
     run_script(browser, "element('settings').open = true; element('seed').value = 7")
+    run_script(browser, "state.model.longspec.identical = false")
     browser.find_element("id", "twin").click()
     ask(browser, prompt, ended=prompt != "wait")
     line = "document.querySelector('.twin').textContent"
@@ -218,6 +221,8 @@ def test_a_plain_twin_is_compared(browser: Any, server: Replay, prompt: str, exp
     )
     marked = "return [...document.querySelectorAll('.differs')].map((each) => each.textContent)"
     assert run_script(browser, marked) == ([HOSTILE] if prompt == "differ" else [])
+    unpromised = run_script(browser, f"return {line}.includes('does not promise')")
+    assert unpromised == (prompt == "differ")
     speculations = [body["longspec"].get("speculation", True) for body in server.bodies]
     assert sorted(speculations) == [False, True]
     assert [body["seed"] for body in server.bodies] == [7, 7]
@@ -293,23 +298,29 @@ def test_a_key_is_asked_for_and_not_kept(browser: Any) -> None:
 def test_the_server_is_watched_while_the_page_is_visible(browser: Any, server: Replay) -> None:
     opened(browser, server)
     facts = said(browser, "server-facts")
-    assert "88.1" in facts and "2 of 4 slots run, 3 wait" in facts and "1,1" in facts
+    assert "88.1" in facts and "2 of 4 slots run, 3 wait" in facts
     rows = "[...document.querySelectorAll('#server-rows tbody tr')].map((row) => row.innerText)"
     assert run_script(browser, f"return {rows}") == [
         "812\t41\t1.25\t1 2 0 2",
         "12\t1\t–\t",
     ]
+    # From here on the test is the clock.
+    run_script(
+        browser,
+        "clearTimeout(timer); window.waits = []; window.setTimeout = (_, ms) => waits.push(ms)",
+    )
     hidden = "Object.defineProperty(document, 'visibilityState', {value: '%s', configurable: true})"
     signal = "document.dispatchEvent(new Event('visibilitychange'))"
     run_script(browser, f"{hidden % 'hidden'}; {signal}")
     polls = server.polls
     run_script(browser, f"{hidden % 'visible'}; {signal}")
-    while server.polls == polls:
-        browser.execute_async_script("setTimeout(arguments[0], 20)")
-    run_script(browser, f"{hidden % 'hidden'}; {signal}")
-    polls = server.polls
-    browser.execute_async_script("setTimeout(arguments[0], 2200)")
-    assert server.polls == polls
+    until(browser, "waits.length === 1")
+    assert run_script(browser, "return waits") == [2000] and server.polls == polls + 1
+    # The rounds since the last poll.
+    shares = "longspec 1,1 (75 % of 40 rounds), plain (25 % of 40 rounds)"
+    assert shares in said(browser, "server-facts")
+    run_script(browser, f"{hidden % 'hidden'}; {signal}; poll()")
+    assert run_script(browser, "return waits") == [2000] and server.polls == polls + 1
 
 
 @pytest.mark.parametrize("size", [PHONE, DESKTOP, WIDE], ids=lambda size: str(size[0]))
@@ -383,3 +394,29 @@ def test_the_documented_example_is_understood(browser: Any, server: Replay) -> N
     assert [tree["draws"][node] for node in tree["path"]] == [
         token["text"] for token in rounds[1]["tokens"]
     ]
+
+
+def test_over_the_server_s_own_routes(browser: Any) -> None:
+    with serving(ScriptedEngine(), api_key="open") as client:
+        show(browser, client.url)
+        until(browser, "element('problem').textContent.includes('wants an API key')")
+        run_script(browser, "element('max-tokens').value = 8; element('key').value = 'open'")
+        run_script(browser, "element('key').dispatchEvent(new Event('change'))")
+        until(browser, "state.model !== null && !element('server-facts').hidden")
+        ask(browser, "abc")
+        assert said(browser, "problem") == ""
+        spans = "[...document.querySelectorAll('#turns .token')]"
+        shown = run_script(
+            browser, f"return {spans}.map((each) => each.textContent + each.className)"
+        )
+        deep, bonus = "token draft depth-", "token bonus"
+        first = ["dtoken prefill", f"e{deep}1", f"f{deep}2", f"g{bonus}"]
+        assert shown == [*first, f"h{deep}1", f"i{deep}2", f"j{bonus}", f"k{bonus}"]
+        press_token(browser, 1)
+        assert said(browser, "tree").startswith("d the last token before this round")
+        facts = run_script(browser, "return document.querySelector('#turns .facts').innerText")
+        assert facts.startswith("8 tokens in 3 passes of the target")
+        assert "3 prompt tokens, 4 of them reused · ended by length" in facts
+        run_script(browser, "element('max-tokens').value = 13")
+        ask(browser, "abc")
+        assert "max_new_tokens=13 is unlucky; pass another number." in said(browser, "problem")

@@ -49,11 +49,11 @@ def test_a_completion_has_usage_and_acceptance(shared: Client) -> None:
     metrics = body["metrics"]
     assert metrics["speculative_decoding"] == {
         "mean_acceptance_length": 1 + 4 / 3,
-        "draft_acceptance_rate": 4 / 9,
+        "draft_acceptance_rate": 4 / 7,
         "acceptance_histogram": [1, 0, 2, 0],
         "num_spec_steps": 3,
         "num_accepted_draft_tokens": 4,
-        "num_draft_tokens": 9,
+        "num_draft_tokens": 7,
         "num_spec_tokens": 3,
     }
     assert metrics["time_to_first_token_ms"] > 0 and metrics["tokens_per_second"] > 0
@@ -152,9 +152,9 @@ def test_rounds_come_with_their_trees(shared: Client) -> None:
         {
             "accepted": 2,
             "tree": {
-                "tokens": ["c", "d", "e"],
-                "parents": [-1, 0, 1],
-                "draws": ["d", "e", "f"],
+                "tokens": ["c", "d", "e", "a"],
+                "parents": [-1, 0, 1, 0],
+                "draws": ["d", "e", "f", "b"],
                 "path": [0],
             },
         }
@@ -183,7 +183,7 @@ def test_other_routes(shared: Client) -> None:
         "token_strs": ["a", "b", "c"],
     }
     assert shared.post("/detokenize", tokens=[0, 2])[1] == {"prompt": "ac"}
-    assert shared.ask("GET", "/stats")[1].keys() >= {"running", "waiting", "slots", "tree", "rows"}
+    assert shared.ask("GET", "/stats")[1].keys() >= {"running", "waiting", "slots", "trees", "rows"}
     assert shared.ask("GET", "/nowhere")[1]["error"]["type"] == "not_found_error"
     assert shared.ask("GET", "/tokenize")[0] == 405
     page = shared.connect("GET", "/")
@@ -211,7 +211,7 @@ def test_metrics_count_tokens_rounds_and_acceptance() -> None:
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
     expected = {
         "longspec:spec_decode_num_drafts_total": 3,
-        "longspec:spec_decode_num_draft_tokens_total": 9,
+        "longspec:spec_decode_num_draft_tokens_total": 7,
         "longspec:spec_decode_num_accepted_tokens_total": 4,
         'longspec:spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 2,
         'longspec:spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 2,
@@ -220,6 +220,8 @@ def test_metrics_count_tokens_rounds_and_acceptance() -> None:
         "longspec:generation_tokens_total": 8,
         "longspec:num_requests_running": 0,
         "longspec:num_requests_waiting": 0,
+        "longspec:kv_cache_usage_perc": 0.5,
+        "longspec:prefix_cache_hits_total": 7,
         'longspec:request_success_total{finished_reason="length"}': 1,
         "longspec:time_to_first_token_seconds_count": 1,
         "longspec:inter_token_latency_seconds_count": 7,
