@@ -146,7 +146,7 @@ def prefill_chunks(
     capacity: int,
     chunk: int,
     known: KnownChunks = NONE_KNOWN,
-    emitted: Sequence[int] | None = None,
+    emitted: Int[Any, " B"] | None = None,
     logprobs: int | None = None,
 ) -> Generator[ChunkLaunch, None, Rows]:
     """Launch a chunk of the prompts at every step.

@@ -291,7 +291,7 @@ class Prompts:
             capacity=capacity,
             chunk=chunk,
             known=known,
-            emitted=[one.emitted for one in waiting],
+            emitted=np.asarray([one.emitted for one in waiting], np.int32),
             logprobs=logprobs if scored else None,
         )
         count = -(-longest // chunk) - known.copied

@@ -120,9 +120,10 @@ class Report:
         tokens, more = np.split(packed[..., 3:], [height], axis=2)
         logprobs = trees = None
         if contents.logprobs is not None:
-            size = height * packed_width(contents.logprobs)
-            logprobs = more[..., :size].reshape(*more.shape[:2], height, -1)
-            more = more[..., size:]
+            width = packed_width(contents.logprobs)
+            # Of no round there is no size to infer a width from.
+            logprobs = more[..., : height * width].reshape(*more.shape[:2], height, width)
+            more = more[..., height * width :]
         if contents.trees:
             trees = more
         return cls(*ends, tokens, logprobs, trees)

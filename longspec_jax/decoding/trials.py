@@ -50,7 +50,8 @@ def rehearse_requests(engine: Engine, requests: Sequence[Request]) -> None:
 
     Args:
       engine: an idle one, that goes on to serve.
-      requests: of one row, one of every kind, of few new tokens.
+      requests: of one row, one of every kind, of few new tokens; the last one asks for all that
+        can be reported.
     """
 
     def pass_through(length: int, request: Request) -> None:
@@ -62,10 +63,9 @@ def rehearse_requests(engine: Engine, requests: Sequence[Request]) -> None:
         pass_through(1, request)
     prompts, slack = engine.prompts, slack_slots(engine.drafter.tree.num_levels)
     most = engine.capacity - slack - int(requests[0].max_new_tokens[0])
-    # Requests of the last kind may ask for log-probabilities of their prompts.
-    for chunk in prompts.short_chunks:
-        pass_through(min(chunk, most), requests[0])
-        pass_through(min(chunk, most), requests[-1])
+    for chunk in (*prompts.short_chunks, prompts.chunk):
+        for request in (requests[0], requests[-1]):
+            pass_through(min(chunk, most), request)
     # The second one copies the first one's chunk out of its slot, and the third one moves it there.
     twice = min(prompts.chunk + 1, most)
     pass_through(twice, requests[0])

@@ -31,7 +31,7 @@ from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.trials import rehearse_requests
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.call import Shape
-from longspec_jax.generation.inputs import Inputs, read_batch
+from longspec_jax.generation.inputs import Batch, Inputs, read_batch
 from longspec_jax.generation.memory import check_fits, plan_memory
 from longspec_jax.generation.models import Models, drafters_for
 from longspec_jax.generation.options import GenerateOptions
@@ -40,12 +40,6 @@ from longspec_jax.generation.run import tree_uses
 from longspec_jax.generation.stops import until
 from longspec_jax.generation.text import Piece, RowText
 
-KINDS: tuple[GenerateOptions, ...] = (
-    {"max_new_tokens": 2, "temperature": 0.0, "eos_token_id": []},
-    {"max_new_tokens": 2, "temperature": 1.0, "eos_token_id": []},
-    {"max_new_tokens": 2, "temperature": 1.0, "top_p": 0.5, "eos_token_id": []},
-)
-"""Options of one request of every kind that has programs of its own, the slowest last."""
 STOP_WIDTH = 8
 """Most stop tokens of a request."""
 
@@ -181,8 +175,8 @@ class RequestEngine:
 
         Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row. A request of a lower
         ``priority`` goes first. Where all slots are taken it takes one of a higher ``priority``,
-        whose text goes on later as if nothing had happened.
-        Without ``speculate`` the row accepts no draft token, and its text is the same.
+        whose text goes on later as if nothing had happened. Without ``speculate`` the row accepts
+        no draft token, and its text is the same.
 
         Returns:
           The number of the request.
@@ -203,8 +197,7 @@ class RequestEngine:
             raise ValueError(
                 f"priority={shown(priority)} must be a whole number; the lowest goes first"
             )
-        request = replace(batch.request, speculate=np.asarray([speculate]))
-        id = self.engine.submit(prompt, request, priority=priority)
+        id = self.engine.submit(prompt, _of_one_row(batch, speculate), priority=priority)
         if (text := batch.text(0)) is not None:
             self._texts[id] = text
         return id
@@ -238,10 +231,16 @@ class RequestEngine:
             return
         if self.busy:
             raise RuntimeError("prepare() comes before the first request; let those there are end")
-        kinds = [options.copy() for options in KINDS]
+        short: GenerateOptions = {"max_new_tokens": 2, "eos_token_id": []}
+        sampled: GenerateOptions = {**short, "temperature": 1.0}
+        any_other: GenerateOptions = {**short, "temperature": 1.0, "top_k": 1}
         if engine.contents.logprobs is not None:
-            kinds[-1].update(logprobs=0, prompt_logprobs=True)
-        requests = [read_batch(self._models, [0], None, options).request for options in kinds]
+            any_other |= {"logprobs": 0, "prompt_logprobs": True}
+        # One request of every kind, the slowest last.
+        requests = [
+            _of_one_row(read_batch(self._models, [0], None, options), speculate=True)
+            for options in (short, sampled, any_other)
+        ]
         with RECENT.noted() as used:
             self._prepare(requests)
         RECENT.pin(used)
@@ -293,12 +292,17 @@ class RequestEngine:
             tuple(output.drafted.tolist()),
             output.rounds,
             output.finish,
-            output.cached,
-            pieces,
+            cached_tokens=output.cached,
+            pieces=pieces,
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
             trees=output.trees,
         )
+
+
+def _of_one_row(batch: Batch, speculate: bool) -> Request:
+    """The options of a request."""
+    return replace(batch.request, speculate=np.asarray([speculate]))
 
 
 def _check_prefixes(models: Models, prefixes: bool, host_bytes: int) -> None:
