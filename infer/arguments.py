@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--version", action="version", version=version)
     models = add_models(result, DRAFT_HELP)
     add_memory(models)
-    add_trees(models)
+    add_trees(models, "the fastest on this machine, which may be none")
     _add_prompts(result)
     add_sampling(result)
     _add_output(result)
@@ -132,13 +132,13 @@ def add_memory(group: Any) -> None:
     )
 
 
-def add_trees(group: Any) -> None:
-    """Add the options that choose what is proposed."""
+def add_trees(group: Any, absent: str) -> None:
+    """Add the options that choose what is proposed; says which tree runs if none is named."""
     group.add_argument(
         "--tree",
         type=cli.tree,
         help=f"what the draft proposes in a round: {cli.TREE_GRAMMAR}. none: plain decoding. If "
-        "absent, the fastest on this machine, which may be none",
+        f"absent, {absent}",
     )
     group.add_argument(
         "--adaptive",
