@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 # is quick and a typing error is refused before the library's slow imports.
 
 COMMANDS = """\
-/reset      begin a new conversation
+/file PATH  put a text file before your next message
 /forget N   drop the N oldest turns
+/reset      begin a new conversation
 /exit       leave, as Ctrl-D does
 /help       show this
 //TEXT      send /TEXT itself
@@ -119,6 +120,8 @@ class Chat:
         self.screen = Screen(color, sys.stdout, self._status)
         self._arguments = arguments
         self._refused, self._compiled = False, False
+        self._files: list[str] = []
+        """Texts of files that the next message begins with."""
         self._conversation: Conversation | None = None
 
     @property
@@ -158,7 +161,9 @@ class Chat:
                         break
                 elif line.strip():
                     self._answer(line.removeprefix("/") if line.startswith("//") else line)
-            except (ValueError, NotImplementedError) as error:
+            except (ValueError, NotImplementedError, OSError) as error:
+                if isinstance(error, BrokenPipeError):
+                    raise
                 cli.say(f"error: {error}")
                 self._refused = True
         self.conversation.close()
@@ -199,8 +204,15 @@ class Chat:
                 return True
             case "/help":
                 self.screen.line(COMMANDS)
+            case "/file":
+                from .prompts import read_text
+
+                if not rest.strip():
+                    raise ValueError("/file needs the name of a file")
+                self._files.append(read_text(rest.strip(), "/file"))
             case "/reset":
                 self.conversation.turns.clear()
+                self._files.clear()
             case "/forget":
                 if not rest.strip().isdecimal():
                     raise ValueError("/forget needs the number of turns to drop, such as /forget 1")
@@ -209,12 +221,14 @@ class Chat:
                 raise ValueError(f"unknown command {name}; /help lists those there are")
         return False
 
-    def _answer(self, text: str) -> None:
+    def _answer(self, line: str) -> None:
         """Show an answer, which Ctrl-C ends in a terminal.
 
         A thread of its own decodes, and this one waits for signals: a signal in the midst of a
         step would leave the engine in no usable state.
         """
+        text = "\n\n".join([*self._files, line])
+        self._files.clear()  # Also where they are too long.
         stop, begun, ended = threading.Event(), threading.Event(), threading.Event()
         failed = list[BaseException]()
 
@@ -232,7 +246,6 @@ class Chat:
             what = "reading" if self._compiled else "compiling and reading"
             self._status.show(what, cli.counted(self.conversation.ask(text), "token"))
             cli.run_in_thread(work)
-            self._compiled = True
         except cli.Stopped:
             raise
         except KeyboardInterrupt:
@@ -253,17 +266,16 @@ class Chat:
             self.screen.pieces(output.pieces)
             said.append(output.text)
             begun = begun if counts.tokens else time.perf_counter()
-            counts.tokens += len(output.tokens)
-            counts.rounds += len(output.rounds)
+            counts.add(output)
+            self._compiled |= counts.rounds > 0
         seconds = time.perf_counter() - begun
         self._status.clear()
         self.screen.end_line()
         if counts.tokens:
             self.conversation.keep(Turn(text, "".join(said)))
         if self._is_terminal:
-            speed = f", {(counts.tokens - 1) / seconds:.0f} tokens/s" if counts.rounds else ""
             how = " (ended by Ctrl-C)" if stop.is_set() else ""
-            self.screen.dim(f"[{counts}{speed}]{how}\n")
+            self.screen.dim(f"[{counts.described(seconds)}]{how}\n")
         elif not any(said):
             self.screen.line()  # An answer without text is one all the same.
 

@@ -32,11 +32,26 @@ class Counts:
 
     tokens: int = 0
     rounds: int = 0
+    cached: int = 0
+    """Tokens of the prompt that were not prefilled anew."""
 
-    def __str__(self) -> str:
-        """For reading: ``21 tokens, 2.50 per target pass``."""
-        speed = f", {(self.tokens - 1) / self.rounds:.2f} per target pass" if self.rounds else ""
-        return counted(self.tokens, "token") + speed
+    def add(self, output: RequestOutput) -> None:
+        """Count what a step has added."""
+        self.tokens += len(output.tokens)
+        self.rounds += len(output.rounds)
+        self.cached += output.cached_tokens
+
+    def described(self, seconds: float) -> str:
+        """For reading; the seconds are those behind the first token."""
+        words = [counted(self.tokens, "token")]
+        if self.rounds:
+            behind = self.tokens - 1
+            words.append(
+                f"{behind / self.rounds:.2f} per target pass, {behind / seconds:.0f} a second"
+            )
+        if self.cached:
+            words.append(f"{self.cached} of the prompt reused")
+        return ", ".join(words)
 
 
 class Conversation:
@@ -84,6 +99,7 @@ class Conversation:
                 max_tokens=self.max_tokens,
                 tree=arguments.tree if spec.drafts else None,
                 adaptive=arguments.adaptive,
+                prefixes=True,  # A turn prefills what the one before it has not.
             )
 
     def ask(self, text: str) -> int:

@@ -120,7 +120,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--queue_tokens",
         type=cli.COUNT,
         metavar="TOKENS",
-        help="most tokens of their prompts; 16 times --max_len if absent",
+        help="most tokens of their prompts; 64 times --max_len if absent",
     )
     group.add_argument(
         "--request_seconds",

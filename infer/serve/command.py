@@ -46,7 +46,7 @@ MOST_SLOTS, MOST_CPU_SLOTS = 32, 4
 CPU_CONTEXT = 4096
 """Most tokens of a request on a CPU, where none are named: reading longer prompts takes minutes."""
 PROMPT = "def fibonacci(n):"
-WHOLE_QUEUE = 16
+WHOLE_QUEUE = 64
 """Contexts that the queue holds unless --queue_tokens says otherwise."""
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.retrieval.blocks import AttentionRetriever, Quest
@@ -27,6 +29,7 @@ from longspec_jax.drafters.retrieval.working_cache import WorkingCache
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.selection.blocks import BlockBudget
+from tests.drafters.eagle3.toys import config_for, random_params
 from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(num_layers=1)
@@ -41,6 +44,7 @@ def compiled_loop(
     streams: bool = False,
     plain: bool = False,
     drafter: Drafter | None = None,
+    params: Any = None,
     small: TreeConfig | None = None,
     working: WorkingCache | None = None,
     config: TargetConfig = CONFIG,
@@ -49,7 +53,8 @@ def compiled_loop(
     draft = DraftConfig.for_target(config, window=11)
     target, drafter = CachedTarget(config), drafter or LongSpecDrafter(draft, TreeConfig((3, 2)))
     table = random_target(config)
-    params = Params(table, draft_params(random_draft(draft), table))
+    own = draft_params(random_draft(draft), table) if params is None else params
+    params = Params(table, own)
     if plain:
         drafter, params = NoDraft(), Params(table, None)
     if small is not None:
@@ -123,6 +128,19 @@ def test_retrieval_copies_what_it_chooses_alone(drafter: Drafter, batch: int) ->
 def test_no_copy_of_a_small_models_cache(batch: int, tree: TreeConfig) -> None:
     """Without a tree as well: adaptive runs keep the small model up to date in plain rounds."""
     small, large = (compiled_loop(batch, size, streams=True, small=tree) for size in (2048, 4096))
+    assert cache_sized(large.as_text(), batch, 4096) == []
+    assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
+
+
+def test_no_copy_of_the_cache_of_an_eagle3_draft() -> None:
+    """Entries of committed tokens are written where they lie."""
+    batch = 3
+    config = config_for(CONFIG, num_kv_heads=2, head_width=CONFIG.head_width, features=(-1, 0))
+    drafter, params = Eagle3Drafter(config, TreeConfig((3, 2))), random_params(config)
+    small, large = (
+        compiled_loop(batch, size, streams=True, drafter=drafter, params=params)
+        for size in (2048, 4096)
+    )
     assert cache_sized(large.as_text(), batch, 4096) == []
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
 

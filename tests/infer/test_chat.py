@@ -92,6 +92,17 @@ def test_lines_of_a_pipe_are_turns_of_one_text(loaded, monkeypatch, capsys) -> N
     assert capsys.readouterr().err == ""
 
 
+def test_a_file_comes_before_the_next_message(loaded, monkeypatch, tmp_path, capsys) -> None:
+    (tmp_path / "a b").write_text("abc")
+    lines = [f"/file {tmp_path}", "/file ", f"/file {tmp_path / 'a b'}", "gh", "/reset", "gh"]
+    status, shown = conversed(loaded, monkeypatch, lines)
+    texts = (generated(loaded, text) for text in ("abc\n\ngh\n", "gh\n"))
+    assert shown == "".join(text if text.endswith("\n") else f"{text}\n" for text in texts)
+    first, second = capsys.readouterr().err.splitlines()
+    assert status == 2 and first.startswith(f"error: /file: {tmp_path} cannot be read: ")
+    assert second == "error: /file needs the name of a file"
+
+
 def test_what_cannot_be_met_is_refused_in_a_sentence(loaded, monkeypatch, capsys) -> None:
     lines = ["/forget", "/forget 2", "/what", "ab", "c" * 90, "/forget 1", "d" * 80, "gh"]
     status, shown = conversed(loaded, monkeypatch, lines)
@@ -109,7 +120,8 @@ def test_what_cannot_be_met_is_refused_in_a_sentence(loaded, monkeypatch, capsys
 
 
 def test_a_terminal_has_colours_and_ctrl_c_ends_an_answer(loaded, monkeypatch, capsys) -> None:
-    answer = generated(loaded, "ab cd\n")
+    first = "ab cd " * 6
+    answer = generated(loaded, f"{first}\n")
     step, steps = type(loaded.conversation._engine).step, []
 
     def interrupted(engine):
@@ -121,14 +133,15 @@ def test_a_terminal_has_colours_and_ctrl_c_ends_an_answer(loaded, monkeypatch, c
         return step(engine)
 
     monkeypatch.setattr(type(loaded.conversation._engine), "step", interrupted)
-    lines = ["ab cd", "gh", KeyboardInterrupt(), "/forget 2", "ab cd"]
+    lines = [first, "gh", KeyboardInterrupt(), "/forget 2", first]
     status, shown = conversed(loaded, monkeypatch, lines, terminal=True)
     assert status == 0 and GREEN in shown and "(ended by Ctrl-C)" in shown
     assert "Ctrl-D or /exit leaves" in shown and shown.count(" per target pass, ") >= 2
+    assert shown.count("32 of the prompt reused") >= 2, "a chunk"
     bare = shown.replace(GREEN, "").replace(RESET, "")
     assert bare.startswith(answer) and bare.count(answer) == 2
     assert 3 <= steps.count(1) < 6
-    assert [turn.user for turn in loaded.conversation.turns] == ["ab cd"]
+    assert [turn.user for turn in loaded.conversation.turns] == [first]
 
 
 def test_a_signal_that_ends_the_program_does(loaded, monkeypatch) -> None:

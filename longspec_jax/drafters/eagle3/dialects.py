@@ -35,6 +35,14 @@ AUTHORS_BASE = 10000.0
 USUAL_POSITIONS = 2048
 """Positions of a draft whose file does not say: what the authors train on."""
 
+_PROPOSALS = {
+    "algorithm": "eagle3",
+    "default_proposal_method": "greedy",
+    "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+    "verifier": {"name_or_path": None, "architectures": []},
+}
+"""How speculators would decode with a draft; its loader asks for it."""
+
 
 @dataclass(frozen=True)
 class Dialect:
@@ -276,6 +284,7 @@ def hf_draft_config(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:
         return {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",
+            "speculators_config": _PROPOSALS,
             "transformer_layer_config": layer,
             IDS: ids,
             **sizes,
@@ -293,7 +302,12 @@ def hf_draft_config(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:
 def _raw_window(config: Eagle3Config) -> Mapping[str, Any]:
     if config.window is None:
         return {}
-    return {"layer_types": ["sliding_attention"], "sliding_window": config.window}
+    return {
+        "layer_types": ["sliding_attention"],
+        "sliding_window": config.window,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+    }
 
 
 def _raw_rope(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:

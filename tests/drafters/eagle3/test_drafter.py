@@ -209,10 +209,11 @@ def test_8_bits_and_meshes(text: tuple[np.ndarray, list[jax.Array]]) -> None:
     rounded = params.in_int8()
     with pytest.raises(ValueError, match="in 8 bits already"):
         rounded.in_int8()
-    block = text[0], np.zeros(2, np.int32), np.full(2, 16, np.int32), *text[1]
-    pending = KNOWN[:2].astype(np.int32)
+    # Of the shapes of the test above, whose program serves again.
+    tokens, *hidden = (np.repeat(np.asarray(each)[:, :9], 3, 0) for each in (text[0], *text[1]))
+    block = tokens, np.zeros(6, np.int32), np.full(6, 9, np.int32), *hidden
+    pending, following = KNOWN[:6].astype(np.int32), np.zeros((6, 3), np.int64)
     chain = Eagle3Drafter(DRAFT, TreeConfig((1, 1, 1)))
-    following = np.zeros((2, 3), np.int32)
     (_, exact), (_, near) = (
         _proposed(chain, Params(None, each), block, pending, following)
         for each in (params, rounded)

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from longspec_jax import LongSpec
 from longspec_jax.cli import as_options, draft_option
 from longspec_jax.config import PLAIN, LinearRopeScaling, Llama3RopeScaling, TargetConfig
+from longspec_jax.drafters.base import Needs
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3.checkpoint import Format, save_draft
 from longspec_jax.drafters.eagle3.config import Eagle3Config, Yarn
@@ -365,18 +366,16 @@ def test_the_registry_knows_every_dialect(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
-    """With the options of the commands; the text is that of plain decoding."""
+    """With the options of the commands."""
     target, _ = save_toy(tmp_path)
     config = config_for(toy_spec().target_config, proposable=11, features=(-1, 0, 0))
-    known = np.sort(np.random.default_rng(4).permutation(17)[:11])
     folder = tmp_path / "eagle3"
-    save_draft(folder, Format(SPECFORGE, True, True), config, random_params(config, known))
+    save_draft(folder, Format(SPECFORGE, True, True), config, random_params(config, range(11)))
     options = as_options([draft_option("window=16"), draft_option("layers=-1,0,0")])
-    spec = LongSpec.from_pretrained(target, folder, draft_options=options, tree="2,2,1")
-    [draft] = spec.drafts
+    spec = LongSpec.from_pretrained(target, [folder, "ngram"], draft_options=options)
+    draft, _ = spec.drafts
     assert isinstance(draft, Eagle3Draft) and draft.seen == (16, 4)
-    chosen: dict[str, Any] = dict(max_new_tokens=24, temperature=1.0, seed=3)
-    text = "a bad cab had a fad"
-    result, plain = (spec.generate(text, tree=tree, **chosen) for tree in (spec.tree, PLAIN))
-    assert result.sequences == plain.sequences
-    assert result.stats.target_passes < plain.stats.target_passes
+    assert draft.drafter(PLAIN).needs == Needs(hidden=(-1, 0))
+    alone = replace(draft, seen=Seen(16, 0)).drafter(PLAIN)
+    # The oldest entry of the window has the feature of the token before it.
+    assert alone.needs == Needs(hidden=(-1, 0), recent=17)
