@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from longspec_jax.decoding.logprobs import TokenLogprob
+from longspec_jax.decoding.report import RoundTree
+
 TokenText = Callable[[int], str]
 """The text of one token, special ones included."""
 
@@ -27,9 +30,9 @@ class Gain:
     proposed: int = 0
     """Draft tokens that the target has verified in these rounds."""
     finish: str | None = None
-    logprobs: tuple[Any, ...] = ()
-    prompt_logprobs: Sequence[Any] | None = None
-    trees: tuple[Any, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+    trees: tuple[RoundTree, ...] = ()
     cached: int = 0
     """Tokens of the prompt that were not prefilled anew."""
 
@@ -157,10 +160,17 @@ def rounds_of(gain: Gain, text_of: TokenText, row: int) -> dict[str, Any]:
         {"accepted": accepted, "tree": None} for accepted in gain.rounds
     ]
     for one, tree in zip(rounds, gain.trees, strict=False):
-        one["tree"] = {
-            "tokens": [text_of(token) for token in tree.tokens],
-            "parents": [*map(int, tree.parents)],
-            "draws": [text_of(token) for token in tree.draws],
-            "path": [*map(int, tree.path)],
-        }
+        one["tree"] = _tree_of(tree, text_of)
     return {"index": row, "tokens": tokens, "rounds": rounds}
+
+
+def _tree_of(tree: RoundTree, text_of: TokenText) -> dict[str, Any]:
+    """A round's tree by texts, without the nodes that no path reaches."""
+    kept = [node for node, parent in enumerate(tree.parents) if parent >= 0 or node == 0]
+    place = {-1: -1, **{node: index for index, node in enumerate(kept)}}
+    return {
+        "tokens": [text_of(tree.tokens[node]) for node in kept],
+        "parents": [place[tree.parents[node]] for node in kept],
+        "draws": [text_of(tree.draws[node]) for node in kept],
+        "path": [place[node] for node in tree.path],
+    }
