@@ -4,6 +4,6 @@ They are no tests of the suite: their packages do not go together with its envir
 environment of its own::
 
     pip install openai litellm langchain-openai "lm-eval[api]" guidellm aiperf schemathesis torch
-    python -m infer.serve --chat_template=vicuna --max_len=1024     # in the project's environment
+    python -m infer.serve --chat_template=vicuna --max_len=1024 --tree=2,2   # in the project's environment
     python -m tests.serve.clients --base_url=http://127.0.0.1:8000 --out=summary.json
 """

@@ -23,7 +23,7 @@ def main() -> int:
     arguments = parser.parse_args()
     commit = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     header = {
-        "method": "tests.serve.clients against infer.serve --chat_template=vicuna --max_len=1024",
+        "method": "tests.serve.clients against infer.serve --chat_template=vicuna --max_len=1024 --tree=2,2",
         "device": f"CPU, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "commit": subprocess.run(commit, capture_output=True, text=True, cwd=HERE).stdout.strip(),
