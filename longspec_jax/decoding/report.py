@@ -120,8 +120,10 @@ class Report:
         tokens, more = np.split(packed[..., 3:], [height], axis=2)
         logprobs = trees = None
         if contents.logprobs is not None:
-            size = height * packed_width(contents.logprobs)
-            logprobs = more[..., :size].reshape(*more.shape[:2], height, -1)
+            width = packed_width(contents.logprobs)
+            size = height * width
+            # There may be no round, so that NumPy could not find the width.
+            logprobs = more[..., :size].reshape(*more.shape[:2], height, width)
             more = more[..., size:]
         if contents.trees:
             trees = more
