@@ -11,8 +11,12 @@ from typing import Any
 from longspec_jax.decoding.logprobs import TokenLogprob
 from longspec_jax.decoding.report import RoundTree
 
-TokenText = Callable[[int], str]
-"""The text of one token, special ones included."""
+TokenText = Callable[..., str]
+"""The text of one token or of several in a row, special ones included."""
+INCOMPLETE = "\ufffd"
+"""Text of a part of a character."""
+LONGEST_RUN = 4
+"""Most tokens of a character: UTF-8 has four bytes."""
 
 
 @dataclass(frozen=True)
@@ -145,17 +149,34 @@ def acceptance_of(gain: Gain, levels: int) -> dict[str, Any] | None:
     }
 
 
-def token_text(decode: Callable[[Sequence[int]], str], token: int) -> str:
-    """The text of a token inside a text, with its space: SentencePiece drops one at the start."""
-    return decode([token, token])[len(decode([token])) :]
+def token_text(decode: Callable[[Sequence[int]], str], *tokens: int) -> str:
+    """The text of tokens inside a text, with its space: SentencePiece drops one at the start."""
+    return decode([*tokens, *tokens])[len(decode(tokens)) :]
 
 
-def rounds_of(gain: Gain, text_of: TokenText, row: int) -> dict[str, Any]:
-    """The tokens of a gain and the rounds that they came from, for the page."""
-    tokens, depth = [], 0
+def completed_text(text_of: TokenText, tokens: Sequence[int]) -> str:
+    """The text that the last token completes; empty where it ends inside a character."""
+    runs = (text_of(*tokens[-count:]) for count in range(1, min(len(tokens), LONGEST_RUN) + 1))
+    return next((text for text in runs if INCOMPLETE not in text), "")
+
+
+def rounds_of(
+    gain: Gain, text_of: TokenText, row: int, before: Sequence[int] = ()
+) -> dict[str, Any]:
+    """The tokens of a gain and the rounds that they came from, for the page.
+
+    Args:
+      gain: of the row.
+      text_of: the text of tokens.
+      row: its number among the choices.
+      before: the last tokens before the gain, which may begin its first character.
+    """
+    tokens, depth, ids = [], 0, [*before]
     for token, drafted in zip(gain.tokens, gain.drafted, strict=True):
         depth = depth + 1 if drafted else 0
-        tokens.append({"text": text_of(token), "id": token, "drafted": drafted, "depth": depth})
+        ids.append(token)
+        text = completed_text(text_of, ids[-LONGEST_RUN:])
+        tokens.append({"text": text, "id": token, "drafted": drafted, "depth": depth})
     rounds: list[dict[str, Any]] = [
         {"accepted": accepted, "tree": None} for accepted in gain.rounds
     ]
