@@ -83,7 +83,9 @@ def dialect_of(raw: JsonObject, tensors: Iterable[str]) -> Dialect:
     """
     kind = raw.text("speculators_model_type", "eagle3")
     if kind != "eagle3":
-        raise raw.error("speculators_model_type", "is not supported, only 'eagle3'", "load another")
+        raise raw.error(
+            "speculators_model_type", "is not supported, only 'eagle3'", "load another draft"
+        )
     names = raw.texts("architectures")
     dialect = AUTHORS
     if raw.has("speculators_model_type"):
@@ -135,7 +137,9 @@ def draft_config(
     part.require(("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"), who)
     check_refused(part, REFUSED)
     if part.whole("num_hidden_layers", 1) != 1:
-        raise part.error("num_hidden_layers", "is not supported: one layer is", "load another")
+        raise part.error(
+            "num_hidden_layers", "is not supported: one layer is", "load another draft"
+        )
     if part.flag("mlp_bias", False):
         raise part.error(
             "mlp_bias", "is not supported: no biases are added in the MLP", "load another"
