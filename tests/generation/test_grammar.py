@@ -1,0 +1,113 @@
+"""Grammars: what may follow at every node of a tree, and what is refused."""
+
+import random
+
+import numpy as np
+import pytest
+
+from longspec_jax.generation.grammar import DEEPEST, LONGEST, Grammar, Vocabulary, vocabulary_of
+from tests.infer.toys import STOP, toy_tokenizer
+
+SIZE = 40
+"""More than the tokenizer's tokens, and no whole number of words."""
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return vocabulary_of(toy_tokenizer(), SIZE, (STOP,))
+
+
+def tokens_of(bits: np.ndarray) -> set[int]:
+    """The tokens that one line allows."""
+    return {token for token in range(32 * len(bits)) if bits[token // 32] >> (token % 32) & 1}
+
+
+def ids(text: str) -> list[int]:
+    return toy_tokenizer().encode(text, add_special_tokens=False)
+
+
+def following(grammar: Grammar, tokens: list[int]) -> set[int]:
+    """What may follow these tokens, asked of a state that has met nothing else."""
+    state = grammar.state()
+    state.advance(tokens)
+    return tokens_of(state.allowed([0], [-1])[0])
+
+
+def test_what_may_follow_a_text(vocabulary) -> None:
+    grammar = Grammar.regex(vocabulary, "ab(c|d)+")
+    assert following(grammar, []) == {*ids("a")}
+    assert following(grammar, ids("ab")) == {*ids("cd")}
+    assert following(grammar, ids("abc")) == {*ids("cd"), STOP}
+    assert following(Grammar.regex(vocabulary, "ab"), ids("ab")) == {STOP}
+    with pytest.raises(ValueError, match="does not satisfy"):
+        grammar.state().advance(ids("b"))
+
+
+def test_every_node_of_a_tree_has_the_tokens_behind_its_own_path(vocabulary) -> None:
+    """Random trees beside a fresh state for every path; wrong tokens and stop tokens among them."""
+    draw = random.Random(5)
+    grammar = Grammar.regex(vocabulary, "(a(b|cd)*€?|gh é)+")
+    state, emitted, seen = grammar.state(), [], 0
+    while len(emitted) < 40:
+        tokens, parents = [0], [-1]
+        paths: list[list[int] | None] = [[]]
+        for node in range(1, 16):
+            parent = draw.randrange(node)
+            above = paths[parent]
+            legal = following(grammar, emitted + above) if above is not None else set()
+            token = draw.choice([*sorted(legal), draw.randrange(SIZE)])
+            alive = above is not None and token in legal and token != STOP
+            paths.append([*above, token] if above is not None and alive else None)
+            tokens.append(token)
+            parents.append(parent)
+        bits = state.allowed(tokens, parents)
+        for line, path in zip(bits, paths, strict=True):
+            if path is not None:
+                assert tokens_of(line) == following(grammar, emitted + path)
+                seen += len(path)
+        longest = max((path for path in paths if path is not None), key=len)
+        state.advance(longest)
+        emitted += longest
+    assert seen > 60
+
+
+def test_behind_a_stop_token_all_is_allowed(vocabulary) -> None:
+    """What a row decodes there is not read."""
+    state = Grammar.regex(vocabulary, "a").state()
+    state.advance([*ids("a"), STOP, *ids("gg")])
+    assert (state.allowed([0, 3], [-1, 0]) == 2**32 - 1).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda given: Grammar.regex(given, "(["), "cannot be used: .*regex"),
+        (lambda given: Grammar.regex(given, "a" * (LONGEST + 1)), "is longer than"),
+        (lambda given: Grammar.json_schema(given, {"type": "objekt"}), "Invalid type: objekt"),
+        (lambda given: Grammar.json_schema(given, {"$ref": "http://a/b"}), "cannot be used"),
+        (lambda given: Grammar.json_schema(given, _nested(DEEPEST)), "levels"),
+        (lambda given: Grammar.lark(given, "start: other"), "cannot be used"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_a_sentence(vocabulary, make, message) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        make(vocabulary)
+    assert "\n" not in str(refusal.value)
+
+
+def _nested(levels: int) -> dict:
+    schema: dict = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def test_a_vocabulary_needs_a_fast_tokenizer_and_a_stop_token() -> None:
+    with pytest.raises(ValueError, match="stop token"):
+        vocabulary_of(toy_tokenizer(), SIZE, ())
+
+    class Slow:
+        pass
+
+    with pytest.raises(ValueError, match="fast tokenizer"):
+        vocabulary_of(Slow(), SIZE, (STOP,))
