@@ -33,50 +33,59 @@ class Grammar:
     """A compiled grammar; requests share it, and each begins with a :meth:`state` of its own."""
 
     def __init__(self, matcher: Any, vocabulary: "Vocabulary") -> None:
-        """Keep the matcher of a row without a token; made by the class methods."""
+        """Keep the matcher of a row without a token; made by :func:`compile_grammar`."""
         self._matcher, self._vocabulary = matcher, vocabulary
 
-    @classmethod
-    def json_schema(cls, vocabulary: "Vocabulary", schema: Mapping[str, Any]) -> "Grammar":
-        """Texts that are JSON and satisfy a schema.
-
-        Raises:
-          ValueError: if the schema is too large, too deep, or not one.
-          ModuleNotFoundError: without the extra ``grammar``.
-        """
-        _check_depth(schema)
-        return cls._compiled(vocabulary, _library().grammar_from_json_schema, json.dumps(schema))
-
-    @classmethod
-    def json_object(cls, vocabulary: "Vocabulary") -> "Grammar":
-        """Texts that are any JSON object; errors as of :meth:`json_schema`."""
-        return cls.json_schema(vocabulary, {"type": "object"})
-
-    @classmethod
-    def regex(cls, vocabulary: "Vocabulary", pattern: str) -> "Grammar":
-        """Texts that a regular expression matches whole; errors as of :meth:`json_schema`."""
-        return cls._compiled(vocabulary, _library().grammar_from_regex, pattern)
-
-    @classmethod
-    def lark(cls, vocabulary: "Vocabulary", grammar: str) -> "Grammar":
-        """Texts of a context-free grammar in Lark's syntax; errors as of :meth:`json_schema`."""
-        return cls._compiled(vocabulary, _library().grammar_from_lark, grammar)
-
-    @classmethod
-    def _compiled(cls, vocabulary: "Vocabulary", read: Any, source: str) -> "Grammar":
-        if len(source) > LONGEST:
-            raise ValueError(
-                f"a grammar of {len(source)} characters is longer than {LONGEST}; shorten it"
-            )
-        matcher = _library()(vocabulary.table, read(source), log_level=0)
-        if matcher.is_error():
-            reason = matcher.get_error().strip().splitlines()[0]
-            raise ValueError(f"the grammar cannot be used: {reason}")
-        return cls(matcher, vocabulary)
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """What ends a text that satisfies it."""
+        return self._vocabulary.stop_tokens
 
     def state(self) -> "GrammarState":
         """The state of a row that has emitted nothing."""
         return GrammarState(self._matcher.deep_copy(), self._vocabulary)
+
+
+def compile_grammar(
+    vocabulary: "Vocabulary",
+    *,
+    json_schema: Mapping[str, Any] | None = None,
+    regex: str | None = None,
+    lark: str | None = None,
+) -> Grammar:
+    """A grammar from its source, of which there is one.
+
+    Args:
+      vocabulary: the target's tokens.
+      json_schema: texts that are JSON and satisfy it; ``{"type": "object"}`` for any object.
+      regex: texts that this regular expression matches whole.
+      lark: texts of a context-free grammar in Lark's syntax.
+
+    Raises:
+      ValueError: if not exactly one is given, or it is too large, too deep, or wrong.
+      ModuleNotFoundError: without the extra ``grammar``.
+    """
+    library = _library()
+    sources: list[tuple[Any, str]] = []
+    if json_schema is not None:
+        _check_depth(json_schema)
+        sources.append((library.grammar_from_json_schema, json.dumps(json_schema)))
+    if regex is not None:
+        sources.append((library.grammar_from_regex, regex))
+    if lark is not None:
+        sources.append((library.grammar_from_lark, lark))
+    if len(sources) != 1:
+        raise ValueError("a grammar is one of json_schema=, regex= and lark=; pass one of them")
+    [(read, source)] = sources
+    if len(source) > LONGEST:
+        raise ValueError(
+            f"a grammar of {len(source)} characters is longer than {LONGEST}; shorten it"
+        )
+    matcher = library(vocabulary.table, read(source), log_level=0)
+    if matcher.is_error():
+        reason = matcher.get_error().strip().splitlines()[0]
+        raise ValueError(f"the grammar cannot be used: {reason}")
+    return Grammar(matcher, vocabulary)
 
 
 class GrammarState:

@@ -1,12 +1,21 @@
 """Grammars: what may follow at every node of a tree, and what is refused."""
 
 import random
+import re
 
+import jax
 import numpy as np
 import pytest
 
-from longspec_jax.generation.grammar import DEEPEST, LONGEST, Grammar, Vocabulary, vocabulary_of
-from tests.infer.toys import STOP, toy_tokenizer
+from longspec_jax.generation.grammar import (
+    DEEPEST,
+    LONGEST,
+    Grammar,
+    Vocabulary,
+    compile_grammar,
+    vocabulary_of,
+)
+from tests.infer.toys import STOP, toy_spec, toy_tokenizer
 
 SIZE = 40
 """More than the tokenizer's tokens, and no whole number of words."""
@@ -34,11 +43,11 @@ def following(grammar: Grammar, tokens: list[int]) -> set[int]:
 
 
 def test_what_may_follow_a_text(vocabulary) -> None:
-    grammar = Grammar.regex(vocabulary, "ab(c|d)+")
+    grammar = compile_grammar(vocabulary, regex="ab(c|d)+")
     assert following(grammar, []) == {*ids("a")}
     assert following(grammar, ids("ab")) == {*ids("cd")}
     assert following(grammar, ids("abc")) == {*ids("cd"), STOP}
-    assert following(Grammar.regex(vocabulary, "ab"), ids("ab")) == {STOP}
+    assert following(compile_grammar(vocabulary, regex="ab"), ids("ab")) == {STOP}
     with pytest.raises(ValueError, match="does not satisfy"):
         grammar.state().advance(ids("b"))
 
@@ -46,7 +55,7 @@ def test_what_may_follow_a_text(vocabulary) -> None:
 def test_every_node_of_a_tree_has_the_tokens_behind_its_own_path(vocabulary) -> None:
     """Random trees beside a fresh state for every path; wrong tokens and stop tokens among them."""
     draw = random.Random(5)
-    grammar = Grammar.regex(vocabulary, "(a(b|cd)*€?|gh é)+")
+    grammar = compile_grammar(vocabulary, regex="(a(b|cd)*€?|gh é)+")
     state, emitted, seen = grammar.state(), [], 0
     while len(emitted) < 40:
         tokens, parents = [0], [-1]
@@ -73,7 +82,7 @@ def test_every_node_of_a_tree_has_the_tokens_behind_its_own_path(vocabulary) -> 
 
 def test_behind_a_stop_token_all_is_allowed(vocabulary) -> None:
     """What a row decodes there is not read."""
-    state = Grammar.regex(vocabulary, "a").state()
+    state = compile_grammar(vocabulary, regex="a").state()
     state.advance([*ids("a"), STOP, *ids("gg")])
     assert (state.allowed([0, 3], [-1, 0]) == 2**32 - 1).all()
 
@@ -81,12 +90,19 @@ def test_behind_a_stop_token_all_is_allowed(vocabulary) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda given: Grammar.regex(given, "(["), "cannot be used: .*regex"),
-        (lambda given: Grammar.regex(given, "a" * (LONGEST + 1)), "is longer than"),
-        (lambda given: Grammar.json_schema(given, {"type": "objekt"}), "Invalid type: objekt"),
-        (lambda given: Grammar.json_schema(given, {"$ref": "http://a/b"}), "cannot be used"),
-        (lambda given: Grammar.json_schema(given, _nested(DEEPEST)), "levels"),
-        (lambda given: Grammar.lark(given, "start: other"), "cannot be used"),
+        (lambda given: compile_grammar(given, regex="(["), "cannot be used: .*regex"),
+        (lambda given: compile_grammar(given, regex="a" * (LONGEST + 1)), "is longer than"),
+        (
+            lambda given: compile_grammar(given, json_schema={"type": "objekt"}),
+            "Invalid type: objekt",
+        ),
+        (
+            lambda given: compile_grammar(given, json_schema={"$ref": "http://a/b"}),
+            "cannot be used",
+        ),
+        (lambda given: compile_grammar(given, json_schema=_nested(DEEPEST)), "levels"),
+        (lambda given: compile_grammar(given, lark="start: other"), "cannot be used"),
+        (lambda given: compile_grammar(given), "one of json_schema=, regex= and lark="),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_a_sentence(vocabulary, make, message) -> None:
@@ -111,3 +127,76 @@ def test_a_vocabulary_needs_a_fast_tokenizer_and_a_stop_token() -> None:
 
     with pytest.raises(ValueError, match="fast tokenizer"):
         vocabulary_of(Slow(), SIZE, (STOP,))
+
+
+PATTERN = "(ab|cd){5,30}(gh)?"
+REQUESTS = [
+    {"temperature": temperature, "seed": seed, "max_new_tokens": 50}
+    for temperature, seed in ((0.0, 0), (1.0, 1), (1.0, 2))
+]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with toy_spec().engine(slots=2, max_tokens=128, grammars=True) as made:
+        made.prepare()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def grammar() -> Grammar:
+    return toy_spec().grammar(regex=PATTERN)
+
+
+def texts(engine, ids: list[int], steps: int | None = None) -> tuple[list[str], int]:
+    """The texts of some requests, run to their ends, and how many draft tokens were accepted."""
+    found, accepted = dict.fromkeys(ids, ""), 0
+    while engine.busy:
+        for output in engine.step():
+            found[output.id] += output.text
+            accepted += sum(output.drafted)
+            assert output.finish in (None, "stop", "length")
+    return list(found.values()), accepted
+
+
+def test_texts_satisfy_their_grammar_and_are_those_of_plain_decoding(engine, grammar) -> None:
+    """Beside rows without a grammar, whose texts are their own, and without a compilation."""
+    free = [engine.submit("ab c", **options) for options in REQUESTS]
+    alone, _ = texts(engine, free)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: compiled.append(name) if "compile" in name else None
+    )
+    ids = []
+    for options in REQUESTS:
+        ids.append(engine.submit("ab c", grammar=grammar, **options))
+        ids.append(engine.submit("ab c", grammar=grammar, speculate=False, **options))
+        ids.append(engine.submit("ab c", **options))
+    found, accepted = texts(engine, ids)
+    assert not compiled and accepted > 0
+    assert found[0::3] == found[1::3] and found[2::3] == alone
+    assert all(re.fullmatch(PATTERN, text) for text in found[0::3])
+
+
+def test_a_request_that_loses_its_slot_goes_on_in_its_grammar(engine, grammar) -> None:
+    options = REQUESTS[1]
+    [text], _ = texts(engine, [engine.submit("ab c", grammar=grammar, **options)])
+    ids = [engine.submit("ab c", grammar=grammar, priority=1, **options) for _ in range(2)]
+    before, gained = engine.status.preemptions, dict.fromkeys(ids, "")
+    while not all(gained.values()):
+        for output in engine.step():
+            gained[output.id] += output.text
+    urgent = engine.submit("gh", max_new_tokens=3)
+    [_, *rest], _ = texts(engine, [urgent, *ids])
+    assert engine.status.preemptions == before + 1
+    assert [gained[id] + more for id, more in zip(ids, rest, strict=True)] == [text] * 2
+
+
+def test_an_engine_refuses_what_it_was_not_made_for(engine, grammar) -> None:
+    with (
+        toy_spec().engine(slots=1, max_tokens=64) as other,
+        pytest.raises(ValueError, match="grammars=True"),
+    ):
+        other.submit("a", grammar=grammar)
+    with pytest.raises(ValueError, match="eos_token_id does not name"):
+        engine.submit("a", grammar=grammar, eos_token_id=[])
