@@ -197,6 +197,6 @@ def test_an_engine_refuses_what_it_was_not_made_for(engine, grammar) -> None:
         toy_spec().engine(slots=1, max_tokens=64) as other,
         pytest.raises(ValueError, match="grammars=True"),
     ):
-        other.submit("a", grammar=grammar)
+        other.submit("a", grammar=grammar, max_new_tokens=2)
     with pytest.raises(ValueError, match="eos_token_id does not name"):
-        engine.submit("a", grammar=grammar, eos_token_id=[])
+        engine.submit("a", grammar=grammar, max_new_tokens=2, eos_token_id=[])
