@@ -7,10 +7,10 @@
 import json
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .gains import Answer, Gain, TokenText, metrics_of, rounds_of
+from .gains import LONGEST_RUN, Answer, Gain, TokenText, metrics_of, rounds_of
 from .protocol import Call
 
 DONE = b"data: [DONE]\n\n"
@@ -181,6 +181,8 @@ class Writer:
     text_of: TokenText
     id: str = ""
     created: int = 0
+    tails: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The last tokens of every row that events have told of."""
 
     def __post_init__(self) -> None:
         """Name the answer."""
@@ -217,7 +219,9 @@ class Writer:
         """
         more, answer, found = {}, self.answers[row], b""
         if self.call.rounds:
-            more["longspec"] = rounds_of(gain, self.text_of, row)
+            before = self.tails.get(row, ())
+            more["longspec"] = rounds_of(gain, self.text_of, row, before)
+            self.tails[row] = (*before, *gain.tokens)[-LONGEST_RUN:]
         first = len(answer.gains) == 1
         shown = gain.text or (first and answer.echoed) or self.call.logprobs is not None
         if shown or more or self.call.continuous_usage:

@@ -30,7 +30,6 @@ from ..models import load_named, start_devices
 from ..prompts import STYLES
 from ..results import memory_plan_line
 from ..wording import command_words
-from . import pending
 from .app import Served
 from .arguments import read_template
 from .engine_thread import EngineThread
@@ -99,14 +98,13 @@ class Service:
             "tree": arguments.tree if spec.drafts else None,
             "adaptive": bool(spec.drafts) and arguments.tree is None,
             "prefills": PREFILLS,
-            "logprobs": MOST_ALTERNATIVES,
+            "logprobs": min(MOST_ALTERNATIVES, spec.target_config.vocab_size),
             "adjusted": True,
             "traced": True,
             "prefixes": True,
             "offload_prefixes": arguments.offload_prefixes or 0,
             "max_gap_ms": arguments.max_gap_ms,
         }
-        options = pending.known(spec.engine, options)
         slots = arguments.slots
         if slots is None:
             limit = MOST_CPU_SLOTS if on_cpu else MOST_SLOTS
@@ -152,7 +150,6 @@ class Service:
             queue_tokens=queue_tokens,
             request_seconds=arguments.request_seconds,
             levels=tree.num_levels,
-            nodes=tree.num_nodes - 1,
         )
         served = Served(
             model=model,

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
 from longspec_jax.decoding.outputs import EngineStatus
+from longspec_jax.generation.requests import RequestOutput
 from longspec_jax.generation.result import TreeUse
 
-from . import pending
 from .gains import Answer, Gain
 from .metrics import Metrics
 from .protocol import Row
@@ -68,7 +68,7 @@ class DrivenEngine(Protocol):
         """Queue a request."""
         ...
 
-    def step(self) -> Sequence[Any]:
+    def step(self) -> Sequence[RequestOutput]:
         """Run something, and return what requests have gained."""
         ...
 
@@ -93,7 +93,6 @@ class EngineThread:
         queue_tokens: int,
         request_seconds: float | None = None,
         levels: int = 0,
-        nodes: int = 0,
     ) -> None:
         """Bind an engine that is prepared; :meth:`start` begins.
 
@@ -104,12 +103,11 @@ class EngineThread:
           queue_tokens: most tokens of their prompts together.
           request_seconds: after which a call is ended; None for no limit.
           levels: of the engine's tree, for what answers say of it.
-          nodes: draft tokens of the engine's tree.
         """
         self._engine, self._metrics = engine, metrics
         self._most_requests, self._most_tokens = queue_requests, queue_tokens
         self._seconds = math.inf if request_seconds is None else request_seconds
-        self._levels, self._nodes = levels, nodes
+        self._levels = levels
         self.on_failure: Callable[[BaseException], object] | None = None
         """Called in the thread with what has ended it."""
         self._inbox: deque[Callable[[], None]] = deque()
@@ -300,12 +298,9 @@ class EngineThread:
     def _begin(self, ticket: Ticket) -> None:
         for index, row in enumerate(ticket.rows):
             try:
-                id = self._engine.submit(
-                    [*row.tokens], **pending.submittable(self._engine, row.options)
-                )
-            except (*USER_ERRORS, TypeError, Refused) as error:
-                refused = error if isinstance(error, Refused) else Refused(str(error))
-                self._end(ticket, "refused", refused)
+                id = self._engine.submit([*row.tokens], **row.options)
+            except (*USER_ERRORS, TypeError) as error:
+                self._end(ticket, "refused", Refused(str(error)))
                 return
             ticket.ids.append(id)
             self._rows[id] = ticket, index
@@ -313,7 +308,7 @@ class EngineThread:
         ticket.begin()
         wake([ticket])
 
-    def _publish(self, outputs: Iterable[Any]) -> None:
+    def _publish(self, outputs: Iterable[RequestOutput]) -> None:
         now, woken = time.monotonic(), set()
         for output in outputs:
             if output.id not in self._rows:
@@ -349,20 +344,19 @@ class EngineThread:
                 ticket.answers[index].times.started = now
             self._unstarted -= started
 
-    def _gain(self, output: Any, row: Row) -> Gain:
-        rounds = tuple(output.rounds)
-        trees = pending.of_output(output, "trees", ())
-        nodes = sum(len(tree.tokens) - 1 for tree in trees) if trees else len(rounds) * self._nodes
+    def _gain(self, output: RequestOutput, row: Row) -> Gain:
+        proposed = sum(len(tree.tokens) - 1 for tree in output.trees)
         return Gain(
             tokens=output.tokens,
             text=output.text,
             drafted=output.drafted,
-            rounds=rounds,
-            proposed=nodes if row.options.get("speculate", True) else 0,
+            rounds=output.rounds,
+            # A row that does not speculate accepts none of what its neighbours' tree proposes.
+            proposed=proposed if row.options.get("speculate", True) else 0,
             finish=output.finish,
-            logprobs=pending.of_output(output, "logprobs", ()),
-            prompt_logprobs=pending.of_output(output, "prompt_logprobs", None),
-            trees=trees,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            trees=output.trees,
             cached=output.cached_tokens,
         )
 

@@ -75,10 +75,7 @@ _STREAM = {
 }
 
 
-def _number(least: float, most: float) -> Number:
-    return Number(Real(least, most, f"from {least:g} to {most:g}"))
-
-
+_BIAS = Number(Real(-100.0, 100.0, "from -100 to 100"))
 _NEW = Number(SAMPLING["max_new_tokens"])
 _STOP: Rule = Text(LONGEST_STOP, 1)
 _FORMAT = "only plain text is supported as yet; describe the form in the prompt"
@@ -90,7 +87,8 @@ SHARED = {
     "top_p": Field(Number(SAMPLING["top_p"]), "1 keeps all tokens"),
     "top_k": Field(Number(Whole(-1, note=" (0 and -1 keep all tokens)")), "0 keeps all tokens"),
     "min_p": Field(
-        _number(0, 1), "least probability of a drawn token, as a share of the likeliest's"
+        Number(SAMPLING["min_p"]),
+        "least probability of a drawn token, as a share of the likeliest's",
     ),
     "seed": Field(Number(SAMPLING["seed"]), "of the draws; a new one if absent"),
     "n": Field(Number(Whole(1, MOST_CHOICES)), "choices of each prompt; choice i has seed + i"),
@@ -102,13 +100,15 @@ SHARED = {
         ListOf(Number(Whole(0)), MOST_STOP_TOKENS), "tokens that end the text, as the model's own"
     ),
     "ignore_eos": Field(Flag(), "go on past the model's own stop tokens"),
-    "logit_bias": Field(
-        Biases(_number(-100, 100), MOST_BIASES), "what is added to the logits of tokens"
+    "logit_bias": Field(Biases(_BIAS, MOST_BIASES), "what is added to the logits of tokens"),
+    "presence_penalty": Field(
+        Number(SAMPLING["presence_penalty"]), "taken from tokens that were emitted"
     ),
-    "presence_penalty": Field(_number(-2, 2), "taken from tokens that were emitted"),
-    "frequency_penalty": Field(_number(-2, 2), "taken as often as a token was emitted"),
+    "frequency_penalty": Field(
+        Number(SAMPLING["frequency_penalty"]), "taken as often as a token was emitted"
+    ),
     "repetition_penalty": Field(
-        Number(Real(0.0, 100.0, "above 0, at most 100", includes_least=False)),
+        Number(SAMPLING["repetition_penalty"]),
         "divides the logits of tokens of the prompt and the text; 1 has no effect",
     ),
     "priority": Field(Number(Whole(-(2**31), 2**31 - 1)), "lower goes first; 0 if absent"),

@@ -8,8 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-TokenText = Callable[[int], str]
-"""The text of one token, special ones included."""
+from longspec_jax.decoding.logprobs import TokenLogprob
+from longspec_jax.decoding.report import RoundTree
+
+TokenText = Callable[..., str]
+"""The text of one token or of several in a row, special ones included."""
+INCOMPLETE = "\ufffd"
+"""Text of a part of a character."""
+LONGEST_RUN = 4
+"""Most tokens of a character: UTF-8 has four bytes."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +34,9 @@ class Gain:
     proposed: int = 0
     """Draft tokens that the target has verified in these rounds."""
     finish: str | None = None
-    logprobs: tuple[Any, ...] = ()
-    prompt_logprobs: Sequence[Any] | None = None
-    trees: tuple[Any, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+    trees: tuple[RoundTree, ...] = ()
     cached: int = 0
     """Tokens of the prompt that were not prefilled anew."""
 
@@ -142,25 +149,49 @@ def acceptance_of(gain: Gain, levels: int) -> dict[str, Any] | None:
     }
 
 
-def token_text(decode: Callable[[Sequence[int]], str], token: int) -> str:
-    """The text of a token inside a text, with its space: SentencePiece drops one at the start."""
-    return decode([token, token])[len(decode([token])) :]
+def token_text(decode: Callable[[Sequence[int]], str], *tokens: int) -> str:
+    """The text of tokens inside a text, with its space: SentencePiece drops one at the start."""
+    return decode([*tokens, *tokens])[len(decode(tokens)) :]
 
 
-def rounds_of(gain: Gain, text_of: TokenText, row: int) -> dict[str, Any]:
-    """The tokens of a gain and the rounds that they came from, for the page."""
-    tokens, depth = [], 0
+def completed_text(text_of: TokenText, tokens: Sequence[int]) -> str:
+    """The text that the last token completes; empty where it ends inside a character."""
+    runs = (text_of(*tokens[-count:]) for count in range(1, min(len(tokens), LONGEST_RUN) + 1))
+    return next((text for text in runs if INCOMPLETE not in text), "")
+
+
+def rounds_of(
+    gain: Gain, text_of: TokenText, row: int, before: Sequence[int] = ()
+) -> dict[str, Any]:
+    """The tokens of a gain and the rounds that they came from, for the page.
+
+    Args:
+      gain: of the row.
+      text_of: the text of tokens.
+      row: its number among the choices.
+      before: the last tokens before the gain, which may begin its first character.
+    """
+    tokens, depth, ids = [], 0, [*before]
     for token, drafted in zip(gain.tokens, gain.drafted, strict=True):
         depth = depth + 1 if drafted else 0
-        tokens.append({"text": text_of(token), "id": token, "drafted": drafted, "depth": depth})
+        ids.append(token)
+        text = completed_text(text_of, ids[-LONGEST_RUN:])
+        tokens.append({"text": text, "id": token, "drafted": drafted, "depth": depth})
     rounds: list[dict[str, Any]] = [
         {"accepted": accepted, "tree": None} for accepted in gain.rounds
     ]
     for one, tree in zip(rounds, gain.trees, strict=False):
-        one["tree"] = {
-            "tokens": [text_of(token) for token in tree.tokens],
-            "parents": [*map(int, tree.parents)],
-            "draws": [text_of(token) for token in tree.draws],
-            "path": [*map(int, tree.path)],
-        }
+        one["tree"] = _tree_of(tree, text_of)
     return {"index": row, "tokens": tokens, "rounds": rounds}
+
+
+def _tree_of(tree: RoundTree, text_of: TokenText) -> dict[str, Any]:
+    """A round's tree by texts, without the nodes that no path reaches."""
+    kept = [node for node, parent in enumerate(tree.parents) if parent >= 0 or node == 0]
+    place = {-1: -1, **{node: index for index, node in enumerate(kept)}}
+    return {
+        "tokens": [text_of(tree.tokens[node]) for node in kept],
+        "parents": [place[tree.parents[node]] for node in kept],
+        "draws": [text_of(tree.draws[node]) for node in kept],
+        "path": [place[node] for node in tree.path],
+    }

@@ -135,7 +135,8 @@ def prefill_chunks(
             yield ChunkLaunch(min((index + 1) * chunk, prompt), ready, cache, logits, own)
     adjustments = None
     if request.adjustments is not None:
-        prompts = request.adjustments, tokens, held, target.vocab_size, emitted
+        counted = np.zeros(batch, int) if emitted is None else np.asarray(emitted)
+        prompts = request.adjustments, tokens, held, target.vocab_size, counted
         adjustments = jax.device_put(Adjustments.of_prompts(*prompts), shardings.rows)
     first = length, logits, request.of_rows, adjustments
     started = _start(target.vocab_size, shardings, *first)

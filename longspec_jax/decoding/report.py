@@ -121,9 +121,10 @@ class Report:
         logprobs = trees = None
         if contents.logprobs is not None:
             width = packed_width(contents.logprobs)
-            # Of no round there is no size to infer a width from.
-            logprobs = more[..., : height * width].reshape(*more.shape[:2], height, width)
-            more = more[..., height * width :]
+            size = height * width
+            # There may be no round, so that NumPy could not find the width.
+            logprobs = more[..., :size].reshape(*more.shape[:2], height, width)
+            more = more[..., size:]
         if contents.trees:
             trees = more
         return cls(*ends, tokens, logprobs, trees)

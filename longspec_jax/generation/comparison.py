@@ -146,7 +146,8 @@ def score_gap(
         tokens = np.zeros((len(whole), max(lengths)), np.int32)
         for padded, own in zip(tokens, whole, strict=True):
             padded[: len(own)] = own
-        given = request.adjustments, tokens, lengths, plan.target.vocab_size, counts
+        sizes = np.asarray(lengths), plan.target.vocab_size, np.asarray(counts)
+        given = request.adjustments, tokens, *sizes
         adjustments = Adjustments.of_prompts(*given)
     state = request.sampling, adjustments, run.engine.rows.cache
     scores = _scores(plan.target, plan.params, *state, *at)[row]

@@ -156,10 +156,10 @@ def _padded(rows: list[list[Any]], dtype: Any) -> np.ndarray:
     return whole
 
 
-def generate(target, drafter, params, tokens, lengths, req, capacity=128, chunk=8):
+def generate(target, drafter, params, tokens, lengths, req, capacity=128, chunk=8, **options):
     """Emitted tokens of every row, and the end of the run."""
     given = tokens, lengths, req, capacity, chunk
-    return run(engine_of(target, [drafter], params, *given), len(lengths))
+    return run(engine_of(target, [drafter], params, *given, **options), len(lengths))
 
 
 def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:

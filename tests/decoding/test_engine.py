@@ -22,7 +22,7 @@ from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.outputs import StepOutput
 from longspec_jax.decoding.policy import Always, Choice, FastestWithinBudget, Measurement, Policy
-from longspec_jax.decoding.report import Report
+from longspec_jax.decoding.report import Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, RowShardings, insert
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
@@ -733,3 +733,12 @@ def test_candidates_are_none_a_smaller_and_the_tree_itself(widths, smaller) -> N
     two = [LookupDrafter(TreeConfig((1,))), LookupDrafter(tree)]
     assert [d.tree for d in candidates(two)] == list(dict.fromkeys([PLAIN, two[0].tree, tree]))
     assert tallest(candidates([LookupDrafter(tree)])).tree.num_levels == len(widths)
+
+
+def test_a_launch_in_which_no_row_emits_reports_no_round() -> None:
+    """As behind the last round of a stream, which is launched before that one is read."""
+    packed = np.zeros((1, 2, 60), np.int32)
+    report = Report.of(packed, TreeConfig((1, 1)), Contents(2, trees=True))
+    assert report.logprobs is not None and report.logprobs.shape == (0, 2, 3, 5)
+    assert report.tokens.shape == (0, 2, 3)
+    assert not report.logprobs_of(0, np.zeros(0, int), 2) and not len(report.count)

@@ -89,7 +89,10 @@ def test_duplicate_siblings_do_no_harm(temperature: float) -> None:
         assert_same(rows, plain)
 
 
-@pytest.mark.parametrize("filters", [dict(top_k=3), dict(top_p=0.6), dict(top_k=5, top_p=0.8)])
+@pytest.mark.parametrize(
+    "filters",
+    [dict(top_k=3), dict(top_p=0.6), dict(min_p=0.3), dict(top_k=5, top_p=0.8, min_p=0.1)],
+)
 def test_filtered_sampling_is_drafter_invariant(filters: dict[str, Any]) -> None:
     target, tokens = LookupTarget(VOCABULARY), prompts(VOCABULARY)
     req = request(0.9, **filters)

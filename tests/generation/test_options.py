@@ -58,6 +58,25 @@ def test_filters_of_greedy_rows_are_not_computed() -> None:
     assert sampling.kind is SamplingKind.SAMPLED
 
 
+def test_biases_penalties_and_logprobs_of_rows() -> None:
+    """Every kind of row is served; those that ask for nothing have no tables."""
+    config = GenerationConfig(repetition_penalty=1.25, min_p=0.5, do_sample=True)
+    request = rows(config, logit_bias=[{}, {3: -100, 5: 2.5}], logprobs=[None, 4]).request
+    adjustments = request.adjustments
+    assert request.sampling.kind is SamplingKind.ANY
+    assert adjustments.repetition_penalty.tolist() == [1.25, 1.25]
+    assert adjustments.bias_tokens.tolist() == [[-1, -1], [3, 5]]
+    assert adjustments.bias.tolist() == [[0, 0], [-100, 2.5]]
+    np.testing.assert_allclose(request.sampling.log_min_p, np.log(0.5))
+    assert request.logprobs.tolist() == [-1, 4] and request.prompt_logprobs is None
+    plain = rows(repetition_penalty=1.0, presence_penalty=0, logit_bias={}, prompt_logprobs=True)
+    assert plain.request.adjustments is None
+    assert plain.request.sampling.kind is SamplingKind.GREEDY
+    assert plain.request.prompt_logprobs.tolist() == [0, 0]
+    assert rows(prompt_logprobs=False, logprobs=None).request.prompt_logprobs is None
+    assert rows(presence_penalty=[0, 0.5]).request.adjustments is not None
+
+
 @pytest.mark.parametrize(("value", "sets"), [(3, (3,)), ([3, 4], (3, 4)), ([], ()), ({3}, (3,))])
 def test_stop_sets_for_all_rows(value, sets) -> None:
     assert rows(eos_token_id=value).stop_tokens == (sets, sets)
@@ -122,12 +141,29 @@ def test_generation_config_values() -> None:
         (dict(stop_token_ids=[3]), NotImplementedError, "pass the ids of stop tokens as eos_token"),
         (dict(attention_mask=[1]), NotImplementedError, "what the tokenizer returned"),
         (dict(num_beams=2), NotImplementedError, "^num_beams=2: not supported by"),
-        (dict(repetition_penalty="1"), NotImplementedError, "^repetition_penalty='1': not"),
+        (dict(logit_bias=3), ValueError, "^logit_bias=3 must be a mapping of token ids"),
+        (dict(logit_bias=[{3: 1.0}]), ValueError, "^logit_bias has 1 mappings for 2 prompts"),
+        (dict(logit_bias={17: 1}), ValueError, "^logit_bias has the token 17 of row 0, .* 0 to 16"),
+        (dict(logit_bias={"3": 1}), ValueError, "^logit_bias has the token '3' of row 0"),
+        (
+            dict(logit_bias={3: 101}),
+            ValueError,
+            "^logit_bias=101 of token 3 of row 0 must be a num",
+        ),
+        (
+            dict(logprobs=21),
+            ValueError,
+            "^logprobs=21 of row 0 must be a whole number from 0 to 20",
+        ),
+        (dict(logprobs=True), ValueError, "^logprobs=True must be a number"),
+        (dict(prompt_logprobs=[True]), ValueError, "^prompt_logprobs has 1 values for 2 prompts"),
+        (dict(output_scores=True), NotImplementedError, "^output_scores=True: .*pass logprobs=20"),
+        (dict(typical_p=0.5), NotImplementedError, "^typical_p=0.5: not supported by"),
         (dict(no_repeat_ngram_size=np.asarray([0, 0])), NotImplementedError, "not supported"),
         (
-            dict(config=GenerationConfig(repetition_penalty=1.2)),
+            dict(config=GenerationConfig(typical_p=0.5)),
             NotImplementedError,
-            "^generation_config.repetition_penalty=1.2: not supported by speculative decoding",
+            "^generation_config.typical_p=0.5: not supported by speculative decoding",
         ),
         (dict(max_length=6), ValueError, "^max_length=6 must exceed the 7 tokens .* of row 1"),
         (
@@ -165,7 +201,8 @@ def test_arrays_are_values_by_row(array) -> None:
     assert row(eos_token_id=np.int64(3), top_k=np.int32(0)).stop_tokens == ((3,),)
 
 
-NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", *PENALTIES)
 
 
 class _Nothing:
@@ -207,6 +244,9 @@ RANGES = {
     "top_k": [-1, 2**31, 10**30],
     "top_p": [0, -0.5, 1.5, math.nan, math.inf],
     "min_p": [-0.5, 1.5, math.nan, math.inf],
+    "repetition_penalty": [0, -1, math.nan, math.inf],
+    "presence_penalty": [-2.1, 2.1, math.nan],
+    "frequency_penalty": [-2.1, 2.1, math.inf],
     "seed": [-1, 2**32, 10**30],
 }
 

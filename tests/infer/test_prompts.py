@@ -238,8 +238,11 @@ def test_bad_batch_file(tmp_path, line, message) -> None:
 
 
 def test_rows_take_the_options_of_the_library() -> None:
-    """But for whether to sample, which is a row's temperature, and for how many rows it is."""
-    others = {"do_sample", "num_return_sequences"}
+    """But for whether to sample, which is a row's temperature, and for how many rows it is.
+
+    And for biases and log-probabilities, which the command has not.
+    """
+    others = {"do_sample", "num_return_sequences", "logit_bias", "logprobs", "prompt_logprobs"}
     assert set(prompts.ROW_OPTIONS) == set(GenerateOptions.__annotations__) - others
 
 

@@ -203,7 +203,6 @@ def serving(
     drain_seconds: float = 20.0,
     api_key: str | None = None,
     levels: int = LEVELS,
-    nodes: int = LEVELS,
 ) -> Iterator[Client]:
     """A server on a port of its own, in a thread; ended in the end."""
     metrics = Metrics(levels)
@@ -214,7 +213,6 @@ def serving(
         queue_tokens=queue_tokens,
         request_seconds=request_seconds,
         levels=levels,
-        nodes=nodes,
     )
     served = Served(model or scripted_model(), thread, metrics, {"chat": True}, api_key=api_key)
     listener = socket.create_server(("127.0.0.1", 0))

@@ -1,5 +1,6 @@
 """The server over the real engine: every text is the one that a call of its own gets."""
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +23,10 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": [3, 4, 5], "top_p": 0.8, "seed": 9, "max_tokens": 20, "stop_token_ids": [2]},
     {"prompt": "ab", "temperature": 0},
     {"prompt": "gh ab", "seed": 4, "max_tokens": 30, "ignore_eos": True, "stop": ["gh", "f"]},
+    {"prompt": "ab ab", "logit_bias": {"3": 2.5, "5": -100}, "seed": 2, "max_tokens": 20},
+    {"prompt": "ab ab", "presence_penalty": 1.5, "frequency_penalty": 0.5, "max_tokens": 20}
+    | {"temperature": 0, "ignore_eos": True},
+    {"prompt": "cd", "repetition_penalty": 1.8, "seed": 8, "max_tokens": 20, "ignore_eos": True},
     {"prompt": "gh ab", "min_p": 0.05, "seed": 6, "max_tokens": 20, "ignore_eos": True},
 ]
 
@@ -29,13 +34,13 @@ REQUESTS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def server() -> Any:
     spec = toy_spec()
-    engine = spec.engine(slots=2, max_tokens=MAX_LEN, prefixes=True)
+    reported = {"logprobs": 17, "adjusted": True, "traced": True}
+    engine = spec.engine(slots=2, max_tokens=MAX_LEN, prefixes=True, **reported)
     engine.prepare()
     model: ServedModel = served_model(
         spec, engine, names=("toy",), max_len=MAX_LEN, most_rows=64, template=TEMPLATE
     )
-    nodes = TREE.num_nodes - 1
-    with serving(engine, model, queue_requests=64, levels=TREE.num_levels, nodes=nodes) as client:
+    with serving(engine, model, queue_requests=64, levels=TREE.num_levels) as client:
         yield client
 
 
@@ -56,6 +61,10 @@ def alone() -> list[str | None]:
     ]
     lengths = map(len, prompts)
     options = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
+    options |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    biases = [
+        {int(token): bias for token, bias in row.get("logit_bias", {}).items()} for row in rows
+    ]
     found = spec.generate(
         prompts,
         max_new_tokens=[
@@ -66,6 +75,7 @@ def alone() -> list[str | None]:
             [*([] if row.get("ignore_eos") else [0]), *row.get("stop_token_ids", [])]
             for row in rows
         ],
+        logit_bias=biases,
         stop_strings=[row.get("stop", []) for row in rows],
         **{name: [row.get(name, value) for row in rows] for name, value in options.items()},
     )
@@ -125,6 +135,53 @@ def test_a_chat_continues_what_its_template_makes_of_the_messages(
     # The prefill gives the first token; the budget may take the last round's bonus.
     assert body["usage"]["completion_tokens"] == 9 and emitted in (8, 9)
     assert body["usage"]["prompt_tokens"] == 6
+
+
+def test_a_plain_row_has_the_same_text_and_no_acceptance(
+    server: Client, alone: list[str | None]
+) -> None:
+    request = {**REQUESTS[1], "longspec": {"speculation": False, "rounds": True}}
+    _, body = server.post("/v1/completions", **request)
+    assert body["choices"][0]["text"] == alone[1]
+    assert body["metrics"]["speculative_decoding"] is None
+    assert {one["accepted"] for one in body["longspec"][0]["rounds"]} == {0}
+
+
+def test_log_probabilities_are_the_models_own(server: Client) -> None:
+    request = {"prompt": [3, 4, 5, 6], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    _, body = server.post("/v1/completions", logprobs=2, echo=True, **request)
+    found = body["choices"][0]["logprobs"]
+    own, best = found["token_logprobs"], found["top_logprobs"]
+    assert own[0] is best[0] is None and len(own) == len(best) == 4 + 6
+    assert found["text_offset"] == [sum(map(len, found["tokens"][:n])) for n in range(10)]
+    # lm-eval compares floats: the greedy token is the best one exactly.
+    assert own[4:] == [max(top.values()) for top in best[4:]]
+    options = {"max_new_tokens": 6, "eos_token_id": [], "logprobs": 2, "prompt_logprobs": 2}
+    alone = toy_spec().generate([3, 4, 5, 6], **options)
+    entries = [*alone.prompt_logprobs[0][1:], *alone.logprobs[0]]
+    assert own[1:] == pytest.approx([entry.logprob for entry in entries], abs=1e-4)
+    _, last = server.post("/v1/completions", **{**request, "prompt": [3, 4, 5]}, logprobs=17)
+    assert sum(map(math.exp, last["choices"][0]["logprobs"]["top_logprobs"][0].values())) <= 1.001
+
+
+def test_the_rounds_of_a_text_explain_it(server: Client) -> None:
+    asked = {"prompt": "ab cd", "seed": 1, "max_tokens": 20, "ignore_eos": True}
+    _, body = server.post("/v1/completions", longspec={"rounds": True}, **asked)
+    [told] = body["longspec"]
+    assert len(told["tokens"]) == 20 and told["tokens"][0]["depth"] == 0
+    emitted = [token["text"] for token in told["tokens"][1:]]
+    for one in told["rounds"]:
+        tree, accepted = one["tree"], one["accepted"]
+        assert [node for node, parent in enumerate(tree["parents"]) if parent < 0] == [0]
+        walked = [tree["tokens"][node] for node in tree["path"]]
+        draws = [tree["draws"][node] for node in tree["path"]]
+        assert walked[1:] == draws[:-1] and accepted <= len(walked) - 1
+        assert emitted[: accepted + 1] == draws[: len(emitted[: accepted + 1])]
+        emitted = emitted[accepted + 1 :]
+    assert not emitted
+    acceptance = body["metrics"]["speculative_decoding"]
+    assert acceptance["num_accepted_draft_tokens"] == sum(one["accepted"] for one in told["rounds"])
+    assert acceptance["num_draft_tokens"] == len(told["rounds"]) * (TREE.num_nodes - 1)
 
 
 def test_tokens_and_texts(server: Client) -> None:

@@ -1,5 +1,6 @@
 """What chunks say of tokens and rounds."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -42,3 +43,19 @@ def test_rounds_are_as_documented() -> None:
             }
         ],
     }
+
+
+def test_a_character_of_several_tokens_is_the_last_one_s() -> None:
+    tokens = [b"a", *(bytes([byte]) for byte in "é€".encode()), b"\xff", b"b"]
+    text_of = partial(
+        token_text, lambda ids: b"".join(tokens[id] for id in ids).decode(errors="replace")
+    )
+    ids = range(len(tokens))
+    whole = Gain(tokens=tuple(ids), drafted=(False,) * len(ids))
+    texts = [token["text"] for token in rounds_of(whole, text_of, 0)["tokens"]]
+    assert texts == ["a", "", "é", "", "", "€", "", "b"]
+    # In chunks of one token, each with those before it.
+    for id in ids:
+        one = Gain(tokens=(id,), drafted=(False,))
+        [told] = rounds_of(one, text_of, 0, range(id))["tokens"]
+        assert told["text"] == texts[id]

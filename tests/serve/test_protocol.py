@@ -83,7 +83,7 @@ def test_fields_become_the_options_of_the_engine(fields: dict, options: dict) ->
         ({"temperature": -1}, "temperature=-1 must be >= 0", "temperature"),
         ({"top_p": 0}, "top_p=0 must be in (0, 1]", "top_p"),
         ({"top_k": 1.5}, "top_k=1.5 must be a whole number", "top_k"),
-        ({"min_p": 2}, "min_p=2 must be from 0 to 1", "min_p"),
+        ({"min_p": 2}, "min_p=2 must be in [0, 1]", "min_p"),
         ({"n": 0}, "n=0 must be a whole number from 1", "n"),
         ({"n": 17}, "the request has 17 rows (prompts times n) and the server takes 16", "n"),
         ({"seed": 2**32}, "must be a whole number from 0 to 4294967295", "seed"),

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
+SERVER = "--chat_template=vicuna --max_len=1024 --tree=2,2"
 NAMES = ("openai", "litellm", "langchain", "lm_eval", "guidellm", "aiperf", "schemathesis")
 
 
@@ -23,7 +24,7 @@ def main() -> int:
     arguments = parser.parse_args()
     commit = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     header = {
-        "method": "tests.serve.clients against infer.serve --chat_template=vicuna --max_len=1024",
+        "method": f"tests.serve.clients against infer.serve {SERVER}",
         "device": f"CPU, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "commit": subprocess.run(commit, capture_output=True, text=True, cwd=HERE).stdout.strip(),

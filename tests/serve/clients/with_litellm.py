@@ -1,10 +1,12 @@
 """litellm, which proxies and agents use: completions, streams and its classes of errors."""
 
+import os
 from typing import Any
 
-import litellm
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # It asks the web for prices otherwise.
+import litellm  # noqa: E402
 
-from tests.serve.clients.checks import PROMPT, Checks, run
+from tests.serve.clients.checks import PROMPT, Checks, run  # noqa: E402
 
 
 def checks(own: Checks) -> None:

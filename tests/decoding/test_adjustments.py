@@ -1,0 +1,210 @@
+"""Biases and penalties: those of transformers, along each node's path, the same in every tree."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.adjustments import (
+    AdjustmentOptions,
+    Adjustments,
+    adjust,
+    draft_paths,
+)
+from longspec_jax.decoding.engine import Engine, StepOutput
+from longspec_jax.decoding.round_noise import RoundNoise
+from longspec_jax.decoding.rows import Request
+from longspec_jax.decoding.sampling import SamplingKind
+from longspec_jax.drafters.base import NoDraft, Params
+from longspec_jax.drafters.tree import branch, grow, plant
+from tests.decoding.lossless import (
+    DRAFT_TABLES,
+    LENGTHS,
+    NEW,
+    TABLE,
+    TREES,
+    VOCABULARY,
+    assert_same,
+    generate,
+    prompts,
+    request,
+)
+from tests.lookup import LookupDrafter, LookupTarget, token_hash
+
+TARGET = LookupTarget(VOCABULARY)
+PARAMS = Params(TABLE, DRAFT_TABLES["near"])
+NO_BIAS: dict[int, float] = {}
+OPTIONS = {
+    "repetition": ((1.8, 0.6, 1.3), (0.0,) * 3, (0.0,) * 3, [NO_BIAS] * 3),
+    "presence": ((1.0,) * 3, (1.5, -1.0, 0.4), (0.0,) * 3, [NO_BIAS] * 3),
+    "frequency": ((1.0,) * 3, (0.0,) * 3, (0.7, -0.3, 1.9), [NO_BIAS] * 3),
+    "bias": ((1.0,) * 3, (0.0,) * 3, (0.0,) * 3, [{3: 2.5, 7: -100.0}, {0: 4.0}, NO_BIAS]),
+    "all": ((1.3, 1.0, 0.8), (0.6, 0.0, -0.5), (0.2, 0.9, 0.0), [{5: 3.0}, NO_BIAS, {1: -2.0}]),
+}
+"""Of three rows, by what they test: penalties, and biases by token."""
+
+
+def adjusted(options: Any, temperature: Any = 0.0, new: Any = NEW, **filters: Any) -> Request:
+    """Requests of three rows with these options."""
+    plain = request(temperature, new=new, **filters)
+    sampling = plain.sampling.of_kind(SamplingKind.ANY)
+    return replace(plain, sampling=sampling, adjustments=AdjustmentOptions.of(*options))
+
+
+def run(drafter: Any, params: Params, req: Request) -> list[np.ndarray]:
+    """The rows of the lookup model."""
+    tokens = prompts(VOCABULARY)
+    rows, _ = generate(
+        *(TARGET, drafter, params, tokens, LENGTHS, req), adjusted=req.adjustments is not None
+    )
+    return rows
+
+
+def by_hand(row: int, options: Any, count: int) -> list[int]:
+    """Greedy tokens of a row, one by one, through the processors of transformers."""
+    repetition, presence, frequency, biases = (each[row] for each in options)
+    ids = prompts(VOCABULARY)[row, : LENGTHS[row]].tolist()
+    bias = SequenceBiasLogitsProcessor(
+        [[[token], value] for token, value in biases.items()] or [[[0], 0.0]]
+    )
+    table, emitted = np.array(TABLE), np.zeros(VOCABULARY)
+    for _ in range(count):
+        history = token_hash(np.asarray(ids), np.arange(len(ids))).sum()
+        scores, text = torch.from_numpy(table[history % len(table)])[None], torch.tensor([ids])
+        scores = RepetitionPenaltyLogitsProcessor(repetition)(text, bias(text, scores))
+        scores = scores.numpy()[0] - frequency * emitted - presence * (emitted > 0)
+        ids.append(int(scores.argmax()))
+        emitted[ids[-1]] += 1
+    return ids[-count:]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_adjusted_text_is_that_of_plain_decoding_and_of_transformers(options: Any) -> None:
+    """In rows of unlike lengths, greedy and sampled, and beside other filters."""
+    for temperature, filters in (
+        (0.0, {}),
+        (1.0, {}),
+        ((0.0, 0.7, 1.0), {"min_p": (0, 0.1, 0.02)}),
+    ):
+        req = adjusted(options, temperature, **filters)
+        plain = run(NoDraft(), Params(TABLE, ()), req)
+        assert_same(run(LookupDrafter(TREES[0]), PARAMS, req), plain)
+        if temperature == 0:
+            expected = [by_hand(row, options, NEW[row]) for row in range(3)]
+            assert_same(plain, list(map(np.asarray, expected)))
+        free = run(NoDraft(), Params(TABLE, ()), adjusted(NEUTRAL, temperature, **filters))
+        assert any(not np.array_equal(a, b) for a, b in zip(plain, free, strict=True))
+
+
+NEUTRAL = ((1.0,) * 3, (0.0,) * 3, (0.0,) * 3, [NO_BIAS] * 3)
+
+
+def test_rows_beside_an_adjusted_one_keep_their_text() -> None:
+    penalties = (1.0, 1.7, 1.0), (0.0, 0.9, 0.0), (0.0, 0.3, 0.0)
+    mixed = run(LookupDrafter(TREES[0]), PARAMS, adjusted((*penalties, [NO_BIAS] * 3), 1.0))
+    free = run(LookupDrafter(TREES[0]), PARAMS, request(1.0))
+    assert_same([mixed[0], mixed[2]], [free[0], free[2]])
+    assert not np.array_equal(mixed[1], free[1])
+
+
+def tree_with_a_path_of_repeats() -> Any:
+    """Below the pending token 4: the tokens 6 and 2; below 6 again 6; below 2 a 4."""
+    tree = plant(jnp.asarray([4]), TreeConfig((2, 2)))
+    tree = grow(tree, 1, jnp.asarray([[6, 2]]), jnp.asarray([[0, 0]]))
+    return grow(tree, 3, jnp.asarray([[6, 4]]), jnp.asarray([[1, 2]]))
+
+
+def test_a_node_counts_the_tokens_of_its_own_path() -> None:
+    tree = tree_with_a_path_of_repeats()
+    paths = jax.jit(draft_paths, static_argnums=1)(tree, 2)
+    np.testing.assert_array_equal(paths[0], [[-1, -1], [6, -1], [2, -1], [6, 6], [2, 4]])
+    options = AdjustmentOptions.of([1.5], [0.4], [0.25], [{1: 2.0}])
+    state = Adjustments.of_prompts(options, np.asarray([[1, 3, 9, 9]]), np.asarray([3]), 10)
+    emitted = jnp.asarray([[4, 5]]), jnp.asarray([1])
+    logits = jax.random.normal(jax.random.key(0), (1, 5, 10))
+    found = np.asarray(jax.jit(lambda each: adjust(logits, each.behind(*emitted), paths))(state))[0]
+    for node, path in enumerate(([4], [4, 6], [4, 2], [4, 6, 6], [4, 2, 4])):
+        counts = np.bincount(path, minlength=10)
+        expected = np.array(logits[0, node]) + 2.0 * (np.arange(10) == 1)
+        seen = np.isin(np.arange(10), [1, 3, 9, *path])
+        scaled = np.where(expected > 0, expected / 1.5, expected * 1.5)
+        expected = np.where(seen, scaled, expected) - 0.25 * counts - 0.4 * (counts > 0)
+        np.testing.assert_allclose(found[node], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_branch_has_the_paths_of_plain_decoding() -> None:
+    tree = branch(jnp.asarray([4]), jnp.asarray([[6, 2, 6]]))
+    expected = [[-1, -1, -1], [6, -1, -1], [6, 2, -1], [6, 2, 6]]
+    np.testing.assert_array_equal(draft_paths(tree, 3)[0], expected)
+    assert draft_paths(plant(jnp.asarray([4]), TreeConfig(())), 0).shape == (1, 1, 0)
+
+
+def test_a_draft_of_some_tokens_sees_their_adjustments_alone() -> None:
+    """What it ranks are the target's scores of the committed tokens, of its vocabulary."""
+    options = AdjustmentOptions.of([1.5, 1.0], [0.4, 0.0], [0.25, 1.0], [{1: 2.0}, NO_BIAS])
+    tokens, kept = np.asarray([[1, 3, 9], [2, 2, 5]]), jnp.asarray([1, 2, 5, 9])
+    emitted = np.asarray([1, 2])
+    state = Adjustments.of_prompts(options, tokens, np.asarray([3, 3]), 10, emitted)
+    plain = request(1.0, seeds=(5, 6)).sampling.of_kind(SamplingKind.ANY)
+    noise = RoundNoise.of_round(plain, jnp.asarray([3, 3]), 1, 10, jax.tree.map(jnp.asarray, state))
+    logits = jax.random.normal(jax.random.key(0), (2, 1, 10))
+    whole = noise.scores(logits, 1) - logits.max(axis=-1, keepdims=True)
+    some = noise.among(kept).scores(logits[:, :, kept], 1)
+    for row in range(2):
+        found, expected = some[row, 0], whole[row, 0, kept]
+        np.testing.assert_allclose(found - found[0], expected - expected[0], atol=1e-5)
+    plain_scores = RoundNoise(noise.noise, noise.sampling).scores(logits, 1)
+    changed = noise.scores(logits, 1) - plain_scores
+    assert len(np.unique(np.round(changed[0, 0], 4))) > 2
+
+
+def one(row: int, temperature: float, priority: int = 0) -> Any:
+    """A request of its own: a prompt, and options with penalties."""
+    several = adjusted(OPTIONS["all"], temperature, (17, 13, 9))
+    return prompts(VOCABULARY)[row, : LENGTHS[row]], jax.device_get(several).row(row)
+
+
+def finished(engine: Engine) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    while engine.busy:
+        for output in engine.step():
+            tokens.setdefault(output.id, []).extend(output.tokens.tolist())
+    return tokens
+
+
+def test_adjusted_requests_share_slots_and_go_on_behind_what_they_emitted() -> None:
+    """A better request takes the slot of one that then counts its own text as emitted."""
+    options: Any = dict(slots=1, capacity=64, chunk=8, stop_width=1, adjusted=True)
+    engine = Engine(TARGET, [LookupDrafter(TREES[0])], PARAMS, **options, readmits=True)
+    several = adjusted(OPTIONS["all"], 1.0, (17, 13, 9))
+    expected = run(NoDraft(), Params(TABLE, ()), several)
+    first = engine.submit(*one(0, 1.0), priority=1)
+    begun: list[StepOutput] = []
+    while sum(len(output.tokens) for output in begun) < 4:
+        begun += engine.step()
+    others = [engine.submit(*one(row, 1.0), priority=0) for row in (1, 2)]
+    plain = engine.submit(one(2, 1.0)[0], replace(one(2, 1.0)[1], adjustments=None))
+    tokens = finished(engine)
+    assert engine.preemptions == 1
+    begun_tokens = [token for output in begun for token in output.tokens.tolist()]
+    whole = [begun_tokens + tokens[first], *(tokens[id] for id in others)]
+    assert_same(list(map(np.asarray, whole)), expected)
+    assert (
+        tokens[plain]
+        == run(NoDraft(), Params(TABLE, ()), request(1.0, new=(17, 13, 9)))[2].tolist()
+    )
+
+
+def test_an_engine_without_tables_refuses_penalties() -> None:
+    options: Any = dict(slots=1, capacity=64, chunk=8, stop_width=1)
+    engine = Engine(TARGET, [NoDraft()], Params(TABLE, ()), **options)
+    with pytest.raises(ValueError, match="make the engine with adjusted=True"):
+        engine.submit(*one(0, 0.0))
+    neutral = AdjustmentOptions.none(1)
+    engine.submit(one(0, 0.0)[0], replace(one(0, 0.0)[1], adjustments=neutral))

@@ -1,0 +1,148 @@
+"""Log-probabilities, trees and rows that do not speculate, of one engine and of calls."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from longspec_jax.decoding.logprobs import TokenLogprob
+from longspec_jax.generation.requests import RequestEngine, RequestOutput
+from longspec_jax.generation.result import StreamRound
+from tests.generation.test_requests import finished
+from tests.infer.toys import save_toy, toy_spec
+from tests.kit import compilations
+
+PROMPT = [3, 5, 1, 9, 2, 2, 7] * 6
+"""Longer than a chunk of a prompt."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[RequestEngine]:
+    with toy_spec().engine(slots=2, max_tokens=96, logprobs=20, adjusted=True, traced=True) as made:
+        made.prepare()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The target as Hugging Face's model."""
+    target, _ = save_toy(Path(tmp_path_factory.mktemp("toy")))
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+
+def ran(engine: RequestEngine, *options: dict[str, Any]) -> list[list[RequestOutput]]:
+    """The outputs of requests side by side."""
+    ids = [engine.submit(PROMPT, eos_token_id=[], **{"max_new_tokens": 12, **o}) for o in options]
+    outputs = finished(engine)
+    return [outputs[id] for id in ids]
+
+
+def joined(outputs: list[RequestOutput], name: str) -> tuple[Any, ...]:
+    return sum((getattr(output, name) for output in outputs), ())
+
+
+def check(found: tuple[TokenLogprob | None, ...], tokens: Any, expected: Any, count: int) -> None:
+    """Against the log-softmax of the logits before each token."""
+    assert len(found) == len(tokens)
+    for one, token, row in zip(found, tokens, expected, strict=True):
+        assert one is not None and one.logprob == pytest.approx(row[token], abs=1e-4)
+        ids, values = [id for id, _ in one.top], [value for _, value in one.top]
+        assert len(ids) == count and values == sorted(values, reverse=True)
+        np.testing.assert_allclose(values, np.sort(row)[::-1][:count], atol=1e-4)
+        assert ids[:1] == [int(np.argmax(row))][:count]
+        # Equal floats: clients compare the token with the best one.
+        assert dict(one.top).get(token, one.logprob) == one.logprob
+
+
+def test_logprobs_are_those_of_hugging_face(engine: RequestEngine, oracle: Any) -> None:
+    """The target's own, whatever is drawn from them; also beside a request that asks for none."""
+    options = [
+        {"logprobs": 5, "prompt_logprobs": 3},
+        {"logprobs": 2, "temperature": 1.0, "top_k": 7, "seed": 3, "presence_penalty": 1.0},
+        {"temperature": 1.0, "seed": 4},
+        {"logprobs": 0, "prompt_logprobs": True, "temperature": 0.9},
+        {"logprobs": 20, "speculate": False},
+    ]
+    with compilations() as compiled:
+        found = ran(engine, *options)
+    assert not compiled, "all of it was prepared"
+    for outputs, each in zip(found, options, strict=True):
+        tokens = joined(outputs, "tokens")
+        with torch.no_grad():
+            logits = oracle(torch.tensor([[*PROMPT, *tokens]])).logits[0]
+        expected = torch.log_softmax(logits, dim=-1).numpy()
+        logprobs = joined(outputs, "logprobs")
+        if "logprobs" in each:
+            check(logprobs, tokens, expected[len(PROMPT) - 1 : -1], min(each["logprobs"], 17))
+        else:
+            assert not logprobs
+        of_prompt, *others = (output.prompt_logprobs for output in outputs)
+        assert others == [None] * len(others)
+        if "prompt_logprobs" in each:
+            assert of_prompt is not None and of_prompt[0] is None
+            count = int(each["prompt_logprobs"]) if each["prompt_logprobs"] is not True else 0
+            check(of_prompt[1:], PROMPT[1:], expected[: len(PROMPT) - 1], count)
+        else:
+            assert of_prompt is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_does_not_speculate_has_the_same_text(
+    engine: RequestEngine, temperature: float
+) -> None:
+    options = {"temperature": temperature, "seed": 8, "max_new_tokens": 20}
+    speculative, plain = ran(engine, options, {**options, "speculate": False})
+    assert joined(plain, "tokens") == joined(speculative, "tokens")
+    assert joined(plain, "rounds") == (0,) * 19 and not any(joined(plain, "drafted"))
+    assert sum(joined(speculative, "rounds")) > 0
+
+
+def test_the_trees_of_an_output_are_those_of_its_rounds(engine: RequestEngine) -> None:
+    for outputs in ran(engine, {"temperature": 1.0}, {"speculate": False}):
+        tokens, at = joined(outputs, "tokens"), 0
+        assert len(joined(outputs, "trees")) == len(joined(outputs, "rounds")) > 0
+        for tree, accepted in zip(joined(outputs, "trees"), joined(outputs, "rounds"), strict=True):
+            assert tree.tokens[0] == tokens[at] and tree.parents[0] == -1 and tree.path[0] == 0
+            for above, node in zip(tree.path, tree.path[1:], strict=False):
+                assert tree.parents[node] == above and tree.tokens[node] == tree.draws[above]
+            emitted = tuple(tree.draws[node] for node in tree.path)[: len(tokens) - at - 1]
+            assert tokens[at + 1 : at + 1 + len(emitted)] == emitted
+            assert accepted in (len(tree.path) - 1, len(emitted))
+            at += len(emitted)
+        assert at == len(tokens) - 1
+
+
+def test_a_call_reports_the_logprobs_of_its_rows() -> None:
+    spec, prompts = toy_spec(), [PROMPT, PROMPT[:5]]
+    options: Any = {"max_new_tokens": 9, "eos_token_id": [], "temperature": [0.0, 1.0]}
+    options |= {"logprobs": [None, 4], "prompt_logprobs": [2, False]}
+    rounds: list[StreamRound] = []
+    tree = spec.generate(prompts, **options, on_round=rounds.append)
+    plain = spec.generate(prompts, **options, tree="none")
+    assert tree.sequences == plain.sequences
+    assert tree.logprobs[0] == () and len(tree.logprobs[1]) == 9
+    assert tree.prompt_logprobs[1] is None
+    first, *others = tree.prompt_logprobs[0] or ()
+    assert first is None and len(others) == len(PROMPT) - 1
+    for one, other in zip(tree.logprobs[1], plain.logprobs[1], strict=True):
+        assert [id for id, _ in one.top] == [id for id, _ in other.top]
+        np.testing.assert_allclose(one.logprob, other.logprob, atol=3e-5)
+    assert sum((each.logprobs[1] for each in rounds), ()) == tree.logprobs[1]
+
+
+def test_what_an_engine_was_not_made_for_is_refused() -> None:
+    with toy_spec().engine(slots=1, max_tokens=32, logprobs=3) as engine:
+        with pytest.raises(ValueError, match="4 alternatives .* made with logprobs=3; make the"):
+            engine.submit([1], logprobs=4, max_new_tokens=2)
+        with pytest.raises(ValueError, match="make the engine with adjusted=True"):
+            engine.submit([1], repetition_penalty=1.2, max_new_tokens=2)
+    with toy_spec().engine(slots=1, max_tokens=32) as engine:
+        for name in ("logprobs", "prompt_logprobs"):
+            with pytest.raises(ValueError, match="made without them; make .* with logprobs=20"):
+                engine.submit([1], **{"max_new_tokens": 2, name: 1})
+    with pytest.raises(ValueError, match="logprobs=21 must be a whole number from 0 to 20"):
+        toy_spec().engine(slots=1, max_tokens=32, logprobs=21)
