@@ -17,7 +17,10 @@ from longspec_jax.decoding import engine as engine_lib
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding import prompts as prompts_lib
 from longspec_jax.decoding.candidates import candidates, smaller_tree, tallest
-from longspec_jax.decoding.engine import Engine, StepOutput
+from longspec_jax.decoding.choices import LAUNCH_SECONDS
+from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
+from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.outputs import StepOutput
 from longspec_jax.decoding.policy import Always, Choice, FastestWithinBudget, Measurement, Policy
 from longspec_jax.decoding.report import Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
@@ -194,7 +197,7 @@ def test_chunks_of_prompts_that_are_prefilled_alone_follow_from_their_own_length
 
 
 def test_chunk_sizes_are_few() -> None:
-    sizes = prefill_lib.chunk_sizes
+    sizes = chunk_sizes
     assert [sizes(largest) for largest in (2048, 8192, 256, 512, 100)] == [
         (128, 512, 2048),
         (128, 512, 2048, 8192),
@@ -202,7 +205,7 @@ def test_chunk_sizes_are_few() -> None:
         (128, 512),
         (100,),
     ]
-    chunk = [prefill_lib.chunk_of(length, sizes(2048)) for length in (1, 128, 129, 513, 5000)]
+    chunk = [chunk_of(length, sizes(2048)) for length in (1, 128, 129, 513, 5000)]
     assert chunk == [128, 128, 512, 2048, 2048]
 
 
@@ -627,7 +630,7 @@ def test_launches_of_many_rounds_fill_their_time() -> None:
     rounds: list[int] = []
     clocked((0.041,), Always(), drafters=[NoDraft()], params=Params(TABLE, ()), rounds=rounds)
     assert rounds == [4, 9, 9, 8]
-    assert 9 * 0.041 <= engine_lib.LAUNCH_SECONDS < 10 * 0.041
+    assert 9 * 0.041 <= LAUNCH_SECONDS < 10 * 0.041
 
 
 def test_the_promise_holds_across_drafters() -> None:
