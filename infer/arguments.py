@@ -22,6 +22,8 @@ DRAFT_HELP = (
 )
 NO_FILTER = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Filters at the values that keep all tokens."""
+NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Penalties at the values without effect."""
 EPILOG = """\
 Without arguments the embedded demo model completes a held-out document of more than 8000 tokens.
 
@@ -47,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--version", action="version", version=version)
     models = add_models(result, DRAFT_HELP)
     add_memory(models)
-    add_trees(models)
+    add_trees(models, "the fastest on this machine, which may be none")
     _add_prompts(result)
     add_sampling(result)
     _add_output(result)
@@ -130,13 +132,13 @@ def add_memory(group: Any) -> None:
     )
 
 
-def add_trees(group: Any) -> None:
-    """Add the options that choose what is proposed."""
+def add_trees(group: Any, absent: str) -> None:
+    """Add the options that choose what is proposed; says which tree runs if none is named."""
     group.add_argument(
         "--tree",
         type=cli.tree,
         help=f"what the draft proposes in a round: {cli.TREE_GRAMMAR}. none: plain decoding. If "
-        "absent, the fastest on this machine, which may be none",
+        f"absent, {absent}",
     )
     group.add_argument(
         "--adaptive",
@@ -226,6 +228,11 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(arguments, name) for name in SAMPLING}
     options |= {"eos_token_id": []} if arguments.ignore_eos else {}
     return options | ({"stop_strings": arguments.stop} if arguments.stop else {})
+
+
+def has_penalty(arguments: argparse.Namespace) -> bool:
+    """Whether logits of tokens that are there already are lowered, or raised."""
+    return any(getattr(arguments, name) != neutral for name, neutral in NO_PENALTY.items())
 
 
 def row_options(arguments: argparse.Namespace, row: Prompt) -> dict[str, Any]:

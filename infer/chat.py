@@ -40,6 +40,9 @@ Without a terminal every line of standard input is a turn, and standard output i
 Exit status: 0, 2 for a request or a line that cannot be met, 1 for a failure while running, 130
 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 """
+DRAFT_HELP = (
+    "Of several the first runs, with --adaptive whichever is fastest. Plain decoding if absent"
+)
 PROMPT = "> "
 
 
@@ -66,7 +69,8 @@ def parser() -> argparse.ArgumentParser:
         description="Talk with a target: its own text, several tokens per pass.",
         epilog=EPILOG,
     )
-    arguments_lib.add_trees(arguments_lib.add_models(result, arguments_lib.DRAFT_HELP))
+    models = arguments_lib.add_models(result, DRAFT_HELP)
+    arguments_lib.add_trees(models, "the first draft's default tree")
     group = result.add_argument_group("conversation")
     group.add_argument("--system", type=cli.any_text, help="what the model is told beforehand")
     arguments_lib.add_style(group)

@@ -11,7 +11,7 @@ from longspec_jax.cli import counted
 from longspec_jax.generation.chat import encode_text
 from longspec_jax.generation.requests import RequestOutput
 
-from .arguments import sampling_options
+from .arguments import has_penalty, sampling_options
 from .prompts import check_text, encode
 from .wording import command_words
 
@@ -99,6 +99,7 @@ class Conversation:
                 max_tokens=self.max_tokens,
                 tree=arguments.tree if spec.drafts else None,
                 adaptive=arguments.adaptive,
+                adjusted=has_penalty(arguments),
                 prefixes=True,  # A turn prefills what the one before it has not.
             )
 

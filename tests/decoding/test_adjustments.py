@@ -18,6 +18,7 @@ from longspec_jax.decoding.adjustments import (
     draft_paths,
 )
 from longspec_jax.decoding.engine import Engine, StepOutput
+from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.drafters.base import NoDraft, Params
@@ -142,6 +143,25 @@ def test_a_branch_has_the_paths_of_plain_decoding() -> None:
     expected = [[-1, -1, -1], [6, -1, -1], [6, 2, -1], [6, 2, 6]]
     np.testing.assert_array_equal(draft_paths(tree, 3)[0], expected)
     assert draft_paths(plant(jnp.asarray([4]), TreeConfig(())), 0).shape == (1, 1, 0)
+
+
+def test_a_draft_of_some_tokens_sees_their_adjustments_alone() -> None:
+    """What it ranks are the target's scores of the committed tokens, of its vocabulary."""
+    options = AdjustmentOptions.of([1.5, 1.0], [0.4, 0.0], [0.25, 1.0], [{1: 2.0}, NO_BIAS])
+    tokens, kept = np.asarray([[1, 3, 9], [2, 2, 5]]), jnp.asarray([1, 2, 5, 9])
+    emitted = np.asarray([1, 2])
+    state = Adjustments.of_prompts(options, tokens, np.asarray([3, 3]), 10, emitted)
+    plain = request(1.0, seeds=(5, 6)).sampling.of_kind(SamplingKind.ANY)
+    noise = RoundNoise.of_round(plain, jnp.asarray([3, 3]), 1, 10, jax.tree.map(jnp.asarray, state))
+    logits = jax.random.normal(jax.random.key(0), (2, 1, 10))
+    whole = noise.scores(logits, 1) - logits.max(axis=-1, keepdims=True)
+    some = noise.among(kept).scores(logits[:, :, kept], 1)
+    for row in range(2):
+        found, expected = some[row, 0], whole[row, 0, kept]
+        np.testing.assert_allclose(found - found[0], expected - expected[0], atol=1e-5)
+    plain_scores = RoundNoise(noise.noise, noise.sampling).scores(logits, 1)
+    changed = noise.scores(logits, 1) - plain_scores
+    assert len(np.unique(np.round(changed[0, 0], 4))) > 2
 
 
 def one(row: int, temperature: float, priority: int = 0) -> Any:

@@ -127,6 +127,7 @@ def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memor
     """
     spec = replace(toy_spec(), prefill_chunk=128)
     more = {"prefixes": True, "offload_prefixes": 1 << 18, "max_gap_ms": 1e-6}
+    more |= {"logprobs": 2, "adjusted": True}
     with spec.engine(slots=3, max_tokens=250, prefills=2, adaptive=True, **more) as engine:
         with pytest.warns(UserWarning, match="max_gap_ms=1e-06 cannot be kept: a chunk of 64"):
             engine.prepare()
@@ -149,8 +150,17 @@ def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memor
         # Whatever else this process compiles, the engine's programs stay.
         with RECENT.limited(0):
             pass
+        adjusted = {"logit_bias": {3: 1.0}, "presence_penalty": 0.5, "repetition_penalty": 1.2}
+        scored = {"logprobs": 2, "prompt_logprobs": True, "min_p": 0.1, "temperature": 1.0}
         with compilations() as compiled:
-            served(engine, requests[:3])
+            served(
+                engine,
+                [
+                    (prompt, {**options, **more})
+                    for prompt, options in requests[:4]
+                    for more in (adjusted, scored)
+                ],
+            )
         assert not compiled
         engine.prepare()  # Once is enough.
     assert len(found) > 30

@@ -155,8 +155,15 @@ def test_turns_are_messages_with_a_style(loaded, monkeypatch) -> None:
     arguments = loaded._arguments
     monkeypatch.setattr(arguments, "prompt_style", "vicuna")
     monkeypatch.setattr(arguments, "system", "abc.")
-    monkeypatch.setattr(type(toy_spec()), "engine", lambda *args, **options: None)
+    made: list[bool] = []
+    monkeypatch.setattr(
+        type(toy_spec()), "engine", lambda *_, **options: made.append(options["adjusted"])
+    )
+    monkeypatch.setattr(arguments, "frequency_penalty", 0.5)
+    Conversation(toy_spec(), arguments)
+    monkeypatch.setattr(arguments, "frequency_penalty", 0.0)
     conversation = Conversation(toy_spec(), arguments)
+    assert made == [True, False], "tables for penalties where there are any"
     conversation.keep(Turn("d", "f"))
     assert not conversation.is_plain
     text = "abc. USER: d ASSISTANT: f<end>USER: g ASSISTANT:"

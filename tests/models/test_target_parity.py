@@ -135,7 +135,7 @@ def test_cached_decoding(pair):
     cache = target.allocate(batch=2, capacity=37)
     last = jnp.asarray([7, 7])
     for offset in (0, 8):
-        logits, cache, _ = prefill(
+        logits, cache, *_ = prefill(
             params,
             cache,
             jnp.asarray(tokens[:, offset : offset + 8]),

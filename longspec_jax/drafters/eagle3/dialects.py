@@ -29,7 +29,8 @@ from longspec_jax.weights.json_files import JsonObject
 MIDLAYER, FIRST_LAYER = "midlayer.", "layers.0."
 """What the names of the layer's tensors begin with."""
 IDS = "eagle_aux_hidden_state_layer_ids"
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_FED_BACK = "return_hidden_post_norm"
+"""Of ``eagle_config``, as TensorRT-LLM calls it: whether the normed output is fed back."""
 AUTHORS_BASE = 10000.0
 """Rotary base of the authors' code where positions are scaled, whatever ``rope_theta`` says."""
 USUAL_POSITIONS = 2048
@@ -64,9 +65,9 @@ class Dialect:
 
 
 AUTHORS = Dialect("the authors' code", "no architecture of its own", MIDLAYER)
-SPECFORGE = Dialect("SpecForge", "architectures LlamaForCausalLMEagle3", MIDLAYER)
+SPECFORGE = Dialect("SpecForge", "an architecture named Eagle3", MIDLAYER)
 SPECULATORS = Dialect("speculators", "speculators_model_type", FIRST_LAYER, entering=True)
-DEEPSPEC = Dialect("DeepSpec", "architectures Qwen3Eagle3Model", FIRST_LAYER)
+DEEPSPEC = Dialect("DeepSpec", "target_layer_ids", FIRST_LAYER)
 DIALECTS = (AUTHORS, SPECFORGE, SPECULATORS, DEEPSPEC)
 
 
@@ -82,15 +83,17 @@ def dialect_of(raw: JsonObject, tensors: Iterable[str]) -> Dialect:
     """
     kind = raw.text("speculators_model_type", "eagle3")
     if kind != "eagle3":
-        raise raw.error("speculators_model_type", "is not supported, only 'eagle3'", "load another")
+        raise raw.error(
+            "speculators_model_type", "is not supported, only 'eagle3'", "load another draft"
+        )
     names = raw.texts("architectures")
     dialect = AUTHORS
     if raw.has("speculators_model_type"):
         dialect = SPECULATORS
-    elif "LlamaForCausalLMEagle3" in names:
-        dialect = SPECFORGE
-    elif any("Eagle3" in name for name in names):
+    elif raw.has("target_layer_ids"):
         dialect = DEEPSPEC
+    elif any("eagle3" in name.lower() for name in names):
+        dialect = SPECFORGE
     prefixes = {prefix for prefix in (MIDLAYER, FIRST_LAYER) if _begins(tensors, prefix)}
     if prefixes != {dialect.layer}:
         found = " and ".join(f"{prefix}*" for prefix in sorted(prefixes)) or "neither"
@@ -134,7 +137,9 @@ def draft_config(
     part.require(("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"), who)
     check_refused(part, REFUSED)
     if part.whole("num_hidden_layers", 1) != 1:
-        raise part.error("num_hidden_layers", "is not supported: one layer is", "load another")
+        raise part.error(
+            "num_hidden_layers", "is not supported: one layer is", "load another draft"
+        )
     if part.flag("mlp_bias", False):
         raise part.error(
             "mlp_bias", "is not supported: no biases are added in the MLP", "load another"
@@ -148,6 +153,9 @@ def draft_config(
         positions = max(positions, int(scaling.factor * scaling.original_max_positions))
     normed = raw.flag("norm_output", dialect is SPECFORGE)
     feeds = dialect is not SPECFORGE
+    fed_back = raw.part("eagle_config").flag(_FED_BACK, normed and feeds)
+    kind = part.text("model_type", "")
+    head_norm = f"{dialect.layer}self_attn.q_norm.weight" in tensors
     return build(
         part,
         Eagle3Config,
@@ -167,11 +175,12 @@ def draft_config(
         dtype=target.dtype,
         window=_window(part),
         qkv_bias=f"{dialect.layer}self_attn.q_proj.bias" in tensors,
-        qk_norm=part.text("model_type", "llama") == "qwen3" and dialect.layer == FIRST_LAYER,
+        # SpecForge's drafts for Qwen3 may say qwen3 and are Llama layers all the same.
+        qk_norm=head_norm or (kind == "qwen3" and dialect.layer == FIRST_LAYER),
         norm_before_residual=raw.flag("norm_before_residual", False),
         norm_before_fuse=raw.flag("norm_before_fc", False),
         feature_norms=raw.flag("fc_norm", False),
-        normed_feedback=normed and feeds,
+        normed_feedback=fed_back,
         normed_head=normed or feeds,
     )
 
@@ -291,7 +300,10 @@ def hf_draft_config(config: Eagle3Config, dialect: Dialect) -> dict[str, Any]:
             **flags,
         }
     if dialect is SPECFORGE:
-        named = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {IDS: ids}}
+        nested: dict[str, Any] = {IDS: ids}
+        if config.normed_feedback:
+            nested[_FED_BACK] = True
+        named = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": nested}
         return named | layer | sizes | flags
     named = {"architectures": ["LlamaForCausalLM"], "eagle_config": {IDS: ids}}
     if dialect is DEEPSPEC:

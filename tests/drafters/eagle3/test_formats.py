@@ -55,6 +55,10 @@ DRAFTS: dict[str, tuple[Dialect, Eagle3Config]] = {
         ),
     ),
     "SpecForge without a norm": (SPECFORGE, config_for(CONFIG, **REDUCED, normed_head=False)),
+    "SpecForge, fed back normed": (
+        SPECFORGE,
+        config_for(CONFIG, **REDUCED, normed_feedback=True, qk_norm=True),
+    ),
     "speculators": (
         SPECULATORS,
         config_for(CONFIG, proposable=60, features=(-1, 2, 7), norm_before_fuse=True, window=9),
@@ -161,7 +165,7 @@ def test_files_as_their_trainers_leave_them(tmp_path: Path) -> None:
     # The authors' code forgets rope_theta where it scales; SpecForge's does not.
     assert (config.rope_theta, config.rope_scaling) == (10000, LinearRopeScaling(2.0))
     assert load(folder, TARGET, Eagle3Options(rope_theta=7e5)).config.rope_theta == 7e5
-    _edit(folder, architectures=["LlamaForCausalLMEagle3"])
+    _edit(folder, architectures=["Eagle3LlamaForCausalLM"])
     assert load(folder, TARGET).config.rope_theta == 5e5
     folder = _saved(tmp_path / "speculators", "speculators")
 
@@ -243,9 +247,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
     ),
     "two readings of the tensors": (
         "SpecForge",
-        dict(architectures=["Qwen3Eagle3Model"]),
+        dict(target_layer_ids=[1, 3, 4]),
         None,
-        "(architectures Qwen3Eagle3Model) the draft is written as DeepSpec writes it, with tensors "
+        "(target_layer_ids) the draft is written as DeepSpec writes it, with tensors "
         "layers.0.*; its weights have midlayer.*, as of the authors' code, SpecForge",
     ),
     "another kind of speculators": (
@@ -360,7 +364,9 @@ def test_a_window_that_nobody_named_is_said(tmp_path: Path) -> None:
 def test_the_registry_knows_every_dialect(name: str, tmp_path: Path) -> None:
     [chosen] = choose_drafts([_saved(tmp_path, name)], {"window": 64})
     assert chosen.kind is EAGLE3
-    _edit(tmp_path, architectures=None, speculators_model_type=None, draft_vocab_size=None)
+    _edit(tmp_path, speculators_model_type=None, draft_vocab_size=None)
+    assert choose_drafts([tmp_path], {})[0].kind is (EAGLE3 if "auth" not in name else LONGSPEC)
+    _edit(tmp_path, architectures=None)
     [chosen] = choose_drafts([tmp_path], {})
     assert chosen.kind is LONGSPEC
 
