@@ -22,6 +22,7 @@ from longspec_jax import LongSpec
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
 from longspec_jax.embedded import DEMO_NAME
+from longspec_jax.extras import missing_packages
 from longspec_jax.generation.chat import encode_chat, encode_text
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.requests import RequestEngine
@@ -108,6 +109,7 @@ class Service:
             "logprobs": min(MOST_ALTERNATIVES, spec.target_config.vocab_size),
             "adjusted": True,
             "traced": True,
+            "grammars": _knows_grammars(spec),
             "prefixes": True,
             "offload_prefixes": arguments.offload_prefixes or 0,
             "max_gap_ms": arguments.max_gap_ms,
@@ -265,7 +267,14 @@ def served_model(
         encode_chat=chat_encoder(tokenizer, template, max_len),
         tree=str(drafter.tree) if drafter.tree.widths else None,
         drafter=drafter.name if drafter.tree.widths else None,
+        grammar=spec.grammar if _knows_grammars(spec) else None,
     )
+
+
+def _knows_grammars(spec: LongSpec) -> bool:
+    """Whether requests may say what form their text has."""
+    library = missing_packages("grammar") is None
+    return library and hasattr(spec.tokenizer, "backend_tokenizer") and bool(spec.stop_tokens)
 
 
 def chat_encoder(

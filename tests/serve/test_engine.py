@@ -1,6 +1,7 @@
 """The server over the real engine: every text is the one that a call of its own gets."""
 
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,7 +36,7 @@ REQUESTS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def server() -> Any:
     spec = toy_spec()
-    reported = {"logprobs": 17, "adjusted": True, "traced": True}
+    reported = {"logprobs": 17, "adjusted": True, "traced": True, "grammars": True}
     engine = spec.engine(slots=2, max_tokens=MAX_LEN, prefixes=True, **reported)
     engine.prepare()
     model: ServedModel = served_model(
@@ -106,6 +107,22 @@ def test_choices_have_seeds_of_their_own(server: Client, alone: list[str | None]
     _, body = server.post("/v1/completions", n=3, **CHOICES[0])
     texts = [choice["text"] for choice in body["choices"]]
     assert texts == alone[len(REQUESTS) : -1] and len({*texts}) > 1
+
+
+def test_a_text_has_the_form_that_was_asked_for(server: Client) -> None:
+    """Whether speculated or not; and a form that cannot be read is refused."""
+    form = {"type": "regex", "regex": "(ab|cd){2,6}gh"}
+    asked = [{"prompt": "ab", "seed": seed, "response_format": form} for seed in (1, 2, 3)]
+    plain = [{**one, "longspec": {"speculation": False}} for one in asked]
+    with ThreadPoolExecutor(6) as pool, compilations() as compiled:
+        posted = [pool.submit(server.post, "/v1/completions", **one) for one in asked + plain]
+        texts = [each.result()[1]["choices"][0]["text"] for each in posted]
+    assert texts[:3] == texts[3:] and not compiled
+    assert all(re.fullmatch(form["regex"], text) for text in texts)
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}
+    status, body = server.post("/v1/completions", prompt="ab", response_format=schema)
+    assert status == 400 and body["error"]["param"] == "response_format"
+    assert "Invalid type: objekt" in body["error"]["message"]
 
 
 def test_a_text_ends_before_a_stop_string(server: Client) -> None:
