@@ -372,6 +372,18 @@ def test_a_slow_reader_does_not_hold_up_the_others() -> None:
         slow.connection.close()
 
 
+def test_a_stream_that_waits_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.serve.app.PULSE", 0.05)
+    engine = ScriptedEngine(single=threading.Semaphore(0))
+    with serving(engine) as server:
+        asked = {"prompt": "ab", "max_tokens": 2, "stream": True}
+        stream = server.connect("POST", "/v1/completions", asked)
+        assert [stream.readline() for _ in range(4)] == [b": waiting\n", b"\n"] * 2
+        engine.single.release(1000)  # type: ignore[union-attr]
+        *_, done = events(stream)
+        assert done == "[DONE]"
+
+
 # The end.
 
 
