@@ -104,6 +104,8 @@ class EngineStatus:
     """Requests that lost a slot, or a place among the prefills, to a better one."""
     recoveries: int
     """Faults behind which the engine went on."""
+    fault: str = ""
+    """Traceback of the last of them; empty if there was none."""
 
 
 class Engine:
@@ -183,7 +185,7 @@ class Engine:
         self.stop_width, self.adjusted = stop_width, adjusted
         self.contents = contents
         self.preemptions = 0
-        self.recoveries = 0
+        self.recoveries, self._fault = 0, ""
         self._together, self._readmits = together, readmits
         self.choose_by([policy or default_policy(len(drafters))])
         self.prefixes = PrefixCache(params, self.drafter.needs, slots, host_bytes)
@@ -267,6 +269,7 @@ class Engine:
             host_bytes=self.prefixes.host.bytes,
             preemptions=self.preemptions,
             recoveries=self.recoveries,
+            fault=self._fault,
         )
 
     def choose_by(self, policies: Sequence[Policy]) -> None:
@@ -398,6 +401,7 @@ class Engine:
         if not (again and isinstance(error, Exception)):
             return False
         self._last_fault = now
+        self._fault = "".join(traceback.format_exception(error))
         # Its frames hold arrays, for which there may be no room beside new ones.
         traceback.clear_frames(error.__traceback__)
         waiting = {one.id: one for one in self.prompts.all}
