@@ -13,7 +13,7 @@ fill :data:`LAUNCH_SECONDS`.
 import math
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import fitted
 from longspec_jax.decoding.candidates import check_one_clock, tallest
 from longspec_jax.decoding.choices import ChoicesByLoad
+from longspec_jax.decoding.constrained import FREE, Constraint, constrained_round
 from longspec_jax.decoding.launches import LaunchQueue
 from longspec_jax.decoding.logprobs import (
     TokenLogprob,
@@ -280,13 +281,22 @@ class Engine:
         """
         self._choices = ChoicesByLoad(policies, len(self.drafters))
 
-    def submit(self, tokens: np.ndarray, request: Request, *, priority: int = 0) -> int:
+    def submit(
+        self,
+        tokens: np.ndarray,
+        request: Request,
+        *,
+        priority: int = 0,
+        constraint: Constraint | None = None,
+    ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
 
         Args:
           tokens: ``[P]`` its prompt, at least one token.
           request: its options, arrays of one row on the host.
           priority: a lower one goes first.
+          constraint: what it may emit, which has met none of its tokens. While it is decoded the
+            host waits for every round's tree.
 
         Returns:
           The number that names the request in what :meth:`step` returns.
@@ -294,7 +304,13 @@ class Engine:
         Raises:
           ValueError: if a slot cannot hold the prompt and what it may emit, or the engine was not
             made for what the request asks.
+          NotImplementedError: for a constraint beside a drafter that is not lossless.
         """
+        if constraint is not None and not all(drafter.lossless for drafter in self.drafters):
+            raise NotImplementedError(
+                "a grammar cannot bind a draft whose tokens are emitted unchecked; leave out "
+                "retrieve_verify=partial"
+            )
         self._check_fits(len(tokens), int(request.max_new_tokens[0]))
         stops = np.full((1, self.stop_width), -1, np.int32)
         given = np.asarray(request.stop_tokens)
@@ -308,7 +324,8 @@ class Engine:
         check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
         adjustments = fitted(request.adjustments, self.adjusted)
         own = replace(request, stop_tokens=stops, adjustments=adjustments)
-        self.prompts.add(Waiting(priority, id, np.asarray(tokens), own))
+        waiting = Waiting(priority, id, np.asarray(tokens), own, constraint=constraint)
+        self.prompts.add(waiting)
         return id
 
     def _check_fits(self, prompt: int, new: int) -> None:
@@ -526,13 +543,23 @@ class Engine:
         return slot
 
     def _launch_rounds(self, begun: float) -> None:
+        if any(active.waiting.constraint is not None for active in self._active.values()):
+            # What may follow depends on all that was emitted.
+            while self._launches:
+                self._outputs += self._launches.land()
         held = tuple(self._held)
         live = [id for id in held if id is not None]
         if not any(self._may_go_on(id) for id in live):
             return
         choice = self._choices.next(self._launches.choices, self._most_rounds(), len(live))
-        kind = max(self._active[id].waiting.request.sampling.kind for id in live)
-        self._rows, packed = self._launch(choice, kind)
+        waiting = {slot: self._active[id].waiting for slot, id in enumerate(held) if id is not None}
+        kind = max(one.request.sampling.kind for one in waiting.values())
+        constraints = {
+            slot: one.constraint for slot, one in waiting.items() if one.constraint is not None
+        }
+        if constraints:
+            choice, kind = choice._replace(rounds=1), SamplingKind.ANY
+        self._rows, packed = self._launch(choice, kind, constraints)
         tree, contents = self.drafters[choice.candidate].tree, self.contents.of_kind(kind)
 
         def read(packed: np.ndarray, seconds: float) -> list[StepOutput]:
@@ -569,11 +596,20 @@ class Engine:
         rounds = int(LAUNCH_SECONDS / max(self.round_seconds, 1e-6))
         return min(max(rounds, 1), MOST_ROUNDS)
 
-    def _launch(self, choice: Choice, kind: SamplingKind) -> tuple[Rows, Array]:
-        models = self.target, self.drafters[choice.candidate], kind, self.params, self.rows
+    def _launch(
+        self,
+        choice: Choice,
+        kind: SamplingKind,
+        constraints: Mapping[int, Constraint] = FREE,
+    ) -> tuple[Rows, Array]:
+        drafter, contents = self.drafters[choice.candidate], self.contents.of_kind(kind)
+        if constraints:
+            models = self.target, drafter, self.params, self.rows
+            return constrained_round(*models, constraints, contents)
+        models = self.target, drafter, kind, self.params, self.rows
         launch = one_round if self.streams else many_rounds
         args = models if self.streams else (*models, np.int32(choice.rounds))
-        args = *args, self.contents.of_kind(kind)
+        args = *args, contents
         # Looking a program up takes as long as a small model's round.
         key = choice.candidate, kind
         if key not in self._programs:
@@ -601,6 +637,8 @@ class Engine:
     ) -> StepOutput:
         active = self._active[id]
         active.tokens.append(tokens)
+        if (constraint := active.waiting.constraint) is not None and tokens[-1] != NO_TOKEN:
+            constraint.advance(tokens.tolist())
         cached, active.cached = active.cached, 0
         if rounds:
             active.left -= len(tokens)
