@@ -223,7 +223,8 @@ class Routes:
                 prompt = call.prompts[index // call.n]
                 # The caller's own string, which tokens may not give back.
                 answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
-        form = (ChatFormat if call.chat else TextFormat)(self._text_of)
+        text_of = self._text_of
+        form = ChatFormat(text_of) if call.chat else TextFormat(text_of, self._model.special)
         return Writer(call, form, self._model.names[0], ticket.answers, self._text_of)
 
     async def _events(self, writer: Writer, ticket: Ticket) -> AsyncIterator[bytes]:
