@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from openai import APIError, AuthenticationError, BadRequestError, OpenAI
 
+from infer.serve.http_server import log_to_stderr
 from infer.serve.openapi import GETS, POSTS
 from infer.serve.protocol import ServedModel
+from longspec_jax.decoding import faults
 from tests.serve.kit import Client, ScriptedEngine, events, scripted_model, serving
 
 TALK = [{"role": "user", "content": "ab"}]
@@ -445,12 +447,15 @@ def test_a_model_without_a_template_answers_completions_only() -> None:
         assert server.post("/v1/completions", prompt="ab", max_tokens=1)[0] == 200
 
 
-def test_a_fault_behind_which_the_engine_went_on_is_in_the_log_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    engine = ScriptedEngine(fault="RuntimeError: the device is on fire\n")
-    with serving(engine) as server, caplog.at_level(logging.ERROR, "longspec.serve"):
-        assert server.post("/v1/completions", prompt="a", max_tokens=9)[0] == 200
-    [record] = caplog.records
-    assert "went on behind a fault" in record.getMessage()
-    assert "the device is on fire" in record.getMessage()
+def test_faults_of_the_engine_are_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    names = ("longspec.serve", "longspec_jax", "uvicorn")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(each.handlers, each.propagate, each.level) for each in loggers]
+    try:
+        log_to_stderr()
+        logging.getLogger(faults.__name__).error("a step failed")
+    finally:
+        for each, (handlers, propagate, level) in zip(loggers, before, strict=True):
+            each.handlers, each.propagate = handlers, propagate
+            each.setLevel(level)
+    assert capfd.readouterr().err.endswith(" a step failed\n")
