@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         "checks",
         "compilation",
         "config",
+        "extras",
         "files",
         "ops",
         "models",

@@ -118,7 +118,7 @@ def test_the_command_that_is_printed_says_where_the_key_goes() -> None:
 def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
     """Started as a user does, asked by the printed command, left by a client, ended by SIGTERM."""
     target, draft = save_toy(tmp_path)
-    sizes = ["--max_len=256", "--slots=2", "--tree=2,2", "--prefill_chunk=32", "--port=0"]
+    sizes = ["--max_len=256", "--slots=2", "--tree=1", "--prefill_chunk=32", "--port=0"]
     models = [f"--target={target}", f"--draft={draft}", "--served_model_name=toy"]
     typed = [sys.executable, "-m", "infer.serve", *models, *sizes]
     child = subprocess.Popen(

@@ -167,7 +167,8 @@ def test_a_plain_row_has_the_same_text_and_no_acceptance(
 
 def test_log_probabilities_are_the_models_own(server: Client) -> None:
     request = {"prompt": [3, 4, 5, 6], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-    _, body = server.post("/v1/completions", logprobs=2, echo=True, **request)
+    more = {"logprobs": 2, "echo": True, "longspec": {"rounds": True}}
+    _, body = server.post("/v1/completions", **more, **request)
     found = body["choices"][0]["logprobs"]
     own, best = found["token_logprobs"], found["top_logprobs"]
     assert own[0] is best[0] is None and len(own) == len(best) == 4 + 6
@@ -181,10 +182,11 @@ def test_log_probabilities_are_the_models_own(server: Client) -> None:
     )
     # lm-eval compares floats: the greedy token is the best one exactly.
     assert own[4:] == [max(top.values()) for top in best[4:]]
-    options = {"max_new_tokens": 6, "eos_token_id": [], "logprobs": 2, "prompt_logprobs": 2}
-    alone = toy_spec().generate([3, 4, 5, 6], **options)
-    entries = [*alone.prompt_logprobs[0][1:], *alone.logprobs[0]]
-    assert own[1:] == pytest.approx([entry.logprob for entry in entries], abs=1e-4)
+    # Read as a prompt, the whole text has the same ones.
+    whole_text = [3, 4, 5, 6, *(token["id"] for token in body["longspec"][0]["tokens"])]
+    scores = {"prompt": whole_text, "max_tokens": 0, "echo": True, "logprobs": 0}
+    _, read = server.post("/v1/completions", **scores)
+    assert read["choices"][0]["logprobs"]["token_logprobs"][1:] == pytest.approx(own[1:], abs=1e-4)
     _, last = server.post("/v1/completions", **{**request, "prompt": [3, 4, 5]}, logprobs=17)
     assert sum(map(math.exp, last["choices"][0]["logprobs"]["top_logprobs"][0].values())) <= 1.001
 
