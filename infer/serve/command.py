@@ -7,6 +7,7 @@ when everything is compiled.
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import shlex
 import socket
@@ -20,6 +21,7 @@ import jax
 from longspec_jax import LongSpec
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
+from longspec_jax.embedded import DEMO_NAME
 from longspec_jax.extras import missing_packages
 from longspec_jax.generation.chat import encode_chat, encode_text
 from longspec_jax.generation.memory import free_bytes
@@ -45,6 +47,8 @@ MOST_SLOTS, MOST_CPU_SLOTS = 32, 4
 """Slots that are made of free memory."""
 CPU_CONTEXT = 4096
 """Most tokens of a request on a CPU, where none are named: reading longer prompts takes minutes."""
+COMPILED = "/jax/core/compile/backend_compile_duration"
+"""What jax calls the end of a compilation."""
 PROMPT = "def fibonacci(n):"
 WHOLE_QUEUE = 64
 """Contexts that the queue holds unless --queue_tokens says otherwise."""
@@ -61,6 +65,9 @@ class Service:
           listener: has the address.
           key: that clients must send, if any.
         """
+        if is_demo(arguments) and arguments.draft is None:
+            # Of two drafts every tree would be compiled, twice as long a start.
+            arguments = argparse.Namespace(**{**vars(arguments), "draft": [DEMO_NAME]})
         self._arguments, self._listener, self._key = arguments, listener, key
         self._template = read_template(arguments)
         self.status = StatusLine(sys.stderr)
@@ -77,8 +84,8 @@ class Service:
         self.status.clear()
         for line in self._lines(spec, engine):
             print(line, flush=True)
-        self.status.show("compiling")
-        engine.prepare()
+        with compiling(self.status):
+            engine.prepare()
         self.status.clear()
         self._spec, self._engine = spec, engine
 
@@ -183,6 +190,23 @@ class Service:
 
 
 @contextlib.contextmanager
+def compiling(status: StatusLine) -> Iterator[None]:
+    """Show how many programs have been compiled, or read from the cache of earlier runs."""
+    programs = itertools.count(1)
+
+    def note(event: str, duration_secs: float, **_: Any) -> None:
+        if event == COMPILED:
+            status.show("compiling", counted(next(programs), "program"))
+
+    status.show("compiling")
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+@contextlib.contextmanager
 def server_words() -> Iterator[None]:
     """Say what the library refuses within in the words of this command."""
     try:
@@ -236,6 +260,7 @@ def served_model(
         max_len=max_len,
         vocab_size=spec.target_config.vocab_size,
         stop_tokens=tuple(spec.stop_tokens),
+        special=frozenset(getattr(tokenizer, "all_special_ids", ())),
         most_rows=most_rows,
         encode=encode,
         decode=decode,

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
-from longspec_jax.decoding.engine import EngineStatus
+from longspec_jax.decoding.outputs import EngineStatus
 from longspec_jax.generation.requests import RequestOutput
 from longspec_jax.generation.result import TreeUse
 
@@ -158,9 +158,7 @@ class EngineThread:
                 {
                     "prompt_tokens": len(answer.prompt),
                     "tokens": answer.new,
-                    "accepted": [one for gain in answer.gains[-RECENT:] for one in gain.rounds][
-                        -RECENT:
-                    ],
+                    "accepted": answer.last_rounds(RECENT),
                 }
                 for answer in rows
             ],
@@ -317,7 +315,7 @@ class EngineThread:
             row, times = ticket.rows[index], ticket.answers[index].times
             gain = self._gain(output, row)
             if times.first is None:
-                self._count_first(ticket, len(row.tokens))
+                self._count_first(len(row.tokens))
                 self._metrics.first(now - ticket.arrived, len(row.tokens))
                 times.first = now
             else:
@@ -360,10 +358,9 @@ class EngineThread:
             cached=output.cached_tokens,
         )
 
-    def _count_first(self, ticket: Ticket, tokens: int) -> None:
-        """A row waits no longer."""
+    def _count_first(self, tokens: int) -> None:
+        """A row of so many prompt tokens waits no longer."""
         with self._changed:
-            ticket.waiting -= 1
             self._queued_rows -= 1
             self._queued_tokens -= tokens
 
@@ -376,7 +373,7 @@ class EngineThread:
                 self._engine.cancel(id)
         for index, row in enumerate(ticket.rows):
             if ticket.answers[index].times.first is None:
-                self._count_first(ticket, len(row.tokens))
+                self._count_first(len(row.tokens))
         for _ in range(ticket.open):
             self._metrics.ended(how, time.monotonic() - ticket.arrived)
         ticket.fail(refused or Refused("the request was cancelled", status=499))

@@ -57,6 +57,8 @@ class ServedModel:
     """Text of token ids, special tokens included."""
     encode_chat: Callable[[list[dict[str, Any]]], list[int]] | None = None
     """Token ids of messages; None without a chat template."""
+    special: frozenset[int] = frozenset()
+    """Tokens that are no part of a text."""
     tree: str | None = None
     """The tree that is drafted; None for plain decoding, or while the engine chooses."""
     drafter: str | None = None

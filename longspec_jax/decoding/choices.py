@@ -5,10 +5,38 @@ beside eight. What a round emits in a row does not depend on the others. So ever
 rows has a policy of its own, and they share what they know of acceptance.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from longspec_jax.decoding.policy import Choice, FastestWithinBudget, Measurement, Policy
+from longspec_jax.decoding.round import MOST_ROUNDS
+
+LAUNCH_SECONDS = 0.4
+"""Seconds of a launch of many rounds: the host can interrupt a run between two of them. Behind each
+a GPU waits some 2 ms for the host."""
+FIRST_ROUNDS = 4
+"""Rounds of the first launch of many where nothing is known of a round's seconds."""
+
+
+def most_rounds(given: int | None, candidates: int, round_seconds: float) -> int:
+    """Rounds of a launch of many.
+
+    Args:
+      given: how many; None for as many as fill :data:`LAUNCH_SECONDS`.
+      candidates: how many trees there are to choose among.
+      round_seconds: of the last launch; NaN before the first.
+    """
+    if given is not None:
+        return given
+    if candidates > 1 or jax.process_count() > 1:
+        # The policy decides, or every process has to decide alike.
+        return MOST_ROUNDS
+    if math.isnan(round_seconds):
+        return FIRST_ROUNDS
+    return min(max(int(LAUNCH_SECONDS / max(round_seconds, 1e-6)), 1), MOST_ROUNDS)
 
 
 def load_of(live: int) -> int:

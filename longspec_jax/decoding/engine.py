@@ -7,104 +7,39 @@ finished. Launches are queued ahead of what was read, so that the device does no
 
 Two kinds of launches run rounds (:mod:`longspec_jax.decoding.round`). A stream takes one round a
 launch, and reads it while the next one runs. A call that nobody follows takes as many rounds as
-fill :data:`LAUNCH_SECONDS`.
+fill :data:`~longspec_jax.decoding.choices.LAUNCH_SECONDS`.
 """
 
 import math
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import fitted
 from longspec_jax.decoding.candidates import check_one_clock, tallest
-from longspec_jax.decoding.choices import ChoicesByLoad
+from longspec_jax.decoding.choices import ChoicesByLoad, most_rounds
 from longspec_jax.decoding.constrained import FREE, Constraint, constrained_round
+from longspec_jax.decoding.faults import Faults
 from longspec_jax.decoding.launches import LaunchQueue
-from longspec_jax.decoding.logprobs import (
-    TokenLogprob,
-    check_alternatives,
-    first_logprobs,
-    unpacked_logprobs,
-)
+from longspec_jax.decoding.logprobs import check_alternatives, first_logprobs, unpacked_logprobs
+from longspec_jax.decoding.outputs import EngineStatus, StepOutput
 from longspec_jax.decoding.policy import Choice, Measurement, Policy, default_policy
 from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.prefix_cache import PrefixCache
-from longspec_jax.decoding.prefixes import Names
-from longspec_jax.decoding.prompts import Active, Prefill, Prompts, Waiting
-from longspec_jax.decoding.report import TOKENS, Contents, Report, RoundTree
-from longspec_jax.decoding.round import MOST_ROUNDS, many_rounds, one_round, slack_slots
+from longspec_jax.decoding.prompts import Prefill, Prompts, Waiting, padded_stops
+from longspec_jax.decoding.report import TOKENS, Contents, Report
+from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert, release
-from longspec_jax.decoding.sampling import NO_TOKEN, SamplingKind
+from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.schedule import Plan
+from longspec_jax.decoding.slots import Slots
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
-
-LAUNCH_SECONDS = 0.4
-"""Seconds of a launch of many rounds: the host can interrupt a run between two of them. Behind each
-a GPU waits some 2 ms for the host."""
-FIRST_ROUNDS = 4
-"""Rounds of the first launch of many where nothing is known of a round's seconds."""
-FAULTS_APART = 60.0
-"""Seconds between two faults, below which an engine does not go on behind the second."""
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What a request has gained: its first token from the prefill, or the tokens of a launch."""
-
-    id: int
-    """The request's, as :meth:`Engine.submit` returned it."""
-    tokens: np.ndarray
-    """``[n]`` int32, at least one."""
-    drafted: np.ndarray
-    """``[n]`` whether each token was an accepted draft token."""
-    rounds: tuple[int, ...]
-    """Accepted draft tokens of every round that the request took part in; none of the prefill."""
-    finish: str | None = None
-    """None while the request runs. ``stop`` after a stop token, ``length`` at the budget, ``error``
-    where the target's logits were not finite, so that the last token is no token."""
-    cached: int = 0
-    """Of the first output: tokens of the prompt that were not prefilled anew."""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    """Of every token; empty if the request does not ask."""
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """Of the first output: of every token of the prompt but the first one, which has none. None if
-    the request does not ask."""
-    trees: tuple[RoundTree, ...] = ()
-    """Of every round, where the engine reports them."""
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """What an engine does now, and has done."""
-
-    running: int
-    """Requests that hold a slot."""
-    waiting: int
-    """Requests in the queue."""
-    prefilling: int
-    """Requests whose prompts are under way, or wait for a slot."""
-    tokens: int
-    """Of the running requests, prompt and text, as far as they were read."""
-    capacity: int
-    """Tokens that all slots hold."""
-    prefix_queries: int
-    """Tokens of all prompts since the start."""
-    prefix_hits: int
-    """How many of them were not prefilled anew."""
-    host_bytes: int
-    """Of chunks in the host's memory."""
-    preemptions: int
-    """Requests that lost a slot, or a place among the prefills, to a better one."""
-    recoveries: int
-    """Faults behind which the engine went on."""
 
 
 class Engine:
@@ -184,7 +119,6 @@ class Engine:
         self.stop_width, self.adjusted = stop_width, adjusted
         self.contents = contents
         self.preemptions = 0
-        self.recoveries = 0
         self._together, self._readmits = together, readmits
         self.choose_by([policy or default_policy(len(drafters))])
         self.prefixes = PrefixCache(params, self.drafter.needs, slots, host_bytes)
@@ -199,27 +133,28 @@ class Engine:
         )
         """Requests that have no slot yet."""
         self._rows: Rows | None = None
-        self._held: list[int | None] = [None] * slots
-        self._next_slot = 0
-        """Where the search for a vacant slot begins: the first requests take the slots in order."""
-        self._active: dict[int, Active] = {}
+        self._slots = Slots(slots, self.prefixes)
         self._cancelled: set[int] = set()
         """Requests that are prefilled together with others and will not be decoded."""
         self._launches = LaunchQueue(clock)
         self.rounds_per_launch: int | None = None
-        """Of launches of many rounds; None for as many as fill :data:`LAUNCH_SECONDS`."""
+        """Of launches of many rounds; None for as many as fill their time."""
         self.round_seconds = math.nan
         """Of the last launch, or as they are known from an earlier run; NaN before."""
         self._programs: dict[tuple[int, SamplingKind], Any] = {}
         self._next_id = 0
         self._outputs: list[StepOutput] = []
         self._failure: BaseException | None = None
-        self._last_fault = -math.inf
+        self._faults = Faults(clock, forgiven=readmits)
 
     @property
     def drafter(self) -> Drafter:
         """The drafter with the tallest tree."""
         return tallest(self.drafters)
+
+    @property
+    def _slack(self) -> int:
+        return slack_slots(self.drafter.tree.num_levels)
 
     @property
     def totals(self) -> tuple[Measurement, ...]:
@@ -242,7 +177,7 @@ class Engine:
     @property
     def live(self) -> tuple[int, ...]:
         """The requests that hold a slot."""
-        return tuple(id for id in self._held if id is not None)
+        return self._slots.live
 
     @property
     def busy(self) -> bool:
@@ -261,13 +196,13 @@ class Engine:
             running=len(self.live),
             waiting=len(self.prompts.queue),
             prefilling=sum(len(prefill.ids) for prefill in self.prompts.under_way),
-            tokens=sum(active.length for active in self._active.values()),
+            tokens=sum(active.length for active in self._slots.active.values()),
             capacity=self.slots * self.capacity,
             prefix_queries=self.prefixes.queried,
             prefix_hits=self.prefixes.found,
             host_bytes=self.prefixes.host.bytes,
             preemptions=self.preemptions,
-            recoveries=self.recoveries,
+            recoveries=self._faults.count,
         )
 
     def choose_by(self, policies: Sequence[Policy]) -> None:
@@ -308,52 +243,35 @@ class Engine:
                 "a grammar cannot bind a draft whose tokens are emitted unchecked; leave out "
                 "retrieve_verify=partial"
             )
-        self._check_fits(len(tokens), int(request.max_new_tokens[0]))
-        stops = np.full((1, self.stop_width), -1, np.int32)
-        given = np.asarray(request.stop_tokens)
-        if given.shape[1] > self.stop_width:
-            raise ValueError(
-                f"a request of {given.shape[1]} stop tokens does not fit an engine made for "
-                f"{self.stop_width}; make the engine with more"
-            )
-        stops[:, : given.shape[1]] = given
-        id, self._next_id = self._next_id, self._next_id + 1
+        longest = len(tokens) + int(request.max_new_tokens[0])
+        self.prompts.check_fits(len(tokens), longest, self.capacity, self._slack, self._readmits)
         check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
-        adjustments = fitted(request.adjustments, self.adjusted)
-        own = replace(request, stop_tokens=stops, adjustments=adjustments)
+        own = replace(
+            request,
+            stop_tokens=padded_stops(request.stop_tokens, self.stop_width),
+            adjustments=fitted(request.adjustments, self.adjusted),
+        )
+        id, self._next_id = self._next_id, self._next_id + 1
         waiting = Waiting(priority, id, np.asarray(tokens), own, constraint=constraint)
         self.prompts.add(waiting)
         return id
-
-    def _check_fits(self, prompt: int, new: int) -> None:
-        # A request that lost its slot is prefilled again, with all but one of its tokens at most.
-        longest = prompt + max(new - 1, 0) if self._readmits else prompt
-        chunks = (self.prompts.chunk_of(prompt), self.prompts.chunk_of(longest))
-        whole_chunks = max(-(-longest // chunk) * chunk for chunk in chunks)
-        needed = max(whole_chunks, prompt + new + slack_slots(self.drafter.tree.num_levels))
-        if needed > self.capacity:
-            raise ValueError(
-                f"a prompt of {prompt} tokens and max_new_tokens={new} take {needed} cache slots "
-                f"and a row has {self.capacity}; make the engine with more, or ask for less"
-            )
 
     def cancel(self, id: int) -> None:
         """End a request before its time; nothing more is reported of it."""
         if self.prompts.cancel(id):
             self._cancelled.add(id)
-        if id in self._held:
-            self._release(self._held.index(id))
+        if id in self._slots.held:
+            self._release(id)
 
-    def _release(self, slot: int) -> None:
-        self._rows, id = release(self.rows, slot), self._held[slot]
-        self._held[slot] = None
-        if id is not None:
-            del self._active[id]
+    def _release(self, id: int) -> None:
+        slot = self._slots.held.index(id)
+        self._rows = release(self.rows, slot)
+        self._slots.vacate(slot)
 
     def forget(self) -> None:
         """Forget what earlier requests did: their prompts, and all counts."""
         self.prefixes.forget()
-        self.preemptions = self.recoveries = self.prefilled = 0
+        self.preemptions = self.prefilled = 0
         self.seconds_of_prefill = 0.0
         self._choices.forget()
 
@@ -367,7 +285,8 @@ class Engine:
     def close(self) -> None:
         """Finish, and let go of all arrays."""
         self.finish()
-        self._held, self._rows = [None] * self.slots, None
+        self._slots.clear()
+        self._rows = None
 
     def __enter__(self) -> "Engine":
         """The engine itself."""
@@ -397,38 +316,25 @@ class Engine:
             self._step(self.clock(), decode)
         except BaseException as error:
             # The rows were donated to a launch that failed.
-            if not self._recovers(error):
+            if not self._faults.forgive(error):
                 self._failure = error
                 raise
+            self._begin_again()
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _recovers(self, error: BaseException) -> bool:
-        """Begin anew with all requests that had not ended, behind what they had emitted.
-
-        Returns:
-          Whether it did. Not if the engine may not prefill again, after an interruption, or when
-          the last fault is less than a minute ago.
-        """
-        now = self.clock()
-        again = self._readmits and now - self._last_fault >= FAULTS_APART
-        if not (again and isinstance(error, Exception)):
-            return False
-        self._last_fault = now
-        # Its frames hold arrays, for which there may be no room beside new ones.
-        traceback.clear_frames(error.__traceback__)
+    def _begin_again(self) -> None:
+        """Drop all arrays, and queue all requests that have not ended behind what they emitted."""
         waiting = {one.id: one for one in self.prompts.all}
-        waiting |= {id: self._active[id].again() for id in self.live}
+        waiting |= {id: self._slots.active[id].again() for id in self.live}
         self._launches.close()
         self._launches = LaunchQueue(self.clock)
-        self._rows, self._held = None, [None] * self.slots
-        self._active.clear()
+        self._rows = None
+        self._slots.clear()
         self.prefixes.forget_slots()
         self.prompts.clear()
         for one in waiting.values():
             self.prompts.add(one)
-        self.recoveries += 1
-        return True
 
     def _step(self, begun: float, decode: bool) -> None:
         before = len(self._launches)
@@ -442,7 +348,7 @@ class Engine:
         if (index := self._plan().chunk) is not None:
             self._launch_chunk(self.prompts.under_way[index], begun)
         if (index := self._plan().preempt) is not None:
-            self._preempt(self._by_age[index])
+            self._preempt(self._slots.by_age[index])
         if (index := self._plan().place) is not None:
             self._place(self.prompts.under_way[index], begun)
             del self.prompts.under_way[index]
@@ -454,14 +360,9 @@ class Engine:
         while len(self._launches) > (most if self._outputs else queued):
             self._outputs += self._launches.land()
 
-    @property
-    def _by_age(self) -> list[int]:
-        """The requests that may lose their slot, the one that came last last."""
-        return sorted(self.live) if self._readmits else []
-
     def _plan(self) -> Plan:
-        live = [self._active[id].waiting.priority for id in self._by_age]
-        return self.prompts.plan(self._held.count(None), live)
+        live = self._slots.priorities if self._readmits else ()
+        return self.prompts.plan(self._slots.held.count(None), live)
 
     def _launch_chunk(self, prefill: Prefill, begun: float) -> None:
         launched = self.prompts.launch(prefill)
@@ -477,83 +378,66 @@ class Engine:
         ready, fetched = launched.ready, launched.logprobs is not None
         if launched.logprobs is not None:
             ready = launched.logprobs
-        self._launches.add(begun, ready, read, tuple(self._held), fetched=fetched)
+        self._launches.add(begun, ready, read, tuple(self._slots.held), fetched=fetched)
 
     def _preempt(self, id: int) -> None:
         """Have a request wait again, behind all that it has emitted."""
         while self._launches:
             self._outputs += self._launches.land()
-        if id in self._active:  # Else it has just ended.
-            again = self._active[id].again()
-            self._release(self._held.index(id))
+        if id in self._slots.active:  # Else it has just ended.
+            again = self._slots.active[id].again()
+            self._release(id)
             self.prompts.add(again)
             self.preemptions += 1
 
     def _place(self, prefill: Prefill, begun: float) -> None:
         """Move prefilled rows into slots, and have their first tokens read."""
-        rows, names = prefill.rows, prefill.waiting[0].names
+        rows = prefill.rows
         assert rows is not None, "placed after its last chunk"
         if self._together or self.slots == 1:
-            self._rows, self._held = rows, list(prefill.ids)
-            self.prefixes.slots.put(0, names)
+            self._rows, slot = rows, 0
         else:
-            shardings, slot = (
-                RowShardings.beside(self.params.target, self.slots),
-                self._vacant(names),
-            )
+            slot = self._slots.vacant(prefill.waiting[0].names)
+            shardings = RowShardings.beside(self.params.target, self.slots)
             self._rows = insert(shardings, self.rows, np.int32(slot), rows)
-            self.prefixes.slots.put(slot, names)
-            self._held[slot] = prefill.ids[0]
-        for one in prefill.waiting:
-            left = int(one.request.max_new_tokens[0]) - 1
-            self._active[one.id] = Active(one, left, 0 if one.emitted else prefill.cached)
+        self._slots.put(slot, prefill)
         # A copy, because the next launch donates the rows.
         first = jnp.stack([rows.pending, rows.remaining], axis=1)
         if self.contents.logprobs is not None and prefill.asks_logprobs:
             first = first_logprobs(first, prefill.logits, self.contents.logprobs)
         for id in self._cancelled & set(prefill.ids):
             self._cancelled.discard(id)
-            self._release(self._held.index(id))
+            self._release(id)
 
         def read(first: np.ndarray, seconds: float) -> list[StepOutput]:
             self.seconds_of_prefill += seconds
-            none = np.zeros(1, bool)
             return [
                 replace(
-                    self._output(one.id, first[row, :1], none, (), not first[row, 1]),
+                    self._slots.first(one.id, first[row, :1], not first[row, 1]),
                     logprobs=unpacked_logprobs(first[row : row + 1, 2:], one.alternatives),
                     prompt_logprobs=prefill.prompt_logprobs(row),
                 )
                 for row, one in enumerate(prefill.waiting)
-                if one.id in self._active
+                if one.id in self._slots.active
             ]
 
-        self._launches.add(begun, first, read, tuple(self._held))
-
-    def _vacant(self, names: Names) -> int:
-        """A vacant slot for a prompt of these chunks: the next one in turn with nothing to lose."""
-        turn = (*range(self._next_slot, self.slots), *range(self._next_slot))
-        vacant = [slot for slot in turn if self._held[slot] is None]
-        slot = self.prefixes.slots.to_overwrite(vacant, names)
-        self._next_slot = (slot + 1) % self.slots
-        return slot
+        self._launches.add(begun, first, read, tuple(self._slots.held))
 
     def _launch_rounds(self, begun: float) -> None:
-        if any(active.waiting.constraint is not None for active in self._active.values()):
+        if self._slots.constraints:
             # What may follow depends on all that was emitted.
             while self._launches:
                 self._outputs += self._launches.land()
-        held = tuple(self._held)
+        held = tuple(self._slots.held)
         live = [id for id in held if id is not None]
         if not any(self._may_go_on(id) for id in live):
             return
-        choice = self._choices.next(self._launches.choices, self._most_rounds(), len(live))
-        waiting = {slot: self._active[id].waiting for slot, id in enumerate(held) if id is not None}
-        kind = max(one.request.sampling.kind for one in waiting.values())
-        constraints = {
-            slot: one.constraint for slot, one in waiting.items() if one.constraint is not None
-        }
-        if constraints:
+        most = 1
+        if not self.streams:
+            most = most_rounds(self.rounds_per_launch, len(self.drafters), self.round_seconds)
+        choice = self._choices.next(self._launches.choices, most, len(live))
+        kind = max(self._slots.active[id].waiting.request.sampling.kind for id in live)
+        if constraints := self._slots.constraints:
             choice, kind = choice._replace(rounds=1), SamplingKind.ANY
         self._rows, packed = self._launch(choice, kind, constraints)
         tree, contents = self.drafters[choice.candidate].tree, self.contents.of_kind(kind)
@@ -567,30 +451,16 @@ class Engine:
             if rounds:
                 self.round_seconds = seconds / rounds
             return [
-                self._of_report(report, slot, id)
+                self._slots.rounds(report, slot, id)
                 for slot, id in enumerate(held)
-                if id is not None and id in self._active and report.count[:, slot].any()
+                if id is not None and id in self._slots.active and report.count[:, slot].any()
             ]
 
         self._launches.add(begun, packed, read, held, choice)
 
     def _may_go_on(self, id: int) -> bool:
         """Whether a request may need a round beyond those under way, each of at least a token."""
-        return self._active[id].left > self._launches.rounds_of(id)
-
-    def _most_rounds(self) -> int:
-        """Rounds of a launch: one of a stream, else as many as fill its time."""
-        if self.streams:
-            return 1
-        if self.rounds_per_launch is not None:
-            return self.rounds_per_launch
-        if len(self.drafters) > 1 or jax.process_count() > 1:
-            # The policy decides, or every process has to decide alike.
-            return MOST_ROUNDS
-        if math.isnan(self.round_seconds):
-            return FIRST_ROUNDS
-        rounds = int(LAUNCH_SECONDS / max(self.round_seconds, 1e-6))
-        return min(max(rounds, 1), MOST_ROUNDS)
+        return self._slots.active[id].left > self._launches.rounds_of(id)
 
     def _launch(
         self,
@@ -611,40 +481,3 @@ class Engine:
         if key not in self._programs:
             self._programs[key] = launch.of_shape(*args)
         return self._programs[key](*args)
-
-    def _of_report(self, report: Report, slot: int, id: int) -> StepOutput:
-        rounds = np.flatnonzero(report.count[:, slot])
-        counts, accepted = report.count[rounds, slot], report.accepted[rounds, slot]
-        steps = np.arange(report.tokens.shape[2])
-        tokens = report.tokens[rounds, slot][steps < counts[:, None]]
-        drafted = (steps < accepted[:, None])[steps < counts[:, None]]
-        ended = bool(report.done[rounds[-1], slot])
-        logprobs = report.logprobs_of(slot, rounds, self._active[id].waiting.alternatives)
-        output = self._output(id, tokens, drafted, tuple(accepted.tolist()), ended)
-        return replace(output, logprobs=logprobs, trees=report.trees_of(slot, rounds))
-
-    def _output(
-        self,
-        id: int,
-        tokens: np.ndarray,
-        drafted: np.ndarray,
-        rounds: tuple[int, ...],
-        ended: bool,
-    ) -> StepOutput:
-        active = self._active[id]
-        active.tokens.append(tokens)
-        if (constraint := active.waiting.constraint) is not None and tokens[-1] != NO_TOKEN:
-            constraint.advance(tokens.tolist())
-        cached, active.cached = active.cached, 0
-        if rounds:
-            active.left -= len(tokens)
-        finish = None
-        if ended:
-            last, stops = tokens[-1], active.waiting.request.stop_tokens
-            finish = "error" if last == NO_TOKEN else "stop" if last in stops else "length"
-            slot = self._held.index(id)
-            if finish == "error":  # Its keys and values may be NaN.
-                self.prefixes.slots.put(slot, ())
-            del self._active[id]
-            self._held[slot] = None
-        return StepOutput(id, tokens, drafted, rounds, finish, cached)

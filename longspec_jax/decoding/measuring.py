@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 from longspec_jax.decoding.choices import load_of
+from longspec_jax.decoding.chunks import KnownChunks
 from longspec_jax.decoding.copies import copy_prefix
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Choice, FastestWithinBudget
-from longspec_jax.decoding.prefill import KnownChunks, prefill_chunks
+from longspec_jax.decoding.prefill import prefill_chunks
 from longspec_jax.decoding.round import slack_slots
 from longspec_jax.decoding.rows import Request, RowShardings
 from longspec_jax.decoding.sampling import SamplingKind

@@ -5,7 +5,8 @@ so that other work can be launched in between.
 
 The compiler chooses its matmuls by the shape of a chunk, and with them the order of their sums.
 Where a prompt must have the same bits in every call (:mod:`longspec_jax.decoding.same_bits`), it is
-a batch of its own, and the size of its chunks follows from its own length (:func:`chunk_of`).
+a batch of its own, and the size of its chunks follows from its own length
+(:func:`longspec_jax.decoding.chunks.chunk_of`).
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -21,6 +22,7 @@ from jaxtyping import Bool, Float, Int, UInt
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.adjustments import Adjustments
 from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, KnownChunks, concerns
 from longspec_jax.decoding.copies import write_chunk
 from longspec_jax.decoding.logprobs import prompt_logprobs
 from longspec_jax.decoding.programs import RECENT, program
@@ -30,87 +32,6 @@ from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, SamplingKind, mas
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.ops.partitioned import use_mesh
-
-SMALLEST_CHUNK = 128
-"""Tokens of the smallest chunk of a prompt that is prefilled alone."""
-NEXT_SMALLER = 4
-"""By how much a chunk is smaller than that of the next size. Every size is a program, and a prompt
-may fill no more than a quarter of its chunk."""
-
-
-def chunk_sizes(largest: int) -> tuple[int, ...]:
-    """Sizes of the chunks of prompts that are prefilled alone, ascending.
-
-    Args:
-      largest: tokens of a chunk of a long prompt.
-    """
-    sizes = [largest]
-    while sizes[0] // NEXT_SMALLER >= SMALLEST_CHUNK:
-        sizes.insert(0, sizes[0] // NEXT_SMALLER)
-    return tuple(sizes)
-
-
-def chunk_of(length: int, sizes: Sequence[int]) -> int:
-    """Tokens of the chunks of a prompt: the smallest size that holds it, else the largest.
-
-    Args:
-      length: tokens of the prompt.
-      sizes: ascending.
-    """
-    return next((size for size in sizes if size >= length), sizes[-1])
-
-
-class KnownChunks(NamedTuple):
-    """First chunks of a prompt whose keys and values need not be computed."""
-
-    cache: KVCache | None = None
-    """A batch of one row that holds the first :attr:`copied` chunks; DONATED. None without any."""
-    copied: int = 0
-    """Chunks in that cache."""
-    moved: Sequence[KVCache] = ()
-    """The chunks behind these, in the host's memory, as
-    :func:`longspec_jax.decoding.copies.read_chunk` cut them out."""
-
-    @property
-    def total(self) -> int:
-        """All known chunks."""
-        return self.copied + len(self.moved)
-
-
-NONE_KNOWN = KnownChunks()
-
-
-class ChunkLaunch(NamedTuple):
-    """A chunk that was launched."""
-
-    tokens: int
-    """Of the longest prompt, launched so far."""
-    ready: Array
-    """Ready when they have been run."""
-    cache: KVCache
-    """The cache behind it; donated by the next chunk."""
-    logits: Float[Array, "B V"]
-    """Behind the last token of the prompts that have ended so far."""
-    logprobs: Int[Array, "B C m"] | None = None
-    """Of the tokens that follow the chunk's, packed; None if they were not wanted."""
-
-
-def most_reusable(needs: Needs, length: int, chunk: int) -> int:
-    """First chunks of a prompt that need not be run where their keys and values are known.
-
-    The last token's chunk is always run, for its logits. So are the chunks that a drafter needs
-    features of; one that needs none learns of the others by their tokens.
-
-    Args:
-      needs: the drafter's.
-      length: tokens of the prompt.
-      chunk: tokens of a chunk.
-    """
-    most = (length - 1) // chunk
-    if needs.hidden or needs.queries or needs.keys:
-        recent = length if needs.recent is None else min(needs.recent, length)
-        most = min(most, (length - recent) // chunk if recent else most)
-    return most
 
 
 def prefill(
@@ -162,8 +83,9 @@ def prefill_chunks(
       capacity: cache slots of a row; at least prompt + new tokens + the
         :func:`~longspec_jax.decoding.round.slack_slots` of a round.
       chunk: tokens of one prefill chunk.
-      known: of a single prompt, chunks that are not run, at most :func:`most_reusable`. The drafter
-        learns of them by their tokens.
+      known: of a single prompt, chunks that are not run, at most
+        :func:`~longspec_jax.decoding.chunks.most_reusable`. The drafter learns of them by their
+        tokens.
       emitted: how many of the last tokens of each prompt the row had emitted before, for penalties;
         none if absent.
       logprobs: alternatives of every token of the prompts, to report with its log-probability; None
@@ -208,7 +130,7 @@ def prefill_chunks(
                 logprobs,
             )
             ready = logits
-        if _concerns(drafter.needs, held, index * chunk, chunk):
+        if concerns(drafter.needs, held, index * chunk, chunk):
             draft = _extend(
                 target, drafter, chunk, shardings, params, draft, padded, length, offset, features
             )
@@ -322,12 +244,6 @@ def _with_shardings(shapes: Any, shardings: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(with_sharding, shapes, shardings)
-
-
-def _concerns(needs: Needs, length: np.ndarray, offset: int, chunk: int) -> bool:
-    """Whether a chunk of the prompts holds a token that the drafter's state depends on."""
-    recent = length if needs.recent is None else np.minimum(length, needs.recent)
-    return bool(((length > offset) & (length - recent < offset + chunk) & (recent > 0)).any())
 
 
 def _allocate(

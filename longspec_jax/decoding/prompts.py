@@ -8,14 +8,15 @@ keyed by position, so its text goes on as if nothing had happened.
 import bisect
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from longspec_jax.axes import Array
+from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, chunk_of
 from longspec_jax.decoding.constrained import Constraint, first_tokens
 from longspec_jax.decoding.logprobs import TokenLogprob, unpacked_logprobs
-from longspec_jax.decoding.prefill import NONE_KNOWN, ChunkLaunch, chunk_of, prefill_chunks
+from longspec_jax.decoding.prefill import prefill_chunks
 from longspec_jax.decoding.prefix_cache import PrefixCache
 from longspec_jax.decoding.prefixes import Names, chunk_names, known_chunks
 from longspec_jax.decoding.rows import Request, Rows, stack
@@ -158,6 +159,23 @@ class Prefill:
         return any(one.alternatives >= 0 for one in self.waiting)
 
 
+def padded_stops(given: Any, width: int) -> np.ndarray:
+    """The stop tokens of a request, ``[1, width]``, padded with -1.
+
+    Raises:
+      ValueError: if there are more.
+    """
+    tokens = np.asarray(given)
+    if tokens.shape[1] > width:
+        raise ValueError(
+            f"a request of {tokens.shape[1]} stop tokens does not fit an engine made for {width}; "
+            "make the engine with more"
+        )
+    stops = np.full((1, width), -1, np.int32)
+    stops[:, : tokens.shape[1]] = tokens
+    return stops
+
+
 class Prompts:
     """The queue of requests, and the prefills under way."""
 
@@ -200,6 +218,30 @@ class Prompts:
     def chunk_of(self, prompt: int) -> int:
         """Tokens of the chunks of a prompt of this length, prefilled alone."""
         return chunk_of(prompt, (*self.short_chunks, self.chunk))
+
+    def check_fits(
+        self, prompt: int, longest: int, capacity: int, slack: int, readmits: bool
+    ) -> None:
+        """Refuse a request that a row cannot hold.
+
+        Args:
+          prompt: tokens of its prompt.
+          longest: tokens of its prompt and of all that it may emit.
+          capacity: cache slots of a row.
+          slack: cache slots that a round needs beyond them.
+          readmits: whether it may be prefilled again with all but one of them.
+
+        Raises:
+          ValueError: says how many slots it takes.
+        """
+        most = max(longest - 1, prompt) if readmits else prompt
+        chunks = self.chunk_of(prompt), self.chunk_of(most)
+        needed = max(longest + slack, *(-(-most // chunk) * chunk for chunk in chunks))
+        if needed > capacity:
+            raise ValueError(
+                f"a prompt of {prompt} tokens and max_new_tokens={longest - prompt} take {needed} "
+                f"cache slots and a row has {capacity}; make the engine with more, or ask for less"
+            )
 
     def take_chunks_of(self, chunk: int) -> None:
         """Prefill in chunks of another size from now on; shorter prompts keep their own."""

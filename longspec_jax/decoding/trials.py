@@ -135,12 +135,8 @@ def branch(
     )
     if tokens is not None:
         rows = replace(rows, remaining=jnp.full_like(rows.remaining, tokens))
-    other._rows, other._held = rows, list(engine._held)
-    other._next_id = engine._next_id
-    other._active = {
-        id: replace(active, left=tokens or active.left, tokens=list(active.tokens))
-        for id, active in engine._active.items()
-    }
+    other._rows, other._next_id = rows, engine._next_id
+    other._slots.copy_of(engine._slots, tokens)
     return other
 
 

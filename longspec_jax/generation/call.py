@@ -10,8 +10,8 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.adjustments import AdjustmentOptions
 from longspec_jax.decoding.cache import bucket_capacity
 from longspec_jax.decoding.candidates import tallest
+from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
 from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES
-from longspec_jax.decoding.prefill import chunk_of, chunk_sizes
 from longspec_jax.decoding.report import TOKENS, Contents
 from longspec_jax.decoding.round import slack_slots
 from longspec_jax.decoding.rows import Request

@@ -21,8 +21,9 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import measuring
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.candidates import candidates_by_load, tallest
-from longspec_jax.decoding.engine import Engine, EngineStatus, StepOutput
+from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES, TokenLogprob
+from longspec_jax.decoding.outputs import EngineStatus, StepOutput
 from longspec_jax.decoding.prefix_cache import MOST_MOVING
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.report import Contents, RoundTree

@@ -17,7 +17,10 @@ from longspec_jax.decoding import engine as engine_lib
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding import prompts as prompts_lib
 from longspec_jax.decoding.candidates import candidates, smaller_tree, tallest
-from longspec_jax.decoding.engine import Engine, StepOutput
+from longspec_jax.decoding.choices import LAUNCH_SECONDS
+from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
+from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.outputs import StepOutput
 from longspec_jax.decoding.policy import Always, Choice, FastestWithinBudget, Measurement, Policy
 from longspec_jax.decoding.report import Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
@@ -194,7 +197,7 @@ def test_chunks_of_prompts_that_are_prefilled_alone_follow_from_their_own_length
 
 
 def test_chunk_sizes_are_few() -> None:
-    sizes = prefill_lib.chunk_sizes
+    sizes = chunk_sizes
     assert [sizes(largest) for largest in (2048, 8192, 256, 512, 100)] == [
         (128, 512, 2048),
         (128, 512, 2048, 8192),
@@ -202,7 +205,7 @@ def test_chunk_sizes_are_few() -> None:
         (128, 512),
         (100,),
     ]
-    chunk = [prefill_lib.chunk_of(length, sizes(2048)) for length in (1, 128, 129, 513, 5000)]
+    chunk = [chunk_of(length, sizes(2048)) for length in (1, 128, 129, 513, 5000)]
     assert chunk == [128, 128, 512, 2048, 2048]
 
 
@@ -291,7 +294,7 @@ def test_greedy_requests_run_programs_without_noise_or_sort() -> None:
     """The kind of a launch is that of the live rows alone."""
     engine, kinds = open_engine(), []
     launch = engine._launch
-    engine._launch = lambda choice, kind: (kinds.append(kind), launch(choice, kind))[1]  # type: ignore[method-assign]
+    engine._launch = lambda choice, kind, _: (kinds.append(kind), launch(choice, kind))[1]  # type: ignore[method-assign]
     greedy = SamplingKind.GREEDY
     plain = replace(endless(6), sampling=asked(0).sampling.of_kind(greedy))
     engine.submit(prompt(1), plain)
@@ -442,7 +445,7 @@ def launched(engine: Engine) -> list[Choice]:
     """The launches of an engine from now on."""
     found: list[Choice] = []
     launch = engine._launch
-    engine._launch = lambda choice, kind: (found.append(choice), launch(choice, kind))[1]  # type: ignore[method-assign]
+    engine._launch = lambda choice, kind, _: (found.append(choice), launch(choice, kind))[1]  # type: ignore[method-assign]
     return found
 
 
@@ -567,7 +570,7 @@ def clocked(
     )
     launch, ends = engine._launch, []
 
-    def timed(choice: Choice, kind: SamplingKind) -> Any:
+    def timed(choice: Choice, kind: SamplingKind, _: Any) -> Any:
         rows, packed = launch(choice, kind)
         ran = len(Report.of(np.asarray(packed)).count)
         free[0] = max(free[0], now[0]) + seconds[choice.candidate] * ran
@@ -627,7 +630,7 @@ def test_launches_of_many_rounds_fill_their_time() -> None:
     rounds: list[int] = []
     clocked((0.041,), Always(), drafters=[NoDraft()], params=Params(TABLE, ()), rounds=rounds)
     assert rounds == [4, 9, 9, 8]
-    assert 9 * 0.041 <= engine_lib.LAUNCH_SECONDS < 10 * 0.041
+    assert 9 * 0.041 <= LAUNCH_SECONDS < 10 * 0.041
 
 
 def test_the_promise_holds_across_drafters() -> None:

@@ -10,8 +10,10 @@ import pytest
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.candidates import candidates_by_load
 from longspec_jax.decoding.choices import ChoicesByLoad, load_of
-from longspec_jax.decoding.engine import FAULTS_APART, Engine, StepOutput
+from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.faults import FAULTS_APART
 from longspec_jax.decoding.measuring import largest_chunk, smaller_chunks
+from longspec_jax.decoding.outputs import StepOutput
 from longspec_jax.decoding.policy import FastestWithinBudget, Measurement
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
 from longspec_jax.drafters.base import NoDraft, Params
@@ -131,7 +133,7 @@ class Faults:
     def __init__(self, engine: Engine, at: Sequence[int]) -> None:
         self.now, self._at, self._count = 0.0, set(at), 0
         self._launch, engine._launch = engine._launch, self  # type: ignore[method-assign]
-        engine.clock = lambda: self.now
+        engine._faults.clock = lambda: self.now
 
     def __call__(self, *args: Any) -> Any:
         self._count += 1
@@ -153,6 +155,7 @@ def test_after_a_fault_every_request_goes_on_as_if_nothing_had_happened() -> Non
     faults.now += FAULTS_APART
     texts = collected(engine, outputs)
     assert engine.status.recoveries == 2
+    assert engine.status.fault.endswith("RuntimeError: the device is on fire\n")
     for id, text in zip(ids, alone(TARGET, TABLE, rows, VOCABULARY), strict=True):
         np.testing.assert_array_equal(texts[id], text)
 
@@ -205,7 +208,7 @@ def test_a_cancelled_row_is_free_at_once_and_ends_on_the_device_with_the_next_ro
     while not engine.live:
         engine.step()
     engine.cancel(first)
-    assert not engine.live and engine.rows.done.all() and not engine._active
+    assert not engine.live and engine.rows.done.all() and not engine._slots.active
     second = engine.submit(prompt(2), endless(3))
     assert set(collected(engine, [])) == {second}
 

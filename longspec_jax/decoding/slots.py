@@ -1,0 +1,136 @@
+"""Who holds which slot of an engine, and how far each request is by what was read."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from longspec_jax.decoding.constrained import Constraint
+from longspec_jax.decoding.outputs import StepOutput
+from longspec_jax.decoding.prefix_cache import PrefixCache
+from longspec_jax.decoding.prefixes import Names
+from longspec_jax.decoding.prompts import Active, Prefill
+from longspec_jax.decoding.report import Report
+from longspec_jax.decoding.sampling import NO_TOKEN
+
+
+class Slots:
+    """The slots as the host sees them; the rows on the device are the engine's."""
+
+    def __init__(self, count: int, prefixes: PrefixCache) -> None:
+        """Begin with vacant slots.
+
+        Args:
+          count: how many there are.
+          prefixes: is told which prompts' chunks a slot holds.
+        """
+        self.held: list[int | None] = [None] * count
+        """The request in every slot."""
+        self.active: dict[int, Active] = {}
+        """The requests in slots, by their numbers."""
+        self._prefixes, self._next = prefixes, 0
+        """Where the search for a vacant slot begins: the first requests take the slots in order."""
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """The requests that hold a slot."""
+        return tuple(id for id in self.held if id is not None)
+
+    @property
+    def by_age(self) -> list[int]:
+        """The requests that hold a slot, the one that came last last."""
+        return sorted(self.live)
+
+    @property
+    def priorities(self) -> list[int]:
+        """Of the requests by age."""
+        return [self.active[id].waiting.priority for id in self.by_age]
+
+    @property
+    def constraints(self) -> dict[int, Constraint]:
+        """What the requests of some slots may emit, by slot."""
+        return {
+            self.held.index(id): active.waiting.constraint
+            for id, active in self.active.items()
+            if active.waiting.constraint is not None
+        }
+
+    def vacant(self, names: Names) -> int:
+        """A vacant slot for a prompt of these chunks: the next one in turn with nothing to lose."""
+        count = len(self.held)
+        turn = (*range(self._next, count), *range(self._next))
+        slot = self._prefixes.slots.to_overwrite(
+            [slot for slot in turn if self.held[slot] is None], names
+        )
+        self._next = (slot + 1) % count
+        return slot
+
+    def put(self, slot: int, prefill: Prefill) -> None:
+        """Give the slots from this one on to the requests of a prefill."""
+        self._prefixes.slots.put(slot, prefill.waiting[0].names)
+        for index, one in enumerate(prefill.waiting, slot):
+            self.held[index] = one.id
+            left = int(one.request.max_new_tokens[0]) - 1
+            self.active[one.id] = Active(one, left, 0 if one.emitted else prefill.cached)
+
+    def vacate(self, slot: int) -> None:
+        """Take a slot from its request, if one holds it; its prompt's chunks stay."""
+        if (id := self.held[slot]) is not None:
+            del self.active[id]
+        self.held[slot] = None
+
+    def clear(self) -> None:
+        """Take all slots from their requests."""
+        for slot in range(len(self.held)):
+            self.vacate(slot)
+
+    def copy_of(self, other: "Slots", tokens: int | None) -> None:
+        """Hold what another engine's slots do.
+
+        Args:
+          other: of as many slots.
+          tokens: that every request may still emit; None for as many as there.
+        """
+        self.held = list(other.held)
+        self.active = {
+            id: replace(active, left=tokens or active.left, tokens=list(active.tokens))
+            for id, active in other.active.items()
+        }
+
+    def first(self, id: int, token: np.ndarray, ended: bool) -> StepOutput:
+        """Take in the first token of a request, ``[1]``."""
+        return self._gained(id, token, np.zeros(1, bool), (), ended)
+
+    def rounds(self, report: Report, slot: int, id: int) -> StepOutput:
+        """Take in the rounds of a request that held a slot; of some it emitted tokens."""
+        rounds = np.flatnonzero(report.count[:, slot])
+        counts, accepted = report.count[rounds, slot], report.accepted[rounds, slot]
+        steps = np.arange(report.tokens.shape[2])
+        tokens = report.tokens[rounds, slot][steps < counts[:, None]]
+        drafted = (steps < accepted[:, None])[steps < counts[:, None]]
+        ended = bool(report.done[rounds[-1], slot])
+        logprobs = report.logprobs_of(slot, rounds, self.active[id].waiting.alternatives)
+        self.active[id].left -= len(tokens)
+        output = self._gained(id, tokens, drafted, tuple(accepted.tolist()), ended)
+        return replace(output, logprobs=logprobs, trees=report.trees_of(slot, rounds))
+
+    def _gained(
+        self,
+        id: int,
+        tokens: np.ndarray,
+        drafted: np.ndarray,
+        rounds: tuple[int, ...],
+        ended: bool,
+    ) -> StepOutput:
+        active, finish = self.active[id], None
+        active.tokens.append(tokens)
+        if (constraint := active.waiting.constraint) is not None and tokens[-1] != NO_TOKEN:
+            constraint.advance(tokens.tolist())
+        cached, active.cached = active.cached, 0
+        if ended:
+            last, stops = tokens[-1], active.waiting.request.stop_tokens
+            finish = "error" if last == NO_TOKEN else "stop" if last in stops else "length"
+            slot = self.held.index(id)
+            if finish == "error":  # Its keys and values may be NaN.
+                self._prefixes.slots.put(slot, ())
+            self.vacate(slot)
+        return StepOutput(id, tokens, drafted, rounds, finish, cached)
