@@ -36,6 +36,7 @@ from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, demo_drafts
 from longspec_jax.generation import autotune, comparison, inspection
 from longspec_jax.generation.activity import OnActivity
 from longspec_jax.generation.call import Plan, plan_call
+from longspec_jax.generation.grammar import Grammar, compile_grammar, vocabulary_of
 from longspec_jax.generation.inputs import Batch, Inputs, check_positions, read_batch
 from longspec_jax.generation.memory import MemoryPlan, check_fits
 from longspec_jax.generation.models import Models
@@ -316,6 +317,7 @@ class LongSpec(Models):
         logprobs: int | None = None,
         adjusted: bool = False,
         traced: bool = False,
+        grammars: bool = False,
     ) -> RequestEngine:
         """Row slots through which requests pass: submit, step, cancel, close.
 
@@ -339,6 +341,7 @@ class LongSpec(Models):
           adjusted: whether requests may have ``logit_bias`` and penalties, for which every slot
             holds tables of the vocabulary.
           traced: whether outputs hold the trees of their rounds.
+          grammars: whether requests may have a :meth:`grammar`.
 
         Raises:
           MemoryError: if the slots do not fit.
@@ -349,8 +352,31 @@ class LongSpec(Models):
         sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
         reuse = {"prefixes": prefixes, "offload_prefixes": offload_prefixes}
         reported = {"logprobs": logprobs, "adjusted": adjusted, "traced": traced}
+        reported |= {"grammars": grammars}
         options = {"tree": tree, "adaptive": adaptive, "max_gap_ms": max_gap_ms}
         return RequestEngine(self, **sizes, **reuse, **reported, **options)
+
+    def grammar(
+        self,
+        *,
+        json_schema: Mapping[str, Any] | None = None,
+        regex: str | None = None,
+        lark: str | None = None,
+    ) -> Grammar:
+        """What the text of a request may be; see :meth:`engine`. Needs the extra ``grammar``.
+
+        Args:
+          json_schema: texts that are JSON and satisfy it; ``{"type": "object"}`` for any object.
+          regex: texts that this regular expression matches whole.
+          lark: texts of a context-free grammar in Lark's syntax.
+
+        Raises:
+          ValueError: if not exactly one is given, or it is too large, too deep, or wrong.
+          ModuleNotFoundError: without the extra.
+        """
+        sizes = self.target_config.vocab_size, tuple(self.stop_tokens)
+        vocabulary = vocabulary_of(self.tokenizer, *sizes)
+        return compile_grammar(vocabulary, json_schema=json_schema, regex=regex, lark=lark)
 
     def inspect(
         self, inputs: Inputs, generation_config: Any = None, **options: Unpack[CallOptions]

@@ -7,6 +7,7 @@
 import json
 import secrets
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,8 +61,14 @@ class TextFormat:
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, text_of: TokenText) -> None:
-        self._text_of = text_of
+    def __init__(self, text_of: TokenText, special: Container[int] = ()) -> None:
+        """Bind what writes tokens.
+
+        Args:
+          text_of: the text of a token.
+          special: tokens that are no part of a text, which offsets therefore do not count.
+        """
+        self._text_of, self._special = text_of, special
 
     def choice(self, index: int, answer: Answer, call: Call) -> dict[str, Any]:
         """Text, log-probabilities and finish reason."""
@@ -106,9 +113,9 @@ class TextFormat:
             ],
             "text_offset": [],
         }
-        for text in texts:
+        for token, text in zip(tokens, texts, strict=True):
             found["text_offset"].append(answer.offset)
-            answer.offset += len(text)
+            answer.offset += 0 if token in self._special else len(text)
         return found
 
     def _top(self, text: str, entry: Any, alternatives: int) -> dict[str, float]:

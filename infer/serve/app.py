@@ -50,6 +50,8 @@ CLIENT_GONE = 499
 """Written to the log where nobody reads the answer."""
 BODY_SECONDS = 60.0
 """In which a client must have sent its request."""
+PULSE = 15.0
+"""Seconds without an event after which a stream sends a comment: proxies cut what is silent."""
 TOKENISERS = 2
 """Threads."""
 Found = TypeVar("Found")
@@ -205,7 +207,7 @@ class Routes:
             if call.stream:
                 end, stream = partial(self._close, request, call, ticket, 200), ticket
                 ticket = None
-                return Events(self._events(writer, stream), end)
+                return Events(pulsing(self._events(writer, stream)), end)
             gone = await until_gone(request, _read_all(ticket))
             self._log(request, call, ticket, CLIENT_GONE if gone else 200)
             if gone:
@@ -223,7 +225,8 @@ class Routes:
                 prompt = call.prompts[index // call.n]
                 # The caller's own string, which tokens may not give back.
                 answer.echoed = prompt if isinstance(prompt, str) else self._model.decode(prompt)
-        form = (ChatFormat if call.chat else TextFormat)(self._text_of)
+        text_of = self._text_of
+        form = ChatFormat(text_of) if call.chat else TextFormat(text_of, self._model.special)
         return Writer(call, form, self._model.names[0], ticket.answers, self._text_of)
 
     async def _events(self, writer: Writer, ticket: Ticket) -> AsyncIterator[bytes]:
@@ -337,6 +340,24 @@ class Routes:
 
     async def _in_pool(self, work: Callable[..., Found], *arguments: Any) -> Found:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+
+async def pulsing(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Events, and comments, which clients skip, while none comes."""
+    coming = asyncio.ensure_future(anext(events))
+    try:
+        while True:
+            await asyncio.wait({coming}, timeout=PULSE)
+            if not coming.done():
+                yield b": waiting\n\n"
+                continue
+            try:
+                yield coming.result()
+            except StopAsyncIteration:
+                return
+            coming = asyncio.ensure_future(anext(events))
+    finally:
+        coming.cancel()
 
 
 async def _read_all(ticket: Ticket) -> None:

@@ -7,6 +7,7 @@ when everything is compiled.
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import shlex
 import socket
@@ -20,6 +21,8 @@ import jax
 from longspec_jax import LongSpec
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
+from longspec_jax.embedded import DEMO_NAME
+from longspec_jax.extras import missing_packages
 from longspec_jax.generation.chat import encode_chat, encode_text
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.requests import RequestEngine
@@ -44,6 +47,8 @@ MOST_SLOTS, MOST_CPU_SLOTS = 32, 4
 """Slots that are made of free memory."""
 CPU_CONTEXT = 4096
 """Most tokens of a request on a CPU, where none are named: reading longer prompts takes minutes."""
+COMPILED = "/jax/core/compile/backend_compile_duration"
+"""What jax calls the end of a compilation."""
 PROMPT = "def fibonacci(n):"
 WHOLE_QUEUE = 64
 """Contexts that the queue holds unless --queue_tokens says otherwise."""
@@ -60,6 +65,9 @@ class Service:
           listener: has the address.
           key: that clients must send, if any.
         """
+        if is_demo(arguments) and arguments.draft is None:
+            # Of two drafts every tree would be compiled, twice as long a start.
+            arguments = argparse.Namespace(**{**vars(arguments), "draft": [DEMO_NAME]})
         self._arguments, self._listener, self._key = arguments, listener, key
         self._template = read_template(arguments)
         self.status = StatusLine(sys.stderr)
@@ -76,8 +84,8 @@ class Service:
         self.status.clear()
         for line in self._lines(spec, engine):
             print(line, flush=True)
-        self.status.show("compiling")
-        engine.prepare()
+        with compiling(self.status):
+            engine.prepare()
         self.status.clear()
         self._spec, self._engine = spec, engine
 
@@ -101,6 +109,7 @@ class Service:
             "logprobs": min(MOST_ALTERNATIVES, spec.target_config.vocab_size),
             "adjusted": True,
             "traced": True,
+            "grammars": _knows_grammars(spec),
             "prefixes": True,
             "offload_prefixes": arguments.offload_prefixes or 0,
             "max_gap_ms": arguments.max_gap_ms,
@@ -181,6 +190,23 @@ class Service:
 
 
 @contextlib.contextmanager
+def compiling(status: StatusLine) -> Iterator[None]:
+    """Show how many programs have been compiled, or read from the cache of earlier runs."""
+    programs = itertools.count(1)
+
+    def note(event: str, duration_secs: float, **_: Any) -> None:
+        if event == COMPILED:
+            status.show("compiling", counted(next(programs), "program"))
+
+    status.show("compiling")
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+@contextlib.contextmanager
 def server_words() -> Iterator[None]:
     """Say what the library refuses within in the words of this command."""
     try:
@@ -234,13 +260,21 @@ def served_model(
         max_len=max_len,
         vocab_size=spec.target_config.vocab_size,
         stop_tokens=tuple(spec.stop_tokens),
+        special=frozenset(getattr(tokenizer, "all_special_ids", ())),
         most_rows=most_rows,
         encode=encode,
         decode=decode,
         encode_chat=chat_encoder(tokenizer, template, max_len),
         tree=str(drafter.tree) if drafter.tree.widths else None,
         drafter=drafter.name if drafter.tree.widths else None,
+        grammar=spec.grammar if _knows_grammars(spec) else None,
     )
+
+
+def _knows_grammars(spec: LongSpec) -> bool:
+    """Whether requests may say what form their text has."""
+    library = missing_packages("grammar") is None
+    return library and hasattr(spec.tokenizer, "backend_tokenizer") and bool(spec.stop_tokens)
 
 
 def chat_encoder(

@@ -6,6 +6,7 @@ What is queued is bounded, in requests and in tokens.
 """
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -26,6 +27,7 @@ from .protocol import Row
 from .rules import Refused
 from .tickets import Ticket, wake
 
+LOG = logging.getLogger("longspec.serve")
 SHUTTING_DOWN = "the server is shutting down; send the request to another one, or later"
 LONGEST_RETRY = 60
 """Seconds."""
@@ -119,7 +121,7 @@ class EngineThread:
         """Requests in the engine's queue, as far as is known."""
         self._queued_rows = self._queued_tokens = 0
         self._ended: deque[float] = deque(maxlen=32)
-        self._closing = False
+        self._closing, self._recoveries = False, 0
         self.state = State.READY
         self._thread = threading.Thread(target=self._run, name="engine")
         metrics.watch(lambda: len(self._running()), lambda: self._queued_rows)
@@ -158,9 +160,7 @@ class EngineThread:
                 {
                     "prompt_tokens": len(answer.prompt),
                     "tokens": answer.new,
-                    "accepted": [one for gain in answer.gains[-RECENT:] for one in gain.rounds][
-                        -RECENT:
-                    ],
+                    "accepted": answer.last_rounds(RECENT),
                 }
                 for answer in rows
             ],
@@ -274,13 +274,20 @@ class EngineThread:
                 if self._engine.busy:
                     self._publish(self._engine.step())
                     self._note_started()
-                    self._metrics.observe(self._engine.status)
+                    self._observe(self._engine.status)
                 self._end_late()
         except BaseException as error:  # noqa: BLE001 - every open call is told.
             self._fail(error)
         finally:
             with contextlib.suppress(Exception):
                 self._engine.close()
+
+    def _observe(self, status: EngineStatus) -> None:
+        """Count what the engine has done, and write a fault behind which it went on to the log."""
+        if status.recoveries > self._recoveries:
+            LOG.error("the engine went on behind a fault:\n%s", status.fault)
+        self._recoveries = status.recoveries
+        self._metrics.observe(status)
 
     def _take_in(self) -> bool:
         """Do what the event loop has asked for; whether the thread goes on."""
@@ -317,7 +324,7 @@ class EngineThread:
             row, times = ticket.rows[index], ticket.answers[index].times
             gain = self._gain(output, row)
             if times.first is None:
-                self._count_first(ticket, len(row.tokens))
+                self._count_first(len(row.tokens))
                 self._metrics.first(now - ticket.arrived, len(row.tokens))
                 times.first = now
             else:
@@ -360,10 +367,9 @@ class EngineThread:
             cached=output.cached_tokens,
         )
 
-    def _count_first(self, ticket: Ticket, tokens: int) -> None:
-        """A row waits no longer."""
+    def _count_first(self, tokens: int) -> None:
+        """A row of so many prompt tokens waits no longer."""
         with self._changed:
-            ticket.waiting -= 1
             self._queued_rows -= 1
             self._queued_tokens -= tokens
 
@@ -376,7 +382,7 @@ class EngineThread:
                 self._engine.cancel(id)
         for index, row in enumerate(ticket.rows):
             if ticket.answers[index].times.first is None:
-                self._count_first(ticket, len(row.tokens))
+                self._count_first(len(row.tokens))
         for _ in range(ticket.open):
             self._metrics.ended(how, time.monotonic() - ticket.arrived)
         ticket.fail(refused or Refused("the request was cancelled", status=499))

@@ -7,6 +7,7 @@ by these tables, and the OpenAPI document is made of them.
 from longspec_jax.checks import SAMPLING, Real, Whole
 
 from .rules import (
+    AnyObject,
     Biases,
     Either,
     Field,
@@ -78,7 +79,25 @@ _STREAM = {
 _BIAS = Number(Real(-100.0, 100.0, "from -100 to 100"))
 _NEW = Number(SAMPLING["max_new_tokens"])
 _STOP: Rule = Text(LONGEST_STOP, 1)
-_FORMAT = "only plain text is supported as yet; describe the form in the prompt"
+LONGEST_PATTERN = 16_384
+"""Characters of a regular expression."""
+_SCHEMA = Object(
+    {
+        "name": Field(Text(64), "has no effect"),
+        "description": Field(Text(), "has no effect; say it in the messages"),
+        "schema": Field(AnyObject(), "the JSON schema that the text satisfies", True),
+        "strict": Field(Flag(), "has no effect: the schema always binds"),
+    }
+)
+_FORMAT = Object(
+    {
+        "type": Field(
+            OneOf(("text", "json_object", "json_schema", "regex")), "what the text is", True
+        ),
+        "json_schema": Field(_SCHEMA, "of the type json_schema"),
+        "regex": Field(Text(LONGEST_PATTERN, 1), "what matches the whole text, of the type regex"),
+    }
+)
 SHARED = {
     "model": Field(Text(512), "as in /v1/models; the only one if absent"),
     "stream": Field(Flag(), "answer in server-sent events"),
@@ -116,7 +135,7 @@ SHARED = {
     "user": Field(Text(), "has no effect"),
     "safety_identifier": Field(Text(), "has no effect"),
     "prompt_cache_key": Field(Text(), "has no effect: prompts are met again by their tokens"),
-    "response_format": Field(Neutral(({"type": "text"},), _FORMAT)),
+    "response_format": Field(_FORMAT, "tokens that would break the form are never drawn"),
     "min_tokens": Field(Neutral((0,))),
     "length_penalty": Field(Neutral((1.0,))),
     "use_beam_search": Field(Neutral((False,))),

@@ -96,6 +96,11 @@ class Answer:
         self.gains.append(gain)
         self.new += len(gain.tokens)
 
+    def last_rounds(self, most: int) -> list[int]:
+        """Accepted draft tokens of the last rounds, at most so many of them."""
+        # A gain has a round, but for the first one and those that a slow reader has read at once.
+        return [one for gain in self.gains[-most - 1 :] for one in gain.rounds][-most:]
+
     @property
     def ended(self) -> bool:
         """Whether nothing more will come."""

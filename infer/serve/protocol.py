@@ -8,7 +8,8 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from longspec_jax.checks import shown
 from longspec_jax.weights.json_files import unique_keys
@@ -18,8 +19,8 @@ from .rules import Field, Refused, read_fields
 
 MOST_BYTES = 32 * 2**20
 """Of the body of a request."""
-DEEPEST = 16
-"""Objects and lists within each other."""
+DEEPEST = 40
+"""Objects and lists within each other; a JSON schema takes two for each level of its texts."""
 SEEDS = 2**32
 OPTIONS = (
     "temperature",
@@ -35,6 +36,7 @@ OPTIONS = (
 """Fields that the engine takes under the same name."""
 FILTERS = "top_p", "top_k", "min_p"
 Prompt = str | tuple[int, ...]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,13 @@ class ServedModel:
     """Text of token ids, special tokens included."""
     encode_chat: Callable[[list[dict[str, Any]]], list[int]] | None = None
     """Token ids of messages; None without a chat template."""
+    special: frozenset[int] = frozenset()
+    """Tokens that are no part of a text."""
     tree: str | None = None
     """The tree that is drafted; None for plain decoding, or while the engine chooses."""
     drafter: str | None = None
+    grammar: Callable[..., Any] | None = None
+    """Makes a grammar of ``json_schema=`` or ``regex=``; None if requests can have none."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,8 @@ class Call:
     """Alternatives of each token in the answer; None for no log-probabilities."""
     rounds: bool = False
     special: bool = True
+    form: dict[str, Any] | None = None
+    """Of the text, as the model's ``grammar`` takes it; None for any text."""
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -169,6 +177,7 @@ def read_call(given: dict[str, Any], model: ServedModel, *, chat: bool) -> Call:
         include_usage=streamed.get("include_usage", False),
         continuous_usage=streamed.get("continuous_usage_stats", False),
         rounds=about.get("rounds", False),
+        form=_form(values, model),
         **own,
     )
 
@@ -299,6 +308,26 @@ def _speculation(about: Mapping[str, Any], model: ServedModel) -> dict[str, Any]
     return {"speculate": False} if plain and model.drafter is not None else {}
 
 
+def _form(values: Mapping[str, Any], model: ServedModel) -> dict[str, Any] | None:
+    given = values.get("response_format", {"type": "text"})
+    kind, source = given["type"], given.get(given["type"])
+    if kind == "text":
+        return None
+    if kind != "json_object" and source is None:
+        raise Refused(f"response_format of type {kind} needs the field {kind}", "response_format")
+    if model.grammar is None:
+        raise Refused(
+            "this server knows no grammars, which response_format needs; start it where "
+            "llguidance is installed: pip install 'longspec_jax[grammar]'",
+            "response_format",
+        )
+    if values.get("ignore_eos"):
+        raise Refused("a text of a form ends with it; leave out ignore_eos", "ignore_eos")
+    if kind == "regex":
+        return {"regex": source}
+    return {"json_schema": {"type": "object"} if source is None else source["schema"]}
+
+
 def read_tokenize(given: dict[str, Any], model: ServedModel) -> tuple[list[int], bool]:
     """The tokens of a text or of messages, and whether their texts are wanted too."""
     values = read_fields(given, TOKENIZE)
@@ -307,10 +336,10 @@ def read_tokenize(given: dict[str, Any], model: ServedModel) -> tuple[list[int],
         raise Refused("pass either prompt or messages", "prompt")
     if "messages" in values:
         encode = require_template(model)
-        tokens = _encoded(lambda: encode(list(map(_message, values["messages"]))), "messages")
+        tokens = _made(lambda: encode(list(map(_message, values["messages"]))), "messages")
     else:
         special = values.get("add_special_tokens", True)
-        tokens = _encoded(lambda: model.encode(values["prompt"], special), "prompt")
+        tokens = _made(lambda: model.encode(values["prompt"], special), "prompt")
     return tokens, values.get("return_token_strs", False)
 
 
@@ -331,10 +360,12 @@ def rows_of(call: Call, model: ServedModel) -> tuple[Row, ...]:
     param = "messages" if call.chat else "prompt"
     if call.chat:
         encode = require_template(model)
-        prompts = [_encoded(lambda: encode(list(call.messages)), param)]
+        prompts = [_made(lambda: encode(list(call.messages)), param)]
     else:
         prompts = [_tokens(prompt, call, model) for prompt in call.prompts]
-    rows = []
+    rows, options = [], dict(call.options)
+    if call.form is not None and (grammar := model.grammar) is not None:
+        options["grammar"] = _made(partial(grammar, **call.form), "response_format")
     for tokens in prompts:
         if not tokens:
             raise Refused("the prompt is empty; pass at least one token", param)
@@ -343,7 +374,7 @@ def rows_of(call: Call, model: ServedModel) -> tuple[Row, ...]:
         rows += [
             Row(
                 tuple(tokens),
-                {**call.options, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS},
+                {**options, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS},
             )
             for index in range(call.n)
         ]
@@ -353,12 +384,13 @@ def rows_of(call: Call, model: ServedModel) -> tuple[Row, ...]:
 def _tokens(prompt: Prompt, call: Call, model: ServedModel) -> Sequence[int]:
     if isinstance(prompt, tuple):
         return prompt
-    return _encoded(lambda: model.encode(prompt, call.special), "prompt")
+    return _made(lambda: model.encode(prompt, call.special), "prompt")
 
 
-def _encoded(encode: Callable[[], list[int]], param: str) -> list[int]:
+def _made(make: Callable[[], Found], param: str) -> Found:
+    """What is made of a field; what cannot be made of it is refused."""
     try:
-        return encode()
+        return make()
     except ValueError as error:
         raise Refused(str(error), param) from None
 

@@ -313,6 +313,19 @@ class Field:
 
 
 @dataclass(frozen=True)
+class AnyObject:
+    """An object whose fields are read by somebody else."""
+
+    schema: dict[str, Any] = field(default_factory=lambda: {"type": "object"})
+
+    def read(self, value: Any) -> dict[str, Any]:
+        """The object."""
+        if not isinstance(value, dict):
+            raise ValueError("must be an object")
+        return value
+
+
+@dataclass(frozen=True)
 class Object:
     """An object with known fields."""
 

@@ -35,8 +35,6 @@ class Ticket:
         """Filled by the reader; the thread writes their times."""
         self.ids: list[int] = []
         """Of the rows in the engine, in their order."""
-        self.waiting = len(self.rows)
-        """Rows without a token, which count as queued."""
         self.open = len(self.rows)
         """Rows that have not ended."""
         self.loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ fill :data:`~longspec_jax.decoding.choices.LAUNCH_SECONDS`.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import fitted
 from longspec_jax.decoding.candidates import check_one_clock, tallest
 from longspec_jax.decoding.choices import ChoicesByLoad, most_rounds
+from longspec_jax.decoding.constrained import FREE, Constraint, constrained_round
 from longspec_jax.decoding.faults import Faults
 from longspec_jax.decoding.launches import LaunchQueue
 from longspec_jax.decoding.logprobs import check_alternatives, first_logprobs, unpacked_logprobs
@@ -212,13 +213,22 @@ class Engine:
         """
         self._choices = ChoicesByLoad(policies, len(self.drafters))
 
-    def submit(self, tokens: np.ndarray, request: Request, *, priority: int = 0) -> int:
+    def submit(
+        self,
+        tokens: np.ndarray,
+        request: Request,
+        *,
+        priority: int = 0,
+        constraint: Constraint | None = None,
+    ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
 
         Args:
           tokens: ``[P]`` its prompt, at least one token.
           request: its options, arrays of one row on the host.
           priority: a lower one goes first.
+          constraint: what it may emit, which has met none of its tokens. While it is decoded the
+            host waits for every round's tree.
 
         Returns:
           The number that names the request in what :meth:`step` returns.
@@ -226,7 +236,13 @@ class Engine:
         Raises:
           ValueError: if a slot cannot hold the prompt and what it may emit, or the engine was not
             made for what the request asks.
+          NotImplementedError: for a constraint beside a drafter that is not lossless.
         """
+        if constraint is not None and not all(drafter.lossless for drafter in self.drafters):
+            raise NotImplementedError(
+                "a grammar cannot bind a draft whose tokens are emitted unchecked; leave out "
+                "retrieve_verify=partial"
+            )
         longest = len(tokens) + int(request.max_new_tokens[0])
         self.prompts.check_fits(len(tokens), longest, self.capacity, self._slack, self._readmits)
         check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
@@ -236,7 +252,8 @@ class Engine:
             adjustments=fitted(request.adjustments, self.adjusted),
         )
         id, self._next_id = self._next_id, self._next_id + 1
-        self.prompts.add(Waiting(priority, id, np.asarray(tokens), own))
+        waiting = Waiting(priority, id, np.asarray(tokens), own, constraint=constraint)
+        self.prompts.add(waiting)
         return id
 
     def cancel(self, id: int) -> None:
@@ -407,6 +424,10 @@ class Engine:
         self._launches.add(begun, first, read, tuple(self._slots.held))
 
     def _launch_rounds(self, begun: float) -> None:
+        if self._slots.constraints:
+            # What may follow depends on all that was emitted.
+            while self._launches:
+                self._outputs += self._launches.land()
         held = tuple(self._slots.held)
         live = [id for id in held if id is not None]
         if not any(self._may_go_on(id) for id in live):
@@ -416,7 +437,9 @@ class Engine:
             most = most_rounds(self.rounds_per_launch, len(self.drafters), self.round_seconds)
         choice = self._choices.next(self._launches.choices, most, len(live))
         kind = max(self._slots.active[id].waiting.request.sampling.kind for id in live)
-        self._rows, packed = self._launch(choice, kind)
+        if constraints := self._slots.constraints:
+            choice, kind = choice._replace(rounds=1), SamplingKind.ANY
+        self._rows, packed = self._launch(choice, kind, constraints)
         tree, contents = self.drafters[choice.candidate].tree, self.contents.of_kind(kind)
 
         def read(packed: np.ndarray, seconds: float) -> list[StepOutput]:
@@ -439,11 +462,20 @@ class Engine:
         """Whether a request may need a round beyond those under way, each of at least a token."""
         return self._slots.active[id].left > self._launches.rounds_of(id)
 
-    def _launch(self, choice: Choice, kind: SamplingKind) -> tuple[Rows, Array]:
-        models = self.target, self.drafters[choice.candidate], kind, self.params, self.rows
+    def _launch(
+        self,
+        choice: Choice,
+        kind: SamplingKind,
+        constraints: Mapping[int, Constraint] = FREE,
+    ) -> tuple[Rows, Array]:
+        drafter, contents = self.drafters[choice.candidate], self.contents.of_kind(kind)
+        if constraints:
+            models = self.target, drafter, self.params, self.rows
+            return constrained_round(*models, constraints, contents)
+        models = self.target, drafter, kind, self.params, self.rows
         launch = one_round if self.streams else many_rounds
         args = models if self.streams else (*models, np.int32(choice.rounds))
-        args = *args, self.contents.of_kind(kind)
+        args = *args, contents
         # Looking a program up takes as long as a small model's round.
         key = choice.candidate, kind
         if key not in self._programs:

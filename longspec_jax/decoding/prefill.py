@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.adjustments import Adjustments
@@ -28,7 +28,7 @@ from longspec_jax.decoding.logprobs import prompt_logprobs
 from longspec_jax.decoding.programs import RECENT, program
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert
-from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, SamplingKind
+from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, SamplingKind, masked
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.ops.partitioned import use_mesh
@@ -69,6 +69,7 @@ def prefill_chunks(
     known: KnownChunks = NONE_KNOWN,
     emitted: Int[Any, " B"] | None = None,
     logprobs: int | None = None,
+    allowed: UInt[Any, "B 1 W"] | None = None,
 ) -> Generator[ChunkLaunch, None, Rows]:
     """Launch a chunk of the prompts at every step.
 
@@ -89,6 +90,8 @@ def prefill_chunks(
         none if absent.
       logprobs: alternatives of every token of the prompts, to report with its log-probability; None
         for neither. No chunk may be known then.
+      allowed: the tokens that may come first, as of
+        :func:`~longspec_jax.decoding.sampling.masked`; all if absent.
 
     Yields:
       Every launch: of a chunk that is run, and of one that comes from the host's memory.
@@ -138,7 +141,9 @@ def prefill_chunks(
         counted = np.zeros(batch, int) if emitted is None else np.asarray(emitted)
         prompts = request.adjustments, tokens, held, target.vocab_size, counted
         adjustments = jax.device_put(Adjustments.of_prompts(*prompts), shardings.rows)
-    first = length, logits, request.of_rows, adjustments
+    if allowed is not None:
+        allowed = jax.device_put(allowed, shardings.rows)
+    first = length, logits, request.of_rows, adjustments, allowed
     started = _start(target.vocab_size, shardings, *first)
     return Rows(cache, draft, length, *started)
 
@@ -392,10 +397,13 @@ def _start(
     logits: Float[Array, "B V"],
     request: Request,
     adjustments: Adjustments | None,
+    allowed: UInt[Array, "B 1 W"] | None = None,
 ) -> _Started:
     """Draw the first token of every row."""
     below = RoundNoise.of_round(request.sampling, length - 1, 0, vocab_size, adjustments)
-    first = below.draw(logits[:, None], jnp.zeros((1, 1), jnp.int32))
+    free = logits[:, None]
+    given = free if allowed is None else masked(free, allowed)
+    first = below.draw(given, jnp.zeros((1, 1), jnp.int32))
     if adjustments is not None:
         adjustments = adjustments.behind(first, jnp.ones_like(length))
     first = first[:, 0]

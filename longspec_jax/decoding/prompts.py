@@ -14,6 +14,7 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, chunk_of
+from longspec_jax.decoding.constrained import Constraint, first_tokens
 from longspec_jax.decoding.logprobs import TokenLogprob, unpacked_logprobs
 from longspec_jax.decoding.prefill import prefill_chunks
 from longspec_jax.decoding.prefix_cache import PrefixCache
@@ -42,6 +43,8 @@ class Waiting(NamedTuple):
     """How many of the tokens, the last ones, it has emitted itself."""
     names: Names = ()
     """Of its whole chunks, where prefixes are reused."""
+    constraint: Constraint | None = None
+    """What it may emit; it has taken in all that was read of the request."""
 
     @property
     def alternatives(self) -> int:
@@ -335,6 +338,7 @@ class Prompts:
             known=known,
             emitted=np.asarray([one.emitted for one in waiting], np.int32),
             logprobs=logprobs if scored else None,
+            allowed=first_tokens([one.constraint for one in waiting], target.vocab_size),
         )
         count = -(-longest // chunk) - known.copied
         self.under_way.append(Prefill(waiting, chunks, chunk, count, known.total * chunk))

@@ -14,7 +14,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.adjustments import draft_paths
@@ -83,11 +83,31 @@ def spec_step(
         rows = look_at_cache(target, drafter, params, rows)
         tree = propose_tree(target, drafter, params, rows, noise)
         verified, draws = verify_tree(target, drafter, params, rows, tree, noise)
-        path = (rule or accept_rule(drafter))(tree, draws, drafter.tree.num_levels)
-        path = path._replace(count=jnp.where(rows.speculate, path.count, 1))
-        reach = target.reach(rows.length)
-        after, emitted = commit_accepted(drafter, params, rows, verified, path, reach, kind)
-        return after, replace(emitted, more=_more(contents, tree, verified, draws, path))
+        drawn = tree, verified, draws
+        return conclude(target, drafter, params, rows, *drawn, kind, rule, contents)
+
+
+def conclude(
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    tree: Tree,
+    verified: Verification,
+    draws: Int[Array, "B T"],
+    kind: SamplingKind = SamplingKind.ANY,
+    rule: AcceptRule | None = None,
+    contents: Contents = TOKENS,
+) -> tuple[Rows, Emitted]:
+    """The end of a round: accept a path by the draws, and commit it.
+
+    Arguments and result as of :func:`spec_step`.
+    """
+    path = (rule or accept_rule(drafter))(tree, draws, drafter.tree.num_levels)
+    path = path._replace(count=jnp.where(rows.speculate, path.count, 1))
+    reach = target.reach(rows.length)
+    after, emitted = commit_accepted(drafter, params, rows, verified, path, reach, kind)
+    return after, replace(emitted, more=_more(contents, tree, verified, draws, path))
 
 
 def _more(
@@ -151,9 +171,16 @@ def verify_tree(
     noise: RoundNoise,
 ) -> tuple[Verification, Int[Array, "B T"]]:
     """One target forward over the tree, and the target's draw at every node."""
-    depths = node_depths(tree, drafter.tree)
-    positions = rows.length[:, None] + depths
-    verified = target.verify(
+    verified = run_tree(target, drafter, params, rows, tree)
+    return verified, draw_at_nodes(drafter, tree, verified.logits, noise)
+
+
+def run_tree(
+    target: TargetModel, drafter: Drafter, params: Params, rows: Rows, tree: Tree
+) -> Verification:
+    """One target forward over the tree."""
+    positions = rows.length[:, None] + node_depths(tree, drafter.tree)
+    return target.verify(
         params.target,
         rows.cache,
         tree.tokens,
@@ -163,10 +190,16 @@ def verify_tree(
         drafter.tree.num_levels,
         drafter.needs,
     )
+
+
+def draw_at_nodes(
+    drafter: Drafter, tree: Tree, logits: Float[Array, "B T V"], noise: RoundNoise
+) -> Int[Array, "B T"]:
+    """The target's draw at every node, from its logits there."""
     paths = None
     if noise.adjustments is not None:
         paths = draft_paths(tree, drafter.tree.num_levels)
-    return verified, noise.draw(verified.logits, depths, paths)
+    return noise.draw(logits, node_depths(tree, drafter.tree), paths)
 
 
 def commit_accepted(

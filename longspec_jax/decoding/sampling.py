@@ -138,6 +138,19 @@ def draw(
     return jnp.where(jnp.isfinite(best), token, NO_TOKEN).astype(jnp.int32)
 
 
+def masked(logits: Float[Array, "B T V"], bits: UInt[Array, "B T W"]) -> Float[Array, "B T V"]:
+    """The logits of the allowed tokens, -inf for the others.
+
+    Args:
+      logits: of all tokens.
+      bits: bit ``v % 32`` of word ``v // 32`` is set where token ``v`` is allowed.
+    """
+    token = jnp.arange(logits.shape[-1])
+    words = jnp.take(bits, token // 32, axis=-1)
+    allowed = words >> (token % 32).astype(jnp.uint32) & 1
+    return jnp.where(allowed == 1, logits, -jnp.inf)
+
+
 def _filter(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
     """Send logits outside the row's top-k, top-p and min-p sets to -inf; ties at an edge stay in.
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from longspec_jax.decoding.constrained import Constraint
 from longspec_jax.decoding.outputs import StepOutput
 from longspec_jax.decoding.prefix_cache import PrefixCache
 from longspec_jax.decoding.prefixes import Names
@@ -43,6 +44,15 @@ class Slots:
     def priorities(self) -> list[int]:
         """Of the requests by age."""
         return [self.active[id].waiting.priority for id in self.by_age]
+
+    @property
+    def constraints(self) -> dict[int, Constraint]:
+        """What the requests of some slots may emit, by slot."""
+        return {
+            self.held.index(id): active.waiting.constraint
+            for id, active in self.active.items()
+            if active.waiting.constraint is not None
+        }
 
     def vacant(self, names: Names) -> int:
         """A vacant slot for a prompt of these chunks: the next one in turn with nothing to lose."""
@@ -113,6 +123,8 @@ class Slots:
     ) -> StepOutput:
         active, finish = self.active[id], None
         active.tokens.append(tokens)
+        if (constraint := active.waiting.constraint) is not None and tokens[-1] != NO_TOKEN:
+            constraint.advance(tokens.tolist())
         cached, active.cached = active.cached, 0
         if ended:
             last, stops = tokens[-1], active.waiting.request.stop_tokens

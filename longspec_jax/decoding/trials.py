@@ -3,7 +3,7 @@
 What is here reads and sets an engine's own state; the engine knows nothing of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longspec_jax.decoding.constrained import FREE, Anything, Constraint
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Choice
 from longspec_jax.decoding.round import slack_slots
@@ -19,7 +20,9 @@ from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.drafters.base import Drafter, Params
 
 
-def rehearse(engine: Engine, kind: SamplingKind) -> float:
+def rehearse(
+    engine: Engine, kind: SamplingKind, constraints: Mapping[int, Constraint] = FREE
+) -> float:
     """Run a round of every candidate, so that no later one compiles.
 
     The engine is of no use afterwards, unless it is idle. On a mesh there are two: a launch's rows
@@ -28,6 +31,7 @@ def rehearse(engine: Engine, kind: SamplingKind) -> float:
     Args:
       engine: whose launches are compiled.
       kind: of the launches to come.
+      constraints: of the launches to come, by slot.
 
     Returns:
       Seconds of the last candidate's last round, at most.
@@ -40,27 +44,32 @@ def rehearse(engine: Engine, kind: SamplingKind) -> float:
         engine._rows = replace(engine.rows, **fresh)
         for _ in range(1 if engine.target.mesh is None else 2):
             begun = engine.clock()
-            engine._rows, report = engine._launch(Choice(candidate, 1), kind)
+            engine._rows, report = engine._launch(Choice(candidate, 1), kind, constraints)
             np.asarray(report)
     return engine.clock() - begun
 
 
-def rehearse_requests(engine: Engine, requests: Sequence[Request]) -> None:
+def rehearse_requests(
+    engine: Engine, requests: Sequence[Request], *, constrained: bool = False
+) -> None:
     """Run requests through an idle engine, so that no later one compiles anything.
 
     Args:
       engine: an idle one, that goes on to serve.
       requests: of one row, one of every kind, of few new tokens; the last one asks for all that
         can be reported.
+      constrained: whether requests may have a constraint.
     """
 
-    def pass_through(length: int, request: Request) -> None:
-        engine.submit(np.zeros(length, np.int32), request)
+    def pass_through(length: int, request: Request, constraint: Constraint | None = None) -> None:
+        engine.submit(np.zeros(length, np.int32), request, constraint=constraint)
         while engine.busy:
             engine.step()
 
     for request in requests:
         pass_through(1, request)
+        if constrained:
+            pass_through(1, request, Anything())
     prompts, slack = engine.prompts, slack_slots(engine.drafter.tree.num_levels)
     most = engine.capacity - slack - int(requests[0].max_new_tokens[0])
     for chunk in (*prompts.short_chunks, prompts.chunk):
@@ -77,6 +86,8 @@ def rehearse_requests(engine: Engine, requests: Sequence[Request]) -> None:
     engine._rows = release(engine.rows, 0)
     for request in requests:
         rehearse(engine, request.sampling.kind)
+    if constrained:
+        rehearse(engine, SamplingKind.ANY, {0: Anything()})
     engine._rows = release(engine.rows, 0)
 
 

@@ -199,7 +199,7 @@ def resolve(
     )
 
 
-def _biases(value: Any, rows: int, vocab_size: int) -> list[Mapping[int, float]]:
+def _biases(value: Any, rows: int, vocab_size: int) -> list[dict[int, float]]:
     """Biases of every row, by token."""
     biases = [value or {}] * rows if value is None or isinstance(value, Mapping) else value
     if not isinstance(biases, Sequence) or not all(isinstance(one, Mapping) for one in biases):
@@ -224,7 +224,7 @@ def _biases(value: Any, rows: int, vocab_size: int) -> list[Mapping[int, float]]
                 raise ValueError(
                     f"logit_bias={shown(bias)} of token {token}{where} must be {words}"
                 )
-    return list(biases)
+    return [{int(token): float(bias) for token, bias in given.items()} for given in biases]
 
 
 def _alternatives(name: str, value: Any, rows: int) -> Any:

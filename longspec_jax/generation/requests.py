@@ -32,6 +32,7 @@ from longspec_jax.decoding.same_bits import has_same_bits
 from longspec_jax.decoding.trials import rehearse_requests
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.call import Shape
+from longspec_jax.generation.grammar import Grammar, GrammarState
 from longspec_jax.generation.inputs import Batch, Inputs, read_batch
 from longspec_jax.generation.memory import check_fits, plan_memory
 from longspec_jax.generation.models import Models, drafters_for
@@ -96,6 +97,7 @@ class RequestEngine:
         logprobs: int | None = None,
         adjusted: bool = False,
         traced: bool = False,
+        grammars: bool = False,
     ) -> None:
         """Make vacant slots; arguments and errors as of :meth:`longspec_jax.LongSpec.engine`."""
         sizes = {"slots": slots, "max_tokens": max_tokens, "prefills": prefills}
@@ -137,7 +139,7 @@ class RequestEngine:
             adjusted=adjusted,
             contents=Contents(logprobs, trees=traced),
         )
-        self._max_gap_ms = max_gap_ms
+        self._max_gap_ms, self._grammars = max_gap_ms, grammars
         self._pinned: Set[Hashable] = set()
         self._models, self._texts = models, dict[int, RowText]()
         self._max_tokens = min(max_tokens, models.target_config.max_positions)
@@ -170,6 +172,7 @@ class RequestEngine:
         chat_template: str | None = None,
         priority: int = 0,
         speculate: bool = True,
+        grammar: Grammar | None = None,
         **options: Unpack[GenerateOptions],
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
@@ -177,7 +180,8 @@ class RequestEngine:
         Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row. A request of a lower
         ``priority`` goes first. Where all slots are taken it takes one of a higher ``priority``,
         whose text goes on later as if nothing had happened. Without ``speculate`` the row accepts
-        no draft token, and its text is the same.
+        no draft token, and its text is the same. A ``grammar``
+        (:meth:`longspec_jax.LongSpec.grammar`) allows what satisfies it alone.
 
         Returns:
           The number of the request.
@@ -198,10 +202,24 @@ class RequestEngine:
             raise ValueError(
                 f"priority={shown(priority)} must be a whole number; the lowest goes first"
             )
-        id = self.engine.submit(prompt, _of_one_row(batch, speculate), priority=priority)
+        request = _of_one_row(batch, speculate)
+        constraint = self._constraint(grammar, request)
+        id = self.engine.submit(prompt, request, priority=priority, constraint=constraint)
         if (text := batch.text(0)) is not None:
             self._texts[id] = text
         return id
+
+    def _constraint(self, grammar: Grammar | None, request: Request) -> GrammarState | None:
+        if grammar is None:
+            return None
+        if not self._grammars:
+            raise ValueError("this engine knows no grammars; make it with grammars=True")
+        if not grammar.stop_tokens <= {*request.stop_tokens[0].tolist()}:
+            raise ValueError(
+                f"a text of this grammar ends with token {sorted(grammar.stop_tokens)}, which "
+                "eos_token_id does not name; leave out eos_token_id"
+            )
+        return grammar.state()
 
     def step(self) -> list[RequestOutput]:
         """Launch the next rounds and return new output; call it while :attr:`busy`."""
@@ -257,7 +275,7 @@ class RequestEngine:
                 *(measuring.longest_round(engine, slowest), self._max_gap_ms / 1000),
             )
             engine.prompts.take_chunks_of(chunk)
-        rehearse_requests(engine, requests)
+        rehearse_requests(engine, requests, constrained=self._grammars)
         if len(engine.drafters) > 1:
             engine.choose_by(measuring.timed_policies(engine, slowest))
 

@@ -57,6 +57,8 @@ class ScriptedEngine:
 
     gate: threading.Event = field(default_factory=threading.Event)
     fail: Exception | None = None
+    fault: str = ""
+    """Traceback of a fault behind which it went on."""
     finish: str = "length"
     submitted: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -80,8 +82,9 @@ class ScriptedEngine:
 
     @property
     def status(self) -> EngineStatus:
-        numbers = {one.name: 0 for one in fields(EngineStatus)}
-        return EngineStatus(**{**numbers, "tokens": 5, "capacity": 10, "prefix_hits": 7})
+        numbers: dict[str, Any] = {one.name: 0 for one in fields(EngineStatus)}
+        faults = {"recoveries": int(bool(self.fault)), "fault": self.fault}
+        return EngineStatus(**{**numbers, "tokens": 5, "capacity": 10, "prefix_hits": 7, **faults})
 
     def submit(self, inputs: Sequence[int], **options: Any) -> int:
         if options["max_new_tokens"] == 13:

@@ -1,12 +1,14 @@
 """The server over the real engine: every text is the one that a call of its own gets."""
 
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from infer.serve.command import served_model
+from infer.serve.gains import token_text
 from infer.serve.protocol import ServedModel
 from tests.infer.toys import TREE, toy_spec
 from tests.kit import compilations
@@ -34,7 +36,7 @@ REQUESTS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def server() -> Any:
     spec = toy_spec()
-    reported = {"logprobs": 17, "adjusted": True, "traced": True}
+    reported = {"logprobs": 17, "adjusted": True, "traced": True, "grammars": True}
     engine = spec.engine(slots=2, max_tokens=MAX_LEN, prefixes=True, **reported)
     engine.prepare()
     model: ServedModel = served_model(
@@ -107,6 +109,22 @@ def test_choices_have_seeds_of_their_own(server: Client, alone: list[str | None]
     assert texts == alone[len(REQUESTS) : -1] and len({*texts}) > 1
 
 
+def test_a_text_has_the_form_that_was_asked_for(server: Client) -> None:
+    """Whether speculated or not; and a form that cannot be read is refused."""
+    form = {"type": "regex", "regex": "(ab|cd){2,6}gh"}
+    asked = [{"prompt": "ab", "seed": seed, "response_format": form} for seed in (1, 2, 3)]
+    plain = [{**one, "longspec": {"speculation": False}} for one in asked]
+    with ThreadPoolExecutor(6) as pool, compilations() as compiled:
+        posted = [pool.submit(server.post, "/v1/completions", **one) for one in asked + plain]
+        texts = [each.result()[1]["choices"][0]["text"] for each in posted]
+    assert texts[:3] == texts[3:] and not compiled
+    assert all(re.fullmatch(form["regex"], text) for text in texts)
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}
+    status, body = server.post("/v1/completions", prompt="ab", response_format=schema)
+    assert status == 400 and body["error"]["param"] == "response_format"
+    assert "Invalid type: objekt" in body["error"]["message"]
+
+
 def test_a_text_ends_before_a_stop_string(server: Client) -> None:
     request = next(one for one in REQUESTS if "stop" in one)
     _, body = server.post("/v1/completions", **request)
@@ -153,7 +171,14 @@ def test_log_probabilities_are_the_models_own(server: Client) -> None:
     found = body["choices"][0]["logprobs"]
     own, best = found["token_logprobs"], found["top_logprobs"]
     assert own[0] is best[0] is None and len(own) == len(best) == 4 + 6
-    assert found["text_offset"] == [sum(map(len, found["tokens"][:n])) for n in range(10)]
+    text, offsets = body["choices"][0]["text"], found["text_offset"]
+    whole = [token for token in found["tokens"] if "\ufffd" not in token]
+    assert len(whole) > 3 and offsets == sorted(offsets)
+    assert all(
+        text[at:].startswith(token)
+        for at, token in zip(offsets, found["tokens"], strict=True)
+        if token in whole
+    )
     # lm-eval compares floats: the greedy token is the best one exactly.
     assert own[4:] == [max(top.values()) for top in best[4:]]
     options = {"max_new_tokens": 6, "eos_token_id": [], "logprobs": 2, "prompt_logprobs": 2}
@@ -169,7 +194,9 @@ def test_the_rounds_of_a_text_explain_it(server: Client) -> None:
     _, body = server.post("/v1/completions", longspec={"rounds": True}, **asked)
     [told] = body["longspec"]
     assert len(told["tokens"]) == 20 and told["tokens"][0]["depth"] == 0
-    emitted = [token["text"] for token in told["tokens"][1:]]
+    # By id: the texts of tokens that are parts of one character are shown with its last one.
+    decode = toy_spec().tokenizer.decode
+    emitted = [token_text(decode, token["id"]) for token in told["tokens"][1:]]
     for one in told["rounds"]:
         tree, accepted = one["tree"], one["accepted"]
         assert [node for node, parent in enumerate(tree["parents"]) if parent < 0] == [0]

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import threading
 import time
 from typing import Any
@@ -372,6 +373,18 @@ def test_a_slow_reader_does_not_hold_up_the_others() -> None:
         slow.connection.close()
 
 
+def test_a_stream_that_waits_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.serve.app.PULSE", 0.05)
+    engine = ScriptedEngine(single=threading.Semaphore(0))
+    with serving(engine) as server:
+        asked = {"prompt": "ab", "max_tokens": 2, "stream": True}
+        stream = server.connect("POST", "/v1/completions", asked)
+        assert [stream.readline() for _ in range(4)] == [b": waiting\n", b"\n"] * 2
+        engine.single.release(1000)  # type: ignore[union-attr]
+        *_, done = events(stream)
+        assert done == "[DONE]"
+
+
 # The end.
 
 
@@ -430,3 +443,14 @@ def test_a_model_without_a_template_answers_completions_only() -> None:
         status, body = server.post("/v1/chat/completions", messages=TALK)
         assert status == 400 and "--chat_template=FILE" in body["error"]["message"]
         assert server.post("/v1/completions", prompt="ab", max_tokens=1)[0] == 200
+
+
+def test_a_fault_behind_which_the_engine_went_on_is_in_the_log_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = ScriptedEngine(fault="RuntimeError: the device is on fire\n")
+    with serving(engine) as server, caplog.at_level(logging.ERROR, "longspec.serve"):
+        assert server.post("/v1/completions", prompt="a", max_tokens=9)[0] == 200
+    [record] = caplog.records
+    assert "went on behind a fault" in record.getMessage()
+    assert "the device is on fire" in record.getMessage()

@@ -7,7 +7,9 @@ import platform
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 SERVER = "--chat_template=vicuna --max_len=1024 --tree=2,2"
@@ -15,7 +17,7 @@ NAMES = ("openai", "litellm", "langchain", "lm_eval", "guidellm", "aiperf", "sch
 
 
 def main() -> int:
-    """Returns the number of clients of which a check failed."""
+    """Returns the number of clients of which a check failed, and of faults of the engine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base_url", default="http://127.0.0.1:8000", help="without /v1")
     parser.add_argument("--api_key", default="none")
@@ -23,7 +25,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("serve_clients.json"))
     arguments = parser.parse_args()
     commit = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    header = {
+    header: dict[str, Any] = {
         "method": f"tests.serve.clients against infer.serve {SERVER}",
         "device": f"CPU, {os.cpu_count()} cores",
         "python": platform.python_version(),
@@ -43,9 +45,15 @@ def main() -> int:
             rows.append({"client": name, "checks": [{"check": "runs", "ok": False}]})
         for each in rows[-1]["checks"]:
             print(f"  {'ok    ' if each['ok'] else 'FAILED'} {each['check']}", flush=True)
+    bearer = {"Authorization": f"Bearer {arguments.api_key}"}
+    request = urllib.request.Request(f"{arguments.base_url}/metrics", headers=bearer)
+    with urllib.request.urlopen(request) as answer:
+        counts = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines())
+    header["recoveries"] = int(float(counts["longspec:num_recoveries_total"]))
     text = json.dumps({"header": header, "rows": rows}, indent=1, ensure_ascii=False)
     arguments.out.write_text(text + "\n")
-    return sum(not all(each["ok"] for each in row["checks"]) for row in rows)
+    failed = sum(not all(each["ok"] for each in row["checks"]) for row in rows)
+    return failed + header["recoveries"]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,172 @@
+"""Rounds of rows whose next tokens depend on what only the host can tell, such as a grammar.
+
+What may follow a node of a tree is known once the tree is. So a round is three launches: propose,
+the target's pass, and the rest. The tree leaves the device after the first one. The host computes
+what is allowed while the target's pass runs, and hands it to the third.
+
+Forbidden logits become -inf before everything that sampling does to them. Plain decoding passes
+through the same functions, so that a tree changes no token here either.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, UInt
+
+from longspec_jax.axes import Array
+from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.report import TOKENS, Contents, packed
+from longspec_jax.decoding.round import (
+    conclude,
+    draw_at_nodes,
+    look_at_cache,
+    propose_tree,
+    run_tree,
+    sampling_noise,
+)
+from longspec_jax.decoding.rows import Rows
+from longspec_jax.decoding.sampling import SamplingKind, masked
+from longspec_jax.decoding.target import TargetModel, Verification
+from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.drafters.tree import Tree
+from longspec_jax.ops.partitioned import use_mesh
+
+ALL = np.uint32(2**32 - 1)
+"""32 tokens, all allowed."""
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """What a row may emit; its state follows what was read of the row."""
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take in tokens that the row has emitted."""
+        ...
+
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
+        """``[T, W]`` uint32, the tokens that may follow every node of a tree.
+
+        Args:
+          tokens: of the nodes; that of the root was taken in by :meth:`advance`.
+          parents: index of every node's parent, below the node's own; -1 for the root and for
+            nodes without a path.
+        """
+        ...
+
+
+FREE: Mapping[int, Constraint] = {}
+"""Of rows that may all emit anything."""
+
+
+class Anything:
+    """The constraint of a row that may emit anything; compiles what others run."""
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Every token is as good as any."""
+
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
+        """All tokens: one word stands for all."""
+        return np.full((len(tokens), 1), ALL)
+
+
+def allowed_tokens(
+    constraints: Mapping[int, Constraint], trees: np.ndarray, vocabulary: int
+) -> np.ndarray:
+    """What may follow every node of every row's tree.
+
+    Args:
+      constraints: by slot; all is allowed in the others.
+      trees: ``[B, 2, T]`` tokens and parents of the nodes.
+      vocabulary: width of the target's logits.
+
+    Returns:
+      ``[B, T, W]`` uint32: bit ``v % 32`` of word ``v // 32`` is set where token ``v`` is allowed.
+    """
+    batch, _, nodes = trees.shape
+    bits = np.full((batch, nodes, -(-vocabulary // 32)), ALL)
+    for slot, constraint in constraints.items():
+        tokens, parents = trees[slot].tolist()
+        bits[slot] = constraint.allowed(tokens, parents)
+    return bits
+
+
+def first_tokens(constraints: Sequence[Constraint | None], vocabulary: int) -> np.ndarray | None:
+    """``[B, 1, W]`` what may come first in every row; None if all may in all of them."""
+    if not any(constraints):
+        return None
+    given = {row: one for row, one in enumerate(constraints) if one is not None}
+    # Nothing is asked about the last token of a prompt.
+    roots = np.full((len(constraints), 2, 1), -1)
+    return allowed_tokens(given, roots, vocabulary)
+
+
+def constrained_round(
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    constraints: Mapping[int, Constraint],
+    contents: Contents = TOKENS,
+) -> tuple[Rows, Int[Array, "1 B n"]]:
+    """Launch a round whose draws some rows' constraints limit; waits for its tree.
+
+    All that was emitted before has been taken in by the constraints.
+
+    Args:
+      target: the target's static part.
+      drafter: the drafter's static part; lossless.
+      params: parameters of both.
+      rows: the rows before the round; donated.
+      constraints: by slot, of some of the rows.
+      contents: of the report; static.
+
+    Returns:
+      The rows after the round, and its report.
+    """
+    models = target, drafter, params
+    rows, tree, trees = _propose(*models, rows)
+    verified = _run(*models, rows, tree)
+    bits = allowed_tokens(constraints, np.asarray(trees), target.vocab_size)
+    return _conclude(*models, rows, tree, verified, bits, contents)
+
+
+@program(static_argnames=("target", "drafter"), donate_argnames=("rows",))
+def _propose(
+    target: TargetModel, drafter: Drafter, params: Params, rows: Rows
+) -> tuple[Rows, Tree, Int[Array, "B 2 T"]]:
+    """The trees, and their tokens and parents once more for the host."""
+    with use_mesh(target.mesh):
+        rows = look_at_cache(target, drafter, params, rows)
+        noise = sampling_noise(target, drafter, rows)
+        tree = propose_tree(target, drafter, params, rows, noise)
+    return rows, tree, jnp.stack([tree.tokens, tree.parents], axis=1)
+
+
+@program(static_argnames=("target", "drafter"))
+def _run(
+    target: TargetModel, drafter: Drafter, params: Params, rows: Rows, tree: Tree
+) -> Verification:
+    with use_mesh(target.mesh):
+        return run_tree(target, drafter, params, rows, tree)
+
+
+@program(static_argnames=("target", "drafter", "contents"), donate_argnames=("rows",))
+def _conclude(
+    target: TargetModel,
+    drafter: Drafter,
+    params: Params,
+    rows: Rows,
+    tree: Tree,
+    verified: Verification,
+    bits: UInt[Array, "B T W"],
+    contents: Contents,
+) -> tuple[Rows, Int[Array, "1 B n"]]:
+    """Draw, accept, commit, and report."""
+    with use_mesh(target.mesh):
+        noise = sampling_noise(target, drafter, rows)
+        draws = draw_at_nodes(drafter, tree, masked(verified.logits, bits), noise)
+        drawn, kind = (tree, verified, draws), SamplingKind.ANY
+        after, emitted = conclude(*(target, drafter, params, rows, *drawn), kind, contents=contents)
+    return after, packed(emitted, after)[None]

@@ -1,0 +1,202 @@
+"""Grammars: what may follow at every node of a tree, and what is refused."""
+
+import random
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from longspec_jax.generation.grammar import (
+    DEEPEST,
+    LONGEST,
+    Grammar,
+    Vocabulary,
+    compile_grammar,
+    vocabulary_of,
+)
+from tests.infer.toys import STOP, toy_spec, toy_tokenizer
+
+SIZE = 40
+"""More than the tokenizer's tokens, and no whole number of words."""
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return vocabulary_of(toy_tokenizer(), SIZE, (STOP,))
+
+
+def tokens_of(bits: np.ndarray) -> set[int]:
+    """The tokens that one line allows."""
+    return {token for token in range(32 * len(bits)) if bits[token // 32] >> (token % 32) & 1}
+
+
+def ids(text: str) -> list[int]:
+    return toy_tokenizer().encode(text, add_special_tokens=False)
+
+
+def following(grammar: Grammar, tokens: list[int]) -> set[int]:
+    """What may follow these tokens, asked of a state that has met nothing else."""
+    state = grammar.state()
+    state.advance(tokens)
+    return tokens_of(state.allowed([0], [-1])[0])
+
+
+def test_what_may_follow_a_text(vocabulary) -> None:
+    grammar = compile_grammar(vocabulary, regex="ab(c|d)+")
+    assert following(grammar, []) == {*ids("a")}
+    assert following(grammar, ids("ab")) == {*ids("cd")}
+    assert following(grammar, ids("abc")) == {*ids("cd"), STOP}
+    assert following(compile_grammar(vocabulary, regex="ab"), ids("ab")) == {STOP}
+    with pytest.raises(ValueError, match="does not satisfy"):
+        grammar.state().advance(ids("b"))
+
+
+def test_every_node_of_a_tree_has_the_tokens_behind_its_own_path(vocabulary) -> None:
+    """Random trees beside a fresh state for every path; wrong tokens and stop tokens among them."""
+    draw = random.Random(5)
+    grammar = compile_grammar(vocabulary, regex="(a(b|cd)*€?|gh é)+")
+    state, emitted, seen = grammar.state(), [], 0
+    while len(emitted) < 40:
+        tokens, parents = [0], [-1]
+        paths: list[list[int] | None] = [[]]
+        for node in range(1, 16):
+            parent = draw.randrange(node)
+            above = paths[parent]
+            legal = following(grammar, emitted + above) if above is not None else set()
+            token = draw.choice([*sorted(legal), draw.randrange(SIZE)])
+            alive = above is not None and token in legal and token != STOP
+            paths.append([*above, token] if above is not None and alive else None)
+            tokens.append(token)
+            parents.append(parent)
+        bits = state.allowed(tokens, parents)
+        for line, path in zip(bits, paths, strict=True):
+            if path is not None:
+                assert tokens_of(line) == following(grammar, emitted + path)
+                seen += len(path)
+        longest = max((path for path in paths if path is not None), key=len)
+        state.advance(longest)
+        emitted += longest
+    assert seen > 60
+
+
+def test_behind_a_stop_token_all_is_allowed(vocabulary) -> None:
+    """What a row decodes there is not read."""
+    state = compile_grammar(vocabulary, regex="a").state()
+    state.advance([*ids("a"), STOP, *ids("gg")])
+    assert (state.allowed([0, 3], [-1, 0]) == 2**32 - 1).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda given: compile_grammar(given, regex="(["), "cannot be used: .*regex"),
+        (lambda given: compile_grammar(given, regex="a" * (LONGEST + 1)), "is longer than"),
+        (
+            lambda given: compile_grammar(given, json_schema={"type": "objekt"}),
+            "Invalid type: objekt",
+        ),
+        (
+            lambda given: compile_grammar(given, json_schema={"$ref": "http://a/b"}),
+            "cannot be used",
+        ),
+        (lambda given: compile_grammar(given, json_schema=_nested(DEEPEST)), "levels"),
+        (lambda given: compile_grammar(given, lark="start: other"), "cannot be used"),
+        (lambda given: compile_grammar(given), "one of json_schema=, regex= and lark="),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_a_sentence(vocabulary, make, message) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        make(vocabulary)
+    assert "\n" not in str(refusal.value)
+
+
+def _nested(levels: int) -> dict:
+    schema: dict = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def test_a_vocabulary_needs_a_fast_tokenizer_and_a_stop_token() -> None:
+    with pytest.raises(ValueError, match="stop token"):
+        vocabulary_of(toy_tokenizer(), SIZE, ())
+
+    class Slow:
+        pass
+
+    with pytest.raises(ValueError, match="fast tokenizer"):
+        vocabulary_of(Slow(), SIZE, (STOP,))
+
+
+PATTERN = "(ab|cd){5,30}(gh)?"
+REQUESTS = [
+    {"temperature": temperature, "seed": seed, "max_new_tokens": 50}
+    for temperature, seed in ((0.0, 0), (1.0, 1), (1.0, 2))
+]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with toy_spec().engine(slots=2, max_tokens=128, grammars=True) as made:
+        made.prepare()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def grammar() -> Grammar:
+    return toy_spec().grammar(regex=PATTERN)
+
+
+def texts(engine, ids: list[int], steps: int | None = None) -> tuple[list[str], int]:
+    """The texts of some requests, run to their ends, and how many draft tokens were accepted."""
+    found, accepted = dict.fromkeys(ids, ""), 0
+    while engine.busy:
+        for output in engine.step():
+            found[output.id] += output.text
+            accepted += sum(output.drafted)
+            assert output.finish in (None, "stop", "length")
+    return list(found.values()), accepted
+
+
+def test_texts_satisfy_their_grammar_and_are_those_of_plain_decoding(engine, grammar) -> None:
+    """Beside rows without a grammar, whose texts are their own, and without a compilation."""
+    free = [engine.submit("ab c", **options) for options in REQUESTS]
+    alone, _ = texts(engine, free)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: compiled.append(name) if "compile" in name else None
+    )
+    ids = []
+    for options in REQUESTS:
+        ids.append(engine.submit("ab c", grammar=grammar, **options))
+        ids.append(engine.submit("ab c", grammar=grammar, speculate=False, **options))
+        ids.append(engine.submit("ab c", **options))
+    found, accepted = texts(engine, ids)
+    assert not compiled and accepted > 0
+    assert found[0::3] == found[1::3] and found[2::3] == alone
+    assert all(re.fullmatch(PATTERN, text) for text in found[0::3])
+
+
+def test_a_request_that_loses_its_slot_goes_on_in_its_grammar(engine, grammar) -> None:
+    options = REQUESTS[1]
+    [text], _ = texts(engine, [engine.submit("ab c", grammar=grammar, **options)])
+    ids = [engine.submit("ab c", grammar=grammar, priority=1, **options) for _ in range(2)]
+    before, gained = engine.status.preemptions, dict.fromkeys(ids, "")
+    while not all(gained.values()):
+        for output in engine.step():
+            gained[output.id] += output.text
+    urgent = engine.submit("gh", max_new_tokens=3)
+    [_, *rest], _ = texts(engine, [urgent, *ids])
+    assert engine.status.preemptions == before + 1
+    assert [gained[id] + more for id, more in zip(ids, rest, strict=True)] == [text] * 2
+
+
+def test_an_engine_refuses_what_it_was_not_made_for(engine, grammar) -> None:
+    with (
+        toy_spec().engine(slots=1, max_tokens=64) as other,
+        pytest.raises(ValueError, match="grammars=True"),
+    ):
+        other.submit("a", grammar=grammar, max_new_tokens=2)
+    with pytest.raises(ValueError, match="eos_token_id does not name"):
+        engine.submit("a", grammar=grammar, max_new_tokens=2, eos_token_id=[])
