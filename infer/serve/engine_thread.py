@@ -6,7 +6,6 @@ What is queued is bounded, in requests and in tokens.
 """
 
 import contextlib
-import logging
 import math
 import threading
 import time
@@ -27,7 +26,6 @@ from .protocol import Row
 from .rules import Refused
 from .tickets import Ticket, wake
 
-LOG = logging.getLogger("longspec.serve")
 SHUTTING_DOWN = "the server is shutting down; send the request to another one, or later"
 LONGEST_RETRY = 60
 """Seconds."""
@@ -121,7 +119,7 @@ class EngineThread:
         """Requests in the engine's queue, as far as is known."""
         self._queued_rows = self._queued_tokens = 0
         self._ended: deque[float] = deque(maxlen=32)
-        self._closing, self._recoveries = False, 0
+        self._closing = False
         self.state = State.READY
         self._thread = threading.Thread(target=self._run, name="engine")
         metrics.watch(lambda: len(self._running()), lambda: self._queued_rows)
@@ -274,20 +272,13 @@ class EngineThread:
                 if self._engine.busy:
                     self._publish(self._engine.step())
                     self._note_started()
-                    self._observe(self._engine.status)
+                    self._metrics.observe(self._engine.status)
                 self._end_late()
         except BaseException as error:  # noqa: BLE001 - every open call is told.
             self._fail(error)
         finally:
             with contextlib.suppress(Exception):
                 self._engine.close()
-
-    def _observe(self, status: EngineStatus) -> None:
-        """Count what the engine has done, and write a fault behind which it went on to the log."""
-        if status.recoveries > self._recoveries:
-            LOG.error("the engine went on behind a fault:\n%s", status.fault)
-        self._recoveries = status.recoveries
-        self._metrics.observe(status)
 
     def _take_in(self) -> bool:
         """Do what the event loop has asked for; whether the thread goes on."""

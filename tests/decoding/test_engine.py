@@ -294,7 +294,7 @@ def test_greedy_requests_run_programs_without_noise_or_sort() -> None:
     """The kind of a launch is that of the live rows alone."""
     engine, kinds = open_engine(), []
     launch = engine._launch
-    engine._launch = lambda choice, kind: (kinds.append(kind), launch(choice, kind))[1]  # type: ignore[method-assign]
+    engine._launch = lambda choice, kind, _: (kinds.append(kind), launch(choice, kind))[1]  # type: ignore[method-assign]
     greedy = SamplingKind.GREEDY
     plain = replace(endless(6), sampling=asked(0).sampling.of_kind(greedy))
     engine.submit(prompt(1), plain)
@@ -445,7 +445,7 @@ def launched(engine: Engine) -> list[Choice]:
     """The launches of an engine from now on."""
     found: list[Choice] = []
     launch = engine._launch
-    engine._launch = lambda choice, kind: (found.append(choice), launch(choice, kind))[1]  # type: ignore[method-assign]
+    engine._launch = lambda choice, kind, _: (found.append(choice), launch(choice, kind))[1]  # type: ignore[method-assign]
     return found
 
 
@@ -570,7 +570,7 @@ def clocked(
     )
     launch, ends = engine._launch, []
 
-    def timed(choice: Choice, kind: SamplingKind) -> Any:
+    def timed(choice: Choice, kind: SamplingKind, _: Any) -> Any:
         rows, packed = launch(choice, kind)
         ran = len(Report.of(np.asarray(packed)).count)
         free[0] = max(free[0], now[0]) + seconds[choice.candidate] * ran
