@@ -203,7 +203,6 @@ class Engine:
             host_bytes=self.prefixes.host.bytes,
             preemptions=self.preemptions,
             recoveries=self._faults.count,
-            fault=self._faults.last,
         )
 
     def choose_by(self, policies: Sequence[Policy]) -> None:

@@ -1,8 +1,11 @@
 """Whether an engine goes on behind a fault, which loses all arrays that were donated."""
 
+import logging
 import math
 import traceback
 from collections.abc import Callable
+
+LOG = logging.getLogger(__name__)
 
 FAULTS_APART = 60.0
 """Seconds between two faults, below which an engine does not go on behind the second."""
@@ -20,23 +23,21 @@ class Faults:
         """
         self.count = 0
         """Faults behind which the engine went on."""
-        self.last = ""
-        """Traceback of the last of them; empty if there was none."""
         self.clock = clock
-        self._forgiven, self._last_time = forgiven, -math.inf
+        self._forgiven, self._last = forgiven, -math.inf
 
     def forgive(self, error: BaseException) -> bool:
-        """Whether to go on; then the frames of the fault hold no arrays any more.
+        """Whether to go on; then the fault is logged, and its frames hold no arrays any more.
 
         Not after an interruption, nor if the last fault is less than a minute ago.
         """
         now = self.clock()
-        again = self._forgiven and now - self._last_time >= FAULTS_APART
+        again = self._forgiven and now - self._last >= FAULTS_APART
         if not (again and isinstance(error, Exception)):
             return False
-        self._last_time = now
+        self._last = now
         self.count += 1
-        self.last = "".join(traceback.format_exception(error))
+        LOG.error("a step failed, and all requests begin again", exc_info=error)
         # There may be no room for the old arrays beside new ones.
         traceback.clear_frames(error.__traceback__)
         return True

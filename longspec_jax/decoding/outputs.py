@@ -58,5 +58,3 @@ class EngineStatus:
     """Requests that lost a slot, or a place among the prefills, to a better one."""
     recoveries: int
     """Faults behind which the engine went on."""
-    fault: str = ""
-    """Traceback of the last of them; empty if there was none."""

@@ -57,8 +57,6 @@ class ScriptedEngine:
 
     gate: threading.Event = field(default_factory=threading.Event)
     fail: Exception | None = None
-    fault: str = ""
-    """Traceback of a fault behind which it went on."""
     finish: str = "length"
     submitted: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -83,8 +81,7 @@ class ScriptedEngine:
     @property
     def status(self) -> EngineStatus:
         numbers: dict[str, Any] = {one.name: 0 for one in fields(EngineStatus)}
-        faults = {"recoveries": int(bool(self.fault)), "fault": self.fault}
-        return EngineStatus(**{**numbers, "tokens": 5, "capacity": 10, "prefix_hits": 7, **faults})
+        return EngineStatus(**{**numbers, "tokens": 5, "capacity": 10, "prefix_hits": 7})
 
     def submit(self, inputs: Sequence[int], **options: Any) -> int:
         if options["max_new_tokens"] == 13:

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import logging
 import threading
 import time
 from typing import Any
@@ -443,14 +442,3 @@ def test_a_model_without_a_template_answers_completions_only() -> None:
         status, body = server.post("/v1/chat/completions", messages=TALK)
         assert status == 400 and "--chat_template=FILE" in body["error"]["message"]
         assert server.post("/v1/completions", prompt="ab", max_tokens=1)[0] == 200
-
-
-def test_a_fault_behind_which_the_engine_went_on_is_in_the_log_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    engine = ScriptedEngine(fault="RuntimeError: the device is on fire\n")
-    with serving(engine) as server, caplog.at_level(logging.ERROR, "longspec.serve"):
-        assert server.post("/v1/completions", prompt="a", max_tokens=9)[0] == 200
-    [record] = caplog.records
-    assert "went on behind a fault" in record.getMessage()
-    assert "the device is on fire" in record.getMessage()
