@@ -17,7 +17,8 @@ from longspec_jax.decoding.adjustments import (
     adjust,
     draft_paths,
 )
-from longspec_jax.decoding.engine import Engine, StepOutput
+from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.outputs import StepOutput
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import SamplingKind

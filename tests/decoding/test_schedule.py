@@ -143,7 +143,9 @@ class Faults:
         return after
 
 
-def test_after_a_fault_every_request_goes_on_as_if_nothing_had_happened() -> None:
+def test_after_a_fault_every_request_goes_on_as_if_nothing_had_happened(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rows = range(7)
     engine = open_engine(slots=2, prefills=2, prefixes=True, host_bytes=1 << 20, readmits=True)
     faults = Faults(engine, (2, 7))
@@ -155,6 +157,8 @@ def test_after_a_fault_every_request_goes_on_as_if_nothing_had_happened() -> Non
     faults.now += FAULTS_APART
     texts = collected(engine, outputs)
     assert engine.status.recoveries == 2
+    written = [record.exc_text or str(record.exc_info) for record in caplog.records]
+    assert len(written) == 2 and all("the device is on fire" in each for each in written)
     for id, text in zip(ids, alone(TARGET, TABLE, rows, VOCABULARY), strict=True):
         np.testing.assert_array_equal(texts[id], text)
 

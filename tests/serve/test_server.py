@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import logging
 import threading
 import time
 from typing import Any
