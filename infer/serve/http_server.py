@@ -145,10 +145,11 @@ class HttpServer:
 
 
 def log_to_stderr() -> None:
-    """Write the log of this package and of uvicorn's failures, with the time."""
+    """Write the log of this package, of the engine's faults and of uvicorn's, with the time."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    for name, level in (("longspec.serve", logging.INFO), ("uvicorn", logging.WARNING)):
+    levels = {"longspec.serve": logging.INFO, "longspec_jax": logging.WARNING}
+    for name, level in {**levels, "uvicorn": logging.WARNING}.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

@@ -155,7 +155,6 @@ def test_after_a_fault_every_request_goes_on_as_if_nothing_had_happened() -> Non
     faults.now += FAULTS_APART
     texts = collected(engine, outputs)
     assert engine.status.recoveries == 2
-    assert engine.status.fault.endswith("RuntimeError: the device is on fire\n")
     for id, text in zip(ids, alone(TARGET, TABLE, rows, VOCABULARY), strict=True):
         np.testing.assert_array_equal(texts[id], text)
 

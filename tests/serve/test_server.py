@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import threading
 import time
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 from openai import APIError, AuthenticationError, BadRequestError, OpenAI
 
+from infer.serve.http_server import log_to_stderr
 from infer.serve.openapi import GETS, POSTS
 from infer.serve.protocol import ServedModel
+from longspec_jax.decoding import faults
 from tests.serve.kit import Client, ScriptedEngine, events, scripted_model, serving
 
 TALK = [{"role": "user", "content": "ab"}]
@@ -442,3 +445,17 @@ def test_a_model_without_a_template_answers_completions_only() -> None:
         status, body = server.post("/v1/chat/completions", messages=TALK)
         assert status == 400 and "--chat_template=FILE" in body["error"]["message"]
         assert server.post("/v1/completions", prompt="ab", max_tokens=1)[0] == 200
+
+
+def test_faults_of_the_engine_are_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    names = ("longspec.serve", "longspec_jax", "uvicorn")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(each.handlers, each.propagate, each.level) for each in loggers]
+    try:
+        log_to_stderr()
+        logging.getLogger(faults.__name__).error("a step failed")
+    finally:
+        for each, (handlers, propagate, level) in zip(loggers, before, strict=True):
+            each.handlers, each.propagate = handlers, propagate
+            each.setLevel(level)
+    assert capfd.readouterr().err.endswith(" a step failed\n")

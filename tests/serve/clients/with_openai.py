@@ -1,6 +1,7 @@
 """The openai client: every endpoint, streams, errors, cancellation, acceptance."""
 
 import asyncio
+import re
 from typing import Any
 
 import openai
@@ -91,6 +92,25 @@ def chat(own: Checks, client: openai.OpenAI, model: str) -> None:
         told = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
         scored = told.choices[0].logprobs
         assert scored and scored.content and len(scored.content[0].top_logprobs) == 3
+    with own.check("a JSON schema and a regular expression, with and without speculation"):
+        choice = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+        schema = {"name": "choice", "schema": {**choice, "additionalProperties": False}}
+        shapes: list[Any] = [
+            {"type": "json_schema", "json_schema": schema},
+            {"type": "regex", "regex": "[a-c]{4}"},
+        ]
+        for shape, pattern in zip(
+            shapes, (r'\s*\{\s*"n"\s*:\s*[12]\s*\}', "[a-c]{4}"), strict=True
+        ):
+            texts = set()
+            for speculation in (True, False):
+                extra = {"longspec": {"speculation": speculation}, "response_format": shape}
+                given = {**asked, "max_completion_tokens": 60, "extra_body": extra}
+                told = client.chat.completions.create(**given).choices[0]
+                assert told.finish_reason == "stop", told
+                assert re.fullmatch(pattern, told.message.content or ""), told
+                texts.add(told.message.content)
+            assert len(texts) == 1, texts
     with own.check("the helper .stream() says that the length was reached"):
         try:
             with client.chat.completions.stream(**asked) as events:
