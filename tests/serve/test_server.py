@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import threading
 import time
 from typing import Any
