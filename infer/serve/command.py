@@ -41,8 +41,9 @@ from .http_server import HttpServer, log_to_stderr
 from .metrics import Metrics
 from .protocol import ServedModel
 
-PREFILLS = 4
-"""Prompts that may be read at once; each takes a row of memory beside the slots."""
+PREFILLS = 4, 2, 1
+"""Prompts that may be read at once: as many as fit beside as many slots. Each takes as much memory
+as a slot."""
 MOST_SLOTS, MOST_CPU_SLOTS = 32, 4
 """Slots that are made of free memory."""
 CPU_CONTEXT = 4096
@@ -101,11 +102,10 @@ class Service:
                 "lower it"
             )
         self._max_len = min(named, most)
-        options = {
+        options: dict[str, Any] = {
             "max_tokens": self._max_len,
             "tree": arguments.tree if spec.drafts else None,
             "adaptive": bool(spec.drafts) and arguments.tree is None,
-            "prefills": PREFILLS,
             "logprobs": min(MOST_ALTERNATIVES, spec.target_config.vocab_size),
             "adjusted": True,
             "traced": True,
@@ -114,11 +114,17 @@ class Service:
             "offload_prefixes": arguments.offload_prefixes or 0,
             "max_gap_ms": arguments.max_gap_ms,
         }
-        slots = arguments.slots
-        if slots is None:
-            limit = MOST_CPU_SLOTS if on_cpu else MOST_SLOTS
-            slots = fitting_slots(spec, arguments.memory, limit, options)
-        return spec.engine(slots=slots, **options)
+        limit = MOST_CPU_SLOTS if on_cpu else MOST_SLOTS
+        *more, least = PREFILLS
+        for prefills in more:
+            with contextlib.suppress(MemoryError):
+                sized: dict[str, Any] = {**options, "prefills": prefills}
+                slots = arguments.slots or fitting_slots(spec, arguments.memory, limit, sized)
+                if arguments.slots or slots >= prefills:
+                    return spec.engine(slots=slots, **sized)
+        sized = {**options, "prefills": least}
+        slots = arguments.slots or fitting_slots(spec, arguments.memory, limit, sized)
+        return spec.engine(slots=slots, **sized)
 
     def _lines(self, spec: LongSpec, engine: RequestEngine) -> Iterator[str]:
         drafter = engine.engine.drafter

@@ -207,7 +207,7 @@ def prefill_programs(
                 target, drafter, chunk, shardings, params, rows.draft, *at, features
             )
     yield _allocate(target, drafter, batch, capacity, shardings).lower(params)
-    first = rows.length, logits, request.of_rows, rows.adjustments
+    first = rows.length, logits, request.of_rows, rows.adjustments, None
     yield _start.lower(target.vocab_size, shardings, *first)
 
 
@@ -397,7 +397,7 @@ def _start(
     logits: Float[Array, "B V"],
     request: Request,
     adjustments: Adjustments | None,
-    allowed: UInt[Array, "B 1 W"] | None = None,
+    allowed: UInt[Array, "B 1 W"] | None,
 ) -> _Started:
     """Draw the first token of every row."""
     below = RoundNoise.of_round(request.sampling, length - 1, 0, vocab_size, adjustments)

@@ -51,7 +51,7 @@ def setting() -> Setting:
     run_chunk = jax.jit(partial(TARGET.prefill_chunk, needs=NEEDS))
     for offset in range(0, 20, CHUNK):
         chunk = jnp.asarray(tokens[:, offset : offset + CHUNK])
-        _, cache, features = run_chunk(params, cache, chunk, jnp.full(3, offset), last)
+        _, cache, features, _ = run_chunk(params, cache, chunk, jnp.full(3, offset), last)
         found.append(features)
     features = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *found)
     nodes = jnp.asarray(random.integers(0, CONFIG.vocab_size, (3, 7)), jnp.int32)

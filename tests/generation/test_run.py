@@ -270,11 +270,11 @@ def test_ctrl_c_is_honoured_between_two_launches(monkeypatch) -> None:
     spec, launches = toy_spec(), []
     launch = Engine._launch
 
-    def interrupted(engine, choice, kind):
+    def interrupted(engine, choice, *others):
         launches.append(choice.rounds)
         if len(launches) == 3:
             raise KeyboardInterrupt
-        return launch(engine, choice, kind)
+        return launch(engine, choice, *others)
 
     spec.generate(PROMPT, max_new_tokens=400, eos_token_id=[])
     monkeypatch.setattr(Engine, "_launch", interrupted)

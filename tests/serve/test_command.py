@@ -94,15 +94,22 @@ def planned(*typed: str) -> Any:
         return Service(arguments, unused, None)._planned(toy_spec())
 
 
+def planned_with(free: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("longspec_jax.generation.memory.free_bytes", lambda mesh: free)
+    return planned("--slots=3", "--max_len=64", "--tree=2,2")
+
+
 def test_a_server_that_does_not_fit_says_which_option_to_lower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = planned("--slots=3", "--max_len=64", "--tree=2,2")
     assert engine.engine.slots == 3 and engine.engine.drafter.tree.widths == (2, 2)
-    free = engine.memory.needed_bytes - 1
-    monkeypatch.setattr("longspec_jax.generation.memory.free_bytes", lambda mesh: free)
+    # With less memory, fewer prompts are read beside as many slots.
+    two = planned_with(engine.memory.needed_bytes - 1, monkeypatch)
+    one = planned_with(two.memory.needed_bytes - 1, monkeypatch)
+    assert engine.engine.slots == two.engine.slots == one.engine.slots == 3
     with pytest.raises(MemoryError) as caught:
-        planned("--slots=3", "--max_len=64", "--tree=2,2")
+        planned_with(one.memory.needed_bytes - 1, monkeypatch)
     assert "--slots=" in str(caught.value) and "row_slots" not in str(caught.value)
     with pytest.raises(ValueError, match="--max_len=999999 is more than the .* tokens"):
         planned("--max_len=999999")
