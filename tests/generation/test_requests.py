@@ -169,9 +169,9 @@ def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memor
 
 @pytest.mark.slow
 def test_two_hundred_requests_through_eight_slots() -> None:
-    spec, requests = toy_spec(), mixed(200, seed=3, most=900)
+    spec, requests = toy_spec(), mixed(200, seed=3, most=300)
     more = {"prefixes": True, "offload_prefixes": 1 << 18}
-    with spec.engine(slots=8, max_tokens=900, prefills=3, adaptive=True, **more) as engine:
+    with spec.engine(slots=8, max_tokens=300, prefills=3, adaptive=True, **more) as engine:
         found = served(engine, requests, seed=4)
         assert len(found) > 160 and engine.status.prefix_hits
     assert_as_alone(spec, requests, found)
