@@ -2,8 +2,6 @@
 
 import _thread
 import io
-import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -16,8 +14,6 @@ from infer import chat
 from infer.conversation import Conversation, Turn
 from infer.screen import GREEN, RESET, Screen
 from longspec_jax import cli
-from tests.children import environment
-from tests.infer.test_interruption import read_from
 from tests.infer.toys import save_toy, toy_spec, toy_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -184,39 +180,3 @@ def test_options_that_cannot_be_met(folders, given, said, capsys, monkeypatch) -
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert chat.main([*folders, *given.split()]) == 2
     assert said in capsys.readouterr().err
-
-
-CODE = """
-import fcntl, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from infer.chat import main
-sys.exit(main())
-"""
-
-
-@pytest.mark.multiproc
-def test_in_a_real_terminal(folders) -> None:
-    """Ctrl-C clears a line and keeps the conversation, Ctrl-D leaves it."""
-    terminal, its_end = os.openpty()
-    streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), its_end)
-    process = subprocess.Popen(
-        [sys.executable, "-c", CODE, *folders],
-        cwd=ROOT,
-        env=environment(TERM="xterm"),
-        start_new_session=True,
-        **streams,
-    )
-    os.close(its_end)
-    shown = ""
-    for typed in (b"ab\x03", b"/help\n", b"\x04"):
-        while not shown.endswith("> "):
-            read = read_from(terminal)
-            assert read, shown
-            shown += read
-        shown += "\n"
-        os.write(terminal, typed)
-    while read := read_from(terminal):
-        shown += read
-    assert process.wait(60) == 0 and "Ctrl-D or /exit leaves" in shown
-    assert "Ctrl-C ends an answer. What there is of it stays" in shown
-    os.close(terminal)
