@@ -6,6 +6,7 @@ path, optimiser states and gradients have the same paths and follow.
 """
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -75,3 +76,15 @@ def param_shardings(mesh: Mesh, params: Any) -> Any:
 def path_name(path: tuple[Any, ...]) -> str:
     """``layers_0/attention/qkv/fused/kernel`` for a key path of a parameter tree."""
     return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+
+
+def placed(params: Any, mesh: Mesh, *names: str) -> Any:
+    """The same parameters with some parts spread over a mesh, such as copies in 8 bits.
+
+    Args:
+      params: a dataclass.
+      mesh: devices to spread the parts over.
+      *names: of the parts.
+    """
+    parts = {name: getattr(params, name) for name in names}
+    return replace(params, **jax.device_put(parts, param_shardings(mesh, parts)))

@@ -359,7 +359,7 @@ class EngineThread:
         )
 
     def _count_first(self, tokens: int) -> None:
-        """A row of so many prompt tokens waits no longer."""
+        """A row waits no longer; ``tokens`` is the length of its prompt."""
         with self._changed:
             self._queued_rows -= 1
             self._queued_tokens -= tokens

@@ -97,7 +97,7 @@ class Answer:
         self.new += len(gain.tokens)
 
     def last_rounds(self, most: int) -> list[int]:
-        """Accepted draft tokens of the last rounds, at most so many of them."""
+        """Accepted draft tokens of the last ``most`` rounds."""
         # A gain has a round, but for the first one and those that a slow reader has read at once.
         return [one for gain in self.gains[-most - 1 :] for one in gain.rounds][-most:]
 

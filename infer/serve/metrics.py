@@ -78,7 +78,7 @@ class Metrics:
         self._prompt.inc(prompt)
 
     def between(self, seconds: float, tokens: int) -> None:
-        """A row has more tokens, so many seconds after its last ones."""
+        """A row has more tokens; ``seconds`` is the time since its last ones."""
         for _ in range(tokens):
             self._between.observe(seconds / tokens)
 

@@ -91,7 +91,7 @@ def prompt_logprobs(
 
 
 def unpacked_logprobs(packed: Int[Any, "n m"], most: int) -> tuple[TokenLogprob, ...]:
-    """What :func:`packed_logprobs` gave for some tokens, with at most so many alternatives.
+    """What :func:`packed_logprobs` gave for some tokens, with ``most`` alternatives at most.
 
     Nothing if these are fewer than none.
     """

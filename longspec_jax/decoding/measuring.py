@@ -130,7 +130,7 @@ def largest_chunk(
 
     Args:
       sizes: tokens of chunks, descending; those behind the first that fits are not timed.
-      seconds: of a chunk of so many tokens.
+      seconds: of a chunk, by its tokens.
       a_round: seconds of a round.
       most: seconds allowed.
     """

@@ -130,7 +130,7 @@ class Report:
         return cls(*ends, tokens, logprobs, trees)
 
     def logprobs_of(self, slot: int, rounds: np.ndarray, most: int) -> tuple[TokenLogprob, ...]:
-        """Of the tokens that a row emitted in these rounds, with at most so many alternatives."""
+        """Of the tokens that a row emitted in these rounds, with ``most`` alternatives at most."""
         if self.logprobs is None:
             return ()
         emitted = np.arange(self.tokens.shape[2]) < self.count[rounds, slot][:, None]

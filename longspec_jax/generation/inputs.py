@@ -46,7 +46,7 @@ class Batch(NamedTuple):
         return RowText(self.tokenizer, self.prompts[row].tolist(), stops)
 
     def repeated(self, count: int) -> "Batch":
-        """Every row so many times, one after the other; the seed of the ``i``-th is ``i`` higher.
+        """Every row ``count`` times, one after the other; the seed of the ``i``-th is ``i`` higher.
 
         Seeds begin again at 0 behind the largest.
         """

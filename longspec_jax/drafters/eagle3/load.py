@@ -2,11 +2,10 @@
 
 import re
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 from jax.sharding import Mesh
 
 from longspec_jax.config import LARGEST_FACTOR, MAX_TREE_LEVELS, TargetConfig, TreeConfig
@@ -15,7 +14,7 @@ from longspec_jax.drafters.eagle3.checkpoint import Format, load_draft
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.eagle3.model import Eagle3Params
-from longspec_jax.sharding import param_shardings
+from longspec_jax.sharding import placed
 
 SINKS = 4
 """First entries that a draft sees beside its window, unless it was trained with a window."""
@@ -167,9 +166,7 @@ def load(
     if pays_in_int8(target) if options.int8 is None else options.int8:
         params = params.in_int8()
         if mesh is not None:
-            copied = {"layer": params.layer, "head": params.head}
-            placed = jax.device_put(copied, param_shardings(mesh, copied))
-            params = replace(params, **placed)
+            params = placed(params, mesh, "layer", "head")
     reach = seen(config, target.config, options)
     if reach.window is not None and options.window is None and config.window is None:
         warnings.warn(

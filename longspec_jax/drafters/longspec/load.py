@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -16,7 +15,7 @@ from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
 from longspec_jax.drafters.longspec.model import LongSpecParams
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
 from longspec_jax.drafters.vocabulary import check_vocabulary, load_draft_vocabulary
-from longspec_jax.sharding import param_shardings
+from longspec_jax.sharding import placed
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,7 @@ class LongSpecDraft(Draft):
         if int8:
             params = params.in_int8()
         if mesh is not None and params.own_params is not layer:
-            copied = {name: getattr(params, name) for name in ("layer", "head")}
-            shardings = param_shardings(mesh, copied)
-            params = replace(params, **jax.device_put(copied, shardings))
+            params = placed(params, mesh, "layer", "head")
         return cls(config, params, working=working)
 
     @property
