@@ -72,6 +72,7 @@ def round_seconds(
       kind: the sampling kind of the launch.
     """
     found, rows = [], np.arange(engine.slots)
+    slots = range(next(size for size in engine.launch_sizes if size >= live))
     length = np.full(engine.slots, context, np.int32)
     # A round may emit as many tokens as its tree has levels, and one more.
     most = slack_slots(engine.drafter.tree.num_levels)
@@ -82,7 +83,7 @@ def round_seconds(
         engine._rows = replace(engine.rows, **fresh)
         jax.block_until_ready(engine.rows)
         begun = time.perf_counter()
-        engine._rows, report = engine._launch(Choice(candidate, 1), kind)
+        engine._rows, report = engine._launch(Choice(candidate, 1), kind, slots)
         jax.block_until_ready(report)
         found.append(time.perf_counter() - begun)
     # The first one may compile.

@@ -3,7 +3,7 @@
 What is here reads and sets an engine's own state; the engine knows nothing of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.decoding.constrained import FREE, Anything, Constraint
+from longspec_jax.decoding.compiling import compile_side_by_side
+from longspec_jax.decoding.constrained import FREE, Anything, Constraint, constrained_programs
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Choice
 from longspec_jax.decoding.round import slack_slots
@@ -23,7 +24,7 @@ from longspec_jax.drafters.base import Drafter, Params
 def rehearse(
     engine: Engine, kind: SamplingKind, constraints: Mapping[int, Constraint] = FREE
 ) -> float:
-    """Run a round of every candidate, so that no later one compiles.
+    """Run a round of every candidate and size of launch, so that no later one compiles.
 
     The engine is of no use afterwards, unless it is idle. On a mesh there are two: a launch's rows
     may be sharded otherwise than those of the prefill, so that the second round compiles, too.
@@ -42,11 +43,26 @@ def rehearse(
         # From the start again, so that no row outgrows its budget.
         fresh = {"length": jnp.copy(length), "remaining": jnp.copy(remaining)}
         engine._rows = replace(engine.rows, **fresh)
-        for _ in range(1 if engine.target.mesh is None else 2):
+        for size in engine.launch_sizes * (1 if engine.target.mesh is None else 2):
             begun = engine.clock()
-            engine._rows, report = engine._launch(Choice(candidate, 1), kind, constraints)
+            launched = Choice(candidate, 1), kind, range(size), constraints
+            engine._rows, report = engine._launch(*launched)
             np.asarray(report)
     return engine.clock() - begun
+
+
+def engine_programs(
+    engine: Engine, kinds: Sequence[SamplingKind], *, constrained: bool
+) -> Iterator[jax.stages.Lowered]:
+    """Lower the launches of an engine's rounds, of every candidate, kind and size."""
+    for candidate, drafter in enumerate(engine.drafters):
+        for size in reversed(engine.launch_sizes):
+            for kind in kinds:
+                launch, args = engine._program(Choice(candidate, 1), kind, range(size))
+                yield launch.lower(*args)
+            if constrained:
+                models = engine.target, drafter, engine.params, engine.rows
+                yield from constrained_programs(*models, engine.contents, engine._some(range(size)))
 
 
 def rehearse_requests(
@@ -66,6 +82,9 @@ def rehearse_requests(
         while engine.busy:
             engine.step()
 
+    if engine.target.mesh is None:
+        kinds = [request.sampling.kind for request in requests]
+        compile_side_by_side(engine_programs(engine, kinds, constrained=constrained))
     for request in requests:
         pass_through(1, request)
         if constrained:

@@ -18,7 +18,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, TreeRows
 from longspec_jax.config import TreeConfig
@@ -35,6 +35,7 @@ from longspec_jax.drafters.eagle3.model import Eagle3Params
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.ops.attention.dispatch import speculative_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
+from longspec_jax.ops.caches import Caches
 from longspec_jax.ops.layer import rotate
 from longspec_jax.ops.slicing import along, last_along
 
@@ -46,9 +47,8 @@ SLOTS = 8
 class Eagle3State:
     """Entries of committed tokens; which are present follows from the committed length alone."""
 
-    keys: Leaf[CacheSlots]
-    """Rotary applied at the entry's own position."""
-    values: Leaf[CacheSlots]
+    cache: Caches
+    """Of one layer, rotary applied at the entry's own position."""
     sink_keys: Leaf[TreeRows]
     """Of the first entries, which are not in the ring; rotary applied at their own positions."""
     sink_values: Leaf[TreeRows]
@@ -94,7 +94,7 @@ class Eagle3Drafter(Drafter):
         keys, values = (jnp.zeros(entries, dtype) for _ in range(2))
         first_keys, first_values = (jnp.zeros(first, dtype) for _ in range(2))
         feature = jnp.zeros((batch, c.model_width), dtype)
-        return Eagle3State(keys, values, first_keys, first_values, feature)
+        return Eagle3State(Caches((keys,), (values,)), first_keys, first_values, feature)
 
     def extend(self, params: Params, state: Eagle3State, committed: Committed) -> Eagle3State:
         """Complete the entries before the tokens, and keep the feature of the last one."""
@@ -112,16 +112,20 @@ class Eagle3Drafter(Drafter):
             ring &= offsets >= (count - self.window)[:, None]
             slots %= self.window
         # What is not kept goes to a slot that does not exist, and is dropped.
-        at = jnp.where(ring, slots, state.keys.shape[2])
-        write = jax.vmap(lambda row, at, new: row.at[:, at].set(new.swapaxes(0, 1), mode="drop"))
-        cache = write(state.keys, at, fresh[0]), write(state.values, at, fresh[1])
+        cache = state.cache
+        at = jnp.where(ring, slots, cache.keys[0].shape[2])
+        keys, values = (
+            _written(layer, cache.cache_rows, at, new)
+            for layer, new in zip((*cache.keys, *cache.values), fresh, strict=True)
+        )
         sinks = state.sink_keys, state.sink_values
         if self.sinks:
             at = jnp.where(known & (entries < self.sinks), entries, self.sinks)
             write = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
             sinks = write(sinks[0], at, fresh[0]), write(sinks[1], at, fresh[1])
         last = jnp.where((count > 0)[:, None], last_along(fused, count), state.feature)
-        return Eagle3State(*cache, *sinks, last)
+        kept = Caches((keys,), (values,), cache.cache_rows)
+        return Eagle3State(kept, *sinks, last)
 
     def propose(self, params: Params, state: Eagle3State, view: View, noise: SamplingNoise) -> Tree:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
@@ -173,7 +177,7 @@ class Eagle3Drafter(Drafter):
         length = entries
         if self.window is not None:
             length = jnp.clip(entries - self.sinks, 0, self.window)
-        return Prefix(state.keys, state.values, length)
+        return state.cache.layer(0, length)
 
     def _sinks(
         self, state: Eagle3State, entries: Lengths
@@ -185,3 +189,13 @@ class Eagle3Drafter(Drafter):
         left_out = jnp.maximum(entries - self.sinks - (self.window or 0), 0)
         shift = self.config.angles(jnp.broadcast_to(left_out[:, None], seen.shape))
         return (rotate(state.sink_keys, shift), state.sink_values), seen
+
+
+def _written(
+    layer: CacheSlots, cache_rows: Lengths | None, at: Int[Array, "B n"], new: TreeRows
+) -> CacheSlots:
+    """The cache with new entries at the slots ``at``; those that do not exist are dropped."""
+    if cache_rows is not None:
+        return layer.at[cache_rows[:, None], :, at].set(new, mode="drop")
+    write = jax.vmap(lambda row, at, new: row.at[:, at].set(new.swapaxes(0, 1), mode="drop"))
+    return write(layer, at, new)
