@@ -140,7 +140,7 @@ class Engine:
         self._launches = LaunchQueue(clock)
         self.rounds_per_launch: int | None = None
         """Of launches of many rounds; None for as many as fill their time."""
-        self.launch_sizes = (slots,)
+        self.launch_sizes: tuple[int, ...] = (slots,)
         """Rows of a launch of rounds, ascending: the least that holds the live ones are taken."""
         self.round_seconds = math.nan
         """Of the last launch, or as they are known from an earlier run; NaN before."""

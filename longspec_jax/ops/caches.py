@@ -5,6 +5,7 @@ A launch of few rows takes what else there is of them out of the arrays of all r
 reads the launch's rows in place, and commits write to them.
 """
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -37,7 +38,7 @@ def take_rows(state: Tree, rows: Lengths) -> Tree:
 
     def take(part: Any) -> Any:
         if isinstance(part, Caches):
-            return part.replace(cache_rows=rows)
+            return replace(part, cache_rows=rows)
         return part.at[rows].get(mode="promise_in_bounds")
 
     return jax.tree.map(take, state, is_leaf=_is_cache)
@@ -55,7 +56,7 @@ def put_rows(state: Tree, rows: Lengths, before: Tree, after: Tree) -> Tree:
 
     def put(whole: Any, old: Any, new: Any) -> Any:
         if isinstance(whole, Caches):
-            return new.replace(cache_rows=None)
+            return replace(new, cache_rows=None)
         if new is old:
             return whole
         return whole.at[rows].set(new, mode="promise_in_bounds", unique_indices=True)
