@@ -241,7 +241,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
         type=COUNT,
-        default=ByMachine(30, 5),
+        default=ByMachine(15, 5),
         help="of every row, after which no further request begins",
     )
     parser.add_argument(

@@ -37,6 +37,7 @@ import numpy as np
 from longspec_jax import LongSpec
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import as_options, counted, settled
+from longspec_jax.compilation import keep_programs
 from longspec_jax.config import DEFAULT_TREE
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.measuring import round_seconds
@@ -52,7 +53,7 @@ from longspec_jax.sharding import path_name
 from ..wording import command_words
 from . import load
 from .acceptance import GOLDEN, AcceptanceLengths
-from .arguments import SHAPES
+from .arguments import CHAIN, SHAPES
 from .load import Stream
 from .models import check_memory, draft_options, random_model, target_bytes
 from .report import Report, Row, run_header
@@ -65,7 +66,7 @@ STREAM_CONTEXT = 256
 BEHIND = 16
 """Rounds that are launched behind one another to time one."""
 TURNS = 2
-"""Requests for each of those that are open at any time; three where one is."""
+"""Requests for each of those that are open at any time; one more where a single one is."""
 NODES, KEPT = (16, 32, 48, 64), (0.76, 0.89, 0.95, 1.0)
 """Nodes, and which share of the accepted tokens of 64 they keep (docs/benchmarks.md)."""
 SHARPNESS = 3.0
@@ -84,6 +85,7 @@ def main(arguments: argparse.Namespace) -> None:
     if cpu:
         announce(f"three servers of {arguments.target}")
     header = run_header(jax.devices()[0].device_kind, __doc__ or "")
+    keep_programs()
     step(f"loading {arguments.target}")
     spec = models(arguments)
     plain = dataclasses.replace(spec, draft=None)
@@ -219,8 +221,12 @@ def sharper(draft: LongSpecDraft) -> LongSpecDraft:
 
 
 @contextmanager
-def serving(spec: LongSpec, prepared: RequestEngine, max_len: int) -> Iterator[int]:
-    """The port of a server over an engine; both end with the context."""
+def serving(spec: LongSpec, prepared: RequestEngine, max_len: int) -> Iterator[Callable[..., Any]]:
+    """A server over an engine; both end with the context.
+
+    Yields:
+      What calls a function of ``infer.bench.load`` with the port, in a process of its own.
+    """
     # What the extra installs is imported behind its check.
     from ..serve.command import served_over
     from ..serve.http_server import HttpServer, bound
@@ -232,19 +238,28 @@ def serving(spec: LongSpec, prepared: RequestEngine, max_len: int) -> Iterator[i
     running.start()
     try:
         ready.wait()
-        yield listener.getsockname()[1]
+        port = listener.getsockname()[1]
+        # A process that is forked would have the locks of this one's threads.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            yield lambda call, *args: pool.submit(call, port, *args).result()
     finally:
         server.stop()
         running.join()
 
 
-def prepared_engine(spec: LongSpec, **options: Any) -> tuple[RequestEngine, float]:
-    """A server's engine with all programs compiled, and the seconds that took."""
+def prepared_engine(spec: LongSpec, slots: int, **options: Any) -> tuple[RequestEngine, float]:
+    """A server's engine with all programs compiled, and the seconds that took.
+
+    It has as many slots as are named, or as fit.
+    """
     from ..serve.command import planned_engine, server_words
 
     begun = time.perf_counter()
     with server_words():
-        engine = planned_engine(spec, **options)
+        try:
+            engine = planned_engine(spec, slots=slots, **options)
+        except MemoryError:
+            engine = planned_engine(spec, **options)
     step(
         f"compiling {', '.join(str(each.tree) for each in engine.engine.drafters)}; "
         f"{counted(engine.engine.slots, 'slot')}, {shown_bytes(engine.memory.needed_bytes)}"
@@ -253,30 +268,24 @@ def prepared_engine(spec: LongSpec, **options: Any) -> tuple[RequestEngine, floa
     return engine, time.perf_counter() - begun
 
 
-def client(call: Callable[..., Any], *args: Any) -> Any:
-    """Call something of ``infer.bench.load`` in a process of its own."""
-    # One that is forked would have the locks of this process' threads.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(call, *args).result()
-
-
 def under_load(spec: LongSpec, arguments: argparse.Namespace, speculation: bool) -> Iterator[Row]:
     """A row for every load, of one server."""
     loads = [None] if arguments.rate is not None else list(arguments.concurrency)
     max_len = arguments.context + arguments.new_tokens
-    slots = max(arguments.concurrency)
-    engine, seconds = prepared_engine(spec, max_len=max_len, slots=slots)
+    engine, seconds = prepared_engine(spec, max(arguments.concurrency), max_len=max_len)
     bare = bare_seconds(engine, arguments.context + arguments.new_tokens // 2)
     random = np.random.default_rng(int(speculation))
-    with serving(spec, engine, max_len) as port:
-        client(load.ask, port, drawn(random, 1, 64, spec)[0], 8)  # What a first request pays.
+    with serving(spec, engine, max_len) as client:
+        # What a first request pays is not counted.
+        [first] = drawn(random, 1, min(arguments.context, STREAM_CONTEXT), spec)
+        client(load.ask, first, min(arguments.new_tokens, BEHIND))
         for concurrency in loads:
             where = f"{counted(concurrency, 'request')} at a time" if concurrency else "by arrival"
             step(f"{'speculation' if speculation else 'plain'}, {where}")
             before = [use.rounds for use in engine.trees]
             count = concurrency * TURNS + (concurrency == 1) if concurrency else 512
             prompts = drawn(random, count, arguments.context, spec)
-            asked = port, prompts, arguments.new_tokens
+            asked = prompts, arguments.new_tokens
             if concurrency is None:
                 streams = client(load.by_arrival, *asked, arguments.rate, arguments.seconds)
             else:
@@ -291,7 +300,7 @@ def under_load(spec: LongSpec, arguments: argparse.Namespace, speculation: bool)
                 **figures(streams),
                 "new_tokens": arguments.new_tokens,
                 "requests": len(streams),
-                "slots": slots,
+                "slots": engine.engine.slots,
                 "rounds": {
                     str(use.tree) if use.tree.widths else "none": count
                     for use, count in zip(engine.trees, rounds, strict=True)
@@ -319,11 +328,13 @@ def bare_seconds(engine: RequestEngine, context: int) -> list[float]:
 def overhead(streams: Sequence[Stream], rounds: Sequence[int], bare: Sequence[float]) -> Row:
     """What a server adds to the rounds of streams that were alone."""
     took = sum(stream.arrivals[-1] - stream.arrivals[0] for stream in streams)
-    device = sum(count * seconds for count, seconds in zip(rounds, bare, strict=True))
+    each = sum(count * seconds for count, seconds in zip(rounds, bare, strict=True)) / sum(rounds)
+    # Behind its last token every stream has one more round, which was launched ahead.
+    needed = max(sum(rounds) - len(streams), 1)
     return {
-        "round_ms": rounded(1e3 * took / sum(rounds)),
-        "bare_round_ms": rounded(1e3 * device / sum(rounds)),
-        "http_and_scheduling_percent": rounded(100 * (1 - device / took)),
+        "round_ms": rounded(1e3 * took / needed),
+        "bare_round_ms": rounded(1e3 * each),
+        "http_and_scheduling_percent": rounded(100 * (1 - each * needed / took)),
     }
 
 
@@ -356,15 +367,16 @@ def percentiles(name: str, seconds: Sequence[float]) -> Row:
 def admission(spec: LongSpec, arguments: argparse.Namespace) -> Row:
     """The row of a long prompt beside running streams."""
     max_len = arguments.long_context + 2
-    limit = {"slots": STREAMS + 1, "max_gap_ms": float(arguments.max_gap_ms)}
-    engine, seconds = prepared_engine(spec, max_len=max_len, **limit)
+    tree = DEFAULT_TREE if jax.default_backend() == "gpu" else CHAIN
+    limit = {"tree": tree, "max_gap_ms": float(arguments.max_gap_ms)}
+    engine, seconds = prepared_engine(spec, STREAMS + 1, max_len=max_len, **limit)
     random, chunk = np.random.default_rng(2), engine.engine.prompts.chunk
-    with serving(spec, engine, max_len) as port:
+    with serving(spec, engine, max_len) as client:
         step(f"a prompt of {arguments.long_context} tokens beside {STREAMS} streams")
         short = drawn(random, STREAMS, min(STREAM_CONTEXT, arguments.long_context // 4), spec)
         [long_prompt] = drawn(random, 1, arguments.long_context, spec)
         most = max_len - len(short[0])
-        streams, admitted = client(load.beside, port, short, most, long_prompt)
+        streams, admitted = client(load.beside, short, most, long_prompt)
     begun, ended = admitted.begun, admitted.arrivals[0]
     gaps = {
         during: [
