@@ -323,8 +323,8 @@ class LongSpec(Models):
           slots: requests that are decoded at once; others wait.
           max_tokens: most tokens of a request, prompt and new ones.
           tree: as in :meth:`generate`; the first draft's default tree for this machine if absent.
-          adaptive: choose among this tree, one of 16 nodes and plain decoding by the tokens per
-            second of each, for every number of live rows.
+          adaptive: choose among this tree, one of 16 nodes if it has more, and plain decoding, by
+            the tokens per second of each, for every number of live rows.
           prefills: prompts that may be under way at once, the shortest first; each takes a row of
             memory beside the slots.
           prefixes: whether a prompt begins with a copy of the whole chunks that it shares with an
