@@ -50,12 +50,6 @@ class DecodeRun:
     """A request, and how far it has got."""
 
     def __init__(self, arguments: argparse.Namespace, prompts: "Sequence[Prompt]"):
-        """Begin with nothing loaded.
-
-        Args:
-          arguments: of the command, checked.
-          prompts: the prompts they name; none for the demo's.
-        """
         from longspec_jax.status_line import StatusLine
 
         from .journal import Journal

@@ -15,7 +15,6 @@ class Journal:
     """Finished calls, and the rounds of the one under way."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self._lock = threading.Lock()
         self._closed = False
         self._finished: list[Outcome] = []
@@ -25,13 +24,7 @@ class Journal:
         self._rounds: list[StreamRound] = []
 
     def begin(self, name: str, row_names: tuple[str, ...], has_text: bool) -> None:
-        """A call begins.
-
-        Args:
-          name: of the call.
-          row_names: where every row was written.
-          has_text: whether there is a tokenizer.
-        """
+        """A call begins."""
         with self._lock:
             self._check_open()
             self._name, self._row_names, self._rounds = name, row_names, []

@@ -67,10 +67,6 @@ def check_text(text: str, where: str) -> str:
 def read_text(path: str | Path, option: str = "--prompt_file") -> str:
     """A text file as it is, or standard input for ``-``.
 
-    Args:
-      path: of the file.
-      option: what named it, for messages.
-
     Raises:
       ValueError: if it is too large or no UTF-8 text.
       OSError: if it cannot be read.
@@ -171,13 +167,7 @@ def _row(row: Any, where: str) -> Prompt:
 
 
 def item_of(source: str, value: Any, where: str) -> Any:
-    """The prompt of a row: text, checked messages or token ids.
-
-    Args:
-      source: one of :data:`SOURCES`.
-      value: of that field.
-      where: the file and its line, for messages.
-    """
+    """The prompt of a row: text, checked messages or token ids."""
     if source == "messages":
         return check_messages(value, where)
     if source == "prompt":

@@ -51,12 +51,7 @@ class Outcome:
 
 
 def gathered(rounds: Sequence[StreamRound], has_text: bool) -> GenerateResult:
-    """The result of a call as far as its rounds have come.
-
-    Args:
-      rounds: those there are, at least one.
-      has_text: whether there is a tokenizer.
-    """
+    """The result of a call as far as its rounds have come."""
     rows = range(len(rounds[0].tokens))
     return GenerateResult(
         sequences=tuple(tuple(t for r in rounds for t in r.tokens[row]) for row in rows),
@@ -69,13 +64,7 @@ def gathered(rounds: Sequence[StreamRound], has_text: bool) -> GenerateResult:
 def as_json(
     outcomes: Sequence[Outcome], setting: dict[str, Any], interrupted: bool = False
 ) -> dict[str, Any]:
-    """Everything measured.
-
-    Args:
-      outcomes: the calls, of one row or of a batch each.
-      setting: what was run: models, device, options.
-      interrupted: whether there would have been more.
-    """
+    """Everything measured."""
     rows = [row for outcome in outcomes for row in _rows(outcome)]
     single = len(rows) == 1
     return {
@@ -179,12 +168,7 @@ def tree_line(tree: TreeConfig) -> str:
 
 
 def tuned_line(tuned: Tuned, pays: str) -> str:
-    """Which tree a call runs that names none, and why.
-
-    Args:
-      tuned: what was settled.
-      pays: how to see speculation pay where it does not for this model.
-    """
+    """Which tree a call runs that names none, and why."""
     tree, timings = tuned.tree, tuned.timings
     several = len({timing.drafter for timing in timings if timing.tree.widths}) > 1
     of = f"{tuned.drafter}, " if several and tree.widths else ""

@@ -134,11 +134,7 @@ class DataConfig:
 
     @classmethod
     def whole(cls, options: argparse.Namespace) -> "DataConfig":
-        """Documents as they are, for commands that make no rows of them.
-
-        Args:
-          options: what :func:`add_documents` made of a command line.
-        """
+        """Documents as they are, for commands that make no rows of them."""
         given = (options.files or "", options.hub or "", options.split)
         return cls(*given, pack=True, mask_prompts=False, answer_room=0, turn="", max_bad_rows=0)
 
@@ -279,8 +275,7 @@ class StageConfig:
     def limit(self, per_epoch: int) -> int:
         """Steps after which it ends even if time is left; 0 if time alone ends it.
 
-        Args:
-          per_epoch: steps that a pass over the data takes.
+        A pass over the data takes ``per_epoch`` steps.
         """
         limits = (self.steps, self.epochs * per_epoch)
         return min((limit for limit in limits if limit), default=0)

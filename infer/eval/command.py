@@ -20,12 +20,6 @@ class Evaluation:
     """One start of a run."""
 
     def __init__(self, arguments: argparse.Namespace, typed: Sequence[str]):
-        """Begin with nothing loaded.
-
-        Args:
-          arguments: of the command, settled.
-          typed: as they were typed.
-        """
         self._status = StatusLine(sys.stderr)
         self.progress = Progress(self._status)
         self._arguments, self._typed = arguments, typed

@@ -117,13 +117,7 @@ class Decoder:
     def trees(
         self, prompt: list[int], request: Request, emitted: Sequence[int]
     ) -> tuple[RoundTree, ...] | None:
-        """The trees of the first rounds of one row; None without one tree for all rounds.
-
-        Args:
-          prompt: of the row.
-          request: of the row.
-          emitted: tokens that each of these rounds emitted.
-        """
+        """The trees of the first rounds of one row; None without one tree for all rounds."""
         if self.tree is None or not self.tree.widths:
             return None
         views = self.spec.inspect(
@@ -147,9 +141,6 @@ def by_round(drafted: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]
 
     A pass ends with the token that no draft proposed. The last pass may have been cut before that
     token; all of its tokens are then the draft's.
-
-    Args:
-      drafted: of every emitted token, the prefill's first.
     """
     emitted, accepted = [], []
     count = 0

@@ -99,10 +99,6 @@ def with_drafts(
 ) -> "list[tuple[Chosen, Draft | None]]":
     """The methods of a run with their drafts, plain decoding among them, in the order of the table.
 
-    Args:
-      named: on the command line; if empty, the default methods of the drafts.
-      drafts: that are loaded.
-
     Raises:
       ValueError: for a method without its draft, naming the remedy.
     """

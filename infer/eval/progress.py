@@ -36,7 +36,6 @@ class Progress:
     """Shows what is running, and the figures of the finished samples."""
 
     def __init__(self, status: StatusLine):
-        """Show beside what a status line says."""
         self._status = status
         self._part: Part | None = None
         self._detail = ""

@@ -67,17 +67,6 @@ class EvalRun:
         progress: Progress,
         start: int = 0,
     ):
-        """Begin with the records of earlier starts.
-
-        Args:
-          arguments: of the command, settled.
-          decoders: the methods, plain decoding before those that are compared with it.
-          spec: the target, to measure gaps with.
-          done: records of earlier starts.
-          writer: where records go.
-          progress: where to show them.
-          start: number of this start, 0 the first.
-        """
         self._arguments, self._decoders, self._spec = arguments, decoders, spec
         self._writer, self._progress = writer, progress
         self._start = start
@@ -234,12 +223,6 @@ def ready_decoders(
 ) -> list[Decoder]:
     """The methods of a run, ready to decode.
 
-    Args:
-      arguments: of the command, settled.
-      spec: the loaded models.
-      target: folder of the target.
-      drafts: folders or names of the drafts, in the order of ``spec.drafts``.
-
     Raises:
       ValueError: for a method without its draft, or two drafts of one kind.
     """
@@ -305,14 +288,7 @@ def new_header(
     spec: LongSpec,
     methods: Mapping[str, Setting],
 ) -> Header:
-    """Where, with what and how the run is made.
-
-    Args:
-      arguments: of the command, settled.
-      typed: as they were typed.
-      spec: the loaded models.
-      methods: what every method runs with.
-    """
+    """Where, with what and how the run is made."""
     options = {name: getattr(arguments, name) for name in KEPT}
     options["data"] = {task: str(path) for task, path in arguments.data or ()}
     return Header(

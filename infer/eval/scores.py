@@ -19,13 +19,7 @@ INTEGER = re.compile(r"[+-]?\d+")
 
 
 def score(metric: str, text: str, references: Sequence[str]) -> float:
-    """The best score of an answer against any of the references, from 0 to 1.
-
-    Args:
-      metric: a key of :data:`METRICS`.
-      text: the answer.
-      references: what counts as an answer, at least one.
-    """
+    """The best score of an answer against any of the references, from 0 to 1."""
     return max(METRICS[metric].score(text, reference) for reference in references)
 
 

@@ -28,9 +28,6 @@ KEPT = ("breakdown", "rounds", "cases")
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read runs. A run has the name of its folder, with the folders above it where two agree.
 
-    Args:
-      folders: of the runs, in the order they are reported.
-
     Raises:
       OSError: for a folder that holds no run.
       ValueError: for a run without a sample, a folder given twice, and a file that is no record.
@@ -90,13 +87,7 @@ class Block:
         return index
 
     def of(self, task: str | None, method: str, temperature: float) -> list[SampleRecord]:
-        """The records of a method.
-
-        Args:
-          task: of the records; None for all tasks.
-          method: that decoded them.
-          temperature: of the draws.
-        """
+        """The records of a method; of all tasks if ``task`` is None."""
         tasks = self.tasks if task is None else (task,)
         keys = [(each, method, temperature) for each in tasks]
         return [record for key in keys for record in self._index.get(key, [])]
@@ -142,11 +133,7 @@ class Block:
 
 
 def blocks(runs: Sequence[Run]) -> tuple[Block, ...]:
-    """Group runs that compare.
-
-    Args:
-      runs: in the order they were named.
-    """
+    """Group runs that compare."""
     groups: list[list[Run]] = []
     for run in runs:
         fitting = (group for group in groups if all(_compare(run, other) for other in group))

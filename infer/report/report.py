@@ -68,12 +68,7 @@ class Report:
 
 
 def report(runs: Sequence[Run], edges: Sequence[int] = EDGES) -> Report:
-    """Compute a report.
-
-    Args:
-      runs: in the order they were named.
-      edges: of ranges of context lengths, ascending from 0.
-    """
+    """Compute a report."""
     compared = blocks(runs)
     methods = colours(compared)
     tables = build(SPECS, compared, edges)
@@ -95,12 +90,7 @@ def report(runs: Sequence[Run], edges: Sequence[int] = EDGES) -> Report:
 
 
 def missing_or_doubtful(runs: Sequence[Run], blocks: Sequence[Block]) -> list[str]:
-    """Everything that is doubtful, missing or left out, the gravest first.
-
-    Args:
-      runs: that were read.
-      blocks: of the runs.
-    """
+    """Everything that is doubtful, missing or left out, the gravest first."""
     found = []
     for block in blocks:
         found += [*_commits(runs, block), *_sessions(block), *_implausible(block), *_absent(block)]

@@ -213,13 +213,7 @@ class Table:
 def build(
     specs: Mapping[str, TableSpec], blocks: Sequence[Block], edges: Sequence[int]
 ) -> dict[str, list[Table]]:
-    """The tables of every specification, as far as they have a figure.
-
-    Args:
-      specs: by name.
-      blocks: of the report.
-      edges: of ranges of lengths, ascending from 0.
-    """
+    """The tables of every specification, as far as they have a figure."""
     views = [View(blocks, temperature, edges) for temperature in all_temperatures(blocks)]
     return {
         name: [
