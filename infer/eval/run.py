@@ -19,12 +19,7 @@ from longspec_jax.ops.hardware import has_kernels
 from longspec_jax.provenance import provenance
 
 from .arguments import LONGSPEC
-from .decoders import (
-    Decoded,
-    Decoder,
-    Request,
-    text_by_token,
-)
+from .decoders import Decoder, Options, by_round, text_by_token
 from .methods import by_kind, with_drafts
 from .prepare import (
     LongBenchProtocol,
@@ -36,7 +31,7 @@ from .prepare import (
     prepare,
 )
 from .progress import Part, Progress, part_line
-from .records import PLAIN_METHOD, SCHEMA, Divergence, End, Header, Key, SampleRecord, Setting
+from .records import PLAIN_METHOD, SCHEMA, Divergence, Header, Key, SampleRecord, Setting
 from .run_folder import Writer
 
 KEPT = (
@@ -122,66 +117,74 @@ class EvalRun:
         return [self._records[key] for key in keys if key in self._records]
 
     def _group(
-        self,
-        keys: Sequence[Key],
-        prompts: Sequence[Prompt],
-        task: PreparedTask,
-        decoder: Decoder,
+        self, keys: Sequence[Key], prompts: Sequence[Prompt], task: PreparedTask, decoder: Decoder
     ) -> None:
         """Decode prompts in one call and write their records."""
         arguments, first = self._arguments, keys[0]
-        request = Request(
-            first.temperature,
-            arguments.top_k,
-            arguments.top_p,
-            first.seed,
-            [prompt.new_tokens for prompt in prompts],
-            self._stop_tokens,
-        )
+        options = self._options(first)
         tokens = [prompt.tokens for prompt in prompts]
+        whole = {**options, "max_new_tokens": [prompt.new_tokens for prompt in prompts]}
         runs = [
-            decoder.decode(tokens, request, self._on_activity) for _ in range(arguments.repetitions)
+            decoder.decode(tokens, whole, self._on_activity) for _ in range(arguments.repetitions)
         ]
-        found = sorted(runs, key=lambda run: run.decode_s)[len(runs) // 2]
-        breakdown = arguments.breakdown and decoder.breakdown(tokens, request, arguments.breakdown)
+        found = sorted(runs, key=lambda run: run.stats.decode_seconds)[len(runs) // 2]
+        place = f"{first.task}/{first.sample}/{first.method}"
+        shared = {
+            "setting": decoder.setting,
+            "call": f"{place}/{first.temperature:g}/{first.seed}",
+            "batch": len(prompts),
+            "prefill_s": found.stats.prefill_seconds,
+            "decode_s": found.stats.decode_seconds,
+            "compile_s": found.stats.compile_seconds,
+            "breakdown": (
+                decoder.breakdown(tokens, whole, arguments.breakdown)
+                if arguments.breakdown
+                else None
+            ),
+            "start": self._start,
+        }
         records = []
-        for row, (key, prompt, decoded) in enumerate(zip(keys, prompts, found.rows, strict=True)):
-            own = request.of_row(row)
-            same, divergence = self._compared(key, prompt, decoded, own)
-            ended: End = "eos" if decoded.tokens[-1] in self._stop_tokens else "length"
-            is_case = arguments.rounds and prompt in task.prompts[: arguments.cases]
-            emitted = decoded.emitted_by_round[: arguments.rounds or 0]
-            trees = decoder.trees(prompt.tokens, own, emitted) if is_case else None
-            tokenizer = self._spec.tokenizer
-            pieces = text_by_token(tokenizer, prompt.tokens, decoded.tokens) if trees else None
+        for row, (key, prompt, new) in enumerate(zip(keys, prompts, found.sequences, strict=True)):
+            emitted, accepted = by_round(found.drafted[row])
+            same, divergence = self._compared(key, prompt, new, options)
+            trees = pieces = None
+            if arguments.rounds and prompt in task.prompts[: arguments.cases]:
+                own = {**options, "max_new_tokens": prompt.new_tokens}
+                trees = decoder.trees(prompt.tokens, own, emitted[: arguments.rounds])
+                if trees:
+                    pieces = text_by_token(self._spec.tokenizer, prompt.tokens, new)
             records.append(
                 SampleRecord(
                     **dataclasses.asdict(key),
-                    setting=decoder.setting,
-                    call=f"{first.task}/{first.sample}/{first.method}/{first.temperature:g}/{first.seed}",
-                    batch=len(prompts),
+                    **shared,
                     prompt_tokens=len(prompt.tokens),
                     original_tokens=prompt.original_tokens,
-                    new_tokens=len(decoded.tokens),
-                    target_passes=decoded.target_passes,
-                    emitted_by_round=decoded.emitted_by_round,
-                    accepted_by_round=decoded.accepted_by_round,
-                    prefill_s=found.prefill_s,
-                    decode_s=found.decode_s,
-                    compile_s=found.compile_s,
-                    breakdown=breakdown or None,
-                    tokens=decoded.tokens,
-                    text=decoded.text,
+                    new_tokens=len(new),
+                    target_passes=found.stats.target_passes[row],
+                    emitted_by_round=emitted,
+                    accepted_by_round=accepted,
+                    tokens=new,
+                    text=found.text[row] or "",
                     references=prompt.references,
                     identical_to_plain=same,
                     divergence=divergence,
-                    ended=ended,
+                    ended="eos" if new[-1] in self._stop_tokens else "length",
                     pieces=pieces,
                     rounds=trees,
-                    start=self._start,
                 )
             )
         self._keep(records)
+
+    def _options(self, key: Key) -> dict[str, Any]:
+        """Of every row of a call, but for the number of its tokens."""
+        arguments = self._arguments
+        filters = {"top_k": arguments.top_k, "top_p": arguments.top_p}
+        return {
+            "temperature": key.temperature,
+            "seed": key.seed,
+            "eos_token_id": list(self._stop_tokens),
+            **(filters if key.temperature > 0 else {}),
+        }
 
     def _keep(self, records: Sequence[SampleRecord]) -> None:
         with self._lock:
@@ -198,22 +201,22 @@ class EvalRun:
         self._progress.activity(activity)
 
     def _compared(
-        self, key: Key, prompt: Prompt, decoded: Decoded, request: Request
+        self, key: Key, prompt: Prompt, tokens: tuple[int, ...], options: Options
     ) -> tuple[bool | None, Divergence | None]:
         """Whether the tokens are plain decoding's, and the first difference."""
         plain = self._records.get(replace(key, method=PLAIN_METHOD))
         if plain is None or key.method == PLAIN_METHOD:
             return None, None
-        index = first_difference(plain.tokens, decoded.tokens)
+        index = first_difference(plain.tokens, tokens)
         if index is None:
             return True, None
         gap = None
-        if index < min(len(plain.tokens), len(decoded.tokens)):
+        if index < min(len(plain.tokens), len(tokens)):
             gap = self._spec.score_gap(
                 [*prompt.tokens, *plain.tokens[:index]],
-                *(plain.tokens[index], decoded.tokens[index]),
+                *(plain.tokens[index], tokens[index]),
                 max_new_tokens=1,
-                **request.options,
+                **options,
             )
         return False, Divergence(index, gap)
 
