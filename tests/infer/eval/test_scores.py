@@ -21,7 +21,7 @@ def test_rouge_l_counts_words_once() -> None:
     assert scores.rouge_l("a b a b", "a b c") == pytest.approx(2 * (2 / 3) / (5 / 3))
     assert scores.rouge_l("a . b", "b . a") == pytest.approx(1.0)
     assert scores.rouge_l("", "a") == scores.rouge_l("...", "a") == 0.0
-    assert scores.rouge_l("a b " * 300, "b a " * 300) == 0.0
+    assert scores.rouge_l("c" + " a" * 600, "c" + " b" * 600) == 0.0
 
 
 @pytest.mark.parametrize(("text", "reference", "expected"), CODE_CASES)
