@@ -239,16 +239,12 @@ def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
             "the target's tokenizer has no chat template; choose --prompt_style vicuna or "
             "longspec, or pass the whole prompt as text"
         )
-    return _tokens(tokenizer, messages, None)
+    return encode_chat(tokenizer, messages, None)
 
 
 def encode_vicuna(tokenizer: Any, messages: Messages) -> list[int]:
     """Vicuna v1.1's format."""
-    return _tokens(require_tokenizer(tokenizer), messages, VICUNA_TEMPLATE)
-
-
-def _tokens(tokenizer: Any, messages: Messages, template: str | None) -> list[int]:
-    return encode_chat(tokenizer, messages, template)
+    return encode_chat(require_tokenizer(tokenizer), messages, VICUNA_TEMPLATE)
 
 
 def release_turns(tokenizer: Any, messages: Messages) -> list[str]:

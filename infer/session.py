@@ -69,11 +69,7 @@ class Session:
     """Decodes what the arguments ask for, and prints it as it goes."""
 
     def __init__(
-        self,
-        spec: LongSpec,
-        arguments: argparse.Namespace,
-        out: Screen,
-        journal: Journal,
+        self, spec: LongSpec, arguments: argparse.Namespace, out: Screen, journal: Journal
     ):
         self._spec, self._arguments, self._out, self._journal = spec, arguments, out, journal
         self._named_tree = arguments.tree if spec.drafts else None

@@ -22,7 +22,7 @@ from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
 from infer.serve import arguments as serve_arguments
 from train import arguments as train_arguments
-from train import bench, plot, regenerate, vocabulary
+from train import bench, plot, prepare, regenerate, vocabulary
 from train.config import DraftSettings, RunConfig
 from train.drafts.kinds import SETTINGS
 
@@ -98,8 +98,9 @@ def options_of_commands() -> dict[str, set[str]]:
     for module in (bench, plot, vocabulary):
         parsers[module.__name__] = module._parser()
     parsers["train.regenerate"] = regenerate.parser()
-    run = {f"--{name}" for name in train_arguments._flags(None, [])}
-    return {"train.run": run, "train.prepare": {*run, "--workers"}} | {
+    parsers["train.run"] = train_arguments.training_parser()
+    parsers["train.prepare"] = prepare.parser()
+    return {
         name: {option for action in parser._actions for option in action.option_strings}
         for name, parser in parsers.items()
     }

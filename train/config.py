@@ -141,11 +141,7 @@ class DataConfig:
     @property
     def sources(self) -> tuple[str, ...]:
         """The fields that name where rows come from and are set; exactly one should be."""
-        given = {
-            "files": self.files,
-            "hub": "" if self.files else self.hub,
-            "corpus": self.corpus,
-        }
+        given = {"files": self.files, "hub": "" if self.files else self.hub, "corpus": self.corpus}
         return tuple(name for name, value in given.items() if value)
 
     @property
@@ -415,9 +411,7 @@ class RunConfig:
         """For every stage a run of it alone, with its data in place of the run's."""
         return tuple(
             dataclasses.replace(
-                self,
-                data=stage.data or self.data,
-                stages=(dataclasses.replace(stage, data=None),),
+                self, data=stage.data or self.data, stages=(dataclasses.replace(stage, data=None),)
             )
             for stage in self.stages
         )

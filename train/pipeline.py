@@ -30,13 +30,7 @@ from .data.rows import Rows
 from .data.source import Source
 from .data.tokens import load_tokenizer
 from .drafts.kinds import trainer_class
-from .fingerprint import (
-    Fingerprint,
-    check_same_run,
-    draft_settings,
-    model_digest,
-    target_settings,
-)
+from .fingerprint import Fingerprint, check_same_run, draft_settings, model_digest, target_settings
 from .loop import Stage, run_stage
 from .losses import tokens_at_once
 from .metrics import Metrics, open_writers

@@ -75,10 +75,11 @@ class EvalRun:
         """All records so far."""
         return list(self._records.values())
 
-    def close(self) -> None:
-        """Write nothing from now on."""
+    def close(self) -> int:
+        """Write nothing from now on; the number of records so far."""
         with self._lock:
             self._closed = True
+            return len(self._records)
 
     def work(self, tasks: Sequence[PreparedTask]) -> None:
         """Run all that is missing."""
@@ -264,10 +265,7 @@ def prepared_tasks(arguments: argparse.Namespace, spec: LongSpec) -> list[Prepar
     else:
         protocol = LongBenchProtocol.of(target, arguments.prompt_style, arguments.max_prompt)
     sources = Sources(
-        dict(arguments.data or ()),
-        arguments.context,
-        arguments.prompt_style,
-        arguments.samples,
+        dict(arguments.data or ()), arguments.context, arguments.prompt_style, arguments.samples
     )
     return [prepare(name, sources, protocol, arguments.max_new_tokens) for name in arguments.task]
 

@@ -9,6 +9,7 @@ ratio, which LongBench uses through fuzzywuzzy.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from longspec_jax.extras import missing_packages
 
@@ -29,10 +30,10 @@ def rouge_l(text: str, reference: str) -> float:
     from rouge import Rouge
 
     try:
-        [found] = Rouge(metrics=["rouge-l"]).get_scores(text, reference)
+        found: Any = Rouge(metrics=["rouge-l"]).get_scores(text, reference)
     except (ValueError, RecursionError):
         return 0.0
-    return found["rouge-l"]["f"]
+    return found[0]["rouge-l"]["f"]
 
 
 def code_similarity(text: str, reference: str) -> float:

@@ -8,6 +8,7 @@ of its own. Nothing is left out and nothing is counted twice.
 import dataclasses
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,10 +96,7 @@ class Block:
     @cached_property
     def rows_of_call(self) -> dict[str, int]:
         """Records of every call, which share its seconds."""
-        counts: dict[str, int] = {}
-        for record in self.records:
-            counts[record.call] = counts.get(record.call, 0) + 1
-        return counts
+        return Counter(record.call for record in self.records)
 
     @property
     def batch_words(self) -> str:
