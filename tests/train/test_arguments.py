@@ -211,7 +211,7 @@ def test_overrides_of_nothing(argv: list[str]) -> None:
 
 @pytest.mark.parametrize("error", [KeyError(), AttributeError(), flags.Error(), ValueError("\n")])
 def test_an_error_without_words_is_a_sentence(error: Exception, monkeypatch) -> None:
-    def fail(*given):
+    def fail(*given, **more):
         raise error
 
     monkeypatch.setattr(arguments.config_flags, "DEFINE_config_dict", fail)
