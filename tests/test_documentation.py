@@ -197,10 +197,12 @@ def test_training_commands_can_be_typed() -> None:
         numbered = command.replace("$JOB_COMPLETION_INDEX", "1")
         parsed = train_arguments.parse(shlex.split(numbered))
         assert parsed.config.stages or parsed.config.pretraining
-        if parsed.coordinator:
+        if parsed.options.coordinator:
             [job] = manifests()
-            assert parsed.coordinator.startswith(f"{job['metadata']['name']}-0.")
-            assert parsed.processes == job["spec"]["parallelism"] == job["spec"]["completions"]
+            assert parsed.options.coordinator.startswith(f"{job['metadata']['name']}-0.")
+            assert (
+                parsed.options.processes == job["spec"]["parallelism"] == job["spec"]["completions"]
+            )
 
 
 def tables() -> types.ModuleType:
