@@ -290,10 +290,6 @@ def check(arguments: argparse.Namespace) -> None:
 def check_filters(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
     """Refuse filters of what is drawn where nothing is drawn.
 
-    Args:
-      arguments: of the command.
-      prompts: what they name; the rows of a batch may have options of their own.
-
     Raises:
       ValueError: with the option, or the row.
     """

@@ -85,10 +85,6 @@ def load_named(
 ) -> tuple[LongSpec, Path, list[str | Path]]:
     """The models that the arguments name, the target's folder, and those of the drafts.
 
-    Args:
-      arguments: of the command.
-      status: says what is under way.
-
     Raises:
       OSError: for a model that is neither here nor on the hub.
       ValueError: for models that cannot be used, in the words of the command.

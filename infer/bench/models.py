@@ -68,16 +68,7 @@ def random_model(
     options: Mapping[str, Any] | None = None,
     same_bits: bool | None = None,
 ) -> Model:
-    """Random weights of target and draft, drawn on the device.
-
-    Args:
-      config: the target's shape.
-      attention: attention implementation; automatic if absent.
-      seed: of the weights.
-      kind: of the draft.
-      options: of that kind, by name.
-      same_bits: as of :class:`longspec_jax.LongSpec`.
-    """
+    """Random weights of target and draft, drawn on the device."""
     chosen = draft_options(kind, options or {}, config)
     target = _draw(_initializer(config), seed)
     match chosen:
@@ -179,11 +170,6 @@ def _random_eagle3(
 def draft_options(kind: str, values: Mapping[str, Any], target: TargetConfig) -> Any:
     """The options of a kind of draft, checked; of a kind without weights that is the draft.
 
-    Args:
-      kind: of the draft.
-      values: of its options, by name; those about retrieval are only checked.
-      target: what it drafts for.
-
     Raises:
       ValueError: for an option it does not have, or a value that it cannot have.
     """
@@ -209,12 +195,7 @@ def target_bytes(config: TargetConfig) -> int:
 
 
 def check_memory(what: str, needed: int) -> None:
-    """Raise before anything is drawn if the device cannot hold it.
-
-    Args:
-      what: is measured, in words.
-      needed: its bytes.
-    """
+    """Raise before anything is drawn if the device cannot hold it."""
     free = free_bytes()
     if free is not None and needed > free:
         raise MemoryError(
@@ -253,14 +234,7 @@ def _key(seed: int, number: int) -> jax.Array:
 
 
 def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2) -> KVCache:
-    """A cache that looks as if a prompt had been prefilled into all of it.
-
-    Args:
-      config: the target's shape.
-      batch: rows.
-      capacity: slots of a row.
-      seed: of the values.
-    """
+    """A cache that looks as if a prompt had been prefilled into all of it."""
     shape = (batch, config.num_kv_heads, capacity, config.head_width)
     fill = _filler(shape, config.dtype, 1.0)
     layers = range(config.num_layers)
