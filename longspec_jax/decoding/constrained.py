@@ -140,17 +140,25 @@ def constrained_programs(
     drafter: Drafter,
     params: Params,
     rows: Rows,
-    contents: Contents = TOKENS,
+    contents: Contents,
     slots: Int[Any, " B"] | None = None,
 ) -> Iterator[jax.stages.Lowered]:
-    """Lower what :func:`constrained_round` runs; arguments as there."""
+    """Lower the launches of :func:`constrained_round`; ``rows`` are shapes and shardings."""
+
+    def placed(shapes: Any) -> Any:
+        sharding = rows.length.sharding
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
+        )
+
     models = target, drafter, params
-    yield (proposing := _propose.lower(*models, rows, slots))
-    _, tree, _ = proposing.out_info
-    yield (running := _run.lower(*models, rows, tree, slots))
-    shape = *tree.tokens.shape, -(-target.vocab_size // 32)
-    bits = np.full(shape, ALL)
-    yield _conclude.lower(*models, rows, tree, running.out_info, bits, contents, slots)
+    yield (propose := _propose.lower(*models, rows, slots))
+    _, tree, trees = propose.out_info
+    yield (run := _run.lower(*models, rows, placed(tree), slots))
+    batch, _, nodes = trees.shape
+    bits = np.zeros((batch, nodes, -(-target.vocab_size // 32)), np.uint32)
+    drawn = placed(tree), placed(run.out_info), bits
+    yield _conclude.lower(*models, rows, *drawn, contents, slots)
 
 
 @program(static_argnames=("target", "drafter"), donate_argnames=("rows",))

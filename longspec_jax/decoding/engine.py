@@ -31,7 +31,6 @@ from longspec_jax.decoding.outputs import EngineStatus, StepOutput
 from longspec_jax.decoding.policy import Choice, Measurement, Policy, default_policy
 from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.prefix_cache import PrefixCache
-from longspec_jax.decoding.programs import Program
 from longspec_jax.decoding.prompts import Prefill, Prompts, Waiting, padded_stops
 from longspec_jax.decoding.report import TOKENS, Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
@@ -249,15 +248,21 @@ class Engine:
         longest = len(tokens) + int(request.max_new_tokens[0])
         self.prompts.check_fits(len(tokens), longest, self.capacity, self._slack, self._readmits)
         check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
-        own = replace(
-            request,
-            stop_tokens=padded_stops(request.stop_tokens, self.stop_width),
-            adjustments=fitted(request.adjustments, self.adjusted),
-        )
+        own = self.as_it_takes(request)
         id, self._next_id = self._next_id, self._next_id + 1
         waiting = Waiting(priority, id, np.asarray(tokens), own, constraint=constraint)
         self.prompts.add(waiting)
         return id
+
+    def as_it_takes(self, request: Request) -> Request:
+        """A request of one row in the form that all requests of the engine have.
+
+        Raises:
+          ValueError: if the engine was not made for what it asks.
+        """
+        stops = padded_stops(request.stop_tokens, self.stop_width)
+        adjustments = fitted(request.adjustments, self.adjusted)
+        return replace(request, stop_tokens=stops, adjustments=adjustments)
 
     def cancel(self, id: int) -> None:
         """End a request before its time; nothing more is reported of it."""
@@ -473,26 +478,20 @@ class Engine:
         constraints: Mapping[int, Constraint] = FREE,
     ) -> tuple[Rows, Array]:
         if constraints:
-            drafter, contents = self.drafters[choice.candidate], self.contents
-            models = self.target, drafter, self.params, self.rows
+            models = self.target, self.drafters[choice.candidate], self.params, self.rows
             placed = {slots.index(slot): constraint for slot, constraint in constraints.items()}
-            return constrained_round(*models, placed, contents, self._some(slots))
-        launch, args = self._program(choice, kind, slots)
+            return constrained_round(*models, placed, self.contents, *self.some(slots))
+        drafter, contents = self.drafters[choice.candidate], self.contents.of_kind(kind)
+        models = self.target, drafter, kind, self.params, self.rows
+        launch = one_round if self.streams else many_rounds
+        args = models if self.streams else (*models, np.int32(choice.rounds))
+        args = *args, contents, *self.some(slots)
         # Looking a program up takes as long as a small model's round.
         key = choice.candidate, kind, len(slots)
         if key not in self._programs:
             self._programs[key] = launch.of_shape(*args)
         return self._programs[key](*args)
 
-    def _program(
-        self, choice: Choice, kind: SamplingKind, slots: Sequence[int]
-    ) -> tuple[Program, tuple[Any, ...]]:
-        """What launches rounds of these slots, and its arguments."""
-        models = self.target, self.drafters[choice.candidate], kind, self.params, self.rows
-        more = self.contents.of_kind(kind), self._some(slots)
-        if self.streams:
-            return one_round, (*models, *more)
-        return many_rounds, (*models, np.int32(choice.rounds), *more)
-
-    def _some(self, slots: Sequence[int]) -> np.ndarray | None:
-        return None if len(slots) == self.slots else np.asarray(slots, np.int32)
+    def some(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
+        """The last argument of a launch of these slots; none where they are all."""
+        return () if len(slots) == self.slots else (np.asarray(slots, np.int32),)
