@@ -17,8 +17,7 @@ from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, chunk_of
 from longspec_jax.decoding.constrained import Constraint, first_tokens
 from longspec_jax.decoding.logprobs import TokenLogprob, unpacked_logprobs
 from longspec_jax.decoding.prefill import prefill_chunks
-from longspec_jax.decoding.prefix_cache import PrefixCache
-from longspec_jax.decoding.prefixes import Names, chunk_names, known_chunks
+from longspec_jax.decoding.prefixes import Names, PrefixCache, chunk_names, known_chunks
 from longspec_jax.decoding.rows import Request, Rows, stack
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
 from longspec_jax.decoding.target import TargetModel

@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
-from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.policy import Measurement
+from longspec_jax.decoding.programs import compile_side_by_side
 from longspec_jax.decoding.trials import rejoin
 from longspec_jax.generation.activity import Compiling, OnActivity, Tuned, Tuning
 from longspec_jax.generation.call import Plan

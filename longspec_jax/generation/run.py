@@ -22,13 +22,12 @@ import jax
 import numpy as np
 
 from longspec_jax.decoding import trials
-from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import TokenLogprob
-from longspec_jax.decoding.outputs import StepOutput
 from longspec_jax.decoding.prefill import prefill_programs, rows_outline, slot_programs
-from longspec_jax.decoding.programs import RECENT
+from longspec_jax.decoding.programs import RECENT, compile_side_by_side
 from longspec_jax.decoding.round import many_rounds, one_round
+from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.drafters.base import NoDraft
 from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling, Slower
 from longspec_jax.generation.call import Plan

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from longspec_jax.checks import shown
-from longspec_jax.decoding.outputs import StepOutput
+from longspec_jax.decoding.slots import StepOutput
 
 MOST_STRINGS = 64
 """Most stop strings of a row."""

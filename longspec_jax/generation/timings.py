@@ -23,8 +23,8 @@ import numpy as np
 from longspec_jax import files
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.compiling import processors
 from longspec_jax.decoding.policy import Measurement
+from longspec_jax.decoding.programs import processors
 from longspec_jax.generation.call import Plan
 
 DAYS = 30

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax import PLAIN
-from longspec_jax.decoding.compiling import compile_side_by_side
+from longspec_jax.decoding.programs import compile_side_by_side
 from longspec_jax.generation import autotune, call
 from longspec_jax.generation import run as run_lib
 from longspec_jax.generation.run import WarmShapes
