@@ -15,7 +15,7 @@ from typing import Any
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
 from longspec_jax.config import TargetConfig, TreeConfig
-from longspec_jax.generation.activity import Slower, Tuned
+from longspec_jax.generation.activity import Slower, TreeTiming, Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.result import (
@@ -24,7 +24,6 @@ from longspec_jax.generation.result import (
     Stats,
     StreamRound,
 )
-from longspec_jax.generation.timings import TreeTiming
 
 from .output import tree_fields, tree_of
 

@@ -122,7 +122,15 @@ class ChoicesByLoad:
         Args:
           policies: for one live row, two, up to four and so on; the last one for all others.
           candidates: among which each chooses.
+
+        Raises:
+          NotImplementedError: if there is a choice in a computation of several processes.
         """
+        if candidates > 1 and jax.process_count() > 1:
+            raise NotImplementedError(
+                f"{jax.process_count()} processes would each choose by their own clock and run "
+                "different programs; decode with one fixed tree instead"
+            )
         self._by_load = [LateChoices(policy, candidates) for policy in policies]
         self._load = 0
 

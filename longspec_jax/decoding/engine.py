@@ -21,7 +21,7 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import fitted
-from longspec_jax.decoding.candidates import check_one_clock, tallest
+from longspec_jax.decoding.candidates import tallest
 from longspec_jax.decoding.choices import ChoicesByLoad, most_rounds
 from longspec_jax.decoding.constrained import FREE, Constraint, constrained_round
 from longspec_jax.decoding.launches import Faults, LaunchQueue
@@ -106,7 +106,6 @@ class Engine:
           NotImplementedError: if there is a choice in a computation of several processes, whose
             clocks would disagree.
         """
-        check_one_clock(len(drafters))
         self.target, self.drafters, self.params = target, tuple(drafters), params
         self.slots, self.capacity = slots, capacity
         self.streams, self.ahead, self.clock = streams, ahead, clock
@@ -118,7 +117,7 @@ class Engine:
         self.contents = contents
         self.preemptions = 0
         self._together, self._readmits = together, readmits
-        self.choose_by([policy or default_policy(len(drafters))])
+        self._choices = ChoicesByLoad([policy or default_policy(len(drafters))], len(drafters))
         self.prefixes = PrefixCache(params, self.drafter.needs, slots, host_bytes)
         """What slots and the host's memory hold of earlier prompts."""
         self.prompts = Prompts(

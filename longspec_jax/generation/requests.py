@@ -38,7 +38,6 @@ from longspec_jax.generation.models import Models, drafters_for
 from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
 from longspec_jax.generation.run import tree_uses
-from longspec_jax.generation.stops import until
 from longspec_jax.generation.text import Piece, RowText
 
 STOP_WIDTH = 8
@@ -295,12 +294,9 @@ class RequestEngine:
     def _output(self, output: StepOutput) -> RequestOutput:
         pieces: tuple[Piece, ...] = ()
         if (own := self._texts.get(output.id)) is not None:
-            said = output.tokens.tolist()[: -1 if output.finish == "error" else None]
-            drafted, ended = output.drafted.tolist()[: len(said)], output.finish is not None
-            kept, pieces = own.add(said, drafted, ended)
+            output, pieces = own.take(output)
             if own.stopped:
                 self.engine.cancel(output.id)
-                output = until(output, kept)
         if output.finish is not None:
             self._texts.pop(output.id, None)
         return RequestOutput(
