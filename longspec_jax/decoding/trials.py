@@ -9,7 +9,7 @@ nothing of it.
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,19 @@ import numpy as np
 
 from longspec_jax.decoding.choices import load_of
 from longspec_jax.decoding.chunks import KnownChunks
-from longspec_jax.decoding.constrained import FREE, Anything, Constraint
+from longspec_jax.decoding.constrained import FREE, Anything, Constraint, constrained_programs
 from longspec_jax.decoding.copies import copy_prefix
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Choice, FastestWithinBudget
-from longspec_jax.decoding.prefill import prefill_chunks
-from longspec_jax.decoding.round import slack_slots
-from longspec_jax.decoding.rows import Request, RowShardings, release
+from longspec_jax.decoding.prefill import (
+    prefill_chunks,
+    prefill_programs,
+    rows_outline,
+    slot_programs,
+)
+from longspec_jax.decoding.programs import compile_side_by_side
+from longspec_jax.decoding.round import one_round, slack_slots
+from longspec_jax.decoding.rows import Request, RowShardings, release, stack
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.drafters.base import Drafter, Params
 
@@ -64,6 +70,33 @@ def rehearse(
     return engine.clock() - begun
 
 
+def programs_of_requests(
+    engine: Engine, requests: Sequence[Request], *, constrained: bool
+) -> Iterator[jax.stages.Lowered]:
+    """Lower what takes longest to compile of all that requests may ask for, the slowest first.
+
+    Arguments as of :func:`rehearse_requests`, on one device.
+    """
+    models = engine.target, engine.drafter, engine.params
+    own = [engine.as_it_takes(request) for request in requests]
+    slots = stack([own[-1]] * engine.slots)
+    rows = rows_outline(*models, slots, batch=engine.slots, capacity=engine.capacity)
+    for drafter in reversed(engine.drafters):
+        round_of = engine.target, drafter, engine.params, rows
+        if constrained:
+            yield from constrained_programs(*round_of, engine.contents)
+        for kind in sorted({request.sampling.kind for request in requests}, reverse=True):
+            launched = engine.target, drafter, kind, engine.params, rows
+            yield one_round.lower(*launched, engine.contents.of_kind(kind))
+    prompts = engine.prompts
+    sizes = {"capacity": engine.capacity, "chunks": (*prompts.short_chunks, prompts.chunk)}
+    for logprobs in {None, engine.contents.logprobs}:
+        first = stack([own[-1]])
+        yield from prefill_programs(*models, first, batch=1, logprobs=logprobs, **sizes)
+    if engine.slots > 1:
+        yield from slot_programs(*models, slots, slots=engine.slots, capacity=engine.capacity)
+
+
 def rehearse_requests(
     engine: Engine, requests: Sequence[Request], *, constrained: bool = False
 ) -> None:
@@ -75,6 +108,9 @@ def rehearse_requests(
         can be reported.
       constrained: whether requests may have a constraint.
     """
+    if engine.target.mesh is None and engine.streams:
+        programs = programs_of_requests(engine, requests, constrained=constrained)
+        compile_side_by_side(programs)
 
     def pass_through(length: int, request: Request, constraint: Constraint | None = None) -> None:
         engine.submit(np.zeros(length, np.int32), request, constraint=constraint)
@@ -192,7 +228,12 @@ def chunk_seconds(engine: Engine, chunk: int, request: Request) -> float:
 
 
 def round_seconds(
-    engine: Engine, candidate: int, live: int, context: int, kind: SamplingKind
+    engine: Engine,
+    candidate: int,
+    live: int,
+    context: int,
+    kind: SamplingKind,
+    rounds: int = 1,
 ) -> float:
     """Seconds of a round of a candidate.
 
@@ -202,11 +243,12 @@ def round_seconds(
       live: rows that take part.
       context: tokens of each of them.
       kind: the sampling kind of the launch.
+      rounds: that are launched before the first one is read.
     """
     found, rows = [], np.arange(engine.slots)
     length = np.full(engine.slots, context, np.int32)
     # A round may emit as many tokens as its tree has levels, and one more.
-    most = slack_slots(engine.drafter.tree.num_levels)
+    most = rounds * slack_slots(engine.drafter.tree.num_levels)
     remaining = np.where(rows < live, most, 0).astype(np.int32)
     sharding = engine.rows.length.sharding
     for _ in range(1 + TIMINGS):
@@ -214,9 +256,10 @@ def round_seconds(
         engine._rows = replace(engine.rows, **fresh)
         jax.block_until_ready(engine.rows)
         begun = time.perf_counter()
-        engine._rows, report = engine._launch(Choice(candidate, 1), kind)
-        jax.block_until_ready(report)
-        found.append(time.perf_counter() - begun)
+        for _ in range(rounds):
+            engine._rows, _ = engine._launch(Choice(candidate, 1), kind)
+        jax.block_until_ready(engine.rows)
+        found.append((time.perf_counter() - begun) / rounds)
     # The first one may compile.
     return min(found[1:])
 
