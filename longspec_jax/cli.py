@@ -231,7 +231,6 @@ def leave(
     """Save what there is, and end the process within moments, whatever the work is inside of.
 
     Args:
-      stop: what stopped the command.
       save: saves and prints what there is. It has :data:`PATIENCE` seconds, and further signals
         are ignored.
       end: ends the process with a status, in tests; ``os._exit`` if absent, because an ordinary
@@ -377,7 +376,6 @@ def several(convert: Callable[[str], Any], commas: bool = False) -> dict[str, An
     """What ``add_argument`` takes for an option that is given once for each of its values.
 
     Args:
-      convert: reads one value.
       commas: whether a comma may also stand between values, as in commands of earlier releases.
         Only for values that hold no comma themselves.
     """

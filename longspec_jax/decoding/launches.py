@@ -89,7 +89,6 @@ class LaunchQueue:
           begun: when the step began that launched it.
           output: ready when the launch has ended.
           read: takes in the output on the host, and the seconds.
-          held: the request of every slot.
           choice: the rounds; None for a part of a prefill.
           fetched: whether the output is brought to the host.
         """
@@ -123,7 +122,6 @@ class Faults:
         """Begin without any.
 
         Args:
-          clock: seconds.
           forgiven: whether the engine may go on at all.
         """
         self.count = 0

@@ -76,13 +76,10 @@ def prefill_chunks(
     Args:
       target: the target's static part.
       drafter: the drafter's static part; its tree is the tallest that may run.
-      params: parameters of both.
       tokens: prompts, right-padded with any token.
       length: tokens of each prompt, at least 1.
-      request: the options of each row.
       capacity: cache slots of a row; at least prompt + new tokens + the
         :func:`~longspec_jax.decoding.round.slack_slots` of a round.
-      chunk: tokens of one prefill chunk.
       known: of a single prompt, chunks that are not run, at most
         :func:`~longspec_jax.decoding.chunks.most_reusable`. The drafter learns of them by their
         tokens.
@@ -220,16 +217,7 @@ def slot_programs(
     slots: int,
     capacity: int,
 ) -> Iterator[jax.stages.Lowered]:
-    """Lower what moves prompts that were prefilled alone into the slots of a batch.
-
-    Args:
-      target: the target's static part.
-      drafter: the drafter's static part.
-      params: parameters of both.
-      request: the options of all rows.
-      slots: rows of the batch.
-      capacity: cache slots of a row.
-    """
+    """Lower what moves prompts that were prefilled alone into the slots of a batch."""
     shardings, models = RowShardings.beside(params.target, slots), (target, drafter, params)
     batch = rows_outline(*models, request, batch=slots, capacity=capacity)
     row = rows_outline(*models, request.row(0), batch=1, capacity=capacity)
@@ -294,12 +282,6 @@ def vacant(
     """A batch of vacant slots.
 
     Args:
-      target: the target's static part.
-      drafter: the drafter's static part.
-      params: parameters of both.
-      batch: slots.
-      capacity: cache slots of a row.
-      stop_width: most stop tokens of a row.
       adjusted: whether rows may have biases and penalties.
     """
     shardings = RowShardings.beside(params.target, batch)

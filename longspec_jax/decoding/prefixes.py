@@ -38,7 +38,6 @@ def chunk_names(tokens: np.ndarray, chunk: int) -> Names:
     """The names of a prompt's whole chunks.
 
     Args:
-      tokens: ``[P]``.
       chunk: tokens of a chunk; prompts in chunks of another size share no name.
     """
     name, names = chunk.to_bytes(8, "little"), []
@@ -67,11 +66,7 @@ class SlotPrefixes:
     """The prompts' chunks that slots hold, live ones and vacated ones alike."""
 
     def __init__(self, slots: int) -> None:
-        """Hold nothing.
-
-        Args:
-          slots: how many there are.
-        """
+        """Hold nothing."""
         self._names: list[Names] = [()] * slots
         self._holders: defaultdict[bytes, set[int]] = defaultdict(set)
         self._used = [0] * slots
@@ -112,7 +107,6 @@ class SlotPrefixes:
 
         Args:
           vacant: slots, at least one; of several with nothing to lose the first is taken.
-          names: the prompt's chunks.
         """
         for slot in vacant:
             # A slot that holds a chunk holds all chunks before it, so the last one tells.
@@ -126,11 +120,7 @@ class HostChunks:
     """Chunks in the host's memory: as many bytes as allowed, the least recently used dropped."""
 
     def __init__(self, most: int) -> None:
-        """Hold nothing.
-
-        Args:
-          most: bytes of all chunks together.
-        """
+        """Hold nothing."""
         self.most = most
         self.bytes = 0
         """Of all chunks that are held."""
@@ -141,13 +131,7 @@ class HostChunks:
         return name in self._chunks
 
     def put(self, name: bytes, chunk: Any, size: int) -> None:
-        """Hold a chunk, if all bytes suffice for it.
-
-        Args:
-          name: of the chunk.
-          chunk: its keys and values.
-          size: their bytes.
-        """
+        """Hold a chunk, if all bytes suffice for it."""
         self._drop(name)
         if size > self.most:
             return
@@ -176,9 +160,6 @@ class PrefixCache:
         """Know nothing yet.
 
         Args:
-          params: of both models; they say where arrays lie.
-          needs: the drafter's.
-          slots: of the engine.
           host_bytes: most bytes of chunks in the host's memory.
         """
         self.slots = SlotPrefixes(slots)
@@ -208,8 +189,6 @@ class PrefixCache:
 
         Args:
           reusable: as of :meth:`reusable`.
-          length: tokens of the prompt.
-          chunk: tokens of a chunk.
           rows: of the slots; None before the first prompt.
         """
         self.collect()

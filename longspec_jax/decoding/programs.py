@@ -45,7 +45,6 @@ class Recent:
         """Start empty.
 
         Args:
-          most: entries kept.
           whole: whether an entry still has what it was made for.
         """
         self._most, self._whole = most, whole
@@ -143,12 +142,7 @@ class Program:
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        """Compile nothing yet.
-
-        Args:
-          function: what is compiled.
-          **options: of ``jax.jit``.
-        """
+        """Compile nothing yet."""
         functools.update_wrapper(self, function)
         self._function, self._options = function, options
 
@@ -201,11 +195,7 @@ def compiler_options(small: bool) -> dict[str, Any]:
 
 
 def program(**options: Any) -> Callable[[Callable[..., Any]], Program]:
-    """``jax.jit`` whose executables are among the bounded number that this process keeps.
-
-    Args:
-      **options: of ``jax.jit``.
-    """
+    """``jax.jit`` whose executables are among the bounded number that this process keeps."""
     return lambda function: Program(function, **options)
 
 

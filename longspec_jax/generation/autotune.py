@@ -67,12 +67,6 @@ def time_trees(
     """Time rounds of every plan behind the same prefill.
 
     In several passes: what else runs on the machine may meet all of one's timings in one of them.
-
-    Args:
-      engine: whose prompts have run.
-      shared: its plan.
-      plans: the alternatives.
-      on_activity: called before every timing.
     """
     found: dict[int, TreeTiming] = {}
     for timings in PASSES:

@@ -72,10 +72,6 @@ def run_both(run: Run, on_round: OnRound | None = None) -> Comparison:
     Where memory takes two caches, both runs begin with copies of one prefill. Both run in the same
     way, round by round if someone listens, so that their seconds compare. A call that decodes
     plainly is its own comparison.
-
-    Args:
-      run: the speculative call, ready to decode.
-      on_round: called with every round of the speculative run.
     """
     streams = reads_rounds(run.batch, on_round)
     if not run.plan.drafter.tree.widths:
@@ -121,8 +117,6 @@ def score_gap(
     Args:
       run: of the plain call, whose cache holds all tokens before the last ones.
       emitted: the tokens of each row behind its prompt, the last one included.
-      row: the one in question.
-      pair: of next tokens.
 
     Returns:
       The difference, noise and temperature included; None if filters left out one of the two.

@@ -246,9 +246,6 @@ def start(
     """Make a call ready to decode, an open plan with its fastest drafter.
 
     Args:
-      plan: of the call.
-      batch: its rows.
-      known: what earlier calls have shown.
       streams: whether the run is followed round by round.
       on_activity: called with everything that takes time, and with the choice of a tree.
       rounds: whether it will be decoded at all, and not prefilled alone.

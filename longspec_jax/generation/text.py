@@ -53,7 +53,6 @@ class Detokenizer:
         """Start behind the given prompt, whose text is not returned.
 
         Args:
-          tokenizer: a transformers tokenizer.
           prompt: the tokens before the first pushed one; the last few matter.
         """
         self._tokenizer = tokenizer
@@ -127,7 +126,6 @@ class RowText:
         """Start behind a prompt, whose own text is not searched.
 
         Args:
-          tokenizer: a transformers tokenizer.
           prompt: the tokens before the first added one; the last few matter.
           stop_strings: what ends the row. One that is the name of a special token, which has no
             text, is met with that token.
@@ -146,8 +144,6 @@ class RowText:
         """Add tokens; return what belongs to the row.
 
         Args:
-          tokens: the next ones.
-          drafted: whether each was an accepted draft token.
           ended: whether the row ends with them.
         """
         pieces: list[Piece] = []

@@ -132,9 +132,6 @@ class WarmShapes:
         """Make a short run if the plan's shape is new; return its seconds, 0 if it is not.
 
         Args:
-          plan: of a call.
-          streams: whether its run is followed round by round.
-          on_activity: called with compilation.
           rounds: whether it is decoded at all, and not prefilled alone.
         """
         signature, rehearsal = plan.signature, partial(rehearse, plan, streams, rounds)
