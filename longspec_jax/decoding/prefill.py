@@ -34,28 +34,6 @@ from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Para
 from longspec_jax.ops.partitioned import use_mesh
 
 
-def prefill(
-    target: TargetModel,
-    drafter: Drafter,
-    params: Params,
-    tokens: Int[Any, "B P"],
-    length: Int[Any, " B"],
-    request: Request,
-    *,
-    capacity: int,
-    chunk: int,
-) -> Rows:
-    """Run all chunks of the prompts; arguments and result as of :func:`prefill_chunks`."""
-    chunks = prefill_chunks(
-        target, drafter, params, tokens, length, request, capacity=capacity, chunk=chunk
-    )
-    while True:
-        try:
-            next(chunks)
-        except StopIteration as end:
-            return end.value
-
-
 def prefill_chunks(
     target: TargetModel,
     drafter: Drafter,
@@ -154,9 +132,9 @@ def rows_outline(
     batch: int,
     capacity: int,
 ) -> Rows:
-    """The rows of :func:`prefill`, as shapes and shardings: enough to compile the rounds behind it.
+    """The rows behind a prefill, as shapes and shardings: enough to compile their rounds.
 
-    Arguments as there.
+    Arguments as of :func:`prefill_chunks`.
     """
     shardings = RowShardings.beside(params.target, batch)
 
@@ -183,9 +161,9 @@ def prefill_programs(
     chunks: Sequence[int],
     logprobs: int | None = None,
 ) -> Iterator[jax.stages.Lowered]:
-    """Lower everything that :func:`prefill` runs with any of these chunks, the slowest first.
+    """Lower everything that a prefill runs with any of these chunks, the slowest first.
 
-    Arguments as there, but that ``capacity`` holds whole chunks.
+    Arguments as of :func:`prefill_chunks`, but that ``capacity`` holds whole chunks.
     """
     shardings = RowShardings.beside(params.target, batch)
     rows = rows_outline(target, drafter, params, request, batch=batch, capacity=capacity)
