@@ -52,14 +52,7 @@ from longspec_jax.generation.result import (
     ended,
     stream_into,
 )
-from longspec_jax.generation.run import (
-    Known,
-    added_rounds,
-    follow,
-    learn,
-    reads_rounds,
-    start,
-)
+from longspec_jax.generation.run import Known, added_rounds, follow, learn, reads_rounds, start
 from longspec_jax.generation.warm import WarmShapes
 from longspec_jax.loading import choose_drafts, load_with_tokenizer
 from longspec_jax.weights.hf import load_stop_tokens
@@ -401,11 +394,7 @@ class LongSpec(Models):
         return inspection.time_parts(run, rounds)
 
     def score_gap(
-        self,
-        tokens: Sequence[int],
-        plain: int,
-        other: int,
-        **options: Unpack[GenerateOptions],
+        self, tokens: Sequence[int], plain: int, other: int, **options: Unpack[GenerateOptions]
     ) -> float | None:
         """How much plain decoding prefers one token behind a row's tokens to another.
 
@@ -460,11 +449,7 @@ class LongSpec(Models):
         return plan_call(self, batch, None if tree is None else as_tree(tree)).memory
 
     def _prepare(
-        self,
-        inputs: Inputs,
-        generation_config: Any,
-        options: CallOptions,
-        adaptive: bool = False,
+        self, inputs: Inputs, generation_config: Any, options: CallOptions, adaptive: bool = False
     ) -> tuple[Plan, Batch]:
         """Read and check everything that a call was given, before anything runs."""
         given: Any = dict(options)

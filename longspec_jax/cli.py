@@ -224,9 +224,7 @@ def run_in_thread(work: Callable[[], None]) -> None:
 
 
 def leave(
-    stop: KeyboardInterrupt,
-    save: Callable[[], None],
-    end: Callable[[int], object] | None = None,
+    stop: KeyboardInterrupt, save: Callable[[], None], end: Callable[[int], object] | None = None
 ) -> int:
     """Save what there is, and end the process within moments, whatever the work is inside of.
 

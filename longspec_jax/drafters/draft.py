@@ -14,14 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
-from longspec_jax.drafters.base import (
-    Committed,
-    Drafter,
-    Needs,
-    Params,
-    SamplingNoise,
-    View,
-)
+from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.ops.placement import tree_bytes
 

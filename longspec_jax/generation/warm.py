@@ -58,11 +58,7 @@ def plan_programs(plan: Plan, streams: bool, *, rounds: bool) -> Iterator[jax.st
         batch, request = 1, request.row(0)
     logprobs = plan.contents.logprobs if plan.scored else None
     prompts = prefill_programs(
-        *(*models, request),
-        batch=batch,
-        capacity=capacity,
-        chunks=plan.chunks,
-        logprobs=logprobs,
+        *(*models, request), batch=batch, capacity=capacity, chunks=plan.chunks, logprobs=logprobs
     )
     return chain(round_programs(plan, streams) if rounds else (), prompts, slots)
 
