@@ -14,7 +14,9 @@ from flax.traverse_util import unflatten_dict
 
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.prefill import prefill_chunks
 from longspec_jax.decoding.round_noise import RoundNoise
+from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
@@ -162,3 +164,13 @@ def lowered(call: Callable[..., Any], *operands: Any) -> str:
     """What XLA would be given for a Hopper GPU."""
     with on_hopper():
         return jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def prefill(*prompts: Any, **sizes: Any) -> Rows:
+    """The rows behind all chunks of some prompts; arguments as of ``prefill_chunks``."""
+    chunks = prefill_chunks(*prompts, **sizes)
+    while True:
+        try:
+            next(chunks)
+        except StopIteration as end:
+            return end.value

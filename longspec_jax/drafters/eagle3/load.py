@@ -138,14 +138,7 @@ def load(
     mesh: Mesh | None = None,
     revision: str | None = None,
 ) -> Eagle3Draft:
-    """Load an EAGLE-3 draft as its trainer stored it.
-
-    Args:
-      source: a folder or hub id.
-      target: what it was trained for.
-      options: its options.
-      mesh: devices to spread it over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
+    """Load an EAGLE-3 draft as its trainer stored it, from a folder or a hub id.
 
     Raises:
       FileNotFoundError: if the draft or one of its files is missing.
