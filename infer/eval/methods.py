@@ -52,6 +52,7 @@ METHODS = {
         (GAMMA, GAMMA),
     ),
     "ngram": Method("ngram", "the tokens that followed the last ones before (prompt lookup)"),
+    "suffix": Method("suffix", "the continuations of the best match, here or in other rows"),
     "small_lm": Method("small_lm", "a small language model"),
     "eagle3": Method("eagle3", "an EAGLE-3 draft"),
     "adaptive": Method(
@@ -157,6 +158,7 @@ _NEEDED = {
     "longspec": "a LongSpec draft: --draft=FOLDER",
     "streaming": "--draft=streaming",
     "ngram": "--draft=ngram",
+    "suffix": "--draft=suffix",
     "small_lm": "a small language model: --draft=FOLDER",
     "eagle3": "an EAGLE-3 draft: --draft=FOLDER",
 }

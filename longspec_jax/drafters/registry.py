@@ -47,6 +47,7 @@ SMALL_LM = Kind("small_lm.load:SmallLMOptions", "small_lm.load:load")
 NAMED = {
     "ngram": Kind("ngram:NgramDraft"),
     "streaming": Kind("streaming:StreamingDraft"),
+    "suffix": Kind("suffix:SuffixDraft"),
 }
 """Kinds without weights."""
 EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
