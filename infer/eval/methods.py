@@ -55,6 +55,7 @@ METHODS = {
     "suffix": Method("suffix", "the continuations of the best match, here or in other rows"),
     "small_lm": Method("small_lm", "a small language model"),
     "eagle3": Method("eagle3", "an EAGLE-3 draft"),
+    "medusa": Method("medusa", "Medusa heads"),
     "adaptive": Method(
         "longspec",
         "a LongSpec draft; each round takes a tree or none, by measured tokens per second",
@@ -161,5 +162,6 @@ _NEEDED = {
     "suffix": "--draft=suffix",
     "small_lm": "a small language model: --draft=FOLDER",
     "eagle3": "an EAGLE-3 draft: --draft=FOLDER",
+    "medusa": "Medusa heads: --draft=FOLDER",
 }
 """How to name a kind of draft."""

@@ -51,6 +51,7 @@ NAMED = {
 }
 """Kinds without weights."""
 EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
+MEDUSA = Kind("medusa.load:MedusaOptions", "medusa.load:load")
 ARCHITECTURES = {
     "LongSpecDraft": LONGSPEC,
     "LlamaForCausalLMEagle3": EAGLE3,
@@ -60,7 +61,11 @@ ARCHITECTURES = {
 }
 """Kinds with weights. A whole model of a family that targets may have is a small language model.
 The published LongSpec drafts name no architecture of their own, so any other one means them."""
-MARKS = {"speculators_model_type": EAGLE3, "draft_vocab_size": EAGLE3}
+MARKS = {
+    "speculators_model_type": EAGLE3,
+    "draft_vocab_size": EAGLE3,
+    "medusa_num_heads": MEDUSA,
+}
 """Keys of ``config.json`` that only this kind has, whatever the architecture."""
 
 RETRIEVE = "retrieve"
