@@ -4,7 +4,7 @@ import re
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -14,6 +14,7 @@ from longspec_jax.drafters.eagle3.checkpoint import Format, load_draft
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.eagle3.model import Eagle3Params
+from longspec_jax.drafters.window import Seen
 from longspec_jax.sharding import placed
 
 SINKS = 4
@@ -67,15 +68,6 @@ class Eagle3Options:
     def features(self) -> tuple[int, ...] | None:
         """The layers as numbers; None for those that the file names."""
         return None if self.layers is None else tuple(map(int, self.layers.split(",")))
-
-
-class Seen(NamedTuple):
-    """Which of the committed tokens a draft sees."""
-
-    window: int | None
-    """The last ones; all if None."""
-    sinks: int
-    """The first ones beside them."""
 
 
 def seen(config: Eagle3Config, target: TargetConfig, options: Eagle3Options) -> Seen:
