@@ -55,6 +55,7 @@ METHODS = {
     "suffix": Method("suffix", "the continuations of the best match, here or in other rows"),
     "small_lm": Method("small_lm", "a small language model"),
     "eagle3": Method("eagle3", "an EAGLE-3 draft"),
+    "eagle": Method("eagle", "an EAGLE-1 or 2 draft"),
     "medusa": Method("medusa", "Medusa heads"),
     "adaptive": Method(
         "longspec",
@@ -162,6 +163,7 @@ _NEEDED = {
     "suffix": "--draft=suffix",
     "small_lm": "a small language model: --draft=FOLDER",
     "eagle3": "an EAGLE-3 draft: --draft=FOLDER",
+    "eagle": "an EAGLE-1 or 2 draft: --draft=FOLDER",
     "medusa": "Medusa heads: --draft=FOLDER",
 }
 """How to name a kind of draft."""

@@ -7,7 +7,7 @@ One with weights is identified by the ``architectures`` of its ``config.json``.
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args
@@ -51,6 +51,7 @@ NAMED = {
 }
 """Kinds without weights."""
 EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
+EAGLE = Kind("eagle.load:EagleOptions", "eagle.load:load")
 MEDUSA = Kind("medusa.load:MedusaOptions", "medusa.load:load")
 ARCHITECTURES = {
     "LongSpecDraft": LONGSPEC,
@@ -78,6 +79,13 @@ _RULES = {
     str: Word(),
 }
 """Values of options by the type of their field; a dataclass of options may check more."""
+
+
+def is_eagle(tensors: Set[str]) -> bool:
+    """Whether these are the tensors of an EAGLE-1 or 2 draft, whose ``config.json`` has no mark."""
+    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors and not (
+        {"layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight"} & tensors
+    )
 
 
 def is_name(source: Any) -> bool:

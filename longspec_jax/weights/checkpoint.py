@@ -156,10 +156,10 @@ def _some(names: set[str]) -> str:
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
 
-def holds(folder: Path, tensor: str) -> bool:
-    """Whether a folder's weights have a tensor of this name."""
+def names_of_tensors(folder: Path) -> set[str]:
+    """The names of the tensors of a folder's weights."""
     with ExitStack() as stack:
-        return tensor in open_tensors(folder, stack)
+        return set(open_tensors(folder, stack))
 
 
 def _open_torch(path: Path) -> Tensors:

@@ -4,7 +4,7 @@ import re
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
@@ -153,6 +153,34 @@ def load(
         mesh=mesh,
         revision=revision,
     )
+    return bound(Eagle3Draft, source, target, options, mesh, stored, config, params)
+
+
+D = TypeVar("D", bound=Eagle3Draft)
+
+
+def bound(
+    kind: type[D],
+    source: str | Path,
+    target: Target,
+    options: Eagle3Options,
+    mesh: Mesh | None,
+    stored: Any,
+    config: Eagle3Config,
+    params: Eagle3Params,
+) -> D:
+    """A draft with its options applied; says which tokens it sees where nobody named them.
+
+    Args:
+      kind: class of the draft.
+      source: its folder or hub id, for the message.
+      target: what it drafts for.
+      options: its options.
+      mesh: devices that it is spread over.
+      stored: how it was stored.
+      config: its configuration.
+      params: its parameters, not in 8 bits.
+    """
     if options.yarn is not None:
         config = config.stretched(options.yarn)
     if pays_in_int8(target) if options.int8 is None else options.int8:
@@ -165,6 +193,6 @@ def load(
             f"{source}: the draft was made for {config.max_positions} positions and the target for "
             f"{target.config.max_positions}, so it sees the first {reach.sinks} and the last "
             f"{reach.window} tokens of a text; the draft option window=N changes that",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return Eagle3Draft(config, params, reach, stored)
+    return kind(config, params, reach, stored)
