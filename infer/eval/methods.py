@@ -54,6 +54,7 @@ METHODS = {
     "ngram": Method("ngram", "the tokens that followed the last ones before (prompt lookup)"),
     "small_lm": Method("small_lm", "a small language model"),
     "eagle3": Method("eagle3", "an EAGLE-3 draft"),
+    "dflash": Method("dflash", "a DFlash or DSpark draft"),
     "adaptive": Method(
         "longspec",
         "a LongSpec draft; each round takes a tree or none, by measured tokens per second",
@@ -159,5 +160,6 @@ _NEEDED = {
     "ngram": "--draft=ngram",
     "small_lm": "a small language model: --draft=FOLDER",
     "eagle3": "an EAGLE-3 draft: --draft=FOLDER",
+    "dflash": "a DFlash or DSpark draft: --draft=FOLDER",
 }
 """How to name a kind of draft."""

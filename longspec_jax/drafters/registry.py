@@ -50,16 +50,24 @@ NAMED = {
 }
 """Kinds without weights."""
 EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
+DFLASH = Kind("dflash.load:DFlashOptions", "dflash.load:load")
 ARCHITECTURES = {
     "LongSpecDraft": LONGSPEC,
     "LlamaForCausalLMEagle3": EAGLE3,
     "Eagle3DraftModel": EAGLE3,
     "Eagle3Speculator": EAGLE3,
     "Qwen3Eagle3Model": EAGLE3,
+    "DFlashDraftModel": DFLASH,
+    "DFlash2DraftModel": DFLASH,
+    "DFlashSpeculator": DFLASH,
+    "DSparkDraftModel": DFLASH,
+    "DSparkSpeculator": DFLASH,
+    "Qwen3DSparkModel": DFLASH,
+    "Gemma4DSparkModel": DFLASH,
 }
 """Kinds with weights. A whole model of a family that targets may have is a small language model.
 The published LongSpec drafts name no architecture of their own, so any other one means them."""
-MARKS = {"speculators_model_type": EAGLE3, "draft_vocab_size": EAGLE3}
+MARKS = {"dflash_config": DFLASH, "speculators_model_type": EAGLE3, "draft_vocab_size": EAGLE3}
 """Keys of ``config.json`` that only this kind has, whatever the architecture."""
 
 RETRIEVE = "retrieve"
