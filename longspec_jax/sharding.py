@@ -31,7 +31,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"gate_up/kernel$", P("fsdp", None, "tp")),  # [D, 2, F]
     (r"down/kernel$", P("tp", "fsdp")),  # [F, D]
     (r"(fused|cross_q|gate_up)/rows/steps$", P("tp", "fsdp")),  # 8-bit [out, in]
-    (r"(self_out|cross_out|down)/rows/steps$", P("fsdp", "tp")),  # 8-bit [out, in]
+    (r"(attention/out|self_out|cross_out|down)/rows/steps$", P("fsdp", "tp")),  # 8-bit [out, in]
     (r"fuse/rows/steps$", P("fsdp", None)),  # 8-bit [D, features D]
     (r"((^|/)scale|fuse/bias|confidence/kernel|confidence/bias)$", P()),
 )

@@ -57,6 +57,7 @@ METHODS = {
     "eagle3": Method("eagle3", "an EAGLE-3 draft"),
     "eagle": Method("eagle", "an EAGLE-1 or 2 draft"),
     "medusa": Method("medusa", "Medusa heads"),
+    "dflash": Method("dflash", "a DFlash or DSpark draft"),
     "adaptive": Method(
         "longspec",
         "a LongSpec draft; each round takes a tree or none, by measured tokens per second",
@@ -165,5 +166,6 @@ _NEEDED = {
     "eagle3": "an EAGLE-3 draft: --draft=FOLDER",
     "eagle": "an EAGLE-1 or 2 draft: --draft=FOLDER",
     "medusa": "Medusa heads: --draft=FOLDER",
+    "dflash": "a DFlash or DSpark draft: --draft=FOLDER",
 }
 """How to name a kind of draft."""

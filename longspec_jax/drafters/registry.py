@@ -53,16 +53,25 @@ NAMED = {
 EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
 EAGLE = Kind("eagle.load:EagleOptions", "eagle.load:load")
 MEDUSA = Kind("medusa.load:MedusaOptions", "medusa.load:load")
+DFLASH = Kind("dflash.load:DFlashOptions", "dflash.load:load")
 ARCHITECTURES = {
     "LongSpecDraft": LONGSPEC,
     "LlamaForCausalLMEagle3": EAGLE3,
     "Eagle3DraftModel": EAGLE3,
     "Eagle3Speculator": EAGLE3,
     "Qwen3Eagle3Model": EAGLE3,
+    "DFlashDraftModel": DFLASH,
+    "DFlash2DraftModel": DFLASH,
+    "DFlashSpeculator": DFLASH,
+    "DSparkDraftModel": DFLASH,
+    "DSparkSpeculator": DFLASH,
+    "Qwen3DSparkModel": DFLASH,
+    "Gemma4DSparkModel": DFLASH,
 }
 """Kinds with weights. A whole model of a family that targets may have is a small language model.
 The published LongSpec drafts name no architecture of their own, so any other one means them."""
 MARKS = {
+    "dflash_config": DFLASH,
     "speculators_model_type": EAGLE3,
     "draft_vocab_size": EAGLE3,
     "medusa_num_heads": MEDUSA,

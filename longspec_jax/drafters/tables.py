@@ -5,6 +5,8 @@ it has none itself.
 """
 
 import dataclasses
+import re
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -18,7 +20,50 @@ from longspec_jax.models.layers import rounded
 from longspec_jax.models.target import head_logits, head_of
 from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
 
+SINKS = 4
+"""First entries that a draft sees beside its window, unless it was trained with a window."""
+MOST_SINKS = 64
+"""They are read at every level, in the buffer of the tree."""
 P = TypeVar("P", bound="TableParams")
+
+
+@dataclass(frozen=True)
+class FeatureOptions:
+    """Options of every draft over the target's features; none changes a token."""
+
+    window: int | None = None
+    """How many of the last tokens it sees: its memory is constant. All of them if the target's
+    range is not longer.
+
+    If absent, what it was trained for, where the target's range is longer."""
+    sinks: int | None = None
+    """How many of the first tokens it sees beside the window; 4 if absent, none where it was
+    trained with a window of its own."""
+    layers: str | None = None
+    """Layers of the target after which it takes the hidden states, such as ``1,15,28``, -1 for the
+    embedding; as its file says if absent."""
+    int8: bool | None = None
+    """Read its weights and its LM head in 8 bits: half the bytes.
+
+    If absent, on a GPU with a large target in 16 bits, where it pays."""
+
+    def __post_init__(self) -> None:
+        if self.window == 0:
+            raise ValueError("window=0 must be at least 1 token")
+        if self.sinks is not None and self.sinks > MOST_SINKS:
+            raise ValueError(f"sinks={self.sinks} must be at most {MOST_SINKS} tokens")
+        if self.layers is not None and not re.fullmatch(
+            r"-?[0-9]{1,4}(,-?[0-9]{1,4})*", self.layers
+        ):
+            raise ValueError(
+                f"layers={self.layers!r} must be numbers of layers with commas between, such as "
+                "1,15,28"
+            )
+
+    @property
+    def features(self) -> tuple[int, ...] | None:
+        """The layers as numbers; None for those that the file names."""
+        return None if self.layers is None else tuple(map(int, self.layers.split(",")))
 
 
 @runtime_checkable
