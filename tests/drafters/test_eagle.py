@@ -1,4 +1,4 @@
-"""EAGLE-1 and 2: the layer by hand, the published files, and that a draft changes no token."""
+"""EAGLE-1 and 2: the layer by hand, and the published files."""
 
 import json
 import re
@@ -14,30 +14,19 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from longspec_jax import LongSpec
 from longspec_jax.config import PLAIN, LinearRopeScaling, TreeConfig
-from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Committed, Features, Needs, NoDraft, Params
+from longspec_jax.drafters.base import Committed, Features, Needs, Params
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle.load import EagleDraft, EagleOptions, draft_table, load, save
+from longspec_jax.drafters.eagle.load import EagleOptions, draft_table, load, save
 from longspec_jax.drafters.eagle.model import EagleConfig, EagleDrafter, EagleParams
 from longspec_jax.drafters.registry import EAGLE
 from longspec_jax.loading import choose_drafts
 from longspec_jax.models.layers import rotary_frequencies
 from longspec_jax.models.target import head_of
 from longspec_jax.sharding import partition_spec, path_name
-from tests.decoding.lossless import (
-    CONFIG,
-    EVERY,
-    LENGTHS,
-    assert_same,
-    emitted_in_rounds,
-    generate,
-    prompts,
-)
+from tests.decoding.lossless import CONFIG
 from tests.drafters.eagle3.test_parity import Given
-from tests.infer.toys import save_toy, toy_spec
-from tests.kit import normal, random_target, relative_error, tiny_target_config, view_of
+from tests.kit import normal, random_target, relative_error, view_of
 
 MODEL = random_target(CONFIG)
 TARGET = Target(CONFIG, MODEL)
@@ -76,10 +65,10 @@ def random_params(config: EagleConfig, target: Any = MODEL, own: bool = False) -
 
 DRAFT = config_for(CONFIG)
 VARIANTS: dict[str, EagleConfig] = {
-    "bias": DRAFT,
-    "without": config_for(CONFIG, fuse_bias=False, num_kv_heads=4),
-    "qkv biases": config_for(CONFIG, qkv_bias=True, rope_theta=5e5, norm_eps=1e-5),
-    "scaled": config_for(CONFIG, rope_scaling=LinearRopeScaling(2.0)),
+    "usual": config_for(CONFIG, rope_scaling=LinearRopeScaling(2.0)),
+    "other biases": config_for(
+        CONFIG, fuse_bias=False, qkv_bias=True, num_kv_heads=4, rope_theta=5e5, norm_eps=1e-5
+    ),
 }
 
 
@@ -177,24 +166,16 @@ def test_chains_by_hand(name: str, tmp_path: Path) -> None:
         stored, config, text[0].tolist(), np.asarray(hidden[0]), following[0, :2].tolist()
     )
     np.testing.assert_allclose(found[:, 0], expected, atol=1e-4, rtol=1e-4)
-    if name == "bias":
+    if name == "usual":
         rounded = _chain(drafter, Params(None, params.in_int8()), text, hidden, following)
         assert 0 < relative_error(rounded[0], found[0]) < 0.05
 
 
-def test_no_token_changes() -> None:
-    """With a window that wraps and sinks, through chunks of the prompts."""
-    target, tokens = CachedTarget(CONFIG), prompts(CONFIG.vocab_size)
-    drafter = EagleDrafter(DRAFT, TreeConfig((4, 5, 3), budget=9), window=6, sinks=2)
-    params = Params(MODEL, random_params(DRAFT))
-    accepted = 0
-    for req in EVERY:
-        plain, _ = generate(target, NoDraft(), Params(MODEL, ()), tokens, LENGTHS, req)
-        rows, state = generate(target, drafter, params, tokens, LENGTHS, req)
-        assert_same(rows, plain)
-        accepted += emitted_in_rounds(state)
-    assert accepted > 0
-    assert replace(drafter, sinks=0).needs == Needs(hidden=(CONFIG.num_layers,), recent=7)
+def test_what_it_needs() -> None:
+    """The oldest entry of a window has the hidden state of the token before it."""
+    drafter = EagleDrafter(DRAFT, window=6)
+    assert drafter.needs == Needs(hidden=(CONFIG.num_layers,), recent=7)
+    assert replace(drafter, sinks=2).needs.recent is None
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -279,16 +260,3 @@ def test_what_is_no_eagle_draft(tmp_path: Path) -> None:
         EagleOptions(layers="1,2")
     with pytest.raises(ValueError, match="in 8 bits"):
         save(tmp_path, DRAFT, random_params(DRAFT).in_int8())
-
-
-def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
-    target, _ = save_toy(tmp_path)
-    spec = toy_spec()
-    config = config_for(spec.target_config)
-    save(tmp_path / "eagle", config, random_params(config, spec.target_params))
-    options = {"window": 16, "sinks": 0}
-    [draft] = LongSpec.from_pretrained(target, tmp_path / "eagle", draft_options=options).drafts
-    assert isinstance(draft, EagleDraft) and draft.seen == (16, 0)
-    draft.check_fits(spec.target_config)
-    with pytest.raises(ValueError, match="the target has hidden_size=40"):
-        draft.check_fits(tiny_target_config(model_width=40, vocab_size=17))
