@@ -72,11 +72,13 @@ class Eagle3Drafter(Drafter):
 
     @property
     def needs(self) -> Needs:
-        """The hidden states that it fuses; of the last tokens alone where it has no sinks."""
-        recent = None
-        if self.window is not None and not self.sinks:
-            recent = self.window + 1  # The oldest entry has the feature of the token before it.
-        return Needs(hidden=tuple(sorted({*self.config.features})), recent=recent)
+        """The hidden states that it fuses, of the tokens that its entries are made of."""
+        hidden = tuple(sorted({*self.config.features}))
+        if self.window is None:
+            return Needs(hidden)
+        # An entry has the feature of a token and the token behind it: so has the oldest, and so
+        # has the last of the sinks.
+        return Needs(hidden, recent=self.window + 1, first=self.sinks and self.sinks + 1)
 
     def begin(self, params: Params, batch: int, capacity: int) -> Eagle3State:
         """No entry yet."""

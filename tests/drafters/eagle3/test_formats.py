@@ -382,7 +382,8 @@ def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
     spec = LongSpec.from_pretrained(target, [folder, "ngram"], draft_options=options)
     draft, _ = spec.drafts
     assert isinstance(draft, Eagle3Draft) and draft.seen == (16, 4)
-    assert draft.drafter(PLAIN).needs == Needs(hidden=(-1, 0))
+    # The last sink is made of the token behind it, too.
+    assert draft.drafter(PLAIN).needs == Needs(hidden=(-1, 0), recent=17, first=5)
     alone = replace(draft, seen=Seen(16, 0)).drafter(PLAIN)
     # The oldest entry of the window has the feature of the token before it.
     assert alone.needs == Needs(hidden=(-1, 0), recent=17)
