@@ -20,6 +20,7 @@ WRITTEN = (
     "prefill_chunk",
     "row_slots",
     "offload",
+    "same_bits",
     "draft_options",
     "draft_revision",
     "stop_strings",

@@ -17,6 +17,7 @@ from flax.traverse_util import unflatten_dict
 from longspec_jax.checks import shown_bytes
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.draft import Draft
@@ -65,6 +66,7 @@ def random_model(
     seed: int = 0,
     kind: str = "longspec",
     options: Mapping[str, Any] | None = None,
+    same_bits: bool | None = None,
 ) -> Model:
     """Random weights of target and draft, drawn on the device."""
     chosen = draft_options(kind, options or {}, config)
@@ -83,7 +85,8 @@ def random_model(
     _, retrieval = separated(options or {}, kind)
     if retrieval is not None:
         draft = RetrievalDraft(draft, config, retrieval)
-    return Model(config, CachedTarget(config, attention), Params(target, draft.params), draft)
+    static = choose_kernels(CachedTarget(config, attention), same_bits)
+    return Model(config, static, Params(target, draft.params), draft)
 
 
 def _small(target: TargetConfig, options: SmallLMOptions) -> TargetConfig:
