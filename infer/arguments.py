@@ -248,11 +248,6 @@ def is_demo(arguments: argparse.Namespace) -> bool:
     return arguments.target in (None, DEMO_NAME)
 
 
-def has_draft(arguments: argparse.Namespace) -> bool:
-    """Whether there is a draft to speculate with."""
-    return arguments.draft is not None or is_demo(arguments)
-
-
 def drafts(arguments: argparse.Namespace) -> list[str]:
     """The drafts as they are named; the demo's own for the demo without a name."""
     return arguments.draft or ([*DEMO_DRAFTERS] if is_demo(arguments) else [])
@@ -357,7 +352,7 @@ def _decoding(arguments: argparse.Namespace) -> Iterator[str]:
     plain = arguments.tree == PLAIN
     if plain and arguments.adaptive:
         yield "--adaptive has nothing to choose with --tree none; drop one of the two"
-    if not plain and has_draft(arguments):
+    if not plain and drafts(arguments):
         return
     reason = "--tree none has none" if plain else "no --draft is named"
     remedy = "drop one of the two" if plain else "name a draft, or drop it"

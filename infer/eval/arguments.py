@@ -273,7 +273,10 @@ def _check_effects(arguments: argparse.Namespace, tasks: Sequence[str]) -> None:
     readers: dict[str, tuple[bool, Callable[[str], bool]]] = {
         "--protocol=longbench": (longbench, lambda task: task in TASKS),
         "--data": ("" in named, lambda task: task not in SUITE),
-        "--context": (arguments.context is not None, _has_any_length),
+        "--context": (
+            arguments.context is not None,
+            lambda task: task in (*SUITE, NEEDLE) or (task in TASKS and TASKS[task].books),
+        ),
         "--min_prompt": (
             arguments.min_prompt is not None,
             lambda task: task in TASKS and TASKS[task].long and not longbench,
@@ -298,7 +301,3 @@ def _check_effects(arguments: argparse.Namespace, tasks: Sequence[str]) -> None:
                 f"--data={task}={path}: {task} is made of the package's documents and reads no "
                 "data; leave it out"
             )
-
-
-def _has_any_length(task: str) -> bool:
-    return task in SUITE or task == NEEDLE or (task in TASKS and TASKS[task].books)

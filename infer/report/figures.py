@@ -320,7 +320,8 @@ def _estimate(
             return None
         if count < FEWEST:
             return Estimate(value, None, None, count)
-        drawn = figure(_drawn_sums(values))
+        parts = np.array_split(_draws(count), max(1, DRAWS * count // _CELLS))
+        drawn = figure(np.concatenate([part.astype(np.float64) @ values for part in parts]).T)
     # A resample without a pass or a second has no figure.
     tail = _tail(count)
     low, high = np.quantile(drawn[np.isfinite(drawn)], [tail, 1 - tail])
@@ -331,12 +332,6 @@ def _tail(count: int) -> float:
     """The share of the resamples beyond each end of an interval."""
     t = stdtrit(count - 1, (1 - LEVEL) / 2)
     return float(ndtr(t * math.sqrt(count / (count - 1))))
-
-
-def _drawn_sums(values: np.ndarray) -> np.ndarray:
-    """Sums ``[columns, draws]`` over samples drawn with replacement."""
-    parts = np.array_split(_draws(len(values)), max(1, DRAWS * len(values) // _CELLS))
-    return np.concatenate([part.astype(np.float64) @ values for part in parts]).T
 
 
 @functools.lru_cache(maxsize=64)
