@@ -33,7 +33,6 @@ from .blocks import Block, Sample
 LEVEL = 0.95
 """Share of the resamples that an interval holds."""
 DRAWS = 4000
-"""Resamples."""
 FEWEST = 4
 """Fewer samples have no interval: they have too few different resamples."""
 SEED = 13
@@ -78,7 +77,6 @@ class Estimate:
     """Lower end of its interval; None where the samples are too few."""
     high: float | None
     samples: int
-    """Their number."""
 
     def excludes(self, value: float) -> bool:
         """Whether there is an interval that does not hold a value."""

@@ -63,7 +63,6 @@ class Report:
     sections: tuple[Section, ...]
     """Those that have a table."""
     missing: tuple[str, ...]
-    """Sentences."""
     cases: tuple[CaseStudy, ...]
     shades: Sequence[int]
     """Depths that the legend of the case studies explains."""
