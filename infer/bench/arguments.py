@@ -142,6 +142,7 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     )
     _add_new_tokens(parser, ByMachine(192, 48), "tokens of one repetition")
     _add_repetitions(parser, ByMachine(3, 2))
+    _add_same_bits(parser)
     parser.add_argument(
         "--turns", type=COUNT, default=ByMachine(10, 3), help="repeats of a separately timed part"
     )
@@ -190,6 +191,7 @@ def _match(parser: argparse.ArgumentParser) -> None:
         "boundaries, in tokens: prompts have as many, one less and one more",
     )
     _add_new_tokens(parser, ByMachine(160, 24), "tokens of every prompt")
+    _add_same_bits(parser)
     _add_outputs(parser)
 
 
@@ -299,6 +301,14 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
     _add_several(parser, "--context", COUNT, ByMachine([4096], [1024]), "cached tokens")
     _add_several(parser, "--batch", COUNT, [1], "rows")
+
+
+def _add_same_bits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--same_bits",
+        action=argparse.BooleanOptionalAction,
+        help="as of python -m infer.decode: on where there are such kernels, unless --no-same_bits",
+    )
 
 
 def _add_new_tokens(parser: argparse.ArgumentParser, default: ByMachine, words: str) -> None:
