@@ -16,6 +16,7 @@ from infer.serve.engine_thread import EngineThread
 from infer.serve.http_server import HttpServer
 from infer.serve.metrics import Metrics
 from infer.serve.protocol import ServedModel
+from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding.outputs import EngineStatus
 from longspec_jax.generation.result import TreeUse
 
@@ -37,7 +38,8 @@ def scripted_model(**changes: Any) -> ServedModel:
         "encode_chat": lambda messages: [
             LETTERS.index(letter) for message in messages for letter in message["content"]
         ],
-        "tree": "1,1,1",
+        "trees": (PLAIN, TreeConfig((1, 1, 1))),
+        "tree": "chain:3",
         "drafter": "script",
     }
     return ServedModel(**{**settings, **changes})
