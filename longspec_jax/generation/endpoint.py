@@ -117,7 +117,7 @@ class Endpoint:
         tokens = [answer["longspec"][0]["tokens"] for answer in answers]
         rounds = tuple(len(answer["longspec"][0]["rounds"]) for answer in answers)
         times = [answer["metrics"] for answer in answers]
-        first = [one["time_to_first_token_ms"] - (one["queue_time_ms"] or 0.0) for one in times]
+        first = [one["time_to_first_token_ms"] - one["queue_time_ms"] for one in times]
         later = [
             (one["mean_itl_ms"] or 0.0) * (len(row) - 1)
             for one, row in zip(times, tokens, strict=True)
