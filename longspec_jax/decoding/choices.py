@@ -44,14 +44,18 @@ def load_of(live: int) -> int:
     return (max(live, 1) - 1).bit_length()
 
 
+FEW_SLOTS = 4
+"""Slots of which a CPU always launches all: another size would prolong a start by two thirds."""
+
+
 def launch_sizes(slots: int) -> tuple[int, ...]:
     """Rows of an engine's launches, ascending: 1, 2, 4, ... and all slots.
 
     Every size has a program for each candidate and kind of sampling. A CPU takes seconds to compile
-    one, so there the sizes are one row, a quarter of the slots, and all.
+    one, so there the sizes are one row, a quarter of the slots, and all; of few slots all alone.
     """
     if jax.default_backend() == "cpu":
-        fewer = {1, max(1, slots // 4)}
+        fewer = {1, slots // 4} if slots > FEW_SLOTS else set()
     else:
         fewer = {1 << power for power in range(load_of(slots))}
     return tuple(sorted({*fewer, slots}))
@@ -66,12 +70,7 @@ class LateChoices:
     """
 
     def __init__(self, policy: Policy, candidates: int) -> None:
-        """Begin with the policy's first choice.
-
-        Args:
-          policy: chooses the candidate of every launch.
-          candidates: how many there are.
-        """
+        """Begin with the policy's first choice."""
         self.totals = (Measurement(),) * candidates
         """What every candidate has done, as far as it was read."""
         self.policy = policy
@@ -81,12 +80,7 @@ class LateChoices:
         self._missing = self._choice.rounds
 
     def next(self, running: Sequence[Choice], most: int) -> Choice:
-        """The candidate and the rounds of the next launch.
-
-        Args:
-          running: the launches that were not read yet.
-          most: most rounds of a launch.
-        """
+        """The candidate and the rounds of the next launch."""
         seen = self._unobserved[self._choice.candidate]
         if self._missing <= 0 and seen.rounds:
             self._observe(self._choice.candidate)
@@ -134,8 +128,15 @@ class ChoicesByLoad:
 
         Args:
           policies: for one live row, two, up to four and so on; the last one for all others.
-          candidates: among which each chooses.
+
+        Raises:
+          NotImplementedError: if there is a choice in a computation of several processes.
         """
+        if candidates > 1 and jax.process_count() > 1:
+            raise NotImplementedError(
+                f"{jax.process_count()} processes would each choose by their own clock and run "
+                "different programs; decode with one fixed tree instead"
+            )
         self._by_load = [LateChoices(policy, candidates) for policy in policies]
         self._load = 0
 

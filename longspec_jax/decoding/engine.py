@@ -21,23 +21,21 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import fitted
-from longspec_jax.decoding.candidates import check_one_clock, tallest
+from longspec_jax.decoding.candidates import tallest
 from longspec_jax.decoding.choices import ChoicesByLoad, most_rounds
 from longspec_jax.decoding.constrained import FREE, Constraint, constrained_round
-from longspec_jax.decoding.faults import Faults
-from longspec_jax.decoding.launches import LaunchQueue
+from longspec_jax.decoding.launches import Faults, LaunchQueue
 from longspec_jax.decoding.logprobs import check_alternatives, first_logprobs, unpacked_logprobs
-from longspec_jax.decoding.outputs import EngineStatus, StepOutput
 from longspec_jax.decoding.policy import Choice, Measurement, Policy, default_policy
 from longspec_jax.decoding.prefill import vacant
-from longspec_jax.decoding.prefix_cache import PrefixCache
+from longspec_jax.decoding.prefixes import PrefixCache
 from longspec_jax.decoding.prompts import Prefill, Prompts, Waiting, padded_stops
 from longspec_jax.decoding.report import TOKENS, Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert, release
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.schedule import Plan
-from longspec_jax.decoding.slots import Slots
+from longspec_jax.decoding.slots import EngineStatus, Slots, StepOutput
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 
@@ -108,7 +106,6 @@ class Engine:
           NotImplementedError: if there is a choice in a computation of several processes, whose
             clocks would disagree.
         """
-        check_one_clock(len(drafters))
         self.target, self.drafters, self.params = target, tuple(drafters), params
         self.slots, self.capacity = slots, capacity
         self.streams, self.ahead, self.clock = streams, ahead, clock
@@ -120,7 +117,7 @@ class Engine:
         self.contents = contents
         self.preemptions = 0
         self._together, self._readmits = together, readmits
-        self.choose_by([policy or default_policy(len(drafters))])
+        self._choices = ChoicesByLoad([policy or default_policy(len(drafters))], len(drafters))
         self.prefixes = PrefixCache(params, self.drafter.needs, slots, host_bytes)
         """What slots and the host's memory hold of earlier prompts."""
         self.prompts = Prompts(
@@ -222,6 +219,7 @@ class Engine:
         *,
         priority: int = 0,
         constraint: Constraint | None = None,
+        candidate: int | None = None,
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
 
@@ -231,6 +229,8 @@ class Engine:
           priority: a lower one goes first.
           constraint: what it may emit, which has met none of its tokens. While it is decoded the
             host waits for every round's tree.
+          candidate: the drafter whose rounds run while the request holds a slot, in all rows; of
+            several such requests the last of the drafters. The policy's choice if absent.
 
         Returns:
           The number that names the request in what :meth:`step` returns.
@@ -250,7 +250,8 @@ class Engine:
         check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
         own = self.as_it_takes(request)
         id, self._next_id = self._next_id, self._next_id + 1
-        waiting = Waiting(priority, id, np.asarray(tokens), own, constraint=constraint)
+        more: dict[str, Any] = {"constraint": constraint, "candidate": candidate}
+        waiting = Waiting(priority, id, np.asarray(tokens), own, **more)
         self.prompts.add(waiting)
         return id
 
@@ -442,7 +443,11 @@ class Engine:
         most = 1
         if not self.streams:
             most = most_rounds(self.rounds_per_launch, len(self.drafters), self.round_seconds)
-        choice = self._choices.next(self._launches.choices, most, len(live))
+        named = {self._slots.active[id].waiting.candidate for id in live} - {None}
+        if named:
+            choice = Choice(max(one for one in named if one is not None), most)
+        else:
+            choice = self._choices.next(self._launches.choices, most, len(live))
         kind = max(self._slots.active[id].waiting.request.sampling.kind for id in live)
         if constraints := self._slots.constraints:
             choice, kind = choice._replace(rounds=1), SamplingKind.ANY

@@ -19,19 +19,18 @@ import numpy as np
 
 from longspec_jax.checks import is_number, is_whole, shown, whole_number
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding import measuring
+from longspec_jax.decoding import trials
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.candidates import candidates_by_load, tallest
 from longspec_jax.decoding.choices import launch_sizes
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES, TokenLogprob
-from longspec_jax.decoding.outputs import EngineStatus, StepOutput
-from longspec_jax.decoding.prefix_cache import MOST_MOVING
+from longspec_jax.decoding.prefixes import MOST_MOVING
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.report import Contents, RoundTree
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.same_bits import has_same_bits
-from longspec_jax.decoding.trials import rehearse_requests
+from longspec_jax.decoding.slots import EngineStatus, StepOutput
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.call import Shape
 from longspec_jax.generation.grammar import Grammar, GrammarState
@@ -41,7 +40,6 @@ from longspec_jax.generation.models import Models, drafters_for
 from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
 from longspec_jax.generation.run import tree_uses
-from longspec_jax.generation.stops import until
 from longspec_jax.generation.text import Piece, RowText
 
 STOP_WIDTH = 8
@@ -174,6 +172,7 @@ class RequestEngine:
         chat_template: str | None = None,
         priority: int = 0,
         speculate: bool = True,
+        tree: TreeConfig | None = None,
         grammar: Grammar | None = None,
         **options: Unpack[GenerateOptions],
     ) -> int:
@@ -182,7 +181,8 @@ class RequestEngine:
         Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row. A request of a lower
         ``priority`` goes first. Where all slots are taken it takes one of a higher ``priority``,
         whose text goes on later as if nothing had happened. Without ``speculate`` the row accepts
-        no draft token, and its text is the same. A ``grammar``
+        no draft token, and its text is the same. A ``tree`` of :attr:`trees` runs while the request
+        holds a slot, instead of the one that is fastest. A ``grammar``
         (:meth:`longspec_jax.LongSpec.grammar`) allows what satisfies it alone.
 
         Returns:
@@ -205,11 +205,22 @@ class RequestEngine:
                 f"priority={shown(priority)} must be a whole number; the lowest goes first"
             )
         request = _of_one_row(batch, speculate)
-        constraint = self._constraint(grammar, request)
-        id = self.engine.submit(prompt, request, priority=priority, constraint=constraint)
+        more = {
+            "priority": priority,
+            "constraint": self._constraint(grammar, request),
+            "candidate": None if tree is None else self._candidate(tree),
+        }
+        id = self.engine.submit(prompt, request, **more)
         if (text := batch.text(0)) is not None:
             self._texts[id] = text
         return id
+
+    def _candidate(self, tree: TreeConfig) -> int:
+        trees = [drafter.tree for drafter in self.engine.drafters]
+        if tree not in trees:
+            known = ", ".join(map(str, trees))
+            raise ValueError(f"tree={tree} is none of this engine's trees, which are {known}")
+        return trees.index(tree)
 
     def _constraint(self, grammar: Grammar | None, request: Request) -> GrammarState | None:
         if grammar is None:
@@ -276,15 +287,15 @@ class RequestEngine:
             # the host's memory whole layers move, whoever reads them.
             engine.launch_sizes = launch_sizes(engine.slots)
         if self._max_gap_ms is not None:
-            chunk = measuring.largest_chunk(
-                measuring.smaller_chunks(engine.prompts.chunk),
-                lambda size: measuring.chunk_seconds(engine, size, requests[0]),
-                *(measuring.longest_round(engine, slowest), self._max_gap_ms / 1000),
+            chunk = trials.largest_chunk(
+                trials.smaller_chunks(engine.prompts.chunk),
+                lambda size: trials.chunk_seconds(engine, size, requests[0]),
+                *(trials.longest_round(engine, slowest), self._max_gap_ms / 1000),
             )
             engine.prompts.take_chunks_of(chunk)
-        rehearse_requests(engine, requests, constrained=self._grammars)
+        trials.rehearse_requests(engine, requests, constrained=self._grammars)
         if len(engine.drafters) > 1:
-            engine.choose_by(measuring.timed_policies(engine, slowest))
+            engine.choose_by(trials.timed_policies(engine, slowest))
 
     def close(self) -> None:
         """Let go of all arrays."""
@@ -303,12 +314,9 @@ class RequestEngine:
     def _output(self, output: StepOutput) -> RequestOutput:
         pieces: tuple[Piece, ...] = ()
         if (own := self._texts.get(output.id)) is not None:
-            said = output.tokens.tolist()[: -1 if output.finish == "error" else None]
-            drafted, ended = output.drafted.tolist()[: len(said)], output.finish is not None
-            kept, pieces = own.add(said, drafted, ended)
+            output, pieces = own.take(output)
             if own.stopped:
                 self.engine.cancel(output.id)
-                output = until(output, kept)
         if output.finish is not None:
             self._texts.pop(output.id, None)
         return RequestOutput(

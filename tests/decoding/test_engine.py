@@ -17,10 +17,9 @@ from longspec_jax.decoding import engine as engine_lib
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding import prompts as prompts_lib
 from longspec_jax.decoding.candidates import candidates, smaller_tree, tallest
-from longspec_jax.decoding.choices import LAUNCH_SECONDS
+from longspec_jax.decoding.choices import LAUNCH_SECONDS, launch_sizes
 from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.outputs import StepOutput
 from longspec_jax.decoding.policy import Always, Choice, FastestWithinBudget, Measurement, Policy
 from longspec_jax.decoding.prefix_cache import PrefixCache
 from longspec_jax.decoding.report import Contents, Report
@@ -28,7 +27,7 @@ from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, RowShardings, insert
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
-from longspec_jax.decoding.slots import Slots
+from longspec_jax.decoding.slots import Slots, StepOutput
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.trials import branch as branch_of
 from longspec_jax.decoding.trials import rehearse, rejoin
@@ -250,6 +249,18 @@ def test_every_kind_of_drafter_serves(kind: str, single: list[np.ndarray]) -> No
     engine.launch_sizes = 1, 2
     shown, _ = serve(engine, range(7), CONFIG.vocab_size)
     assert_same(shown, single)
+
+
+def test_sizes_of_launches_are_few_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert [launch_sizes(slots) for slots in (1, 4, 5, 8)] == [(1,), (4,), (1, 5), (1, 2, 8)]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert [launch_sizes(slots) for slots in (1, 2, 6, 8)] == [
+        (1,),
+        (1, 2),
+        (1, 2, 4, 6),
+        (1, 2, 4, 8),
+    ]
 
 
 def test_a_launch_is_of_the_live_rows_and_the_first_others() -> None:
