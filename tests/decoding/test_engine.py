@@ -21,7 +21,7 @@ from longspec_jax.decoding.choices import LAUNCH_SECONDS, launch_sizes
 from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Always, Choice, FastestWithinBudget, Measurement, Policy
-from longspec_jax.decoding.prefix_cache import PrefixCache
+from longspec_jax.decoding.prefixes import PrefixCache
 from longspec_jax.decoding.report import Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, RowShardings, insert
