@@ -79,7 +79,7 @@ def test_no_token_changes(plain: list[list[np.ndarray]]) -> None:
         state.rows.draft.layers, whole.rows.draft.layers, slots, strict=True
     ):
         for b, length in enumerate(np.minimum(lengths, seen)):
-            for mine, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            for mine, other in zip(*map(jax.tree.leaves, (ours.cache, theirs.cache)), strict=True):
                 np.testing.assert_allclose(mine[b, :, :length], other[b, :, :length], atol=1e-4)
 
 
