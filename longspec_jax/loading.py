@@ -96,10 +96,6 @@ class ChosenDraft(NamedTuple):
     def load(self, target: Target, mesh: Mesh | None = None) -> Draft:
         """Read its weights.
 
-        Args:
-          target: what it proposes for.
-          mesh: devices to spread it over; the first device if absent.
-
         Raises:
           FileNotFoundError: if one of its files is missing.
           ValueError: for a draft of another target.

@@ -81,12 +81,6 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def placed(params: Any, mesh: Mesh, *names: str) -> Any:
-    """The same parameters with some parts spread over a mesh, such as copies in 8 bits.
-
-    Args:
-      params: a dataclass.
-      mesh: devices to spread the parts over.
-      *names: of the parts.
-    """
+    """The same parameters with some parts spread over a mesh, such as copies in 8 bits."""
     parts = {name: getattr(params, name) for name in names}
     return replace(params, **jax.device_put(parts, param_shardings(mesh, parts)))

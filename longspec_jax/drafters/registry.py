@@ -108,7 +108,6 @@ def separated(options: Mapping[str, Any], draft: str) -> tuple[Mapping[str, Any]
     """A draft's own options, and those about retrieval.
 
     Args:
-      options: by name.
       draft: its name or folder, for the message.
 
     Returns:
@@ -134,8 +133,6 @@ def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
     """The options of a kind, checked; of a kind without weights that is the draft.
 
     Args:
-      kind: of the draft.
-      values: by name.
       draft: its name or folder, for the message.
 
     Raises:

@@ -170,10 +170,6 @@ def write_model(
     """Write a model folder, replacing the weights it may hold.
 
     Args:
-      folder: made if absent.
-      table: the model's.
-      params: of the table.
-      dtype: of the parameters.
       raw: the ``config.json``.
       more: tensors that are no parameters, by their stored names.
       file: what the weights are called.
