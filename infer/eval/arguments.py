@@ -13,7 +13,7 @@ from longspec_jax.embedded import DEMO_NAME, DRAFTS
 
 from ..arguments import add_memory, add_models, is_demo
 from ..prompts import STYLES
-from .methods import ALL, METHODS, Chosen
+from .methods import ALL, METHODS, SERVED, Chosen
 from .tasks import DEMO_SUITE, FREE, NEEDLE, RAW, SUITE, TASKS
 
 TASK_NAMES = (*TASKS, NEEDLE, FREE, *SUITE, DEMO_SUITE)
@@ -52,7 +52,16 @@ def parser() -> argparse.ArgumentParser:
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
     result.set_defaults(tree=None)
-    add_memory(add_models(result, DRAFT_HELP))
+    models = add_models(result, DRAFT_HELP)
+    add_memory(models)
+    models.add_argument(
+        "--endpoint",
+        type=cli.word,
+        metavar="URL",
+        help="measure a server of this target, by its address up to /v1, with its draft "
+        f"({SERVED}) and without (plain), --batch requests at a time. The key is taken from the "
+        "environment variable LONGSPEC_API_KEY",
+    )
     _add_tasks(result.add_argument_group("tasks"))
     _add_methods(result.add_argument_group("methods and generation"))
     _add_output(result.add_argument_group("output"))
@@ -93,7 +102,7 @@ def _add_tasks(group: Any) -> None:
         "--min_prompt",
         type=cli.number(Whole(0)),
         metavar="TOKENS",
-        help="prompts of at most N tokens are skipped (longspec protocol)",
+        help="prompts of at most this many tokens are skipped (longspec protocol)",
     )
     group.add_argument(
         "--max_prompt",
@@ -131,16 +140,18 @@ def _add_methods(group: Any) -> None:
         default=[0],
         help="of the draws above temperature 0",
     )
-    for name, default, words in (("top_p", 1.0, "1"), ("top_k", 0, "0")):
-        kind = cli.number(SAMPLING[name])
+    for name, default, words in (
+        ("top_p", 1.0, "draw from the most probable tokens that together have this share; 1: all"),
+        ("top_k", 0, "draw from this many most probable tokens; 0: all"),
+    ):
         group.add_argument(
-            f"--{name}", type=kind, default=default, help=f"{words} keeps all tokens"
+            f"--{name}", type=cli.number(SAMPLING[name]), default=default, help=words
         )
     group.add_argument(
         "--max_new_tokens",
         type=cli.number(SAMPLING["max_new_tokens"]),
         metavar="TOKENS",
-        help="instead of the protocol's number",
+        help="most new tokens of a sample; the protocol's number if absent",
     )
     group.add_argument("--batch", type=cli.COUNT, default=1, help="prompts decoded together")
     group.add_argument("--ignore_eos", action="store_true", help="do not stop at stop tokens")
@@ -148,7 +159,7 @@ def _add_methods(group: Any) -> None:
         "--repetitions",
         type=cli.COUNT,
         default=1,
-        help="decode every call so often and keep the one of median seconds",
+        help="decode every call this many times and keep the run of median seconds",
     )
 
 
@@ -211,6 +222,7 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
       ValueError: for a contradiction, naming the options.
     """
     tasks = [name for task in arguments.task for name in (SUITE if task == DEMO_SUITE else (task,))]
+    _check_endpoint(arguments)
     _check_data(arguments, tasks)
     _check_effects(arguments, tasks)
     methods = [each.name for each in arguments.method]
@@ -224,7 +236,7 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
             "them out"
         )
     drafts = arguments.draft
-    if drafts is None and is_demo(arguments):
+    if drafts is None and is_demo(arguments) and not arguments.endpoint:
         drafts = [*DEMO_RUN_DRAFTS]
     settled = {
         "task": tasks,
@@ -235,6 +247,14 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
         "target": arguments.target or DEMO_NAME,
     }
     return argparse.Namespace(**{**vars(arguments), **settled})
+
+
+def _check_endpoint(arguments: argparse.Namespace) -> None:
+    """Refuse options that are the server's."""
+    names = "draft draft_option mesh offload attention prefill_chunk row_slots method breakdown"
+    for name in (*names.split(), "rounds") if arguments.endpoint else ():
+        if getattr(arguments, name):
+            raise ValueError(f"--{name} cannot be asked of --endpoint, a server; leave it out")
 
 
 def _check_data(arguments: argparse.Namespace, tasks: list[str]) -> None:
@@ -271,7 +291,10 @@ def _check_effects(arguments: argparse.Namespace, tasks: Sequence[str]) -> None:
     readers: dict[str, tuple[bool, Callable[[str], bool]]] = {
         "--protocol=longbench": (longbench, lambda task: task in TASKS),
         "--data": ("" in named, lambda task: task not in SUITE),
-        "--context": (arguments.context is not None, _has_any_length),
+        "--context": (
+            arguments.context is not None,
+            lambda task: task in (*SUITE, NEEDLE) or (task in TASKS and TASKS[task].books),
+        ),
         "--min_prompt": (
             arguments.min_prompt is not None,
             lambda task: task in TASKS and TASKS[task].long and not longbench,
@@ -296,7 +319,3 @@ def _check_effects(arguments: argparse.Namespace, tasks: Sequence[str]) -> None:
                 f"--data={task}={path}: {task} is made of the package's documents and reads no "
                 "data; leave it out"
             )
-
-
-def _has_any_length(task: str) -> bool:
-    return task in SUITE or task == NEEDLE or (task in TASKS and TASKS[task].books)

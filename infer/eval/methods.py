@@ -68,6 +68,8 @@ METHODS = {
     ),
 }
 """All methods, in the order in which they run."""
+SERVED = "served"
+"""The method of a server, which has a draft of its own."""
 ALL = "all"
 """Stands for every method whose draft is loaded."""
 
@@ -148,7 +150,7 @@ def by_kind(drafts: "Sequence[Draft]") -> "dict[str, Draft]":
         kind = draft.inner.name if isinstance(draft, RetrievalDraft) else draft.name
         if kind in found:
             raise ValueError(
-                f"two drafters are of the kind {kind}, and a method has one; measure each in a run "
+                f"two drafts are of the kind {kind}, and a method has one; measure each in a run "
                 "of its own: --draft once for each kind"
             )
         found[kind] = draft
