@@ -10,6 +10,7 @@ import json
 import os
 import re
 import string
+import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -196,7 +197,8 @@ def _origin(rows: Sequence[Row], page: Path) -> Iterator[str]:
             days.setdefault(header["date"][:10], {})[commit[:7]] = None
         when = "; ".join(f"{day} at {', '.join(commits)}" for day, commits in days.items())
         link = os.path.relpath(RESULTS / f"{file}.json", page.parent)
-        yield f"Raw: [{file}.json]({link}), {device}, {when}."
+        source = f"Raw: [{file}.json]({link}), {device}, {when}."
+        yield textwrap.fill(source, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def chart() -> str:

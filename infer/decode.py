@@ -22,16 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, end: Callable[[int], object] | None = None) -> int:
-    """Run the command.
-
-    Args:
-      argv: the arguments; those of the process if absent.
-      end: ends the process after a signal, in tests.
-
-    Returns:
-      The exit status: 0, 2 for bad input, 1 for a failure while running, 130 after Ctrl-C, 143
-      after SIGTERM, 129 after SIGHUP.
-    """
+    """Run the command; the exit status. ``end`` ends the process after a signal, in tests."""
     return cli.run(lambda: _run(argv, end), argv)
 
 
@@ -50,12 +41,6 @@ class DecodeRun:
     """A request, and how far it has got."""
 
     def __init__(self, arguments: argparse.Namespace, prompts: "Sequence[Prompt]"):
-        """Begin with nothing loaded.
-
-        Args:
-          arguments: of the command, checked.
-          prompts: the prompts they name; none for the demo's.
-        """
         from longspec_jax.status_line import StatusLine
 
         from .journal import Journal

@@ -1,6 +1,8 @@
 """What a run has measured so far, so that stopping it early loses nothing."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from longspec_jax import cli
@@ -15,45 +17,32 @@ class Journal:
     """Finished calls, and the rounds of the one under way."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self._lock = threading.Lock()
         self._closed = False
         self._finished: list[Outcome] = []
-        self._name = ""
-        self._row_names: tuple[str, ...] = ()
-        self._has_text = True
+        self._about: tuple[str, tuple[str, ...], bool] = "", (), True
         self._rounds: list[StreamRound] = []
 
     def begin(self, name: str, row_names: tuple[str, ...], has_text: bool) -> None:
-        """A call begins.
-
-        Args:
-          name: of the call.
-          row_names: where every row was written.
-          has_text: whether there is a tokenizer.
-        """
-        with self._lock:
-            self._check_open()
-            self._name, self._row_names, self._rounds = name, row_names, []
-            self._has_text = has_text
+        """A call begins; ``has_text`` says whether there is a tokenizer."""
+        with self._open():
+            self._about, self._rounds = (name, row_names, has_text), []
 
     def add(self, added: "StreamRound") -> None:
         """A round of it has ended."""
-        with self._lock:
-            self._check_open()
+        with self._open():
             self._rounds.append(added)
 
     def finish(self, outcome: "Outcome") -> None:
         """It has ended."""
-        with self._lock:
-            self._check_open()
+        with self._open():
             self._finished.append(outcome)
             self._rounds = []
 
     def check_open(self) -> None:
         """Raise if the run has been left."""
-        with self._lock:
-            self._check_open()
+        with self._open():
+            pass
 
     def close(self) -> None:
         """Leave the run: nothing is added from now on."""
@@ -67,7 +56,8 @@ class Journal:
             return None
         from .results import Outcome, gathered
 
-        return Outcome(self._name, self._row_names, gathered(self._rounds, self._has_text))
+        name, row_names, has_text = self._about
+        return Outcome(name, row_names, gathered(self._rounds, has_text))
 
     @property
     def outcomes(self) -> "list[Outcome]":
@@ -75,6 +65,10 @@ class Journal:
         partial = self.unfinished
         return [*self._finished, *([] if partial is None else [partial])]
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise cli.Closed
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Hold the lock; raises if the run has been left."""
+        with self._lock:
+            if self._closed:
+                raise cli.Closed
+            yield

@@ -85,10 +85,6 @@ def load_named(
 ) -> tuple[LongSpec, Path, list[str | Path]]:
     """The models that the arguments name, the target's folder, and those of the drafts.
 
-    Args:
-      arguments: of the command.
-      status: says what is under way.
-
     Raises:
       OSError: for a model that is neither here nor on the hub.
       ValueError: for models that cannot be used, in the words of the command.
@@ -109,6 +105,7 @@ def load(arguments: argparse.Namespace, target: Path, sources: Sequence[str | Pa
         prefill_chunk=arguments.prefill_chunk,
         row_slots=arguments.row_slots,
         offload=arguments.offload,
+        same_bits=arguments.same_bits,
         mesh=make_mesh(**arguments.mesh) if arguments.mesh else None,
         draft=list(sources) or None,
         draft_options=cli.as_options(arguments.draft_option) if sources else None,

@@ -23,10 +23,6 @@ def write(path: Path, values: dict[str, Any]) -> bool:
 
     A run may take hours, and its numbers must not be lost.
 
-    Args:
-      path: from :func:`output_file`.
-      values: for JSON.
-
     Returns:
       Whether they are where they were wanted.
     """

@@ -67,10 +67,6 @@ def check_text(text: str, where: str) -> str:
 def read_text(path: str | Path, option: str = "--prompt_file") -> str:
     """A text file as it is, or standard input for ``-``.
 
-    Args:
-      path: of the file.
-      option: what named it, for messages.
-
     Raises:
       ValueError: if it is too large or no UTF-8 text.
       OSError: if it cannot be read.
@@ -171,13 +167,7 @@ def _row(row: Any, where: str) -> Prompt:
 
 
 def item_of(source: str, value: Any, where: str) -> Any:
-    """The prompt of a row: text, checked messages or token ids.
-
-    Args:
-      source: one of :data:`SOURCES`.
-      value: of that field.
-      where: the file and its line, for messages.
-    """
+    """The prompt of a row: text, checked messages or token ids."""
     if source == "messages":
         return check_messages(value, where)
     if source == "prompt":
@@ -249,16 +239,12 @@ def encode_native(tokenizer: Any, messages: Messages) -> list[int]:
             "the target's tokenizer has no chat template; choose --prompt_style vicuna or "
             "longspec, or pass the whole prompt as text"
         )
-    return _tokens(tokenizer, messages, None)
+    return encode_chat(tokenizer, messages, None)
 
 
 def encode_vicuna(tokenizer: Any, messages: Messages) -> list[int]:
     """Vicuna v1.1's format."""
-    return _tokens(require_tokenizer(tokenizer), messages, VICUNA_TEMPLATE)
-
-
-def _tokens(tokenizer: Any, messages: Messages, template: str | None) -> list[int]:
-    return encode_chat(tokenizer, messages, template)
+    return encode_chat(require_tokenizer(tokenizer), messages, VICUNA_TEMPLATE)
 
 
 def release_turns(tokenizer: Any, messages: Messages) -> list[str]:

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from longspec_jax.checks import shown_bytes
@@ -18,13 +19,7 @@ from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.generation.activity import Slower, Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.memory import MemoryPlan
-from longspec_jax.generation.result import (
-    ACCEPTANCE_DEFINITION,
-    GenerateResult,
-    Stats,
-    StreamRound,
-)
-from longspec_jax.generation.timings import TreeTiming
+from longspec_jax.generation.result import ACCEPTANCE_DEFINITION, GenerateResult, Stats, StreamRound
 
 from .output import tree_fields, tree_of
 
@@ -51,12 +46,7 @@ class Outcome:
 
 
 def gathered(rounds: Sequence[StreamRound], has_text: bool) -> GenerateResult:
-    """The result of a call as far as its rounds have come.
-
-    Args:
-      rounds: those there are, at least one.
-      has_text: whether there is a tokenizer.
-    """
+    """The result of a call as far as its rounds have come."""
     rows = range(len(rounds[0].tokens))
     return GenerateResult(
         sequences=tuple(tuple(t for r in rounds for t in r.tokens[row]) for row in rows),
@@ -69,21 +59,14 @@ def gathered(rounds: Sequence[StreamRound], has_text: bool) -> GenerateResult:
 def as_json(
     outcomes: Sequence[Outcome], setting: dict[str, Any], interrupted: bool = False
 ) -> dict[str, Any]:
-    """Everything measured.
-
-    Args:
-      outcomes: the calls, of one row or of a batch each.
-      setting: what was run: models, device, options.
-      interrupted: whether there would have been more.
-    """
+    """Everything measured."""
     rows = [row for outcome in outcomes for row in _rows(outcome)]
-    single = len(rows) == 1
+    columns = {name: [row[name] for row in rows] for name in ("prompt_tokens", "text")}
     return {
         "interrupted": interrupted,
         "acceptance_definition": ACCEPTANCE_DEFINITION,
         **_totals(outcomes),
-        "prompt_tokens": rows[0]["prompt_tokens"] if single else _column(rows, "prompt_tokens"),
-        "text": rows[0]["text"] if single else _column(rows, "text"),
+        **{name: columns[name][0] if len(rows) == 1 else columns[name] for name in columns},
         "setting": setting,
         "memory": asdict(outcomes[0].stats.memory) if outcomes else None,
         "rows": rows,
@@ -179,33 +162,27 @@ def tree_line(tree: TreeConfig) -> str:
 
 
 def tuned_line(tuned: Tuned, pays: str) -> str:
-    """Which tree a call runs that names none, and why.
-
-    Args:
-      tuned: what was settled.
-      pays: how to see speculation pay where it does not for this model.
-    """
+    """Which tree a call runs that names none, and why."""
     tree, timings = tuned.tree, tuned.timings
     several = len({timing.drafter for timing in timings if timing.tree.widths}) > 1
     of = f"{tuned.drafter}, " if several and tree.widths else ""
     chosen = of + tree_line(tree) if tree.widths else "plain decoding"
     if not timings:
         return f"{chosen}, usual on this kind of machine: nothing was timed (--tree names another)"
-    fastest = max((timing for timing in timings if timing.tree.widths), key=_speed_of)
-    plain = next(timing for timing in timings if not timing.tree.widths)
+    fastest = max(
+        (each for each in timings if each.tree.widths), key=attrgetter("tokens_per_second")
+    )
+    best = f"{fastest.tokens_per_second:.0f}"
+    plain = next(f"{each.tokens_per_second:.0f}" for each in timings if not each.tree.widths)
     if tree.widths:
         return (
-            f"{chosen}, the fastest of {len(timings)} timed here: {_speed_of(fastest):.0f} "
-            f"tokens/s, {_speed_of(plain):.0f} without (--tree names another)"
+            f"{chosen}, the fastest of {len(timings)} timed here: {best} tokens/s, {plain} without "
+            "(--tree names another)"
         )
     return (
-        f"{chosen}: no tree pays for this model here, timed once: {_speed_of(plain):.0f} tokens/s, "
-        f"{_speed_of(fastest):.0f} with tree {fastest.tree} (--tree takes it all the same); {pays}"
+        f"{chosen}: no tree pays for this model here, timed once: {plain} tokens/s, {best} with "
+        f"tree {fastest.tree} (--tree takes it all the same); {pays}"
     )
-
-
-def _speed_of(timing: TreeTiming) -> float:
-    return timing.tokens_per_second
 
 
 def slower_line(slower: Slower) -> str:
@@ -330,10 +307,6 @@ def _identity_lines(outcomes: Sequence[Outcome], dtype: str, promised: bool) -> 
             f"  {outcome.row_names[item.row]}: first at token {item.index + 1} of {total}, "
             f"{item.plain_token} became {item.speculative_token}, {gap}"
         )
-
-
-def _column(rows: Sequence[dict[str, Any]], name: str) -> list[Any]:
-    return [row[name] for row in rows]
 
 
 def _speed(stats: Sequence[Stats]) -> float | None:

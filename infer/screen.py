@@ -41,13 +41,6 @@ class Screen:
     """Where the command prints: text, and a status line while there is none."""
 
     def __init__(self, color: bool, out: TextIO | None = None, status: StatusLine | None = None):
-        """Print to a stream, standard output by default.
-
-        Args:
-          color: whether to emit colours.
-          out: a text stream.
-          status: where to say what is under way; standard error if absent.
-        """
         self._out = out or sys.stdout
         self._color = color
         self._status = status or StatusLine(sys.stderr)

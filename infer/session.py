@@ -69,20 +69,8 @@ class Session:
     """Decodes what the arguments ask for, and prints it as it goes."""
 
     def __init__(
-        self,
-        spec: LongSpec,
-        arguments: argparse.Namespace,
-        out: Screen,
-        journal: Journal,
+        self, spec: LongSpec, arguments: argparse.Namespace, out: Screen, journal: Journal
     ):
-        """Bind models, request and screen.
-
-        Args:
-          spec: the loaded models.
-          arguments: of the command.
-          out: where to print.
-          journal: where to note what has been measured.
-        """
         self._spec, self._arguments, self._out, self._journal = spec, arguments, out, journal
         self._named_tree = arguments.tree if spec.drafts else None
         self._tree = self._named_tree if self._speculates else PLAIN

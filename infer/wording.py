@@ -20,6 +20,7 @@ WRITTEN = (
     "prefill_chunk",
     "row_slots",
     "offload",
+    "same_bits",
     "draft_options",
     "draft_revision",
     "stop_strings",
@@ -28,11 +29,7 @@ WRITTEN = (
 ERRORS = (ValueError, MemoryError, NotImplementedError, FileNotFoundError, FloatingPointError)
 """What the library raises for requests that cannot be met, and for models that compute no
 numbers."""
-TYPED = {
-    "draft_options": "draft_option",
-    "implementation": "attention",
-    "stop_strings": "stop",
-}
+TYPED = {"draft_options": "draft_option", "implementation": "attention", "stop_strings": "stop"}
 """Options that the command has another name for."""
 _OPTION = re.compile(
     rf"(?<![-\w])(?<!draft_options: )"  # Whose own options may have the same names.

@@ -31,7 +31,7 @@ from longspec_jax.arguments import (
 from longspec_jax.checks import whole_number
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, TreeConfig
-from longspec_jax.decoding.same_bits import is_identical, require_same_bits
+from longspec_jax.decoding.same_bits import is_identical
 from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, demo_drafts
 from longspec_jax.generation import autotune, comparison, inspection
 from longspec_jax.generation.activity import OnActivity
@@ -84,9 +84,10 @@ class LongSpec(Models):
         check_chunk(self.prefill_chunk, self.target_config.max_positions)
         if self.tree is not None:
             object.__setattr__(self, "tree", as_tree(self.tree))
+        target = self.target  # Refuses kernels that are not to be had.
         check_drafts(self.drafts)
         for draft in self.drafts:
-            draft.check_fits(self.target_config)
+            draft.check_fits(target.config)
         base = getattr(self.tokenizer, "vocab_size", 0)
         if base > self.target_config.vocab_size:
             raise ValueError(
@@ -102,7 +103,7 @@ class LongSpec(Models):
         """Whether the output is promised to be that of plain decoding, token for token.
 
         It then depends on target, prompt, options and seed alone: not on draft, tree, batch, slots
-        or size of the cache. True in float32. In 16 bits it depends on device and shape.
+        or size of the cache. True in float32, and in 16 bits on one Hopper GPU.
         """
         return is_identical(self.target)
 
@@ -123,7 +124,7 @@ class LongSpec(Models):
         prefill_chunk: int | None = None,
         row_slots: int | None = None,
         offload: bool = False,
-        same_bits: bool = False,
+        same_bits: bool | None = None,
     ) -> "LongSpec":
         """Load Hugging Face checkpoints.
 
@@ -148,11 +149,11 @@ class LongSpec(Models):
           offload: keep the target's cache in the host's memory: for contexts larger than the
             device's, at the rate at which the cache is moved.
           same_bits: take the kernels with which text in 16 bits is that of plain decoding, bit for
-            bit: one Hopper GPU, trees of up to 128 nodes and 16 levels. Under test, see
-            docs/kernels.md.
+            bit (docs/kernels.md). If absent, they are taken on one Hopper GPU. False is some per
+            cent faster.
 
         Raises:
-          NotImplementedError: for ``same_bits`` where there are no such kernels.
+          NotImplementedError: for ``same_bits=True`` where there are no such kernels.
         """
         if prefill_chunk is None:
             prefill_chunk = 2048 if jax.default_backend() == "gpu" else 256
@@ -178,10 +179,7 @@ class LongSpec(Models):
         )
         drafts = tuple(draft.load(loaded, mesh) for draft in chosen)
         more: dict[str, Any] = {**settings, "tokenizer": loaded.tokenizer, "tree": tree}
-        spec = cls(loaded.config, loaded.params, drafts or None, stop_tokens=stop_tokens, **more)
-        if spec.target.same_bits:
-            require_same_bits(spec.target)
-        return spec
+        return cls(loaded.config, loaded.params, drafts or None, stop_tokens=stop_tokens, **more)
 
     @classmethod
     def demo(cls, **options: Any) -> "LongSpec":
@@ -325,8 +323,8 @@ class LongSpec(Models):
           slots: requests that are decoded at once; others wait.
           max_tokens: most tokens of a request, prompt and new ones.
           tree: as in :meth:`generate`; the first draft's default tree for this machine if absent.
-          adaptive: choose among this tree, one of 16 nodes and plain decoding by the tokens per
-            second of each, for every number of live rows.
+          adaptive: choose among this tree, one of 16 nodes if it has more, and plain decoding, by
+            the tokens per second of each, for every number of live rows.
           prefills: prompts that may be under way at once, the shortest first; each takes a row of
             memory beside the slots.
           prefixes: whether a prompt begins with a copy of the whole chunks that it shares with an

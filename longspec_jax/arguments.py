@@ -84,7 +84,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "expected_tokens": (_from(0), "a number of tokens, 0 where it is not known"),
     "offload": (_is_a(bool), "True, to keep the target's cache in the host's memory, or False"),
-    "same_bits": (_is_a(bool), "True, for the kernels with which 16-bit text is exact, or False"),
+    "same_bits": (_is_a(bool), "True or False, or left out to have it chosen"),
     "prefill_chunk": (_from(1), "a number of tokens, at least 1"),
     "adaptive": (_is_a(bool), "True or False"),
     "streamer": (_is_streamer, "a transformers streamer, an object with the methods put and end"),
@@ -92,7 +92,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "on_activity": _CALLBACK,
 }
 _NEEDED = frozenset(
-    "target_config target dtype expected_tokens offload same_bits prefill_chunk adaptive".split()
+    "target_config target dtype expected_tokens offload prefill_chunk adaptive".split()
 )
 """What None will not do for."""
 

@@ -27,6 +27,7 @@ MODULES = {
     "tqdm": "train",
     "matplotlib": "notebook",
     "rapidfuzz": "eval",
+    "rouge": "eval",
     "prometheus_client": "serve",
     "starlette": "serve",
     "uvicorn": "serve",

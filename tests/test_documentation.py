@@ -22,7 +22,7 @@ from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
 from infer.serve import arguments as serve_arguments
 from train import arguments as train_arguments
-from train import bench, plot, regenerate, vocabulary
+from train import bench, plot, prepare, regenerate, vocabulary
 from train.config import DraftSettings, RunConfig
 from train.drafts.kinds import SETTINGS
 
@@ -98,8 +98,9 @@ def options_of_commands() -> dict[str, set[str]]:
     for module in (bench, plot, vocabulary):
         parsers[module.__name__] = module._parser()
     parsers["train.regenerate"] = regenerate.parser()
-    run = {f"--{name}" for name in train_arguments._flags(None, [])}
-    return {"train.run": run, "train.prepare": {*run, "--workers"}} | {
+    parsers["train.run"] = train_arguments.training_parser()
+    parsers["train.prepare"] = prepare.parser()
+    return {
         name: {option for action in parser._actions for option in action.option_strings}
         for name, parser in parsers.items()
     }
@@ -196,10 +197,12 @@ def test_training_commands_can_be_typed() -> None:
         numbered = command.replace("$JOB_COMPLETION_INDEX", "1")
         parsed = train_arguments.parse(shlex.split(numbered))
         assert parsed.config.stages or parsed.config.pretraining
-        if parsed.coordinator:
+        if parsed.options.coordinator:
             [job] = manifests()
-            assert parsed.coordinator.startswith(f"{job['metadata']['name']}-0.")
-            assert parsed.processes == job["spec"]["parallelism"] == job["spec"]["completions"]
+            assert parsed.options.coordinator.startswith(f"{job['metadata']['name']}-0.")
+            assert (
+                parsed.options.processes == job["spec"]["parallelism"] == job["spec"]["completions"]
+            )
 
 
 def tables() -> types.ModuleType:

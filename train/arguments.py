@@ -1,4 +1,4 @@
-"""The arguments of the training commands: a configuration, overrides of its fields, a few flags.
+"""The arguments of the training commands: a configuration, overrides of its fields, few options.
 
 A configuration is a Python file with ``get_config([variant])``. Those of the project lie beside
 this folder, in a checkout and in a wheel alike, and are found by name from anywhere. Types and
@@ -6,10 +6,12 @@ ranges of all fields are checked here, before anything runs: a key that no field
 that no key fills are errors, too.
 """
 
+import argparse
 import dataclasses
 import difflib
 import re
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,24 +24,24 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from longspec_jax.checks import shown
+from longspec_jax import cli
+from longspec_jax.checks import Whole, shown
 
 from .config import DraftSettings, RunConfig
 from .drafts.kinds import SETTINGS
 
 BUNDLED = Path(__file__).parents[1] / "configs"
-HELP = """\
-usage: {command} --config=NAME[:VARIANT] [--workdir=FOLDER] [--config.FIELD=VALUE ...]
-
-Train a draft. Overrides are dotted: --config.target=FOLDER --config.data.files='data/*.jsonl'
---config.mesh.tp=2. The exit status is 0, 1 for a training that has diverged, 2 for bad input, 130
-after Ctrl-C, and 75 (try again) after SIGTERM; the same command resumes a stopped run.
-
-configurations of the project: {names}
-
-options:
-{options}
+TRAINING = """\
+Train a draft. The same command resumes a stopped run. The exit status is 0, 1 for a training that
+has diverged, 2 for bad input, 130 after Ctrl-C, and 75 (try again) after SIGTERM.
 """
+EPILOG = """\
+--config.FIELD=VALUE changes a field: --config.target=FOLDER --config.data.files='data/*.jsonl'
+--config.mesh.tp=2.
+
+configurations of the project:
+"""
+_OVERRIDE = re.compile(r"--(no)?config\.")
 
 
 @dataclass(frozen=True)
@@ -51,115 +53,114 @@ class Arguments:
     config: RunConfig
     """The run, overrides applied."""
     workdir: Path
-    distributed: bool
-    coordinator: str
-    processes: int
-    process: int
+    options: argparse.Namespace
+    """The options of the command."""
 
 
-def help_text(command: str) -> str:
-    """What ``--help`` prints for the command as it was typed."""
-    options = _flags(None, []).get_help(include_special_flags=False).strip()
-    names = ", ".join(bundled_names())
-    # The first line names the module that declares the flags.
-    return HELP.format(command=command, names=names, options=options.partition("\n")[2])
+def parser(command: str, about: str) -> cli.Parser:
+    """The parser of a command, as it is typed, that takes a configuration."""
+    usage = f"{command} --config=NAME[:VARIANT] [--workdir=FOLDER] [--config.FIELD=VALUE ...]"
+    epilog = EPILOG + textwrap.fill(", ".join(bundled_names()), 100)
+    result = cli.Parser(prog=command, usage=usage, description=about, epilog=epilog)
+    result.add_argument(
+        "--config",
+        metavar="NAME[:VARIANT]",
+        help="configuration, and its variant after a colon: a name such as vicuna7b or "
+        "vicuna7b:long, or a Python file of your own with get_config([variant]), made with "
+        "longspec_jax.recipes",
+    )
+    text = "folder for checkpoints, metrics and exports; runs/CONFIG-VARIANT if absent"
+    result.add_argument("--workdir", metavar="FOLDER", help=text)
+    return result
 
 
-def parse(argv: Sequence[str]) -> Arguments:
-    """Read a command line.
+def training_parser() -> cli.Parser:
+    """The parser of ``python -m train.run``."""
+    result = parser(cli.command_name(__package__, "run"), TRAINING)
+    add = result.add_argument_group("several processes").add_argument
+    text = "join the other processes that Slurm, Open MPI or Kubernetes started"
+    add("--distributed", action="store_true", help=text)
+    text = "process 0, to join without a scheduler; needs --processes and --process"
+    add("--coordinator", metavar="HOST:PORT", help=text)
+    add("--processes", type=cli.COUNT, help="number of processes")
+    add("--process", type=cli.number(Whole(0)), help="number of this process, from 0")
+    return result
+
+
+def parse(argv: Sequence[str], options: cli.Parser | None = None) -> Arguments:
+    """Read a command line; that of ``python -m train.run`` without a parser.
 
     Raises:
       ValueError, OSError: for a mistake, in one sentence.
     """
-    argv = flags.FlagValues().read_flags_from_files(list(argv), force_gnu=False)
-    named, rest = _without_config(argv)
-    if not named:  # Before the overrides, which mean nothing without one.
+    overrides, rest = _split(argv)
+    given = (options or training_parser()).parse_args(rest)
+    if not given.config:  # Before the overrides, which mean nothing without one.
         raise ValueError("--config=FILE is missing; try --config=demo, or --help for the others")
-    config = load(named)
+    config = load(given.config)
+    _override(config, overrides)
+    if options is None:
+        _check_processes(given)
+    file, colon, variant = given.config.partition(":")
+    name = Path(file).stem + (colon + variant) * bool(variant)
+    workdir = Path(given.workdir or f"runs/{name.replace(':', '-')}").expanduser()
+    return Arguments(name, from_config(config.to_dict()), workdir, given)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Overrides of fields, each with a value that stands apart, and the other arguments."""
+    overrides, rest, takes_value = [], [], False
+    for word in argv:
+        if _OVERRIDE.match(word) or (takes_value and not word.startswith("--")):
+            overrides.append(word)
+            takes_value = word.startswith("--") and "=" not in word
+        else:
+            rest.append(word)
+            takes_value = False
+    return overrides, rest
+
+
+def _override(config: ConfigDict, overrides: Sequence[str]) -> None:
+    """Change fields of a configuration.
+
+    Raises:
+      ValueError: for an unknown field, or a value of another type.
+    """
+    values, argv = flags.FlagValues(), ["train", *overrides]
     try:
-        values = _flags(config, rest)
-        unexpected = values(["train", *rest])[1:]
+        config_flags.DEFINE_config_dict("config", config, "", values, sys_argv=argv)
+        unexpected = values(argv)[1:]
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(_sentence(error)) from error
     if unexpected:
         raise ValueError(
             f"unexpected argument {unexpected[0]!r}; overrides are written --config.NAME=VALUE"
         )
-    _check_processes(values)
-    file, colon, variant = named.partition(":")
-    name = Path(file).stem + (colon + variant) * bool(variant)
-    return Arguments(
-        name=name,
-        config=from_config(config.to_dict()),
-        workdir=Path(values.workdir or f"runs/{name.replace(':', '-')}").expanduser(),
-        distributed=values.distributed,
-        coordinator=values.coordinator,
-        processes=values.processes,
-        process=values.process,
-    )
 
 
-def _flags(config: Any, overrides: Sequence[str]) -> flags.FlagValues:
-    """The flags, with one for every field of a configuration that is overridden."""
-    values = flags.FlagValues()
-    text = (
-        "Configuration, and its variant after a colon: a name such as vicuna7b or vicuna7b:long, "
-        "or a Python file of your own with get_config([variant]), made with longspec_jax.recipes."
-    )
-    if config is None:
-        flags.DEFINE_string("config", None, text, flag_values=values)
-    else:
-        config_flags.DEFINE_config_dict(
-            "config", config, text, values, sys_argv=["train", *overrides]
-        )
-    text = "Folder for checkpoints, metrics and exports; runs/CONFIG-VARIANT if empty."
-    flags.DEFINE_string("workdir", "", text, flag_values=values)
-    text = "Join the other processes that Slurm, Open MPI or Kubernetes started."
-    flags.DEFINE_bool("distributed", False, text, flag_values=values)
-    text = "HOST:PORT of process 0, to join without a scheduler; needs --processes and --process."
-    flags.DEFINE_string("coordinator", "", text, flag_values=values)
-    text = "Number of processes; needs --coordinator."
-    flags.DEFINE_integer("processes", 0, text, flag_values=values)
-    text = "Number of this process, from 0; needs --coordinator."
-    flags.DEFINE_integer("process", -1, text, flag_values=values)
-    return values
-
-
-def _check_processes(values: Any) -> None:
-    """Refuse flags about several processes that contradict each other."""
-    if not values.coordinator:
-        for name, absent in (("processes", 0), ("process", -1)):
-            if (value := values[name].value) != absent:
+def _check_processes(given: argparse.Namespace) -> None:
+    """Refuse options about several processes that contradict each other."""
+    if not given.coordinator:
+        for name in ("processes", "process"):
+            if (value := getattr(given, name)) is not None:
                 raise ValueError(
                     f"--{name}={value} needs --coordinator=HOST:PORT; --distributed asks the "
                     "scheduler instead"
                 )
         return
-    if values.distributed:
+    if given.distributed:
         raise ValueError("--coordinator and --distributed are two ways to join; give one of them")
-    host, colon, port = values.coordinator.rpartition(":")
+    host, colon, port = given.coordinator.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ValueError(
-            f"--coordinator={values.coordinator} must be HOST:PORT, such as node0:55527"
+            f"--coordinator={given.coordinator} must be HOST:PORT, such as node0:55527"
         )
-    if not 0 <= values.process < values.processes:
+    if given.process is None or given.processes is None:
+        raise ValueError("--coordinator needs --processes=N and --process=I, counted from 0")
+    if given.process >= given.processes:
         raise ValueError(
-            f"--process={values.process} of --processes={values.processes}: give both with "
-            "--coordinator, and count processes from 0"
+            f"--process={given.process} of --processes={given.processes}: count processes from 0"
         )
-
-
-def _without_config(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """The value of ``--config``, which decides what other flags there are, and the rest."""
-    named, rest = "", []
-    words = iter(argv)
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if flag in ("--config", "-config"):
-            named = value if equals else next(words, "")
-        else:
-            rest.append(word)
-    return named, rest
 
 
 def _sentence(error: Exception) -> str:

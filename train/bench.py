@@ -95,7 +95,6 @@ def _parser() -> cli.Parser:
     )
     add("--accumulation", type=cli.COUNT, default=4, help="micro-batches of a step")
     add("--steps", type=cli.COUNT, default=4, help="timed steps, after one warm-up step")
-    add("--target_loss", action="store_true", help="report the target's own loss in every step")
     add("--json", type=cli.result_file, help="also write the results to this file")
     return parser
 
@@ -113,8 +112,7 @@ def measure(
     mlp_chunk = mlp_tokens_at_once(rows * length)
     run = _run_config(config, length)
     trainer, _ = trainer_class(run.draft).begin(run.draft, config, dtype=config.dtype, mesh=mesh)
-    quiet, reporting = trainer.objectives(run.stages[0], loss_chunk, mlp_chunk)
-    objective = reporting or quiet if arguments.target_loss else quiet
+    objective, _ = trainer.objectives(run.stages[0], loss_chunk, mlp_chunk)
     optimizer = make_optimizer(run.optimizer)
     shardings = state_shardings(mesh, objective, optimizer)
     state = initial_state(objective, optimizer, shardings, seed=0)
@@ -146,7 +144,6 @@ def measure(
         "accumulation": arguments.accumulation,
         "loss_chunk": loss_chunk,
         "mlp_chunk": mlp_chunk,
-        "target_loss": arguments.target_loss,
         "tokens_per_second": _rounded(tokens.size / seconds),
         "step_ms": _rounded(1e3 * seconds),
         "flops_per_s": objective.flops_per_token(length) * tokens.size / seconds / mesh.size,

@@ -134,22 +134,14 @@ class DataConfig:
 
     @classmethod
     def whole(cls, options: argparse.Namespace) -> "DataConfig":
-        """Documents as they are, for commands that make no rows of them.
-
-        Args:
-          options: what :func:`add_documents` made of a command line.
-        """
+        """Documents as they are, for commands that make no rows of them."""
         given = (options.files or "", options.hub or "", options.split)
         return cls(*given, pack=True, mask_prompts=False, answer_room=0, turn="", max_bad_rows=0)
 
     @property
     def sources(self) -> tuple[str, ...]:
         """The fields that name where rows come from and are set; exactly one should be."""
-        given = {
-            "files": self.files,
-            "hub": "" if self.files else self.hub,
-            "corpus": self.corpus,
-        }
+        given = {"files": self.files, "hub": "" if self.files else self.hub, "corpus": self.corpus}
         return tuple(name for name, value in given.items() if value)
 
     @property
@@ -279,8 +271,7 @@ class StageConfig:
     def limit(self, per_epoch: int) -> int:
         """Steps after which it ends even if time is left; 0 if time alone ends it.
 
-        Args:
-          per_epoch: steps that a pass over the data takes.
+        A pass over the data takes ``per_epoch`` steps.
         """
         limits = (self.steps, self.epochs * per_epoch)
         return min((limit for limit in limits if limit), default=0)
@@ -420,9 +411,7 @@ class RunConfig:
         """For every stage a run of it alone, with its data in place of the run's."""
         return tuple(
             dataclasses.replace(
-                self,
-                data=stage.data or self.data,
-                stages=(dataclasses.replace(stage, data=None),),
+                self, data=stage.data or self.data, stages=(dataclasses.replace(stage, data=None),)
             )
             for stage in self.stages
         )

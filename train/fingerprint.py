@@ -60,11 +60,6 @@ def model_digest(source: str | Path, revision: str | None = None) -> str:
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
     """Refuse to resume from a checkpoint of another run.
 
-    Args:
-      saved: the fingerprint in the checkpoint.
-      now: that of this run.
-      folder: the checkpoint, for the message.
-
     Raises:
       ValueError: if they differ.
     """

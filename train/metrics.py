@@ -57,12 +57,7 @@ class Writer(Protocol):
 
 
 class Metrics:
-    """Appends one JSON object per line to ``metrics.jsonl``; only process 0 writes.
-
-    Args:
-      path: the file.
-      writers: what gets every record as well, behind the file.
-    """
+    """Appends one JSON object per line to ``metrics.jsonl``; only process 0 writes."""
 
     def __init__(self, path: Path, writers: Sequence[Writer] = ()):
         self._path, self._writers = path, writers
@@ -172,12 +167,7 @@ def open_writers(config: RunConfig, workdir: Path) -> tuple[Writer, ...]:
 
 
 class Guarded:
-    """A writer until its first failure, which is printed; nothing afterwards.
-
-    Args:
-      name: of the service, for messages.
-      make: makes the writer, and may fail.
-    """
+    """A writer until its first failure, which is printed; nothing afterwards."""
 
     def __init__(self, name: str, make: Callable[[], Writer]):
         self._name = name
@@ -211,10 +201,6 @@ class TensorBoard:
 
     A stage begins with all that ``metrics.jsonl`` has of it, marked as a restart: TensorBoard then
     forgets what it read before, as the file has forgotten the steps that a resumed run repeats.
-
-    Args:
-      folder: of the stages' folders.
-      source: ``metrics.jsonl``.
     """
 
     def __init__(self, folder: Path, source: Path):

@@ -30,13 +30,7 @@ from .data.rows import Rows
 from .data.source import Source
 from .data.tokens import load_tokenizer
 from .drafts.kinds import trainer_class
-from .fingerprint import (
-    Fingerprint,
-    check_same_run,
-    draft_settings,
-    model_digest,
-    target_settings,
-)
+from .fingerprint import Fingerprint, check_same_run, draft_settings, model_digest, target_settings
 from .loop import Stage, run_stage
 from .losses import tokens_at_once
 from .metrics import Metrics, open_writers
@@ -82,11 +76,6 @@ class TrainingRun:
 
 def train(config: RunConfig, workdir: Path, name: str = "") -> None:
     """Train what a configuration describes.
-
-    Args:
-      config: the run.
-      workdir: where everything is kept; shared by all processes.
-      name: of the configuration, for the model card.
 
     Raises:
       ValueError: if configuration, data and models do not fit together, or the working folder
@@ -169,15 +158,7 @@ class PlannedStage(NamedTuple):
 def plan_stage(
     run: TrainingRun, stage: StageConfig, kind: str, vocab_size: int, settings: Fingerprint
 ) -> PlannedStage:
-    """Read the data of a stage from end to end.
-
-    Args:
-      run: with the stage's own data.
-      stage: with micro-batches that spread over the devices.
-      kind: ``target`` or ``draft``, whichever learns.
-      vocab_size: of the target.
-      settings: what a checkpoint must agree in, besides the data.
-    """
+    """Read the data of a stage from end to end."""
     source = Source(run.config, run.workdir, run.target_source, vocab_size, run.data_section)
     rows, held_out = source.split(stage, run.mesh)
     if len(rows) < stage.batch:
@@ -279,14 +260,9 @@ def _stage_by_stage(run: TrainingRun) -> list[TrainingRun]:
 def _train_stage(
     plan: PlannedStage, objective: Objective, reporting: Objective | None, frozen: Any, params: Any
 ) -> Any:
-    """Masters after a stage that starts from the given ones.
+    """Masters after a stage that starts from the given ones, or from fresh ones.
 
-    Args:
-      plan: the stage.
-      objective: what is learned.
-      reporting: the same with more to report, for log steps; None if there is no more.
-      frozen: parameters that are only read.
-      params: to start from; fresh ones if None.
+    ``reporting`` is the objective of log steps; None if it has no more to report.
     """
     run, config = plan.run, plan.run.config
     optimizer = make_optimizer(config.optimizer)

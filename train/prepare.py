@@ -14,10 +14,6 @@ from longspec_jax import cli
 from longspec_jax.extras import missing_packages
 
 COMMAND = cli.command_name(__package__, "prepare")
-HELP = f"""\
-options:
-  --workers=N  processes that tokenise; default: one for each core
-  --config, --workdir and overrides as in {cli.command_name(__package__, "run")} --help"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,14 +23,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(given: Sequence[str]) -> int:
-    if {"--help", "-h"} & set(given):
-        print(f"usage: {COMMAND} --config=NAME [--workers=N] [--workdir=FOLDER] [...]\n\n{__doc__}")
-        print(HELP)
-        return cli.OK
     if (missing := missing_packages("train")) is not None:
         raise ValueError(missing)
     print(prepare(given))
     return cli.OK
+
+
+def parser() -> cli.Parser:
+    """The command's parser."""
+    from .arguments import parser
+
+    result = parser(COMMAND, __doc__ or "")
+    result.add_argument(
+        "--workers", type=cli.COUNT, help="processes that tokenise; one for each core if absent"
+    )
+    return result
 
 
 def prepare(given: Sequence[str]) -> str:
@@ -46,9 +49,8 @@ def prepare(given: Sequence[str]) -> str:
     from . import arguments
     from .data.source import Source
 
-    workers, rest = _workers(given)
-    parsed = arguments.parse(rest)
-    config = parsed.config
+    parsed = arguments.parse(given, parser())
+    config, workers = parsed.config, parsed.options.workers or len(os.sched_getaffinity(0))
     sections = [stage.data_section for stage in config.stages]
     runs = zip(config.runs_of_stages(), sections, strict=True)
     stages = [(run, section) for run, section in runs if run.data.reads_documents]
@@ -68,16 +70,6 @@ def prepare(given: Sequence[str]) -> str:
         found = f"{len(made)} documents, {len(made.tokens)} tokens"
         lines.append(f"{skipped}{found} in {source.encoded_folder} after {seconds:.1f} s")
     return "\n".join(lines)
-
-
-def _workers(given: Sequence[str]) -> tuple[int, list[str]]:
-    """The number of workers, and the arguments that are left."""
-    flag = "--workers="
-    named = [word.removeprefix(flag) for word in given if word.startswith(flag)]
-    if any(not word.isdecimal() or not int(word) for word in named):
-        raise ValueError(f"{flag}{named[-1]} must be a number of processes, at least 1")
-    workers = int(named[-1]) if named else len(os.sched_getaffinity(0))
-    return workers, [word for word in given if not word.startswith(flag)]
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ FAILED, HEARD = "longspec/failed/", "longspec/heard/"
 POLL_SECONDS, GRACE_SECONDS = 0.5, 10.0
 
 
-def join(coordinator: str, processes: int, process: int) -> None:
+def join(coordinator: str | None, processes: int | None, process: int | None) -> None:
     """Join the other processes of a run. Must precede every other use of jax.
 
     Args:
-      coordinator: ``HOST:PORT`` of process 0; empty to ask Slurm, Open MPI or Kubernetes for all
+      coordinator: ``HOST:PORT`` of process 0; None to ask Slurm, Open MPI or Kubernetes for all
         three.
       processes: how many there are.
       process: which one this is, from 0.

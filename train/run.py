@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 SENTENCES = (*cli.USER_ERRORS, FloatingPointError)
 """Errors that are one message without a traceback; the last is a training that has diverged."""
-COMMAND = cli.command_name(__package__, "run")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,9 +31,6 @@ def _command(given: Sequence[str]) -> int:
         raise ValueError(missing)
     from . import arguments
 
-    if {"--help", "-h"} & set(given):
-        print(arguments.help_text(COMMAND), end="")
-        return cli.OK
     try:
         return _train(arguments.parse(given))
     except Exception as error:
@@ -55,8 +51,9 @@ def _train(arguments: "Arguments") -> int:
     for extra in arguments.config.log.extras:
         if (missing := missing_packages(extra)) is not None:
             raise ValueError(missing)
-    if arguments.distributed or arguments.coordinator:
-        processes.join(arguments.coordinator, arguments.processes, arguments.process)
+    options = arguments.options
+    if options.distributed or options.coordinator:
+        processes.join(options.coordinator, options.processes, options.process)
     keep_programs()
     with processes.ending_together(_report):
         return _run(arguments)

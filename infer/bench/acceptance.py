@@ -84,10 +84,6 @@ def drawn_count(edges: UInt[Array, " h"], rounds: Lengths) -> Lengths:
 
     The golden-ratio sequence, not independent draws: any run of rounds has nearly the wanted mean,
     so that a short measurement is not off by luck. Rows start at different places.
-
-    Args:
-      edges: of :class:`AcceptanceLengths`.
-      rounds: of each row so far.
     """
     rows = jnp.arange(rounds.shape[0], dtype=jnp.uint32)
     place = rows * jnp.uint32(0x85EBCA6B) + rounds.astype(jnp.uint32) * jnp.uint32(GOLDEN)

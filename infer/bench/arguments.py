@@ -150,6 +150,7 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     )
     _add_new_tokens(parser, ByMachine(192, 48), "tokens of one repetition")
     _add_repetitions(parser, ByMachine(3, 2))
+    _add_same_bits(parser)
     parser.add_argument(
         "--turns", type=COUNT, default=ByMachine(10, 3), help="repeats of a separately timed part"
     )
@@ -198,6 +199,7 @@ def _match(parser: argparse.ArgumentParser) -> None:
         "boundaries, in tokens: prompts have as many, one less and one more",
     )
     _add_new_tokens(parser, ByMachine(160, 24), "tokens of every prompt")
+    _add_same_bits(parser)
     _add_outputs(parser)
 
 
@@ -210,6 +212,60 @@ def _products(parser: argparse.ArgumentParser) -> None:
         help="rows that are multiplied",
     )
     parser.add_argument("--int8", action="store_true", help="the matmuls of a draft in 8 bits")
+    _add_outputs(parser)
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target",
+        type=one_of([*SHAPES]),
+        default=ByMachine("vicuna7b", "demo"),
+        help=f"random weights of a shape, or demo, whose weights are real: {', '.join(SHAPES)}",
+    )
+    parser.add_argument(
+        "--acceptance",
+        type=ACCEPTANCE,
+        default=ByMachine(3.545, 2.1),
+        help="of random weights: mean tokens of a round with 64 nodes, the bonus included; fewer "
+        "nodes keep less",
+    )
+    parser.add_argument(
+        "--draft_option",
+        **several(cli.draft_option),
+        metavar="NAME[=VALUE]",
+        help="an option of the LongSpec draft, such as int8",
+    )
+    parser.add_argument(
+        "--context", type=COUNT, default=ByMachine(4096, 512), help="tokens of every prompt"
+    )
+    _add_new_tokens(parser, ByMachine(512, 48), "tokens of every answer")
+    _add_several(
+        *(parser, "--concurrency", COUNT, ByMachine([1, 8, 32], [1, 4])),
+        "requests at any time",
+    )
+    parser.add_argument(
+        "--rate",
+        type=cli.number(Real(0.0, 1e6, "above 0", includes_least=False)),
+        help="requests a second, arriving as a Poisson process, instead of --concurrency",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=COUNT,
+        default=ByMachine(15, 5),
+        help="of every row, after which no further request begins",
+    )
+    parser.add_argument(
+        "--long_context",
+        type=COUNT,
+        default=ByMachine(12288, 2048),
+        help="tokens of a prompt that is sent beside four running streams",
+    )
+    parser.add_argument(
+        "--max_gap_ms",
+        type=COUNT,
+        default=ByMachine(50, 1000),
+        help="the longest pause of these streams, as of infer.serve",
+    )
     _add_outputs(parser)
 
 
@@ -229,6 +285,7 @@ BENCHMARKS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]
     "decode": ("decode", "whole rounds and plain steps of real shapes, and the gain", _decode),
     "match": ("match", "whether the text is that of plain decoding, token by token", _match),
     "products": ("products", "the matmuls of a verification, beside XLA's", _products),
+    "serve": ("serve", "a whole server under load, through HTTP", _serve),
     "transformers": (
         "hugging_face",
         "plain decoding by Hugging Face transformers",
@@ -252,6 +309,14 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser, ByMachine(["vicuna7b"], ["demo"]))
     _add_several(parser, "--context", COUNT, ByMachine([4096], [1024]), "cached tokens")
     _add_several(parser, "--batch", COUNT, [1], "rows")
+
+
+def _add_same_bits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--same_bits",
+        action=argparse.BooleanOptionalAction,
+        help="as of python -m infer.decode: on where there are such kernels, unless --no-same_bits",
+    )
 
 
 def _add_new_tokens(parser: argparse.ArgumentParser, default: ByMachine, words: str) -> None:

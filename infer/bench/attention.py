@@ -127,7 +127,6 @@ class Operands:
     """Random operands, whose caches stay in memory until a case of another shape comes."""
 
     def __init__(self) -> None:
-        """Begin without caches."""
         self._kind: Any = None
         self._caches: list[tuple[jax.Array, jax.Array]] = []
 

@@ -59,7 +59,11 @@ def main(arguments: argparse.Namespace) -> None:
         for shape, of_shape in itertools.groupby(settings, lambda setting: setting.shape):
             step(f"drawing the weights of {shape}")
             model = random_model(
-                SHAPES[shape], arguments.attention, kind=arguments.draft, options=options
+                SHAPES[shape],
+                arguments.attention,
+                kind=arguments.draft,
+                options=options,
+                same_bits=arguments.same_bits,
             )
             for setting in of_shape:
                 row = {"draft_options": options, **measure(setting, model, roofline.bytes_per_s)}
@@ -148,6 +152,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         "new_tokens": setting.new_tokens,
         "dtype": config.dtype,
         "attention": model.target.attention or "automatic",
+        "same_bits": model.target.same_bits,
         "draft": model.draft.name,
         **_longspec_options(model.draft),
         "target_bytes": weights,

@@ -27,7 +27,6 @@ from jaxtyping import Float, Int
 from longspec_jax import PLAIN, GenerateResult, LongSpec, TreeConfig, cli, demo_prompts
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.cli import counted, settled
-from longspec_jax.decoding.same_bits import require_same_bits
 from longspec_jax.drafters.base import Params, SamplingNoise, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
 from longspec_jax.drafters.ngram import NgramDrafter, NgramState
@@ -67,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
     if cpu:
         announce(counted(len(arguments.drafter) * len(arguments.tree), "combination"))
     step("loading the target")
-    spec = load(arguments.target, arguments.dtype)
+    spec = load(arguments.target, arguments.dtype, arguments.same_bits)
     header = run_header(
         jax.devices()[0].device_kind,
         __doc__ or "",
@@ -101,28 +100,16 @@ def main(arguments: argparse.Namespace) -> int:
     return cli.FAILED if different and spec.identical else cli.OK
 
 
-def load(target: str, dtype: str) -> LongSpec:
-    """A target without a draft, which takes the kernels of one order where they serve it."""
-    spec = _load(target, dtype)
-    ordered = dataclasses.replace(spec, same_bits=True)
-    try:
-        if ordered.target.same_bits:
-            require_same_bits(ordered.target)
-    except NotImplementedError:
-        return spec
-    return ordered
-
-
-def _load(target: str, dtype: str) -> LongSpec:
-    """The demo, random weights of a known shape, or a checkpoint."""
+def load(target: str, dtype: str, same_bits: bool | None) -> LongSpec:
+    """The demo, random weights of a known shape, or a checkpoint, without a draft."""
     if target == "demo":
-        return LongSpec.demo(draft=None, dtype=dtype)
+        return LongSpec.demo(draft=None, dtype=dtype, same_bits=same_bits)
     if target not in SHAPES:
-        return LongSpec.from_pretrained(target, dtype=dtype)
+        return LongSpec.from_pretrained(target, dtype=dtype, same_bits=same_bits)
     config = dataclasses.replace(SHAPES[target], dtype=dtype)
     weights = random_model(config, kind="ngram").params.target
     chunk = 2048 if jax.default_backend() == "gpu" else 256
-    return LongSpec(config, weights, prefill_chunk=chunk)
+    return LongSpec(config, weights, prefill_chunk=chunk, same_bits=same_bits)
 
 
 def prompts_of(spec: LongSpec, boundaries: Sequence[int]) -> list[Prompt]:

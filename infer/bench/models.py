@@ -17,6 +17,7 @@ from flax.traverse_util import unflatten_dict
 from longspec_jax.checks import shown_bytes
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.dflash.checkpoint import Format as DFlashFormat
@@ -75,15 +76,11 @@ def random_model(
     seed: int = 0,
     kind: str = "longspec",
     options: Mapping[str, Any] | None = None,
+    same_bits: bool | None = None,
 ) -> Model:
     """Random weights of target and draft, drawn on the device.
 
-    Args:
-      config: the target's shape.
-      attention: attention implementation; automatic if absent.
-      seed: of the weights.
-      kind: of the draft; or the folder of one for this shape, whose weights are read.
-      options: of that kind, by name.
+    ``kind`` may be the folder of a draft for this shape, whose weights are read.
     """
     chosen = draft_options(kind, options or {}, config)
     target = _draw(_initializer(config), seed)
@@ -105,7 +102,8 @@ def random_model(
     _, retrieval = separated(options or {}, kind)
     if retrieval is not None and kind in KINDS:  # A loaded draft has it already.
         draft = RetrievalDraft(draft, config, retrieval)
-    return Model(config, CachedTarget(config, attention), Params(target, draft.params), draft)
+    static = choose_kernels(CachedTarget(config, attention), same_bits)
+    return Model(config, static, Params(target, draft.params), draft)
 
 
 def _small(target: TargetConfig, options: SmallLMOptions) -> TargetConfig:
@@ -221,10 +219,7 @@ def _drawn(table: Table, dtype: str, seed: int) -> Any:
 def draft_options(kind: str, values: Mapping[str, Any], target: TargetConfig) -> Any:
     """The options of a kind of draft, checked; of a kind without weights that is the draft.
 
-    Args:
-      kind: of the draft, or its folder: then that is found as well.
-      values: of its options, by name; those about retrieval are only checked.
-      target: what it drafts for.
+    ``kind`` may be a draft's folder, which is then found as well.
 
     Raises:
       ValueError: for an option it does not have, or a value that it cannot have.
@@ -253,12 +248,7 @@ def target_bytes(config: TargetConfig) -> int:
 
 
 def check_memory(what: str, needed: int) -> None:
-    """Raise before anything is drawn if the device cannot hold it.
-
-    Args:
-      what: is measured, in words.
-      needed: its bytes.
-    """
+    """Raise before anything is drawn if the device cannot hold it."""
     free = free_bytes()
     if free is not None and needed > free:
         raise MemoryError(
@@ -297,14 +287,7 @@ def _key(seed: int, number: int) -> jax.Array:
 
 
 def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2) -> KVCache:
-    """A cache that looks as if a prompt had been prefilled into all of it.
-
-    Args:
-      config: the target's shape.
-      batch: rows.
-      capacity: slots of a row.
-      seed: of the values.
-    """
+    """A cache that looks as if a prompt had been prefilled into all of it."""
     shape = (batch, config.num_kv_heads, capacity, config.head_width)
     fill = _filler(shape, config.dtype, 1.0)
     layers = range(config.num_layers)

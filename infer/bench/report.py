@@ -15,13 +15,7 @@ Row = dict[str, Any]
 
 
 def run_header(device: str, method: str, **more: Any) -> Row:
-    """Where, with what, how and when rows are measured.
-
-    Args:
-      device: its name.
-      method: how the rows are measured; white space is reduced to single spaces.
-      **more: what else the rows have in common, such as the measured roofs.
-    """
+    """Where, with what, how and when rows are measured."""
     return {**provenance(device), **more, "method": " ".join(method.split())}
 
 
@@ -35,12 +29,7 @@ class Report:
     """The rows of one run, printed and written as they come; leaving it ends the file."""
 
     def __init__(self, header: Row, path: Path | None = None):
-        """Print the header.
-
-        Args:
-          header: from :func:`run_header`.
-          path: the JSON file to keep up to date; none if absent.
-        """
+        """Print the header."""
         self.rows: list[Row] = []
         self._header, self._path = header, path
         self._failure: OSError | None = None

@@ -173,13 +173,7 @@ class Bench:
         return lambda: program.lower(*inputs).compile()
 
     def time_loop(self, program: Any, drafter: Any, edges: Edges | None = None) -> LoopTime:
-        """Median seconds of decoding the setting's tokens.
-
-        Args:
-          program: of :meth:`loop`.
-          drafter: of the program.
-          edges: of the acceptance lengths, if the program takes them.
-        """
+        """Median seconds of decoding the setting's tokens."""
 
         def once() -> tuple[Decoded, float]:
             rows = jax.block_until_ready(self.rows(drafter))

@@ -16,15 +16,7 @@ from longspec_jax import cli
 
 
 def main(argv: Sequence[str] | None = None, end: Callable[[int], object] | None = None) -> int:
-    """Run the command.
-
-    Args:
-      argv: the arguments; those of the process if absent.
-      end: ends the process after Ctrl-C, when the work cannot be waited for; by its id if absent.
-
-    Returns:
-      The exit status: 0, 2 for bad input, 1 for a failure while running, 130 after Ctrl-C.
-    """
+    """Run the command; the exit status. ``end`` ends the process after a signal, in tests."""
     typed = sys.argv[1:] if argv is None else list(argv)
     return cli.run(lambda: _run(typed, end), typed)
 

@@ -86,7 +86,7 @@ def _add_tasks(group: Any) -> None:
     group.add_argument("--samples", type=cli.COUNT, help="most samples of a task; all if absent")
     group.add_argument(
         "--context",
-        **cli.several(cli.number(Whole(64))),
+        **cli.several(cli.number(Whole(128))),
         help=f"tokens of the prompts of demo, needle and pg19; {CONTEXT} if absent",
     )
     group.add_argument(

@@ -20,30 +20,18 @@ class Evaluation:
     """One start of a run."""
 
     def __init__(self, arguments: argparse.Namespace, typed: Sequence[str]):
-        """Begin with nothing loaded.
-
-        Args:
-          arguments: of the command, settled.
-          typed: as they were typed.
-        """
         self._status = StatusLine(sys.stderr)
         self.progress = Progress(self._status)
         self._arguments, self._typed = arguments, typed
         self._run: Any = None
 
-    @property
-    def records(self) -> list[SampleRecord]:
-        """All records so far, those of earlier starts too."""
-        return [] if self._run is None else self._run.records
-
     def save(self) -> None:
         """Say what a stopped run keeps; it is on the disk already."""
-        if self._run is not None:
-            self._run.close()
+        count = 0 if self._run is None else self._run.close()
         self.progress.close()
         cli.say(
-            f"interrupted; {self._arguments.out} keeps the results so far ({len(self.records)}), "
-            "and the same command continues from there"
+            f"interrupted; {self._arguments.out} keeps the results so far ({count}), and the same "
+            "command continues from there"
         )
 
     def work(self) -> None:

@@ -1,64 +1,18 @@
-"""How a method decodes a group of prompts, and what it reports of each."""
+"""How a method decodes a group of prompts, and what its rounds looked like."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from longspec_jax import LongSpec, TreeConfig
+from longspec_jax import GenerateResult, LongSpec, TreeConfig
 from longspec_jax.generation.activity import OnActivity
 from longspec_jax.generation.inspection import RoundView
 from longspec_jax.generation.text import Detokenizer
 
 from .records import Breakdown, RoundTree, Setting, Stop
 
-
-@dataclass(frozen=True)
-class Decoded:
-    """One row."""
-
-    tokens: tuple[int, ...]
-    text: str
-    emitted_by_round: tuple[int, ...]
-    accepted_by_round: tuple[int, ...]
-    target_passes: int
-
-
-@dataclass(frozen=True)
-class DecodedGroup:
-    """The rows of one call and the seconds that they share."""
-
-    rows: tuple[Decoded, ...]
-    prefill_s: float
-    decode_s: float
-    compile_s: float
-
-
-@dataclass(frozen=True)
-class Request:
-    """How all rows of a group are decoded."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    max_new_tokens: Sequence[int]
-    """Of every row."""
-    stop_tokens: Sequence[int]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """As the library takes them."""
-        filters = {"top_k": self.top_k, "top_p": self.top_p} if self.temperature > 0 else {}
-        return {
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "eos_token_id": list(self.stop_tokens),
-            **filters,
-        }
-
-    def of_row(self, row: int) -> "Request":
-        """The request of one row."""
-        return replace(self, max_new_tokens=[self.max_new_tokens[row]])
+Options = Mapping[str, Any]
+"""Of ``LongSpec.generate``, for all rows of a call."""
 
 
 @dataclass(frozen=True)
@@ -76,62 +30,31 @@ class Decoder:
     adaptive: bool
 
     def decode(
-        self, prompts: Sequence[list[int]], request: Request, on_activity: OnActivity
-    ) -> DecodedGroup:
+        self, prompts: Sequence[list[int]], options: Options, on_activity: OnActivity
+    ) -> GenerateResult:
         """Decode the rows of a group as one call."""
-        found = self.spec.generate(
-            [list(prompt) for prompt in prompts],
-            tree=self.tree,
-            adaptive=self.adaptive,
-            on_activity=on_activity,
-            max_new_tokens=list(request.max_new_tokens),
-            **request.options,
-        )
-        stats = found.stats
-        rows = zip(found.sequences, found.text, found.drafted, stats.target_passes, strict=True)
-        return DecodedGroup(
-            tuple(
-                Decoded(tokens, text or "", *by_round(drafted), passes)
-                for tokens, text, drafted, passes in rows
-            ),
-            stats.prefill_seconds,
-            stats.decode_seconds,
-            stats.compile_seconds,
-        )
+        chosen = {"tree": self.tree, "adaptive": self.adaptive, "on_activity": on_activity}
+        return self.spec.generate([*prompts], **chosen, **options)
 
     def breakdown(
-        self, prompts: Sequence[list[int]], request: Request, rounds: int
+        self, prompts: Sequence[list[int]], options: Options, rounds: int
     ) -> Breakdown | None:
         """Seconds of the parts of some rounds; None for adaptive rounds, which differ."""
         if self.tree is None:
             return None
-        parts = self.spec.breakdown(
-            [list(prompt) for prompt in prompts],
-            tree=self.tree,
-            rounds=rounds,
-            max_new_tokens=list(request.max_new_tokens),
-            **request.options,
-        )
+        parts = self.spec.breakdown([*prompts], tree=self.tree, rounds=rounds, **options)
         return Breakdown(parts.draft, parts.verify, parts.commit, parts.rounds)
 
     def trees(
-        self, prompt: list[int], request: Request, emitted: Sequence[int]
+        self, prompt: list[int], options: Options, emitted: Sequence[int]
     ) -> tuple[RoundTree, ...] | None:
-        """The trees of the first rounds of one row; None without one tree for all rounds.
+        """The trees of the first rounds of one row, which emitted so many tokens each.
 
-        Args:
-          prompt: of the row.
-          request: of the row.
-          emitted: tokens that each of these rounds emitted.
+        None without one tree for all rounds.
         """
         if self.tree is None or not self.tree.widths:
             return None
-        views = self.spec.inspect(
-            [prompt],
-            tree=self.tree,
-            max_new_tokens=list(request.max_new_tokens),
-            **request.options,
-        )
+        views = self.spec.inspect([prompt], tree=self.tree, **options)
         return round_trees(views, self.spec.tokenizer, emitted)
 
 
@@ -147,9 +70,6 @@ def by_round(drafted: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]
 
     A pass ends with the token that no draft proposed. The last pass may have been cut before that
     token; all of its tokens are then the draft's.
-
-    Args:
-      drafted: of every emitted token, the prefill's first.
     """
     emitted, accepted = [], []
     count = 0

@@ -27,10 +27,6 @@ DATASETS = "the datasets package (pip install datasets); JSON lines need nothing
 def rows(task: str, source: Path | Hub) -> list[Row]:
     """All rows of a task.
 
-    Args:
-      task: its name, and that of its file.
-      source: a file or a folder, or a place on the hub.
-
     Raises:
       OSError: if they cannot be read or fetched.
       ValueError: for a file that cannot be read.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from longspec_jax.config import DEFAULT_TREE, PLAIN, TreeConfig
+from longspec_jax.drafters.registry import is_name
 
 if TYPE_CHECKING:  # Imports jax, which --help does without.
     from longspec_jax.drafters.draft import Draft
@@ -100,22 +101,18 @@ def with_drafts(
 ) -> "list[tuple[Chosen, Draft | None]]":
     """The methods of a run with their drafts, plain decoding among them, in the order of the table.
 
-    Args:
-      named: on the command line; if empty, the default methods of the drafts.
-      drafts: that are loaded.
-
     Raises:
       ValueError: for a method without its draft, naming the remedy.
     """
     kinds = by_kind(drafts)
+    for kind in kinds:
+        if not any(method.kind == kind for method in METHODS.values()):
+            raise ValueError(f"no method measures {kind} drafts; leave --draft={kind} out")
+    possible = [Chosen(name, name) for name in METHODS if METHODS[name].kind in (None, *kinds)]
     if not named:
-        chosen = [Chosen(name, name) for name, method in METHODS.items() if method.default]
-        chosen = [each for each in chosen if each.method.kind in (None, *kinds)]
+        chosen = [each for each in possible if each.method.default]
     elif any(each.base == ALL for each in named):
-        wanted = [
-            Chosen(name, name) for name, method in METHODS.items() if method.kind in (None, *kinds)
-        ]
-        chosen = [*wanted, *(each for each in named if each.name not in {ALL, *METHODS})]
+        chosen = [*possible, *(each for each in named if each.name not in {ALL, *METHODS})]
     else:
         chosen = list(named)
     if not any(each.name == "plain" for each in chosen):
@@ -125,9 +122,9 @@ def with_drafts(
     for each in sorted(chosen, key=lambda each: order.index(each.base)):
         kind = each.method.kind
         if kind is not None and kind not in kinds:
+            needed = f"--draft={kind}" if is_name(kind) else f"a {kind} draft: --draft=FOLDER"
             raise ValueError(
-                f"--method={each.name} needs {_NEEDED[kind]}; the run has "
-                f"{', '.join(kinds) or 'no drafter'}"
+                f"--method={each.name} needs {needed}; the run has {', '.join(kinds) or 'no draft'}"
             )
         found.append((each, None if kind is None else kinds[kind]))
     return found
@@ -152,14 +149,3 @@ def by_kind(drafts: "Sequence[Draft]") -> "dict[str, Draft]":
             )
         found[kind] = draft
     return found
-
-
-_NEEDED = {
-    "longspec": "a LongSpec draft: --draft=FOLDER",
-    "streaming": "--draft=streaming",
-    "ngram": "--draft=ngram",
-    "small_lm": "a small language model: --draft=FOLDER",
-    "eagle3": "an EAGLE-3 draft: --draft=FOLDER",
-    "dflash": "a DFlash or DSpark draft: --draft=FOLDER",
-}
-"""How to name a kind of draft."""

@@ -198,12 +198,6 @@ def prepare(
 ) -> PreparedTask:
     """The prompts of a task.
 
-    Args:
-      name: of the task.
-      sources: where its samples come from.
-      protocol: how they are asked, of which target.
-      new_tokens: most new tokens; the protocol's number if absent.
-
     Raises:
       OSError: if the task's data cannot be read or fetched.
       ValueError: for malformed data, or if nothing is left to decode.

@@ -26,38 +26,27 @@ class Part:
     temperature: float
     samples: int
 
-    @property
-    def title(self) -> str:
-        """As the status line shows it."""
-        return f"{self.task}  {self.method}  T={self.temperature:g}"
-
 
 class Progress:
     """Shows what is running, and the figures of the finished samples."""
 
     def __init__(self, status: StatusLine):
-        """Show beside what a status line says."""
         self._status = status
-        self._part: Part | None = None
-        self._detail = ""
+        self._title = self._detail = ""
 
     def at(self, part: Part, records: Sequence[SampleRecord]) -> None:
         """Show the finished records of a part."""
-        self._part = part
+        self._title = f"{part.task}  {part.method}  T={part.temperature:g}"
         done = f"{len(records)}/{part.samples} samples"
         self._detail = ", ".join([done, *figures_in_words(records)])
-        self._status.show(part.title, self._detail)
+        self._status.show(self._title, self._detail)
 
     def activity(self, activity: Activity) -> None:
         """Show what a call does before its first round."""
-        if self._part is None:
-            return
-        words = {Compiling: "compiling", Prefilling: "prefill", Tuning: "timing trees"}
-        doing = words.get(type(activity), "decoding")
-        if isinstance(activity, Prefilling):
-            # Decoding reports nothing, which would slow it down.
+        doing = {Compiling: "compiling", Tuning: "timing trees"}.get(type(activity), "decoding")
+        if isinstance(activity, Prefilling):  # Decoding reports nothing, which would slow it down.
             doing = f"prefill {activity.done}/{activity.total}, then decoding"
-        self._status.show(self._part.title, f"{self._detail}, {doing}")
+        self._status.show(self._title, f"{self._detail}, {doing}")
 
     def line(self, text: str = "") -> None:
         """Print a line of the result."""

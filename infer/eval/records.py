@@ -293,11 +293,6 @@ def figures_in_words(records: Sequence[SampleRecord]) -> list[str]:
 def from_json(kind: type[Any], value: Any, where: str) -> Any:
     """A record from its JSON values.
 
-    Args:
-      kind: of the record.
-      value: what was read.
-      where: the file and its line, for messages.
-
     Raises:
       ValueError: if a field is missing, unknown or of another type.
     """

@@ -19,12 +19,7 @@ from longspec_jax.ops.hardware import has_kernels
 from longspec_jax.provenance import provenance
 
 from .arguments import LONGSPEC
-from .decoders import (
-    Decoded,
-    Decoder,
-    Request,
-    text_by_token,
-)
+from .decoders import Decoder, Options, by_round, text_by_token
 from .methods import by_kind, with_drafts
 from .prepare import (
     LongBenchProtocol,
@@ -36,13 +31,13 @@ from .prepare import (
     prepare,
 )
 from .progress import Part, Progress, part_line
-from .records import PLAIN_METHOD, SCHEMA, Divergence, End, Header, Key, SampleRecord, Setting
+from .records import PLAIN_METHOD, SCHEMA, Divergence, Header, Key, SampleRecord, Setting
 from .run_folder import Writer
 
 KEPT = (
     "samples context min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos "
-    "revision draft_revision mesh prefill_chunk row_slots offload attention breakdown rounds "
-    "cases repetitions"
+    "revision draft_revision mesh prefill_chunk row_slots offload same_bits attention breakdown "
+    "rounds cases repetitions"
 ).split()
 """Options that a continued run must repeat, beside those with a field in the header."""
 DEFINITIONS = {
@@ -67,17 +62,6 @@ class EvalRun:
         progress: Progress,
         start: int = 0,
     ):
-        """Begin with the records of earlier starts.
-
-        Args:
-          arguments: of the command, settled.
-          decoders: the methods, plain decoding before those that are compared with it.
-          spec: the target, to measure gaps with.
-          done: records of earlier starts.
-          writer: where records go.
-          progress: where to show them.
-          start: number of this start, 0 the first.
-        """
         self._arguments, self._decoders, self._spec = arguments, decoders, spec
         self._writer, self._progress = writer, progress
         self._start = start
@@ -91,10 +75,11 @@ class EvalRun:
         """All records so far."""
         return list(self._records.values())
 
-    def close(self) -> None:
-        """Write nothing from now on."""
+    def close(self) -> int:
+        """Write nothing from now on; the number of records so far."""
         with self._lock:
             self._closed = True
+            return len(self._records)
 
     def work(self, tasks: Sequence[PreparedTask]) -> None:
         """Run all that is missing."""
@@ -133,66 +118,74 @@ class EvalRun:
         return [self._records[key] for key in keys if key in self._records]
 
     def _group(
-        self,
-        keys: Sequence[Key],
-        prompts: Sequence[Prompt],
-        task: PreparedTask,
-        decoder: Decoder,
+        self, keys: Sequence[Key], prompts: Sequence[Prompt], task: PreparedTask, decoder: Decoder
     ) -> None:
         """Decode prompts in one call and write their records."""
         arguments, first = self._arguments, keys[0]
-        request = Request(
-            first.temperature,
-            arguments.top_k,
-            arguments.top_p,
-            first.seed,
-            [prompt.new_tokens for prompt in prompts],
-            self._stop_tokens,
-        )
+        options = self._options(first)
         tokens = [prompt.tokens for prompt in prompts]
+        whole = {**options, "max_new_tokens": [prompt.new_tokens for prompt in prompts]}
         runs = [
-            decoder.decode(tokens, request, self._on_activity) for _ in range(arguments.repetitions)
+            decoder.decode(tokens, whole, self._on_activity) for _ in range(arguments.repetitions)
         ]
-        found = sorted(runs, key=lambda run: run.decode_s)[len(runs) // 2]
-        breakdown = arguments.breakdown and decoder.breakdown(tokens, request, arguments.breakdown)
+        found = sorted(runs, key=lambda run: run.stats.decode_seconds)[len(runs) // 2]
+        place = f"{first.task}/{first.sample}/{first.method}"
+        shared = {
+            "setting": decoder.setting,
+            "call": f"{place}/{first.temperature:g}/{first.seed}",
+            "batch": len(prompts),
+            "prefill_s": found.stats.prefill_seconds,
+            "decode_s": found.stats.decode_seconds,
+            "compile_s": found.stats.compile_seconds,
+            "breakdown": (
+                decoder.breakdown(tokens, whole, arguments.breakdown)
+                if arguments.breakdown
+                else None
+            ),
+            "start": self._start,
+        }
         records = []
-        for row, (key, prompt, decoded) in enumerate(zip(keys, prompts, found.rows, strict=True)):
-            own = request.of_row(row)
-            same, divergence = self._compared(key, prompt, decoded, own)
-            ended: End = "eos" if decoded.tokens[-1] in self._stop_tokens else "length"
-            is_case = arguments.rounds and prompt in task.prompts[: arguments.cases]
-            emitted = decoded.emitted_by_round[: arguments.rounds or 0]
-            trees = decoder.trees(prompt.tokens, own, emitted) if is_case else None
-            tokenizer = self._spec.tokenizer
-            pieces = text_by_token(tokenizer, prompt.tokens, decoded.tokens) if trees else None
+        for row, (key, prompt, new) in enumerate(zip(keys, prompts, found.sequences, strict=True)):
+            emitted, accepted = by_round(found.drafted[row])
+            same, divergence = self._compared(key, prompt, new, options)
+            trees = pieces = None
+            if arguments.rounds and prompt in task.prompts[: arguments.cases]:
+                own = {**options, "max_new_tokens": prompt.new_tokens}
+                trees = decoder.trees(prompt.tokens, own, emitted[: arguments.rounds])
+                if trees:
+                    pieces = text_by_token(self._spec.tokenizer, prompt.tokens, new)
             records.append(
                 SampleRecord(
                     **dataclasses.asdict(key),
-                    setting=decoder.setting,
-                    call=f"{first.task}/{first.sample}/{first.method}/{first.temperature:g}/{first.seed}",
-                    batch=len(prompts),
+                    **shared,
                     prompt_tokens=len(prompt.tokens),
                     original_tokens=prompt.original_tokens,
-                    new_tokens=len(decoded.tokens),
-                    target_passes=decoded.target_passes,
-                    emitted_by_round=decoded.emitted_by_round,
-                    accepted_by_round=decoded.accepted_by_round,
-                    prefill_s=found.prefill_s,
-                    decode_s=found.decode_s,
-                    compile_s=found.compile_s,
-                    breakdown=breakdown or None,
-                    tokens=decoded.tokens,
-                    text=decoded.text,
+                    new_tokens=len(new),
+                    target_passes=found.stats.target_passes[row],
+                    emitted_by_round=emitted,
+                    accepted_by_round=accepted,
+                    tokens=new,
+                    text=found.text[row] or "",
                     references=prompt.references,
                     identical_to_plain=same,
                     divergence=divergence,
-                    ended=ended,
+                    ended="eos" if new[-1] in self._stop_tokens else "length",
                     pieces=pieces,
                     rounds=trees,
-                    start=self._start,
                 )
             )
         self._keep(records)
+
+    def _options(self, key: Key) -> dict[str, Any]:
+        """Of every row of a call, but for the number of its tokens."""
+        arguments = self._arguments
+        filters = {"top_k": arguments.top_k, "top_p": arguments.top_p}
+        return {
+            "temperature": key.temperature,
+            "seed": key.seed,
+            "eos_token_id": list(self._stop_tokens),
+            **(filters if key.temperature > 0 else {}),
+        }
 
     def _keep(self, records: Sequence[SampleRecord]) -> None:
         with self._lock:
@@ -209,22 +202,22 @@ class EvalRun:
         self._progress.activity(activity)
 
     def _compared(
-        self, key: Key, prompt: Prompt, decoded: Decoded, request: Request
+        self, key: Key, prompt: Prompt, tokens: tuple[int, ...], options: Options
     ) -> tuple[bool | None, Divergence | None]:
         """Whether the tokens are plain decoding's, and the first difference."""
         plain = self._records.get(replace(key, method=PLAIN_METHOD))
         if plain is None or key.method == PLAIN_METHOD:
             return None, None
-        index = first_difference(plain.tokens, decoded.tokens)
+        index = first_difference(plain.tokens, tokens)
         if index is None:
             return True, None
         gap = None
-        if index < min(len(plain.tokens), len(decoded.tokens)):
+        if index < min(len(plain.tokens), len(tokens)):
             gap = self._spec.score_gap(
                 [*prompt.tokens, *plain.tokens[:index]],
-                *(plain.tokens[index], decoded.tokens[index]),
+                *(plain.tokens[index], tokens[index]),
                 max_new_tokens=1,
-                **request.options,
+                **options,
             )
         return False, Divergence(index, gap)
 
@@ -233,12 +226,6 @@ def ready_decoders(
     arguments: argparse.Namespace, spec: LongSpec, target: Path, drafts: Sequence[str | Path]
 ) -> list[Decoder]:
     """The methods of a run, ready to decode.
-
-    Args:
-      arguments: of the command, settled.
-      spec: the loaded models.
-      target: folder of the target.
-      drafts: folders or names of the drafts, in the order of ``spec.drafts``.
 
     Raises:
       ValueError: for a method without its draft, or two drafts of one kind.
@@ -278,10 +265,7 @@ def prepared_tasks(arguments: argparse.Namespace, spec: LongSpec) -> list[Prepar
     else:
         protocol = LongBenchProtocol.of(target, arguments.prompt_style, arguments.max_prompt)
     sources = Sources(
-        dict(arguments.data or ()),
-        arguments.context,
-        arguments.prompt_style,
-        arguments.samples,
+        dict(arguments.data or ()), arguments.context, arguments.prompt_style, arguments.samples
     )
     return [prepare(name, sources, protocol, arguments.max_new_tokens) for name in arguments.task]
 
@@ -305,14 +289,7 @@ def new_header(
     spec: LongSpec,
     methods: Mapping[str, Setting],
 ) -> Header:
-    """Where, with what and how the run is made.
-
-    Args:
-      arguments: of the command, settled.
-      typed: as they were typed.
-      spec: the loaded models.
-      methods: what every method runs with.
-    """
+    """Where, with what and how the run is made."""
     options = {name: getattr(arguments, name) for name in KEPT}
     options["data"] = {task: str(path) for task, path in arguments.data or ()}
     return Header(

@@ -14,14 +14,7 @@ from typing import Any
 
 from longspec_jax import files
 
-from .records import (
-    SCHEMA,
-    Header,
-    SampleRecord,
-    SkippedSample,
-    from_json,
-    summary_rows,
-)
+from .records import SCHEMA, Header, SampleRecord, SkippedSample, from_json, summary_rows
 
 HEADER, SAMPLES, SKIPPED = "header.json", "samples.jsonl", "skipped.jsonl"
 SUMMARY = "summary.json"

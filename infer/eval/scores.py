@@ -1,16 +1,15 @@
 """Scores of answers, as the benchmarks of their tasks define them.
 
 Lossless speculation changes no score: scores compare targets, and show that a run did what it
-should. ROUGE-L is LongBench's (:func:`rouge_l`): the union of longest common subsequences over
-sentences and *distinct* words, far above the usual one for long texts. Edit similarity is
-python-Levenshtein's ratio, which LongBench uses through fuzzywuzzy.
+should. ROUGE-L is LongBench's: the union of longest common subsequences over sentences and
+*distinct* words, far above the usual one for long texts. Edit similarity is python-Levenshtein's
+ratio, which LongBench uses through fuzzywuzzy.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from longspec_jax.extras import missing_packages
 
@@ -19,63 +18,22 @@ INTEGER = re.compile(r"[+-]?\d+")
 
 
 def score(metric: str, text: str, references: Sequence[str]) -> float:
-    """The best score of an answer against any of the references, from 0 to 1.
-
-    Args:
-      metric: a key of :data:`METRICS`.
-      text: the answer.
-      references: what counts as an answer, at least one.
-    """
+    """The best score of an answer against any of the references, from 0 to 1."""
     return max(METRICS[metric].score(text, reference) for reference in references)
 
 
 def rouge_l(text: str, reference: str) -> float:
-    """LongBench's ROUGE-L: F measure over distinct words, 0 for an empty text.
+    """LongBench's ROUGE-L: the F measure of pip's ``rouge``, and 0 where that fails.
 
-    Sentences end at full stops and words at spaces. Of every sentence of the reference the words
-    in a longest common subsequence with any sentence of the text are counted, each word once in
-    all.
+    It fails for a text without words, and for a sentence of many hundred words.
     """
-    ours, theirs = _sentences(text), _sentences(reference)
-    if not ours or not theirs:
+    from rouge import Rouge
+
+    try:
+        found: Any = Rouge(metrics=["rouge-l"]).get_scores(text, reference)
+    except (ValueError, RecursionError):
         return 0.0
-    common = {word for right in theirs for left in ours for word in _in_common(right, left)}
-    precision, recall = (
-        len(common) / len({word for sentence in sentences for word in sentence})
-        for sentences in (ours, theirs)
-    )
-    return 2 * precision * recall / (precision + recall + 1e-8)
-
-
-def _sentences(text: str) -> list[list[str]]:
-    """The words of every sentence; a sentence of spaces alone has one empty word."""
-    return [(" ".join(part.split())).split(" ") for part in text.split(".") if part]
-
-
-def _in_common(one: Sequence[str], other: Sequence[str]) -> set[str]:
-    """Words of a longest common subsequence; of several, the one found from the ends.
-
-    Where dropping the last word of either leaves as much, the second's is dropped.
-    """
-    lengths = np.zeros((len(one) + 1, len(other) + 1), np.int32)
-    numbers = {word: number for number, word in enumerate({*one, *other})}
-    columns = np.asarray([numbers[word] for word in other])
-    for row, word in enumerate(one, start=1):
-        above = lengths[row - 1]
-        longer = np.where(columns == numbers[word], above[:-1] + 1, above[1:])
-        # A row's lengths never fall from left to right.
-        lengths[row, 1:] = np.maximum.accumulate(np.maximum(longer, above[1:]))
-    found = set()
-    row, column = len(one), len(other)
-    while row and column:
-        if one[row - 1] == other[column - 1]:
-            found.add(one[row - 1])
-            row, column = row - 1, column - 1
-        elif lengths[row - 1, column] > lengths[row, column - 1]:
-            row -= 1
-        else:
-            column -= 1
-    return found
+    return found[0]["rouge-l"]["f"]
 
 
 def code_similarity(text: str, reference: str) -> float:
@@ -122,29 +80,30 @@ class Metric:
     """In reports."""
     meaning: str
     """What it counts, for reports."""
-    by_edits: bool = False
-    """Whether it needs rapidfuzz."""
+    by_package: bool = False
+    """Whether it needs the packages of the extra ``eval``."""
 
     @property
     def missing(self) -> str | None:
         """What to install before it can be computed, in a sentence; None if all is there."""
-        return missing_packages("eval") if self.by_edits else None
+        return missing_packages("eval") if self.by_package else None
 
 
 METRICS = {
     "rouge_l": Metric(
         *(rouge_l, "ROUGE-L"),
         "LongBench's, F measure over distinct words, far above the usual one for long texts",
+        by_package=True,
     ),
     "edit_similarity": Metric(
         *(code_similarity, "edit similarity"),
         "LongBench's, python-Levenshtein's ratio of the first line without a comment",
-        by_edits=True,
+        by_package=True,
     ),
     "whole_similarity": Metric(
         *(edit_similarity, "similarity"),
         "python-Levenshtein's ratio of the whole answer",
-        by_edits=True,
+        by_package=True,
     ),
     "exact_match": Metric(
         *(exact_match, "exact match"),

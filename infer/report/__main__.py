@@ -23,11 +23,7 @@ def parser() -> argparse.ArgumentParser:
         "with each other. All others stand below each other.",
     )
     options.add_argument(
-        "runs",
-        type=cli.file_path,
-        nargs="+",
-        metavar="RUN",
-        help="folder of an evaluation run",
+        "runs", type=cli.file_path, nargs="+", metavar="RUN", help="folder of an evaluation run"
     )
     options.add_argument(
         "--out",

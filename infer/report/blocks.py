@@ -8,6 +8,7 @@ of its own. Nothing is left out and nothing is counted twice.
 import dataclasses
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,9 +28,6 @@ KEPT = ("breakdown", "rounds", "cases")
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read runs. A run has the name of its folder, with the folders above it where two agree.
-
-    Args:
-      folders: of the runs, in the order they are reported.
 
     Raises:
       OSError: for a folder that holds no run.
@@ -90,13 +88,7 @@ class Block:
         return index
 
     def of(self, task: str | None, method: str, temperature: float) -> list[SampleRecord]:
-        """The records of a method.
-
-        Args:
-          task: of the records; None for all tasks.
-          method: that decoded them.
-          temperature: of the draws.
-        """
+        """The records of a method; of all tasks if ``task`` is None."""
         tasks = self.tasks if task is None else (task,)
         keys = [(each, method, temperature) for each in tasks]
         return [record for key in keys for record in self._index.get(key, [])]
@@ -104,10 +96,7 @@ class Block:
     @cached_property
     def rows_of_call(self) -> dict[str, int]:
         """Records of every call, which share its seconds."""
-        counts: dict[str, int] = {}
-        for record in self.records:
-            counts[record.call] = counts.get(record.call, 0) + 1
-        return counts
+        return Counter(record.call for record in self.records)
 
     @property
     def batch_words(self) -> str:
@@ -142,11 +131,7 @@ class Block:
 
 
 def blocks(runs: Sequence[Run]) -> tuple[Block, ...]:
-    """Group runs that compare.
-
-    Args:
-      runs: in the order they were named.
-    """
+    """Group runs that compare."""
     groups: list[list[Run]] = []
     for run in runs:
         fitting = (group for group in groups if all(_compare(run, other) for other in group))

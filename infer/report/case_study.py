@@ -104,22 +104,15 @@ def tokens(record: SampleRecord) -> tuple[Token, ...]:
 
 def _tree_data(tree: RoundTree) -> dict[str, Any]:
     """A round, with short keys: the page has many."""
-    last = tree.path[-1]
-    below = sum(parent == last for parent in tree.parents)
+    why, below = REASONS[tree.stop], tree.parents.count(tree.path[-1])
+    among = f"{why} (among {counted(below, 'candidate')})"
     return {
         "texts": tree.texts,
         "parents": tree.parents,
         "path": tree.path,
         "drawn": [tree.drawn_texts[node] for node in tree.path],
-        "why": _why(tree, last, below),
+        "why": among if tree.stop == "not proposed" else why,
     }
-
-
-def _why(tree: RoundTree, last: int, below: int) -> str:
-    """Why the accepted path ended, with the number of candidates."""
-    words = REASONS[tree.stop]
-    among = f"{words} (among {counted(below, 'candidate')})"
-    return among if tree.stop == "not proposed" else words
 
 
 def shades(cases: Sequence[CaseStudy]) -> list[int]:

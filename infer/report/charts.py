@@ -76,13 +76,7 @@ def colours(blocks: Iterable[Block]) -> dict[str, int]:
 
 
 def charts(tables: Iterable[Table], colours: Mapping[str, int], spec: ChartSpec) -> list[Chart]:
-    """A chart for every body of some tables.
-
-    Args:
-      tables: of one question.
-      colours: of the methods.
-      spec: what is drawn.
-    """
+    """A chart for every body of some tables."""
     found = []
     for table in tables:
         for number, body in enumerate(table.bodies):

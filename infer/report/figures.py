@@ -208,11 +208,7 @@ def whole_speed(block: Block, record: SampleRecord) -> Fraction | None:
 
 
 def seconds_of(field: str) -> Part:
-    """A row's share of its call's seconds, per text.
-
-    Args:
-      field: of the record.
-    """
+    """A row's share of its call's seconds, per text."""
 
     def part(block: Block, record: SampleRecord) -> Fraction:
         return Fraction(getattr(record, field) / block.rows_of_call[record.call], 1)
@@ -226,11 +222,7 @@ def stopped(block: Block, record: SampleRecord) -> Fraction:
 
 
 def at_depth(depth: int) -> Part:
-    """The share of rounds whose draft token at a depth was accepted.
-
-    Args:
-      depth: from 1, below the root.
-    """
+    """The share of rounds whose draft token at a depth was accepted."""
 
     def part(block: Block, record: SampleRecord) -> Fraction | None:
         accepted = record.accepted_by_round
@@ -248,11 +240,7 @@ def positions(record: SampleRecord) -> list[int]:
 
 
 def within(place: Range) -> Part:
-    """Tokens per round, over the rounds whose first new token has a position in a range.
-
-    Args:
-      place: positions among all tokens of prompt and text.
-    """
+    """Tokens per round, over the rounds whose first new token has a position in a range."""
 
     def part(block: Block, record: SampleRecord) -> Fraction | None:
         where = positions(record)
@@ -264,11 +252,7 @@ def within(place: Range) -> Part:
 
 
 def part_of_round(*fields: str) -> Part:
-    """Seconds of some parts of a round, together.
-
-    Args:
-      *fields: of the breakdown.
-    """
+    """Seconds of some parts of a round, together."""
 
     def part(block: Block, record: SampleRecord) -> Fraction | None:
         breakdown = record.breakdown
@@ -301,30 +285,18 @@ def _score(metric: str, text: str, references: tuple[str, ...]) -> float:
 
 
 def ratio(parts: Sequence[Fraction]) -> Estimate | None:
-    """The sum above the line / the sum below; None if it is not finite.
-
-    Args:
-      parts: one a sample.
-    """
+    """The sum above the line / the sum below; None if it is not finite."""
     return _estimate([*parts], lambda sums: sums[0] / sums[1])
 
 
 def ratio_of_ratios(pairs: Sequence[tuple[Fraction, Fraction]]) -> Estimate | None:
-    """The first of two ratios / the second, of the same samples; None if it is not finite.
-
-    Args:
-      pairs: what a sample contributes to the first ratio and to the second.
-    """
+    """The first of two ratios / the second, of the same samples; None if it is not finite."""
     rows = [(*first, *second) for first, second in pairs]
     return _estimate(rows, lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]))
 
 
 def difference_of_ratios(pairs: Sequence[tuple[Fraction, Fraction]]) -> Estimate | None:
-    """The first of two ratios minus the second, of the same samples; None if it is not finite.
-
-    Args:
-      pairs: what a sample contributes to the first ratio and to the second.
-    """
+    """The first of two ratios minus the second, of the same samples; None if it is not finite."""
     rows = [(*first, *second) for first, second in pairs]
     return _estimate(rows, lambda sums: sums[0] / sums[1] - sums[2] / sums[3])
 

@@ -17,7 +17,6 @@ from markupsafe import Markup
 
 from longspec_jax import files
 
-from .case_study import shades
 from .charts import draw
 from .report import Report
 from .table import ABSENT, Cell, Table
@@ -25,9 +24,7 @@ from .table import ABSENT, Cell, Table
 TEMPLATE, STYLE, SCRIPT = "page.html.jinja", "page.css", "page.js"
 NAME = "report"
 """Of the files in a folder."""
-CSV_COLUMNS = tuple(
-    "table caption body row group column text value low high samples".split(),
-)
+CSV_COLUMNS = tuple("table caption body row group column text value low high samples".split())
 DANGEROUS = ("=", "+", "-", "@", "\t", "\r")
 """Beginnings of texts that a spreadsheet would compute."""
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
@@ -37,16 +34,12 @@ SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 def html(report: Report) -> str:
     """The whole page: style, script and charts are within it."""
     environment = jinja2.Environment(
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     style, script = _beside(STYLE), _beside(SCRIPT)
     return environment.from_string(_beside(TEMPLATE)).render(
         report=report,
         draw=draw,
-        shades=shades(report.cases),
         style=Markup(style),
         script=Markup(script),
         policy=f"default-src 'none'; img-src data:; style-src {_digest(style)}; "

@@ -15,7 +15,7 @@ from longspec_jax.cli import counted
 from ..eval.records import PLAIN_METHOD, SampleRecord
 from ..eval.run_folder import Run
 from .blocks import Block, blocks
-from .case_study import CaseStudy, case_studies
+from .case_study import CaseStudy, case_studies, shades
 from .charts import Chart, charts, colours
 from .figures import DEFINITIONS, EDGES, FEWEST, Selection, acceptance, speed
 from .table import Table, build, temperature_words
@@ -65,42 +65,35 @@ class Report:
     missing: tuple[str, ...]
     """Sentences."""
     cases: tuple[CaseStudy, ...]
+    shades: Sequence[int]
+    """Depths that the legend of the case studies explains."""
 
 
 def report(runs: Sequence[Run], edges: Sequence[int] = EDGES) -> Report:
-    """Compute a report.
-
-    Args:
-      runs: in the order they were named.
-      edges: of ranges of context lengths, ascending from 0.
-    """
+    """Compute a report."""
     compared = blocks(runs)
-    methods = colours(compared)
     tables = build(SPECS, compared, edges)
-    sections = []
+    sections, methods = [], colours(compared)
     for key, spec in SPECS.items():
         # The brief table holds ranges as text, so its chart draws the main table.
         drawn = tables["main" if key == "brief" else key]
         found = charts(drawn, methods, spec.chart) if spec.chart is not None else []
         sections.append(Section(key, spec.title, tables[key], found))
     targets = dict.fromkeys(run.header.target for run in runs)
+    cases = tuple(case_studies(compared))
     return Report(
         title=f"Evaluation of {', '.join(targets)}",
         sources=tuple(map(_source, runs)),
         definitions=tuple(DEFINITIONS.items()),
         sections=tuple(section for section in sections if section.tables),
         missing=tuple(missing_or_doubtful(runs, compared)),
-        cases=tuple(case_studies(compared)),
+        cases=cases,
+        shades=shades(cases),
     )
 
 
 def missing_or_doubtful(runs: Sequence[Run], blocks: Sequence[Block]) -> list[str]:
-    """Everything that is doubtful, missing or left out, the gravest first.
-
-    Args:
-      runs: that were read.
-      blocks: of the runs.
-    """
+    """Everything that is doubtful, missing or left out, the gravest first."""
     found = []
     for block in blocks:
         found += [*_commits(runs, block), *_sessions(block), *_implausible(block), *_absent(block)]

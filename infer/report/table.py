@@ -213,13 +213,7 @@ class Table:
 def build(
     specs: Mapping[str, TableSpec], blocks: Sequence[Block], edges: Sequence[int]
 ) -> dict[str, list[Table]]:
-    """The tables of every specification, as far as they have a figure.
-
-    Args:
-      specs: by name.
-      blocks: of the report.
-      edges: of ranges of lengths, ascending from 0.
-    """
+    """The tables of every specification, as far as they have a figure."""
     views = [View(blocks, temperature, edges) for temperature in all_temperatures(blocks)]
     return {
         name: [
@@ -287,19 +281,17 @@ def shown(estimate: Estimate | None, words: Format, bold: bool = False) -> Cell:
     return Cell(words(estimate.value), interval, estimate, bold)
 
 
-def length(value: float) -> str:
-    """Tokens per forward pass."""
-    return f"{value:.2f}"
+length: Format = "{:.2f}".format
+"""Tokens per forward pass."""
+times: Format = "{:.2f}×".format
+"""A ratio of speeds."""
+signed: Format = "{:+.2f}".format
+"""A difference."""
 
 
 def rate(value: float) -> str:
     """Tokens per second, with three digits at least."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
-
-
-def times(value: float) -> str:
-    """A ratio of speeds."""
-    return f"{value:.2f}×"
 
 
 def seconds(value: float) -> str:
@@ -320,11 +312,6 @@ def percent(value: float) -> str:
 def hundredfold(value: float) -> str:
     """A score from 0 to 1, as papers print it."""
     return f"{100 * value:.1f}"
-
-
-def signed(value: float) -> str:
-    """A difference."""
-    return f"{value:+.2f}"
 
 
 def temperature_words(temperature: float) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from longspec_jax import LongSpec
+from longspec_jax import LongSpec, TreeConfig
 from longspec_jax.checks import shown_bytes
 from longspec_jax.cli import counted
 from longspec_jax.embedded import DEMO_NAME
@@ -94,37 +94,22 @@ class Service:
         """The engine, with the slots that are named or fit."""
         arguments = self._arguments
         most = spec.target_config.max_positions
-        on_cpu = jax.default_backend() == "cpu"
-        named = arguments.max_len or (CPU_CONTEXT if on_cpu else most)
+        named = arguments.max_len or (CPU_CONTEXT if jax.default_backend() == "cpu" else most)
         if arguments.max_len is not None and named > most:
             raise ValueError(
                 f"--max_len={named} is more than the {most} tokens that the target was made for; "
                 "lower it"
             )
         self._max_len = min(named, most)
-        options: dict[str, Any] = {
-            "max_tokens": self._max_len,
-            "tree": arguments.tree if spec.drafts else None,
-            "adaptive": bool(spec.drafts) and arguments.tree is None,
-            "logprobs": min(MOST_ALTERNATIVES, spec.target_config.vocab_size),
-            "adjusted": True,
-            "traced": True,
-            "grammars": _knows_grammars(spec),
-            "prefixes": True,
-            "offload_prefixes": arguments.offload_prefixes or 0,
-            "max_gap_ms": arguments.max_gap_ms,
-        }
-        limit = MOST_CPU_SLOTS if on_cpu else MOST_SLOTS
-        *more, least = PREFILLS
-        for prefills in more:
-            with contextlib.suppress(MemoryError):
-                sized: dict[str, Any] = {**options, "prefills": prefills}
-                slots = arguments.slots or fitting_slots(spec, arguments.memory, limit, sized)
-                if arguments.slots or slots >= prefills:
-                    return spec.engine(slots=slots, **sized)
-        sized = {**options, "prefills": least}
-        slots = arguments.slots or fitting_slots(spec, arguments.memory, limit, sized)
-        return spec.engine(slots=slots, **sized)
+        return planned_engine(
+            spec,
+            max_len=self._max_len,
+            slots=arguments.slots,
+            memory=arguments.memory,
+            tree=arguments.tree,
+            max_gap_ms=arguments.max_gap_ms,
+            offload_prefixes=arguments.offload_prefixes or 0,
+        )
 
     def _lines(self, spec: LongSpec, engine: RequestEngine) -> Iterator[str]:
         drafter = engine.engine.drafter
@@ -146,39 +131,16 @@ class Service:
     def serve(self) -> int:
         """Serve until a signal or a failure; returns the exit status."""
         assert self._spec is not None and self._engine is not None, "loaded before"
-        spec, engine, arguments = self._spec, self._engine, self._arguments
-        model = served_model(
-            spec,
-            engine,
+        arguments = self._arguments
+        served = served_over(
+            self._spec,
+            self._engine,
             names=self._names,
             max_len=self._max_len,
-            most_rows=arguments.queue_requests,
-            template=self._template,
-        )
-        tree = engine.engine.drafter.tree
-        metrics = Metrics(tree.num_levels)
-        queue_tokens = arguments.queue_tokens or WHOLE_QUEUE * self._max_len
-        thread = EngineThread(
-            engine,
-            metrics,
             queue_requests=arguments.queue_requests,
-            queue_tokens=queue_tokens,
+            queue_tokens=arguments.queue_tokens,
             request_seconds=arguments.request_seconds,
-            levels=tree.num_levels,
-        )
-        served = Served(
-            model=model,
-            thread=thread,
-            metrics=metrics,
-            about={
-                "chat": model.encode_chat is not None,
-                "max_model_len": self._max_len,
-                "tree": model.tree,
-                "drafter": model.drafter,
-                "identical": spec.identical,
-            },
-            slots=engine.engine.slots,
-            created=int(time.time()),
+            template=self._template,
             api_key=self._key,
             log_prompts=arguments.log_prompts,
         )
@@ -230,6 +192,112 @@ def curl(base: str, key: str | None) -> str:
     words = ["curl", "-s", f"{base}/v1/completions", "-H", "Content-Type: application/json"]
     typed = shlex.join([*words, "-d", body])
     return typed if key is None else f'{typed} -H "Authorization: Bearer $API_KEY"'
+
+
+def planned_engine(
+    spec: LongSpec,
+    *,
+    max_len: int,
+    slots: int | None = None,
+    memory: float = 0.9,
+    tree: TreeConfig | None = None,
+    max_gap_ms: float | None = None,
+    offload_prefixes: int = 0,
+) -> RequestEngine:
+    """An engine for all that requests may ask for, with as many prompts at once as fit.
+
+    Args:
+      spec: the loaded models.
+      max_len: most tokens of a request.
+      slots: rows that are decoded at once; as many as fit if absent.
+      memory: share of the free memory for them.
+      tree: what the draft proposes; chosen by measured tokens per second if absent.
+      max_gap_ms: as of :meth:`longspec_jax.LongSpec.engine`.
+      offload_prefixes: the same.
+
+    Raises:
+      MemoryError: if not even one slot fits.
+    """
+    options: dict[str, Any] = {
+        "max_tokens": max_len,
+        "tree": tree if spec.drafts else None,
+        "adaptive": bool(spec.drafts) and tree is None,
+        "logprobs": min(MOST_ALTERNATIVES, spec.target_config.vocab_size),
+        "adjusted": True,
+        "traced": True,
+        "grammars": _knows_grammars(spec),
+        "prefixes": True,
+        "offload_prefixes": offload_prefixes,
+        "max_gap_ms": max_gap_ms,
+    }
+    limit = MOST_CPU_SLOTS if jax.default_backend() == "cpu" else MOST_SLOTS
+    *more, least = PREFILLS
+    for prefills in more:
+        with contextlib.suppress(MemoryError):
+            sized: dict[str, Any] = {**options, "prefills": prefills}
+            fitting = slots or fitting_slots(spec, memory, limit, sized)
+            if slots or fitting >= prefills:
+                return spec.engine(slots=fitting, **sized)
+    sized = {**options, "prefills": least}
+    return spec.engine(slots=slots or fitting_slots(spec, memory, limit, sized), **sized)
+
+
+def served_over(
+    spec: LongSpec,
+    engine: RequestEngine,
+    *,
+    names: tuple[str, ...],
+    max_len: int,
+    queue_requests: int,
+    queue_tokens: int | None = None,
+    request_seconds: float | None = None,
+    template: str | None = None,
+    api_key: str | None = None,
+    log_prompts: bool = False,
+) -> Served:
+    """What the routes answer with, over a prepared engine.
+
+    Args:
+      spec: the loaded models.
+      engine: over them; driven by a thread of its own from then on.
+      names: of the model.
+      max_len: most tokens of a request.
+      queue_requests: most rows without a first token.
+      queue_tokens: most tokens of their prompts; :data:`WHOLE_QUEUE` contexts if absent.
+      request_seconds: after which a call is ended; None for no limit.
+      template: as in :func:`chat_encoder`.
+      api_key: that clients must send, if any.
+      log_prompts: whether prompts are written to the log.
+    """
+    model = served_model(
+        spec, engine, names=names, max_len=max_len, most_rows=queue_requests, template=template
+    )
+    levels = engine.engine.drafter.tree.num_levels
+    metrics = Metrics(levels)
+    thread = EngineThread(
+        engine,
+        metrics,
+        queue_requests=queue_requests,
+        queue_tokens=queue_tokens or WHOLE_QUEUE * max_len,
+        request_seconds=request_seconds,
+        levels=levels,
+    )
+    return Served(
+        model=model,
+        thread=thread,
+        metrics=metrics,
+        about={
+            "chat": model.encode_chat is not None,
+            "max_model_len": max_len,
+            "tree": model.tree,
+            "drafter": model.drafter,
+            "identical": spec.identical,
+        },
+        slots=engine.engine.slots,
+        created=int(time.time()),
+        api_key=api_key,
+        log_prompts=log_prompts,
+    )
 
 
 def served_model(

@@ -54,7 +54,9 @@ SMALL = 16
 def candidates_by_load(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
     """What an engine may choose among by its load: no tree, a small tree, and the default one.
 
-    At eight rows 64 nodes of each cost two to three plain rounds, and 16 nodes less than two.
+    At eight rows 64 nodes of each cost two to three plain rounds, and 16 nodes less than two. A
+    default tree that is small itself has no smaller one beside it, whose programs would take as
+    long to compile.
 
     Args:
       drafters: as of :func:`candidates`; of each name the first one counts.
@@ -64,16 +66,16 @@ def candidates_by_load(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
     """
     default = {drafter.name: drafter for drafter in reversed(drafters)}
     own = [default[name] for name in dict.fromkeys(drafter.name for drafter in drafters)]
-    small = [with_tree(drafter, _small_tree(drafter)) for drafter in own]
-    both = sorted([*small, *own], key=lambda drafter: drafter.tree.num_nodes)
+    both = [*own, *(with_tree(one, smaller) for one in own if (smaller := _small_tree(one)))]
+    both.sort(key=lambda drafter: drafter.tree.num_nodes)
     return tuple(dict.fromkeys([with_tree(own[0], PLAIN), *both]))
 
 
-def _small_tree(drafter: Drafter) -> TreeConfig:
+def _small_tree(drafter: Drafter) -> TreeConfig | None:
     tree = drafter.tree
-    if isinstance(drafter, Hierarchy) or tree.num_nodes <= SMALL:
-        return smaller_tree(tree)
-    return replace(tree, budget=SMALL)
+    if tree.num_nodes <= SMALL:
+        return None
+    return smaller_tree(tree) if isinstance(drafter, Hierarchy) else replace(tree, budget=SMALL)
 
 
 def tallest(drafters: Sequence[Drafter]) -> Drafter:

@@ -8,9 +8,10 @@ Forbidden logits become -inf before everything that sampling does to them. Plain
 through the same functions, so that a tree changes no token here either.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, UInt
@@ -130,6 +131,26 @@ def constrained_round(
     verified = _run(*models, rows, tree)
     bits = allowed_tokens(constraints, np.asarray(trees), target.vocab_size)
     return _conclude(*models, rows, tree, verified, bits, contents)
+
+
+def constrained_programs(
+    target: TargetModel, drafter: Drafter, params: Params, rows: Rows, contents: Contents
+) -> Iterator[jax.stages.Lowered]:
+    """Lower the launches of :func:`constrained_round`; ``rows`` are shapes and shardings."""
+
+    def placed(shapes: Any) -> Any:
+        sharding = rows.length.sharding
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
+        )
+
+    models = target, drafter, params
+    yield (propose := _propose.lower(*models, rows))
+    _, tree, trees = propose.out_info
+    yield (run := _run.lower(*models, rows, placed(tree)))
+    batch, _, nodes = trees.shape
+    bits = np.zeros((batch, nodes, -(-target.vocab_size // 32)), np.uint32)
+    yield _conclude.lower(*models, rows, placed(tree), placed(run.out_info), bits, contents)
 
 
 @program(static_argnames=("target", "drafter"), donate_argnames=("rows",))

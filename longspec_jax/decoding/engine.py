@@ -246,15 +246,21 @@ class Engine:
         longest = len(tokens) + int(request.max_new_tokens[0])
         self.prompts.check_fits(len(tokens), longest, self.capacity, self._slack, self._readmits)
         check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
-        own = replace(
-            request,
-            stop_tokens=padded_stops(request.stop_tokens, self.stop_width),
-            adjustments=fitted(request.adjustments, self.adjusted),
-        )
+        own = self.as_it_takes(request)
         id, self._next_id = self._next_id, self._next_id + 1
         waiting = Waiting(priority, id, np.asarray(tokens), own, constraint=constraint)
         self.prompts.add(waiting)
         return id
+
+    def as_it_takes(self, request: Request) -> Request:
+        """A request of one row in the form that all requests of the engine have.
+
+        Raises:
+          ValueError: if the engine was not made for what it asks.
+        """
+        stops = padded_stops(request.stop_tokens, self.stop_width)
+        adjustments = fitted(request.adjustments, self.adjusted)
+        return replace(request, stop_tokens=stops, adjustments=adjustments)
 
     def cancel(self, id: int) -> None:
         """End a request before its time; nothing more is reported of it."""

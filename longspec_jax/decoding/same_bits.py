@@ -8,10 +8,14 @@ then prefilled one by one, in steps that follow from their own length
 (:func:`longspec_jax.decoding.chunks.chunk_sizes`).
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 
+from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.ops.attention import path
+from longspec_jax.ops.matmul import ordered_tiles
 
 
 def is_identical(target: CachedTarget) -> bool:
@@ -30,12 +34,48 @@ def has_same_bits(target: CachedTarget) -> bool:
     return target.same_bits
 
 
-def require_same_bits(target: CachedTarget) -> None:
-    """Refuse a target in 16 bits for which there are no kernels of one order.
+def choose_kernels(target: CachedTarget, wanted: bool | None) -> CachedTarget:
+    """The target with the kernels of one order, or without.
+
+    Args:
+      target: the static part of the target, on the device of this process.
+      wanted: whether to take them; None takes them where they serve a target in 16 bits.
 
     Raises:
-      NotImplementedError: says why.
+      NotImplementedError: if they are wanted and there are none; says why.
     """
+    if wanted is False or target.config.dtype == "float32":
+        return target
+    try:
+        _require_kernels(target)
+    except NotImplementedError:
+        if wanted:
+            raise
+        return target
+    return dataclasses.replace(target, same_bits=True)
+
+
+def serves_tree(target: CachedTarget, tree: TreeConfig) -> bool:
+    """Whether the target's kernels can verify the tree."""
+    most = path.MOST_NODES, path.RECENT
+    return not target.same_bits or (tree.num_nodes <= most[0] and tree.num_levels <= most[1])
+
+
+def check_tree(target: CachedTarget, tree: TreeConfig) -> None:
+    """Refuse a tree that the target's kernels cannot verify.
+
+    Raises:
+      ValueError: names the tree and the remedy.
+    """
+    if not serves_tree(target, tree):
+        raise ValueError(
+            f"tree {tree} has {tree.num_nodes} nodes and {tree.num_levels} levels; the kernels of "
+            f"same_bits verify up to {path.MOST_NODES} and {path.RECENT}: take a smaller tree, or "
+            "same_bits=False"
+        )
+
+
+def _require_kernels(target: CachedTarget) -> None:
     config = target.config
     if target.mesh is not None or target.offload or target.attention is not None:
         raise NotImplementedError(
@@ -43,3 +83,4 @@ def require_same_bits(target: CachedTarget) -> None:
             "mesh, offload and attention"
         )
     path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
+    ordered_tiles.refuse_uneven(config.model_width, config.mlp_width)

@@ -37,9 +37,12 @@ from longspec_jax.ops.attention.dispatch import (
     tree_attention,
 )
 from longspec_jax.ops.attention.operands import Fresh, merge
+from longspec_jax.ops.hardware import DECODE_ROWS
 
 GROUP = 8
 """Rows that Hopper's copy engine takes together."""
+ORDERED_CHUNK = 1024
+"""Tokens of the largest chunk of prompts whose matmuls are those of a round."""
 
 
 class Verification(NamedTuple):
@@ -182,7 +185,9 @@ class CachedTarget:
             q, prefix = read(layer, q)
             return chunk_attention(q, prefix, k, v, implementation=self.attention)
 
-        output, features = self._forward(params, tokens, positions, attend, needs)
+        # Of larger chunks XLA's matmuls are as good: the tensor cores are the limit.
+        ordered = self.same_bits and tokens.size <= ORDERED_CHUNK
+        output, features = self._forward(params, tokens, positions, attend, needs, ordered)
         hidden = jnp.take_along_axis(output.hidden, last[:, None, None], axis=1)[:, 0]
         logits = self.unembed(params, hidden)
         cache = cache.append(output.keys, output.values, start)
@@ -199,8 +204,17 @@ class CachedTarget:
         levels: int,
         needs: Needs = NOTHING,
     ) -> Verification:
-        """Logits at every node of a tree of ``levels`` below ``length[b]`` committed tokens."""
+        """Logits at every node of a tree of ``levels`` below ``length[b]`` committed tokens.
+
+        Raises:
+          NotImplementedError: for more nodes of all rows than have the same bits.
+        """
         nodes = tokens.shape[1]
+        if self.same_bits and tokens.size > DECODE_ROWS:
+            raise NotImplementedError(
+                f"a round over {len(tokens)} rows of {nodes} nodes has more than {DECODE_ROWS} "
+                "nodes; take a smaller tree, fewer rows at once (row_slots), or same_bits=False"
+            )
         tokens, positions, mask = self._whole_groups(tokens, positions, mask)
         read, depth = cache.reading(length), positions - positions[:, :1]
         attention = partial(speculative_attention, implementation=self.attention)
@@ -266,7 +280,13 @@ class CachedTarget:
         return PartialForward(logits, Uncommitted(tuple(keys), tuple(values)), features)
 
     def _forward(
-        self, params: Any, tokens: Array, positions: Array, attend: Attend, needs: Needs
+        self,
+        params: Any,
+        tokens: Array,
+        positions: Array,
+        attend: Attend,
+        needs: Needs,
+        ordered: bool | None = None,
     ) -> tuple[TargetOutput, Features]:
         """All layers, and what was asked for of them."""
         queries, keys = {}, {}
@@ -278,9 +298,8 @@ class CachedTarget:
                 keys[layer] = k
             return attend(layer, q, k, v)
 
-        output: Any = self._model.apply(
-            {"params": params}, tokens, positions, noted, keep=needs.hidden
-        )
+        model = self._model if ordered is None else Target(self.config, ordered=ordered)
+        output: Any = model.apply({"params": params}, tokens, positions, noted, keep=needs.hidden)
         return output, Features(output.kept, queries, keys)
 
     def unembed(self, params: Any, hidden: Array) -> Array:

@@ -3,7 +3,7 @@
 What is here reads and sets an engine's own state; the engine knows nothing of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longspec_jax.decoding.constrained import FREE, Anything, Constraint
+from longspec_jax.decoding.compiling import compile_side_by_side
+from longspec_jax.decoding.constrained import FREE, Anything, Constraint, constrained_programs
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.policy import Choice
-from longspec_jax.decoding.round import slack_slots
-from longspec_jax.decoding.rows import Request, release
+from longspec_jax.decoding.prefill import prefill_programs, rows_outline, slot_programs
+from longspec_jax.decoding.round import one_round, slack_slots
+from longspec_jax.decoding.rows import Request, release, stack
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.drafters.base import Drafter, Params
 
@@ -49,6 +51,33 @@ def rehearse(
     return engine.clock() - begun
 
 
+def programs_of_requests(
+    engine: Engine, requests: Sequence[Request], *, constrained: bool
+) -> Iterator[jax.stages.Lowered]:
+    """Lower what takes longest to compile of all that requests may ask for, the slowest first.
+
+    Arguments as of :func:`rehearse_requests`, on one device.
+    """
+    models = engine.target, engine.drafter, engine.params
+    own = [engine.as_it_takes(request) for request in requests]
+    slots = stack([own[-1]] * engine.slots)
+    rows = rows_outline(*models, slots, batch=engine.slots, capacity=engine.capacity)
+    for drafter in reversed(engine.drafters):
+        round_of = engine.target, drafter, engine.params, rows
+        if constrained:
+            yield from constrained_programs(*round_of, engine.contents)
+        for kind in sorted({request.sampling.kind for request in requests}, reverse=True):
+            launched = engine.target, drafter, kind, engine.params, rows
+            yield one_round.lower(*launched, engine.contents.of_kind(kind))
+    prompts = engine.prompts
+    sizes = {"capacity": engine.capacity, "chunks": (*prompts.short_chunks, prompts.chunk)}
+    for logprobs in {None, engine.contents.logprobs}:
+        first = stack([own[-1]])
+        yield from prefill_programs(*models, first, batch=1, logprobs=logprobs, **sizes)
+    if engine.slots > 1:
+        yield from slot_programs(*models, slots, slots=engine.slots, capacity=engine.capacity)
+
+
 def rehearse_requests(
     engine: Engine, requests: Sequence[Request], *, constrained: bool = False
 ) -> None:
@@ -60,6 +89,9 @@ def rehearse_requests(
         can be reported.
       constrained: whether requests may have a constraint.
     """
+    if engine.target.mesh is None and engine.streams:
+        programs = programs_of_requests(engine, requests, constrained=constrained)
+        compile_side_by_side(programs)
 
     def pass_through(length: int, request: Request, constraint: Constraint | None = None) -> None:
         engine.submit(np.zeros(length, np.int32), request, constraint=constraint)

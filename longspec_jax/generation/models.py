@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
 from longspec_jax.decoding.candidates import candidates
+from longspec_jax.decoding.same_bits import check_tree, choose_kernels, serves_tree
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.drafters.draft import DefaultTrees, Draft, drafters_of, is_large
@@ -50,9 +52,9 @@ class Models:
     """Whether the target's cache lies in the host's memory, for contexts larger than the device's.
     Two of its layers are on the device at a time, and the last one always. A pass takes as long as
     moving the cache (docs/retrieval.md). One device only."""
-    same_bits: bool = False
-    """Whether 16-bit text is to be that of plain decoding, by kernels of one order. float32 text is
-    without them."""
+    same_bits: bool | None = None
+    """Whether 16-bit text is to be that of plain decoding, by kernels of one order; where there are
+    such kernels, if absent. float32 text is without them."""
 
     @property
     def drafts(self) -> tuple[Draft, ...]:
@@ -65,8 +67,8 @@ class Models:
     def target(self) -> CachedTarget:
         """The static part of the target."""
         mesh = None if self.mesh is None else self.mesh.abstract_mesh
-        same_bits = self.same_bits and self.target_config.dtype != "float32"
-        return CachedTarget(self.target_config, self.attention, mesh, self.offload, same_bits)
+        target = CachedTarget(self.target_config, self.attention, mesh, self.offload)
+        return choose_kernels(target, self.same_bits)
 
     @property
     def large(self) -> bool:
@@ -92,7 +94,8 @@ def drafters_for(
       choices: what it then chooses among, of the drafters.
 
     Raises:
-      ValueError: for a tree without a draft, and for a choice among nothing.
+      ValueError: for a tree without a draft, one that is too large for the same bits, and for a
+        choice among nothing.
     """
     chosen = models.tree if tree is None else tree
     if not models.drafts and tree is None:
@@ -114,14 +117,22 @@ def drafters_for(
     drafts = models.drafts[:1] if alone else models.drafts
     together = rows if models.row_slots is None else min(rows, models.row_slots)
     several = len(drafts) > 1
-    trees = [
-        (chosen,)
-        if chosen is not None
-        else trees_to_time(
-            draft.default_trees, models.large, models.mesh, rows=together, others=several
-        )
-        for draft in drafts
-    ]
+    target = models.target
+    if chosen is not None:
+        check_tree(target, chosen)
+        trees = [(chosen,)] * len(drafts)
+    else:
+        trees = [
+            trees_to_time(
+                draft.default_trees,
+                models.large,
+                models.mesh,
+                rows=together,
+                others=several,
+                serves=partial(serves_tree, target),
+            )
+            for draft in drafts
+        ]
     drafters, params = drafters_of(drafts, trees, models.attention)
     return choices(drafters) if adaptive else drafters, params
 
@@ -133,6 +144,7 @@ def trees_to_time(
     *,
     rows: int = 1,
     others: bool = False,
+    serves: Callable[[TreeConfig], bool] = bool,
 ) -> tuple[TreeConfig, ...]:
     """What a call without a tree may run, the default one first: no other where none is timed.
 
@@ -142,12 +154,14 @@ def trees_to_time(
       mesh: what its parameters are spread over; None for one device.
       rows: how many are decoded together.
       others: whether there are other drafts to choose from, so that this one is timed anyhow.
+      serves: whether the target's kernels can verify a tree.
     """
     settled = large and defaults.settled
     small = defaults.cpu if jax.default_backend() == "cpu" else defaults.gpu
     trees = defaults.large if large else small
     if large and rows >= SEVERAL and defaults.together:
         trees, settled = defaults.together, False
+    trees = tuple(filter(serves, trees))
     return trees if may_time(mesh) and (others or not settled) else trees[:1]
 
 

@@ -21,7 +21,7 @@ WARPGROUP_ROWS = 64
 """Rows of one warpgroup: the height of Hopper's matrix instruction."""
 KERNEL_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 """What our Triton kernels compute in."""
-DECODE_ROWS = 1024
+DECODE_ROWS = 4096
 """Rows of the largest decode step whose small ops are kernels of our own, the nodes of all trees
 counted. These give a row the same bits in every step; XLA's norms choose their order by the number
 of rows."""

@@ -1,11 +1,15 @@
 """Where text is promised to be the same with and without speculation."""
 
 import dataclasses
+import functools
 
 import pytest
 
+from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding import same_bits
 from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.draft import DefaultTrees
+from longspec_jax.generation.models import trees_to_time
 from longspec_jax.ops import hardware
 from longspec_jax.sharding import make_mesh
 from tests.kit import tiny_target_config
@@ -26,22 +30,42 @@ def test_16_bits_are_identical_where_the_kernels_are_taken() -> None:
 
 
 def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = CachedTarget(tiny_target_config(dtype="bfloat16", head_width=64), same_bits=True)
+    sizes = {"head_width": 64, "model_width": 128, "mlp_width": 192}
+    target = CachedTarget(tiny_target_config(dtype="bfloat16", **sizes))
     with pytest.raises(NotImplementedError, match=r"compute capability 9\.x"):
-        same_bits.require_same_bits(target)
+        same_bits.choose_kernels(target, True)
+    assert not same_bits.choose_kernels(target, None).same_bits
     monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(hardware, "mosaic_is_supported", lambda: True)
-    same_bits.require_same_bits(target)
+    assert same_bits.choose_kernels(target, True) == same_bits.choose_kernels(target, None)
+    assert same_bits.choose_kernels(target, None).same_bits
+    assert not same_bits.choose_kernels(target, False).same_bits
+    assert not same_bits.choose_kernels(WIDE, True).same_bits
     for other in (
         dataclasses.replace(target, mesh=make_mesh(data=2).abstract_mesh),
         dataclasses.replace(target, offload=True),
         dataclasses.replace(target, attention="xla"),
     ):
         with pytest.raises(NotImplementedError, match="same_bits needs one device"):
-            same_bits.require_same_bits(other)
-    narrow = dataclasses.replace(target, config=HALF.config)
-    with pytest.raises(NotImplementedError, match="neither 64 nor 128"):
-        same_bits.require_same_bits(narrow)
+            same_bits.choose_kernels(other, True)
+        assert not same_bits.choose_kernels(other, None).same_bits
+    for uneven, reason in ((HALF.config, "neither 64 nor 128"), ({"mlp_width": 200}, "of 64, not")):
+        config = uneven
+        if isinstance(uneven, dict):
+            config = dataclasses.replace(target.config, **uneven)
+        with pytest.raises(NotImplementedError, match=reason):
+            same_bits.choose_kernels(dataclasses.replace(target, config=config), True)
     monkeypatch.setattr(hardware, "compute_capability", lambda: (8, 0))
     with pytest.raises(NotImplementedError, match=r"compute capability 9\.x"):
-        same_bits.require_same_bits(target)
+        same_bits.choose_kernels(target, True)
+
+
+def test_trees_that_the_kernels_cannot_verify_are_not_chosen_and_are_refused_by_name() -> None:
+    target, deep = dataclasses.replace(HALF, same_bits=True), TreeConfig((1,) * 17)
+    assert not same_bits.serves_tree(target, deep) and same_bits.serves_tree(HALF, deep)
+    same_bits.check_tree(target, TreeConfig((4, 16, 16, 16, 16)))
+    with pytest.raises(ValueError, match="tree chain:17 has 18 nodes and 17 levels.*same_bits=Fal"):
+        same_bits.check_tree(target, deep)
+    serves = functools.partial(same_bits.serves_tree, target)
+    defaults = DefaultTrees((deep,), (deep, PLAIN), (deep, TreeConfig((1,) * 8)))
+    assert trees_to_time(defaults, True, None, serves=serves) == (TreeConfig((1,) * 8),)

@@ -230,9 +230,7 @@ def test_candidates_by_load_are_none_a_small_tree_and_the_default_one() -> None:
     assert trees(LookupDrafter(TreeConfig(budget=64)), LookupDrafter(TreeConfig((2,)))) == [
         *("lookup none", "lookup 4,16,16,16,16@16", "lookup 4,16,16,16,16@64")
     ]
-    assert trees(LookupDrafter(TreeConfig((3, 2, 2)))) == [
-        *("lookup none", "lookup chain:2", "lookup 3,2,2")
-    ]
+    assert trees(LookupDrafter(TreeConfig((3, 2, 2)))) == ["lookup none", "lookup 3,2,2"]
     two = LookupDrafter(TreeConfig((8,) * 4)), NgramDrafter(TreeConfig((8,) * 4, 20))
     assert trees(*two) == [
         *(

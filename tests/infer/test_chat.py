@@ -2,8 +2,13 @@
 
 import _thread
 import io
+import os
+import select
+import subprocess
 import sys
+import termios
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,6 +19,8 @@ from infer import chat
 from infer.conversation import Conversation, Turn
 from infer.screen import GREEN, RESET, Screen
 from longspec_jax import cli
+from tests.children import environment
+from tests.infer.test_interruption import read_from
 from tests.infer.toys import save_toy, toy_spec, toy_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -180,3 +187,61 @@ def test_options_that_cannot_be_met(folders, given, said, capsys, monkeypatch) -
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert chat.main([*folders, *given.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+UNLOADED = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from unittest.mock import Mock
+from infer import chat
+chat.Chat.load = lambda self: setattr(self, "_conversation", Mock())
+sys.exit(chat.main())
+"""
+
+
+@pytest.mark.multiproc
+def test_in_a_real_terminal() -> None:
+    """Ctrl-C clears a line and keeps the conversation, Ctrl-D leaves it."""
+    pytest.importorskip("readline")
+    terminal, its_end = os.openpty()
+    streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), its_end)
+    process = subprocess.Popen(
+        [sys.executable, "-c", UNLOADED],
+        cwd=ROOT,
+        env=environment(TERM="xterm"),
+        start_new_session=True,
+        **streams,
+    )
+    os.close(its_end)
+    try:
+        shown_after(terminal, b"ab", until="ab")
+        # It may come between two system calls of readline, which then waits for another key.
+        shown_after(terminal, b"\x03", until="Ctrl-D or /exit leaves", again=True)
+        shown = shown_after(terminal, b"/help\n", until="stays in the conversation.")
+        assert "/file PATH" in shown and "error" not in shown
+        shown_after(terminal, b"\x04", until="")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def shown_after(terminal: int, keys: bytes, until: str, again: bool = False) -> str:
+    """What a terminal shows behind keys that are typed once the program reads them.
+
+    Until then the terminal gives lines, and readline asks for single keys.
+    """
+    end = time.monotonic() + 60
+    while termios.tcgetattr(terminal)[3] & termios.ICANON:
+        assert time.monotonic() < end, "the program does not read"
+        time.sleep(0.01)
+    os.write(terminal, keys)
+    shown = ""
+    while until not in shown:
+        assert time.monotonic() < end, shown
+        if select.select([terminal], [], [], 0.5)[0]:
+            shown += read_from(terminal)
+        elif again:
+            os.write(terminal, keys)
+    return shown

@@ -15,7 +15,7 @@ from longspec_jax.ops.attention import fresh_pallas, kernels, path_kernels, tile
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 from longspec_jax.ops.hardware import mosaic_is_supported
-from longspec_jax.ops.matmul import few_rows_mosaic, int8_pallas, ordered_mosaic
+from longspec_jax.ops.matmul import int8_pallas, ordered_mosaic
 from longspec_jax.ops.selection import continuations, continuations_pallas
 from tests.ops.attention.oracle import HEADS, TOKENS
 from tests.ops.matmul.published import PUBLISHED, Weights
@@ -231,32 +231,6 @@ def test_path_attention_lowers_for_cuda(batch, nodes, heads, kv_heads, width) ->
     operands = half((batch, nodes, heads, width)), cache, cache, whole((batch,)), rows, rows
     text = lowered(call, *operands, mask, whole((batch, nodes)))
     assert text.count("custom_call @mosaic_gpu") == 2
-
-
-@pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")
-@pytest.mark.parametrize("rows", [8, 24, 64])
-@pytest.mark.parametrize(
-    ("contracted", "columns", "gated", "split", "bias"),
-    [
-        (4096, 12288, False, False, False),
-        (3584, 4608, False, False, True),
-        (4096, 4096, False, True, False),
-        (5120, 5120, False, True, False),
-        (11008, 4096, False, True, False),
-        (4096, 11008, True, False, False),
-    ],
-)
-def test_matmuls_of_few_rows_lower_for_cuda(rows, contracted, columns, gated, split, bias) -> None:
-    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    x = operand((rows, contracted))
-    weights = operand((contracted, 2, columns) if gated else (contracted, columns))
-    tile = few_rows_mosaic.matmul_tile(rows, contracted, columns, gated=gated, split=split)
-
-    def call(x, weights, bias):
-        return few_rows_mosaic.matmul(x, weights, bias, tile=tile)
-
-    text = lowered(call, x, weights, operand((columns,)) if bias else None)
-    assert text.count("custom_call @mosaic_gpu") == 1
 
 
 @pytest.mark.parametrize(

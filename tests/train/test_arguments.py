@@ -211,10 +211,10 @@ def test_overrides_of_nothing(argv: list[str]) -> None:
 
 @pytest.mark.parametrize("error", [KeyError(), AttributeError(), flags.Error(), ValueError("\n")])
 def test_an_error_without_words_is_a_sentence(error: Exception, monkeypatch) -> None:
-    def fail(*given):
+    def fail(*given, **more):
         raise error
 
-    monkeypatch.setattr(arguments, "_flags", fail)
+    monkeypatch.setattr(arguments.config_flags, "DEFINE_config_dict", fail)
     with pytest.raises(ValueError, match=rf"cannot be read \({type(error).__name__}\); see --help"):
         parse(["--config=demo"])
 
@@ -311,7 +311,9 @@ def test_shapes_of_a_target_are_refused_with_their_place() -> None:
         (["--coordinator=a:0", "--processes=2", "--process=0"], "=a:0 must be HOST:PORT"),
         (["--coordinator=a:99999", "--processes=2", "--process=0"], "must be HOST:PORT"),
         (["--coordinator=a:1", "--processes=2", "--process=2"], "--process=2 of --processes=2"),
-        (["--coordinator=a:1"], "--process=-1 of --processes=0"),
+        (["--coordinator=a:1"], "--coordinator needs --processes=N and --process=I"),
+        (["--coordinator=a:1", "--processes=2"], "--coordinator needs --processes=N"),
+        (["--coordinator=a:1", "--processes=0"], "--processes: 0 must be a whole number"),
         (["--coordinator=a:1", "--distributed"], "two ways to join"),
     ],
 )

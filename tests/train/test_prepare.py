@@ -98,7 +98,7 @@ def test_a_stages_own_bad_rows_are_allowed_by_its_own_option(
         ([f"--config={ROOT}/configs/demo.py"], "makes its own data, there is nothing to prepare"),
         (
             [f"--config={ROOT}/configs/vicuna7b.py", "--workers=0"],
-            "--workers=0 must be a number",
+            "--workers: 0 must be a whole number from 1",
         ),
         ([], "--config=FILE is missing"),
     ],

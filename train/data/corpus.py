@@ -24,15 +24,7 @@ import numpy as np
 
 from ..config import CorpusConfig
 from ..fingerprint import content_digest, fingerprint, tokenizer_digest
-from .tokens import (
-    BOS,
-    EOS,
-    PAD,
-    encode_documents,
-    load_tokenizer,
-    train_tokenizer,
-    write_tokens,
-)
+from .tokens import BOS, EOS, PAD, encode_documents, load_tokenizer, train_tokenizer, write_tokens
 
 FORM = 1
 """Of how texts become tokens; another one makes older files unknown."""

@@ -173,24 +173,17 @@ def to_turns(row: Fields, formats: Mapping[frozenset[str], Format] = FORMATS) ->
 
 
 class BadRows:
-    """Counts the rows that cannot be used, and refuses the first one beyond its budget."""
+    """Counts the rows that cannot be used, and refuses the first one beyond its budget.
+
+    ``option`` is what is typed to raise the budget.
+    """
 
     def __init__(self, budget: int, option: str = "--config.data.max_bad_rows"):
-        """Begin with none.
-
-        Args:
-          budget: how many may be skipped.
-          option: what is typed to change that.
-        """
         self.count, self.first = 0, ""
         self._budget, self._option = budget, option
 
     def add(self, place: str, error: ValueError) -> None:
-        """Take note of a row.
-
-        Args:
-          place: ``line 7 of data.jsonl``.
-          error: what is wrong with it.
+        """Take note of a row at a place, such as ``line 7 of data.jsonl``.
 
         Raises:
           ValueError: if there are more of them than may be skipped.

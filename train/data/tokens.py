@@ -177,11 +177,7 @@ def write_encoded(
 ) -> None:
     """Write documents into a new folder, which is there when all of it is.
 
-    Args:
-      folder: does not exist yet.
-      documents: their tokens.
-      vocab_size: no token is as large.
-      skipped: describes, once all are written, what was left out.
+    ``skipped`` says what was left out, once all are written.
     """
     turn_ends, speakers, ends = array("q"), array("B"), array("q")
 
@@ -212,12 +208,8 @@ def encode(
     """The tokens of documents, a batch of which the tokenizer gets at once.
 
     Turns are tokenised one by one with the tokenizer's own special tokens, as the published trainer
-    does. Plain text ends with the end-of-text token, a turn by its template.
-
-    Args:
-      documents: lists of turns.
-      tokenizer: a transformers tokenizer.
-      template: how a turn is written, with ``{role}`` and ``{content}``.
+    does. Plain text ends with the end-of-text token. A turn is written by its template, which has
+    ``{role}`` and ``{content}``.
     """
     documents, end = iter(documents), tokenizer.eos_token_id
     while chunk := list(islice(documents, SHARE)):
@@ -250,13 +242,6 @@ def encode_by_workers(
     workers: int,
 ) -> Iterator[list[EncodedTurn]]:
     """The tokens of documents, in their order.
-
-    Args:
-      documents: read by this process, tokenised by the workers.
-      tokenizer: folder or hub id of the model it belongs to.
-      revision: of a hub model.
-      data: how turns are written.
-      workers: how many processes tokenise.
 
     Raises:
       ChildProcessError: if a worker is ended from outside.

@@ -94,6 +94,8 @@ def require_kernel(q: Array, cached: Array, fresh: Array, levels: int) -> None:
         )
     if fresh.shape[1] != q.shape[1]:
         raise NotImplementedError(f"{q.shape[1]} nodes have {fresh.shape[1]} keys")
+    if q.shape[1] > ALIGNED and q.shape[1] % ALIGNED:
+        raise NotImplementedError(f"{q.shape[1]} nodes are no multiple of {ALIGNED}")
 
 
 def require_target(groups: int, width: int, dtype: Any) -> None:

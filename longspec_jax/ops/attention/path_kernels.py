@@ -55,6 +55,8 @@ def path_attention(
     from longspec_jax.ops.attention import prefix_mosaic, recent_mosaic  # Older versions lack them.
 
     batch, tokens, heads, width = q.shape
+    # So they lie in memory already (layer_pallas.split_heads).
+    by_head = q.swapaxes(1, 2)
     kv_heads, slots = prefix.keys.shape[1:3]
     factor = (width**-0.5 if scale is None else scale) * LOG2_E
     length = jnp.minimum(prefix.length.astype(jnp.int32), slots)
@@ -82,7 +84,7 @@ def path_attention(
         parts=parts,
     )
     partials = prefix_mosaic.launch(
-        work, bounds, _packed(limit, groups, padded, 0), q, prefix.keys, prefix.values
+        work, bounds, _packed(limit, groups, padded, 0), by_head, prefix.keys, prefix.values
     )
     start = jnp.clip((length - RECENT) // ALIGNED * ALIGNED, 0, slots - FETCHED)
     slot = start[:, None, None] + jnp.arange(FETCHED)
@@ -96,7 +98,7 @@ def path_attention(
     )
     keys_and_values = prefix.keys, prefix.values, fresh.keys, fresh.values
     return recent_mosaic.attend_and_merge(
-        where, cached_step, fresh_step, q, *keys_and_values, *partials, scale=factor
+        where, cached_step, fresh_step, by_head, *keys_and_values, *partials, scale=factor
     )
 
 

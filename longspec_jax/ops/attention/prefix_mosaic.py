@@ -67,7 +67,7 @@ def launch(
     work: Work,
     bounds: Int[Array, "B 3"],
     limit: Int[Array, "B R"] | None,
-    q: Float[Array, "B K R H"] | Float[Array, "B T N H"],
+    q: Float[Array, "B K R H"] | Float[Array, "B N T H"],
     k: CacheSlots,
     v: CacheSlots,
 ) -> tuple[Float[Array, "B P K some H"], Float[Array, "B P K R"]]:
@@ -77,8 +77,8 @@ def launch(
       work: what all programs do.
       bounds: the fields of :class:`~longspec_jax.ops.attention.prefix_items.Bounds`.
       limit: how many slots each packed row sees; as the bounds say if absent.
-      q: packed queries, whole warpgroups of rows. With a limit queries as they are: their packed
-        rows are ordered by head, then by token, of whole segments of tokens (``path.SEGMENT``).
+      q: packed queries, whole warpgroups of rows. With a limit queries by head: their packed rows
+        are ordered by head, then by token, of whole segments of tokens (``path.SEGMENT``).
       k: cached keys.
       v: cached values.
 
@@ -91,8 +91,8 @@ def launch(
     _refuse_unsupported(width, k.shape[2], q.dtype, tile)
     tokens, rows = None, work.rows
     if limit is not None:
-        tokens = -(-q.shape[1] // SEGMENT) * SEGMENT
-        there = tokens * q.shape[2] // work.kv_heads
+        tokens = -(-q.shape[2] // SEGMENT) * SEGMENT
+        there = tokens * q.shape[1] // work.kv_heads
         rows = there if there < WARPGROUP_ROWS else rows
     shape = (work.batch, work.splits, work.kv_heads)
     call = plgpu.kernel(
@@ -321,14 +321,14 @@ class _Program:
             rows = pl.ds(first, WARPGROUP_ROWS)
             plgpu.copy_gmem_to_smem(q.at[item.batch, item.kv_head, rows], to, ready)
             return
-        groups, of_a_head = q.shape[2] // self.work.kv_heads, self.tokens // SEGMENT
+        groups, of_a_head = q.shape[1] // self.work.kv_heads, self.tokens // SEGMENT
         for place in range(WARPGROUP_ROWS // SEGMENT):
             # Rows that there are not are some that there are; nobody reads their results.
             segment = jnp.minimum(jax.lax.div(first, SEGMENT) + place, groups * of_a_head - 1)
             head = item.kv_head * groups + jax.lax.div(segment, of_a_head)
             some = pl.ds(jax.lax.rem(segment, of_a_head) * SEGMENT, SEGMENT)
             part = to.at[pl.ds(place * SEGMENT, SEGMENT)]
-            plgpu.copy_gmem_to_smem(q.at[item.batch, some, head], part, ready)
+            plgpu.copy_gmem_to_smem(q.at[item.batch, head, some], part, ready)
 
     def attend(self, item: Item) -> None:
         """Attend with 64 rows to this warpgroup's split and write what they find."""

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, CacheSlots, Queries
+from longspec_jax.axes import Array, CacheSlots
 from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.path import ALIGNED, FETCHED, RECENT, SEGMENT
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
@@ -35,7 +35,7 @@ def attend_and_merge(
     where: Int[Array, "B 4"],
     cached_step: Int[Array, "B R cached"],
     fresh_step: Int[Array, "B R segments"],
-    q: Queries,
+    q: Float[Array, "B N T H"],
     k: CacheSlots,
     v: CacheSlots,
     fresh_k: Float[Array, "B T K H"],
@@ -52,7 +52,7 @@ def attend_and_merge(
         reaches, and the greatest depth of a node.
       cached_step: in which step the value of a cached recent token is added; -1 if it is not seen.
       fresh_step: the same of the tree's nodes, which come after the cached ones: their depth.
-      q: queries.
+      q: queries by head.
       k: cached keys.
       v: cached values.
       fresh_k: the tree's keys.
@@ -61,7 +61,7 @@ def attend_and_merge(
       partial_lse: their log-sum-exps.
       scale: factor on the scores, in base 2.
     """
-    batch, _, heads, width = q.shape
+    batch, heads, nodes, width = q.shape
     kv_heads, tokens = k.shape[1], fresh_step.shape[2]
     splits, rows = partial.shape[1], heads // kv_heads * tokens
     columns = min(COLUMNS, width)
@@ -82,7 +82,7 @@ def attend_and_merge(
     stages = min(splits, room // (4 * WARPGROUP_ROWS * (columns + 1)))
     kernel = plgpu.kernel(
         functools.partial(_kernel, scale=scale, stages=stages),
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=jax.ShapeDtypeStruct((batch, nodes, heads, width), q.dtype),
         scratch_types=dict(
             q=shared(WARPGROUP_ROWS, width),
             cached_k=shared(FETCHED, width),
@@ -212,22 +212,22 @@ class _Program:
     def segments(self) -> int:
         """Segments of a key/value head's packed rows."""
         tokens, kv_heads = self.refs.fresh_step.shape[2], self.refs.k.shape[1]
-        return self.refs.q.shape[2] // kv_heads * (tokens // SEGMENT)
+        return self.refs.q.shape[1] // kv_heads * (tokens // SEGMENT)
 
-    def segment(self, place: int) -> tuple[Any, Any, Any]:
-        """Batch row, tokens and head of 16 packed rows; of rows there are not, some there are."""
+    def segment(self, place: int) -> tuple[Any, Any]:
+        """Head and tokens of 16 packed rows; of rows there are not, some there are."""
         of_a_head = self.refs.fresh_step.shape[2] // SEGMENT
         groups = self.segments // of_a_head
         number = jnp.minimum(self.row_tile * _SEGMENTS + place, self.segments - 1)
         head = self.kv_head * groups + jax.lax.div(number, of_a_head)
-        return self.batch, pl.ds(jax.lax.rem(number, of_a_head) * SEGMENT, SEGMENT), head
+        return head, pl.ds(jax.lax.rem(number, of_a_head) * SEGMENT, SEGMENT)
 
     def fetch(self) -> None:
         """Ask for everything, and for as many splits as there are places."""
         refs, memory, ready = self.refs, self.memory, self.memory.ready
         for place in range(_SEGMENTS):
             to = memory.q.at[pl.ds(place * SEGMENT, SEGMENT)]
-            plgpu.copy_gmem_to_smem(refs.q.at[self.segment(place)], to, ready)
+            plgpu.copy_gmem_to_smem(refs.q.at[self.batch, *self.segment(place)], to, ready)
         recent = self.batch, self.kv_head, pl.ds(pl.multiple_of(self.start, ALIGNED), FETCHED)
         values = memory.cached_v.at[pl.ds(0, FETCHED)]
         plgpu.copy_gmem_to_smem(refs.k.at[recent], memory.cached_k, ready)
@@ -338,7 +338,8 @@ class _Program:
             @pl.when(self.row_tile * _SEGMENTS + place < self.segments)
             def _(place: int = place) -> None:
                 source = self.memory.out.at[pl.ds(place * SEGMENT, SEGMENT)]
-                to = self.refs.out.at[(*self.segment(place), self.its_columns)]
+                head, tokens = self.segment(place)
+                to = self.refs.out.at[self.batch, tokens, head, self.its_columns]
                 plgpu.copy_smem_to_gmem(source, to)
 
         plgpu.wait_smem_to_gmem(0)

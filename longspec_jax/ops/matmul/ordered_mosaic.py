@@ -27,7 +27,6 @@ from longspec_jax.ops.matmul.ordered_tiles import (
     MatmulTile,
     Work,
     refuse_uneven,
-    refuse_uneven_head,
 )
 
 # Pallas documents ACC and does not re-export it in the way that type checkers ask for.
@@ -43,7 +42,7 @@ def matmul(
     """``x[rows, K] @ weights[K, N] (+ bias[N])``, or with a gate.
 
     Args:
-      x: bfloat16 or float16, at most :data:`ordered_tiles.MAX_ROWS` rows.
+      x: bfloat16 or float16.
       weights: ``[K, N]``, or ``[K, 2, N]`` for ``silu(x @ weights[:, 0]) * (x @ weights[:, 1])``.
       bias: of every column, or none.
       tile: what of the weights a unit reads.
@@ -72,18 +71,19 @@ def head_matmul(x: Array, table: Array, *, tile: MatmulTile, interpret: Any = No
     """``x[rows, K] @ table[V, K].T`` in float32, for an LM head.
 
     Args:
-      x: bfloat16 or float16, at most :data:`ordered_tiles.MAX_ROWS` rows.
+      x: bfloat16 or float16.
       table: the head.
       tile: what of the table a unit reads.
       interpret: how Pallas interprets the kernel without a GPU; None compiles it.
 
     Raises:
-      NotImplementedError: if ``K`` is no multiple of 64 or ``V`` none of 8.
+      NotImplementedError: if ``K`` is no multiple of 64.
     """
     vocabulary, contracted = table.shape
-    refuse_uneven_head(contracted, vocabulary)
-    work = Work(len(x), contracted, vocabulary, tile, head=True)
-    return _launch(work, x, table, interpret=interpret)[0]
+    refuse_uneven(contracted)
+    # The copy engine writes rows of a multiple of 16 bytes.
+    work = Work(len(x), contracted, vocabulary + -vocabulary % 8, tile, head=True)
+    return _launch(work, x, table, interpret=interpret)[0, :, :vocabulary]
 
 
 def _launch(

@@ -15,8 +15,6 @@ import functools
 
 from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 
-MAX_ROWS = 1024
-"""More rows are a prompt's: there the tensor cores are the limit, and XLA's matmul is as good."""
 WHOLE = 64
 """Sizes of the weights that are no multiple of this cannot be fetched in swizzled blocks."""
 FULL_RATE_PROGRAMS = 86
@@ -180,9 +178,9 @@ def head_tile(contracted: int, columns: int) -> MatmulTile:
     """Choose the tile of an LM head ``[columns, contracted]`` from its shape alone.
 
     Raises:
-      NotImplementedError: if ``contracted`` is no multiple of 64 or ``columns`` none of 8.
+      NotImplementedError: if ``contracted`` is no multiple of 64.
     """
-    refuse_uneven_head(contracted, columns)
+    refuse_uneven(contracted)
     tiles = [MatmulTile(width, 1, depth=64) for width in (64, 128)]
     return min(
         tiles, key=lambda tile: Work(WARPGROUP_ROWS, contracted, columns, tile, head=True).cost()
@@ -196,13 +194,6 @@ def refuse_uneven(*sizes: int) -> None:
             raise NotImplementedError(
                 f"the Mosaic matmul takes weights in multiples of {WHOLE}, not {size}"
             )
-
-
-def refuse_uneven_head(contracted: int, columns: int) -> None:
-    """Raise for an LM head that the copy engine cannot fetch in swizzled blocks."""
-    refuse_uneven(contracted)
-    if columns % 8:
-        raise NotImplementedError(f"the Mosaic matmul takes vocabularies of 8 n, not {columns}")
 
 
 def _ceil(count: int, size: int) -> int:

@@ -53,10 +53,16 @@ def test_methods_of_the_drafts_that_are_there() -> None:
     ]
     assert names("all") == ["plain", "plain-eager", "magicdec", "ngram"]
     assert names("all", "ngram=8") == ["plain", "plain-eager", "magicdec", "ngram", "ngram=8"]
-    with pytest.raises(
-        ValueError, match="--method=small_lm needs a small language model: .*FOLDER"
-    ):
+    with pytest.raises(ValueError, match="--method=small_lm needs a small_lm draft: .*FOLDER"):
         names("small_lm")
+    with pytest.raises(
+        ValueError, match="--method=ngram needs --draft=ngram; the run has no draft"
+    ):
+        names("ngram", drafts=[])
+    unknown = NgramDraft()
+    object.__setattr__(unknown, "name", "other")
+    with pytest.raises(ValueError, match="no method measures other drafts"):
+        names(drafts=[unknown])
 
 
 def test_drafters_of_one_kind_are_measured_apart() -> None:

@@ -147,7 +147,9 @@ def test_of_several_runs_the_one_of_median_seconds_is_kept(
     decode, seconds = Decoder.decode, iter([3.0, 1.0, 2.0] * 2)
 
     def timed(self: Decoder, *arguments):
-        return dataclasses.replace(decode(self, *arguments), decode_s=next(seconds))
+        found = decode(self, *arguments)
+        stats = dataclasses.replace(found.stats, decode_seconds=next(seconds))
+        return dataclasses.replace(found, stats=stats)
 
     monkeypatch.setattr(Decoder, "decode", timed)
     greedy = [option for option in options if option != "--temperature=1"]
@@ -190,10 +192,10 @@ def test_another_text_is_told_with_its_gap(options: list[str], tmp_path, monkeyp
         found = decode(self, *arguments)
         if self.name == "plain":
             return found
-        [row] = found.rows
-        tokens = (row.tokens[0], row.tokens[1] % 5 + 6, *row.tokens[2:])
-        assert tokens != row.tokens
-        return dataclasses.replace(found, rows=(dataclasses.replace(row, tokens=tokens),))
+        [row] = found.sequences
+        tokens = (row[0], row[1] % 5 + 6, *row[2:])
+        assert tokens != row
+        return dataclasses.replace(found, sequences=(tokens,))
 
     monkeypatch.setattr(Decoder, "decode", changed)
     one = [option for option in options if option != "--temperature=0"]

@@ -164,13 +164,7 @@ class LongSpecTrainer:
     def objectives(
         self, stage: StageConfig, loss_chunk: int, mlp_chunk: int
     ) -> tuple[LongSpecObjective, LongSpecObjective | None]:
-        """What a stage learns, and the same with more to report at log steps; None if not needed.
-
-        Args:
-          stage: its largest anchor offset counts.
-          loss_chunk: most tokens of a device whose logits exist at once.
-          mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all.
-        """
+        """What a stage learns, and the same with more to report at log steps, if there is more."""
         reporting = LongSpecObjective(
             self.target, self.draft, self.settings, stage.max_offset, loss_chunk, mlp_chunk
         )

@@ -41,12 +41,7 @@ class Draws(NamedTuple):
 
 
 def anchored_positions(
-    key: Array,
-    rows: tuple[int, int],
-    length: int,
-    *,
-    max_offset: int,
-    max_sinks: int = 4,
+    key: Array, rows: tuple[int, int], length: int, *, max_offset: int, max_sinks: int = 4
 ) -> Int[Array, "A B T"]:
     """Positions whose first few stay and whose others move by a random offset.
 
