@@ -78,10 +78,7 @@ def random_model(
     options: Mapping[str, Any] | None = None,
     same_bits: bool | None = None,
 ) -> Model:
-    """Random weights of target and draft, drawn on the device.
-
-    ``kind`` may be the folder of a draft for this shape, whose weights are read.
-    """
+    """Random weights of target and draft, drawn on the device; ``kind`` may be a draft's folder."""
     chosen = draft_options(kind, options or {}, config)
     target = _draw(_initializer(config), seed)
     match chosen:
@@ -218,8 +215,6 @@ def _drawn(table: Table, dtype: str, seed: int) -> Any:
 
 def draft_options(kind: str, values: Mapping[str, Any], target: TargetConfig) -> Any:
     """The options of a kind of draft, checked; of a kind without weights that is the draft.
-
-    ``kind`` may be a draft's folder, which is then found as well.
 
     Raises:
       ValueError: for an option it does not have, or a value that it cannot have.

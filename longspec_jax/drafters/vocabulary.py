@@ -64,7 +64,6 @@ def load_draft_vocabulary(
 
     Args:
       source: the draft's folder or hub id.
-      vocab_size: width of the target's logits.
       size: tokens to use; at most as many as the table holds.
       revision: branch, tag or commit of a hub id.
 
@@ -140,12 +139,7 @@ def most_frequent(
 
 
 def check_vocabulary(tokens: Any, vocab_size: int) -> Int[np.ndarray, " v"]:
-    """A draft vocabulary as int32; raises unless it is a list of different tokens of the target.
-
-    Args:
-      tokens: token ids in any order.
-      vocab_size: width of the target's logits.
-    """
+    """A draft vocabulary as int32; raises unless it is a list of different tokens of the target."""
     array = np.asarray(tokens)
     if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(

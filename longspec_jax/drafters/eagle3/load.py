@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
@@ -119,14 +119,7 @@ def load(
     mesh: Mesh | None = None,
     revision: str | None = None,
 ) -> Eagle3Draft:
-    """Load an EAGLE-3 draft as its trainer stored it.
-
-    Args:
-      source: a folder or hub id.
-      target: what it was trained for.
-      options: its options.
-      mesh: devices to spread it over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
+    """Load an EAGLE-3 draft as its trainer stored it, from a folder or a hub id.
 
     Raises:
       FileNotFoundError: if the draft or one of its files is missing.
@@ -142,6 +135,34 @@ def load(
         mesh=mesh,
         revision=revision,
     )
+    return bound(Eagle3Draft, source, target, options, mesh, stored, config, params)
+
+
+D = TypeVar("D", bound=Eagle3Draft)
+
+
+def bound(
+    kind: type[D],
+    source: str | Path,
+    target: Target,
+    options: Eagle3Options,
+    mesh: Mesh | None,
+    stored: Any,
+    config: Eagle3Config,
+    params: Eagle3Params,
+) -> D:
+    """A draft with its options applied; says which tokens it sees where nobody named them.
+
+    Args:
+      kind: class of the draft.
+      source: its folder or hub id, for the message.
+      target: what it drafts for.
+      options: its options.
+      mesh: devices that it is spread over.
+      stored: how it was stored.
+      config: its configuration.
+      params: its parameters, not in 8 bits.
+    """
     if options.yarn is not None:
         config = config.stretched(options.yarn)
     if pays_in_int8(target) if options.int8 is None else options.int8:
@@ -154,7 +175,7 @@ def load(
             f"{source}: the draft was made for {config.max_positions} positions and the target for "
             f"{target.config.max_positions}, so it sees the first {reach.sinks} and the last "
             f"{reach.window} tokens of a text; the draft option window=N changes that",
-            stacklevel=2,
+            stacklevel=3,
         )
     working = options.cache_options.working_cache(target.config)
-    return Eagle3Draft(config, params, reach, stored, working)
+    return kind(config, params, reach, stored, working)

@@ -138,14 +138,14 @@ class Eagle3Params(TableParams):
 
     def fused(self, config: Eagle3Config, hidden: Sequence[Array]) -> Array:
         """As of :meth:`Eagle3Layer.fused`."""
-        return self._apply(config, hidden, method=Eagle3Layer.fused)
+        return self._apply(config, hidden, method="fused")
 
     def keys_values(
         self, config: Eagle3Config, tokens: Array, feature: Array, positions: Array
     ) -> tuple[Array, Array]:
         """Keys and values of tokens ``[B, T]``; arguments as of :class:`Eagle3Layer`."""
         embedded = self.embedded(tokens)
-        return self._apply(config, embedded, feature, positions, method=Eagle3Layer.keys_values)
+        return self._apply(config, embedded, feature, positions, method="keys_values")
 
     def level(
         self,

@@ -1,9 +1,9 @@
-"""The DFlash drafter: trees over a block, ring and sinks, and that it changes no token.
+"""The DFlash drafter: trees over a block, ring and sinks.
 
-That a block is computed as published is in :mod:`.test_parity`.
+That a block is computed as published is in :mod:`.test_parity`, and that no token changes in
+:mod:`tests.drafters.test_published`.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,30 +13,18 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Committed, Features, Needs, NoDraft, Params
+from longspec_jax.drafters.base import Committed, Features, Needs, Params
 from longspec_jax.drafters.dflash.config import Confidence, Markov
 from longspec_jax.drafters.dflash.drafter import DFlashDrafter
 from longspec_jax.sharding import partition_spec, path_name
 from tests.decoding.lossless import (
     CONFIG,
-    EVERY,
-    LENGTHS,
-    assert_same,
-    emitted_in_rounds,
-    generate,
-    prompts,
-    run,
 )
 from tests.drafters.dflash.toys import config_for, random_params
 from tests.drafters.eagle3.test_drafter import Listening
 from tests.drafters.eagle3.test_parity import Given
-from tests.kit import normal, random_target, relative_error, view_of
+from tests.kit import normal, relative_error, view_of
 
-TARGET = CachedTarget(CONFIG)
-MODEL = random_target(CONFIG)
-TEXT = prompts(CONFIG.vocab_size)
 KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
 DFLASH = config_for(CONFIG, windows=(9, None), causal=(True, False))
 DSPARK = config_for(
@@ -48,23 +36,6 @@ DSPARK = config_for(
 )
 WINDOW = DFlashDrafter(DSPARK, TreeConfig((2, 3, 4, 1)), window=6, sinks=2)
 """Fewer entries than most rows have, so that the ring wraps."""
-
-
-def test_no_token_changes() -> None:
-    """Three requests pass through two slots, their prompts in chunks beside the rounds."""
-    none, params = Params(MODEL, ()), Params(MODEL, random_params(DSPARK, KNOWN))
-    plain = [generate(TARGET, NoDraft(), none, TEXT, LENGTHS, req)[0] for req in EVERY]
-    sizes: dict[str, Any] = dict(slots=2, capacity=64, chunk=8, stop_width=1)
-    drafter = replace(WINDOW, tree=replace(WINDOW.tree, budget=9))
-    engine = Engine(TARGET, [drafter], params, streams=False, **sizes)
-    for req in EVERY:
-        host = jax.device_get(req)
-        for row, length in enumerate(LENGTHS):
-            engine.submit(TEXT[row, :length], host.row(row))
-    rows, state = run(engine, 9)
-    for turn, expected in enumerate(plain):
-        assert_same(rows[3 * turn : 3 * turn + 3], expected)
-    assert emitted_in_rounds(state) > 0
 
 
 @partial(jax.jit, static_argnums=0)
