@@ -175,7 +175,8 @@ def test_what_it_needs() -> None:
     """The oldest entry of a window has the hidden state of the token before it."""
     drafter = EagleDrafter(DRAFT, window=6)
     assert drafter.needs == Needs(hidden=(CONFIG.num_layers,), recent=7)
-    assert replace(drafter, sinks=2).needs.recent is None
+    needs = Needs(hidden=(CONFIG.num_layers,), recent=7, first=3)
+    assert replace(drafter, sinks=2).needs == needs
 
 
 @pytest.mark.parametrize("own", [False, True])
