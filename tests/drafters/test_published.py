@@ -11,6 +11,7 @@ import pytest
 
 from longspec_jax import LongSpec
 from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.eagle import load as eagle
@@ -31,8 +32,10 @@ from tests.decoding.lossless import (
     emitted_in_rounds,
     generate,
     prompts,
+    run,
 )
 from tests.drafters import test_eagle, test_medusa, test_tokenswift
+from tests.drafters.dflash import test_drafter as test_dflash
 from tests.infer.toys import save_toy, toy_spec
 from tests.kit import random_target
 
@@ -68,6 +71,23 @@ def test_eagle_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     """With a window that wraps, and sinks."""
     drafter = EagleDrafter(test_eagle.DRAFT, TREE, window=6, sinks=2)
     decoded(drafter, test_eagle.random_params(test_eagle.DRAFT), plain)
+
+
+def test_dflash_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+    """Three requests pass through two slots, their prompts in chunks beside the rounds."""
+    window = test_dflash.WINDOW
+    drafter = replace(window, tree=replace(window.tree, budget=9))
+    params = Params(MODEL, test_dflash.random_params(window.config, test_dflash.KNOWN))
+    sizes: dict[str, Any] = dict(slots=2, capacity=64, chunk=8, stop_width=1)
+    engine = Engine(CachedTarget(CONFIG), [drafter], params, streams=False, **sizes)
+    for req in EVERY:
+        host = jax.device_get(req)
+        for prompt, length, row in zip(prompts(CONFIG.vocab_size), LENGTHS, range(3), strict=True):
+            engine.submit(prompt[:length], host.row(row))
+    rows, state = run(engine, 9)
+    for turn, expected in enumerate(plain):
+        assert_same(rows[3 * turn : 3 * turn + 3], expected)
+    assert emitted_in_rounds(state) > 0
 
 
 def test_medusa_changes_no_token(plain: list[list[np.ndarray]]) -> None:
