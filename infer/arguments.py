@@ -78,11 +78,11 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         "most frequent tokens only, by the table saved beside the draft (python -m "
         "train.vocabulary). LongSpec drafts and small language models: working=1024 reads that "
         "many tokens of a long cache, in chunks that the target attends to (SpecExtend), with "
-        "refresh=0 its first and last ones. EAGLE-3 drafts: window=N sees the last N tokens, and "
-        "the first 4 (sinks=4), in constant memory; int8 as above. All drafts: retrieve=N has the "
-        "target check the draft's rounds over N tokens of its cache first, chosen by its last "
-        "queries; --tree is then the chain that this yields, and retrieve_tree=4,16,16 the draft's "
-        "own tree (docs/retrieval.md)",
+        "refresh=0 its first and last ones. EAGLE-3 and DFlash drafts: window=N sees the last N "
+        "tokens, and the first 4 (sinks=4), in constant memory; int8 as above. All drafts: "
+        "retrieve=N has the target check the draft's rounds over N tokens of its cache first, "
+        "chosen by its last queries; --tree is then the chain that this yields, and "
+        "retrieve_tree=4,16,16 the draft's own tree (docs/retrieval.md)",
     )
     group.add_argument("--revision", type=cli.word, help="version of the target on the hub")
     group.add_argument("--draft_revision", type=cli.word, help="version of the draft on the hub")
