@@ -54,17 +54,17 @@ class Verification(NamedTuple):
     values: tuple[Array, ...]
     """Values of the tree's nodes, ``L x [B, T, K, H]``."""
     features: Features = Features()
-    """What was asked for of the nodes."""
+    """The needed features of the nodes."""
 
 
 class Prefilled(NamedTuple):
     """What one target pass over a chunk of a prompt yields."""
 
     logits: Float[Array, "B V"]
-    """After the chunk's token that was asked for in each row, float32."""
+    """After one token of the chunk in each row, float32."""
     cache: KVCache
     features: Features = Features()
-    """What was asked for of the chunk's tokens."""
+    """The needed features of the chunk's tokens."""
     hidden: Float[Array, "B C D"] | None = None
     """What :meth:`TargetModel.unembed` makes the logits behind each of them of."""
 
@@ -225,7 +225,7 @@ class TargetModel:
         needs: Needs,
         ordered: bool | None = None,
     ) -> tuple[TargetOutput, Features]:
-        """All layers, and what was asked for of them."""
+        """All layers, and the features that are needed of them."""
         queries, keys = {}, {}
 
         def noted(layer: int, q: Array, k: Array, v: Array) -> Array:
