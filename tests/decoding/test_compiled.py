@@ -17,7 +17,7 @@ from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
-from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.dflash.drafter import DFlashDrafter
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
@@ -53,7 +53,7 @@ def compiled_loop(
 ) -> jax.stages.Compiled:
     """Many rounds for a cache of this capacity, or a single one."""
     draft = DraftConfig.for_target(config, window=11)
-    target, drafter = CachedTarget(config), drafter or LongSpecDrafter(draft, TreeConfig((3, 2)))
+    target, drafter = TargetModel(config), drafter or LongSpecDrafter(draft, TreeConfig((3, 2)))
     table = random_target(config)
     own = draft_params(random_draft(draft), table) if params is None else params
     params = Params(table, own)
@@ -204,7 +204,7 @@ def test_the_search_finds_a_planted_copy() -> None:
 
 def test_prompts_seeds_and_budgets_do_not_compile_again() -> None:
     """One shape, one program each of prefill, start and loop: no unexpected compilation."""
-    target, drafter = CachedTarget(CONFIG), LongSpecDrafter(DRAFT, TreeConfig((2, 1)))
+    target, drafter = TargetModel(CONFIG), LongSpecDrafter(DRAFT, TreeConfig((2, 1)))
     table = random_target(CONFIG)
     params = Params(table, draft_params(random_draft(DRAFT), table))
     with RECENT.limited(0):
