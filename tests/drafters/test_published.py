@@ -18,9 +18,11 @@ from longspec_jax.drafters.eagle import load as eagle
 from longspec_jax.drafters.eagle.model import EagleDrafter
 from longspec_jax.drafters.medusa import load as medusa
 from longspec_jax.drafters.medusa.drafter import MedusaConfig
+from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.suffix import SuffixDrafter
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
+from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding.lossless import (
     CONFIG,
     EVERY,
@@ -32,7 +34,7 @@ from tests.decoding.lossless import (
     prompts,
     run,
 )
-from tests.drafters import test_eagle, test_medusa
+from tests.drafters import test_eagle, test_medusa, test_tokenswift
 from tests.drafters.dflash import test_drafter as test_dflash
 from tests.infer.toys import save_toy, toy_spec
 from tests.kit import random_target
@@ -108,6 +110,14 @@ def test_medusa_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     for b, text in enumerate(texts):
         kept = np.asarray(state.rows.draft[b])
         np.testing.assert_allclose(kept, whole[b, len(text) - 1], atol=1e-4)
+
+
+def test_tokenswift_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+    """Where its forward sees the whole cache, the first level is what the target draws."""
+    whole = Quest(CONFIG, BlockBudget(64, 4, 8, 4))
+    drafter = replace(test_tokenswift.DRAFT.drafter(TREE), selector=whole)
+    _, state = decoded(drafter, test_tokenswift.DRAFT.params, plain)
+    assert int(state.record.histogram[:, 0].sum()) <= 3, "rounds that a budget cut"
 
 
 def test_suffix_decoding_changes_no_token(plain: list[list[np.ndarray]]) -> None:
