@@ -30,12 +30,7 @@ def chunk_sizes(largest: int) -> tuple[int, ...]:
 
 
 def chunk_of(length: int, sizes: Sequence[int]) -> int:
-    """Tokens of the chunks of a prompt: the smallest size that holds it, else the largest.
-
-    Args:
-      length: tokens of the prompt.
-      sizes: ascending.
-    """
+    """Tokens of the chunks of a prompt: the smallest size that holds it, else the largest."""
     return next((size for size in sizes if size >= length), sizes[-1])
 
 
@@ -79,11 +74,6 @@ def most_reusable(needs: Needs, length: int, chunk: int) -> int:
 
     The last token's chunk is always run, for its logits. So are the chunks that a drafter needs
     features of; one that needs none learns of the others by their tokens.
-
-    Args:
-      needs: the drafter's.
-      length: tokens of the prompt.
-      chunk: tokens of a chunk.
     """
     most = (length - 1) // chunk
     if needs.hidden or needs.queries or needs.keys:

@@ -37,7 +37,8 @@ class Needs:
 
     hidden: tuple[int, ...] = ()
     """Layers after which it takes the hidden states; the first is 0, and -1 is the embedding. So
-    ``i - 1`` is what enters layer ``i``."""
+    ``i - 1`` is what enters layer ``i``. The number of layers stands for what leaves the final
+    norm."""
     queries: tuple[int, ...] = ()
     """Layers whose queries it takes, rotary applied."""
     keys: tuple[int, ...] = ()
@@ -70,7 +71,8 @@ class Features(NamedTuple):
     """What a forward of the target computed at its tokens, by layer; holds what was needed only."""
 
     hidden: Mapping[int, Float[Array, "B n D"]] = {}
-    """The residual stream after the layer, before any norm; the embedding at -1."""
+    """The residual stream after the layer, before any norm; the embedding at -1, and what leaves
+    the final norm at the number of layers."""
     queries: Mapping[int, Float[Array, "B n N H"]] = {}
     """The layer's queries, rotary applied."""
     keys: Mapping[int, Float[Array, "B n K H"]] = {}

@@ -12,7 +12,7 @@ import pytest
 
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
-from longspec_jax.decoding.prefill import prefill, vacant
+from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.decoding.rows import Request
@@ -30,7 +30,7 @@ from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.drafters.eagle3.toys import config_for, random_params
-from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+from tests.kit import draft_params, prefill, random_draft, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(num_layers=1)
 DRAFT = DraftConfig.for_target(CONFIG, window=11)

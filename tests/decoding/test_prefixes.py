@@ -12,9 +12,9 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.chunks import most_reusable
 from longspec_jax.decoding.copies import copy_prefix, read_chunk, write_chunk
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.outputs import StepOutput
 from longspec_jax.decoding.prefixes import HostChunks, Match, SlotPrefixes, chunk_names
 from longspec_jax.decoding.rows import RowShardings
+from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import NOTHING, Needs, NoDraft, Params
 from longspec_jax.drafters.retrieval.blocks import Quest

@@ -1,10 +1,9 @@
 """An EAGLE-3 draft: its options, the draft bound to its target, and how it is loaded."""
 
-import re
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
@@ -14,68 +13,26 @@ from longspec_jax.drafters.eagle3.checkpoint import Format, load_draft
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.eagle3.model import Eagle3Params
+from longspec_jax.drafters.tables import SINKS, FeatureOptions
+from longspec_jax.drafters.window import Seen
 from longspec_jax.sharding import placed
-
-SINKS = 4
-"""First entries that a draft sees beside its window, unless it was trained with a window."""
-MOST_SINKS = 64
-"""They are read at every level, in the buffer of the tree."""
 
 
 @dataclass(frozen=True)
-class Eagle3Options:
+class Eagle3Options(FeatureOptions):
     """Options of an EAGLE-3 draft; none changes a token."""
 
-    window: int | None = None
-    """How many of the last tokens it sees: its memory is constant. All of them if the target's
-    range is not longer.
-
-    If absent, what it was trained for, where the target's range is longer."""
-    sinks: int | None = None
-    """How many of the first tokens it sees beside the window; 4 if absent, none where it was
-    trained with a window of its own."""
     yarn: float | None = None
     """Stretch its positions by this factor with YaRN, though it was not trained so."""
-    layers: str | None = None
-    """Layers of the target after which it takes the hidden states, such as ``1,15,28``, -1 for the
-    embedding; as its file says if absent."""
     rope_theta: float | None = None
     """Its rotary base; as its file says if absent."""
-    int8: bool | None = None
-    """Read its weights and its LM head in 8 bits: half the bytes.
-
-    If absent, on a GPU with a large target in 16 bits, where it pays."""
 
     def __post_init__(self) -> None:
-        if self.window == 0:
-            raise ValueError("window=0 must be at least 1 token")
-        if self.sinks is not None and self.sinks > MOST_SINKS:
-            raise ValueError(f"sinks={self.sinks} must be at most {MOST_SINKS} tokens")
+        super().__post_init__()
         if self.yarn is not None and not 1 < self.yarn <= LARGEST_FACTOR:
             raise ValueError(f"yarn={self.yarn:g} must be a factor above 1")
         if self.rope_theta is not None and self.rope_theta < 1:
             raise ValueError(f"rope_theta={self.rope_theta:g} must be at least 1")
-        if self.layers is not None and not re.fullmatch(
-            r"-?[0-9]{1,4}(,-?[0-9]{1,4})+", self.layers
-        ):
-            raise ValueError(
-                f"layers={self.layers!r} must be numbers of layers with commas between, such as "
-                "1,15,28"
-            )
-
-    @property
-    def features(self) -> tuple[int, ...] | None:
-        """The layers as numbers; None for those that the file names."""
-        return None if self.layers is None else tuple(map(int, self.layers.split(",")))
-
-
-class Seen(NamedTuple):
-    """Which of the committed tokens a draft sees."""
-
-    window: int | None
-    """The last ones; all if None."""
-    sinks: int
-    """The first ones beside them."""
 
 
 def seen(config: Eagle3Config, target: TargetConfig, options: Eagle3Options) -> Seen:
@@ -138,14 +95,7 @@ def load(
     mesh: Mesh | None = None,
     revision: str | None = None,
 ) -> Eagle3Draft:
-    """Load an EAGLE-3 draft as its trainer stored it.
-
-    Args:
-      source: a folder or hub id.
-      target: what it was trained for.
-      options: its options.
-      mesh: devices to spread it over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
+    """Load an EAGLE-3 draft as its trainer stored it, from a folder or a hub id.
 
     Raises:
       FileNotFoundError: if the draft or one of its files is missing.
@@ -161,6 +111,34 @@ def load(
         mesh=mesh,
         revision=revision,
     )
+    return bound(Eagle3Draft, source, target, options, mesh, stored, config, params)
+
+
+D = TypeVar("D", bound=Eagle3Draft)
+
+
+def bound(
+    kind: type[D],
+    source: str | Path,
+    target: Target,
+    options: Eagle3Options,
+    mesh: Mesh | None,
+    stored: Any,
+    config: Eagle3Config,
+    params: Eagle3Params,
+) -> D:
+    """A draft with its options applied; says which tokens it sees where nobody named them.
+
+    Args:
+      kind: class of the draft.
+      source: its folder or hub id, for the message.
+      target: what it drafts for.
+      options: its options.
+      mesh: devices that it is spread over.
+      stored: how it was stored.
+      config: its configuration.
+      params: its parameters, not in 8 bits.
+    """
     if options.yarn is not None:
         config = config.stretched(options.yarn)
     if pays_in_int8(target) if options.int8 is None else options.int8:
@@ -173,6 +151,6 @@ def load(
             f"{source}: the draft was made for {config.max_positions} positions and the target for "
             f"{target.config.max_positions}, so it sees the first {reach.sinks} and the last "
             f"{reach.window} tokens of a text; the draft option window=N changes that",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return Eagle3Draft(config, params, reach, stored)
+    return kind(config, params, reach, stored)

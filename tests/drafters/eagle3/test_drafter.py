@@ -78,7 +78,10 @@ def test_no_token_changes(plain: list[list[np.ndarray]]) -> None:
     ours, theirs = state.rows.draft, whole.rows.draft
     np.testing.assert_allclose(ours.feature, theirs.feature, atol=1e-4)
     for b, length in enumerate(lengths - 1):
-        for mine, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        for mine, other in (
+            (ours.entries.keys, theirs.entries.keys),
+            (ours.entries.values, theirs.entries.values),
+        ):
             np.testing.assert_allclose(mine[b, :, :length], other[b, :, :length], atol=1e-4)
 
 

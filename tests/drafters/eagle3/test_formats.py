@@ -26,8 +26,9 @@ from longspec_jax.drafters.eagle3.dialects import (
     SPECULATORS,
     Dialect,
 )
-from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, Seen, load, seen
+from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, load, seen
 from longspec_jax.drafters.registry import EAGLE3, LONGSPEC
+from longspec_jax.drafters.window import Seen
 from longspec_jax.loading import choose_drafts
 from tests.drafters.eagle3.toys import config_for, random_params
 from tests.infer.toys import save_toy, toy_spec
