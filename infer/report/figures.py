@@ -205,13 +205,9 @@ def whole_speed(block: Block, record: SampleRecord) -> Fraction | None:
     return Fraction(record.new_tokens, seconds)
 
 
-def seconds_of(field: str) -> Part:
-    """A row's share of its call's seconds, per text."""
-
-    def part(block: Block, record: SampleRecord) -> Fraction:
-        return Fraction(getattr(record, field) / block.rows_of_call[record.call], 1)
-
-    return part
+def seconds_of(field: str, block: Block, record: SampleRecord) -> Fraction:
+    """A row's share of its call's seconds, per text; ``field`` is one of the record."""
+    return Fraction(getattr(record, field) / block.rows_of_call[record.call], 1)
 
 
 def stopped(block: Block, record: SampleRecord) -> Fraction:
@@ -219,16 +215,12 @@ def stopped(block: Block, record: SampleRecord) -> Fraction:
     return Fraction(record.ended == "eos", 1)
 
 
-def at_depth(depth: int) -> Part:
+def at_depth(depth: int, block: Block, record: SampleRecord) -> Fraction | None:
     """The share of rounds whose draft token at a depth was accepted."""
-
-    def part(block: Block, record: SampleRecord) -> Fraction | None:
-        accepted = record.accepted_by_round
-        if not accepted:
-            return None
-        return Fraction(sum(count >= depth for count in accepted), len(accepted))
-
-    return part
+    accepted = record.accepted_by_round
+    if not accepted:
+        return None
+    return Fraction(sum(count >= depth for count in accepted), len(accepted))
 
 
 def positions(record: SampleRecord) -> list[int]:
@@ -237,28 +229,20 @@ def positions(record: SampleRecord) -> list[int]:
     return [*itertools.accumulate(record.emitted_by_round, initial=start)][:-1]
 
 
-def within(place: Range) -> Part:
+def within(place: Range, block: Block, record: SampleRecord) -> Fraction | None:
     """Tokens per round, over the rounds whose first new token has a position in a range."""
-
-    def part(block: Block, record: SampleRecord) -> Fraction | None:
-        where = positions(record)
-        first, last = (bisect.bisect_left(where, end) for end in (place.start, place.stop))
-        rounds = record.emitted_by_round[first:last]
-        return Fraction(sum(rounds), len(rounds)) if rounds else None
-
-    return part
+    where = positions(record)
+    first, last = (bisect.bisect_left(where, end) for end in (place.start, place.stop))
+    rounds = record.emitted_by_round[first:last]
+    return Fraction(sum(rounds), len(rounds)) if rounds else None
 
 
-def part_of_round(*fields: str) -> Part:
+def part_of_round(fields: Sequence[str], block: Block, record: SampleRecord) -> Fraction | None:
     """Seconds of some parts of a round, together."""
-
-    def part(block: Block, record: SampleRecord) -> Fraction | None:
-        breakdown = record.breakdown
-        if breakdown is None or not breakdown.rounds:
-            return None
-        return Fraction(sum(getattr(breakdown, field) for field in fields), breakdown.rounds)
-
-    return part
+    breakdown = record.breakdown
+    if breakdown is None or not breakdown.rounds:
+        return None
+    return Fraction(sum(getattr(breakdown, field) for field in fields), breakdown.rounds)
 
 
 def untouched_round(block: Block, record: SampleRecord) -> Fraction | None:
