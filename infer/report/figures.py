@@ -101,12 +101,7 @@ class Range:
 
 
 def occupied(lengths: Iterable[int], edges: Sequence[int] = EDGES) -> list[Range]:
-    """The ranges between edges that hold a length; one more range holds what lies beyond.
-
-    Args:
-      lengths: in tokens.
-      edges: ascending, from 0.
-    """
+    """The ranges between ascending edges that hold a length; one more holds what lies beyond."""
     ascending = sorted(set(lengths))
     longest = ascending[-1] if ascending else 0
     if longest >= edges[-1]:
@@ -286,12 +281,7 @@ def difference_of_ratios(pairs: Sequence[tuple[Fraction, Fraction]]) -> Estimate
 def _estimate(
     rows: Sequence[Sequence[float]], figure: Callable[[np.ndarray], np.ndarray]
 ) -> Estimate | None:
-    """A figure of sums over samples, and its interval.
-
-    Args:
-      rows: one a sample.
-      figure: of sums ``[columns, draws]``.
-    """
+    """A figure of sums ``[columns, draws]`` over rows of one sample each, and its interval."""
     if not rows:
         return None
     values = np.asarray(rows, np.float64)
