@@ -75,7 +75,7 @@ def add_models(result: argparse.ArgumentParser, draft_help: str) -> Any:
         metavar="NAME[=VALUE]",
         help="an option of the draft; docs/drafts.md explains them. LongSpec drafts: int8 (weights "
         "and LM head in 8 bits), vocabulary=N (propose the N most frequent tokens only), working=N "
-        "(read N tokens of a long cache). Small language models: working=N. EAGLE-3 and DFlash "
+        "(read N tokens of a long cache). Small language models: working=N. EAGLE and DFlash "
         "drafts: int8, window=N (see the last N tokens). All drafts: retrieve=N (check rounds over "
         "N tokens of the target's cache first)",
     )

@@ -121,6 +121,8 @@ class Session:
 
     def _samples(self) -> Iterable[Prompt]:
         samples = demo_prompts()
+        if DEFAULT_PROMPT not in samples:
+            raise FileNotFoundError("the demo's sample prompts are missing; reinstall the package")
         names = samples if self._arguments.all_prompts else [DEFAULT_PROMPT]
         return (Prompt(name, samples[name]) for name in names)
 

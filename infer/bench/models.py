@@ -171,7 +171,8 @@ def _random_eagle3(
     params = Eagle3Params(layer, target["embedding"], head, tokens, own_embedding=False)
     if options.int8:  # Only where it is named: a row says what it measured.
         params = params.in_int8()
-    return Eagle3Draft(draft, params, seen(draft, config, options))
+    working = options.cache_options.working_cache(config)
+    return Eagle3Draft(draft, params, seen(draft, config, options), working=working)
 
 
 def _random_dflash(

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int, UInt
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.adjustments import Adjustments
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, KnownChunks, concerns
+from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, KnownChunks, concerns, run_again
 from longspec_jax.decoding.copies import write_chunk
 from longspec_jax.decoding.logprobs import prompt_logprobs
 from longspec_jax.decoding.programs import RECENT, program
@@ -85,12 +85,13 @@ def prefill_chunks(
     allocate = _allocate(target, drafter, batch, capacity, shardings, known.cache is None)
     fresh, logits, draft = allocate(params)
     cache: KVCache = known.cache or fresh
+    again = run_again(drafter.needs, chunk)
     for index in range(chunks):
         offset, features, ready, own = np.int32(index * chunk), Features(), logits, None
-        if known.copied <= index < known.total:
+        if again <= index < known.total and index >= known.copied:
             moved = jax.device_put(known.moved[index - known.copied], shardings.cache)
             cache, ready = write_chunk(shardings, cache, moved, offset)
-        elif index >= known.total:
+        elif index >= known.total or index < again:
             logits, cache, features, own = _prefill_chunk(
                 target,
                 drafter.needs.of_a_pass,

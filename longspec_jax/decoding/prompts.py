@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longspec_jax.axes import Array
-from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, chunk_of
+from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, chunk_of, run_again
 from longspec_jax.decoding.constrained import Constraint, first_tokens
 from longspec_jax.decoding.logprobs import TokenLogprob, unpacked_logprobs
 from longspec_jax.decoding.prefill import prefill_chunks
@@ -44,6 +44,8 @@ class Waiting(NamedTuple):
     """Of its whole chunks, where prefixes are reused."""
     constraint: Constraint | None = None
     """What it may emit; it has taken in all that was read of the request."""
+    candidate: int | None = None
+    """What runs while it holds a slot; the policy's choice if absent."""
 
     @property
     def alternatives(self) -> int:
@@ -329,7 +331,8 @@ class Prompts:
             allowed=first_tokens([one.constraint for one in waiting], target.vocab_size),
         )
         count = -(-longest // chunk) - known.copied
-        self.under_way.append(Prefill(waiting, chunks, chunk, count, known.total * chunk))
+        skipped = max(0, known.total - run_again(drafter.needs, chunk)) * chunk
+        self.under_way.append(Prefill(waiting, chunks, chunk, count, skipped))
         ids = {one.id for one in waiting}
         self.queue = [one for one in self.queue if one.id not in ids]
 

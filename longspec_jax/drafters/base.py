@@ -46,6 +46,8 @@ class Needs:
     recent: int | None = None
     """How many of the last committed tokens its state depends on; all of them if absent. It does
     not get chunks of a prompt that end before these."""
+    first: int = 0
+    """How many of the first tokens it depends on beside the last ones."""
 
     def __or__(self, other: "Needs") -> "Needs":
         """What two drafters need together."""
@@ -55,12 +57,13 @@ class Needs:
             tuple(sorted({*self.queries, *other.queries})),
             tuple(sorted({*self.keys, *other.keys})),
             None if whole else max(self.recent or 0, other.recent or 0),
+            max(self.first, other.first),
         )
 
     @property
     def of_a_pass(self) -> "Needs":
         """The needs of one forward, whichever its tokens: equal ones share programs."""
-        return replace(self, recent=None)
+        return replace(self, recent=None, first=0)
 
 
 NOTHING = Needs(recent=0)

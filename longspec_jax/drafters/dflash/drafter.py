@@ -77,10 +77,11 @@ class DFlashDrafter(Drafter):
 
     @property
     def needs(self) -> Needs:
-        """The hidden states that it fuses; of the last tokens alone where these are all it sees."""
-        windows = [each.window for each in self.seen if not each.sinks and each.window]
+        """The hidden states that it fuses, of the tokens that its layers see."""
+        windows = [seen.window for seen in self.seen if seen.window is not None]
         recent = max(windows) if len(windows) == len(self.seen) else None
-        return Needs(hidden=tuple(sorted({*self.config.features})), recent=recent)
+        first = 0 if recent is None else max(seen.sinks for seen in self.seen)
+        return Needs(tuple(sorted({*self.config.features})), recent=recent, first=first)
 
     def begin(self, params: Params, batch: int, capacity: int) -> DFlashState:
         """No entry yet."""

@@ -7,10 +7,11 @@ node takes its parent's output for the feature. None of this is kept: the accept
 cache with the features that its verification computed.
 
 Without a window the cache grows with the context. With one it is a ring of the last entries and the
-first few beside it (:mod:`longspec_jax.drafters.window`), in constant memory.
+first few beside it (:mod:`longspec_jax.drafters.window`), in constant memory. Of a whole cache it
+may read what the target attends to (:mod:`longspec_jax.drafters.retrieval.working_cache`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Float
 
-from longspec_jax.axes import Array, Leaf
+from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
@@ -30,10 +31,11 @@ from longspec_jax.drafters.base import (
 )
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.model import Eagle3Params
+from longspec_jax.drafters.retrieval.working_cache import CachedSelection, WorkingCache
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
 from longspec_jax.drafters.window import Entries, Seen
 from longspec_jax.ops.attention.dispatch import speculative_attention
-from longspec_jax.ops.attention.operands import Fresh
+from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.slicing import along, last_along
 
 
@@ -45,6 +47,8 @@ class Eagle3State:
     """One for each token but the last."""
     feature: Leaf[Float[Array, "B D"]]
     """Fused, of the last committed token."""
+    choice: CachedSelection | None = None
+    """Which entries are read, if chosen ones are."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,14 @@ class Eagle3Drafter(Drafter):
     """Entries of committed tokens that it sees beside the sinks, the last ones; all if absent."""
     sinks: int = 0
     """First entries that it sees as well, where there is a window."""
+    working: WorkingCache | None = None
+    """What it reads of all entries, where there is no window; all of them if absent."""
     name: str = field(default="eagle3", init=False)
 
     def __post_init__(self) -> None:
         self.seen.checked()
+        if self.working and self.window is not None:
+            raise ValueError(f"a working cache and window={self.window} exclude each other")
 
     @property
     def seen(self) -> Seen:
@@ -72,17 +80,22 @@ class Eagle3Drafter(Drafter):
 
     @property
     def needs(self) -> Needs:
-        """The hidden states that it fuses; of the last tokens alone where it has no sinks."""
-        recent = None
-        if self.window is not None and not self.sinks:
-            recent = self.window + 1  # The oldest entry has the feature of the token before it.
-        return Needs(hidden=tuple(sorted({*self.config.features})), recent=recent)
+        """The hidden states that it fuses, of the tokens that its entries are made of."""
+        hidden = tuple(sorted({*self.config.features}))
+        if self.window is None:
+            return Needs(hidden, queries=self.working.queries if self.working else ())
+        # An entry has the feature of a token and the token behind it: so has the oldest, and so
+        # has the last of the sinks.
+        return Needs(hidden, recent=self.window + 1, first=self.sinks and self.sinks + 1)
 
     def begin(self, params: Params, batch: int, capacity: int) -> Eagle3State:
         """No entry yet."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
+        if self.working:
+            capacity += -capacity % self.working.budget.block
         entries = self.seen.begin(batch, capacity, c.num_kv_heads, c.head_width, dtype)
-        return Eagle3State(entries, jnp.zeros((batch, c.model_width), dtype))
+        feature = jnp.zeros((batch, c.model_width), dtype)
+        return Eagle3State(entries, feature, self.working and self.working.begin(batch))
 
     def extend(self, params: Params, state: Eagle3State, committed: Committed) -> Eagle3State:
         """Complete the entries before the tokens, and keep the feature of the last one."""
@@ -95,7 +108,12 @@ class Eagle3Drafter(Drafter):
         fresh = draft.keys_values(self.config, tokens, before, at)
         entries = self.seen.written(state.entries, fresh, at, count)
         last = jnp.where((count > 0)[:, None], last_along(fused, count), state.feature)
-        return Eagle3State(entries, last)
+        choice = self.working and self.working.extend(state.choice, committed)
+        return Eagle3State(entries, last, choice)
+
+    def before_round(self, params: Params, state: Eagle3State, view: View) -> Eagle3State:
+        """Choose which entries are read, in the rows that need it."""
+        return replace(state, choice=self.working and self.working.before_round(state.choice, view))
 
     def propose(self, params: Params, state: Eagle3State, view: View, noise: SamplingNoise) -> Tree:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
@@ -104,7 +122,7 @@ class Eagle3Drafter(Drafter):
         if draft.vocabulary is not None:
             noise = noise.among(draft.vocabulary)
         entries = jnp.maximum(view.position - 1, 0)
-        prefix = self.seen.past(state.entries, jnp.where(view.done, 0, entries))
+        prefix = self.past(state, jnp.where(view.done, 0, entries))
         # Sinks and tree share a buffer: a level's K/V are written as it is run.
         sinks, seen = self.seen.first(state.entries, entries, c.angles)
         slack = ((0, 0), (0, kept), (0, 0), (0, 0))
@@ -141,3 +159,11 @@ class Eagle3Drafter(Drafter):
         return beam_search(
             *(view.pending, self.tree, score, (*rows, outputs), draft.vocabulary, self.attention)
         )
+
+    def past(self, state: Eagle3State, entries: Lengths) -> Prefix:
+        """What is read of the cache. A chosen token stands for the entry of its feature."""
+        if self.working is None:
+            return self.seen.past(state.entries, entries)
+        keys, values = state.entries.keys, state.entries.values
+        table = self.working.table(state.choice, entries, keys.shape[2])
+        return self.working.read(keys, values, table)

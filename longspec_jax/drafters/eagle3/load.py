@@ -13,6 +13,7 @@ from longspec_jax.drafters.eagle3.checkpoint import Format, load_draft
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.eagle3.model import Eagle3Params
+from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
 from longspec_jax.drafters.tables import SINKS, FeatureOptions
 from longspec_jax.drafters.window import Seen
 from longspec_jax.sharding import placed
@@ -26,17 +27,38 @@ class Eagle3Options(FeatureOptions):
     """Stretch its positions by this factor with YaRN, though it was not trained so."""
     rope_theta: float | None = None
     """Its rotary base; as its file says if absent."""
+    working: int | None = None
+    """Tokens that it reads of all of a text, sinks and recent ones included, in place of a window:
+    those that the target attends to. A multiple of 32."""
+    refresh: int | None = None
+    """Rounds from one choice of them to the next; 4 if absent. 0 reads sinks and recent ones."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.working is not None and self.window is not None:
+            raise ValueError(
+                f"working={self.working} and window={self.window} exclude each other: either a "
+                "part of all tokens is read, or the last ones alone are kept; leave one out"
+            )
+        if self.working is not None or self.refresh is not None:
+            _ = self.cache_options  # Raises for what they cannot be.
         if self.yarn is not None and not 1 < self.yarn <= LARGEST_FACTOR:
             raise ValueError(f"yarn={self.yarn:g} must be a factor above 1")
         if self.rope_theta is not None and self.rope_theta < 1:
             raise ValueError(f"rope_theta={self.rope_theta:g} must be at least 1")
 
+    @property
+    def cache_options(self) -> WorkingCacheOptions:
+        """Those about a working cache."""
+        if self.working is None:
+            return WorkingCacheOptions(refresh=self.refresh)
+        return WorkingCacheOptions(working=self.working, sinks=self.sinks, refresh=self.refresh)
+
 
 def seen(config: Eagle3Config, target: TargetConfig, options: Eagle3Options) -> Seen:
     """Which tokens a draft sees, by its options and else by the range that it was trained for."""
+    if options.working is not None:
+        return Seen(None, 0)
     trained, sinks = config.window, options.sinks
     if sinks is None:
         sinks = 0 if trained is not None and options.window is None else SINKS
@@ -60,6 +82,8 @@ class Eagle3Draft(Draft):
     seen: Seen = Seen(None, 0)
     stored: Format | None = None
     """How it was stored, for :func:`longspec_jax.drafters.eagle3.checkpoint.save_draft`."""
+    working: WorkingCache | None = None
+    """What it reads of all entries; all of them if absent."""
     name: str = field(default="eagle3", init=False)
 
     @property
@@ -84,7 +108,7 @@ class Eagle3Draft(Draft):
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> Eagle3Drafter:
         """The drafter that grows this tree."""
-        return Eagle3Drafter(self.config, tree, attention, *self.seen)
+        return Eagle3Drafter(self.config, tree, attention, *self.seen, self.working)
 
 
 def load(
@@ -153,4 +177,5 @@ def bound(
             f"{reach.window} tokens of a text; the draft option window=N changes that",
             stacklevel=3,
         )
-    return kind(config, params, reach, stored)
+    working = options.cache_options.working_cache(target.config)
+    return kind(config, params, reach, stored, working)

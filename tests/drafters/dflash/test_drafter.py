@@ -173,6 +173,7 @@ def test_what_is_needed_and_what_cannot_be() -> None:
     assert DFlashDrafter(sliding).needs == Needs(hidden, recent=9)
     assert DFlashDrafter(sliding, window=8).needs == Needs(hidden, recent=8)
     assert DFlashDrafter(DFLASH, window=20).needs == Needs(hidden, recent=20)
+    assert DFlashDrafter(DFLASH, window=20, sinks=3).needs == Needs(hidden, recent=20, first=3)
     with pytest.raises(ValueError, match="4 levels is deeper .* proposes 3 tokens"):
         DFlashDrafter(DFLASH, TreeConfig((1,) * 4))
 

@@ -16,18 +16,9 @@ from longspec_jax.drafters.dflash.model import DFlashParams
 
 def config_for(target: TargetConfig, trunk: dict[str, Any] | None = None, **fields: Any) -> Any:
     """A draft for a target, of other heads and another MLP than the target's."""
-    layers = replace(
-        target,
-        architecture="Qwen3ForCausalLM",
-        qk_norm=True,
-        qkv_bias=False,
-        mlp_width=29,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_width=8,
-        **trunk or {},
-    )
+    sizes = dict(mlp_width=29, num_layers=2, num_heads=4, num_kv_heads=2, head_width=8)
+    qwen3: dict[str, Any] = dict(architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=False)
+    layers = replace(target, **qwen3 | sizes | (trunk or {}))
     given: dict[str, Any] = dict(
         trunk=layers,
         target_width=target.model_width,
