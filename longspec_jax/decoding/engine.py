@@ -368,7 +368,9 @@ class Engine:
             self._outputs += self._launches.land()
 
     def _plan(self) -> Plan:
-        live = self._slots.priorities if self._readmits else ()
+        # A prefill of tokens that rounds emitted would give their keys other bits.
+        preempts = self._readmits and not self.target.same_bits
+        live = self._slots.priorities if preempts else ()
         return self.prompts.plan(self._slots.held.count(None), live)
 
     def _launch_chunk(self, prefill: Prefill, begun: float) -> None:

@@ -84,6 +84,11 @@ class TargetModel(Protocol):
         """The mesh over which the parameters are spread; None on one device."""
         ...
 
+    @property
+    def same_bits(self) -> bool:
+        """Whether a token's logits have the same bits in every pass over it."""
+        ...
+
     def allocate(self, batch: int, capacity: int) -> KVCache:
         """An empty cache."""
         ...

@@ -53,6 +53,7 @@ NAMED = {
 EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
 EAGLE = Kind("eagle.load:EagleOptions", "eagle.load:load")
 MEDUSA = Kind("medusa.load:MedusaOptions", "medusa.load:load")
+TOKENSWIFT = Kind("tokenswift.load:TokenSwiftOptions", "tokenswift.load:load")
 DFLASH = Kind("dflash.load:DFlashOptions", "dflash.load:load")
 ARCHITECTURES = {
     "LongSpecDraft": LONGSPEC,
@@ -75,6 +76,7 @@ MARKS = {
     "speculators_model_type": EAGLE3,
     "draft_vocab_size": EAGLE3,
     "medusa_num_heads": MEDUSA,
+    "medusa_heads": TOKENSWIFT,
 }
 """Keys of ``config.json`` that only this kind has, whatever the architecture."""
 

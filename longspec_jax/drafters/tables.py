@@ -98,14 +98,7 @@ class Sizes(Protocol):
 
 def check_fits(draft: Sizes, target: TargetConfig) -> None:
     """Raise ValueError unless a draft can read the target's features and tokens."""
-    sizes = {"hidden_size": "target_width", "vocab_size": "vocab_size"}
-    theirs = {"hidden_size": target.model_width, "vocab_size": target.vocab_size}
-    for name, field in sizes.items():
-        if getattr(draft, field) != theirs[name]:
-            raise ValueError(
-                f"the draft was made for a target of {name}={getattr(draft, field)}, the target "
-                f"has {name}={theirs[name]}; load the draft that belongs to this target"
-            )
+    check_sizes(draft.target_width, draft.vocab_size, target)
     outside = [layer for layer in draft.features if not -1 <= layer < target.num_layers]
     if outside or not draft.features:
         raise ValueError(
@@ -114,6 +107,24 @@ def check_fits(draft: Sizes, target: TargetConfig) -> None:
             "layers: load the draft that belongs to this target, or name its layers with "
             "layers=1,15,28"
         )
+
+
+def check_sizes(width: int, vocab_size: int, target: TargetConfig) -> None:
+    """Raise ValueError unless a draft was made for hidden states and a vocabulary of these sizes.
+
+    Args:
+      width: of the hidden states that it reads.
+      vocab_size: tokens of the target that it was made for.
+      target: what it would draft for.
+    """
+    made_for = {"hidden_size": width, "vocab_size": vocab_size}
+    theirs = {"hidden_size": target.model_width, "vocab_size": target.vocab_size}
+    for name, size in made_for.items():
+        if size != theirs[name]:
+            raise ValueError(
+                f"the draft was made for a target of {name}={size}, the target has "
+                f"{name}={theirs[name]}; load the draft that belongs to this target"
+            )
 
 
 @struct.dataclass

@@ -114,6 +114,7 @@ MODEL = (
 HEAD = (Rule("head", "V D", (("lm_head.weight", "V D"),)),)
 
 ROTARY = {r"(.*\.)?rotary_emb\.inv_freq": "rotary frequencies follow from the configuration"}
+TOKENSWIFT = {r"model\.medusa_layers\..*": "heads of TokenSwift, which are a draft"}
 TIED_HEAD = {r"lm_head\.weight": "the LM head is the embedding table"}
 
 
@@ -125,7 +126,7 @@ def target_table(config: TargetConfig) -> Table:
     for index in range(config.num_layers):
         ours, theirs = f"layers_{index}/", f"model.layers.{index}."
         leaves += [bind(rule, sizes, ours, theirs) for rule in layer]
-    return Table(tuple(leaves), ROTARY | (TIED_HEAD if config.tied_embeddings else {}))
+    return Table(tuple(leaves), ROTARY | TOKENSWIFT | (TIED_HEAD if config.tied_embeddings else {}))
 
 
 def layer_sizes(config: Any) -> Sizes:

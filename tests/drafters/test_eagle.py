@@ -173,9 +173,9 @@ def test_chains_by_hand(name: str, tmp_path: Path) -> None:
 
 def test_what_it_needs() -> None:
     """The oldest entry of a window has the hidden state of the token before it."""
-    drafter = EagleDrafter(DRAFT, window=6)
-    assert drafter.needs == Needs(hidden=(CONFIG.num_layers,), recent=7)
-    assert replace(drafter, sinks=2).needs.recent is None
+    drafter, hidden = EagleDrafter(DRAFT, window=6), (CONFIG.num_layers,)
+    assert drafter.needs == Needs(hidden=hidden, recent=7)
+    assert replace(drafter, sinks=2).needs == Needs(hidden=hidden, recent=7, first=3)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -187,6 +187,8 @@ def test_files_in_and_out(name: str, own: bool, tmp_path: Path) -> None:
     [chosen] = choose_drafts([tmp_path / "one"], {"window": 64})
     assert chosen.kind is EAGLE
     draft = load(tmp_path / "one", TARGET)
+    read = load(tmp_path / "one", TARGET, EagleOptions(working=1024)).drafter(PLAIN)
+    assert read.working is not None and read.working.budget.slots == 1024
     assert draft.config == config and draft.name == draft.drafter(PLAIN).name == "eagle"
     jax.tree.map(np.testing.assert_array_equal, draft.params, params)
     assert isinstance(draft.params, EagleParams) and isinstance(draft.config, EagleConfig)

@@ -1,5 +1,6 @@
 """Published kinds of drafts change no token, and load by the name of their folder."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ import pytest
 
 from longspec_jax import LongSpec
 from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.eagle import load as eagle
 from longspec_jax.drafters.eagle.model import EagleDrafter
 from longspec_jax.drafters.medusa import load as medusa
 from longspec_jax.drafters.medusa.drafter import MedusaConfig
+from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.suffix import SuffixDrafter
 from longspec_jax.models.target import Target
 from longspec_jax.ops.attention.reference import causal_attention
+from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding.lossless import (
     CONFIG,
     EVERY,
@@ -28,8 +32,10 @@ from tests.decoding.lossless import (
     emitted_in_rounds,
     generate,
     prompts,
+    run,
 )
-from tests.drafters import test_eagle, test_medusa
+from tests.drafters import test_eagle, test_medusa, test_tokenswift
+from tests.drafters.dflash import test_drafter as test_dflash
 from tests.infer.toys import save_toy, toy_spec
 from tests.kit import random_target
 
@@ -67,6 +73,23 @@ def test_eagle_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     decoded(drafter, test_eagle.random_params(test_eagle.DRAFT), plain)
 
 
+def test_dflash_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+    """Three requests pass through two slots, their prompts in chunks beside the rounds."""
+    window = test_dflash.WINDOW
+    drafter = replace(window, tree=replace(window.tree, budget=9))
+    params = Params(MODEL, test_dflash.random_params(window.config, test_dflash.KNOWN))
+    sizes: dict[str, Any] = dict(slots=2, capacity=64, chunk=8, stop_width=1)
+    engine = Engine(CachedTarget(CONFIG), [drafter], params, streams=False, **sizes)
+    for req in EVERY:
+        host = jax.device_get(req)
+        for prompt, length, row in zip(prompts(CONFIG.vocab_size), LENGTHS, range(3), strict=True):
+            engine.submit(prompt[:length], host.row(row))
+    rows, state = run(engine, 9)
+    for turn, expected in enumerate(plain):
+        assert_same(rows[3 * turn : 3 * turn + 3], expected)
+    assert emitted_in_rounds(state) > 0
+
+
 def test_medusa_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     """And what a row keeps is the last token's hidden state behind the final norm."""
     rows, state = decoded(HEADS.drafter(TREE), HEADS.params, plain)
@@ -87,6 +110,14 @@ def test_medusa_changes_no_token(plain: list[list[np.ndarray]]) -> None:
     for b, text in enumerate(texts):
         kept = np.asarray(state.rows.draft[b])
         np.testing.assert_allclose(kept, whole[b, len(text) - 1], atol=1e-4)
+
+
+def test_tokenswift_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+    """Where its forward sees the whole cache, the first level is what the target draws."""
+    whole = Quest(CONFIG, BlockBudget(64, 4, 8, 4))
+    drafter = replace(test_tokenswift.DRAFT.drafter(TREE), selector=whole)
+    _, state = decoded(drafter, test_tokenswift.DRAFT.params, plain)
+    assert int(state.record.histogram[:, 0].sum()) <= 3, "rounds that a budget cut"
 
 
 def test_suffix_decoding_changes_no_token(plain: list[list[np.ndarray]]) -> None:

@@ -78,7 +78,7 @@ class EagleDraft(Eagle3Draft):
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> EagleDrafter:
         """The drafter that grows this tree."""
         config: Any = self.config
-        return EagleDrafter(config, tree, attention, *self.seen)
+        return EagleDrafter(config, tree, attention, *self.seen, self.working)
 
 
 def load(

@@ -11,7 +11,7 @@ all drafters here grow.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import flax.linen as nn
@@ -23,6 +23,7 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.eagle3.model import Eagle3Params, LevelOutput
+from longspec_jax.drafters.tables import check_sizes
 from longspec_jax.models.layers import GroupedQKV, Int8Projection, Projection, RMSNorm, SwiGLU
 from longspec_jax.models.target import HEADS
 from longspec_jax.ops.layer import add, split_heads
@@ -38,9 +39,7 @@ class EagleConfig(Eagle3Config):
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError unless this draft can read the target's hidden states and tokens."""
-        # The final norm follows the last layer.
-        last = replace(self, features=(target.num_layers - 1,))
-        super(EagleConfig, last).check_fits(target)
+        check_sizes(self.target_width, self.vocab_size, target)
 
 
 class EagleLayer(nn.Module):

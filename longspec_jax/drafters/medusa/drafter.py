@@ -20,7 +20,8 @@ from longspec_jax.axes import Array, Leaf
 from longspec_jax.checks import whole_number
 from longspec_jax.config import MAX_TREE_LEVELS, TargetConfig, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
-from longspec_jax.drafters.tree import Tree, beam_search, plant
+from longspec_jax.drafters.tables import check_sizes
+from longspec_jax.drafters.tree import Tree, plant, tree_of_levels
 from longspec_jax.models.target import head_logits
 from longspec_jax.ops.matmul.few_rows import matmul
 from longspec_jax.ops.slicing import last_along
@@ -50,14 +51,7 @@ class MedusaConfig:
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError unless the heads can read the target's hidden states."""
-        ours = {"hidden_size": self.model_width, "vocab_size": self.vocab_size}
-        theirs = {"hidden_size": target.model_width, "vocab_size": target.vocab_size}
-        for name, size in ours.items():
-            if size != theirs[name]:
-                raise ValueError(
-                    f"the heads were made for a target of {name}={size}, the target has "
-                    f"{name}={theirs[name]}; load the heads that belong to this target"
-                )
+        check_sizes(self.model_width, self.vocab_size, target)
 
 
 @struct.dataclass
@@ -127,11 +121,7 @@ class MedusaDrafter(Drafter):
             return plant(view.pending, self.tree)
         logits = draft.logits(self.config, state, levels)
 
-        def score(
-            memory: tuple[()], tree: Tree, nodes: slice, depth: int
-        ) -> tuple[tuple[()], Array]:
-            scores = noise.scores(logits[:, depth : depth + 1], depth)
-            shape = (scores.shape[0], nodes.stop - nodes.start, scores.shape[2])
-            return memory, jnp.broadcast_to(scores, shape)
+        def scores(depth: int) -> Array:
+            return noise.scores(logits[:, depth : depth + 1], depth)
 
-        return beam_search(view.pending, self.tree, score, (), implementation=self.attention)
+        return tree_of_levels(view.pending, self.tree, scores, self.attention)

@@ -1,9 +1,9 @@
-"""The DFlash drafter: trees over a block, ring and sinks, and that it changes no token.
+"""The DFlash drafter: trees over a block, ring and sinks.
 
-That a block is computed as published is in :mod:`.test_parity`.
+That a block is computed as published is in :mod:`.test_parity`, and that no token changes in
+:mod:`tests.drafters.test_published`.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,30 +13,18 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.target import CachedTarget
-from longspec_jax.drafters.base import Committed, Features, Needs, NoDraft, Params
+from longspec_jax.drafters.base import Committed, Features, Needs, Params
 from longspec_jax.drafters.dflash.config import Confidence, Markov
 from longspec_jax.drafters.dflash.drafter import DFlashDrafter
 from longspec_jax.sharding import partition_spec, path_name
 from tests.decoding.lossless import (
     CONFIG,
-    EVERY,
-    LENGTHS,
-    assert_same,
-    emitted_in_rounds,
-    generate,
-    prompts,
-    run,
 )
 from tests.drafters.dflash.toys import config_for, random_params
 from tests.drafters.eagle3.test_drafter import Listening
 from tests.drafters.eagle3.test_parity import Given
-from tests.kit import normal, random_target, relative_error, view_of
+from tests.kit import normal, relative_error, view_of
 
-TARGET = CachedTarget(CONFIG)
-MODEL = random_target(CONFIG)
-TEXT = prompts(CONFIG.vocab_size)
 KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
 DFLASH = config_for(CONFIG, windows=(9, None), causal=(True, False))
 DSPARK = config_for(
@@ -46,56 +34,8 @@ DSPARK = config_for(
     markov=Markov(5, recurrent=True),
     confidence=Confidence(True),
 )
-WHOLE = DFlashDrafter(DFLASH, TreeConfig((4, 5, 3), budget=9))
 WINDOW = DFlashDrafter(DSPARK, TreeConfig((2, 3, 4, 1)), window=6, sinks=2)
 """Fewer entries than most rows have, so that the ring wraps."""
-
-
-@pytest.fixture(scope="module")
-def plain() -> list[list[np.ndarray]]:
-    """What plain decoding emits for every request."""
-    none = Params(MODEL, ())
-    return [generate(TARGET, NoDraft(), none, TEXT, LENGTHS, req)[0] for req in EVERY]
-
-
-def test_no_token_changes(plain: list[list[np.ndarray]]) -> None:
-    """And what rounds commit is what a prefill of the whole text would have made."""
-    params = Params(MODEL, random_params(DFLASH))
-    runs = [generate(TARGET, WHOLE, params, TEXT, LENGTHS, req) for req in EVERY]
-    for expected, (found, state) in zip(plain, runs, strict=True):
-        assert_same(found, expected)
-        assert emitted_in_rounds(state) > 0
-    rows, state = runs[-1]
-    texts = [[*TEXT[b, : LENGTHS[b]], *row[:-1]] for b, row in enumerate(rows)]
-    lengths = np.array([len(text) for text in texts], np.int32)
-    padded = np.zeros((3, lengths.max()), np.int32)
-    for row, text in zip(padded, texts, strict=True):
-        row[: len(text)] = text
-    single = replace(EVERY[-1], max_new_tokens=jnp.ones(3, jnp.int32))
-    _, whole = generate(TARGET, WHOLE, params, padded, lengths, single)
-    np.testing.assert_array_equal(state.rows.length, lengths)
-    slots = 9, 128
-    for ours, theirs, seen in zip(
-        state.rows.draft.layers, whole.rows.draft.layers, slots, strict=True
-    ):
-        for b, length in enumerate(np.minimum(lengths, seen)):
-            for mine, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
-                np.testing.assert_allclose(mine[b, :, :length], other[b, :, :length], atol=1e-4)
-
-
-def test_slots_and_a_window_change_no_token(plain: list[list[np.ndarray]]) -> None:
-    """Three requests pass through two slots, their prompts in chunks beside the rounds."""
-    params = Params(MODEL, random_params(DSPARK, KNOWN))
-    sizes: dict[str, Any] = dict(slots=2, capacity=64, chunk=8, stop_width=1)
-    engine = Engine(TARGET, [WINDOW], params, streams=False, **sizes)
-    for req in EVERY:
-        host = jax.device_get(req)
-        for row, length in enumerate(LENGTHS):
-            engine.submit(TEXT[row, :length], host.row(row))
-    rows, state = run(engine, 9)
-    for turn, expected in enumerate(plain):
-        assert_same(rows[3 * turn : 3 * turn + 3], expected)
-    assert emitted_in_rounds(state) > 0
 
 
 @partial(jax.jit, static_argnums=0)
@@ -103,6 +43,27 @@ def _extended(drafter: DFlashDrafter, params: Any, state: Any, block: Any) -> An
     tokens, start, count, *hidden = block
     features = Features(dict(zip(drafter.config.features, hidden, strict=True)))
     return drafter.extend(params, state, Committed(tokens, start, count, features))
+
+
+def test_blocks_of_any_count_make_the_same_state() -> None:
+    """Paths that were accepted in part, with garbage behind them, and rows that stand still."""
+    tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
+    hidden = [np.asarray(normal(seed, 2, 16, CONFIG.model_width)) for seed in range(3)]
+    drafter, params = DFlashDrafter(DFLASH, sinks=2, window=12), Params(None, random_params(DFLASH))
+    at, totals = np.zeros(2, np.int32), np.array([16, 11], np.int32)
+    begun = drafter.begin(params, 2, 16)
+    whole = _extended(drafter, params, begun, (tokens, at, totals, *hidden))
+    state = begun
+    for count in np.array([[5, 1], [0, 3], [2, 0], [5, 4], [4, 3]], np.int32):
+        index = np.minimum(at[:, None] + np.arange(5), 15)
+        garbage = np.arange(5) >= count[:, None]
+        beside = [each[np.arange(2)[:, None], index] for each in hidden]
+        states = [np.where(garbage[..., None], 99.0, each) for each in beside]
+        fresh = np.where(garbage, 7, np.take_along_axis(tokens, index, axis=1))
+        state = _extended(drafter, params, state, (fresh, at, count, *states))
+        at = at + count  # A new one: the program may still read the old.
+    np.testing.assert_array_equal(at, totals)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), state, whole)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -168,7 +129,7 @@ def test_a_tree_holds_the_best_paths_of_the_slots() -> None:
 
 def test_what_is_needed_and_what_cannot_be() -> None:
     hidden = (-1, 0, 1)
-    assert WHOLE.needs == Needs(hidden)
+    assert DFlashDrafter(DFLASH).needs == Needs(hidden)
     sliding = config_for(CONFIG, windows=(9, 7))
     assert DFlashDrafter(sliding).needs == Needs(hidden, recent=9)
     assert DFlashDrafter(sliding, window=8).needs == Needs(hidden, recent=8)

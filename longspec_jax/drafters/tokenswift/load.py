@@ -1,0 +1,153 @@
+"""TokenSwift's heads as they are published, in and out, and the draft bound to its target.
+
+They lie among the target's own tensors, as ``model.medusa_layers.{head}.*``, and ``medusa_heads``
+of the target's ``config.json`` counts them. So target and draft may be one folder.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
+from longspec_jax.drafters.retrieval.blocks import Quest
+from longspec_jax.drafters.tokenswift.drafter import (
+    TokenSwiftConfig,
+    TokenSwiftDrafter,
+    TokenSwiftParams,
+)
+from longspec_jax.models.target import head_of
+from longspec_jax.ops.selection.blocks import BlockBudget
+from longspec_jax.weights.checkpoint import open_tensors
+from longspec_jax.weights.hf_config import hf_config
+from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.json_files import read_json
+from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.tables import Rule, Table, bind, check_tensors, target_table
+
+_PREFIX = "model.medusa_layers."
+_HEAD = (
+    Rule("input_norm/scale", "D", (("input_layernorm.weight", "D"),)),
+    Rule("block_0/kernel", "E D", (("linear.weight", "D E"),)),
+    Rule("output_norm/scale", "D", (("post_layernorm.weight", "D"),)),
+)
+
+
+@dataclass(frozen=True)
+class TokenSwiftOptions:
+    """How much of the cache a draft's forward sees; none changes a token."""
+
+    context: int = BlockBudget.slots
+    """Tokens of every row, in whole blocks of 32: the first and the last ones, and those that the
+    last queries attend to most."""
+
+    def __post_init__(self) -> None:
+        try:
+            BlockBudget(self.context)
+        except ValueError as error:
+            raise ValueError(f"context={self.context}: {error}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSwiftDraft(Draft):
+    """TokenSwift's heads beside their target."""
+
+    config: TokenSwiftConfig
+    params: TokenSwiftParams = field(repr=False)
+    target: TargetConfig
+    context: int = BlockBudget.slots
+    """Tokens of every row that a draft's forward sees."""
+    name: str = field(default="tokenswift", init=False)
+
+    @property
+    def own_params(self) -> Any:
+        """The heads."""
+        return self.params.heads
+
+    @property
+    def default_trees(self) -> DefaultTrees:
+        """The published one, three children of every node but the root, and smaller ones."""
+        levels = self.config.heads + 1
+        tree, chain = TreeConfig((1, 3, 9, 27)[:levels]), TreeConfig((1,) * min(levels, 4))
+        narrow = TreeConfig((1, 2, 4, 4)[:levels])
+        return DefaultTrees((chain, narrow), (narrow, tree), (tree, narrow, chain), settled=False)
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise ValueError if these are no heads for this target."""
+        self.config.check_fits(target)
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> TokenSwiftDrafter:
+        """The drafter that grows this tree."""
+        selector = Quest(self.target, BlockBudget(self.context))
+        return TokenSwiftDrafter(self.config, tree, attention, selector)
+
+
+def load(
+    source: str | Path,
+    target: Target,
+    options: TokenSwiftOptions = TokenSwiftOptions(),
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> TokenSwiftDraft:
+    """Load TokenSwift's heads.
+
+    Args:
+      source: the folder or hub id of the model they are stored with.
+      target: what they draft for.
+      options: their options.
+      mesh: devices to spread them over; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      FileNotFoundError: if the folder or one of its files is missing.
+      ValueError: if they do not belong to the target, or a file is damaged.
+    """
+    folder = local_folder(source, revision)
+    raw = read_json(folder / "config.json")
+    raw.require(("medusa_heads", "hidden_size", "vocab_size"), "a model with TokenSwift's heads")
+    sizes = raw.whole("hidden_size"), raw.whole("vocab_size"), target.config.num_layers
+    with ExitStack() as stack:
+        found = open_tensors(folder, stack)
+        tensors = {name: found[name] for name in found if name.startswith(_PREFIX)}
+        try:
+            heads = raw.whole("medusa_heads")
+            config = TokenSwiftConfig(heads, *sizes, target.config.norm_eps, target.config.dtype)
+            config.check_fits(target.config)
+        except ValueError as error:
+            raise ValueError(f"{raw.origin}: {error}") from error
+        table = heads_table(config)
+        check_tensors(table, tensors, str(source))
+        params = load_params(table, tensors, config.dtype, mesh)
+    bound = TokenSwiftParams(params, head_of(target.params))
+    return TokenSwiftDraft(config, bound, target.config, options.context)
+
+
+def save(folder: str | Path, draft: TokenSwiftDraft, target: Target) -> None:
+    """Save a target with TokenSwift's heads among its tensors, as published.
+
+    Args:
+      folder: made if absent; weights in it are replaced, other files stay.
+      draft: the heads, of any sharding.
+      target: the model they are stored with.
+    """
+    own, config = heads_table(draft.config), target.config
+    whole = target_table(config)
+    raw = hf_config(config) | {"medusa_heads": draft.config.heads}
+    everything = {**target.params, **draft.params.heads}
+    table = Table((*whole.leaves, *own.leaves), {})
+    write_model(Path(folder).expanduser(), table, everything, config.dtype, raw)
+
+
+def heads_table(config: TokenSwiftConfig) -> Table:
+    """The tensors of the heads."""
+    sizes = {"D": config.model_width, "E": config.model_width}
+    leaves = [
+        bind(rule, sizes, f"heads_{head}/", f"{_PREFIX}{head}.")
+        for head in range(config.heads)
+        for rule in _HEAD
+    ]
+    return Table(tuple(leaves), {})

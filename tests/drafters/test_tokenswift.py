@@ -1,0 +1,118 @@
+"""TokenSwift's heads: their arithmetic, and the published files."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import unflatten_dict
+from safetensors.numpy import load_file, save_file
+
+from longspec_jax import LongSpec
+from longspec_jax.config import PLAIN, TreeConfig
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.retrieval.blocks import Quest
+from longspec_jax.drafters.tokenswift.drafter import TokenSwiftConfig, TokenSwiftParams
+from longspec_jax.drafters.tokenswift.load import (
+    TokenSwiftDraft,
+    TokenSwiftOptions,
+    heads_table,
+    load,
+    save,
+)
+from longspec_jax.models.target import head_of
+from longspec_jax.ops.selection.blocks import BlockBudget
+from longspec_jax.sharding import partition_spec, path_name
+from tests.decoding.lossless import CONFIG
+from tests.kit import random_target
+
+MODEL = random_target(CONFIG)
+TARGET = Target(CONFIG, MODEL)
+HEADS = TokenSwiftConfig(
+    3, CONFIG.model_width, CONFIG.vocab_size, CONFIG.num_layers, CONFIG.norm_eps, "float32"
+)
+
+
+def _random_heads() -> TokenSwiftParams:
+    random = np.random.default_rng(9)
+    drawn = {
+        leaf.path: jnp.asarray(
+            leaf.path.endswith("scale") + 0.2 * random.normal(size=leaf.shape), jnp.float32
+        )
+        for leaf in heads_table(HEADS).leaves
+    }
+    return TokenSwiftParams(unflatten_dict(drawn, sep="/"), head_of(MODEL))
+
+
+DRAFT = TokenSwiftDraft(HEADS, _random_heads(), CONFIG)
+
+
+def test_heads_by_hand(tmp_path: Path) -> None:
+    """From the stored tensors: a chain of linear maps, each behind a norm and before another."""
+    save(tmp_path, DRAFT, TARGET)
+    stored = load_file(tmp_path / "model.safetensors")
+    hidden = np.random.default_rng(10).normal(size=(2, CONFIG.model_width)).astype(np.float32)
+    stream, expected = hidden.astype(np.float64), []
+
+    def normed(x: np.ndarray, name: str) -> np.ndarray:
+        mean = (x**2).mean(axis=1, keepdims=True) + CONFIG.norm_eps
+        return x / np.sqrt(mean) * stored[f"model.medusa_layers.{head}.{name}_layernorm.weight"]
+
+    for head in range(3):
+        linear = stored[f"model.medusa_layers.{head}.linear.weight"].astype(np.float64)
+        stream = stream + normed(stream, "input") @ linear.T
+        expected.append(normed(stream, "post") @ stored["lm_head.weight"].T)
+    found = jax.jit(partial(DRAFT.params.logits, HEADS, heads=3))(hidden)
+    np.testing.assert_allclose(found, np.stack(expected, 1), atol=2e-4)
+
+
+def test_target_and_draft_are_one_folder(tmp_path: Path) -> None:
+    """It loads as either, and its heads come out as they went in."""
+    save(tmp_path / "one", DRAFT, TARGET)
+    options = {"context": 1024}
+    spec = LongSpec.from_pretrained(
+        tmp_path / "one", tmp_path / "one", dtype="float32", draft_options=options
+    )
+    jax.tree.map(np.testing.assert_array_equal, spec.target_params, MODEL)
+    [draft] = spec.drafts
+    assert isinstance(draft, TokenSwiftDraft) and draft.config == HEADS
+    jax.tree.map(np.testing.assert_array_equal, draft.params, DRAFT.params)
+    selector = Quest(spec.target_config, BlockBudget(1024))
+    assert draft.drafter(PLAIN).selector == selector and draft.drafter(PLAIN).needs.keys
+    assert {tree.num_levels for tree in draft.default_trees.large} == {4}
+    save(tmp_path / "two", draft, Target(spec.target_config, spec.target_params))
+    one, two = (load_file(tmp_path / each / "model.safetensors") for each in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(np.array_equal(one[name], two[name]) for name in one)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(draft.params.heads):
+        assert len(partition_spec(path_name(path))) <= leaf.ndim
+
+
+def test_refusals(tmp_path: Path) -> None:
+    save(tmp_path, DRAFT, TARGET)
+    for field, size, words in (
+        ("model_width", 40, "target of hidden_size=36, the target has hidden_size=40"),
+        ("vocab_size", 103, "target of vocab_size=101, the target has vocab_size=103"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load(tmp_path, Target(replace(CONFIG, **{field: size}), MODEL))
+    with pytest.raises(ValueError, match="5 levels, and the draft has 3 heads"):
+        DRAFT.drafter(TreeConfig((1,) * 5))
+    with pytest.raises(ValueError, match="context=100: 100 slots must be whole blocks of 32"):
+        TokenSwiftOptions(100)
+    file = tmp_path / "config.json"
+    raw: dict[str, Any] = json.loads(file.read_text())
+    file.write_text(json.dumps(raw | {"medusa_heads": 4}))
+    with pytest.raises(ValueError, match=r"missing model.medusa_layers.3.input_layernorm.weight"):
+        load(tmp_path, TARGET)
+    file.write_text(json.dumps(raw))
+    weights = tmp_path / "model.safetensors"
+    extra = {"model.medusa_layers.0.linear.bias": np.ones(36, np.float32)}
+    save_file(load_file(weights) | extra, weights)
+    with pytest.raises(ValueError, match="unexpected model.medusa_layers.0.linear.bias"):
+        load(tmp_path, TARGET)
