@@ -38,12 +38,7 @@ __all__ = list(_CONTENTS)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from longspec_jax.api import LongSpec  # noqa: F401
-    from longspec_jax.config import (  # noqa: F401
-        PLAIN,
-        PRESETS,
-        TargetConfig,
-        TreeConfig,
-    )
+    from longspec_jax.config import PLAIN, PRESETS, TargetConfig, TreeConfig  # noqa: F401
     from longspec_jax.drafters.longspec.checkpoint import load_draft, save_draft  # noqa: F401
     from longspec_jax.drafters.longspec.config import DraftConfig  # noqa: F401
     from longspec_jax.embedded import demo_prompts  # noqa: F401
@@ -51,12 +46,7 @@ if TYPE_CHECKING:
     from longspec_jax.generation.inspection import RoundView  # noqa: F401
     from longspec_jax.generation.memory import MemoryPlan  # noqa: F401
     from longspec_jax.generation.options import GenerateOptions  # noqa: F401
-    from longspec_jax.generation.result import (  # noqa: F401
-        GenerateResult,
-        Stats,
-        StreamRound,
-        TreeUse,
-    )
+    from longspec_jax.generation.result import GenerateResult, Stats, StreamRound, TreeUse  # noqa: F401
     from longspec_jax.sharding import make_mesh  # noqa: F401
     from longspec_jax.weights.hf import load_target, save_target  # noqa: F401
 

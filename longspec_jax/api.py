@@ -33,8 +33,9 @@ from longspec_jax.compilation import keep_programs
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding.same_bits import is_identical
 from longspec_jax.embedded import DEMO, DEMO_DRAFTERS, demo_drafts
-from longspec_jax.generation import autotune, comparison, inspection
+from longspec_jax.generation import comparison, inspection
 from longspec_jax.generation.activity import OnActivity
+from longspec_jax.generation.autotune import KnownTimings
 from longspec_jax.generation.call import Plan, plan_call
 from longspec_jax.generation.grammar import Grammar, compile_grammar, vocabulary_of
 from longspec_jax.generation.inputs import Batch, Inputs, check_positions, read_batch
@@ -51,16 +52,8 @@ from longspec_jax.generation.result import (
     ended,
     stream_into,
 )
-from longspec_jax.generation.run import (
-    Run,
-    WarmShapes,
-    added_rounds,
-    follow,
-    learn,
-    reads_rounds,
-    start,
-)
-from longspec_jax.generation.timings import KnownTimings
+from longspec_jax.generation.run import Known, added_rounds, follow, learn, reads_rounds, start
+from longspec_jax.generation.warm import WarmShapes
 from longspec_jax.loading import choose_drafts, load_with_tokenizer
 from longspec_jax.weights.hf import load_stop_tokens
 
@@ -234,12 +227,9 @@ class LongSpec(Models):
             plan, batch = self._prepare(inputs, generation_config, options, adaptive)
             if streamer is not None:
                 on_round = stream_into(streamer, batch.prompts, on_round)
-            streams = reads_rounds(batch, on_round)
-            run = self._start(plan, batch, streams=streams, on_activity=on_activity)
-            result = follow(run, on_round)
-        self._notices.look_at(result.stats)
-        learn(run, self._warm, self._timings)
-        return result
+            how: Any = {"streams": reads_rounds(batch, on_round), "on_activity": on_activity}
+            run = start(plan, batch, self._known, **how)
+            return follow(run, on_round)
 
     def stream(
         self,
@@ -262,13 +252,12 @@ class LongSpec(Models):
     def _rounds(
         self, plan: Plan, batch: Batch, on_activity: OnActivity | None
     ) -> Generator[StreamRound, None, None]:
-        run = self._start(plan, batch, streams=True, on_activity=on_activity)
+        run = start(plan, batch, self._known, streams=True, on_activity=on_activity)
         with closing(added_rounds(run)) as rounds:
             for added in rounds:
                 self._notices.look_at(added.stats)
                 yield added
-        self._notices.look_at(run.stats)
-        learn(run, self._warm, self._timings)
+        learn(run)
 
     def compare(
         self,
@@ -293,13 +282,9 @@ class LongSpec(Models):
                 "nothing to compare: this call decodes plainly; load a draft and leave its tree "
                 "in place"
             )
-        streams = reads_rounds(batch, on_round)
-        run = self._start(plan, batch, streams=streams, on_activity=on_activity)
-        compared, runs = comparison.run_both(run, self._warm, on_round, on_activity)
-        for each, result in zip(runs, (compared.speculative, compared.plain), strict=False):
-            self._notices.look_at(result.stats)
-            learn(each, self._warm, self._timings)
-        return compared
+        how: Any = {"streams": reads_rounds(batch, on_round), "on_activity": on_activity}
+        run = start(plan, batch, self._known, **how)
+        return comparison.run_both(run, on_round)
 
     def engine(
         self,
@@ -387,7 +372,8 @@ class LongSpec(Models):
         plan, batch = self._prepare(inputs, generation_config, options)
         if plan.rows > 1:
             raise ValueError(f"inspect() looks at one row and {plan.rows} were given")
-        return inspection.round_views(partial(self._start, plan, batch, streams=True))
+        how: Any = {"streams": True, "on_activity": None}
+        return inspection.round_views(partial(start, plan, batch, self._known, **how))
 
     def breakdown(
         self,
@@ -404,14 +390,11 @@ class LongSpec(Models):
         """
         whole_number("rounds", rounds)
         plan, batch = self._prepare(inputs, generation_config, options)
-        return inspection.time_parts(self._start(plan, batch, streams=False), rounds)
+        run = start(plan, batch, self._known, streams=False, on_activity=None)
+        return inspection.time_parts(run, rounds)
 
     def score_gap(
-        self,
-        tokens: Sequence[int],
-        plain: int,
-        other: int,
-        **options: Unpack[GenerateOptions],
+        self, tokens: Sequence[int], plain: int, other: int, **options: Unpack[GenerateOptions]
     ) -> float | None:
         """How much plain decoding prefers one token behind a row's tokens to another.
 
@@ -428,7 +411,7 @@ class LongSpec(Models):
         """
         row = check_gap(tokens, plain, other, self.target_config.vocab_size)
         plan, batch = self._prepare([row[:-1]], None, {**options, "tree": PLAIN})
-        run = start(plan, batch, self._warm, streams=False, rounds=False)
+        run = start(plan, batch, self._known, streams=False, on_activity=None, rounds=False)
         return comparison.score_gap(run, [row[-1:]], 0, (plain, other))
 
     def check(
@@ -466,11 +449,7 @@ class LongSpec(Models):
         return plan_call(self, batch, None if tree is None else as_tree(tree)).memory
 
     def _prepare(
-        self,
-        inputs: Inputs,
-        generation_config: Any,
-        options: CallOptions,
-        adaptive: bool = False,
+        self, inputs: Inputs, generation_config: Any, options: CallOptions, adaptive: bool = False
     ) -> tuple[Plan, Batch]:
         """Read and check everything that a call was given, before anything runs."""
         given: Any = dict(options)
@@ -481,15 +460,6 @@ class LongSpec(Models):
         check_fits(plan.memory, self.mesh, offload=self.offload)
         return plan, batch
 
-    def _start(
-        self,
-        plan: Plan,
-        batch: Batch,
-        *,
-        streams: bool,
-        on_activity: OnActivity | None = None,
-    ) -> Run:
-        """Make a prepared call ready to decode, its drafter chosen first if it is open."""
-        told = self._notices.heard(on_activity)
-        known = self._warm, self._timings
-        return autotune.start_call(plan, batch, *known, streams=streams, on_activity=told)
+    @property
+    def _known(self) -> Known:
+        return Known(self._warm, self._timings, self._notices)

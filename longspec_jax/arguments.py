@@ -78,10 +78,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         _is_tokenizer,
         "a tokenizer, as transformers.AutoTokenizer.from_pretrained(...) returns it",
     ),
-    "row_slots": (
-        _from(1),
-        "a number of rows, at least 1, or left out to decode all rows at once",
-    ),
+    "row_slots": (_from(1), "a number of rows, at least 1, or left out to decode all rows at once"),
     "expected_tokens": (_from(0), "a number of tokens, 0 where it is not known"),
     "offload": (_is_a(bool), "True, to keep the target's cache in the host's memory, or False"),
     "same_bits": (_is_a(bool), "True or False, or left out to have it chosen"),

@@ -224,14 +224,11 @@ def run_in_thread(work: Callable[[], None]) -> None:
 
 
 def leave(
-    stop: KeyboardInterrupt,
-    save: Callable[[], None],
-    end: Callable[[int], object] | None = None,
+    stop: KeyboardInterrupt, save: Callable[[], None], end: Callable[[int], object] | None = None
 ) -> int:
     """Save what there is, and end the process within moments, whatever the work is inside of.
 
     Args:
-      stop: what stopped the command.
       save: saves and prints what there is. It has :data:`PATIENCE` seconds, and further signals
         are ignored.
       end: ends the process with a status, in tests; ``os._exit`` if absent, because an ordinary
@@ -377,7 +374,6 @@ def several(convert: Callable[[str], Any], commas: bool = False) -> dict[str, An
     """What ``add_argument`` takes for an option that is given once for each of its values.
 
     Args:
-      convert: reads one value.
       commas: whether a comma may also stand between values, as in commands of earlier releases.
         Only for values that hold no comma themselves.
     """

@@ -78,7 +78,6 @@ def writable(path: Path, name: str, of_results: bool = True) -> Path:
     """The path of a file that can be written, found out before the work that it is for.
 
     Args:
-      path: of the file.
       name: as the user typed it, for messages.
       of_results: whether a file that is there must hold results; a foreign one is not replaced.
 

@@ -17,11 +17,13 @@ from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.registry import (
     ARCHITECTURES,
+    EAGLE,
     LONGSPEC,
     MARKS,
     NAMED,
     SMALL_LM,
     Kind,
+    is_eagle,
     is_name,
     options_of,
     separated,
@@ -30,7 +32,7 @@ from longspec_jax.drafters.retrieval.draft import RetrievalDraft, RetrievalOptio
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.ops.hardware import AMPERE, compute_capability
 from longspec_jax.weights import hf
-from longspec_jax.weights.checkpoint import holds
+from longspec_jax.weights.checkpoint import names_of_tensors
 from longspec_jax.weights.hf_config import FAMILIES, target_config
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import JsonObject, read_json
@@ -94,10 +96,6 @@ class ChosenDraft(NamedTuple):
     def load(self, target: Target, mesh: Mesh | None = None) -> Draft:
         """Read its weights.
 
-        Args:
-          target: what it proposes for.
-          mesh: devices to spread it over; the first device if absent.
-
         Raises:
           FileNotFoundError: if one of its files is missing.
           ValueError: for a draft of another target.
@@ -146,9 +144,12 @@ def _kind_of(folder: Path) -> Kind:
     kinds = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
     if kinds := kinds + [kind for key, kind in MARKS.items() if raw.has(key)]:
         return kinds[0]
+    tensors = names_of_tensors(folder)
     # The published LongSpec drafts may name their target's architecture; they have no embedding.
     whole = any(name in FAMILIES for name in names)
-    return SMALL_LM if whole and holds(folder, "model.embed_tokens.weight") else LONGSPEC
+    if whole and "model.embed_tokens.weight" in tensors:
+        return SMALL_LM
+    return EAGLE if is_eagle(tensors) else LONGSPEC
 
 
 def best_dtype() -> str:

@@ -11,11 +11,7 @@ PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "transformers")
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """Device, versions of what computes, commit and date, as JSON values.
-
-    Args:
-      device: its name.
-    """
+    """Device, versions of what computes, commit and date, as JSON values."""
     return {
         "device": device,
         "versions": {package: _version(package) for package in PACKAGES},

@@ -212,7 +212,6 @@ def paper_config(
       long_length: tokens of a row in the last two stages.
       max_offset: largest anchor offset of the first stage.
       sft_data: hub data of the last stage.
-      **overrides: further fields of the configuration.
     """
     if variant not in ("all", *STAGES):
         known = ", ".join(("all", *STAGES))

@@ -26,12 +26,14 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"cross_q/bias$", P("tp", None)),  # [N, H]
     (r"(attention/out|self_out|cross_out)/kernel$", P("tp", None, "fsdp")),  # [N, H, D]
     (r"fuse/kernel$", P(None, "fsdp")),  # [features D, D]
+    (r"block_\d+/kernel$", P("fsdp", None)),  # [D, D]
+    (r"block_\d+/bias$", P(None)),  # [D]
     (r"gate_up/kernel$", P("fsdp", None, "tp")),  # [D, 2, F]
     (r"down/kernel$", P("tp", "fsdp")),  # [F, D]
     (r"(fused|cross_q|gate_up)/rows/steps$", P("tp", "fsdp")),  # 8-bit [out, in]
-    (r"(self_out|cross_out|down)/rows/steps$", P("fsdp", "tp")),  # 8-bit [out, in]
+    (r"(attention/out|self_out|cross_out|down)/rows/steps$", P("fsdp", "tp")),  # 8-bit [out, in]
     (r"fuse/rows/steps$", P("fsdp", None)),  # 8-bit [D, features D]
-    (r"(^|/)scale$", P()),
+    (r"((^|/)scale|fuse/bias|confidence/kernel|confidence/bias)$", P()),
 )
 
 
@@ -79,12 +81,6 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def placed(params: Any, mesh: Mesh, *names: str) -> Any:
-    """The same parameters with some parts spread over a mesh, such as copies in 8 bits.
-
-    Args:
-      params: a dataclass.
-      mesh: devices to spread the parts over.
-      *names: of the parts.
-    """
+    """The same parameters with some parts spread over a mesh, such as copies in 8 bits."""
     parts = {name: getattr(params, name) for name in names}
     return replace(params, **jax.device_put(parts, param_shardings(mesh, parts)))

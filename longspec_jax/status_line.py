@@ -37,7 +37,6 @@ class StatusLine:
 
         Args:
           text: the seconds count from when it first changes to this.
-          detail: how far it has got.
         """
         with self._lock:
             if self._closed.is_set():

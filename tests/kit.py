@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +14,9 @@ from flax.traverse_util import unflatten_dict
 
 from longspec_jax.config import TargetConfig
 from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.prefill import prefill_chunks
 from longspec_jax.decoding.round_noise import RoundNoise
+from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.view import CacheView
@@ -146,3 +148,29 @@ def relative_error(actual: Any, expected: Any) -> float:
     """``||actual - expected|| / ||expected||`` in float64; NaN never passes a comparison."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
+
+
+def on_hopper() -> AbstractContextManager:
+    """Pretend that the default device is a Hopper GPU, where this version of jax asks for one."""
+    if jax.__version_info__ < (0, 11):
+        return nullcontext()
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def lowered(call: Callable[..., Any], *operands: Any) -> str:
+    """What XLA would be given for a Hopper GPU."""
+    with on_hopper():
+        return jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def prefill(*prompts: Any, **sizes: Any) -> Rows:
+    """The rows behind all chunks of some prompts; arguments as of ``prefill_chunks``."""
+    chunks = prefill_chunks(*prompts, **sizes)
+    while True:
+        try:
+            next(chunks)
+        except StopIteration as end:
+            return end.value

@@ -14,7 +14,7 @@ import longspec_jax
 from longspec_jax import PLAIN, LongSpec, TreeConfig
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft, RetrievalOptions
 from longspec_jax.generation import memory
-from longspec_jax.generation.run import WarmShapes
+from longspec_jax.generation.warm import WarmShapes
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.infer.toys import STOP, TREE, bound_draft, rebound, toy_spec, toy_tokenizer
 from tests.kit import compilations, tiny_target_config

@@ -3,8 +3,8 @@
     python -m train.vocabulary --target=TARGET --draft=FOLDER --files='corpus/*.jsonl'
     python -m infer.decode --target=TARGET --draft=FOLDER --draft_option=vocabulary=16384
 
-The table is saved beside the draft. With the option ``vocabulary=N`` the draft proposes only the
-first N tokens; the target's output does not change. Use text like the text you will generate.
+The table is saved beside the draft. With the option vocabulary=N the draft proposes only the first
+N tokens; the target's output does not change. Use text like the text you will generate.
 Special and stop tokens come first, whatever their counts. Files are read as for training.
 The exit status is 0, or 2 for bad input.
 """
@@ -24,7 +24,7 @@ from longspec_jax.drafters.longspec.checkpoint import draft_config
 from longspec_jax.drafters.vocabulary import most_frequent, save_draft_vocabulary
 from longspec_jax.extras import missing_packages
 from longspec_jax.files import expanded
-from longspec_jax.weights.checkpoint import holds
+from longspec_jax.weights.checkpoint import names_of_tensors
 from longspec_jax.weights.hf import load_stop_tokens
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
@@ -89,7 +89,7 @@ def _draft_folder(name: str, target: TargetConfig) -> Path:
         )
     try:
         draft_config(read_json(folder / "config.json"), target).check_fits(target)
-        if holds(folder, EMBEDDING):
+        if EMBEDDING in names_of_tensors(folder):
             raise ValueError("it is a whole language model, and only LongSpec drafts have a table")
     except (OSError, ValueError) as error:
         raise ValueError(f"--draft={name} holds no draft for this target: {error}") from None

@@ -7,6 +7,7 @@ GPUs would take hours (:class:`longspec_jax.cli.ByMachine`).
 import argparse
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from longspec_jax import cli
@@ -21,7 +22,7 @@ from longspec_jax.config import (
     TargetConfig,
     TreeConfig,
 )
-from longspec_jax.drafters.registry import EAGLE3, LONGSPEC, NAMED, SMALL_LM, Kind
+from longspec_jax.drafters.registry import DFLASH, EAGLE3, LONGSPEC, NAMED, SMALL_LM, Kind
 from longspec_jax.embedded import DEMO
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.json_files import read_json
@@ -54,7 +55,13 @@ SHAPES: dict[str, TargetConfig] = {
 }
 """Shapes by name. ``demo`` is the embedded target's; ``tiny`` has two layers and shows that a
 benchmark runs."""
-KINDS: dict[str, Kind] = {"longspec": LONGSPEC, **NAMED, "small_lm": SMALL_LM, "eagle3": EAGLE3}
+KINDS: dict[str, Kind] = {
+    "longspec": LONGSPEC,
+    **NAMED,
+    "small_lm": SMALL_LM,
+    "eagle3": EAGLE3,
+    "dflash": DFLASH,
+}
 """Kinds of drafts that are measured with random weights."""
 DTYPES = ("float32", "bfloat16", "float16")
 FLASHINFER = "flashinfer"
@@ -123,9 +130,10 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--draft",
-        type=one_of([*KINDS]),
+        type=draft_source,
         default="longspec",
-        help=f"kind of the draft, of random weights: {', '.join(KINDS)}",
+        help=f"kind of the draft, of random weights: {', '.join(KINDS)}; or the folder of a draft "
+        "for this shape",
     )
     parser.add_argument(
         "--tree",
@@ -324,6 +332,12 @@ def _add_repetitions(parser: argparse.ArgumentParser, default: Any) -> None:
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=cli.result_file, help="write header and rows to this file")
     cli.add_traceback(parser)
+
+
+def draft_source(text: str) -> str:
+    """A kind of draft, or a draft's folder."""
+    named = text in KINDS or not Path(text).is_dir()
+    return one_of([*KINDS])(text) if named else text
 
 
 def head_counts(text: str) -> tuple[int, int]:

@@ -20,7 +20,15 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.same_bits import choose_kernels
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
+from longspec_jax.drafters.dflash.checkpoint import Format as DFlashFormat
+from longspec_jax.drafters.dflash.config import DFlashConfig
+from longspec_jax.drafters.dflash.dialects import LAYERS as DFLASH_LAYERS
+from longspec_jax.drafters.dflash.dialects import ZLAB, evenly
+from longspec_jax.drafters.dflash.load import DFlashDraft, DFlashOptions
+from longspec_jax.drafters.dflash.load import seen as seen_by_dflash
+from longspec_jax.drafters.dflash.model import DFlashParams
 from longspec_jax.drafters.draft import Draft
+from longspec_jax.drafters.draft import Target as LoadedTarget
 from longspec_jax.drafters.eagle3.checkpoint import Format
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.dialects import SPECFORGE
@@ -33,9 +41,11 @@ from longspec_jax.drafters.registry import options_of, separated
 from longspec_jax.drafters.retrieval.draft import RetrievalDraft
 from longspec_jax.drafters.small_lm.load import SmallLM, SmallLMOptions
 from longspec_jax.generation.memory import free_bytes
+from longspec_jax.loading import ChosenDraft, choose_drafts
 from longspec_jax.models.target import Target
 from longspec_jax.ops.placement import tree_bytes
 from longspec_jax.sharding import path_name
+from longspec_jax.weights.tables import Table
 
 from .arguments import DTYPES, KINDS
 
@@ -68,14 +78,18 @@ def random_model(
     options: Mapping[str, Any] | None = None,
     same_bits: bool | None = None,
 ) -> Model:
-    """Random weights of target and draft, drawn on the device."""
+    """Random weights of target and draft, drawn on the device; ``kind`` may be a draft's folder."""
     chosen = draft_options(kind, options or {}, config)
     target = _draw(_initializer(config), seed)
     match chosen:
+        case ChosenDraft():
+            draft: Draft = chosen.load(LoadedTarget(config, target))
         case LongSpecOptions():
-            draft: Draft = _random_longspec(config, target, chosen, seed + 1)
+            draft = _random_longspec(config, target, chosen, seed + 1)
         case Eagle3Options():
             draft = _random_eagle3(config, target, chosen, seed + 1)
+        case DFlashOptions():
+            draft = _random_dflash(config, target, chosen, seed + 1)
         case SmallLMOptions():
             small = _small(config, chosen)
             weights = _draw(_initializer(small), seed + 1)
@@ -83,7 +97,7 @@ def random_model(
         case _:
             draft = chosen
     _, retrieval = separated(options or {}, kind)
-    if retrieval is not None:
+    if retrieval is not None and kind in KINDS:  # A loaded draft has it already.
         draft = RetrievalDraft(draft, config, retrieval)
     static = choose_kernels(CachedTarget(config, attention), same_bits)
     return Model(config, static, Params(target, draft.params), draft)
@@ -152,19 +166,51 @@ def _random_eagle3(
         max_positions=EAGLE3_POSITIONS,
         dtype=config.dtype,
     )
-    leaves = Format(SPECFORGE, embedding=False, head=True).table(draft).leaves
-    dtype = jnp.dtype(config.dtype)
-    layer = _draw(
-        lambda key: unflatten_dict(
-            {leaf.path: jnp.zeros(leaf.shape, dtype) for leaf in leaves}, sep="/"
-        ),
-        seed,
-    )
+    layer = _drawn(Format(SPECFORGE, embedding=False, head=True).table(draft), draft.dtype, seed)
     head, tokens = layer.pop("head"), jnp.arange(proposable, dtype=jnp.int32)
     params = Eagle3Params(layer, target["embedding"], head, tokens, own_embedding=False)
     if options.int8:  # Only where it is named: a row says what it measured.
         params = params.in_int8()
-    return Eagle3Draft(draft, params, seen(draft, config, options))
+    working = options.cache_options.working_cache(config)
+    return Eagle3Draft(draft, params, seen(draft, config, options), working=working)
+
+
+def _random_dflash(
+    config: TargetConfig, target: Any, options: DFlashOptions, seed: int
+) -> DFlashDraft:
+    """Five layers as wide as the target's, and blocks of 16, as drafts of 8B targets have."""
+    trunk = dataclasses.replace(
+        config,
+        architecture=DFLASH_LAYERS,
+        num_layers=5,
+        qk_norm=True,
+        qkv_bias=False,
+        tied_embeddings=False,
+    )
+    draft = DFlashConfig(
+        trunk,
+        target_width=config.model_width,
+        proposable=config.vocab_size,
+        features=options.features or evenly(config.num_layers, trunk.num_layers),
+        block=16,
+        mask_token=config.vocab_size - 1,
+    )
+    stored = DFlashFormat(ZLAB, embedding=False, head=False)
+    layer = _drawn(stored.table(draft), config.dtype, seed)
+    params = DFlashParams.bound(layer, draft, target, None, False)
+    if options.int8:  # Only where it is named: a row says what it measured.
+        params = params.in_int8()
+    return DFlashDraft(draft, params, seen_by_dflash(draft, config, options))
+
+
+def _drawn(table: Table, dtype: str, seed: int) -> Any:
+    """Random parameters of a name table."""
+    kind = jnp.dtype(dtype)
+
+    def zeros(key: jax.Array) -> dict[str, jax.Array]:
+        return {leaf.path: jnp.zeros(leaf.shape, kind) for leaf in table.leaves}
+
+    return unflatten_dict(_draw(zeros, seed), sep="/")
 
 
 def draft_options(kind: str, values: Mapping[str, Any], target: TargetConfig) -> Any:
@@ -173,6 +219,8 @@ def draft_options(kind: str, values: Mapping[str, Any], target: TargetConfig) ->
     Raises:
       ValueError: for an option it does not have, or a value that it cannot have.
     """
+    if kind not in KINDS:
+        return choose_drafts([kind], values)[0]
     own, _ = separated(values, kind)
     options = options_of(KINDS[kind], own, kind)
     if isinstance(options, LongSpecOptions) and options.vocabulary is not None:

@@ -40,9 +40,9 @@ from longspec_jax.cli import as_options, counted, settled
 from longspec_jax.compilation import keep_programs
 from longspec_jax.config import DEFAULT_TREE
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.measuring import round_seconds
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.target import CachedTarget, Verification
+from longspec_jax.decoding.trials import round_seconds
 from longspec_jax.drafters.base import NOTHING, Needs
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.embedded import DEMO_NAME

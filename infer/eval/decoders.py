@@ -20,9 +20,7 @@ class Decoder:
     """A method, ready to decode."""
 
     name: str
-    """Of the method."""
     setting: Setting
-    """What it runs with."""
     spec: LongSpec
     """With the method's draft alone."""
     tree: TreeConfig | None

@@ -53,8 +53,12 @@ METHODS = {
         (GAMMA, GAMMA),
     ),
     "ngram": Method("ngram", "the tokens that followed the last ones before (prompt lookup)"),
+    "suffix": Method("suffix", "the continuations of the best match, here or in other rows"),
     "small_lm": Method("small_lm", "a small language model"),
     "eagle3": Method("eagle3", "an EAGLE-3 draft"),
+    "eagle": Method("eagle", "an EAGLE-1 or 2 draft"),
+    "medusa": Method("medusa", "Medusa heads"),
+    "dflash": Method("dflash", "a DFlash or DSpark draft"),
     "adaptive": Method(
         "longspec",
         "a LongSpec draft; each round takes a tree or none, by measured tokens per second",
@@ -143,7 +147,7 @@ def by_kind(drafts: "Sequence[Draft]") -> "dict[str, Draft]":
         kind = draft.inner.name if isinstance(draft, RetrievalDraft) else draft.name
         if kind in found:
             raise ValueError(
-                f"two drafters are of the kind {kind}, and a method has one; measure each in a run "
+                f"two drafts are of the kind {kind}, and a method has one; measure each in a run "
                 "of its own: --draft once for each kind"
             )
         found[kind] = draft

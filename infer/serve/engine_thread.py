@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from longspec_jax.cli import STACK_BYTES, USER_ERRORS, explained
-from longspec_jax.decoding.outputs import EngineStatus
+from longspec_jax.decoding.slots import EngineStatus
 from longspec_jax.generation.requests import RequestOutput
 from longspec_jax.generation.result import TreeUse
 

@@ -19,7 +19,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from longspec_jax.decoding.outputs import EngineStatus
+from longspec_jax.decoding.slots import EngineStatus
 
 from .gains import Gain
 

@@ -74,10 +74,6 @@ class AdjustmentOptions:
 def fitted(wanted: AdjustmentOptions | None, adjusted: bool) -> AdjustmentOptions | None:
     """What a request asks for, as all requests of an engine have it.
 
-    Args:
-      wanted: of one row.
-      adjusted: whether the engine's rows have tables for biases and penalties.
-
     Raises:
       ValueError: if they would need them and have none.
     """
@@ -122,10 +118,7 @@ class Adjustments:
         """Of rows behind their prompts, on the host.
 
         Args:
-          options: of the rows.
           tokens: prompts, right-padded with any token.
-          length: tokens of each prompt.
-          vocabulary: width of the logits.
           emitted: how many of the last tokens of each prompt the row had emitted before, such as
             those of a request that goes on; none if absent.
         """
@@ -187,7 +180,6 @@ def adjust(
 
     Args:
       logits: of the tokens that follow some nodes.
-      adjustments: of the rows.
       paths: draft tokens that each node's path adds to what the row has emitted, of
         :func:`draft_paths`; none if absent.
     """

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import jax
-
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.drafters.base import Drafter
 from longspec_jax.drafters.draft import with_tree
@@ -81,12 +79,3 @@ def _small_tree(drafter: Drafter) -> TreeConfig | None:
 def tallest(drafters: Sequence[Drafter]) -> Drafter:
     """The drafter with the tallest tree, whose rounds need the most slack slots."""
     return max(drafters, key=lambda drafter: drafter.tree.num_levels)
-
-
-def check_one_clock(candidates: int) -> None:
-    """Refuse a choice by the clock in a computation of several processes."""
-    if candidates > 1 and jax.process_count() > 1:
-        raise NotImplementedError(
-            f"{jax.process_count()} processes would each choose by their own clock and run "
-            "different programs; decode with one fixed tree instead"
-        )

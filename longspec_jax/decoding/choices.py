@@ -53,12 +53,7 @@ class LateChoices:
     """
 
     def __init__(self, policy: Policy, candidates: int) -> None:
-        """Begin with the policy's first choice.
-
-        Args:
-          policy: chooses the candidate of every launch.
-          candidates: how many there are.
-        """
+        """Begin with the policy's first choice."""
         self.totals = (Measurement(),) * candidates
         """What every candidate has done, as far as it was read."""
         self.policy = policy
@@ -68,12 +63,7 @@ class LateChoices:
         self._missing = self._choice.rounds
 
     def next(self, running: Sequence[Choice], most: int) -> Choice:
-        """The candidate and the rounds of the next launch.
-
-        Args:
-          running: the launches that were not read yet.
-          most: most rounds of a launch.
-        """
+        """The candidate and the rounds of the next launch."""
         seen = self._unobserved[self._choice.candidate]
         if self._missing <= 0 and seen.rounds:
             self._observe(self._choice.candidate)
@@ -121,8 +111,15 @@ class ChoicesByLoad:
 
         Args:
           policies: for one live row, two, up to four and so on; the last one for all others.
-          candidates: among which each chooses.
+
+        Raises:
+          NotImplementedError: if there is a choice in a computation of several processes.
         """
+        if candidates > 1 and jax.process_count() > 1:
+            raise NotImplementedError(
+                f"{jax.process_count()} processes would each choose by their own clock and run "
+                "different programs; decode with one fixed tree instead"
+            )
         self._by_load = [LateChoices(policy, candidates) for policy in policies]
         self._load = 0
 

@@ -30,12 +30,7 @@ def chunk_sizes(largest: int) -> tuple[int, ...]:
 
 
 def chunk_of(length: int, sizes: Sequence[int]) -> int:
-    """Tokens of the chunks of a prompt: the smallest size that holds it, else the largest.
-
-    Args:
-      length: tokens of the prompt.
-      sizes: ascending.
-    """
+    """Tokens of the chunks of a prompt: the smallest size that holds it, else the largest."""
     return next((size for size in sizes if size >= length), sizes[-1])
 
 
@@ -78,12 +73,8 @@ def most_reusable(needs: Needs, length: int, chunk: int) -> int:
     """First chunks of a prompt that need not be run where their keys and values are known.
 
     The last token's chunk is always run, for its logits. So are the chunks that a drafter needs
-    features of; one that needs none learns of the others by their tokens.
-
-    Args:
-      needs: the drafter's.
-      length: tokens of the prompt.
-      chunk: tokens of a chunk.
+    features of; one that needs none learns of the others by their tokens. Features of first tokens
+    alone take nothing from the others: their chunks are run again (:func:`run_again`).
     """
     most = (length - 1) // chunk
     if needs.hidden or needs.queries or needs.keys:
@@ -92,7 +83,13 @@ def most_reusable(needs: Needs, length: int, chunk: int) -> int:
     return most
 
 
+def run_again(needs: Needs, chunk: int) -> int:
+    """First chunks that a drafter needs features of: they are run whether they are known or not."""
+    return -(-needs.first // chunk) if needs.hidden or needs.queries or needs.keys else 0
+
+
 def concerns(needs: Needs, length: np.ndarray, offset: int, chunk: int) -> bool:
     """Whether a chunk of the prompts holds a token that the drafter's state depends on."""
     recent = length if needs.recent is None else np.minimum(length, needs.recent)
-    return bool(((length > offset) & (length - recent < offset + chunk) & (recent > 0)).any())
+    last = (length - recent < offset + chunk) & (recent > 0)
+    return bool(((length > offset) & (last | (offset < needs.first))).any())

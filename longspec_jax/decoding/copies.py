@@ -21,9 +21,6 @@ def copy_prefix(
     Zeros, because what lies behind may be NaN, which survives a masked product.
 
     Args:
-      slots: shardings of the batch.
-      row: shardings of a batch of one.
-      cache: of the batch; not donated.
       slot: whose tokens are copied; traced.
       tokens: how many of them; traced.
     """
@@ -47,9 +44,6 @@ def read_chunk(row: RowShardings, chunk: int, cache: KVCache, offset: Array) -> 
     """The keys and values of a chunk, ``[1, K, chunk, H]`` a layer.
 
     Args:
-      row: shardings of a batch of one.
-      chunk: tokens.
-      cache: of a batch of one row; not donated.
       offset: position of the chunk's first token; traced.
     """
 
@@ -67,9 +61,6 @@ def write_chunk(
     """The cache with the keys and values of a chunk, as :func:`read_chunk` returned them.
 
     Args:
-      row: shardings of a batch of one.
-      cache: of a batch of one row; donated.
-      chunk: of the same layers.
       offset: position of the chunk's first token; traced.
 
     Returns:

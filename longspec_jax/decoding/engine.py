@@ -21,23 +21,21 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import fitted
-from longspec_jax.decoding.candidates import check_one_clock, tallest
+from longspec_jax.decoding.candidates import tallest
 from longspec_jax.decoding.choices import ChoicesByLoad, most_rounds
 from longspec_jax.decoding.constrained import FREE, Constraint, constrained_round
-from longspec_jax.decoding.faults import Faults
-from longspec_jax.decoding.launches import LaunchQueue
+from longspec_jax.decoding.launches import Faults, LaunchQueue
 from longspec_jax.decoding.logprobs import check_alternatives, first_logprobs, unpacked_logprobs
-from longspec_jax.decoding.outputs import EngineStatus, StepOutput
 from longspec_jax.decoding.policy import Choice, Measurement, Policy, default_policy
 from longspec_jax.decoding.prefill import vacant
-from longspec_jax.decoding.prefix_cache import PrefixCache
+from longspec_jax.decoding.prefixes import PrefixCache
 from longspec_jax.decoding.prompts import Prefill, Prompts, Waiting, padded_stops
 from longspec_jax.decoding.report import TOKENS, Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert, release
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.schedule import Plan
-from longspec_jax.decoding.slots import Slots
+from longspec_jax.decoding.slots import EngineStatus, Slots, StepOutput
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 
@@ -108,7 +106,6 @@ class Engine:
           NotImplementedError: if there is a choice in a computation of several processes, whose
             clocks would disagree.
         """
-        check_one_clock(len(drafters))
         self.target, self.drafters, self.params = target, tuple(drafters), params
         self.slots, self.capacity = slots, capacity
         self.streams, self.ahead, self.clock = streams, ahead, clock
@@ -120,7 +117,7 @@ class Engine:
         self.contents = contents
         self.preemptions = 0
         self._together, self._readmits = together, readmits
-        self.choose_by([policy or default_policy(len(drafters))])
+        self._choices = ChoicesByLoad([policy or default_policy(len(drafters))], len(drafters))
         self.prefixes = PrefixCache(params, self.drafter.needs, slots, host_bytes)
         """What slots and the host's memory hold of earlier prompts."""
         self.prompts = Prompts(

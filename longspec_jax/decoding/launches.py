@@ -1,6 +1,12 @@
-"""Launches that were not read yet. Another thread waits for each and notes when it ended."""
+"""Launches that were not read yet, and the faults of an engine.
 
+Another thread waits for each launch and notes when it ended. A fault loses all arrays that were
+donated; an engine may go on behind one.
+"""
+
+import logging
 import math
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +16,11 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.policy import Choice
+
+LOG = logging.getLogger(__name__)
+
+FAULTS_APART = 60.0
+"""Seconds between two faults, below which an engine does not go on behind the second."""
 
 
 class Launch(NamedTuple):
@@ -78,7 +89,6 @@ class LaunchQueue:
           begun: when the step began that launched it.
           output: ready when the launch has ended.
           read: takes in the output on the host, and the seconds.
-          held: the request of every slot.
           choice: the rounds; None for a part of a prefill.
           fetched: whether the output is brought to the host.
         """
@@ -103,3 +113,34 @@ class LaunchQueue:
         """Forget all launches, and wait for none."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._launches.clear()
+
+
+class Faults:
+    """The faults of an engine so far."""
+
+    def __init__(self, clock: Callable[[], float], *, forgiven: bool) -> None:
+        """Begin without any.
+
+        Args:
+          forgiven: whether the engine may go on at all.
+        """
+        self.count = 0
+        """Faults behind which the engine went on."""
+        self.clock = clock
+        self._forgiven, self._last = forgiven, -math.inf
+
+    def forgive(self, error: BaseException) -> bool:
+        """Whether to go on; then the fault is logged, and its frames hold no arrays any more.
+
+        Not after an interruption, nor if the last fault is less than a minute ago.
+        """
+        now = self.clock()
+        again = self._forgiven and now - self._last >= FAULTS_APART
+        if not (again and isinstance(error, Exception)):
+            return False
+        self._last = now
+        self.count += 1
+        LOG.error("a step failed, and all requests begin again", exc_info=error)
+        # There may be no room for the old arrays beside new ones.
+        traceback.clear_frames(error.__traceback__)
+        return True

@@ -43,11 +43,6 @@ def packed_logprobs(
 ) -> Int[Array, "B n m"]:
     """Log-probabilities as whole numbers of the same bits, for a report.
 
-    Args:
-      logits: the target's.
-      tokens: one at each of them.
-      most: alternatives.
-
     Returns:
       The token's own log-probability, the ids of the alternatives, -1 behind the last token of the
       vocabulary, and their log-probabilities.
@@ -71,10 +66,7 @@ def prompt_logprobs(
     """Packed log-probabilities of tokens of prompts, a slice of their logits at a time.
 
     Args:
-      unembed: logits of hidden states.
       hidden: of the tokens before these.
-      tokens: of the prompts.
-      most: alternatives of each.
     """
     rows, chunk = tokens.shape
     size = min(chunk, max(1, SLICE // rows))

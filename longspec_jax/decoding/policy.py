@@ -218,12 +218,7 @@ class FastestWithinBudget:
         return Choice(leader, self._burst(leader))
 
     def observe(self, candidate: int, seen: Measurement) -> "FastestWithinBudget":
-        """The policy after some rounds of a candidate.
-
-        Args:
-          candidate: its index.
-          seen: what the rounds did; changes nothing if there were none.
-        """
+        """The policy after some rounds of a candidate."""
         if not seen.row_rounds:
             return self
         factor = 0.5 ** (seen.rounds / self.half_life)

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int, UInt
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.adjustments import Adjustments
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, KnownChunks, concerns
+from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, KnownChunks, concerns, run_again
 from longspec_jax.decoding.copies import write_chunk
 from longspec_jax.decoding.logprobs import prompt_logprobs
 from longspec_jax.decoding.programs import RECENT, program
@@ -32,28 +32,6 @@ from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, SamplingKind, mas
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.ops.partitioned import use_mesh
-
-
-def prefill(
-    target: TargetModel,
-    drafter: Drafter,
-    params: Params,
-    tokens: Int[Any, "B P"],
-    length: Int[Any, " B"],
-    request: Request,
-    *,
-    capacity: int,
-    chunk: int,
-) -> Rows:
-    """Run all chunks of the prompts; arguments and result as of :func:`prefill_chunks`."""
-    chunks = prefill_chunks(
-        target, drafter, params, tokens, length, request, capacity=capacity, chunk=chunk
-    )
-    while True:
-        try:
-            next(chunks)
-        except StopIteration as end:
-            return end.value
 
 
 def prefill_chunks(
@@ -76,13 +54,10 @@ def prefill_chunks(
     Args:
       target: the target's static part.
       drafter: the drafter's static part; its tree is the tallest that may run.
-      params: parameters of both.
       tokens: prompts, right-padded with any token.
       length: tokens of each prompt, at least 1.
-      request: the options of each row.
       capacity: cache slots of a row; at least prompt + new tokens + the
         :func:`~longspec_jax.decoding.round.slack_slots` of a round.
-      chunk: tokens of one prefill chunk.
       known: of a single prompt, chunks that are not run, at most
         :func:`~longspec_jax.decoding.chunks.most_reusable`. The drafter learns of them by their
         tokens.
@@ -110,12 +85,13 @@ def prefill_chunks(
     allocate = _allocate(target, drafter, batch, capacity, shardings, known.cache is None)
     fresh, logits, draft = allocate(params)
     cache: KVCache = known.cache or fresh
+    again = run_again(drafter.needs, chunk)
     for index in range(chunks):
         offset, features, ready, own = np.int32(index * chunk), Features(), logits, None
-        if known.copied <= index < known.total:
+        if again <= index < known.total and index >= known.copied:
             moved = jax.device_put(known.moved[index - known.copied], shardings.cache)
             cache, ready = write_chunk(shardings, cache, moved, offset)
-        elif index >= known.total:
+        elif index >= known.total or index < again:
             logits, cache, features, own = _prefill_chunk(
                 target,
                 drafter.needs.of_a_pass,
@@ -157,9 +133,9 @@ def rows_outline(
     batch: int,
     capacity: int,
 ) -> Rows:
-    """The rows of :func:`prefill`, as shapes and shardings: enough to compile the rounds behind it.
+    """The rows behind a prefill, as shapes and shardings: enough to compile their rounds.
 
-    Arguments as there.
+    Arguments as of :func:`prefill_chunks`.
     """
     shardings = RowShardings.beside(params.target, batch)
 
@@ -186,9 +162,9 @@ def prefill_programs(
     chunks: Sequence[int],
     logprobs: int | None = None,
 ) -> Iterator[jax.stages.Lowered]:
-    """Lower everything that :func:`prefill` runs with any of these chunks, the slowest first.
+    """Lower everything that a prefill runs with any of these chunks, the slowest first.
 
-    Arguments as there, but that ``capacity`` holds whole chunks.
+    Arguments as of :func:`prefill_chunks`, but that ``capacity`` holds whole chunks.
     """
     shardings = RowShardings.beside(params.target, batch)
     rows = rows_outline(target, drafter, params, request, batch=batch, capacity=capacity)
@@ -220,16 +196,7 @@ def slot_programs(
     slots: int,
     capacity: int,
 ) -> Iterator[jax.stages.Lowered]:
-    """Lower what moves prompts that were prefilled alone into the slots of a batch.
-
-    Args:
-      target: the target's static part.
-      drafter: the drafter's static part.
-      params: parameters of both.
-      request: the options of all rows.
-      slots: rows of the batch.
-      capacity: cache slots of a row.
-    """
+    """Lower what moves prompts that were prefilled alone into the slots of a batch."""
     shardings, models = RowShardings.beside(params.target, slots), (target, drafter, params)
     batch = rows_outline(*models, request, batch=slots, capacity=capacity)
     row = rows_outline(*models, request.row(0), batch=1, capacity=capacity)
@@ -294,12 +261,6 @@ def vacant(
     """A batch of vacant slots.
 
     Args:
-      target: the target's static part.
-      drafter: the drafter's static part.
-      params: parameters of both.
-      batch: slots.
-      capacity: cache slots of a row.
-      stop_width: most stop tokens of a row.
       adjusted: whether rows may have biases and penalties.
     """
     shardings = RowShardings.beside(params.target, batch)

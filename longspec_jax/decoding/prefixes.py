@@ -1,21 +1,35 @@
-"""Which prompts' chunks are known, by their tokens: in slots, and in the host's memory.
+"""Prefix reuse: a prompt begins with the chunks that slots, or the host's memory, hold already.
+
+Slots are the cache. A vacated slot keeps the chunks of its prompt until another prompt takes it,
+and a live one shares them too. A prompt takes a copy, which costs about a hundredth of prefilling.
+With bytes allowed in the host's memory, every whole chunk is copied there when it has been run, so
+that nothing waits when a slot is overwritten. From there it comes back chunk by chunk.
 
 Only whole chunks that were prefilled are reused, at one size of chunks: keys and values of decoded
 tokens, or of chunks of another size, round differently. A chunk is named by a digest of its tokens
 and of the name of the chunk before it. So a name stands for a whole prefix, and the names form the
 radix tree of all prompts.
-
-No arrays are computed here.
 """
 
 import hashlib
 from bisect import bisect_left
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 
+from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, KnownChunks, most_reusable
+from longspec_jax.decoding.copies import copy_prefix, read_chunk
+from longspec_jax.decoding.rows import Rows, RowShardings
+from longspec_jax.drafters.base import Needs, Params
+from longspec_jax.ops.placement import tree_bytes
+
+MOST_MOVING = 2
+"""Chunks that are on their way to the host at a time; each takes memory on the device."""
 Names: TypeAlias = tuple[bytes, ...]
 """Of a prompt's whole chunks, the first one first."""
 
@@ -24,7 +38,6 @@ def chunk_names(tokens: np.ndarray, chunk: int) -> Names:
     """The names of a prompt's whole chunks.
 
     Args:
-      tokens: ``[P]``.
       chunk: tokens of a chunk; prompts in chunks of another size share no name.
     """
     name, names = chunk.to_bytes(8, "little"), []
@@ -53,11 +66,7 @@ class SlotPrefixes:
     """The prompts' chunks that slots hold, live ones and vacated ones alike."""
 
     def __init__(self, slots: int) -> None:
-        """Hold nothing.
-
-        Args:
-          slots: how many there are.
-        """
+        """Hold nothing."""
         self._names: list[Names] = [()] * slots
         self._holders: defaultdict[bytes, set[int]] = defaultdict(set)
         self._used = [0] * slots
@@ -98,7 +107,6 @@ class SlotPrefixes:
 
         Args:
           vacant: slots, at least one; of several with nothing to lose the first is taken.
-          names: the prompt's chunks.
         """
         for slot in vacant:
             # A slot that holds a chunk holds all chunks before it, so the last one tells.
@@ -112,11 +120,7 @@ class HostChunks:
     """Chunks in the host's memory: as many bytes as allowed, the least recently used dropped."""
 
     def __init__(self, most: int) -> None:
-        """Hold nothing.
-
-        Args:
-          most: bytes of all chunks together.
-        """
+        """Hold nothing."""
         self.most = most
         self.bytes = 0
         """Of all chunks that are held."""
@@ -127,13 +131,7 @@ class HostChunks:
         return name in self._chunks
 
     def put(self, name: bytes, chunk: Any, size: int) -> None:
-        """Hold a chunk, if all bytes suffice for it.
-
-        Args:
-          name: of the chunk.
-          chunk: its keys and values.
-          size: their bytes.
-        """
+        """Hold a chunk, if all bytes suffice for it."""
         self._drop(name)
         if size > self.most:
             return
@@ -153,3 +151,99 @@ class HostChunks:
     def _drop(self, name: bytes) -> None:
         _, size = self._chunks.pop(name, (None, 0))
         self.bytes -= size
+
+
+class PrefixCache:
+    """What is known of prompts, and the programs that move it."""
+
+    def __init__(self, params: Params, needs: Needs, slots: int, host_bytes: int = 0) -> None:
+        """Know nothing yet.
+
+        Args:
+          host_bytes: most bytes of chunks in the host's memory.
+        """
+        self.slots = SlotPrefixes(slots)
+        self.host = HostChunks(host_bytes)
+        self.queried = 0
+        """Tokens of all prompts that were looked up."""
+        self.found = 0
+        """How many of them were known."""
+        self._needs, self._count = needs, slots
+        self._batch = RowShardings.beside(params.target, slots)
+        self._row = RowShardings.beside(params.target, 1)
+        self._moving: deque[tuple[Names, Future[KVCache]]] = deque()
+        self._mover = ThreadPoolExecutor(1, thread_name_prefix="chunk-mover")
+
+    def reusable(self, names: Names, length: int, chunk: int) -> Names:
+        """Those of a prompt's chunks that need not be run where they are known."""
+        return names[: most_reusable(self._needs, length, chunk)]
+
+    def count(self, reusable: Names) -> int:
+        """How many of these first chunks are known."""
+        held = self.slots.find(reusable).chunks
+        missing = (i for i, name in enumerate(reusable[held:], held) if name not in self.host)
+        return next(missing, len(reusable))
+
+    def take(self, reusable: Names, length: int, chunk: int, rows: Rows | None) -> KnownChunks:
+        """The known chunks of a prompt that is about to be prefilled, copied out of its slot.
+
+        Args:
+          reusable: as of :meth:`reusable`.
+          rows: of the slots; None before the first prompt.
+        """
+        self.collect()
+        held = self.slots.find(reusable)
+        moved = tuple(self.host.find(reusable[held.chunks :]))
+        self.queried += length
+        self.found += (held.chunks + len(moved)) * chunk
+        if held.slot is None or rows is None:
+            return KnownChunks(moved=moved) if moved else NONE_KNOWN
+        self.slots.touch(held.slot)
+        at, tokens = np.int32(held.slot), np.int32(held.chunks * chunk)
+        copy = copy_prefix(self._batch, self._row, rows.cache, at, tokens)
+        return KnownChunks(copy, held.chunks, moved)
+
+    def keep(self, names: Names, chunk: int, launched: ChunkLaunch) -> None:
+        """Have a chunk that was launched copied to the host, if it is whole and not there."""
+        index, rest = divmod(launched.tokens, chunk)
+        if not self.host.most or rest or names[index - 1] in self.host:
+            return
+        while len(self._moving) >= MOST_MOVING:
+            self._collect_one()
+        offset = np.int32(launched.tokens - chunk)
+        part = read_chunk(self._row, chunk, launched.cache, offset)
+        self._moving.append((names[:index], self._mover.submit(_to_host, part)))
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Take in the chunks that have arrived in the host's memory, or all if it may wait."""
+        while self._moving and (wait or self._moving[0][1].done()):
+            self._collect_one()
+
+    def forget_slots(self) -> None:
+        """Forget what slots hold; what is in the host's memory stays."""
+        self.slots = SlotPrefixes(self._count)
+        # What is on its way may never arrive.
+        self._moving.clear()
+
+    def forget(self) -> None:
+        """Forget everything, the counts too."""
+        self.forget_slots()
+        self.host = HostChunks(self.host.most)
+        self.queried = self.found = 0
+
+    def close(self) -> None:
+        """End the thread and forget everything."""
+        self._mover.shutdown(wait=False, cancel_futures=True)
+        self.forget()
+
+    def _collect_one(self) -> None:
+        names, arriving = self._moving.popleft()
+        chunk = arriving.result()
+        self.host.put(names[-1], chunk, tree_bytes(chunk))
+        self.host.find(names)  # The chunks before it were used just now, too.
+
+
+def _to_host(chunk: KVCache) -> Any:
+    # Waiting here lets other threads run; converting an unfinished array may not. Copies, because
+    # on a CPU the arrays would share their memory with those of the device.
+    return jax.tree.map(np.array, jax.block_until_ready(chunk))

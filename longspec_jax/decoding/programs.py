@@ -1,4 +1,4 @@
-"""Compiled programs, of which the least recently used are let go.
+"""Compiled programs: kept while they are used, and compiled side by side before they are called.
 
 ``jax.jit`` keeps every executable for as long as its function lives: for the life of the process.
 On a CPU an executable takes some 350 memory mappings, of which Linux allows a process 65,530, and
@@ -7,12 +7,19 @@ inside the compiler. A :class:`Program` gives every shape a jitted function of i
 programs of the process share one bounded list of these. What drops off the list takes its
 executable along, and is compiled again if its shape comes back. The programs of others, which
 ``jax.clear_caches()`` would drop too, stay.
+
+Tracing and lowering are Python, which one thread at a time can run; XLA compiles beside Python. So
+one thread lowers program after program, the slowest to compile first, and each is compiled
+meanwhile (:func:`compile_side_by_side`). jax keeps what it compiled by the function and its
+arguments' types, where the first call finds it. No program runs and no cache is allocated.
 """
 
 import functools
 import inspect
+import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
@@ -38,7 +45,6 @@ class Recent:
         """Start empty.
 
         Args:
-          most: entries kept.
           whole: whether an entry still has what it was made for.
         """
         self._most, self._whole = most, whole
@@ -136,12 +142,7 @@ class Program:
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        """Compile nothing yet.
-
-        Args:
-          function: what is compiled.
-          **options: of ``jax.jit``.
-        """
+        """Compile nothing yet."""
         functools.update_wrapper(self, function)
         self._function, self._options = function, options
 
@@ -194,9 +195,36 @@ def compiler_options(small: bool) -> dict[str, Any]:
 
 
 def program(**options: Any) -> Callable[[Callable[..., Any]], Program]:
-    """``jax.jit`` whose executables are among the bounded number that this process keeps.
+    """``jax.jit`` whose executables are among the bounded number that this process keeps."""
+    return lambda function: Program(function, **options)
+
+
+def compile_side_by_side(programs: Iterable[jax.stages.Lowered]) -> None:
+    """Compile programs, each as soon as it is there.
 
     Args:
-      **options: of ``jax.jit``.
+      programs: lowers the next one when it is asked for it, in the caller's thread.
+
+    Raises:
+      Exception: what failed, of several the first in the order of the programs. None is lowered any
+        more then, and none begun. What is being compiled is not waited for, but by the end of the
+        process.
     """
-    return lambda function: Program(function, **options)
+    pool = ThreadPoolExecutor(processors(), thread_name_prefix="compile")
+    compiled: list[Future] = []
+    try:
+        for program in programs:
+            compiled.append(pool.submit(program.compile))
+            if any(one.done() and one.exception() for one in compiled):
+                break
+        for one in compiled:
+            one.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longspec_jax.axes import Array
-from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, chunk_of
+from longspec_jax.decoding.chunks import NONE_KNOWN, ChunkLaunch, chunk_of, run_again
 from longspec_jax.decoding.constrained import Constraint, first_tokens
 from longspec_jax.decoding.logprobs import TokenLogprob, unpacked_logprobs
 from longspec_jax.decoding.prefill import prefill_chunks
-from longspec_jax.decoding.prefix_cache import PrefixCache
-from longspec_jax.decoding.prefixes import Names, chunk_names, known_chunks
+from longspec_jax.decoding.prefixes import Names, PrefixCache, chunk_names, known_chunks
 from longspec_jax.decoding.rows import Request, Rows, stack
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
 from longspec_jax.decoding.target import TargetModel
@@ -106,10 +105,7 @@ class Prefill:
         """Launch nothing yet.
 
         Args:
-          waiting: the requests.
           chunks: launches a chunk at every step, and returns the rows.
-          chunk: tokens of a chunk.
-          count: chunks to launch.
           cached: tokens of a single prompt that are known.
         """
         self.ids = tuple(one.id for one in waiting)
@@ -192,7 +188,6 @@ class Prompts:
         """Begin empty; arguments as of :class:`longspec_jax.decoding.engine.Engine`.
 
         Args:
-          slots: of the engine.
           chunk: tokens of a chunk of a long prompt.
           short_chunks: of the chunks of shorter ones.
           together: whether all slots are prefilled as one batch.
@@ -225,9 +220,7 @@ class Prompts:
         """Refuse a request that a row cannot hold.
 
         Args:
-          prompt: tokens of its prompt.
           longest: tokens of its prompt and of all that it may emit.
-          capacity: cache slots of a row.
           slack: cache slots that a round needs beyond them.
           readmits: whether it may be prefilled again with all but one of them.
 
@@ -278,7 +271,6 @@ class Prompts:
         """What a step does next.
 
         Args:
-          free: vacant slots.
           live: priorities of the requests that may lose their slot, the youngest last.
         """
         if not self:
@@ -311,12 +303,8 @@ class Prompts:
         """Begin to prefill some requests of the queue, as one batch.
 
         Args:
-          indices: of the requests.
-          target: the target's static part.
           drafter: the one with the tallest tree.
-          params: parameters of both.
           rows: of the slots, where chunks may be found; None before the first prompt.
-          capacity: cache slots of a row.
           logprobs: most alternatives of a token; used where a request asks about its prompt.
         """
         waiting = [self.queue[index] for index in indices]
@@ -341,7 +329,8 @@ class Prompts:
             allowed=first_tokens([one.constraint for one in waiting], target.vocab_size),
         )
         count = -(-longest // chunk) - known.copied
-        self.under_way.append(Prefill(waiting, chunks, chunk, count, known.total * chunk))
+        skipped = max(0, known.total - run_again(drafter.needs, chunk)) * chunk
+        self.under_way.append(Prefill(waiting, chunks, chunk, count, skipped))
         ids = {one.id for one in waiting}
         self.queue = [one for one in self.queue if one.id not in ids]
 

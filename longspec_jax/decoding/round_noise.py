@@ -57,8 +57,6 @@ class RoundNoise:
         """The draws from these logits at nodes of these depths.
 
         Args:
-          logits: at the nodes.
-          depths: of the nodes.
           paths: the draft tokens on the path to each node, which penalties count as emitted, of
             :func:`~longspec_jax.decoding.adjustments.draft_paths`; none if absent.
         """

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.ops import hardware
 from longspec_jax.ops.attention import path
 from longspec_jax.ops.matmul import ordered_tiles
 
@@ -83,4 +84,9 @@ def _require_kernels(target: CachedTarget) -> None:
             "mesh, offload and attention"
         )
     path.require_target(config.num_groups, config.head_width, jnp.dtype(config.dtype))
-    ordered_tiles.refuse_uneven(config.model_width, config.mlp_width)
+    ordered_tiles.refuse_uneven(config.mlp_width)
+    ordered_tiles.refuse_uneven_head(config.model_width, config.vocab_size)
+    if not hardware.has_kernels(jnp.dtype(config.dtype)):
+        raise NotImplementedError(
+            "same_bits needs the kernel of norms, and this jax lacks Pallas' Triton backend"
+        )

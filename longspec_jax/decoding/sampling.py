@@ -142,7 +142,6 @@ def masked(logits: Float[Array, "B T V"], bits: UInt[Array, "B T W"]) -> Float[A
     """The logits of the allowed tokens, -inf for the others.
 
     Args:
-      logits: of all tokens.
       bits: bit ``v % 32`` of word ``v // 32`` is set where token ``v`` is allowed.
     """
     token = jnp.arange(logits.shape[-1])
@@ -156,7 +155,6 @@ def _filter(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "
 
     Args:
       logits: at most 0, and 0 for the most likely token.
-      sampling: of the rows.
     """
     vocabulary, shape = logits.shape[-1], logits.shape[:-1]
     order, top_p = _in_order(logits), sampling.top_p[:, None]
@@ -206,7 +204,6 @@ def mass(logits: Float[Array, "*rows V"], inside: Bool[Array, "*rows V"]) -> Flo
 
     Args:
       logits: at most 0, and 0 for the most likely token.
-      inside: which tokens count.
     """
     bits = 32 - logits.shape[-1].bit_length()  # Of a digit: the sum of all tokens' has 32.
     rest = jnp.where(inside, jnp.exp(logits), 0)

@@ -37,7 +37,8 @@ class Needs:
 
     hidden: tuple[int, ...] = ()
     """Layers after which it takes the hidden states; the first is 0, and -1 is the embedding. So
-    ``i - 1`` is what enters layer ``i``."""
+    ``i - 1`` is what enters layer ``i``. The number of layers stands for what leaves the final
+    norm."""
     queries: tuple[int, ...] = ()
     """Layers whose queries it takes, rotary applied."""
     keys: tuple[int, ...] = ()
@@ -45,6 +46,8 @@ class Needs:
     recent: int | None = None
     """How many of the last committed tokens its state depends on; all of them if absent. It does
     not get chunks of a prompt that end before these."""
+    first: int = 0
+    """How many of the first tokens it depends on beside the last ones."""
 
     def __or__(self, other: "Needs") -> "Needs":
         """What two drafters need together."""
@@ -54,12 +57,13 @@ class Needs:
             tuple(sorted({*self.queries, *other.queries})),
             tuple(sorted({*self.keys, *other.keys})),
             None if whole else max(self.recent or 0, other.recent or 0),
+            max(self.first, other.first),
         )
 
     @property
     def of_a_pass(self) -> "Needs":
         """The needs of one forward, whichever its tokens: equal ones share programs."""
-        return replace(self, recent=None)
+        return replace(self, recent=None, first=0)
 
 
 NOTHING = Needs(recent=0)
@@ -70,7 +74,8 @@ class Features(NamedTuple):
     """What a forward of the target computed at its tokens, by layer; holds what was needed only."""
 
     hidden: Mapping[int, Float[Array, "B n D"]] = {}
-    """The residual stream after the layer, before any norm; the embedding at -1."""
+    """The residual stream after the layer, before any norm; the embedding at -1, and what leaves
+    the final norm at the number of layers."""
     queries: Mapping[int, Float[Array, "B n N H"]] = {}
     """The layer's queries, rotary applied."""
     keys: Mapping[int, Float[Array, "B n K H"]] = {}

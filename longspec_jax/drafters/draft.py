@@ -14,14 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.config import PLAIN, TargetConfig, TreeConfig
-from longspec_jax.drafters.base import (
-    Committed,
-    Drafter,
-    Needs,
-    Params,
-    SamplingNoise,
-    View,
-)
+from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.ops.placement import tree_bytes
 
@@ -170,13 +163,7 @@ def with_tree(drafter: Drafter, tree: TreeConfig) -> Drafter:
 def drafters_of(
     drafts: Sequence[Draft], trees: Sequence[Sequence[TreeConfig]], attention: str | None
 ) -> tuple[tuple[Drafter, ...], Any]:
-    """The candidates of a call, and their parameters.
-
-    Args:
-      drafts: at least one.
-      trees: the trees of each, at least one.
-      attention: attention implementation; chosen automatically if absent.
-    """
+    """The candidates of a call, and their parameters."""
     if len(drafts) == 1:
         [draft], [shapes] = drafts, trees
         return tuple(draft.drafter(tree, attention) for tree in shapes), draft.params

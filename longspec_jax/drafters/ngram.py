@@ -7,12 +7,13 @@ are merged into one tree, in which a path scores higher the longer its context m
 places agree on it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TreeConfig
@@ -52,8 +53,8 @@ class NgramDrafter(Drafter):
     def __post_init__(self) -> None:
         if self.tree.threshold is not None:
             raise ValueError(
-                f"tree {self.tree}: ngram has no probabilities to estimate the gain of a level "
-                f"from (+{self.tree.threshold:g}); write {replace(self.tree, threshold=None)}"
+                f"tree {self.tree}: {self.name} has no probabilities to estimate the gain of a "
+                f"level from (+{self.tree.threshold:g}); write {replace(self.tree, threshold=None)}"
             )
 
     @property
@@ -82,9 +83,12 @@ class NgramDrafter(Drafter):
         rows = jnp.arange(view.pending.shape[0])
         text = state.tokens.at[rows, view.position].set(view.pending, mode="drop")
         matched = match_lengths(text, view.position)
-        places, matched = _best_places(matched, max(self.tree.widths))
-        continuations = _continuations(text, places, view.position, self.tree.num_levels)
-        return _merged(tree, self.tree, continuations, matched)
+        places, matched = best_places(matched, max(self.tree.widths))
+        # Where nothing is written yet, the period before it goes on.
+        period = jnp.maximum(view.position[:, None] - places, 1)
+        continuations = continuations_of(text, places, period, self.tree.num_levels)
+        same = agreements(continuations)
+        return merged(tree, self.tree, continuations, same, _scores(same, matched))
 
 
 @dataclass(frozen=True)
@@ -114,70 +118,114 @@ def match_lengths(text: Int[Array, "B S"], last: Lengths) -> Int[Array, "B S"]:
     Returns:
       The length of the match that ends at each position; 0 from ``last[b]`` on.
     """
-    slot = jnp.arange(text.shape[1])
-    alive = slot < last[:, None]
-    length = jnp.zeros(text.shape, jnp.int32)
-    for back in range(CONTEXT):
+    earlier = jnp.arange(text.shape[1]) < last[:, None]
+    return matches(text, last_tokens(text, last, CONTEXT), earlier)
+
+
+def last_tokens(text: Int[Array, "B S"], last: Lengths, count: int) -> Int[Array, "B count"]:
+    """The tokens of each row up to ``last[b]``, the last one first; -2 before the first one."""
+    positions = last[:, None] - jnp.arange(count)
+    return jnp.where(positions < 0, -2, along(jnp.maximum(positions, 0), text))
+
+
+def matches(
+    text: Int[Array, "B S"], ending: Int[Array, "B n"], places: Bool[Array, "B S"]
+) -> Int[Array, "B S"]:
+    """How many tokens up to each of some places equal an ending; 0 at all others.
+
+    Args:
+      text: tokens of each row.
+      ending: the tokens that are compared, the last one first.
+      places: where to compare.
+    """
+    alive, length = places, jnp.zeros(text.shape, jnp.int32)
+    for back in range(ending.shape[1]):
         # A token that lies ``back`` before each position; before the first there is none.
-        earlier = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)[:, : text.shape[1]]
-        wanted = jnp.take_along_axis(text, jnp.maximum(last - back, 0)[:, None], axis=1)
-        alive &= (earlier == wanted) & (slot >= back)
+        before = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)[:, : text.shape[1]]
+        alive &= before == ending[:, back, None]
         length += alive
     return length
 
 
-def _best_places(
+def best_places(
     matched: Int[Array, "B S"], count: int
 ) -> tuple[Int[Array, "B C"], Int[Array, "B C"]]:
     """The places with the longest matches, the latest first, and how many tokens match at each."""
     slots = matched.shape[1]
-    _, places = jax.lax.top_k(matched * slots + jnp.arange(slots), count)
+    _, places = jax.lax.top_k(matched * slots + jnp.arange(slots), min(count, slots))
     return places, jnp.take_along_axis(matched, places, axis=1)
 
 
-def _continuations(
-    text: Int[Array, "B S"], places: Int[Array, "B C"], last: Lengths, levels: int
+def continuations_of(
+    text: Int[Array, "B S"], places: Int[Array, "B C"], period: Int[Array, "B C"], levels: int
 ) -> Int[Array, "B C levels"]:
-    """The tokens behind every place; where none are written yet, the period before them again."""
-    period = jnp.maximum(last[:, None] - places, 1)
+    """The tokens behind every place; of them the first ``period`` again and again."""
     steps = jnp.arange(levels) % period[:, :, None]
-    behind = (places + 1)[:, :, None] + steps
-    return along(behind, text)
+    return along((places + 1)[:, :, None] + steps, text)
 
 
-def _merged(
+def agreements(continuations: Int[Array, "B C levels"]) -> list[Bool[Array, "B C C"]]:
+    """Of every level, which places agree on the path down to it."""
+    batch, places, levels = continuations.shape
+    same, found = jnp.ones((batch, places, places), bool), []
+    for depth in range(levels):
+        token = continuations[:, :, depth]
+        same &= token[:, :, None] == token[:, None, :]
+        found.append(same)
+    return found
+
+
+def _scores(
+    same: Sequence[Bool[Array, "B C C"]], matched: Int[Array, "B C"]
+) -> list[Float[Array, "B C"]]:
+    """Of every level, the logarithm of the summed weight of all places that agree on a path."""
+    found, length = matched > 0, matched.astype(jnp.float32)
+    # A place weighs more the longer it matched, and less with every step.
+    weight, fading = jnp.where(found, RISE**length, 0.0), length / (length + 1)
+    scores = []
+    for agree in same:
+        weight = weight * fading
+        agreed = jnp.where(agree, weight[:, None, :], 0.0).sum(axis=2)
+        scores.append(jnp.where(found, jnp.log(agreed), -jnp.inf))
+    return scores
+
+
+def merged(
     tree: Tree,
     shape: TreeConfig,
     continuations: Int[Array, "B C levels"],
-    matched: Int[Array, "B C"],
+    same: Sequence[Bool[Array, "B C C"]],
+    scores: Sequence[Float[Array, "B C"]],
 ) -> Tree:
     """The trie of the continuations, of each level its best nodes.
 
-    A node's score is the summed weight of all places that agree on its path. A node that repeats
-    another, or whose parent is not in the tree, gets no parent, so no path reaches it.
+    A node that repeats another, or whose parent is not in the tree, gets no parent, so no path
+    reaches it.
+
+    Args:
+      tree: the root.
+      shape: of the tree.
+      continuations: of every place.
+      same: of every level, which places agree on the path down to it.
+      scores: of every level, what each place's path is worth, never more than a level above; -inf
+        for one that is none.
     """
-    batch, places = matched.shape
-    found, length = matched > 0, matched.astype(jnp.float32)
-    # A place weighs more the longer it matched, and less with every step.
-    weight = jnp.where(found, RISE**length, 0.0)
-    fading = length / (length + 1)
-    same = jnp.ones((batch, places, places), bool)
+    batch, places = scores[0].shape
     node = jnp.zeros((batch, places), jnp.int32)
-    alive, first, parents, totals = found, 1, [jnp.full((batch, 1), -1)], []
+    alive = jnp.ones((batch, places), bool)
+    first, parents, totals = 1, [jnp.full((batch, 1), -1)], []
     for depth, width in enumerate(shape.widths):
-        token = continuations[:, :, depth]
-        same &= token[:, :, None] == token[:, None, :]
-        weight = weight * fading
-        agreed = jnp.where(same, weight[:, None, :], 0.0).sum(axis=2)
-        score = jnp.where(alive & _is_first(same), jnp.log(agreed), -jnp.inf)
+        token, agree = continuations[:, :, depth], same[depth]
+        score = jnp.where(alive & _is_first(agree), scores[depth], -jnp.inf)
+        score = jnp.pad(score, ((0, 0), (0, max(width - places, 0))), constant_values=-jnp.inf)
         total, chosen = jax.lax.top_k(score, width)
-        kept = jnp.isfinite(total)
+        kept, chosen = jnp.isfinite(total), jnp.minimum(chosen, places - 1)
         above = jnp.take_along_axis(node, chosen, axis=1)
         tree = grow(tree, first, jnp.take_along_axis(token, chosen, axis=1), above)
         parents.append(jnp.where(kept, above, -1))
         totals.append(total)
         # Every place goes on from the node that holds its path so far.
-        joined = jnp.take_along_axis(same, chosen[:, :, None], axis=1) & kept[:, :, None]
+        joined = jnp.take_along_axis(agree, chosen[:, :, None], axis=1) & kept[:, :, None]
         alive = joined.any(axis=1)
         node = first + jnp.argmax(joined, axis=1).astype(jnp.int32)
         first += width

@@ -7,7 +7,7 @@ One with weights is identified by the ``architectures`` of its ``config.json``.
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args
@@ -47,19 +47,35 @@ SMALL_LM = Kind("small_lm.load:SmallLMOptions", "small_lm.load:load")
 NAMED = {
     "ngram": Kind("ngram:NgramDraft"),
     "streaming": Kind("streaming:StreamingDraft"),
+    "suffix": Kind("suffix:SuffixDraft"),
 }
 """Kinds without weights."""
 EAGLE3 = Kind("eagle3.load:Eagle3Options", "eagle3.load:load")
+EAGLE = Kind("eagle.load:EagleOptions", "eagle.load:load")
+MEDUSA = Kind("medusa.load:MedusaOptions", "medusa.load:load")
+DFLASH = Kind("dflash.load:DFlashOptions", "dflash.load:load")
 ARCHITECTURES = {
     "LongSpecDraft": LONGSPEC,
     "LlamaForCausalLMEagle3": EAGLE3,
     "Eagle3DraftModel": EAGLE3,
     "Eagle3Speculator": EAGLE3,
     "Qwen3Eagle3Model": EAGLE3,
+    "DFlashDraftModel": DFLASH,
+    "DFlash2DraftModel": DFLASH,
+    "DFlashSpeculator": DFLASH,
+    "DSparkDraftModel": DFLASH,
+    "DSparkSpeculator": DFLASH,
+    "Qwen3DSparkModel": DFLASH,
+    "Gemma4DSparkModel": DFLASH,
 }
 """Kinds with weights. A whole model of a family that targets may have is a small language model.
 The published LongSpec drafts name no architecture of their own, so any other one means them."""
-MARKS = {"speculators_model_type": EAGLE3, "draft_vocab_size": EAGLE3}
+MARKS = {
+    "dflash_config": DFLASH,
+    "speculators_model_type": EAGLE3,
+    "draft_vocab_size": EAGLE3,
+    "medusa_num_heads": MEDUSA,
+}
 """Keys of ``config.json`` that only this kind has, whatever the architecture."""
 
 RETRIEVE = "retrieve"
@@ -74,6 +90,13 @@ _RULES = {
 """Values of options by the type of their field; a dataclass of options may check more."""
 
 
+def is_eagle(tensors: Set[str]) -> bool:
+    """Whether these are the tensors of an EAGLE-1 or 2 draft, whose ``config.json`` has no mark."""
+    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors and not (
+        {"layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight"} & tensors
+    )
+
+
 def is_name(source: Any) -> bool:
     """Whether a source is the name of a kind without weights, and no folder."""
     return isinstance(source, str) and source in NAMED
@@ -83,7 +106,6 @@ def separated(options: Mapping[str, Any], draft: str) -> tuple[Mapping[str, Any]
     """A draft's own options, and those about retrieval.
 
     Args:
-      options: by name.
       draft: its name or folder, for the message.
 
     Returns:
@@ -109,8 +131,6 @@ def options_of(kind: Kind, values: Mapping[str, Any], draft: str) -> Any:
     """The options of a kind, checked; of a kind without weights that is the draft.
 
     Args:
-      kind: of the draft.
-      values: by name.
       draft: its name or folder, for the message.
 
     Raises:

@@ -12,13 +12,7 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.config import TreeConfig
-from longspec_jax.drafters.base import (
-    Drafter,
-    Params,
-    SamplingNoise,
-    Uncommitted,
-    View,
-)
+from longspec_jax.drafters.base import Drafter, Params, SamplingNoise, Uncommitted, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run

@@ -166,7 +166,6 @@ def subtree(tree: Tree, nodes: Int[Array, "B n"]) -> Tree:
     """The tree of the given nodes, node ``nodes[b, i]`` of row ``b`` becoming node ``i``.
 
     Args:
-      tree: any tree.
       nodes: in ascending order, the root first; a node whose parent is missing gets parent -1.
     """
     parents = jnp.take_along_axis(tree.parents, nodes, axis=1)
@@ -207,8 +206,6 @@ def beam_search(
     """The tree of the best paths below the pending tokens, of which the budget's nodes remain.
 
     Args:
-      pending: the root of every row.
-      config: widths, budget and threshold.
       score: called level by level, from the root on; not for the last level.
       memory: a pytree passed from call to call, such as the keys and values of scored nodes.
       vocabulary: the tokens that scores are about; token ``i`` is the i-th if absent.

@@ -6,9 +6,12 @@ covers the whole vocabulary: a token that is left out is drawn all the same, one
 
 The table of tokens is a file of its own beside the draft's weights, so any draft can get one later.
 Tokens are stored by frequency, so that one table serves every smaller vocabulary.
+
+Trainers of drafts over the target's features store the tokens among the weights instead: ``d2t``
+holds what to add to each of the draft's ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,23 @@ from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from longspec_jax.drafters.tables import Sizes
+from longspec_jax.weights.checkpoint import Tensor, Tensors
 from longspec_jax.weights.hub import local_folder
 
 FILE = "draft_vocabulary.safetensors"
 TENSOR = "tokens"
 """``[v]`` int32 token ids, the most useful first."""
 HOW = "longspec-vocabulary --help (python -m train.vocabulary --help) says how to make one"
+OFFSETS, MEMBERS = "d2t", "t2d"
+"""What to add to each of the draft's ids, and which of the target's tokens it knows."""
+DROPPED = {
+    r"verifier_(norm|lm_head)\.weight": "the target has its own",
+    MEMBERS: "it follows from d2t, with which it is compared",
+}
+"""Tensors that no draft over the target's features needs."""
+_PREFIX = "model."
+"""Stands before all names in some files."""
 
 
 def save_draft_vocabulary(folder: str | Path, tokens: Any, vocab_size: int) -> Path:
@@ -50,7 +64,6 @@ def load_draft_vocabulary(
 
     Args:
       source: the draft's folder or hub id.
-      vocab_size: width of the target's logits.
       size: tokens to use; at most as many as the table holds.
       revision: branch, tag or commit of a hub id.
 
@@ -126,12 +139,7 @@ def most_frequent(
 
 
 def check_vocabulary(tokens: Any, vocab_size: int) -> Int[np.ndarray, " v"]:
-    """A draft vocabulary as int32; raises unless it is a list of different tokens of the target.
-
-    Args:
-      tokens: token ids in any order.
-      vocab_size: width of the target's logits.
-    """
+    """A draft vocabulary as int32; raises unless it is a list of different tokens of the target."""
     array = np.asarray(tokens)
     if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(
@@ -150,3 +158,58 @@ def check_vocabulary(tokens: Any, vocab_size: int) -> Int[np.ndarray, " v"]:
             "token is proposed once: leave out repetitions"
         )
     return array.astype(np.int32)
+
+
+def vocabulary_of(tensors: Tensors, draft: Sizes) -> np.ndarray | None:
+    """The target's tokens that the draft knows, taken out of its tensors; None for all of them.
+
+    ``d2t`` holds offsets: the target's id is the draft's plus the offset at it.
+    """
+    offsets, members = tensors.pop(OFFSETS, None), tensors.get(MEMBERS)
+    if offsets is None:
+        if draft.proposable != draft.vocab_size:
+            raise ValueError(
+                f"the draft knows {draft.proposable} of {draft.vocab_size} tokens, and d2t, "
+                "which says which, is not among its tensors; download it again"
+            )
+        return None
+    if offsets.shape != (draft.proposable,):
+        raise ValueError(
+            f"d2t {offsets.shape} must have draft_vocab_size={draft.proposable} numbers; use the "
+            "config.json that was saved with the weights"
+        )
+    tokens = check_vocabulary(np.arange(draft.proposable) + _whole(offsets), draft.vocab_size)
+    if members is not None:
+        listed = np.flatnonzero(_whole(members))
+        if members.shape != (draft.vocab_size,) or not np.array_equal(np.sort(tokens), listed):
+            raise ValueError(
+                f"d2t names {len(tokens)} tokens and t2d {members.shape} marks {len(listed)}, and "
+                f"they must be the same ones of the target's {draft.vocab_size}; the file is "
+                "damaged: download it again"
+            )
+    same = len(tokens) == draft.vocab_size and bool((tokens == np.arange(len(tokens))).all())
+    return None if same else tokens
+
+
+def vocabulary_tensors(vocabulary: Any, vocab_size: int) -> dict[str, np.ndarray]:
+    """The inverse of :func:`vocabulary_of`: ``d2t`` and ``t2d``; none for all tokens."""
+    if vocabulary is None:
+        return {}
+    tokens = np.asarray(vocabulary, np.int64)
+    offsets = tokens - np.arange(len(tokens))
+    return {OFFSETS: offsets, MEMBERS: np.isin(np.arange(vocab_size), tokens)}
+
+
+def _whole(tensor: Tensor) -> np.ndarray:
+    """A small tensor of whole numbers."""
+    if len(tensor.shape) != 1:
+        raise ValueError(f"d2t and t2d must be lists, got {tensor.shape}; download the draft again")
+    return tensor.read((slice(None),))
+
+
+def without_prefix(tensors: Tensors) -> Tensors:
+    """The tensors under their usual names, where all carry a prefix."""
+    named: Mapping[str, Tensor] = tensors
+    if not all(name.startswith(_PREFIX) for name in named if name not in (OFFSETS, MEMBERS)):
+        return dict(named)
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in named.items()}

@@ -1,15 +1,55 @@
 """What a call is doing while no text comes, for a display of its progress.
 
 A call reports its activities to ``on_activity`` in the order in which they begin. A long one is
-reported again as it advances. Without ``on_activity`` nothing is reported and nothing is spent.
+reported again as it advances.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.generation.timings import TreeTiming
+from longspec_jax.decoding.policy import Measurement
+
+MOST_KEPT = 64
+"""Earlier rounds of a timing that count against those of a run."""
+
+
+@dataclass(frozen=True)
+class TreeTiming:
+    """What rounds of one drafter with one tree did."""
+
+    drafter: str
+    """Its name."""
+    tree: TreeConfig
+    """Its shape; without levels, plain decoding."""
+    seconds: float
+    """Of one round."""
+    tokens: float
+    """Emitted in one round by a row."""
+    rounds: int = 0
+    """How many rounds the tokens are a mean of."""
+
+    @property
+    def choice(self) -> tuple[str, TreeConfig]:
+        """The drafter's name and its tree."""
+        return self.drafter, self.tree
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one row."""
+        return self.tokens / self.seconds
+
+    def corrected(self, seen: Measurement) -> "TreeTiming":
+        """The timing after a run of the same tree; its rounds count more than those kept before."""
+        kept = min(self.rounds, seen.rounds, MOST_KEPT)
+        share = kept / (kept + seen.rounds)
+        return replace(
+            self,
+            seconds=share * self.seconds + (1 - share) * seen.seconds / seen.rounds,
+            tokens=share * self.tokens + (1 - share) * seen.tokens / seen.row_rounds,
+            rounds=self.rounds + seen.rounds,
+        )
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,6 @@ class Shape:
         """Bucketed sizes that hold the longest prompt, its new tokens and a round's slack slots.
 
         Args:
-          longest: tokens of the longest prompt.
           new_tokens: most tokens that a row will emit.
           levels: of the tallest tree that may run.
           chunk: tokens of a prefill step; fewer where no prompt is as long.

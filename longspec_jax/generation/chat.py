@@ -19,7 +19,6 @@ def plain_messages(
     """The messages, each with its content as one text; fields that are None are left out.
 
     Args:
-      messages: what the caller gave.
       where: the file or option that holds them; error messages begin with it.
       shown: writes a value for an error message.
 
@@ -97,7 +96,6 @@ def render_chat(
     It is the text of ``tokenizer.apply_chat_template``, which also holds the special tokens.
 
     Args:
-      tokenizer: a transformers tokenizer.
       messages: ``{"role": ..., "content": ...}`` of every turn; the content is text, or a list of
         parts ``{"type": "text", "text": ...}``.
       template: a Jinja template instead of the tokenizer's own, or the name of one of its own.
@@ -144,8 +142,6 @@ def encode_text(
     """Token ids of a text.
 
     Args:
-      tokenizer: a transformers tokenizer.
-      text: what to tokenise.
       special: add what the tokenizer puts around a text, such as a beginning-of-text token.
       max_positions: of the target; a text that cannot fit is refused before it is tokenised, which
         may take minutes. Unchecked if absent.

@@ -21,11 +21,11 @@ from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Params
-from longspec_jax.generation.activity import DecodingPlainly, OnActivity
+from longspec_jax.generation.activity import DecodingPlainly
 from longspec_jax.generation.call import Plan
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.result import GenerateResult, OnRound, StreamRound
-from longspec_jax.generation.run import Run, WarmShapes, follow, reads_rounds, start
+from longspec_jax.generation.run import Run, follow, prefilled, reads_rounds
 from longspec_jax.ops.partitioned import use_mesh
 
 
@@ -66,53 +66,39 @@ class Comparison:
         return speculative.tokens_per_second / plain.tokens_per_second
 
 
-def run_both(
-    run: Run,
-    warm: WarmShapes,
-    on_round: OnRound | None = None,
-    on_activity: OnActivity | None = None,
-) -> tuple[Comparison, tuple[Run, ...]]:
+def run_both(run: Run, on_round: OnRound | None = None) -> Comparison:
     """Run a call with speculation and without, and find every row's first divergence.
 
     Where memory takes two caches, both runs begin with copies of one prefill. Both run in the same
     way, round by round if someone listens, so that their seconds compare. A call that decodes
     plainly is its own comparison.
-
-    Args:
-      run: the speculative call, ready to decode.
-      warm: the shapes compiled so far.
-      on_round: called with every round of the speculative run.
-      on_activity: called with what is done while no round ends.
-
-    Returns:
-      The comparison, and the runs.
     """
     streams = reads_rounds(run.batch, on_round)
     if not run.plan.drafter.tree.widths:
         plain = follow(run, on_round)
-        return Comparison(plain, plain, ()), (run,)
+        return Comparison(plain, plain, ())
     plan, plain_run = run.plan.without_draft(), None
     if not plan.waits and _room_for_two(plan):
-        compiled = warm.prepare(plan, streams, on_activity=on_activity)
+        compiled = run.known.warm.prepare(plan, streams, run.on_activity)
         plain_run = run.branch(plan, own_cache=True)
         plain_run.compile_seconds = compiled
-        plain_run.engine.round_seconds = warm.round_seconds(plan)
+        plain_run.engine.round_seconds = run.known.warm.round_seconds(plan)
     speculative = follow(run, on_round)
     run.engine.close()  # Its cache makes room for plain decoding's.
     if plain_run is None:
-        plain_run = start(plan, run.batch, warm, streams=streams, on_activity=on_activity)
+        options = {"streams": streams, "on_activity": run.on_activity}
+        plain_run = prefilled(plan, run.batch, run.known, **options)
     total = int(run.batch.request.max_new_tokens.sum())
-    tell = on_activity or (lambda activity: None)
 
     def listen(added: StreamRound) -> None:
-        tell(DecodingPlainly(sum(added.stats.new_tokens), total))
+        run.on_activity(DecodingPlainly(sum(added.stats.new_tokens), total))
 
-    tell(DecodingPlainly(0, total))
+    run.on_activity(DecodingPlainly(0, total))
     plain = follow(plain_run, listen if on_round is not None else None)
     pairs = enumerate(zip(plain.sequences, speculative.sequences, strict=True))
     found = (_divergence(plain_run, row, pair) for row, pair in pairs)
     divergences = tuple(item for item in found if item is not None)
-    return Comparison(speculative, plain, divergences), (run, plain_run)
+    return Comparison(speculative, plain, divergences)
 
 
 def _room_for_two(plan: Plan) -> bool:
@@ -131,8 +117,6 @@ def score_gap(
     Args:
       run: of the plain call, whose cache holds all tokens before the last ones.
       emitted: the tokens of each row behind its prompt, the last one included.
-      row: the one in question.
-      pair: of next tokens.
 
     Returns:
       The difference, noise and temperature included; None if filters left out one of the two.

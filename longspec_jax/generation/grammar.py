@@ -56,7 +56,6 @@ def compile_grammar(
     """A grammar from its source, of which there is one.
 
     Args:
-      vocabulary: the target's tokens.
       json_schema: texts that are JSON and satisfy it; ``{"type": "object"}`` for any object.
       regex: texts that this regular expression matches whole.
       lark: texts of a context-free grammar in Lark's syntax.
@@ -162,8 +161,6 @@ def vocabulary_of(
     """The tokens of a target.
 
     Args:
-      tokenizer: a fast transformers tokenizer.
-      vocab_size: width of the target's logits.
       stop_tokens: what ends a text, allowed where the grammar is satisfied.
 
     Raises:

@@ -221,11 +221,7 @@ def _kept(row: Any, mask: Any) -> Any:
 
 
 def _prompt(
-    item: Any,
-    tokenizer: Any,
-    vocab_size: int,
-    chat_template: str | None,
-    max_positions: int | None,
+    item: Any, tokenizer: Any, vocab_size: int, chat_template: str | None, max_positions: int | None
 ) -> np.ndarray:
     """Token ids of one row as int32; what does not fit is refused before it would be cut off."""
     tokens: Any = item

@@ -112,7 +112,6 @@ def time_parts(run: Run, limit: int) -> RoundParts:
 
     Args:
       run: the call, ready to decode with one drafter; every row has a slot.
-      limit: most rounds to time.
 
     Raises:
       ValueError: if rows would wait for slots.

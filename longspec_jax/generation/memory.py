@@ -66,12 +66,8 @@ def plan_memory(
     """What a call takes on each of its devices, from shapes alone.
 
     Args:
-      models: what it decodes with.
       drafters: those that it may run; they share one state.
-      draft: their parameters; None for plain decoding.
       batches: rows of the batches that exist at once.
-      capacity: cache slots of a row.
-      chunk: tokens of a prefill step.
       adjusted: whether rows may have biases and penalties.
     """
     config, target, params = models.target_config, models.target, models.target_params

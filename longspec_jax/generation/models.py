@@ -87,9 +87,7 @@ def drafters_for(
     """The drafters that a call may run, and their parameters, which they share.
 
     Args:
-      models: their drafts and default tree.
       tree: the tree that the call names, if it names one.
-      rows: of the call.
       adaptive: whether the run itself chooses, by the clock.
       choices: what it then chooses among, of the drafters.
 
@@ -149,10 +147,7 @@ def trees_to_time(
     """What a call without a tree may run, the default one first: no other where none is timed.
 
     Args:
-      defaults: of its draft.
-      large: whether the target is.
       mesh: what its parameters are spread over; None for one device.
-      rows: how many are decoded together.
       others: whether there are other drafts to choose from, so that this one is timed anyhow.
       serves: whether the target's kernels can verify a tree.
     """

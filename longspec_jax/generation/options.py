@@ -138,7 +138,6 @@ def resolve(
     Args:
       options: keyword arguments, see :class:`GenerateOptions`; they win over the configuration.
       generation_config: a transformers ``GenerationConfig``, or None.
-      prompt_lengths: tokens of every prompt.
       model_stop_tokens: what ends a row unless the caller says otherwise.
       vocab_size: width of the target's logits, below which stop tokens must lie.
 
@@ -248,7 +247,6 @@ def sequences_per_prompt(
     """How many rows every prompt has.
 
     Args:
-      options: keyword arguments of a call.
       generation_config: a transformers ``GenerationConfig``, or None.
       request: the options of one row per prompt.
 

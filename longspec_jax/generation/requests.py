@@ -18,18 +18,17 @@ import numpy as np
 
 from longspec_jax.checks import is_number, is_whole, shown, whole_number
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding import measuring
+from longspec_jax.decoding import trials
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.candidates import candidates_by_load, tallest
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import MOST_ALTERNATIVES, TokenLogprob
-from longspec_jax.decoding.outputs import EngineStatus, StepOutput
-from longspec_jax.decoding.prefix_cache import MOST_MOVING
+from longspec_jax.decoding.prefixes import MOST_MOVING
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.report import Contents, RoundTree
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.same_bits import has_same_bits
-from longspec_jax.decoding.trials import rehearse_requests
+from longspec_jax.decoding.slots import EngineStatus, StepOutput
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.call import Shape
 from longspec_jax.generation.grammar import Grammar, GrammarState
@@ -39,7 +38,6 @@ from longspec_jax.generation.models import Models, drafters_for
 from longspec_jax.generation.options import GenerateOptions
 from longspec_jax.generation.result import TreeUse
 from longspec_jax.generation.run import tree_uses
-from longspec_jax.generation.stops import until
 from longspec_jax.generation.text import Piece, RowText
 
 STOP_WIDTH = 8
@@ -269,15 +267,15 @@ class RequestEngine:
     def _prepare(self, requests: Sequence[Request]) -> None:
         engine, slowest = self.engine, requests[-1].sampling.kind
         if self._max_gap_ms is not None:
-            chunk = measuring.largest_chunk(
-                measuring.smaller_chunks(engine.prompts.chunk),
-                lambda size: measuring.chunk_seconds(engine, size, requests[0]),
-                *(measuring.longest_round(engine, slowest), self._max_gap_ms / 1000),
+            chunk = trials.largest_chunk(
+                trials.smaller_chunks(engine.prompts.chunk),
+                lambda size: trials.chunk_seconds(engine, size, requests[0]),
+                *(trials.longest_round(engine, slowest), self._max_gap_ms / 1000),
             )
             engine.prompts.take_chunks_of(chunk)
-        rehearse_requests(engine, requests, constrained=self._grammars)
+        trials.rehearse_requests(engine, requests, constrained=self._grammars)
         if len(engine.drafters) > 1:
-            engine.choose_by(measuring.timed_policies(engine, slowest))
+            engine.choose_by(trials.timed_policies(engine, slowest))
 
     def close(self) -> None:
         """Let go of all arrays."""
@@ -296,12 +294,9 @@ class RequestEngine:
     def _output(self, output: StepOutput) -> RequestOutput:
         pieces: tuple[Piece, ...] = ()
         if (own := self._texts.get(output.id)) is not None:
-            said = output.tokens.tolist()[: -1 if output.finish == "error" else None]
-            drafted, ended = output.drafted.tolist()[: len(said)], output.finish is not None
-            kept, pieces = own.add(said, drafted, ended)
+            output, pieces = own.take(output)
             if own.stopped:
                 self.engine.cancel(output.id)
-                output = until(output, kept)
         if output.finish is not None:
             self._texts.pop(output.id, None)
         return RequestOutput(

@@ -14,11 +14,10 @@ import numpy as np
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.logprobs import TokenLogprob
-from longspec_jax.generation.activity import Activity, OnActivity, Tuned
+from longspec_jax.generation.activity import Activity, OnActivity, TreeTiming, Tuned
 from longspec_jax.generation.inputs import Prompts
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.text import Piece
-from longspec_jax.generation.timings import TreeTiming
 
 ACCEPTANCE_DEFINITION = (
     "emitted tokens / target forward passes of the decode phase, bonus included, prefill excluded"
@@ -204,7 +203,7 @@ class Notices:
             f"{found}: this draft seems to belong to another target and slows decoding down; load "
             "the draft that was trained for this target, or decode plainly",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -2,171 +2,52 @@
 
 A call whose rows all have a slot is prefilled, as one batch or row after row, and then decoded. In
 a call with more rows than slots, prompts are prefilled between the rounds of the others.
-
-Before the first call of a shape comes a rehearsal: one prefill chunk and a round of every tree, two
-of each on a mesh. Whatever is compiled or loaded on first use is paid there and reported as compile
-time, so that prefill and decode seconds mean the same in every call.
 """
 
-import math
+import contextlib
 import time
-from collections.abc import Generator, Iterator, Mapping, Set
+from collections.abc import Generator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
-from threading import Lock
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from longspec_jax.decoding import trials
-from longspec_jax.decoding.compiling import compile_side_by_side
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import TokenLogprob
-from longspec_jax.decoding.outputs import StepOutput
-from longspec_jax.decoding.prefill import prefill_programs, rows_outline, slot_programs
-from longspec_jax.decoding.programs import RECENT
-from longspec_jax.decoding.round import many_rounds, one_round
+from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.drafters.base import NoDraft
-from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling, Slower
+from longspec_jax.generation.activity import Compiling, OnActivity, Prefilling, Slower, Tuned
+from longspec_jax.generation.autotune import (
+    KnownTimings,
+    fastest,
+    time_trees,
+    timing_key,
+    worth_timing,
+)
 from longspec_jax.generation.call import Plan
 from longspec_jax.generation.inputs import Batch
-from longspec_jax.generation.result import GenerateResult, OnRound, Stats, StreamRound, TreeUse
-from longspec_jax.generation.stops import until
+from longspec_jax.generation.memory import free_bytes
+from longspec_jax.generation.result import (
+    GenerateResult,
+    Notices,
+    OnRound,
+    Stats,
+    StreamRound,
+    TreeUse,
+)
 from longspec_jax.generation.text import Piece, RowText, continuation
-from longspec_jax.generation.timings import KnownTimings
+from longspec_jax.generation.warm import WarmShapes, compile_trials, plan_engine
 from longspec_jax.ops.placement import tree_bytes
 
 
-def plan_engine(plan: Plan, *, streams: bool) -> Engine:
-    """An engine for the rows of a plan; of a stream, if the run is followed round by round."""
-    streams = streams or plan.waits
-    return Engine(
-        *(plan.target, plan.drafters, plan.params),
-        slots=plan.slots,
-        capacity=plan.shape.capacity,
-        chunk=plan.shape.chunk,
-        short_chunks=plan.shape.short_chunks,
-        stop_width=plan.stop_width,
-        adjusted=plan.adjusted,
-        contents=plan.contents,
-        streams=streams,
-        together=plan.together,
-        # A run that nobody follows decides on the next tree by the last rounds.
-        ahead=streams or len(plan.drafters) == 1,
-    )
+class Known(NamedTuple):
+    """What a loaded model's earlier calls have shown; kept up by every call."""
 
-
-def can_precompile(plan: Plan) -> bool:
-    """Whether all shapes and shardings are known before an array is made."""
-    return plan.target.mesh is None and not plan.target.offload and not plan.waits
-
-
-def plan_programs(plan: Plan, streams: bool, *, rounds: bool) -> Iterator[jax.stages.Lowered]:
-    """Lower everything a plan runs, the slowest to compile first; see :func:`can_precompile`."""
-    models, request = (plan.target, plan.drafter, plan.params), plan.empty_request
-    batch, capacity, slots = plan.rows, plan.shape.capacity, ()
-    if batch > 1 and not plan.together:
-        slots = slot_programs(*models, request, slots=batch, capacity=capacity)
-        batch, request = 1, request.row(0)
-    logprobs = plan.contents.logprobs if plan.scored else None
-    prompts = prefill_programs(
-        *(*models, request),
-        batch=batch,
-        capacity=capacity,
-        chunks=plan.chunks,
-        logprobs=logprobs,
-    )
-    return chain(round_programs(plan, streams) if rounds else (), prompts, slots)
-
-
-def round_programs(plan: Plan, streams: bool) -> Iterator[jax.stages.Lowered]:
-    """Lower the launches of rounds alone."""
-    models, request = (plan.target, plan.drafter, plan.params), plan.empty_request
-    rows = rows_outline(*models, request, batch=plan.rows, capacity=plan.shape.capacity)
-    for drafter in plan.drafters:
-        args = plan.target, drafter, plan.kind, plan.params, rows
-        contents = plan.contents.of_kind(plan.kind)
-        launch = (one_round, args) if streams else (many_rounds, (*args, np.int32(1)))
-        yield launch[0].lower(*launch[1], contents)
-
-
-def rehearse(plan: Plan, streams: bool, rounds: bool) -> float:
-    """Compile everything that a plan runs, and run a little of it; arguments as of :func:`start`.
-
-    Returns:
-      Seconds of a round; NaN where none ran alone.
-    """
-    if can_precompile(plan):
-        compile_side_by_side(plan_programs(plan, streams, rounds=rounds))
-    with plan_engine(plan, streams=streams) as engine:
-        for row, length in enumerate(_rehearsed_lengths(plan)):
-            engine.submit(np.zeros(length, np.int32), plan.empty_request.row(row))
-        while engine.busy if plan.waits else engine.prefilling:
-            engine.step(decode=plan.waits)
-        return trials.rehearse(engine, plan.kind) if rounds and not plan.waits else math.nan
-
-
-def _rehearsed_lengths(plan: Plan) -> list[int]:
-    """Tokens of the prompts of a rehearsal; all chunk sizes, if they are not compiled before it."""
-    if plan.shape.alone:
-        lengths = [min(chunk, plan.longest) for chunk in plan.chunks[: plan.rows]]
-        return lengths + lengths[:1] * (plan.rows - len(lengths))
-    # On a mesh the second chunk's arrays may lie elsewhere.
-    length = 1 if can_precompile(plan) else min(1 + plan.shape.chunk, plan.longest)
-    return [length] * plan.rows
-
-
-class WarmShapes:
-    """The shapes whose programs this process holds, and the seconds of their rounds."""
-
-    def __init__(self) -> None:
-        """Start with none."""
-        self._programs: dict[Any, Set[Any]] = {}
-        self._round_seconds: dict[Any, float] = {}
-        self._lock = Lock()
-
-    def prepare(
-        self,
-        plan: Plan,
-        streams: bool = False,
-        rounds: bool = True,
-        on_activity: OnActivity | None = None,
-    ) -> float:
-        """Make a short run if the plan's shape is new; return its seconds, 0 if it is not.
-
-        Arguments as of :func:`start`.
-        """
-        signature, rehearsal = plan.signature, partial(rehearse, plan, streams, rounds)
-        used = self._programs.get((streams, rounds, signature))
-        if used is not None and RECENT.renew(used):
-            return 0.0
-        if on_activity is not None:
-            on_activity(Compiling())
-        start = time.perf_counter()
-        with RECENT.noted() as used:
-            round_seconds = rehearsal()
-        seconds = time.perf_counter() - start
-        with self._lock:
-            kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
-            self._programs = {**kept, (streams, rounds, signature): used}
-            # Of shapes whose programs were let go nothing is remembered.
-            known = {signature for *_, signature in self._programs} & self._round_seconds.keys()
-            self._round_seconds = {one: self._round_seconds[one] for one in known}
-            if not math.isnan(round_seconds):
-                self._round_seconds[signature] = round_seconds
-        return seconds
-
-    def round_seconds(self, plan: Plan) -> float:
-        """Seconds of a round of such a call, as it last ran; NaN where none did."""
-        return self._round_seconds.get(plan.signature, math.nan)
-
-    def learn(self, plan: Plan, round_seconds: float) -> None:
-        """Remember how long the rounds of a finished run took."""
-        with self._lock:
-            self._round_seconds[plan.signature] = round_seconds
+    warm: WarmShapes
+    timings: KnownTimings
+    notices: Notices
 
 
 @dataclass
@@ -193,18 +74,19 @@ class RowOutput:
         if text is not None:
             self.pieces += text.add(self.tokens, self.drafted, self.done).pieces
 
+    def since(self, tokens: int, pieces: int) -> tuple[tuple[Any, ...], ...]:
+        """Tokens, drafted, pieces and log-probabilities behind the first ones."""
+        by_token = self.tokens[tokens:], self.drafted[tokens:]
+        return *map(tuple, by_token), tuple(self.pieces[pieces:]), tuple(self.logprobs[tokens:])
+
     def add(self, output: StepOutput) -> None:
         """Take in what the row has gained, up to its first stop string."""
-        tokens, drafted = output.tokens.tolist(), output.drafted.tolist()
         if self.text is not None:
-            kept, pieces = self.text.add(tokens, drafted, output.finish is not None)
+            output, pieces = self.text.take(output)
             self.pieces += pieces
-            if self.text.stopped:
-                output = until(output, kept)
-                tokens, drafted = tokens[:kept], drafted[:kept]
-        self.tokens += tokens
-        self.drafted += drafted
-        self.logprobs += output.logprobs[: len(tokens)]
+        self.tokens += output.tokens.tolist()
+        self.drafted += output.drafted.tolist()
+        self.logprobs += output.logprobs
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         for accepted in output.rounds:
@@ -220,10 +102,11 @@ class Run:
     batch: Batch
     engine: Engine
     rows: list[RowOutput]
+    known: Known
+    on_activity: OnActivity = field(repr=False)
     compile_seconds: float = 0.0
     timing_key: Mapping[str, Any] | None = None
     """Of the kept timings that chose its tree; None where none did."""
-    on_activity: OnActivity | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Watch for stop strings from the first token on."""
@@ -273,7 +156,7 @@ class Run:
             )
             for row in self.rows
         ]
-        return Run(plan, self.batch, engine, rows, on_activity=self.on_activity)
+        return Run(plan, self.batch, engine, rows, self.known, self.on_activity)
 
     def _add(self, output: StepOutput) -> None:
         """Take in what a row has gained.
@@ -305,7 +188,7 @@ class Run:
         if not self.plan.together:
             total = sum(map(len, self.batch.prompts[: self.plan.rows]))
         while self.engine.prefilling:
-            if self.on_activity is not None and self.engine.prefilled > told:
+            if self.engine.prefilled > told:
                 told = self.engine.prefilled
                 self.on_activity(Prefilling(told, total))
             for output in self.engine.step(decode=False):
@@ -327,9 +210,8 @@ class Run:
                     self._add(output)
                 if outputs:
                     yield self
-                elif self.on_activity is not None and not any(row.tokens for row in self.rows):
-                    total = len(self.batch.prompts[0])
-                    self.on_activity(Prefilling(engine.prefilled, total))
+                elif not any(row.tokens for row in self.rows):
+                    self.on_activity(Prefilling(engine.prefilled, len(self.batch.prompts[0])))
         finally:
             engine.finish()
 
@@ -355,30 +237,99 @@ def tree_uses(engine: Engine) -> tuple[TreeUse, ...]:
 def start(
     plan: Plan,
     batch: Batch,
-    warm: WarmShapes,
+    known: Known,
     *,
     streams: bool,
+    on_activity: OnActivity | None,
     rounds: bool = True,
-    on_activity: OnActivity | None = None,
+) -> Run:
+    """Make a call ready to decode, an open plan with its fastest drafter.
+
+    Args:
+      streams: whether the run is followed round by round.
+      on_activity: called with everything that takes time, and with the choice of a tree.
+      rounds: whether it will be decoded at all, and not prefilled alone.
+    """
+    tell = known.notices.heard(on_activity)
+    key, timings, choices = None, (), [each.choice for each in plan.alternatives]
+    if plan.open and len(plan.drafters) > 1:
+        key = timing_key(plan, streams)
+        timings = known.timings.find(key, choices) or ()
+        if not timings and worth_timing(plan):
+            return _start_after_timing(plan, batch, known, key, streams, tell)
+    if plan.open:
+        plan = plan.alternatives[fastest(choices, timings)]
+        tell(Tuned(*plan.choice, timings))
+    run = prefilled(plan, batch, known, streams=streams, on_activity=tell, rounds=rounds)
+    run.timing_key = key if timings else None
+    return run
+
+
+def prefilled(
+    plan: Plan,
+    batch: Batch,
+    known: Known,
+    *,
+    streams: bool,
+    on_activity: OnActivity,
+    rounds: bool = True,
 ) -> Run:
     """Compile what is new and, where every row has a slot, run the prompts.
 
-    Args:
-      plan: of the call.
-      batch: its rows; of more than the plan's the first.
-      warm: the shapes compiled so far.
-      streams: whether the run is followed round by round.
-      rounds: whether it will be decoded at all, and not prefilled alone.
-      on_activity: called with compilation and prefill.
+    Arguments as of :func:`start`. The plan is not open; of a batch of more rows the first are its
+    own.
     """
-    compiled = warm.prepare(plan, streams, rounds, on_activity)
+    compiled = known.warm.prepare(plan, streams, on_activity, rounds=rounds)
     engine = plan_engine(plan, streams=streams)
-    engine.round_seconds = warm.round_seconds(plan)
+    engine.round_seconds = known.warm.round_seconds(plan)
     for row in range(plan.rows):  # The rows' numbers are those of the requests.
         engine.submit(batch.prompts[row], batch.request.row(row))
     rows = [RowOutput(_no_rounds(plan)) for _ in range(plan.rows)]
-    run = Run(plan, batch, engine, rows, compiled, on_activity=on_activity)
+    run = Run(plan, batch, engine, rows, known, on_activity, compiled)
     return run if plan.waits else run.prefill()
+
+
+def _start_after_timing(
+    whole: Plan,
+    batch: Batch,
+    known: Known,
+    key: Mapping[str, Any],
+    streams: bool,
+    on_activity: OnActivity,
+) -> Run:
+    """Time all trees behind the call's own prompts, keep the timings, and go on with the best."""
+    first = replace(whole, rows=whole.slots)
+    plans, shared = first.alternatives, replace(first, drafters=(first.drafter,), open=False)
+    on_activity(Compiling())
+    seconds = compile_trials(shared, plans, streams)
+    how: Any = {"streams": streams, "on_activity": on_activity}
+    run = prefilled(shared, batch, known, **how, rounds=False)
+    begin, timings = time.perf_counter(), ()
+    # A row that has ended with its first token shows nothing.
+    if not any(row.done for row in run.rows):
+        timings = time_trees(run.engine, shared, plans, on_activity)
+        known.timings.keep(key, timings)
+    index = fastest([each.choice for each in plans], timings)
+    plan = plans[index]
+    on_activity(Tuned(*plan.choice, timings))
+    seconds += run.compile_seconds + time.perf_counter() - begin
+    if whole.waits:
+        plan = whole.alternatives[index]
+        del run
+        run = prefilled(plan, batch, known, **how)
+        run.compile_seconds, run.timing_key = run.compile_seconds + seconds, key
+        return run
+    free = free_bytes()
+    if free is None or free > plan.memory.needed_bytes:
+        # Later calls begin with a prefill of the chosen drafter's own, and compile nothing either.
+        # That takes a second cache: if the estimate of what is free was wrong, they do compile.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            seconds += known.warm.prepare(plan, streams, lambda activity: None)
+    settled = run.branch(plan, own_cache=False)
+    run.engine.close()
+    settled.compile_seconds, settled.timing_key = seconds, key
+    settled.engine.round_seconds = known.warm.round_seconds(plan)
+    return settled
 
 
 def reads_rounds(batch: Batch, on_round: OnRound | None) -> bool:
@@ -390,20 +341,21 @@ def reads_rounds(batch: Batch, on_round: OnRound | None) -> bool:
     return on_round is not None or bool(batch.stop_strings)
 
 
-def learn(run: Run, warm: WarmShapes, known: KnownTimings) -> None:
-    """Correct what is known by a finished run of one drafter, and report one that was slower."""
-    seen = run.engine.totals[0]
+def learn(run: Run) -> None:
+    """Correct what is known by a finished run, and report one that was slower."""
+    known, seen = run.known, run.engine.totals[0]
+    known.notices.look_at(run.stats)
     if len(run.plan.drafters) > 1 or not seen.rounds:
         return
-    warm.learn(run.plan, seen.seconds / seen.rounds)
+    known.warm.learn(run.plan, seen.seconds / seen.rounds)
     if run.timing_key is not None and not run.plan.waits:
-        speed = known.correct(run.timing_key, *run.plan.choice, seen)
-        if speed is not None and run.on_activity is not None:
+        speed = known.timings.correct(run.timing_key, *run.plan.choice, seen)
+        if speed is not None:
             run.on_activity(Slower(*run.plan.choice, speed))
 
 
 def follow(run: Run, on_round: OnRound | None = None) -> GenerateResult:
-    """Run to the end; ``on_round`` is called with what every round adds.
+    """Run to the end and learn of it; ``on_round`` is called with what every round adds.
 
     Without a tokenizer there is no text.
     """
@@ -414,14 +366,17 @@ def follow(run: Run, on_round: OnRound | None = None) -> GenerateResult:
         with closing(added_rounds(run)) as rounds:
             for added in rounds:
                 on_round(added)
-    sequences = tuple(tuple(row.tokens) for row in run.rows)
-    drafted = tuple(tuple(row.drafted) for row in run.rows)
-    texts = tuple(_text(run, index) for index in range(len(run.rows)))
-    return GenerateResult(
-        *(sequences, texts, drafted, run.stats),
+    texts = (_text(run, index) for index in range(len(run.rows)))
+    result = GenerateResult(
+        tuple(tuple(row.tokens) for row in run.rows),
+        tuple(texts),
+        tuple(tuple(row.drafted) for row in run.rows),
+        run.stats,
         logprobs=tuple(tuple(row.logprobs) for row in run.rows),
         prompt_logprobs=tuple(row.prompt_logprobs for row in run.rows),
     )
+    learn(run)
+    return result
 
 
 def _text(run: Run, index: int) -> str | None:
@@ -437,18 +392,10 @@ def _text(run: Run, index: int) -> str | None:
 def added_rounds(run: Run) -> Generator[StreamRound, None, None]:
     """Decode to the end, and yield what every round adds; close the generator to stop early."""
     run.read_text()
-    seen = [(0, 0)] * len(run.rows)
+    begins = [(0, 0)] * len(run.rows)
     with closing(run.rounds()) as rounds:
         for _ in rounds:
-            tokens, drafted, pieces, logprobs = [], [], [], []
-            for index, row in enumerate(run.rows):
-                new, new_pieces = (slice(begin, None) for begin in seen[index])
-                tokens.append(tuple(row.tokens[new]))
-                drafted.append(tuple(row.drafted[new]))
-                pieces.append(tuple(row.pieces[new_pieces]))
-                logprobs.append(tuple(row.logprobs[new]))
-                seen[index] = len(row.tokens), len(row.pieces)
-            yield StreamRound(
-                *(tuple(tokens), tuple(drafted), tuple(pieces), run.stats),
-                logprobs=tuple(logprobs),
-            )
+            fresh = [row.since(*begin) for row, begin in zip(run.rows, begins, strict=True)]
+            begins = [(len(row.tokens), len(row.pieces)) for row in run.rows]
+            tokens, drafted, pieces, logprobs = zip(*fresh, strict=True)
+            yield StreamRound(tokens, drafted, pieces, run.stats, logprobs=logprobs)

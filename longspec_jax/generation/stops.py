@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from longspec_jax.checks import shown
-from longspec_jax.decoding.outputs import StepOutput
+from longspec_jax.decoding.slots import StepOutput
 
 MOST_STRINGS = 64
 """Most stop strings of a row."""
@@ -66,7 +66,6 @@ class StopStrings:
 
         Args:
           state: behind the text before; 0 at the beginning.
-          text: the next characters.
 
         Returns:
           The state behind them, and the match if one ends among them.
@@ -119,7 +118,6 @@ def stop_strings(
       options: keyword arguments of a call; ``stop_strings`` is one text, a list of texts for all
         rows, or a list of texts for each.
       generation_config: a transformers ``GenerationConfig``, or None; the options win over it.
-      rows: how many there are.
 
     Raises:
       ValueError: for anything else, an empty string, too many or too long ones, and lists that do

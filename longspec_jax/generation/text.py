@@ -21,7 +21,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from longspec_jax.generation.stops import StopStrings
+from longspec_jax.decoding.slots import StepOutput
+from longspec_jax.generation.stops import StopStrings, until
 
 CONTEXT = 8
 """Tokens that are decoded before the first new one: SentencePiece drops a space at the start, and a
@@ -52,7 +53,6 @@ class Detokenizer:
         """Start behind the given prompt, whose text is not returned.
 
         Args:
-          tokenizer: a transformers tokenizer.
           prompt: the tokens before the first pushed one; the last few matter.
         """
         self._tokenizer = tokenizer
@@ -126,7 +126,6 @@ class RowText:
         """Start behind a prompt, whose own text is not searched.
 
         Args:
-          tokenizer: a transformers tokenizer.
           prompt: the tokens before the first added one; the last few matter.
           stop_strings: what ends the row. One that is the name of a special token, which has no
             text, is met with that token.
@@ -145,8 +144,6 @@ class RowText:
         """Add tokens; return what belongs to the row.
 
         Args:
-          tokens: the next ones.
-          drafted: whether each was an accepted draft token.
           ended: whether the row ends with them.
         """
         pieces: list[Piece] = []
@@ -162,6 +159,13 @@ class RowText:
             pieces += self._read(Piece(self._detokenizer.flush(), False))
             pieces += self._release(0)
         return Added(kept, tuple(pieces))
+
+    def take(self, output: StepOutput) -> tuple[StepOutput, tuple[Piece, ...]]:
+        """Add a step output; return what belongs to the row, and its text."""
+        said = output.tokens.tolist()[: -1 if output.finish == "error" else None]
+        drafted = output.drafted.tolist()[: len(said)]
+        kept, pieces = self.add(said, drafted, output.finish is not None)
+        return until(output, kept) if self.stopped else output, pieces
 
     def _look(self, token: int, draft: bool) -> list[Piece]:
         """End the row with a special token, or inside a run of bytes, if that is a stop string."""
@@ -184,7 +188,7 @@ class RowText:
         if match is not None:
             piece, held = piece._replace(text=piece.text[: match.end]), match.length
             self.stopped = True
-        self._held.append(piece)
+        self._held += [piece]
         self._held_length += len(piece.text)
         return self._release(held)
 
@@ -194,7 +198,7 @@ class RowText:
         self._held_length = held
         while count > 0:
             piece = self._held.popleft()
-            released.append(piece._replace(text=piece.text[:count]))
+            released += [piece._replace(text=piece.text[:count])]
             if len(piece.text) > count:
                 self._held.appendleft(piece._replace(text=piece.text[count:]))
             count -= len(piece.text)

@@ -148,7 +148,7 @@ def rounded(layer: Any, name: str = "") -> Any:
     """Parameters of a layer with :class:`Int8Projection`, from those with :class:`Projection`.
 
     Args:
-      layer: a tree of parameters; modules whose names end in ``_out`` contract two axes, heads and
+      layer: a tree of parameters; modules whose names end in ``out`` contract two axes, heads and
         their width, all others one.
       name: of the module that they belong to.
     """
@@ -157,7 +157,7 @@ def rounded(layer: Any, name: str = "") -> Any:
             key: rounded(value, key) if isinstance(value, Mapping) else value
             for key, value in layer.items()
         }
-    contracted = 2 if name.endswith("_out") else 1
+    contracted = 2 if name.endswith("out") else 1
     others, kernel = dict(layer), layer["kernel"]
     del others["kernel"]
     inputs = int(np.prod(kernel.shape[:contracted]))

@@ -154,7 +154,8 @@ class Target(nn.Module):
           positions: rotary positions ``[B, T]``.
           attend: how the tokens of a layer see each other and the past.
           keep: layers after which the residual stream is returned as well, -1 for the embedding. So
-            ``i - 1`` is what enters layer ``i``.
+            ``i - 1`` is what enters layer ``i``. The number of layers stands for what leaves the
+            final norm.
         """
         c = self.config
         angles = rotary_angles(positions, c.head_width, c.rope_theta, c.rope_scaling)
@@ -172,6 +173,8 @@ class Target(nn.Module):
             if index in keep:
                 kept[index] = add(x, delta)
         [hidden] = with_sharding("b t d", self.final_norm.add(x, delta)[1])
+        if len(self.layers) in keep:
+            kept[len(self.layers)] = hidden
         return TargetOutput(hidden, tuple(keys), tuple(values), kept)
 
     def unembed(self, hidden: Array) -> Array:

@@ -8,7 +8,7 @@ run (:mod:`longspec_jax.weights.pickles`). Those of torch before 1.6 need torch.
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -45,23 +45,30 @@ WEIGHT_FILES = (
     "draft_model_weights.pth",
 )
 """What weights are called, in the order of preference."""
+MEDUSA_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+"""What Medusa heads are called."""
 
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 """Safetensors' names of the floating dtypes; other names are passed on, for the error message."""
 
 
-def open_tensors(folder: Path, stack: ExitStack) -> Tensors:
+def open_tensors(folder: Path, stack: ExitStack, names: Sequence[str] = WEIGHT_FILES) -> Tensors:
     """All tensors of a folder's weight files, open until ``stack`` closes.
+
+    Args:
+      folder: that holds them.
+      stack: closes them.
+      names: what the files may be called, in the order of preference.
 
     Raises:
       FileNotFoundError: if the folder holds no weights, or its index names a file that is missing.
       ValueError: if a file cannot be read, or index and files disagree.
     """
-    name = next((name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    name = next((name for name in names if (folder / name).is_file()), None)
     if name is None:
         found = sorted(path.name for path in folder.iterdir())
         raise FileNotFoundError(
-            f"{folder} holds no weights: expected one of {', '.join(WEIGHT_FILES)}, found "
+            f"{folder} holds no weights: expected one of {', '.join(names)}, found "
             f"{', '.join(found) or 'nothing'}. Download the whole model again, or name its folder"
         )
     if name.endswith(".index.json"):
@@ -149,10 +156,10 @@ def _some(names: set[str]) -> str:
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
 
-def holds(folder: Path, tensor: str) -> bool:
-    """Whether a folder's weights have a tensor of this name."""
+def names_of_tensors(folder: Path) -> set[str]:
+    """The names of the tensors of a folder's weights."""
     with ExitStack() as stack:
-        return tensor in open_tensors(folder, stack)
+        return set(open_tensors(folder, stack))
 
 
 def _open_torch(path: Path) -> Tensors:

@@ -67,8 +67,6 @@ def save_target(
 
     Args:
       folder: made if absent; weights in it are replaced, other files stay.
-      config: the target's configuration.
-      params: its parameters, of any sharding.
       stop_tokens: written as ``eos_token_id``.
     """
     raw = hf_config.hf_config(config, stop_tokens)

@@ -68,7 +68,6 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     """The target that a ``config.json`` describes.
 
     Args:
-      raw: the parsed file.
       dtype: of parameters and activations; the file's own if absent.
 
     Raises:
@@ -121,11 +120,9 @@ def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> dict[s
     raw: dict[str, Any] = {
         "architectures": [config.architecture],
         "model_type": family.model_type,
-        **{key: getattr(config, field) for field, key in _WIDTHS.items()},
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_width,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_layers,
+        **raw_layer(config),
         "tie_word_embeddings": config.tied_embeddings,
         "torch_dtype": config.dtype,
         # Explicit, because transformers' own defaults (1 and 2) mean something else elsewhere.
@@ -137,6 +134,19 @@ def hf_config(config: TargetConfig, stop_tokens: tuple[int, ...] = ()) -> dict[s
     if family.model_type == "mistral":  # Absent, transformers would assume a window of 4096.
         raw["sliding_window"] = None
     return raw
+
+
+def raw_layer(config: Any) -> dict[str, Any]:
+    """What a ``config.json`` says of a layer, of a target's configuration or of a draft's."""
+    return {
+        "hidden_size": config.model_width,
+        "intermediate_size": config.mlp_width,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+    }
 
 
 def stop_tokens(raw: JsonObject, generation: JsonObject | None = None) -> tuple[int, ...]:

@@ -5,10 +5,11 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from longspec_jax.checks import first_line, shown
+from longspec_jax.weights.checkpoint import MEDUSA_FILES
 
 _FILES = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.txt", "draft_vocabulary.safetensors")
-_SAFETENSORS = ("model.safetensors", "model-*.safetensors")
-_PICKLES = ("pytorch_model*.bin", "draft_model_weights.pth")
+_SAFETENSORS = ("model.safetensors", "model-*.safetensors", MEDUSA_FILES[0])
+_PICKLES = ("pytorch_model*.bin", "draft_model_weights.pth", MEDUSA_FILES[1])
 
 
 def local_folder(source: str | Path, revision: str | None = None) -> Path:

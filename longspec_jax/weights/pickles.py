@@ -64,11 +64,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the description; the numbers are read by :meth:`read`.
-
-        Args:
-          path: of a zip archive.
-        """
+        """Read the description; the numbers are read by :meth:`read`."""
         self._path = path
         try:
             with zipfile.ZipFile(path) as archive:

@@ -18,10 +18,10 @@ from longspec_jax.decoding.adjustments import (
     draft_paths,
 )
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.outputs import StepOutput
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import SamplingKind
+from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.tree import branch, grow, plant
 from tests.decoding.lossless import (

@@ -12,13 +12,14 @@ import pytest
 
 from longspec_jax.config import TargetConfig, TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
-from longspec_jax.decoding.prefill import prefill, vacant
+from longspec_jax.decoding.prefill import vacant
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.dflash.drafter import DFlashDrafter
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.longspec.config import DraftConfig
 from longspec_jax.drafters.longspec.drafter import LongSpecDrafter
@@ -29,8 +30,9 @@ from longspec_jax.drafters.retrieval.working_cache import WorkingCache
 from longspec_jax.drafters.small_lm.drafter import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.selection.blocks import BlockBudget
-from tests.drafters.eagle3.toys import config_for, random_params
-from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+from tests.drafters.dflash import toys as dflash_toys
+from tests.drafters.eagle3 import toys as eagle3_toys
+from tests.kit import draft_params, prefill, random_draft, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(num_layers=1)
 DRAFT = DraftConfig.for_target(CONFIG, window=11)
@@ -132,11 +134,20 @@ def test_no_copy_of_a_small_models_cache(batch: int, tree: TreeConfig) -> None:
     assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
 
 
-def test_no_copy_of_the_cache_of_an_eagle3_draft() -> None:
+SIZES: dict[str, Any] = dict(num_kv_heads=2, head_width=CONFIG.head_width)
+EAGLE3 = eagle3_toys.config_for(CONFIG, features=(-1, 0), **SIZES)
+DFLASH = dflash_toys.config_for(CONFIG, features=(-1, 0), trunk=SIZES)
+OVER_FEATURES = {
+    "eagle3": (Eagle3Drafter(EAGLE3, TreeConfig((3, 2))), eagle3_toys.random_params(EAGLE3)),
+    "dflash": (DFlashDrafter(DFLASH, TreeConfig((3, 2))), dflash_toys.random_params(DFLASH)),
+}
+
+
+@pytest.mark.parametrize("kind", OVER_FEATURES)
+def test_no_copy_of_the_cache_of_a_draft_over_features(kind: str) -> None:
     """Entries of committed tokens are written where they lie."""
     batch = 3
-    config = config_for(CONFIG, num_kv_heads=2, head_width=CONFIG.head_width, features=(-1, 0))
-    drafter, params = Eagle3Drafter(config, TreeConfig((3, 2))), random_params(config)
+    drafter, params = OVER_FEATURES[kind]
     small, large = (
         compiled_loop(batch, size, streams=True, drafter=drafter, params=params)
         for size in (2048, 4096)

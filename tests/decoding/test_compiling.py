@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax import PLAIN, TreeConfig
-from longspec_jax.decoding.compiling import compile_side_by_side
+from longspec_jax.decoding.programs import compile_side_by_side
 from longspec_jax.drafters.longspec.load import LongSpecDraft
-from longspec_jax.generation import autotune, call
-from longspec_jax.generation import run as run_lib
-from longspec_jax.generation.run import WarmShapes
-from longspec_jax.generation.timings import KnownTimings
+from longspec_jax.generation import call, warm
+from longspec_jax.generation.autotune import KnownTimings
+from longspec_jax.generation.warm import WarmShapes
 from tests.infer.toys import bound_draft, toy_spec
 
 OPTIONS = dict(max_new_tokens=40, temperature=1.0, seed=3, eos_token_id=[])
@@ -155,7 +154,7 @@ def test_prompts_that_are_prefilled_alone_are_compiled_beforehand(spec, monkeypa
         compile_side_by_side(programs)
         beforehand.update(found)
 
-    monkeypatch.setattr(run_lib, "compile_side_by_side", noted)
+    monkeypatch.setattr(warm, "compile_side_by_side", noted)
     with compiled() as found:
         spec.generate([[3] * 9, [4, 5], [6] * 200], **OPTIONS)
     counts = {"many_rounds": 1, "_prefill_chunk": 2, "_extend": 2, "_start": 1, "insert": 1}
@@ -176,8 +175,7 @@ def test_what_a_compiler_says_ends_the_call(spec, monkeypatch) -> None:
     def refuse(programs) -> None:
         compile_side_by_side([*programs, refused()])
 
-    for module in (autotune, run_lib):
-        monkeypatch.setattr(module, "compile_side_by_side", refuse)
+    monkeypatch.setattr(warm, "compile_side_by_side", refuse)
     for tree in (None, (2, 2)):
         with pytest.raises(ValueError, match="no such instruction"):
             spec.generate(PROMPT, tree=tree, **OPTIONS)

@@ -20,13 +20,13 @@ from longspec_jax.decoding.candidates import candidates, smaller_tree, tallest
 from longspec_jax.decoding.choices import LAUNCH_SECONDS
 from longspec_jax.decoding.chunks import chunk_of, chunk_sizes
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.outputs import StepOutput
 from longspec_jax.decoding.policy import Always, Choice, FastestWithinBudget, Measurement, Policy
 from longspec_jax.decoding.report import Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round, slack_slots
 from longspec_jax.decoding.rows import Request, RowShardings, insert
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
+from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.decoding.trials import branch as branch_of
 from longspec_jax.decoding.trials import rehearse, rejoin

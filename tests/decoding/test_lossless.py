@@ -10,7 +10,6 @@ import pytest
 from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding import round_noise
-from longspec_jax.decoding.prefill import prefill
 from longspec_jax.decoding.round import slack_slots
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.sampling import Sampling
@@ -50,7 +49,7 @@ from tests.decoding.lossless import (
     request,
     run,
 )
-from tests.kit import draft_params, random_draft, random_target
+from tests.kit import draft_params, prefill, random_draft, random_target
 from tests.lookup import ConstantDrafter, LookupDrafter, LookupTarget
 
 

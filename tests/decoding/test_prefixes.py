@@ -9,14 +9,15 @@ from jax.sharding import PartitionSpec as P
 
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.chunks import most_reusable
+from longspec_jax.decoding.chunks import concerns, most_reusable, run_again
 from longspec_jax.decoding.copies import copy_prefix, read_chunk, write_chunk
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.outputs import StepOutput
 from longspec_jax.decoding.prefixes import HostChunks, Match, SlotPrefixes, chunk_names
 from longspec_jax.decoding.rows import RowShardings
+from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import NOTHING, Needs, NoDraft, Params
+from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.retrieval.blocks import Quest
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.ops.selection.blocks import BlockBudget
@@ -33,6 +34,7 @@ from tests.decoding.test_engine import (
     asked,
     open_engine,
 )
+from tests.drafters.eagle3.toys import config_for, random_params
 from tests.kit import random_target, tiny_target_config
 from tests.lookup import LookupDrafter
 
@@ -145,6 +147,11 @@ def test_what_a_draft_needs_bounds_what_is_reused() -> None:
     assert [most_reusable(Needs(hidden=(0,), recent=n), 33, 8) for n in (0, 1, 2, 9, 10, 99)] == [
         *(4, 4, 3, 3, 2, 0)
     ]
+    sinks = Needs(hidden=(0,), recent=2, first=9)
+    assert most_reusable(sinks, 33, 8) == 3 and run_again(sinks, 8) == 2
+    assert run_again(Needs(recent=2, first=9), 8) == 0, "tokens alone are known"
+    shown = [concerns(sinks, np.array([33]), offset, 8) for offset in range(0, 40, 8)]
+    assert shown == [True, True, False, True, True]
 
 
 # An engine over the lookup model, whose logits depend on every token before.
@@ -218,10 +225,15 @@ def test_a_row_without_finite_logits_leaves_nothing_to_reuse() -> None:
 # A transformer, with every kind of drafter.
 
 
-@pytest.mark.parametrize("kind", KINDS)
+EAGLE3 = config_for(CONFIG, features=(-1, 0, 0))
+SINKS = Eagle3Drafter(EAGLE3, TreeConfig((1, 1)), window=4, sinks=2), random_params(EAGLE3)
+"""It needs features of the first tokens and of the last."""
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "sinks"])
 def test_a_warm_row_is_a_cold_one_bit_for_bit(kind: str) -> None:
     """Cache, draft state and text, of every kind of drafter, from a slot and from the host."""
-    drafter, draft = KINDS[kind]
+    drafter, draft = KINDS.get(kind, SINKS)
     rows, texts, known = [], [], []
     for warm, host in ((False, 0), (True, 0), (True, 1 << 20)):
         engine = open_engine(
@@ -237,7 +249,7 @@ def test_a_warm_row_is_a_cold_one_bit_for_bit(kind: str) -> None:
         texts += text
         known += cached
         rows.append(jax.device_get((engine.rows.cache, engine.rows.draft, engine.rows.length)))
-    assert known == [0, 24, 24]
+    assert known == ([0, 16, 16] if kind == "sinks" else [0, 24, 24])
     for own, text in zip(rows[1:], texts[1:], strict=True):
         np.testing.assert_array_equal(text, texts[0])
         length = int(rows[0][2][0])

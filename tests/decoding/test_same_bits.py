@@ -30,7 +30,7 @@ def test_16_bits_are_identical_where_the_kernels_are_taken() -> None:
 
 
 def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"head_width": 64, "model_width": 128, "mlp_width": 192}
+    sizes = {"head_width": 64, "model_width": 128, "mlp_width": 192, "vocab_size": 104}
     target = CachedTarget(tiny_target_config(dtype="bfloat16", **sizes))
     with pytest.raises(NotImplementedError, match=r"compute capability 9\.x"):
         same_bits.choose_kernels(target, True)
@@ -49,10 +49,12 @@ def test_the_kernels_serve_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(NotImplementedError, match="same_bits needs one device"):
             same_bits.choose_kernels(other, True)
         assert not same_bits.choose_kernels(other, None).same_bits
-    for uneven, reason in ((HALF.config, "neither 64 nor 128"), ({"mlp_width": 200}, "of 64, not")):
-        config = uneven
-        if isinstance(uneven, dict):
-            config = dataclasses.replace(target.config, **uneven)
+    for uneven, reason in (
+        ({"head_width": 96}, "neither 64 nor 128"),
+        ({"mlp_width": 200}, "weights in multiples of 64, not 200"),
+        ({"vocab_size": 101}, "vocabularies in multiples of 8, not 101"),
+    ):
+        config = dataclasses.replace(target.config, **uneven)
         with pytest.raises(NotImplementedError, match=reason):
             same_bits.choose_kernels(dataclasses.replace(target, config=config), True)
     monkeypatch.setattr(hardware, "compute_capability", lambda: (8, 0))

@@ -11,11 +11,11 @@ from longspec_jax.config import TreeConfig
 from longspec_jax.decoding.candidates import candidates_by_load
 from longspec_jax.decoding.choices import ChoicesByLoad, load_of
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.faults import FAULTS_APART
-from longspec_jax.decoding.measuring import largest_chunk, smaller_chunks
-from longspec_jax.decoding.outputs import StepOutput
+from longspec_jax.decoding.launches import FAULTS_APART
 from longspec_jax.decoding.policy import FastestWithinBudget, Measurement
 from longspec_jax.decoding.schedule import Plan, Prompt, Queued, Snapshot, plan
+from longspec_jax.decoding.slots import StepOutput
+from longspec_jax.decoding.trials import largest_chunk, smaller_chunks
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy

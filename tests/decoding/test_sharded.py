@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 from longspec_jax.config import TreeConfig
 from longspec_jax.decoding import prefill as prefill_lib
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.prefill import prefill
 from longspec_jax.decoding.report import Report
 from longspec_jax.decoding.round import many_rounds
 from longspec_jax.decoding.rows import Request, Rows
@@ -30,7 +29,7 @@ from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops import layer, layer_pallas
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import make_mesh, param_shardings
-from tests.kit import draft_params, random_draft, random_target, tiny_target_config
+from tests.kit import draft_params, prefill, random_draft, random_target, tiny_target_config
 
 CONFIG = tiny_target_config(
     num_layers=1,

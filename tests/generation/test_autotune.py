@@ -16,10 +16,11 @@ from longspec_jax.drafters.draft import is_large
 from longspec_jax.drafters.longspec.load import LongSpecDraft
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.generation import autotune, call, models
-from longspec_jax.generation import timings as kept
-from longspec_jax.generation.activity import Slower, Tuned, Tuning
-from longspec_jax.generation.run import WarmShapes
-from longspec_jax.generation.timings import KnownTimings, TreeTiming
+from longspec_jax.generation import autotune as kept
+from longspec_jax.generation import run as run_lib
+from longspec_jax.generation.activity import Slower, TreeTiming, Tuned, Tuning
+from longspec_jax.generation.autotune import KnownTimings
+from longspec_jax.generation.warm import WarmShapes
 from tests.infer.toys import bound_draft, toy_spec
 
 PAIR, FORK, CHAIN = TreeConfig((1, 1)), TreeConfig((2, 2)), TreeConfig((1, 1, 1))
@@ -95,8 +96,8 @@ def test_a_neighbour_that_slows_all_timings_of_a_tree_does_not_decide(
     """Some time later it is timed again, and the fastest counts."""
     timed, times = autotune.time_tree, []
 
-    def disturbed(run, plan, timings):
-        timing, tree = timed(run, plan, timings), plan.drafter.tree
+    def disturbed(engine, shared, plan, timings):
+        timing, tree = timed(engine, shared, plan, timings), plan.drafter.tree
         seconds = 0.01 if tree == FORK and tree in times else 0.1
         times.append(tree)
         return dataclasses.replace(timing, seconds=seconds)
@@ -116,16 +117,17 @@ def test_a_call_that_was_timed_is_not_lost_to_what_later_calls_need(
     """A second cache is for their prefill: made where it seems to fit, and done without if not."""
     prepare, prepared = WarmShapes.prepare, []
 
-    def prepared_once(warm, plan, streams=False, rounds=True, on_activity=None) -> float:
+    def prepared_once(warm, plan, streams, on_activity, *, rounds=True) -> float:
         if not rounds:
-            return prepare(warm, plan, streams, rounds, on_activity)
+            return prepare(warm, plan, streams, on_activity, rounds=rounds)
         prepared.append(plan.drafter.tree)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for a second cache")
 
     needed = spec.memory_plan(1, len(PROMPT.encode()), 40)
     beside = needed.needed_bytes + needed.draft_state_bytes + 1
     frees = iter([beside, needed.needed_bytes + room])
-    monkeypatch.setattr(autotune, "free_bytes", lambda: next(frees))
+    for module in (autotune, run_lib):
+        monkeypatch.setattr(module, "free_bytes", lambda: next(frees))
     monkeypatch.setattr(KnownTimings, "find", lambda *_: None)
     monkeypatch.setattr(KnownTimings, "keep", lambda *_: None)
     with monkeypatch.context() as patched:
@@ -326,9 +328,11 @@ def test_timing_takes_no_second_cache_and_leaves_the_first_as_it_was(
     rows = [PROMPT]  # Of the shapes of the other tests.
     needed = spec.memory_plan(1, len(PROMPT.encode()), 40)
     free = needed.needed_bytes + needed.draft_state_bytes
-    monkeypatch.setattr(autotune, "free_bytes", lambda: free)
+    for module in (autotune, run_lib):
+        monkeypatch.setattr(module, "free_bytes", lambda: free)
     assert told_trees(spec, rows)[0] == []
-    monkeypatch.setattr(autotune, "free_bytes", lambda: free + 1)
+    for module in (autotune, run_lib):
+        monkeypatch.setattr(module, "free_bytes", lambda: free + 1)
     told, copied, copy = [], [], jnp.copy
     options = {**OPTIONS, "on_activity": told.append}
     monkeypatch.setattr("jax.numpy.copy", lambda leaf: copied.append(leaf.shape) or copy(leaf))

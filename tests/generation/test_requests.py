@@ -12,8 +12,8 @@ import pytest
 
 from longspec_jax import GenerateResult, LongSpec
 from longspec_jax.config import PLAIN
-from longspec_jax.decoding.outputs import EngineStatus
 from longspec_jax.decoding.programs import RECENT
+from longspec_jax.decoding.slots import EngineStatus
 from longspec_jax.generation.requests import RequestEngine, RequestOutput
 from tests.infer.toys import STOP, toy_spec
 from tests.kit import compilations

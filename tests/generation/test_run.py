@@ -11,7 +11,7 @@ import pytest
 from longspec_jax import PLAIN, LongSpec
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.drafters.longspec.checkpoint import save_draft
-from longspec_jax.generation import call, requests
+from longspec_jax.generation import call, requests, warm
 from longspec_jax.generation import run as run_lib
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
 from longspec_jax.generation.call import Shape, plan_call
@@ -119,7 +119,7 @@ def test_a_batch_of_prompts_that_are_prefilled_alone(monkeypatch: pytest.MonkeyP
     # Of another capacity no program is there yet.
     for size in ({"expected_tokens": 600}, {"expected_tokens": 1000, "row_slots": 2}):
         each = dataclasses.replace(spec, **size)
-        run_lib.rehearse(plan_call(each, read_batch(each, prompts, None, options)), False, True)
+        warm.rehearse(plan_call(each, read_batch(each, prompts, None, options)), False, True)
         with compilations() as found:
             assert each.generate(prompts, **options).sequences == together.sequences
         assert not found, "a rehearsal takes all chunk sizes"

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, StopStringCriteria
 
 from longspec_jax import make_mesh
-from longspec_jax.decoding.outputs import StepOutput
+from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.generation.inputs import read_batch
 from longspec_jax.generation.stops import StopStrings, stop_strings, until
 from longspec_jax.generation.text import RowText, continuation

@@ -29,9 +29,8 @@ from longspec_jax import (
 from longspec_jax.compilation import keep_programs
 from longspec_jax.drafters.vocabulary import save_draft_vocabulary
 from longspec_jax.embedded import DEMO
-from longspec_jax.generation.activity import Compiling, Slower, Tuned
+from longspec_jax.generation.activity import Compiling, Slower, TreeTiming, Tuned
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
-from longspec_jax.generation.timings import TreeTiming
 from longspec_jax.loading import load_tokenizer
 from tests.infer.toys import save_toy, toy_tokenizer
 

@@ -16,10 +16,9 @@ from infer.results import (
 )
 from longspec_jax import GenerateResult, MemoryPlan, Stats, StreamRound, TreeConfig, TreeUse
 from longspec_jax.cli import counted
-from longspec_jax.generation.activity import Tuned
+from longspec_jax.generation.activity import TreeTiming, Tuned
 from longspec_jax.generation.comparison import Comparison, Divergence
 from longspec_jax.generation.text import Piece
-from longspec_jax.generation.timings import TreeTiming
 from tests.kit import tiny_target_config
 
 

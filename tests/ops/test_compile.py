@@ -1,9 +1,8 @@
 """Every shipped tile still lowers for CUDA, checked without a GPU."""
 
-import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +14,11 @@ from longspec_jax.ops.attention import fresh_pallas, kernels, path_kernels, tile
 from longspec_jax.ops.attention.operands import Fresh, Prefix
 from longspec_jax.ops.attention.tiles import MosaicTile, PrefixTile, TreeTile
 from longspec_jax.ops.hardware import mosaic_is_supported
-from longspec_jax.ops.matmul import few_rows_mosaic, int8_pallas, ordered_mosaic
+from longspec_jax.ops.matmul import int8_pallas, ordered_mosaic
 from longspec_jax.ops.selection import continuations, continuations_pallas
+from tests.kit import lowered
 from tests.ops.attention.oracle import HEADS, TOKENS
 from tests.ops.matmul.published import PUBLISHED, Weights
-
-
-def on_hopper() -> contextlib.AbstractContextManager:
-    """Pretend that the default device is a Hopper GPU, where this version of jax asks for one."""
-    if jax.__version_info__ < (0, 11):
-        return contextlib.nullcontext()
-    from jax.sharding import AbstractDevice, AbstractMesh
-
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
-
-
-def lowered(call: Callable[..., Any], *operands: Any) -> str:
-    """What XLA would be given for a Hopper GPU."""
-    with on_hopper():
-        return jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def shipped() -> list:
@@ -233,32 +217,6 @@ def test_path_attention_lowers_for_cuda(batch, nodes, heads, kv_heads, width) ->
     assert text.count("custom_call @mosaic_gpu") == 2
 
 
-@pytest.mark.skipif(not mosaic_is_supported(), reason="the kernel needs jax 0.11 or newer")
-@pytest.mark.parametrize("rows", [8, 24, 64])
-@pytest.mark.parametrize(
-    ("contracted", "columns", "gated", "split", "bias"),
-    [
-        (4096, 12288, False, False, False),
-        (3584, 4608, False, False, True),
-        (4096, 4096, False, True, False),
-        (5120, 5120, False, True, False),
-        (11008, 4096, False, True, False),
-        (4096, 11008, True, False, False),
-    ],
-)
-def test_matmuls_of_few_rows_lower_for_cuda(rows, contracted, columns, gated, split, bias) -> None:
-    operand = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype("bfloat16"))
-    x = operand((rows, contracted))
-    weights = operand((contracted, 2, columns) if gated else (contracted, columns))
-    tile = few_rows_mosaic.matmul_tile(rows, contracted, columns, gated=gated, split=split)
-
-    def call(x, weights, bias):
-        return few_rows_mosaic.matmul(x, weights, bias, tile=tile)
-
-    text = lowered(call, x, weights, operand((columns,)) if bias else None)
-    assert text.count("custom_call @mosaic_gpu") == 1
-
-
 @pytest.mark.parametrize(
     ("contracted", "outputs", "gated", "split", "bias"),
     [
@@ -279,3 +237,37 @@ def test_int8_matmuls_lower_for_cuda(contracted, outputs, gated, split, bias) ->
     tile = int8_pallas.int8_tile(16, contracted, outputs, gated=gated, split=split)
     call = functools.partial(int8_pallas.int8_matmul, tile=tile, gated=gated, dtype=x.dtype)
     assert lowered(call, x, weights, scale, scale if bias else None).count("custom_call @") == 1
+
+
+WITHOUT_PALLAS_TRITON = """
+import sys
+
+sys.modules["jax.experimental.pallas.triton"] = None
+import jax, jax.numpy as jnp
+from longspec_jax.decoding.same_bits import choose_kernels
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.ops import hardware
+from tests.kit import lowered, random_target, tiny_target_config
+
+hardware.compute_capability = lambda: (9, 0)
+sizes = dict(head_width=128, model_width=512, mlp_width=4096, num_layers=1, vocab_size=104)
+target = CachedTarget(tiny_target_config(dtype="bfloat16", **sizes))
+assert not choose_kernels(target, None).same_bits
+tokens = jnp.zeros((1, 64), jnp.int32)
+for same_bits in (False, True):
+    target = CachedTarget(target.config, same_bits=same_bits)
+    call = lambda *operands: target.verify(*operands, levels=5).logits
+    mask, length = jnp.ones((1, 64, 64), bool), jnp.full((1,), 2000)
+    params, cache = random_target(target.config), target.allocate(1, 4096)
+    operands = params, cache, tokens, tokens, mask, length
+    text = lowered(call, *operands)
+    print(text.count("custom_call @mosaic_gpu"), text.count("triton"))
+"""
+
+
+@pytest.mark.skipif(not mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
+def test_a_hopper_step_lowers_where_pallas_triton_is_gone() -> None:
+    command = [sys.executable, "-c", WITHOUT_PALLAS_TRITON]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    # Both matmuls of the MLP; all five matmuls and both parts of attention.
+    assert printed == ["2", "0", "7", "0"], printed

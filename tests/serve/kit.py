@@ -16,7 +16,7 @@ from infer.serve.engine_thread import EngineThread
 from infer.serve.http_server import HttpServer
 from infer.serve.metrics import Metrics
 from infer.serve.protocol import ServedModel
-from longspec_jax.decoding.outputs import EngineStatus
+from longspec_jax.decoding.slots import EngineStatus
 from longspec_jax.generation.result import TreeUse
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

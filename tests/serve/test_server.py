@@ -13,7 +13,7 @@ from openai import APIError, AuthenticationError, BadRequestError, OpenAI
 from infer.serve.http_server import log_to_stderr
 from infer.serve.openapi import GETS, POSTS
 from infer.serve.protocol import ServedModel
-from longspec_jax.decoding import faults
+from longspec_jax.decoding import launches
 from tests.serve.kit import Client, ScriptedEngine, events, scripted_model, serving
 
 TALK = [{"role": "user", "content": "ab"}]
@@ -453,7 +453,7 @@ def test_faults_of_the_engine_are_in_the_log(capfd: pytest.CaptureFixture[str]) 
     before = [(each.handlers, each.propagate, each.level) for each in loggers]
     try:
         log_to_stderr()
-        logging.getLogger(faults.__name__).error("a step failed")
+        logging.getLogger(launches.__name__).error("a step failed")
     finally:
         for each, (handlers, propagate, level) in zip(loggers, before, strict=True):
             each.handlers, each.propagate = handlers, propagate

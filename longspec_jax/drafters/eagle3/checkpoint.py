@@ -3,24 +3,24 @@
 Every stored tensor is read, or dropped for a reason that is listed, or refused.
 """
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from longspec_jax.config import TargetConfig
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.dialects import Dialect, dialect_of, draft_config, hf_draft_config
 from longspec_jax.drafters.eagle3.model import Eagle3Params
-from longspec_jax.drafters.vocabulary import check_vocabulary
-from longspec_jax.models.target import head_of
-from longspec_jax.weights.checkpoint import Tensor, Tensors, open_tensors
+from longspec_jax.drafters.vocabulary import (
+    DROPPED,
+    vocabulary_of,
+    vocabulary_tensors,
+    without_prefix,
+)
+from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import read_json
 from longspec_jax.weights.params import load_params, write_model
@@ -55,14 +55,7 @@ _FUSE_NORM = (Rule("fuse_norm/scale", "C", (("input_norm.weight", "C"),)),)
 _FINAL_NORM = (Rule("final_norm/scale", "D", (("norm.weight", "D"),)),)
 _EMBEDDING = (Rule("embedding", "V D", (("embed_tokens.weight", "V D"),)),)
 _HEAD = (Rule("head", "v D", (("lm_head.weight", "v D"),)),)
-_OFFSETS, _MEMBERS = "d2t", "t2d"
-"""What to add to each of the draft's ids, and which of the target's tokens it knows."""
-_DROPPED = ROTARY | {
-    r"verifier_(norm|lm_head)\.weight": "the target has its own",
-    _MEMBERS: "it follows from d2t, with which it is compared",
-}
-_PREFIX = "model."
-"""Stands before all names in some files."""
+_DROPPED = ROTARY | DROPPED
 
 
 @dataclass(frozen=True)
@@ -133,12 +126,12 @@ def load_draft(
     folder = local_folder(source, revision)
     raw = read_json(folder / "config.json")
     with ExitStack() as stack:
-        tensors = _without_prefix(open_tensors(folder, stack))
+        tensors = without_prefix(open_tensors(folder, stack))
         dialect = dialect_of(raw, tensors)
         config = draft_config(raw, dialect, tensors, target, layers=layers, theta=theta)
         try:
             config.check_fits(target)
-            vocabulary = _vocabulary(tensors, config)
+            vocabulary = vocabulary_of(tensors, config)
         except ValueError as error:
             raise ValueError(f"{raw.origin}: {error}") from error
         stored = Format(dialect, "embed_tokens.weight" in tensors, "lm_head.weight" in tensors)
@@ -146,50 +139,7 @@ def load_draft(
         check_tensors(table, tensors, str(source))
         layer = load_params(table, tensors, config.dtype, mesh)
     tied = raw.flag("tie_word_embeddings", False)
-    return stored, config, _bound(layer, config, target_params, vocabulary, tied)
-
-
-def _bound(
-    layer: dict[str, Any], config: Eagle3Config, target: Any, vocabulary: Any, tied: bool
-) -> Eagle3Params:
-    """The parameters, with tables of the target where the draft stores none, or equal ones.
-
-    Trainers freeze the embedding, so that a stored one usually equals the target's, which is then
-    not kept twice.
-    """
-    shared: jax.Array = target["embedding"]
-    embedding: jax.Array = layer.pop("embedding", shared)
-    own_embedding = not _is(embedding, shared)
-    if not own_embedding and config.model_width != config.target_width:
-        raise ValueError(
-            f"the draft has no embed_tokens.weight, and its hidden_size={config.model_width} is "
-            f"not the target's {config.target_width}, whose embedding it would share; the file is "
-            "incomplete: download it again"
-        )
-    embedding = embedding if own_embedding else shared
-    own_head = "head" in layer or (tied and own_embedding)
-    head: jax.Array = layer.pop("head", embedding if tied else head_of(target))
-    if head.shape != (config.proposable, config.model_width):
-        raise ValueError(
-            f"the draft has no lm_head.weight [{config.proposable}, {config.model_width}], and "
-            f"the LM head that it would share is {list(head.shape)}; the file is incomplete: "
-            "download it again"
-        )
-    tokens = None if vocabulary is None else jnp.asarray(vocabulary)
-    return Eagle3Params(layer, embedding, head, tokens, own_embedding, own_head)
-
-
-def _is(stored: jax.Array, shared: jax.Array) -> bool:
-    """Whether a table equals the target's."""
-    if stored is shared:
-        return True
-    same = stored.shape == shared.shape and stored.dtype == shared.dtype
-    return same and bool(_equal(stored, shared))
-
-
-@jax.jit
-def _equal(a: jax.Array, b: jax.Array) -> jax.Array:
-    return (a == b).all()
+    return stored, config, Eagle3Params.bound(layer, config, target_params, vocabulary, tied)
 
 
 def save_draft(
@@ -211,59 +161,9 @@ def save_draft(
     tables: dict[str, Any] = {"embedding": params.embedding} if stored.embedding else {}
     if stored.head:
         tables["head"] = params.head
-    more: dict[str, np.ndarray] = {}
-    if params.vocabulary is not None:
-        tokens = np.asarray(params.vocabulary, np.int64)
-        more[_OFFSETS] = tokens - np.arange(len(tokens))
-        more[_MEMBERS] = np.isin(np.arange(config.vocab_size), tokens)
+    more = vocabulary_tensors(params.vocabulary, config.vocab_size)
     raw = hf_draft_config(config, stored.dialect)
     everything = {**params.layer, **tables}
     write_model(
         Path(folder).expanduser(), stored.table(config), everything, config.dtype, raw, more
     )
-
-
-def _vocabulary(tensors: Tensors, config: Eagle3Config) -> np.ndarray | None:
-    """The target's tokens that the draft knows, taken out of its tensors; None for all of them.
-
-    ``d2t`` holds offsets: the target's id is the draft's plus the offset at it.
-    """
-    offsets, members = tensors.pop(_OFFSETS, None), tensors.get(_MEMBERS)
-    if offsets is None:
-        if config.proposable != config.vocab_size:
-            raise ValueError(
-                f"the draft knows {config.proposable} of {config.vocab_size} tokens, and d2t, "
-                "which says which, is not among its tensors; download it again"
-            )
-        return None
-    if offsets.shape != (config.proposable,):
-        raise ValueError(
-            f"d2t {offsets.shape} must have draft_vocab_size={config.proposable} numbers; use the "
-            "config.json that was saved with the weights"
-        )
-    tokens = check_vocabulary(np.arange(config.proposable) + _whole(offsets), config.vocab_size)
-    if members is not None:
-        listed = np.flatnonzero(_whole(members))
-        if members.shape != (config.vocab_size,) or not np.array_equal(np.sort(tokens), listed):
-            raise ValueError(
-                f"d2t names {len(tokens)} tokens and t2d {members.shape} marks {len(listed)}, and "
-                f"they must be the same ones of the target's {config.vocab_size}; the file is "
-                "damaged: download it again"
-            )
-    same = len(tokens) == config.vocab_size and bool((tokens == np.arange(len(tokens))).all())
-    return None if same else tokens
-
-
-def _whole(tensor: Tensor) -> np.ndarray:
-    """A small tensor of whole numbers."""
-    if len(tensor.shape) != 1:
-        raise ValueError(f"d2t and t2d must be lists, got {tensor.shape}; download the draft again")
-    return tensor.read((slice(None),))
-
-
-def _without_prefix(tensors: Tensors) -> Tensors:
-    """The tensors under their usual names, where all carry a prefix."""
-    named: Mapping[str, Tensor] = tensors
-    if not all(name.startswith(_PREFIX) for name in named if name not in (_OFFSETS, _MEMBERS)):
-        return dict(named)
-    return {name.removeprefix(_PREFIX): tensor for name, tensor in named.items()}

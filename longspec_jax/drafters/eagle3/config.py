@@ -10,6 +10,7 @@ import numpy as np
 from longspec_jax.axes import Array
 from longspec_jax.checks import finite_number, whole_number
 from longspec_jax.config import LARGEST_FACTOR, RopeScaling, TargetConfig, check_layer
+from longspec_jax.drafters.tables import check_fits
 from longspec_jax.models.layers import rotary_frequencies
 
 
@@ -106,22 +107,7 @@ class Eagle3Config:
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise ValueError unless this draft can read the target's features and tokens."""
-        sizes = {"hidden_size": "target_width", "vocab_size": "vocab_size"}
-        theirs = {"hidden_size": target.model_width, "vocab_size": target.vocab_size}
-        for name, field in sizes.items():
-            if getattr(self, field) != theirs[name]:
-                raise ValueError(
-                    f"the draft was made for a target of {name}={getattr(self, field)}, the target "
-                    f"has {name}={theirs[name]}; load the draft that belongs to this target"
-                )
-        outside = [layer for layer in self.features if not -1 <= layer < target.num_layers]
-        if outside or not self.features:
-            raise ValueError(
-                f"the draft takes the target's hidden states after the layers {self.features}, "
-                f"counted from 0 with -1 for the embedding; the target has {target.num_layers} "
-                "layers: load the draft that belongs to this target, or name its layers with "
-                "layers=1,15,28"
-            )
+        check_fits(self, target)
 
     @property
     def attention_scale(self) -> float | None:

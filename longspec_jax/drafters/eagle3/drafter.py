@@ -6,21 +6,20 @@ last token, whose entry is completed by the pending token: the root of the tree.
 node takes its parent's output for the feature. None of this is kept: the accepted path enters the
 cache with the features that its verification computed.
 
-Without a window the cache grows with the context. With one it is a ring of the last entries, and
-the first few entries (sinks) beside it, whose keys are turned each round to stand right before the
-ring: no distance is ever longer than ring and sinks, so that a draft that was trained on short
-texts goes on at any length, in constant memory.
+Without a window the cache grows with the context. With one it is a ring of the last entries and the
+first few beside it (:mod:`longspec_jax.drafters.window`), in constant memory. Of a whole cache it
+may read what the target attends to (:mod:`longspec_jax.drafters.retrieval.working_cache`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
-from longspec_jax.axes import Array, CacheSlots, Leaf, Lengths, TreeRows
+from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config import TreeConfig
 from longspec_jax.drafters.base import (
     Committed,
@@ -32,28 +31,24 @@ from longspec_jax.drafters.base import (
 )
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.model import Eagle3Params
+from longspec_jax.drafters.retrieval.working_cache import CachedSelection, WorkingCache
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
+from longspec_jax.drafters.window import Entries, Seen
 from longspec_jax.ops.attention.dispatch import speculative_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
-from longspec_jax.ops.layer import rotate
 from longspec_jax.ops.slicing import along, last_along
-
-SLOTS = 8
-"""The cache has a multiple of this many slots, as kernels need it."""
 
 
 @struct.dataclass
 class Eagle3State:
-    """Entries of committed tokens; which are present follows from the committed length alone."""
+    """What a row keeps of its committed tokens."""
 
-    keys: Leaf[CacheSlots]
-    """Rotary applied at the entry's own position."""
-    values: Leaf[CacheSlots]
-    sink_keys: Leaf[TreeRows]
-    """Of the first entries, which are not in the ring; rotary applied at their own positions."""
-    sink_values: Leaf[TreeRows]
+    entries: Entries
+    """One for each token but the last."""
     feature: Leaf[Float[Array, "B D"]]
     """Fused, of the last committed token."""
+    choice: CachedSelection | None = None
+    """Which entries are read, if chosen ones are."""
 
 
 @dataclass(frozen=True)
@@ -69,32 +64,38 @@ class Eagle3Drafter(Drafter):
     """Entries of committed tokens that it sees beside the sinks, the last ones; all if absent."""
     sinks: int = 0
     """First entries that it sees as well, where there is a window."""
+    working: WorkingCache | None = None
+    """What it reads of all entries, where there is no window; all of them if absent."""
     name: str = field(default="eagle3", init=False)
 
     def __post_init__(self) -> None:
-        if self.window is None and self.sinks:
-            raise ValueError(f"sinks={self.sinks} need a window; without one all entries are seen")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window} must be at least 1 entry")
+        self.seen.checked()
+        if self.working and self.window is not None:
+            raise ValueError(f"a working cache and window={self.window} exclude each other")
+
+    @property
+    def seen(self) -> Seen:
+        """Which entries it sees."""
+        return Seen(self.window, self.sinks)
 
     @property
     def needs(self) -> Needs:
-        """The hidden states that it fuses; of the last tokens alone where it has no sinks."""
-        recent = None
-        if self.window is not None and not self.sinks:
-            recent = self.window + 1  # The oldest entry has the feature of the token before it.
-        return Needs(hidden=tuple(sorted({*self.config.features})), recent=recent)
+        """The hidden states that it fuses, of the tokens that its entries are made of."""
+        hidden = tuple(sorted({*self.config.features}))
+        if self.window is None:
+            return Needs(hidden, queries=self.working.queries if self.working else ())
+        # An entry has the feature of a token and the token behind it: so has the oldest, and so
+        # has the last of the sinks.
+        return Needs(hidden, recent=self.window + 1, first=self.sinks and self.sinks + 1)
 
     def begin(self, params: Params, batch: int, capacity: int) -> Eagle3State:
-        """No entry yet: a ring whatever the capacity, or a cache of it."""
+        """No entry yet."""
         c, dtype = self.config, jnp.dtype(self.config.dtype)
-        slots = -(-(self.window or capacity) // SLOTS) * SLOTS
-        entries = (batch, c.num_kv_heads, slots, c.head_width)
-        first = (batch, self.sinks, c.num_kv_heads, c.head_width)
-        keys, values = (jnp.zeros(entries, dtype) for _ in range(2))
-        first_keys, first_values = (jnp.zeros(first, dtype) for _ in range(2))
+        if self.working:
+            capacity += -capacity % self.working.budget.block
+        entries = self.seen.begin(batch, capacity, c.num_kv_heads, c.head_width, dtype)
         feature = jnp.zeros((batch, c.model_width), dtype)
-        return Eagle3State(keys, values, first_keys, first_values, feature)
+        return Eagle3State(entries, feature, self.working and self.working.begin(batch))
 
     def extend(self, params: Params, state: Eagle3State, committed: Committed) -> Eagle3State:
         """Complete the entries before the tokens, and keep the feature of the last one."""
@@ -102,26 +103,17 @@ class Eagle3Drafter(Drafter):
         draft: Eagle3Params = params.draft
         fused = draft.fused(self.config, [features.hidden[layer] for layer in self.config.features])
         before = jnp.concatenate([state.feature[:, None], fused[:, :-1]], axis=1)
-        offsets = jnp.arange(tokens.shape[1])
-        entries = start[:, None] - 1 + offsets
-        fresh = draft.keys_values(self.config, tokens, before, entries)
         # The first token of a text follows none: it has no entry.
-        known = (offsets < count[:, None]) & (entries >= 0)
-        ring, slots = known & (entries >= self.sinks), entries - self.sinks
-        if self.window is not None:
-            ring &= offsets >= (count - self.window)[:, None]
-            slots %= self.window
-        # What is not kept goes to a slot that does not exist, and is dropped.
-        at = jnp.where(ring, slots, state.keys.shape[2])
-        write = jax.vmap(lambda row, at, new: row.at[:, at].set(new.swapaxes(0, 1), mode="drop"))
-        cache = write(state.keys, at, fresh[0]), write(state.values, at, fresh[1])
-        sinks = state.sink_keys, state.sink_values
-        if self.sinks:
-            at = jnp.where(known & (entries < self.sinks), entries, self.sinks)
-            write = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
-            sinks = write(sinks[0], at, fresh[0]), write(sinks[1], at, fresh[1])
+        at = start[:, None] - 1 + jnp.arange(tokens.shape[1])
+        fresh = draft.keys_values(self.config, tokens, before, at)
+        entries = self.seen.written(state.entries, fresh, at, count)
         last = jnp.where((count > 0)[:, None], last_along(fused, count), state.feature)
-        return Eagle3State(*cache, *sinks, last)
+        choice = self.working and self.working.extend(state.choice, committed)
+        return Eagle3State(entries, last, choice)
+
+    def before_round(self, params: Params, state: Eagle3State, view: View) -> Eagle3State:
+        """Choose which entries are read, in the rows that need it."""
+        return replace(state, choice=self.working and self.working.before_round(state.choice, view))
 
     def propose(self, params: Params, state: Eagle3State, view: View, noise: SamplingNoise) -> Tree:
         """Grow the tree level by level; the last level's nodes are never run themselves."""
@@ -130,9 +122,9 @@ class Eagle3Drafter(Drafter):
         if draft.vocabulary is not None:
             noise = noise.among(draft.vocabulary)
         entries = jnp.maximum(view.position - 1, 0)
-        prefix = self._past(state, jnp.where(view.done, 0, entries))
+        prefix = self.past(state, jnp.where(view.done, 0, entries))
         # Sinks and tree share a buffer: a level's K/V are written as it is run.
-        sinks, seen = self._sinks(state, entries)
+        sinks, seen = self.seen.first(state.entries, entries, c.angles)
         slack = ((0, 0), (0, kept), (0, 0), (0, 0))
         rows = jnp.pad(sinks[0], slack), jnp.pad(sinks[1], slack)
         outputs = jnp.zeros((len(entries), kept, c.model_width), jnp.dtype(c.dtype))
@@ -168,20 +160,10 @@ class Eagle3Drafter(Drafter):
             *(view.pending, self.tree, score, (*rows, outputs), draft.vocabulary, self.attention)
         )
 
-    def _past(self, state: Eagle3State, entries: Lengths) -> Prefix:
-        """What is read of the cache. The order of a ring does not matter to attention."""
-        length = entries
-        if self.window is not None:
-            length = jnp.clip(entries - self.sinks, 0, self.window)
-        return Prefix(state.keys, state.values, length)
-
-    def _sinks(
-        self, state: Eagle3State, entries: Lengths
-    ) -> tuple[tuple[Array, Array], Bool[Array, "B s"]]:
-        """Keys and values of the sinks, turned to right before the ring, and which there are."""
-        seen = jnp.arange(self.sinks) < entries[:, None]
-        if not self.sinks:
-            return (state.sink_keys, state.sink_values), seen
-        left_out = jnp.maximum(entries - self.sinks - (self.window or 0), 0)
-        shift = self.config.angles(jnp.broadcast_to(left_out[:, None], seen.shape))
-        return (rotate(state.sink_keys, shift), state.sink_values), seen
+    def past(self, state: Eagle3State, entries: Lengths) -> Prefix:
+        """What is read of the cache. A chosen token stands for the entry of its feature."""
+        if self.working is None:
+            return self.seen.past(state.entries, entries)
+        keys, values = state.entries.keys, state.entries.values
+        table = self.working.table(state.choice, entries, keys.shape[2])
+        return self.working.read(keys, values, table)

@@ -1,10 +1,9 @@
 """An EAGLE-3 draft: its options, the draft bound to its target, and how it is loaded."""
 
-import re
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
@@ -14,72 +13,52 @@ from longspec_jax.drafters.eagle3.checkpoint import Format, load_draft
 from longspec_jax.drafters.eagle3.config import Eagle3Config
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
 from longspec_jax.drafters.eagle3.model import Eagle3Params
+from longspec_jax.drafters.retrieval.working_cache import WorkingCache, WorkingCacheOptions
+from longspec_jax.drafters.tables import SINKS, FeatureOptions
+from longspec_jax.drafters.window import Seen
 from longspec_jax.sharding import placed
-
-SINKS = 4
-"""First entries that a draft sees beside its window, unless it was trained with a window."""
-MOST_SINKS = 64
-"""They are read at every level, in the buffer of the tree."""
 
 
 @dataclass(frozen=True)
-class Eagle3Options:
+class Eagle3Options(FeatureOptions):
     """Options of an EAGLE-3 draft; none changes a token."""
 
-    window: int | None = None
-    """How many of the last tokens it sees: its memory is constant. All of them if the target's
-    range is not longer.
-
-    If absent, what it was trained for, where the target's range is longer."""
-    sinks: int | None = None
-    """How many of the first tokens it sees beside the window; 4 if absent, none where it was
-    trained with a window of its own."""
     yarn: float | None = None
     """Stretch its positions by this factor with YaRN, though it was not trained so."""
-    layers: str | None = None
-    """Layers of the target after which it takes the hidden states, such as ``1,15,28``, -1 for the
-    embedding; as its file says if absent."""
     rope_theta: float | None = None
     """Its rotary base; as its file says if absent."""
-    int8: bool | None = None
-    """Read its weights and its LM head in 8 bits: half the bytes.
-
-    If absent, on a GPU with a large target in 16 bits, where it pays."""
+    working: int | None = None
+    """Tokens that it reads of all of a text, sinks and recent ones included, in place of a window:
+    those that the target attends to. A multiple of 32."""
+    refresh: int | None = None
+    """Rounds from one choice of them to the next; 4 if absent. 0 reads sinks and recent ones."""
 
     def __post_init__(self) -> None:
-        if self.window == 0:
-            raise ValueError("window=0 must be at least 1 token")
-        if self.sinks is not None and self.sinks > MOST_SINKS:
-            raise ValueError(f"sinks={self.sinks} must be at most {MOST_SINKS} tokens")
+        super().__post_init__()
+        if self.working is not None and self.window is not None:
+            raise ValueError(
+                f"working={self.working} and window={self.window} exclude each other: either a "
+                "part of all tokens is read, or the last ones alone are kept; leave one out"
+            )
+        if self.working is not None or self.refresh is not None:
+            _ = self.cache_options  # Raises for what they cannot be.
         if self.yarn is not None and not 1 < self.yarn <= LARGEST_FACTOR:
             raise ValueError(f"yarn={self.yarn:g} must be a factor above 1")
         if self.rope_theta is not None and self.rope_theta < 1:
             raise ValueError(f"rope_theta={self.rope_theta:g} must be at least 1")
-        if self.layers is not None and not re.fullmatch(
-            r"-?[0-9]{1,4}(,-?[0-9]{1,4})+", self.layers
-        ):
-            raise ValueError(
-                f"layers={self.layers!r} must be numbers of layers with commas between, such as "
-                "1,15,28"
-            )
 
     @property
-    def features(self) -> tuple[int, ...] | None:
-        """The layers as numbers; None for those that the file names."""
-        return None if self.layers is None else tuple(map(int, self.layers.split(",")))
-
-
-class Seen(NamedTuple):
-    """Which of the committed tokens a draft sees."""
-
-    window: int | None
-    """The last ones; all if None."""
-    sinks: int
-    """The first ones beside them."""
+    def cache_options(self) -> WorkingCacheOptions:
+        """Those about a working cache."""
+        if self.working is None:
+            return WorkingCacheOptions(refresh=self.refresh)
+        return WorkingCacheOptions(working=self.working, sinks=self.sinks, refresh=self.refresh)
 
 
 def seen(config: Eagle3Config, target: TargetConfig, options: Eagle3Options) -> Seen:
     """Which tokens a draft sees, by its options and else by the range that it was trained for."""
+    if options.working is not None:
+        return Seen(None, 0)
     trained, sinks = config.window, options.sinks
     if sinks is None:
         sinks = 0 if trained is not None and options.window is None else SINKS
@@ -103,6 +82,8 @@ class Eagle3Draft(Draft):
     seen: Seen = Seen(None, 0)
     stored: Format | None = None
     """How it was stored, for :func:`longspec_jax.drafters.eagle3.checkpoint.save_draft`."""
+    working: WorkingCache | None = None
+    """What it reads of all entries; all of them if absent."""
     name: str = field(default="eagle3", init=False)
 
     @property
@@ -127,7 +108,7 @@ class Eagle3Draft(Draft):
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> Eagle3Drafter:
         """The drafter that grows this tree."""
-        return Eagle3Drafter(self.config, tree, attention, *self.seen)
+        return Eagle3Drafter(self.config, tree, attention, *self.seen, self.working)
 
 
 def load(
@@ -138,14 +119,7 @@ def load(
     mesh: Mesh | None = None,
     revision: str | None = None,
 ) -> Eagle3Draft:
-    """Load an EAGLE-3 draft as its trainer stored it.
-
-    Args:
-      source: a folder or hub id.
-      target: what it was trained for.
-      options: its options.
-      mesh: devices to spread it over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
+    """Load an EAGLE-3 draft as its trainer stored it, from a folder or a hub id.
 
     Raises:
       FileNotFoundError: if the draft or one of its files is missing.
@@ -161,6 +135,34 @@ def load(
         mesh=mesh,
         revision=revision,
     )
+    return bound(Eagle3Draft, source, target, options, mesh, stored, config, params)
+
+
+D = TypeVar("D", bound=Eagle3Draft)
+
+
+def bound(
+    kind: type[D],
+    source: str | Path,
+    target: Target,
+    options: Eagle3Options,
+    mesh: Mesh | None,
+    stored: Any,
+    config: Eagle3Config,
+    params: Eagle3Params,
+) -> D:
+    """A draft with its options applied; says which tokens it sees where nobody named them.
+
+    Args:
+      kind: class of the draft.
+      source: its folder or hub id, for the message.
+      target: what it drafts for.
+      options: its options.
+      mesh: devices that it is spread over.
+      stored: how it was stored.
+      config: its configuration.
+      params: its parameters, not in 8 bits.
+    """
     if options.yarn is not None:
         config = config.stretched(options.yarn)
     if pays_in_int8(target) if options.int8 is None else options.int8:
@@ -173,6 +175,7 @@ def load(
             f"{source}: the draft was made for {config.max_positions} positions and the target for "
             f"{target.config.max_positions}, so it sees the first {reach.sinks} and the last "
             f"{reach.window} tokens of a text; the draft option window=N changes that",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return Eagle3Draft(config, params, reach, stored)
+    working = options.cache_options.working_cache(target.config)
+    return kind(config, params, reach, stored, working)

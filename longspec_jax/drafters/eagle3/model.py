@@ -9,28 +9,19 @@ Keys and values of a committed token depend on (feature, token, position) alone,
 one layer. So a prompt costs one matmul a token, and a window of the last entries is exact.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Float, Int
 
-from longspec_jax.axes import Array, Leaf
+from longspec_jax.axes import Array
 from longspec_jax.drafters.eagle3.config import Eagle3Config
-from longspec_jax.models.layers import (
-    GroupedQKV,
-    Int8Projection,
-    Projection,
-    RMSNorm,
-    SwiGLU,
-    rounded,
-)
-from longspec_jax.models.target import HEADS, head_logits
+from longspec_jax.drafters.tables import TableParams
+from longspec_jax.models.layers import GroupedQKV, Int8Projection, Projection, RMSNorm, SwiGLU
+from longspec_jax.models.target import HEADS
 from longspec_jax.ops.layer import add, split_heads
-from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
 from longspec_jax.ops.partitioned import with_sharding
 
 
@@ -142,59 +133,19 @@ class Eagle3Layer(nn.Module):
 
 
 @struct.dataclass
-class Eagle3Params:
+class Eagle3Params(TableParams):
     """The draft's layer and its tables, of which some may be the target's."""
-
-    layer: Any
-    """Parameters of :class:`Eagle3Layer`."""
-    embedding: Leaf[Float[Array, "V D"]]
-    """The embedding table."""
-    head: Leaf[Float[Array, "v D"]] | Int8Rows
-    """The LM head."""
-    vocabulary: Leaf[Int[Array, " v"]] | None = None
-    """The target's tokens that the rows of ``head`` stand for; token ``i`` is the i-th if
-    absent."""
-    own_embedding: bool = struct.field(pytree_node=False, default=True)
-    """Whether the embedding is no table of the target's."""
-    own_head: bool = struct.field(pytree_node=False, default=True)
-    """Whether the LM head is no table of the target's."""
-
-    @property
-    def int8(self) -> bool:
-        """Whether this is the result of :meth:`in_int8`."""
-        return isinstance(self.head, Int8Rows)
-
-    def in_int8(self) -> "Eagle3Params":
-        """Copies of the matmuls' weights and of the LM head in 8 bits: half the bytes.
-
-        Raises:
-          ValueError: if the draft is in 8 bits already.
-        """
-        if isinstance(self.head, Int8Rows):
-            raise ValueError("the draft is in 8 bits already; call in_int8 once")
-        return dataclasses.replace(
-            self, layer=rounded(self.layer), head=Int8Rows.of(self.head), own_head=True
-        )
-
-    @property
-    def own_params(self) -> Any:
-        """Those not shared with the target."""
-        tables = (
-            self.embedding if self.own_embedding else None,
-            self.head if self.own_head else None,
-        )
-        return self.layer, *tables, self.vocabulary
 
     def fused(self, config: Eagle3Config, hidden: Sequence[Array]) -> Array:
         """As of :meth:`Eagle3Layer.fused`."""
-        return self._apply(config, hidden, method=Eagle3Layer.fused)
+        return self._apply(config, hidden, method="fused")
 
     def keys_values(
         self, config: Eagle3Config, tokens: Array, feature: Array, positions: Array
     ) -> tuple[Array, Array]:
         """Keys and values of tokens ``[B, T]``; arguments as of :class:`Eagle3Layer`."""
-        embedded = self._embedded(tokens)
-        return self._apply(config, embedded, feature, positions, method=Eagle3Layer.keys_values)
+        embedded = self.embedded(tokens)
+        return self._apply(config, embedded, feature, positions, method="keys_values")
 
     def level(
         self,
@@ -205,16 +156,7 @@ class Eagle3Params:
         attend: Callable[[Array, Array, Array], Array],
     ) -> LevelOutput:
         """The layer over tokens ``[B, T]``; arguments as of :class:`Eagle3Layer`."""
-        return self._apply(config, self._embedded(tokens), feature, positions, attend)
-
-    def logits(self, hidden: Array) -> Array:
-        """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
-        if isinstance(self.head, Int8Rows):
-            return int8_matmul(hidden, self.head)
-        return head_logits(self.head, hidden)
-
-    def _embedded(self, tokens: Array) -> Array:
-        return jnp.take(self.embedding, tokens, axis=0)
+        return self._apply(config, self.embedded(tokens), feature, positions, attend)
 
     def _apply(self, config: Eagle3Config, *args: Any, **options: Any) -> Any:
         layer: Any = Eagle3Layer(config, self.int8)

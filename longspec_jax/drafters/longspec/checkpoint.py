@@ -19,6 +19,7 @@ from longspec_jax.weights.hf_config import (
     check_refused,
     head_width,
     norm_eps,
+    raw_layer,
     raw_rope,
     rope_scaling,
     rope_theta,
@@ -77,7 +78,6 @@ def load_draft(
 
     Args:
       source: a folder with ``config.json`` and weights, or a hub id.
-      target: the configuration of its target.
       dtype: to which the weights are cast; the target's dtype if absent, because the draft computes
         on the target's embeddings and keys.
       mesh: devices to shard over by the project's rules; the first device if absent.
@@ -109,8 +109,6 @@ def save_draft(
 
     Args:
       folder: made if absent; weights in it are replaced, other files stay.
-      config: the draft's configuration.
-      params: its parameters, of any sharding.
       target: its target; recorded, so that loading it with another vocabulary is refused.
     """
     raw = hf_draft_config(config, target)
@@ -165,7 +163,6 @@ def hf_draft_config(config: DraftConfig, target: TargetConfig | None = None) -> 
     """A ``config.json`` for an exported draft, readable as a Llama or Qwen2 configuration.
 
     Args:
-      config: the draft.
       target: its target, if known: records the vocabulary, so that a wrong pairing is noticed.
     """
     family = FAMILIES.get(target.architecture) if target else None
@@ -174,14 +171,8 @@ def hf_draft_config(config: DraftConfig, target: TargetConfig | None = None) -> 
         "model_type": family.model_type if family else "llama",
         **({"vocab_size": target.vocab_size} if target else {}),
         **({"max_position_embeddings": target.max_positions} if target else {}),
-        "hidden_size": config.model_width,
-        "intermediate_size": config.mlp_width,
         "num_hidden_layers": 1,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_width,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
+        **raw_layer(config),
         "torch_dtype": config.dtype,
         "longspec_window": config.window,
         **raw_rope(config.rope_theta, config.rope_scaling),

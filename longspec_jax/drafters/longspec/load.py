@@ -60,7 +60,6 @@ class LongSpecDraft(Draft):
         """A draft for a loaded target.
 
         Args:
-          config: of the draft.
           layer: parameters of :class:`~longspec_jax.drafters.longspec.model.LongSpecLayer`.
           target_params: the target's parameters, whose embedding and LM head the draft reads.
           vocabulary: ids of the tokens that it may propose, ``[v]``; all if absent.
@@ -115,14 +114,7 @@ def load(
     mesh: Mesh | None = None,
     revision: str | None = None,
 ) -> LongSpecDraft:
-    """Load a draft in the format of the LongSpec release.
-
-    Args:
-      source: a folder or hub id.
-      target: what it was trained for.
-      options: its options.
-      mesh: devices to spread it over; the first device if absent.
-      revision: branch, tag or commit of a hub id.
+    """Load a draft in the format of the LongSpec release, from a folder or a hub id.
 
     Raises:
       FileNotFoundError: if the draft, one of its files or its table of tokens is missing.

@@ -183,15 +183,7 @@ class LongSpecParams:
         attend_self: Callable[[Array, Array, Array], Array],
         attend_cross: Callable[[Array], Array],
     ) -> Array:
-        """What the LM head reads of tokens ``[B, T]``, ``[B, T, D]``.
-
-        Args:
-          config: of the draft.
-          tokens: their ids.
-          positions: their positions, ``[B, T]``.
-          attend_self: as of :class:`LongSpecLayer`.
-          attend_cross: the same.
-        """
+        """What the LM head reads of tokens ``[B, T]``, ``[B, T, D]``."""
         layer: Any = LongSpecLayer(config, self.int8)
         embedded = jnp.take(self.embedding, tokens, axis=0)
         params = {"params": self.layer}

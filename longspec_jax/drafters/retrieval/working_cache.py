@@ -166,11 +166,7 @@ class WorkingCacheOptions:
                 )
 
     def working_cache(self, target: TargetConfig) -> WorkingCache | None:
-        """The working cache of these options; None for the whole cache.
-
-        Args:
-          target: whose attention chooses.
-        """
+        """The working cache of these options; None for the whole cache."""
         if self.working is None:
             return None
         return WorkingCache(self._budget(self.working), self._refresh, target)

@@ -167,9 +167,6 @@ def allocate(config: TargetConfig, batch: int, capacity: int, block: int = 1) ->
     """Zeros for rows of ``capacity`` tokens; uninitialised memory could hold NaNs.
 
     Args:
-      config: the small model's.
-      batch: rows.
-      capacity: tokens of a row.
       block: the slots are a multiple of this.
     """
     slots = -(-(capacity + SPARE) // block) * block

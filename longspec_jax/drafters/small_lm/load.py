@@ -99,8 +99,6 @@ def load(
 
     Args:
       source: a folder with ``config.json`` and weights, or a hub id.
-      target: what it will draft for.
-      options: its options.
       mesh: the target's devices. Each gets the whole small model: reading it takes less time than
         joining results.
       revision: branch, tag or commit of a hub id.
@@ -143,11 +141,7 @@ def check_vocabulary(
     """Refuse a small model of another vocabulary than the target's.
 
     Args:
-      source: the small model.
-      config: its configuration.
-      target: the target's configuration.
       ours: the small model's tokens, if they are known.
-      theirs: the target's.
     """
     sizes = (
         f"{source}: the small model has vocab_size={config.vocab_size}, the target "

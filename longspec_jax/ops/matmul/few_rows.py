@@ -7,6 +7,7 @@ result next adds up as it goes (:func:`longspec_jax.ops.layer.residual_norm`). A
 are XLA's matmuls, which also define the ops and their gradients.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +17,12 @@ from jaxtyping import Float
 from longspec_jax.axes import Array
 from longspec_jax.ops import hardware
 from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.hardware import WARPGROUP_ROWS
+from longspec_jax.ops.matmul import ordered_tiles
 from longspec_jax.ops.partitioned import one_device
+
+WORTH_A_KERNEL = 2**21
+"""Elements of the smallest weights that keep half of a Hopper GPU's multiprocessors reading."""
 
 
 @jax.custom_jvp
@@ -86,41 +92,86 @@ def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
-def _matmul_mosaic(x: Array, weights: Array, bias: Array | None = None) -> Array:
+def matmul_mosaic(x: Array, weights: Array, bias: Array | None = None) -> Array:
+    """The matmul by the kernel for Hopper GPUs."""
     flat = weights.reshape(weights.shape[0], -1)
     flat_bias = None if bias is None else bias.reshape(-1)
-    return _launched(x, flat, flat_bias)[0].reshape(*x.shape[:-1], *weights.shape[1:])
+    return _launch(x, flat, flat_bias).reshape(*x.shape[:-1], *weights.shape[1:])
 
 
-def _matmul_partials_mosaic(x: Array, weights: Array) -> Array:
-    return _launched(x, weights, split=True)
+def matmul_partials_mosaic(x: Array, weights: Array) -> Array:
+    """The kernel's partials: the whole result, or several in float32."""
+    out = _launch(x, weights, split=True)
+    return out if out.ndim > x.ndim else out[None]
 
 
-def _gated_matmul_mosaic(x: Array, weights: Array) -> Array:
-    return _launched(x, weights)[0]
+def gated_matmul_mosaic(x: Array, weights: Array) -> Array:
+    """The gated matmul by the kernel."""
+    return _launch(x, weights)
 
 
-def _launched(x: Array, weights: Array, bias: Array | None = None, *, split: bool = False) -> Array:
-    """The kernel's split-K partials, ``[S, *rows, N]``; refuses what it does not serve."""
+def head_matmul_mosaic(hidden: Array, table: Array) -> Array:
+    """Logits of an LM head by the kernel."""
+    _require_kernel(hidden, table)
+    from longspec_jax.ops.matmul import ordered_mosaic  # Older versions of jax lack what it needs.
+
+    tile = ordered_tiles.head_tile(table.shape[1], table.shape[0])
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    out = ordered_mosaic.head_matmul(flat, table, tile=tile)
+    return out.reshape(*hidden.shape[:-1], -1)
+
+
+def _launch(x: Array, weights: Array, bias: Array | None = None, *, split: bool = False) -> Array:
+    """``[*rows, N]``, or the kernel's split-K partials ``[S, *rows, N]``."""
+    _require_kernel(x, weights)
+    from longspec_jax.ops.matmul import ordered_mosaic
+
+    contracted, columns, gated = x.shape[-1], weights.shape[-1], weights.ndim == 3
+    tile = ordered_tiles.matmul_tile(contracted, columns, gated=gated, split=split)
+    out = ordered_mosaic.matmul(x.reshape(-1, contracted), weights, bias, tile=tile)
+    return out.reshape(*out.shape[:-2], *x.shape[:-1], columns)
+
+
+def _require_kernel(x: Array, weights: Array) -> None:
+    """Raise for machines, dtypes and rows that the kernel does not serve."""
     hardware.require_hopper("the Mosaic matmul")
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"the Mosaic matmul takes bfloat16 and float16, not {x.dtype}")
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
+        raise NotImplementedError(
+            "the Mosaic matmul takes rows and weights both in bfloat16 or both in float16, not "
+            f"{x.dtype} and {weights.dtype}"
+        )
     if not one_device():
         raise NotImplementedError("a mesh cuts the weights, which only XLA's matmuls follow")
-    from longspec_jax.ops.matmul import few_rows_mosaic
-
-    flat, columns = x.reshape(-1, x.shape[-1]), weights.shape[-1]
-    sizes = len(flat), x.shape[-1], columns
-    tile = few_rows_mosaic.matmul_tile(*sizes, gated=weights.ndim == 3, split=split)
-    out = few_rows_mosaic.matmul(flat, weights, bias, tile=tile)
-    return out.reshape(tile.splits, *x.shape[:-1], columns)
+    if not x.size:
+        raise NotImplementedError("the Mosaic matmul takes one row or more")
 
 
-MATMUL = Op("matmul", {"mosaic": _matmul_mosaic, "xla": matmul_xla})
+def _of_few_rows(kernel: Callable[..., Array]) -> Callable[..., Array]:
+    """The kernel where it is faster than XLA's matmuls, or makes the same time of fewer launches.
+
+    One row costs as much in either.
+    """
+
+    def launch(x: Array, weights: Array, bias: Array | None = None) -> Array:
+        rows = x.size // x.shape[-1]
+        if rows % 8 or not 0 < rows <= WARPGROUP_ROWS or weights.size < WORTH_A_KERNEL:
+            raise NotImplementedError(
+                f"the Mosaic matmul takes whole groups of 8 rows up to {WARPGROUP_ROWS}, not "
+                f"{rows}, and weights of {WORTH_A_KERNEL} elements or more, not {weights.size}"
+            )
+        return kernel(x, weights) if bias is None else kernel(x, weights, bias)
+
+    return launch
+
+
+MATMUL = Op("matmul", {"mosaic": _of_few_rows(matmul_mosaic), "xla": matmul_xla})
 MATMUL_PARTIALS = Op(
-    "matmul_partials", {"mosaic": _matmul_partials_mosaic, "xla": matmul_partials_xla}
+    "matmul_partials",
+    {"mosaic": _of_few_rows(matmul_partials_mosaic), "xla": matmul_partials_xla},
 )
-GATED_MATMUL = Op("gated_matmul", {"mosaic": _gated_matmul_mosaic, "xla": gated_matmul_xla})
+GATED_MATMUL = Op(
+    "gated_matmul", {"mosaic": _of_few_rows(gated_matmul_mosaic), "xla": gated_matmul_xla}
+)
 
 
 @matmul.defjvp

@@ -27,6 +27,7 @@ from longspec_jax.ops.matmul.ordered_tiles import (
     MatmulTile,
     Work,
     refuse_uneven,
+    refuse_uneven_head,
 )
 
 # Pallas documents ACC and does not re-export it in the way that type checkers ask for.
@@ -77,12 +78,12 @@ def head_matmul(x: Array, table: Array, *, tile: MatmulTile, interpret: Any = No
       interpret: how Pallas interprets the kernel without a GPU; None compiles it.
 
     Raises:
-      NotImplementedError: if ``K`` is no multiple of 64.
+      NotImplementedError: if ``K`` is no multiple of 64 or ``V`` none of 8.
     """
     vocabulary, contracted = table.shape
-    refuse_uneven(contracted)
-    # The copy engine writes rows of a multiple of 16 bytes.
-    work = Work(len(x), contracted, vocabulary + -vocabulary % 8, tile, head=True)
+    refuse_uneven_head(contracted, vocabulary)
+    # The result is swizzled in rows of 128 bytes.
+    work = Work(len(x), contracted, vocabulary + -vocabulary % 32, tile, head=True)
     return _launch(work, x, table, interpret=interpret)[0, :, :vocabulary]
 
 

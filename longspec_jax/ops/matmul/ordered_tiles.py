@@ -178,9 +178,9 @@ def head_tile(contracted: int, columns: int) -> MatmulTile:
     """Choose the tile of an LM head ``[columns, contracted]`` from its shape alone.
 
     Raises:
-      NotImplementedError: if ``contracted`` is no multiple of 64.
+      NotImplementedError: if ``contracted`` is no multiple of 64 or ``columns`` none of 8.
     """
-    refuse_uneven(contracted)
+    refuse_uneven_head(contracted, columns)
     tiles = [MatmulTile(width, 1, depth=64) for width in (64, 128)]
     return min(
         tiles, key=lambda tile: Work(WARPGROUP_ROWS, contracted, columns, tile, head=True).cost()
@@ -194,6 +194,15 @@ def refuse_uneven(*sizes: int) -> None:
             raise NotImplementedError(
                 f"the Mosaic matmul takes weights in multiples of {WHOLE}, not {size}"
             )
+
+
+def refuse_uneven_head(contracted: int, columns: int) -> None:
+    """Raise for an LM head that the copy engine cannot fetch in swizzled blocks."""
+    refuse_uneven(contracted)
+    if columns % 8:
+        raise NotImplementedError(
+            f"the Mosaic matmul takes vocabularies in multiples of 8, not {columns}"
+        )
 
 
 def _ceil(count: int, size: int) -> int:

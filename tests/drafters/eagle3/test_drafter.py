@@ -18,6 +18,8 @@ from longspec_jax.decoding.target import CachedTarget
 from longspec_jax.drafters.base import Committed, Features, NoDraft, Params
 from longspec_jax.drafters.eagle3.config import Yarn
 from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
+from longspec_jax.drafters.retrieval.working_cache import WorkingCache
+from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import partition_spec, path_name
 from tests.decoding.lossless import (
     CONFIG,
@@ -78,7 +80,10 @@ def test_no_token_changes(plain: list[list[np.ndarray]]) -> None:
     ours, theirs = state.rows.draft, whole.rows.draft
     np.testing.assert_allclose(ours.feature, theirs.feature, atol=1e-4)
     for b, length in enumerate(lengths - 1):
-        for mine, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        for mine, other in (
+            (ours.entries.keys, theirs.entries.keys),
+            (ours.entries.values, theirs.entries.values),
+        ):
             np.testing.assert_allclose(mine[b, :, :length], other[b, :, :length], atol=1e-4)
 
 
@@ -95,6 +100,37 @@ def test_slots_and_a_window_change_no_token(plain: list[list[np.ndarray]]) -> No
     for turn, expected in enumerate(plain):
         assert_same(rows[3 * turn : 3 * turn + 3], expected)
     assert emitted_in_rounds(state) > 0
+
+
+def test_a_working_cache_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+    """Nor, where it holds all tokens, a round; they are chosen again in every second one."""
+    params = Params(MODEL, random_params(DRAFT, KNOWN))
+    drafter = replace(WHOLE, working=WorkingCache(BlockBudget(64, 8, 8, 8), 2, CONFIG))
+    found, state = generate(TARGET, drafter, params, TEXT, LENGTHS, EVERY[0])
+    assert_same(found, plain[0])
+    assert state.rows.draft.choice.length.max() > LENGTHS.max()
+    _, all_read = generate(TARGET, WHOLE, params, TEXT, LENGTHS, EVERY[0])
+    np.testing.assert_array_equal(state.record.histogram, all_read.record.histogram)
+
+
+def test_what_is_read_of_a_working_cache() -> None:
+    """Entry i by the choice of token i. The last token has none: a block of it alone is empty."""
+    working = WorkingCache(BlockBudget(24, 8, 8, 8), 2, CONFIG)
+    drafter = replace(WHOLE, working=working)
+    state = drafter.begin(Params(None, None), 3, 61)
+    slots = jnp.arange(64.0)[:, None]
+    keys = jnp.broadcast_to(slots, state.entries.keys.shape)
+    assert state.choice is not None
+    choice = replace(
+        state.choice,
+        blocks=jnp.array([[0, 2, 4], [0, 3, 4], [0, 0, 0]]),
+        length=jnp.array([33, 33, 0]),
+    )
+    state = replace(state, entries=replace(state.entries, keys=keys), choice=choice)
+    past = drafter.past(state, jnp.array([32, 42, 19]))
+    read = [past.keys[b, 0, : int(past.length[b]), 0].astype(int).tolist() for b in range(3)]
+    first = [*range(8)]
+    assert read == [[*first, *range(16, 24)], [*first, *range(24, 42)], [*range(19)]]
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,9 @@ from longspec_jax.drafters.eagle3.dialects import (
     SPECULATORS,
     Dialect,
 )
-from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, Seen, load, seen
+from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, load, seen
 from longspec_jax.drafters.registry import EAGLE3, LONGSPEC
+from longspec_jax.drafters.window import Seen
 from longspec_jax.loading import choose_drafts
 from tests.drafters.eagle3.toys import config_for, random_params
 from tests.infer.toys import save_toy, toy_spec
@@ -325,6 +326,9 @@ def test_the_layers_can_be_named(tmp_path: Path) -> None:
         (dict(yarn=1.0), "yarn=1 must be a factor above 1"),
         (dict(layers="1;2"), "numbers of layers with commas"),
         (dict(rope_theta=0.5), "rope_theta=0.5 must be at least 1"),
+        (dict(working=1024, window=64), "working=1024 and window=64 exclude each other"),
+        (dict(working=100), "working=100 must be a multiple of 32"),
+        (dict(refresh=2), "refresh=2 is about a working cache"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], words: str) -> None:
@@ -349,6 +353,7 @@ def test_what_is_seen_follows_from_the_trained_range() -> None:
     assert seen(
         config_for(CONFIG, max_positions=64), CONFIG, Eagle3Options(window=CONFIG.max_positions)
     ) == (None, 0)
+    assert _seen(2048, 4096, working=512) == (None, 0)
     stretched = config_for(CONFIG, max_positions=64).stretched(4.0)
     assert (stretched.max_positions, stretched.rope_scaling) == (256, Yarn(4.0, 64))
 
@@ -381,7 +386,8 @@ def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
     spec = LongSpec.from_pretrained(target, [folder, "ngram"], draft_options=options)
     draft, _ = spec.drafts
     assert isinstance(draft, Eagle3Draft) and draft.seen == (16, 4)
-    assert draft.drafter(PLAIN).needs == Needs(hidden=(-1, 0))
+    # The last sink is made of the token behind it, too.
+    assert draft.drafter(PLAIN).needs == Needs(hidden=(-1, 0), recent=17, first=5)
     alone = replace(draft, seen=Seen(16, 0)).drafter(PLAIN)
     # The oldest entry of the window has the feature of the token before it.
     assert alone.needs == Needs(hidden=(-1, 0), recent=17)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from longspec_jax.config import TreeConfig
-from longspec_jax.decoding.prefill import prefill
 from longspec_jax.decoding.round import propose_tree, sampling_noise
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows
@@ -41,7 +40,7 @@ from tests.decoding.lossless import (
 )
 from tests.decoding.lossless import request as requested
 from tests.drafters.test_streaming import is_perfect
-from tests.kit import random_target
+from tests.kit import prefill, random_target
 from tests.lookup import LookupDrafter, LookupTarget
 
 ALL = SinksAndRecent(3, 1000)

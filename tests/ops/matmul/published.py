@@ -93,7 +93,7 @@ EVERY_KIND = [
     Weights(17408, 5120, split=True),
     Weights(3584, 18944, gated=True),
     Weights(2048, 8192, gated=True),
-    Weights(2048, 32001, head=True),
+    Weights(2048, 32008, head=True),
     Weights(896, 151936, head=True),
 ]
 """Some that differ in their tiles, their edges and the turns of a program."""

@@ -1,0 +1,168 @@
+"""DFlash and DSpark drafts as they are published, in and out (:mod:`.dialects` has their files).
+
+Every stored tensor is read, or dropped for a reason that is listed, or refused.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.dflash.config import DFlashConfig
+from longspec_jax.drafters.dflash.dialects import (
+    Dialect,
+    dialect_of,
+    draft_config,
+    hf_draft_config,
+)
+from longspec_jax.drafters.dflash.model import DFlashParams
+from longspec_jax.drafters.vocabulary import (
+    DROPPED,
+    vocabulary_of,
+    vocabulary_tensors,
+    without_prefix,
+)
+from longspec_jax.weights.checkpoint import open_tensors
+from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.json_files import read_json
+from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.tables import (
+    LAYER,
+    QK_NORM,
+    ROTARY,
+    Rule,
+    Table,
+    bind,
+    check_tensors,
+    layer_sizes,
+)
+
+_TRUNK = (
+    Rule("fuse/kernel", "C D", (("fc.weight", "D C"),)),
+    Rule("hidden_norm/scale", "D", (("hidden_norm.weight", "D"),)),
+    Rule("final_norm/scale", "D", (("norm.weight", "D"),)),
+)
+_EMBEDDING = (Rule("embedding", "V D", (("embed_tokens.weight", "V D"),)),)
+_HEAD = (Rule("head", "v D", (("lm_head.weight", "v D"),)),)
+_MARKOV = (
+    Rule("markov/embedding", "V R", (("markov_head.markov_w1.weight", "V R"),)),
+    Rule("markov/head", "v R", (("markov_head.markov_w2.weight", "v R"),)),
+)
+_CONFIDENCE = (
+    Rule("confidence/kernel", "O I", (("confidence_head.proj.weight", "O I"),)),
+    Rule("confidence/bias", "O", (("confidence_head.proj.bias", "O"),)),
+)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a draft is stored."""
+
+    dialect: Dialect
+    embedding: bool
+    """Whether its own embedding is stored."""
+    head: bool
+    """Whether its own LM head is stored."""
+
+    def table(self, config: DFlashConfig) -> Table:
+        """The tensors of a draft."""
+        sizes = layer_sizes(config.trunk) | {
+            "C": len(config.features) * config.target_width,
+            "V": config.vocab_size,
+            "v": config.proposable,
+            "O": 1,
+            "I": config.confidence_width,
+        }
+        rules = _TRUNK + _EMBEDDING * self.embedding + _HEAD * self.head
+        if config.markov is not None:
+            rules += _MARKOV
+            inputs, outputs = config.markov.joint_shape(config.model_width)
+            sizes |= {"R": config.markov.rank, "J": inputs, "P": outputs}
+            if config.markov.gated or config.markov.recurrent:
+                name = f"markov_head.{'gate' if config.markov.gated else 'joint'}_proj"
+                rules += (
+                    Rule("markov/fuse/kernel", "J P", ((f"{name}.weight", "P J"),)),
+                    Rule("markov/fuse/bias", "P", ((f"{name}.bias", "P"),)),
+                )
+        if config.confidence is not None:
+            rules += _CONFIDENCE
+        leaves = [bind(rule, sizes) for rule in rules]
+        for index in range(config.trunk.num_layers):
+            ours, theirs = f"layers_{index}/", f"layers.{index}."
+            leaves += [bind(rule, sizes, ours, theirs) for rule in (*LAYER, *QK_NORM)]
+        return Table(tuple(leaves), ROTARY | DROPPED)
+
+
+def load_draft(
+    source: str | Path,
+    target: TargetConfig,
+    target_params: Any,
+    *,
+    layers: tuple[int, ...] | None = None,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> tuple[Format, DFlashConfig, DFlashParams]:
+    """Load a draft in any of the published dialects.
+
+    Args:
+      source: a folder with ``config.json`` and weights, or a hub id.
+      target: the configuration of its target.
+      target_params: the target's parameters, of which the draft may share tables.
+      layers: layers of the target after which it takes the hidden states, -1 for the embedding; as
+        its file says if absent.
+      mesh: devices to shard over by the project's rules; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      FileNotFoundError: if the draft or one of its files is missing.
+      ValueError: if the draft does not belong to the target, or its files are damaged or do not fit
+        together.
+    """
+    folder = local_folder(source, revision)
+    raw = read_json(folder / "config.json")
+    dialect = dialect_of(raw)
+    config = draft_config(raw, dialect, target, layers=layers)
+    with ExitStack() as stack:
+        tensors = without_prefix(open_tensors(folder, stack))
+        try:
+            config.check_fits(target)
+            vocabulary = vocabulary_of(tensors, config)
+        except ValueError as error:
+            raise ValueError(f"{raw.origin}: {error}") from error
+        stored = Format(dialect, "embed_tokens.weight" in tensors, "lm_head.weight" in tensors)
+        table = stored.table(config)
+        check_tensors(table, tensors, str(source))
+        layer = load_params(table, tensors, config.trunk.dtype, mesh)
+    heads = {name: layer.pop(name, None) for name in ("markov", "confidence")}
+    params = DFlashParams.bound(layer, config, target_params, vocabulary, False)
+    return stored, config, replace(params, **heads)
+
+
+def save_draft(
+    folder: str | Path, stored: Format, config: DFlashConfig, params: DFlashParams
+) -> None:
+    """Save a draft in the dialect that it was loaded from.
+
+    Args:
+      folder: made if absent; weights in it are replaced, other files stay.
+      stored: how; tables that the draft shares with its target are written where it says so.
+      config: the draft's configuration.
+      params: its parameters, of any sharding; not in 8 bits.
+
+    Raises:
+      ValueError: for parameters in 8 bits.
+    """
+    if params.int8:
+        raise ValueError("the draft is in 8 bits; load it with int8=False to save it")
+    raw = hf_draft_config(config, stored.dialect)
+    everything = {**params.layer}
+    tables = {"embedding": stored.embedding, "head": stored.head}
+    everything |= {name: getattr(params, name) for name, kept in tables.items() if kept}
+    heads = {"markov": params.markov, "confidence": params.confidence}
+    everything |= {name: head for name, head in heads.items() if head is not None}
+    more = vocabulary_tensors(params.vocabulary, config.vocab_size)
+    table, dtype = stored.table(config), config.trunk.dtype
+    write_model(Path(folder).expanduser(), table, everything, dtype, raw, more)

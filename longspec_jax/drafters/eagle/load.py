@@ -1,0 +1,205 @@
+"""EAGLE-1 and 2 drafts as they are published, in and out, and the draft bound to its target.
+
+``config.json`` is that of a Llama of one layer; ``bias`` tells whether the projection of embedding
+and hidden state has one. What is stored in which shape says the rest.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from longspec_jax.config import TargetConfig, TreeConfig
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.eagle.model import EagleConfig, EagleDrafter, EagleParams
+from longspec_jax.drafters.eagle3.config import Yarn
+from longspec_jax.drafters.eagle3.dialects import AUTHORS_BASE, FIRST_LAYER, USUAL_POSITIONS
+from longspec_jax.drafters.eagle3.load import Eagle3Draft, Eagle3Options, bound
+from longspec_jax.drafters.vocabulary import without_prefix
+from longspec_jax.weights.checkpoint import Tensors, open_tensors
+from longspec_jax.weights.hf_config import (
+    REFUSED,
+    build,
+    check_refused,
+    head_width,
+    norm_eps,
+    raw_rope,
+    rope_scaling,
+    rope_theta,
+)
+from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.json_files import JsonObject, read_json
+from longspec_jax.weights.params import load_params, write_model
+from longspec_jax.weights.tables import (
+    MLP,
+    QKV_BIAS_PARTS,
+    QKV_KERNEL,
+    ROTARY,
+    Rule,
+    Table,
+    bind,
+    check_tensors,
+    layer_sizes,
+)
+
+_LAYER = (
+    Rule("self_qkv/fused/kernel", "D K * H", QKV_KERNEL),
+    Rule("self_out/kernel", "N H D", (("self_attn.o_proj.weight", "D (N H)"),)),
+    Rule("mlp_norm/scale", "D", (("post_attention_layernorm.weight", "D"),)),
+    *MLP,
+)
+_QKV_BIAS = (Rule("self_qkv/fused/bias", "K * H", QKV_BIAS_PARTS),)
+_FUSE = (Rule("fuse/kernel", "C D", (("fc.weight", "D C"),)),)
+_FUSE_BIAS = (Rule("fuse/bias", "D", (("fc.bias", "D"),)),)
+_EMBEDDING = (Rule("embedding", "V D", (("embed_tokens.weight", "V D"),)),)
+
+
+@dataclass(frozen=True)
+class EagleOptions(Eagle3Options):
+    """Options of an EAGLE-1 or 2 draft; none changes a token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers is not None:
+            raise ValueError(
+                f"layers={self.layers!r}: an EAGLE-1 or 2 draft reads the last hidden state; leave "
+                "layers out"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class EagleDraft(Eagle3Draft):
+    """A draft layer, the tables it shares with its target, and what it sees of a text."""
+
+    name: str = field(default="eagle", init=False)
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> EagleDrafter:
+        """The drafter that grows this tree."""
+        config: Any = self.config
+        return EagleDrafter(config, tree, attention, *self.seen)
+
+
+def load(
+    source: str | Path,
+    target: Target,
+    options: EagleOptions = EagleOptions(),
+    *,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> EagleDraft:
+    """Load an EAGLE-1 or 2 draft.
+
+    Args:
+      source: a folder or hub id.
+      target: what it was trained for.
+      options: its options.
+      mesh: devices to spread it over; the first device if absent.
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      FileNotFoundError: if the draft or one of its files is missing.
+      ValueError: if it does not belong to the target, or a file is damaged.
+    """
+    folder = local_folder(source, revision)
+    raw = read_json(folder / "config.json")
+    with ExitStack() as stack:
+        tensors = without_prefix(open_tensors(folder, stack))
+        config = _config(raw, tensors, target.config, options.rope_theta)
+        try:
+            config.check_fits(target.config)
+        except ValueError as error:
+            raise ValueError(f"{raw.origin}: {error}") from error
+        table = draft_table(config, embedding="embed_tokens.weight" in tensors)
+        check_tensors(table, tensors, str(source))
+        layer = load_params(table, tensors, config.dtype, mesh)
+    params = EagleParams.bound(layer, config, target.params, None, False)
+    return bound(EagleDraft, source, target, options, mesh, None, config, params)
+
+
+def save(folder: str | Path, config: EagleConfig, params: EagleParams) -> None:
+    """Save a draft as published, with its embedding where that is its own.
+
+    Args:
+      folder: made if absent; weights in it are replaced, other files stay.
+      config: the draft's configuration.
+      params: its parameters, of any sharding; not in 8 bits.
+
+    Raises:
+      ValueError: for parameters in 8 bits.
+    """
+    if params.int8:
+        raise ValueError("the draft is in 8 bits; load it with int8=False to save it")
+    stored = {"embedding": params.embedding} if params.own_embedding else {}
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.model_width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.max_positions,
+        "bias": config.fuse_bias,
+        "qkv_bias": config.qkv_bias,
+        "torch_dtype": config.dtype,
+        **raw_rope(config.rope_theta, _unstretched(config)),
+    }
+    table = draft_table(config, embedding=params.own_embedding)
+    write_model(Path(folder).expanduser(), table, params.layer | stored, config.dtype, raw)
+
+
+def draft_table(config: EagleConfig, *, embedding: bool) -> Table:
+    """The tensors of a draft, maybe with an embedding of its own."""
+    sizes = layer_sizes(config) | {"C": 2 * config.model_width, "V": config.vocab_size}
+    layer = _LAYER + _QKV_BIAS * config.qkv_bias
+    others = _FUSE + _FUSE_BIAS * config.fuse_bias + _EMBEDDING * embedding
+    leaves = [bind(rule, sizes, theirs=FIRST_LAYER) for rule in layer]
+    return Table((*leaves, *(bind(rule, sizes) for rule in others)), ROTARY)
+
+
+def _config(
+    raw: JsonObject, tensors: Tensors, target: TargetConfig, theta: float | None
+) -> EagleConfig:
+    """The draft that a ``config.json`` and its tensors describe."""
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    raw.require(sizes, "an EAGLE draft")
+    check_refused(raw, REFUSED)
+    if raw.whole("num_hidden_layers", 1) != 1:
+        raise raw.error("num_hidden_layers", "is not supported: one layer is", "load another draft")
+    width, heads = raw.whole("hidden_size"), raw.whole("num_attention_heads")
+    vocabulary, scaling = raw.whole("vocab_size"), rope_scaling(raw)
+    return build(
+        raw,
+        EagleConfig,
+        model_width=width,
+        target_width=width,
+        mlp_width=raw.whole("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=raw.whole("num_key_value_heads", heads),
+        head_width=head_width(raw, width, heads, None),
+        vocab_size=vocabulary,
+        proposable=vocabulary,
+        features=(target.num_layers,),
+        max_positions=raw.whole("max_position_embeddings", USUAL_POSITIONS),
+        # The authors' code forgets rope_theta where it scales positions.
+        rope_theta=theta or (AUTHORS_BASE if scaling is not None else rope_theta(raw)),
+        rope_scaling=scaling,
+        norm_eps=norm_eps(raw, 1e-6),
+        dtype=target.dtype,
+        qkv_bias=f"{FIRST_LAYER}self_attn.q_proj.bias" in tensors,
+        normed_head=False,
+        fuse_bias="fc.bias" in tensors,
+    )
+
+
+def _unstretched(config: EagleConfig) -> Any:
+    """The rotary scaling that a file can hold."""
+    if not isinstance(config.rope_scaling, Yarn):
+        return config.rope_scaling
+    raise ValueError("the draft's positions are stretched; load it without yarn= to save it")

@@ -1,0 +1,123 @@
+"""The layer of EAGLE-1 and 2, and its drafter, which is EAGLE-3's with another layer.
+
+The target's hidden state of a token, behind the final norm, and the embedding of the token behind
+it are projected to one vector of the model's width. The layer reads it without a norm before its
+attention, nothing is normed behind the layer, and the target's own LM head makes logits of its
+output (arXiv 2401.15077, section 3). The output stands in for the hidden state that only the target
+knows, so the next level of a tree goes on from it.
+
+Both papers train the same weights. EAGLE-2's tree, the best paths under a budget, is the one that
+all drafters here grow.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax import struct
+
+from longspec_jax.axes import Array
+from longspec_jax.config import TargetConfig
+from longspec_jax.drafters.eagle3.config import Eagle3Config
+from longspec_jax.drafters.eagle3.drafter import Eagle3Drafter
+from longspec_jax.drafters.eagle3.model import Eagle3Params, LevelOutput
+from longspec_jax.models.layers import GroupedQKV, Int8Projection, Projection, RMSNorm, SwiGLU
+from longspec_jax.models.target import HEADS
+from longspec_jax.ops.layer import add, split_heads
+from longspec_jax.ops.partitioned import with_sharding
+
+
+@dataclass(frozen=True)
+class EagleConfig(Eagle3Config):
+    """Shape of an EAGLE-1 or 2 draft; ``features`` holds what leaves the target's final norm."""
+
+    fuse_bias: bool = True
+    """Whether the projection of embedding and hidden state has a bias."""
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Raise ValueError unless this draft can read the target's hidden states and tokens."""
+        # The final norm follows the last layer.
+        last = replace(self, features=(target.num_layers - 1,))
+        super(EagleConfig, last).check_fits(target)
+
+
+class EagleLayer(nn.Module):
+    """The draft as pure functions of hidden states and embeddings; attention is the caller's.
+
+    Arguments and results as of :class:`longspec_jax.drafters.eagle3.model.Eagle3Layer`.
+    """
+
+    config: EagleConfig
+    int8: bool = False
+    """Whether the weights of the matmuls have 8 bits."""
+
+    def setup(self) -> None:
+        """Declare the submodules."""
+        c, dtype = self.config, jnp.dtype(self.config.dtype)
+        projection = Int8Projection if self.int8 else Projection
+        self.fuse = projection((2 * c.model_width,), (c.model_width,), dtype, c.fuse_bias)
+        self.self_qkv = GroupedQKV(
+            c.model_width,
+            c.num_kv_heads,
+            c.num_heads // c.num_kv_heads,
+            c.head_width,
+            dtype,
+            bias=c.qkv_bias,
+            projection=projection,
+        )
+        self.self_out = projection((c.num_heads, c.head_width), (c.model_width,), dtype)
+        self.mlp_norm = RMSNorm(c.norm_eps, dtype)
+        self.mlp = SwiGLU(c.model_width, c.mlp_width, dtype, projection)
+
+    def fused(self, hidden: Sequence[Array]) -> Array:
+        """The hidden state itself."""
+        [feature] = hidden
+        return feature
+
+    def keys_values(self, embedded: Array, feature: Array, positions: Array) -> tuple[Array, Array]:
+        """Keys and values ``[B, T, K, H]`` of tokens."""
+        _, k, v = self._heads(self._joined(embedded, feature), positions)
+        return k, v
+
+    def __call__(
+        self,
+        embedded: Array,
+        feature: Array,
+        positions: Array,
+        attend: Callable[[Array, Array, Array], Array],
+    ) -> LevelOutput:
+        """Run the layer over ``T`` tokens."""
+        joined = self._joined(embedded, feature)
+        attended = self.self_out.partials(attend(*self._heads(joined, positions)))
+        x, normed = with_sharding("b t d, b t d", *self.mlp_norm.add(joined, attended))
+        [out] = with_sharding("b t d", add(x, self.mlp(normed)))
+        return LevelOutput(out, out)
+
+    def _joined(self, embedded: Array, feature: Array) -> Array:
+        both = jnp.concatenate([embedded, feature], axis=-1)
+        [joined] = with_sharding("b t d", self.fuse(both))
+        return joined
+
+    def _heads(self, joined: Array, positions: Array) -> tuple[Array, Array, Array]:
+        c = self.config
+        heads = split_heads(self.self_qkv(joined), *c.angles(positions), None, c.norm_eps)
+        q, k, v = with_sharding(HEADS, *heads)
+        return q, k, v
+
+
+@struct.dataclass
+class EagleParams(Eagle3Params):
+    """The draft's layer and its tables; the LM head is the target's."""
+
+    def _apply(self, config: Any, *args: Any, **options: Any) -> Any:
+        layer: Any = EagleLayer(config, self.int8)
+        return layer.apply({"params": self.layer}, *args, **options)
+
+
+@dataclass(frozen=True)
+class EagleDrafter(Eagle3Drafter):
+    """Proposes trees by beam search over the draft's cumulative log-probability."""
+
+    name: str = field(default="eagle", init=False)

@@ -1,0 +1,163 @@
+"""Suffix decoding: what followed the row's last tokens before, here or in other rows' texts.
+
+Suffix decoding (arXiv:2411.04975) asks for every length of match how often each continuation
+followed, and drafts from the length that promises most: agents and pipelines emit long passages
+again. Published code keeps suffix trees on the host. Here the same counts come from the texts
+themselves, on the device: of the latest places that match best, a fixed number, all pairs of
+continuations are compared. So a round's cost is bounded, and a token takes the 4 bytes that prompt
+lookup keeps as well.
+
+The texts of all slots are searched: a slot that is vacant still holds the text of its last request.
+So a row's speed depends on its neighbours; its tokens do not.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+from longspec_jax.axes import Array, Lengths
+from longspec_jax.config import TreeConfig
+from longspec_jax.drafters.base import Params, SamplingNoise, View
+from longspec_jax.drafters.draft import DefaultTrees, Draft
+from longspec_jax.drafters.ngram import (
+    CONTEXT,
+    NgramDrafter,
+    NgramState,
+    agreements,
+    best_places,
+    continuations_of,
+    last_tokens,
+    matches,
+    merged,
+)
+from longspec_jax.drafters.tree import Tree, plant
+from longspec_jax.ops.slicing import along
+
+LONGEST = 32
+"""Tokens of a match that count at most."""
+PLACES = 32
+"""Places whose continuations are compared."""
+OTHERS = 2048
+"""Last tokens of every other row that are searched."""
+NOTHING = -1
+"""In place of a token, where a text has none."""
+FEW = 1e-3
+"""Weight of continuations of shorter matches, less than one of :data:`PLACES`: they fill up."""
+
+
+@dataclass(frozen=True)
+class SuffixDrafter(NgramDrafter):
+    """Proposes the continuations of the match whose chain promises the most accepted tokens."""
+
+    own: bool = False
+    """Whether a row looks in its own text alone."""
+    name: str = field(default="suffix", init=False)
+
+    def propose(self, params: Params, state: NgramState, view: View, noise: SamplingNoise) -> Tree:
+        """The tree of the best match's continuations; shorter matches fill it up."""
+        tree, levels = plant(view.pending, self.tree), self.tree.num_levels
+        if not levels:
+            return tree
+        rows = jnp.arange(view.pending.shape[0])
+        text = state.tokens.at[rows, view.position].set(view.pending, mode="drop")
+        ending = last_tokens(text, view.position, LONGEST)
+        library, first = texts_to_search(text, view.position, own=self.own)
+        end = (first + view.position)[:, None]
+        slot = jnp.arange(library.shape[1])
+        earlier = (slot < end) & (library != NOTHING)
+        places, matched = best_places(matches(library, ending[:, :CONTEXT], earlier), PLACES)
+        length = jnp.where(matched > 0, _lengths(library, places, ending), 0)
+        # Of its own text the period goes on; another row's ends.
+        period = jnp.where(places >= first, end - places, levels + 1)
+        continuations = continuations_of(library, places, jnp.maximum(period, 1), levels)
+        known = jnp.cumprod(continuations != NOTHING, axis=2) > 0
+        known &= (length > 0)[:, :, None]
+        same = [
+            agree & known[:, :, depth, None] & known[:, None, :, depth]
+            for depth, agree in enumerate(agreements(continuations))
+        ]
+        return merged(tree, self.tree, continuations, same, _scores(jnp.stack(same, 1), length))
+
+
+@dataclass(frozen=True)
+class SuffixDraft(Draft):
+    """Suffix decoding as a draft; it has no parameters and fits every target."""
+
+    own: bool = False
+    """Look in the row's own text alone, not in those of the other rows and the requests before."""
+    name: str = field(default="suffix", init=False)
+
+    @property
+    def default_trees(self) -> DefaultTrees:
+        """Deep ones, for long passages; few nodes of them are verified where nodes cost time."""
+        few, some = TreeConfig((8,) * 5, 6), TreeConfig((8,) * 8, 16)
+        return DefaultTrees((few,), (some,), (TreeConfig((8,) * 16, 64),))
+
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> SuffixDrafter:
+        """The drafter that fills this tree."""
+        return SuffixDrafter(tree, self.own)
+
+
+def texts_to_search(
+    text: Int[Array, "B S"], last: Lengths, *, own: bool
+) -> tuple[Int[Array, "B N"], int]:
+    """What each row looks up its last tokens in: the ends of all other rows, and its own text.
+
+    :data:`NOTHING` stands before every text, so that no match and no continuation crosses to
+    another one, and behind the row's own.
+
+    Args:
+      text: tokens of each row; garbage behind ``last[b]``.
+      last: position of each row's last token.
+      own: whether a row looks in its own text alone.
+
+    Returns:
+      The texts side by side, and where the row's own begins.
+    """
+    rows, slots = text.shape
+    whole = jnp.where(jnp.arange(slots) <= last[:, None], text, NOTHING)
+    whole = jnp.pad(whole, ((0, 0), (1, 0)), constant_values=NOTHING)
+    if own or rows == 1:
+        return whole, 1
+    kept = min(OTHERS, slots)
+    positions = last[:, None] - kept + 1 + jnp.arange(kept)
+    ends = jnp.where(positions < 0, NOTHING, along(jnp.maximum(positions, 0), text))
+    ends = jnp.pad(ends, ((0, 0), (1, 0)), constant_values=NOTHING)
+    others = jnp.where(jnp.eye(rows, dtype=bool)[:, :, None], NOTHING, ends).reshape(rows, -1)
+    return jnp.concatenate([others, whole], axis=1), others.shape[1] + 1
+
+
+def _lengths(
+    library: Int[Array, "B N"], places: Int[Array, "B C"], ending: Int[Array, "B n"]
+) -> Int[Array, "B C"]:
+    """How many tokens up to each place equal the ending."""
+    before = places[:, :, None] - jnp.arange(ending.shape[1])
+    tokens = along(jnp.maximum(before, 0), library)  # What lies before all texts is no token.
+    return jnp.cumprod(tokens == ending[:, None], axis=2).sum(axis=2)
+
+
+def _scores(
+    same: Bool[Array, "B levels C C"], length: Int[Array, "B C"]
+) -> list[Float[Array, "B C"]]:
+    """Of every level the logarithm of how likely each place's path is.
+
+    A length of match has the places that match as far or farther, and the share of them that
+    continues by a path estimates its probability. A match may draft as many tokens as it is long.
+    The length is taken whose most frequent paths have the greatest sum of probabilities, the
+    longest of equal ones.
+    """
+    levels, found = same.shape[1], length > 0
+    as_long = (length[:, None, :] >= length[:, :, None]) & found[:, :, None] & found[:, None]
+    members = as_long.astype(jnp.float32)
+    count = jnp.einsum("bgj,bdij->bgdi", members, same.astype(jnp.float32))
+    share = count / jnp.maximum(members.sum(axis=2), 1)[:, :, None, None]
+    allowed = jnp.arange(levels) < length[:, :, None]
+    gain = jnp.where(allowed, share.max(axis=3), 0).sum(axis=2)
+    # Equal sums of rounded shares must count as equal.
+    _, best = jax.lax.top_k(jnp.round(gain * 1024) * (LONGEST + 1) + length, 1)
+    likely = jnp.take_along_axis(share, best[:, :, None, None], axis=1)[:, 0]
+    of_all = count[jnp.arange(len(found)), jnp.argmin(jnp.where(found, length, LONGEST + 1), 1)]
+    worth = likely + FEW / PLACES * of_all
+    return [jnp.log(worth[:, depth]) for depth in range(levels)]

@@ -1,0 +1,224 @@
+"""Drafts over the target's features: what must agree with the target, and tables that are its own.
+
+Such a draft reads hidden states of some layers of the target, and its embedding and LM head where
+it has none itself.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Float, Int
+
+from longspec_jax.axes import Array, Leaf
+from longspec_jax.config import TargetConfig
+from longspec_jax.models.layers import rounded
+from longspec_jax.models.target import head_logits, head_of
+from longspec_jax.ops.matmul.int8 import Int8Rows, int8_matmul
+
+SINKS = 4
+"""First entries that a draft sees beside its window, unless it was trained with a window."""
+MOST_SINKS = 64
+"""They are read at every level, in the buffer of the tree."""
+P = TypeVar("P", bound="TableParams")
+
+
+@dataclass(frozen=True)
+class FeatureOptions:
+    """Options of every draft over the target's features; none changes a token."""
+
+    window: int | None = None
+    """How many of the last tokens it sees: its memory is constant. All of them if the target's
+    range is not longer.
+
+    If absent, what it was trained for, where the target's range is longer."""
+    sinks: int | None = None
+    """How many of the first tokens it sees beside the window; 4 if absent, none where it was
+    trained with a window of its own."""
+    layers: str | None = None
+    """Layers of the target after which it takes the hidden states, such as ``1,15,28``, -1 for the
+    embedding; as its file says if absent."""
+    int8: bool | None = None
+    """Read its weights and its LM head in 8 bits: half the bytes.
+
+    If absent, on a GPU with a large target in 16 bits, where it pays."""
+
+    def __post_init__(self) -> None:
+        if self.window == 0:
+            raise ValueError("window=0 must be at least 1 token")
+        if self.sinks is not None and self.sinks > MOST_SINKS:
+            raise ValueError(f"sinks={self.sinks} must be at most {MOST_SINKS} tokens")
+        if self.layers is not None and not re.fullmatch(
+            r"-?[0-9]{1,4}(,-?[0-9]{1,4})*", self.layers
+        ):
+            raise ValueError(
+                f"layers={self.layers!r} must be numbers of layers with commas between, such as "
+                "1,15,28"
+            )
+
+    @property
+    def features(self) -> tuple[int, ...] | None:
+        """The layers as numbers; None for those that the file names."""
+        return None if self.layers is None else tuple(map(int, self.layers.split(",")))
+
+
+@runtime_checkable
+class Sizes(Protocol):
+    """What must agree of a draft and its target."""
+
+    @property
+    def model_width(self) -> int:
+        """Of the draft."""
+        ...
+
+    @property
+    def target_width(self) -> int:
+        """Width of the target's hidden states."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the target."""
+        ...
+
+    @property
+    def proposable(self) -> int:
+        """Tokens that the draft's LM head knows."""
+        ...
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Layers after which it takes the target's hidden states; -1 is the embedding."""
+        ...
+
+
+def check_fits(draft: Sizes, target: TargetConfig) -> None:
+    """Raise ValueError unless a draft can read the target's features and tokens."""
+    sizes = {"hidden_size": "target_width", "vocab_size": "vocab_size"}
+    theirs = {"hidden_size": target.model_width, "vocab_size": target.vocab_size}
+    for name, field in sizes.items():
+        if getattr(draft, field) != theirs[name]:
+            raise ValueError(
+                f"the draft was made for a target of {name}={getattr(draft, field)}, the target "
+                f"has {name}={theirs[name]}; load the draft that belongs to this target"
+            )
+    outside = [layer for layer in draft.features if not -1 <= layer < target.num_layers]
+    if outside or not draft.features:
+        raise ValueError(
+            f"the draft takes the target's hidden states after the layers {draft.features}, "
+            f"counted from 0 with -1 for the embedding; the target has {target.num_layers} "
+            "layers: load the draft that belongs to this target, or name its layers with "
+            "layers=1,15,28"
+        )
+
+
+@struct.dataclass
+class TableParams:
+    """A draft's layers and its tables, of which some may be the target's."""
+
+    layer: Any
+    """Parameters of the draft's module."""
+    embedding: Leaf[Float[Array, "V D"]]
+    """The embedding table."""
+    head: Leaf[Float[Array, "v D"]] | Int8Rows
+    """The LM head."""
+    vocabulary: Leaf[Int[Array, " v"]] | None = None
+    """The target's tokens that the rows of ``head`` stand for; token ``i`` is the i-th if
+    absent."""
+    own_embedding: bool = struct.field(pytree_node=False, default=True)
+    """Whether the embedding is no table of the target's."""
+    own_head: bool = struct.field(pytree_node=False, default=True)
+    """Whether the LM head is no table of the target's."""
+
+    @property
+    def int8(self) -> bool:
+        """Whether this is the result of :meth:`in_int8`."""
+        return isinstance(self.head, Int8Rows)
+
+    def in_int8(self: P) -> P:
+        """Copies of the matmuls' weights and of the LM head in 8 bits: half the bytes.
+
+        Raises:
+          ValueError: if the draft is in 8 bits already.
+        """
+        if isinstance(self.head, Int8Rows):
+            raise ValueError("the draft is in 8 bits already; call in_int8 once")
+        return dataclasses.replace(
+            self, layer=rounded(self.layer), head=Int8Rows.of(self.head), own_head=True
+        )
+
+    @property
+    def own_params(self) -> Any:
+        """Those not shared with the target."""
+        tables = (
+            self.embedding if self.own_embedding else None,
+            self.head if self.own_head else None,
+        )
+        return self.layer, *tables, self.vocabulary
+
+    def logits(self, hidden: Array) -> Array:
+        """Logits ``[..., v]`` of the tokens that can be proposed, in float32."""
+        if isinstance(self.head, Int8Rows):
+            return int8_matmul(hidden, self.head)
+        return head_logits(self.head, hidden)
+
+    def embedded(self, tokens: Array) -> Array:
+        """Embeddings ``[B, T, D]`` of tokens ``[B, T]``."""
+        return jnp.take(self.embedding, tokens, axis=0)
+
+    @classmethod
+    def bound(
+        cls: type[P], layer: dict[str, Any], draft: Sizes, target: Any, vocabulary: Any, tied: bool
+    ) -> P:
+        """The parameters, with tables of the target where the draft stores none, or equal ones.
+
+        Trainers freeze the embedding, so that a stored one usually equals the target's, which is
+        then not kept twice.
+
+        Args:
+          layer: of the draft's module, with ``embedding`` and ``head`` where they are stored.
+          draft: its sizes.
+          target: the target's parameters.
+          vocabulary: ids of the tokens that it may propose; all if absent.
+          tied: whether an absent head is the draft's own embedding.
+
+        Raises:
+          ValueError: if a table is missing that the target cannot stand in for.
+        """
+        shared: jax.Array = target["embedding"]
+        embedding: jax.Array = layer.pop("embedding", shared)
+        own_embedding = not _is(embedding, shared)
+        if not own_embedding and draft.model_width != draft.target_width:
+            raise ValueError(
+                f"the draft has no embed_tokens.weight, and its hidden_size={draft.model_width} is "
+                f"not the target's {draft.target_width}, whose embedding it would share; the "
+                "file is incomplete: download it again"
+            )
+        embedding = embedding if own_embedding else shared
+        own_head = "head" in layer or (tied and own_embedding)
+        head: jax.Array = layer.pop("head", embedding if tied else head_of(target))
+        if head.shape != (draft.proposable, draft.model_width):
+            raise ValueError(
+                f"the draft has no lm_head.weight [{draft.proposable}, {draft.model_width}], and "
+                f"the LM head that it would share is {list(head.shape)}; the file is incomplete: "
+                "download it again"
+            )
+        tokens = None if vocabulary is None else jnp.asarray(vocabulary)
+        return cls(layer, embedding, head, tokens, own_embedding, own_head)
+
+
+def _is(stored: jax.Array, shared: jax.Array) -> bool:
+    """Whether a table equals the target's."""
+    if stored is shared:
+        return True
+    same = stored.shape == shared.shape and stored.dtype == shared.dtype
+    return same and bool(_equal(stored, shared))
+
+
+@jax.jit
+def _equal(a: jax.Array, b: jax.Array) -> jax.Array:
+    return (a == b).all()

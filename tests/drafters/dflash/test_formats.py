@@ -1,0 +1,251 @@
+"""DFlash and DSpark drafts as published: every dialect in and out, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from longspec_jax import LongSpec
+from longspec_jax.cli import as_options, draft_option
+from longspec_jax.config import PLAIN, Llama3RopeScaling
+from longspec_jax.drafters.base import Needs
+from longspec_jax.drafters.dflash.checkpoint import Format, load_draft, save_draft
+from longspec_jax.drafters.dflash.config import Confidence, DFlashConfig, Markov
+from longspec_jax.drafters.dflash.dialects import (
+    DEEPSPEC,
+    SPECULATORS,
+    ZLAB,
+    Dialect,
+    hidden_layers,
+)
+from longspec_jax.drafters.dflash.load import DFlashDraft, DFlashOptions, load
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.registry import DFLASH
+from longspec_jax.loading import choose_drafts
+from longspec_jax.weights.json_files import JsonObject
+from tests.drafters.dflash.toys import config_for, random_params
+from tests.infer.toys import save_toy, toy_spec
+from tests.kit import random_target, tiny_target_config
+
+CONFIG = tiny_target_config(num_layers=8)
+TARGET = Target(CONFIG, random_target(CONFIG))
+KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
+SLIDING: dict[str, Any] = dict(windows=(9, None), causal=(True, False))
+DRAFTS: dict[str, tuple[Dialect, DFlashConfig]] = {
+    "z-lab": (ZLAB, config_for(CONFIG, features=(1, 3, 5))),
+    "z-lab, sliding": (ZLAB, config_for(CONFIG, **SLIDING, block=8)),
+    "SpecForge, DSpark": (ZLAB, config_for(CONFIG, from_pending=True, markov=Markov(4))),
+    "DeepSpec, DFlash": (DEEPSPEC, config_for(CONFIG, from_pending=True)),
+    "DeepSpec, DSpark": (
+        DEEPSPEC,
+        config_for(
+            CONFIG,
+            trunk=dict(rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 8192)),
+            from_pending=True,
+            features=(0, 2, 4, 5, 6),
+            markov=Markov(4, gated=True),
+            confidence=Confidence(True),
+        ),
+    ),
+    "speculators": (SPECULATORS, config_for(CONFIG, **SLIDING, proposable=60, features=(0, 6))),
+    "speculators, DSpark": (
+        SPECULATORS,
+        config_for(
+            CONFIG,
+            proposable=60,
+            windows=(None, 9),
+            markov=Markov(4, recurrent=True),
+            confidence=Confidence(False),
+        ),
+    ),
+}
+
+
+def _saved(folder: Path, name: str, **changes: Any) -> Path:
+    """A draft's folder, with keys of its ``config.json`` changed, or taken away by None."""
+    dialect, config = DRAFTS[name]
+    whole = config.proposable == config.vocab_size
+    params = random_params(config, None if whole else KNOWN, dialect)
+    save_draft(folder, Format(dialect, True, True), config, params)
+    file = folder / "config.json"
+    raw = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    return folder
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_every_dialect_in_and_out(name: str, tmp_path: Path) -> None:
+    dialect, config = DRAFTS[name]
+    folder = _saved(tmp_path / "one", name)
+    draft = load(folder, TARGET)
+    assert draft.config == config and draft.stored == Format(dialect, True, True)
+    vocabulary = draft.params.vocabulary
+    assert (vocabulary is None) == (config.proposable == config.vocab_size)
+    expected = random_params(config, vocabulary, dialect)
+    jax.tree.map(np.testing.assert_array_equal, draft.params, expected)
+    assert draft.stored is not None
+    save_draft(tmp_path / "two", draft.stored, draft.config, draft.params)
+    one, two = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "two"))
+    assert one.keys() == two.keys()
+    for tensor in one:
+        np.testing.assert_array_equal(one[tensor], two[tensor], err_msg=tensor)
+    raws = (json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "two"))
+    first, second = raws
+    assert first == {key: value for key, value in second.items() if value is not None}
+    [chosen] = choose_drafts([folder], {"window": 64})
+    assert chosen.kind is DFLASH
+
+
+def test_files_of_speculators_come_back_as_they_were(tmp_path: Path) -> None:
+    """Whose configuration has more keys than ours."""
+    config = tiny_target_config(vocab_size=37, model_width=16, max_positions=64)
+    for folder in (Path(__file__).parent / "speculators").iterdir():
+        stored, draft, params = load_draft(folder, config, random_target(config))
+        assert stored.dialect is SPECULATORS and not stored.embedding
+        save_draft(tmp_path / folder.name, stored, draft, params)
+        one = load_file(folder / "model.safetensors")
+        two = load_file(tmp_path / folder.name / "model.safetensors")
+        assert one.keys() == two.keys()
+        for tensor in one:
+            np.testing.assert_array_equal(one[tensor], two[tensor], err_msg=tensor)
+        theirs, ours = (
+            json.loads((each / "config.json").read_text())
+            for each in (folder, tmp_path / folder.name)
+        )
+        for key in ours.keys() & theirs.keys() - {"transformer_layer_config", "speculators_config"}:
+            assert ours[key] == theirs[key], (folder.name, key)
+        again = load_draft(tmp_path / folder.name, config, random_target(config))
+        assert again[:2] == (stored, draft)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "hidden size": (
+        "speculators",
+        dict(target_hidden_size=48),
+        "target of hidden_size=48, the target has hidden_size=36",
+    ),
+    "vocabulary": (
+        "z-lab",
+        dict(vocab_size=103),
+        "target of vocab_size=103, the target has vocab_size=101",
+    ),
+    "layers": (
+        "z-lab",
+        dict(num_target_layers=36),
+        "num_target_layers=36, the target has 8 layers",
+    ),
+    "outputs out of range": (
+        "DeepSpec, DSpark",
+        dict(target_layer_ids=[1, 4, 8]),
+        "[1, 4, 8] must be layers of the target, -1 to 7: it has 8 layers, and DeepSpec counts the "
+        "hidden states that leave",
+    ),
+    "inputs out of range": (
+        "speculators",
+        dict(aux_hidden_state_layer_ids=[1, 9]),
+        "[1, 9] must be layers of the target, 0 to 8: it has 8 layers, and speculators counts the "
+        "hidden states that enter",
+    ),
+    "another kind": (
+        "speculators",
+        dict(speculators_model_type="mtp"),
+        "speculators_model_type='mtp' must be 'dflash' or 'dspark'",
+    ),
+    "DFlash 2": (
+        "z-lab",
+        dict(architectures=["DFlash2DraftModel"]),
+        "DFlash2DraftModel computes more than the layers of DFlash",
+    ),
+    "a key of DFlash 2": (
+        "z-lab",
+        dict(dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 3], selector_rank=256)),
+        "selector_rank=256 is not supported",
+    ),
+    "another projector": (
+        "z-lab",
+        dict(dflash_config=dict(mask_token_id=5, projector_type="domino")),
+        "projector_type='domino' must be dflash or dspark",
+    ),
+    "a mask that is no token": (
+        "DeepSpec, DSpark",
+        dict(mask_token_id=101),
+        "mask_token_id",
+    ),
+    "no block": ("z-lab", dict(block_size=None), "the file lacks block_size"),
+    "a head without its tensors": (
+        "DeepSpec, DFlash",
+        dict(markov_rank=4),
+        "missing markov_head.markov_w1.weight (101, 4)",
+    ),
+    "tensors without their head": (
+        "DeepSpec, DSpark",
+        dict(enable_confidence_head=False),
+        "unexpected confidence_head.proj.weight (1, 40)",
+    ),
+    "another Markov head": (
+        "DeepSpec, DSpark",
+        dict(markov_head_type="lstm"),
+        "must be one of vanilla, gated, rnn",
+    ),
+    "biases": ("z-lab", dict(attention_bias=True), "attention_bias=True is not supported"),
+    "a scaling": (
+        "z-lab",
+        dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
+        "the type 'dynamic'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str, tmp_path: Path) -> None:
+    name, changes, words = REFUSED[case]
+    folder = _saved(tmp_path, name, **changes)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load(folder, TARGET)
+
+
+def test_layers_that_no_file_names(tmp_path: Path) -> None:
+    """One for each of the draft's, evenly; or those that the user names."""
+    raw = JsonObject({"mask_token_id": 5})
+    assert hidden_layers(raw, ZLAB, 36, 5) == (1, 9, 17, 25, 33)
+    assert hidden_layers(raw, ZLAB, 8, 1) == (4,)
+    named = load(_saved(tmp_path, "z-lab"), TARGET, DFlashOptions(layers="-1,2,7"))
+    assert named.config.features == (-1, 2, 7)
+
+
+def test_what_is_seen_follows_from_the_trained_range(tmp_path: Path) -> None:
+    folder = _saved(tmp_path, "z-lab", max_position_embeddings=512)
+    with pytest.warns(UserWarning, match=r"made for 512 .* for 1024, .* first 4 and the last 504 "):
+        assert load(folder, TARGET).drafter(PLAIN).window == 504
+    assert load(folder, TARGET, DFlashOptions(window=300)).drafter(PLAIN).sinks == 4
+    assert load(_saved(tmp_path, "z-lab"), TARGET).drafter(PLAIN).window is None
+
+
+@pytest.mark.parametrize(("block", "deepest"), [(4, 3), (64, 16)])
+def test_default_trees_fit_the_block(block: int, deepest: int) -> None:
+    config = config_for(CONFIG, block=block)
+    draft = DFlashDraft(config, random_params(config))
+    trees = draft.default_trees
+    for tree in (*trees.cpu, *trees.gpu, *trees.large, *trees.together):
+        assert draft.drafter(tree).tree.num_levels <= deepest
+    assert {tree.num_levels for tree in trees.large} == {deepest}
+
+
+def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
+    """With the options of the commands."""
+    target, _ = save_toy(tmp_path)
+    config = config_for(toy_spec().target_config, features=(-1, 0, 0))
+    folder = tmp_path / "dflash"
+    save_draft(folder, Format(ZLAB, False, False), config, random_params(config))
+    options = as_options([draft_option("window=16"), draft_option("sinks=0")])
+    spec = LongSpec.from_pretrained(target, [folder, "ngram"], draft_options=options)
+    draft, _ = spec.drafts
+    assert isinstance(draft, DFlashDraft) and draft.seen == (16, 0)
+    assert draft.params.embedding is spec.target_params["embedding"]
+    assert draft.own_params[1:] == (None, None, None, None, None)
+    assert draft.drafter(PLAIN).needs == Needs(hidden=(-1, 0), recent=16)

@@ -1,0 +1,262 @@
+"""EAGLE-1 and 2: the layer by hand, and the published files."""
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import unflatten_dict
+from safetensors.numpy import load_file, save_file
+
+from longspec_jax.config import PLAIN, LinearRopeScaling, TreeConfig
+from longspec_jax.drafters.base import Committed, Features, Needs, Params
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.eagle.load import EagleOptions, draft_table, load, save
+from longspec_jax.drafters.eagle.model import EagleConfig, EagleDrafter, EagleParams
+from longspec_jax.drafters.registry import EAGLE
+from longspec_jax.loading import choose_drafts
+from longspec_jax.models.layers import rotary_frequencies
+from longspec_jax.models.target import head_of
+from longspec_jax.sharding import partition_spec, path_name
+from tests.decoding.lossless import CONFIG
+from tests.drafters.eagle3.test_parity import Given
+from tests.kit import normal, random_target, relative_error, view_of
+
+MODEL = random_target(CONFIG)
+TARGET = Target(CONFIG, MODEL)
+
+
+def config_for(target: Any, **fields: Any) -> EagleConfig:
+    """A draft for a target, of other heads and another MLP than the target's."""
+    given: dict[str, Any] = dict(
+        model_width=target.model_width,
+        target_width=target.model_width,
+        mlp_width=29,
+        num_heads=4,
+        num_kv_heads=2,
+        head_width=8,
+        vocab_size=target.vocab_size,
+        proposable=target.vocab_size,
+        features=(target.num_layers,),
+        max_positions=target.max_positions,
+        dtype=target.dtype,
+        normed_head=False,
+    )
+    return EagleConfig(**given | fields)
+
+
+def random_params(config: EagleConfig, target: Any = MODEL, own: bool = False) -> EagleParams:
+    """Random parameters, maybe with an embedding of their own."""
+    random = np.random.default_rng(6)
+    drawn = {
+        leaf.path: jnp.asarray(
+            leaf.path.endswith("scale") + 0.2 * random.normal(size=leaf.shape), config.dtype
+        )
+        for leaf in draft_table(config, embedding=own).leaves
+    }
+    return EagleParams.bound(unflatten_dict(drawn, sep="/"), config, target, None, False)
+
+
+DRAFT = config_for(CONFIG)
+VARIANTS: dict[str, EagleConfig] = {
+    "usual": config_for(CONFIG, rope_scaling=LinearRopeScaling(2.0)),
+    "other biases": config_for(
+        CONFIG, fuse_bias=False, qkv_bias=True, num_kv_heads=4, rope_theta=5e5, norm_eps=1e-5
+    ),
+}
+
+
+def published(params: EagleParams, config: EagleConfig, folder: Path) -> dict[str, np.ndarray]:
+    """The stored tensors of a draft, in float64."""
+    save(folder, config, params)
+    stored = load_file(folder / "model.safetensors")
+    return {
+        name.removeprefix("layers.0."): value.astype(np.float64) for name, value in stored.items()
+    }
+
+
+def chain_by_hand(
+    w: dict[str, np.ndarray],
+    config: EagleConfig,
+    tokens: list[int],
+    hidden: np.ndarray,
+    following: list[int],
+) -> list[np.ndarray]:
+    """The logits of a chain behind a text, the whole sequence anew at every step.
+
+    Args:
+      w: the stored tensors.
+      config: the draft's.
+      tokens: of the text and the pending one.
+      hidden: the target's states at all but the pending one.
+      following: what the chain goes through.
+    """
+    heads, groups, wide = config.num_heads, config.num_heads // config.num_kv_heads, 8
+    table, head = (np.asarray(t, np.float64) for t in (MODEL["embedding"], head_of(MODEL)))
+    features, logits = list(hidden.astype(np.float64)), []
+    scaling: Any = config.rope_scaling
+    frequencies = rotary_frequencies(wide, config.rope_theta, scaling).astype(np.float64)
+
+    def rotated(x: np.ndarray) -> np.ndarray:
+        angles = np.arange(len(x))[:, None, None] * frequencies
+        a, b = x[..., : wide // 2], x[..., wide // 2 :]
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    for step in range(len(following) + 1):
+        behind = [*tokens[1:], *following[:step]]
+        both = np.concatenate([table[behind], np.stack(features)], axis=1)
+        x = both @ w["fc.weight"].T + w.get("fc.bias", 0.0)
+        q, k, v = (
+            (
+                x @ w[f"self_attn.{n}_proj.weight"].T + w.get(f"self_attn.{n}_proj.bias", 0.0)
+            ).reshape(len(x), -1, wide)
+            for n in "qkv"
+        )
+        q, k, v = rotated(q), rotated(k).repeat(groups, 1), v.repeat(groups, 1)
+        scores = np.einsum("qnh,knh->nqk", q, k) / np.sqrt(wide)
+        scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+        share = np.exp(scores - scores.max(axis=2, keepdims=True))
+        share /= share.sum(axis=2, keepdims=True)
+        out = np.einsum("nqk,knh->qnh", share, v).reshape(len(x), heads * wide)
+        x = x + out @ w["self_attn.o_proj.weight"].T
+        mean = (x**2).mean(axis=1, keepdims=True) + config.norm_eps
+        normed = x / np.sqrt(mean) * w["post_attention_layernorm.weight"]
+        gate = normed @ w["mlp.gate_proj.weight"].T
+        up = gate / (1 + np.exp(-gate)) * (normed @ w["mlp.up_proj.weight"].T)
+        y = (x + up @ w["mlp.down_proj.weight"].T)[-1]
+        logits.append(head @ y)
+        features.append(y)
+    return logits
+
+
+@partial(jax.jit, static_argnums=0)
+def _chain(drafter: EagleDrafter, params: Params, text: Any, hidden: Any, following: Any) -> Any:
+    """The logits of a chain behind a text that comes in two blocks."""
+    rows, length = text.shape[0], text.shape[1] - 1
+    state, zeros = drafter.begin(params, rows, 16), jnp.zeros(rows, int)
+    for first, last in ((0, 4), (4, length)):
+        features = Features({drafter.config.features[0]: hidden[:, first:last]})
+        block = Committed(text[:, first:last], zeros + first, zeros + last - first, features)
+        state = drafter.extend(params, state, block)
+    none, noise = jnp.zeros((rows, 1, 8, 8)), Given(following, [])
+    drafter.propose(params, state, view_of(text[:, -1], zeros + length, none, none), noise)
+    return jnp.stack(noise.heard)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_chains_by_hand(name: str, tmp_path: Path) -> None:
+    """From the stored tensors: layer, positions, and what is fed back; 8 bits compute nearly it."""
+    config = VARIANTS[name]
+    params = random_params(config)
+    random = np.random.default_rng(7)
+    text = random.integers(0, CONFIG.vocab_size, (1, 9)).astype(np.int32)
+    following = random.integers(0, CONFIG.vocab_size, (1, 3)).astype(np.int32)
+    hidden = normal(8, 1, 8, CONFIG.model_width)
+    drafter = EagleDrafter(config, TreeConfig((1, 1, 1)))
+    found = _chain(drafter, Params(None, params), text, hidden, following)
+    stored = published(params, config, tmp_path)
+    expected = chain_by_hand(
+        stored, config, text[0].tolist(), np.asarray(hidden[0]), following[0, :2].tolist()
+    )
+    np.testing.assert_allclose(found[:, 0], expected, atol=1e-4, rtol=1e-4)
+    if name == "usual":
+        rounded = _chain(drafter, Params(None, params.in_int8()), text, hidden, following)
+        assert 0 < relative_error(rounded[0], found[0]) < 0.05
+
+
+def test_what_it_needs() -> None:
+    """The oldest entry of a window has the hidden state of the token before it."""
+    drafter = EagleDrafter(DRAFT, window=6)
+    assert drafter.needs == Needs(hidden=(CONFIG.num_layers,), recent=7)
+    assert replace(drafter, sinks=2).needs.recent is None
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_files_in_and_out(name: str, own: bool, tmp_path: Path) -> None:
+    config = VARIANTS[name]
+    params = random_params(config, own=own)
+    save(tmp_path / "one", config, params)
+    [chosen] = choose_drafts([tmp_path / "one"], {"window": 64})
+    assert chosen.kind is EAGLE
+    draft = load(tmp_path / "one", TARGET)
+    assert draft.config == config and draft.name == draft.drafter(PLAIN).name == "eagle"
+    jax.tree.map(np.testing.assert_array_equal, draft.params, params)
+    assert isinstance(draft.params, EagleParams) and isinstance(draft.config, EagleConfig)
+    save(tmp_path / "two", draft.config, draft.params)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(draft.params.in_int8().layer):
+        assert len(partition_spec(path_name(path))) <= leaf.ndim
+
+
+def test_files_as_the_authors_leave_them(tmp_path: Path) -> None:
+    """Their names and shapes, the target's own embedding stored again, and pickles."""
+    torch = pytest.importorskip("torch", reason="writes the pickles of the authors")
+    params = random_params(DRAFT)
+    save(tmp_path, DRAFT, params)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        "fc.weight": (36, 72),
+        "fc.bias": (36,),
+        "layers.0.post_attention_layernorm.weight": (36,),
+        "layers.0.self_attn.q_proj.weight": (32, 36),
+        "layers.0.self_attn.k_proj.weight": (16, 36),
+        "layers.0.self_attn.v_proj.weight": (16, 36),
+        "layers.0.self_attn.o_proj.weight": (36, 32),
+        "layers.0.mlp.gate_proj.weight": (29, 36),
+        "layers.0.mlp.up_proj.weight": (29, 36),
+        "layers.0.mlp.down_proj.weight": (36, 29),
+    }
+    tensors["embed_tokens.weight"] = np.array(MODEL["embedding"])
+    (tmp_path / "model.safetensors").unlink()
+    state = {name: torch.from_numpy(value) for name, value in tensors.items()}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    found = load(tmp_path, TARGET)
+    assert found.params.embedding is MODEL["embedding"] and not found.params.own_head
+    jax.tree.map(np.testing.assert_array_equal, found.params, params)
+    _edit(tmp_path, max_position_embeddings=512)
+    with pytest.warns(UserWarning, match=r"made for 512 .* for 1024, .* first 4 and the last 476 "):
+        assert load(tmp_path, TARGET).seen == (476, 4)
+
+
+def _edit(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(hidden_size=48, head_dim=8), "hidden_size=48, the target has hidden_size=36"),
+        (dict(vocab_size=103), "vocab_size=103, the target has vocab_size=101"),
+        (dict(num_hidden_layers=2), "num_hidden_layers=2"),
+        (dict(intermediate_size=31), "layers.0.mlp.down_proj.weight is (36, 29), must be (36, 31)"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    save(tmp_path, DRAFT, random_params(DRAFT))
+    _edit(tmp_path, **changes)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load(tmp_path, TARGET)
+
+
+def test_what_is_no_eagle_draft(tmp_path: Path) -> None:
+    """A norm before the layer is another network; and no layers can be named."""
+    save(tmp_path, DRAFT, random_params(DRAFT))
+    file = tmp_path / "model.safetensors"
+    extra = {"layers.0.input_layernorm.weight": np.ones(36, np.float32)}
+    save_file(load_file(file) | extra, file)
+    with pytest.raises(ValueError, match="unexpected layers.0.input_layernorm.weight"):
+        load(tmp_path, TARGET)
+    with pytest.raises(ValueError, match="reads the last hidden state; leave layers out"):
+        EagleOptions(layers="1,2")
+    with pytest.raises(ValueError, match="in 8 bits"):
+        save(tmp_path, DRAFT, random_params(DRAFT).in_int8())

@@ -1,0 +1,184 @@
+"""Medusa heads: their arithmetic and trees, and the published files."""
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from longspec_jax.config import TreeConfig
+from longspec_jax.drafters.base import Params
+from longspec_jax.drafters.draft import Target
+from longspec_jax.drafters.medusa.drafter import MedusaConfig, MedusaDrafter, MedusaParams
+from longspec_jax.drafters.medusa.load import MedusaDraft, heads_table, load, save
+from longspec_jax.drafters.registry import MEDUSA
+from longspec_jax.loading import choose_drafts
+from longspec_jax.models import target as models
+from longspec_jax.sharding import partition_spec, path_name
+from tests.decoding.lossless import CONFIG
+from tests.kit import greedy_beliefs, random_target, view_of
+
+MODEL = random_target(CONFIG)
+TARGET = Target(CONFIG, MODEL)
+SIZES = CONFIG.model_width, CONFIG.vocab_size, CONFIG.num_layers
+OWN = MedusaConfig(3, 1, *SIZES, own_tables=True, dtype="float32")
+SHARED = MedusaConfig(3, 2, *SIZES, own_tables=False, dtype="float32")
+
+
+def random_heads(config: MedusaConfig, target: Any = MODEL) -> MedusaDraft:
+    """Random heads, which read the target's own taste."""
+    random = np.random.default_rng(4)
+    params: dict[str, Any] = {}
+    table = np.asarray(models.head_of(target))
+    for leaf in heads_table(config).leaves:
+        head, rest = leaf.path.split("/", 1)
+        values = 0.1 * random.normal(size=leaf.shape)
+        values = values + table if rest == "head" else values
+        inner = params.setdefault(head, {})
+        *parts, last = rest.split("/")
+        for part in parts:
+            inner = inner.setdefault(part, {})
+        inner[last] = jax.numpy.asarray(values, config.dtype)
+    return MedusaDraft(config, MedusaParams(params, models.head_of(target)))
+
+
+DRAFTS = {"own": random_heads(OWN), "shared": random_heads(SHARED)}
+
+
+@partial(jax.jit, static_argnums=0)
+def _proposed(drafter: MedusaDrafter, params: MedusaParams, hidden: Any) -> Any:
+    none, zeros = jax.numpy.zeros((2, 1, 8, 8)), jax.numpy.zeros(2, int)
+    view, noise = view_of(zeros, zeros + 1, none, none), greedy_beliefs(2, 3)
+    tree = drafter.propose(Params(None, params), hidden, view, noise)
+    return params.logits(drafter.config, hidden, 3), tree
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_heads_and_trees_by_hand(name: str) -> None:
+    """The logits are those of the published module; the tree has the best sums of all paths."""
+    draft = DRAFTS[name]
+    hidden = np.random.default_rng(5).normal(size=(2, CONFIG.model_width)).astype(np.float32)
+    expected = []
+    for head in range(3):
+        state, modules = hidden.astype(np.float64), draft.params.heads[f"heads_{head}"]
+        for block in range(draft.config.blocks):
+            weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), modules)
+            kernel, bias = (weights[f"block_{block}"][part] for part in ("kernel", "bias"))
+            linear = state @ kernel + bias
+            state = state + linear / (1 + np.exp(-linear))
+        table = modules["head"] if draft.config.own_tables else MODEL["head"]
+        expected.append(state @ np.asarray(table, np.float64).T)
+    logits, tree = _proposed(draft.drafter(TreeConfig((11, 22, 22), 12)), draft.params, hidden)
+    np.testing.assert_allclose(logits, np.stack(expected, 1), atol=2e-4)
+    for row in range(2):
+        shares = [level[row] - np.log(np.exp(level[row]).sum()) for level in expected]
+        best = [np.argsort(-level)[:11] for level in shares]
+        sums = {
+            path: sum(shares[depth][token] for depth, token in enumerate(path))
+            for levels in (1, 2, 3)
+            for path in itertools.product(*(map(int, each) for each in best[:levels]))
+        }
+        wanted = set(sorted(sums, key=lambda path: -sums[path])[:11])
+        found: dict[int, tuple[int, ...]] = {0: ()}
+        for node in range(1, 12):
+            found[node] = (*found[int(tree.parents[row, node])], int(tree.tokens[row, node]))
+        assert set(found.values()) - {()} == wanted
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_files_in_and_out(name: str, tmp_path: Path) -> None:
+    draft = DRAFTS[name]
+    save(tmp_path / "one", draft)
+    names = {
+        f"{head}.{block}.linear.{part}"
+        for head in range(3)
+        for block in range(draft.config.blocks)
+        for part in ("weight", "bias")
+    }
+    names |= {f"{head}.1.weight" for head in range(3)} if draft.config.own_tables else set()
+    stored = load_file(tmp_path / "one" / "medusa_lm_head.safetensors")
+    assert stored.keys() == names
+    block = draft.params.heads["heads_1"]["block_0"]["kernel"]
+    np.testing.assert_array_equal(stored["1.0.linear.weight"], np.asarray(block).T)
+    [chosen] = choose_drafts([tmp_path / "one"], {})
+    assert chosen.kind is MEDUSA
+    found = load(tmp_path / "one", TARGET)
+    assert found.config == draft.config
+    jax.tree.map(np.testing.assert_array_equal, found.params, draft.params)
+    save(tmp_path / "two", found)
+    again = load_file(tmp_path / "two" / "medusa_lm_head.safetensors")
+    assert all(np.array_equal(again[each], stored[each]) for each in names)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(found.params.heads):
+        assert len(partition_spec(path_name(path))) <= leaf.ndim
+
+
+def _edited(folder: Path, change: Callable[[dict[str, np.ndarray]], Any], **raw: Any) -> Path:
+    file = folder / "medusa_lm_head.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text()) | raw
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _prefixed(tensors: dict[str, np.ndarray]) -> None:
+    for name in list(tensors):
+        tensors[f"medusa_head.{name}"] = tensors.pop(name)
+
+
+def test_files_as_they_are_published(tmp_path: Path) -> None:
+    """More heads than the file names, names of a whole model, and pickles."""
+    save(tmp_path, DRAFTS["own"])
+    _edited(tmp_path, _prefixed, medusa_num_heads=2, base_model_name_or_path="a/b", version="2")
+    assert load(tmp_path, TARGET).config == OWN
+    torch = pytest.importorskip("torch", reason="writes the pickles of the authors")
+    file = tmp_path / "medusa_lm_head.safetensors"
+    state = {name: torch.from_numpy(value) for name, value in load_file(file).items()}
+    file.unlink()
+    torch.save(state, tmp_path / "medusa_lm_head.pt")
+    found = load(tmp_path, TARGET)
+    jax.tree.map(np.testing.assert_array_equal, found.params, DRAFTS["own"].params)
+
+
+@pytest.mark.parametrize(
+    ("change", "raw", "words"),
+    [
+        (lambda t: None, dict(medusa_num_heads=4), "missing 3.0.linear.weight (36, 36)"),
+        (lambda t: t.pop("1.1.weight"), {}, "missing 1.1.weight (101, 36)"),
+        (lambda t: t.update({"a": np.zeros(3)}), {}, "unexpected a (3,)"),
+        (lambda t: t.pop("0.0.linear.weight"), {}, "these are no Medusa heads"),
+        (lambda t: None, dict(medusa_num_heads=0), "medusa_num_heads"),
+    ],
+)
+def test_refusals(change: Any, raw: dict[str, Any], words: str, tmp_path: Path) -> None:
+    save(tmp_path, DRAFTS["own"])
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load(_edited(tmp_path, change, **raw), TARGET)
+
+
+def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, DRAFTS["own"])
+    for field, size, words in (
+        ("model_width", 40, "target of hidden_size=36, the target has hidden_size=40"),
+        ("vocab_size", 103, "target of vocab_size=101, the target has vocab_size=103"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load(tmp_path, Target(replace(CONFIG, **{field: size}), MODEL))
+    with pytest.raises(ValueError, match="4 levels, and the draft has 3 Medusa heads"):
+        MedusaDrafter(OWN, TreeConfig((1,) * 4))
+
+
+def test_default_trees_are_as_deep_as_there_are_heads() -> None:
+    for heads in (1, 2, 5):
+        trees = MedusaDraft(replace(OWN, heads=heads), DRAFTS["own"].params).default_trees
+        levels = {tree.num_levels for tree in (*trees.cpu, *trees.gpu, *trees.large)}
+        assert max(levels) == min(heads, 4)

@@ -1,0 +1,121 @@
+"""Published kinds of drafts change no token, and load by the name of their folder."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from longspec_jax import LongSpec
+from longspec_jax.config import TreeConfig
+from longspec_jax.decoding.target import CachedTarget
+from longspec_jax.drafters.base import Drafter, NoDraft, Params
+from longspec_jax.drafters.eagle import load as eagle
+from longspec_jax.drafters.eagle.model import EagleDrafter
+from longspec_jax.drafters.medusa import load as medusa
+from longspec_jax.drafters.medusa.drafter import MedusaConfig
+from longspec_jax.drafters.suffix import SuffixDrafter
+from longspec_jax.models.target import Target
+from longspec_jax.ops.attention.reference import causal_attention
+from tests.decoding.lossless import (
+    CONFIG,
+    EVERY,
+    LENGTHS,
+    Decoded,
+    assert_same,
+    emitted_in_rounds,
+    generate,
+    prompts,
+)
+from tests.drafters import test_eagle, test_medusa
+from tests.infer.toys import save_toy, toy_spec
+from tests.kit import random_target
+
+MODEL = random_target(CONFIG)
+TREE = TreeConfig((4, 5, 3), budget=9)
+HEADS = test_medusa.DRAFTS["own"]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[np.ndarray]]:
+    """What plain decoding emits for every request."""
+    run = partial(generate, CachedTarget(CONFIG), NoDraft(), Params(MODEL, ()))
+    return [run(prompts(CONFIG.vocab_size), LENGTHS, req)[0] for req in EVERY]
+
+
+def decoded(drafter: Drafter, draft: Any, plain: list[list[np.ndarray]]) -> tuple[Any, Decoded]:
+    """The last of all requests, after every one was compared."""
+    run = partial(generate, CachedTarget(CONFIG), drafter, Params(MODEL, draft))
+    runs = [run(prompts(CONFIG.vocab_size), LENGTHS, req) for req in EVERY]
+    for (rows, _), expected in zip(runs, plain, strict=True):
+        assert_same(rows, expected)
+    assert sum(emitted_in_rounds(state) for _, state in runs) > 0
+    return runs[-1]
+
+
+def texts_of(rows: list[np.ndarray]) -> list[list[int]]:
+    """What the cache holds of every row."""
+    starts = zip(prompts(CONFIG.vocab_size), LENGTHS, rows, strict=True)
+    return [[*prompt[:length], *row[:-1]] for prompt, length, row in starts]
+
+
+def test_eagle_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+    """With a window that wraps, and sinks."""
+    drafter = EagleDrafter(test_eagle.DRAFT, TREE, window=6, sinks=2)
+    decoded(drafter, test_eagle.random_params(test_eagle.DRAFT), plain)
+
+
+def test_medusa_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+    """And what a row keeps is the last token's hidden state behind the final norm."""
+    rows, state = decoded(HEADS.drafter(TREE), HEADS.params, plain)
+    texts = texts_of(rows)
+    padded = np.zeros((3, max(map(len, texts))), np.int32)
+    for row, text in zip(padded, texts, strict=True):
+        row[: len(text)] = text
+    places = np.broadcast_to(np.arange(padded.shape[1]), padded.shape)
+
+    @jax.jit
+    def hidden(params: Any) -> Any:
+        output: Any = Target(CONFIG).apply(
+            {"params": params}, padded, places, lambda layer, q, k, v: causal_attention(q, k, v)
+        )
+        return output.hidden
+
+    whole = hidden(MODEL)
+    for b, text in enumerate(texts):
+        kept = np.asarray(state.rows.draft[b])
+        np.testing.assert_allclose(kept, whole[b, len(text) - 1], atol=1e-4)
+
+
+def test_suffix_decoding_changes_no_token(plain: list[list[np.ndarray]]) -> None:
+    """Of rows that know each other's texts; and what another row has emitted is drafted."""
+    drafter = SuffixDrafter(TreeConfig((6,) * 4, budget=12))
+    rows, state = decoded(drafter, (), plain)
+    for kept, text in zip(np.asarray(state.rows.draft.tokens), texts_of(rows), strict=True):
+        np.testing.assert_array_equal(kept[: len(text)], text)
+    # The last row of the first requests is sampled at temperature 1.
+    tokens, lengths = np.pad(prompts(CONFIG.vocab_size), ((0, 0), (0, 8))), LENGTHS.copy()
+    answered = [*tokens[2, :1], *plain[0][2]]
+    tokens[1, : len(answered)], lengths[1] = answered, len(answered)
+    params = Params(MODEL, ())
+    rows, again = generate(CachedTarget(CONFIG), drafter, params, tokens, lengths, EVERY[0])
+    np.testing.assert_array_equal(rows[2], plain[0][2])
+    assert int(again.record.rounds[2]) <= 5
+    assert emitted_in_rounds(again) > 11
+
+
+def test_a_folder_is_all_that_a_user_names(tmp_path: Path) -> None:
+    target, _ = save_toy(tmp_path)
+    config, params = toy_spec().target_config, toy_spec().target_params
+    draft = test_eagle.config_for(config)
+    eagle.save(tmp_path / "eagle", draft, test_eagle.random_params(draft, params))
+    sizes = config.model_width, config.vocab_size, config.num_layers
+    heads = MedusaConfig(2, 1, *sizes, own_tables=False, dtype="float32")
+    medusa.save(tmp_path / "medusa", test_medusa.random_heads(heads, params))
+    drafts = [tmp_path / "eagle", tmp_path / "medusa", "suffix"]
+    found = LongSpec.from_pretrained(target, drafts).drafts
+    assert [each.name for each in found] == ["eagle", "medusa", "suffix"]
+    with pytest.raises(ValueError, match="unknown option 'window' for .*medusa; it has none"):
+        LongSpec.from_pretrained(target, drafts[1], draft_options={"window": 16})
