@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from longspec_jax import LongSpec
+from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.generation.inputs import to_prompt
 
 from .data.documents import ASKING, BadRows, Fields, Turn, to_turns
@@ -153,7 +154,7 @@ class Counts:
 class Answering:
     """Answers conversations in their order."""
 
-    spec: LongSpec
+    spec: LongSpec | Endpoint
     limits: Limits
     options: dict[str, Any]
     """Sampling options of ``generate``; seeds apart."""
@@ -227,7 +228,8 @@ class Answering:
         """Have the target answer."""
         prompts = [prompt for _, prompt in questions]
         budgets = [self.limits.max_new_tokens] * len(questions)
-        fillers = self._fillers(prompts)
+        # A server has compiled its programs.
+        fillers = [] if isinstance(self.spec, Endpoint) else self._fillers(prompts, self.spec)
         result = self.spec.generate(
             [*prompts, *fillers],
             tree=self.tree,
@@ -251,7 +253,7 @@ class Answering:
             self.counts.answers += 1
             self.counts.tokens += len(tokens)
 
-    def _fillers(self, prompts: list[np.ndarray]) -> list[np.ndarray]:
+    def _fillers(self, prompts: list[np.ndarray], spec: LongSpec) -> list[np.ndarray]:
         """Prompts beside those that are answered, so that waves of all sizes run few programs.
 
         One has a length of few, since the caches are as long as the longest row needs; and a call
@@ -260,5 +262,5 @@ class Answering:
         longest = max(prompts, key=len)
         length = max(SHORTEST, 1 << (len(longest) - 1).bit_length())
         length = max(len(longest), min(length, self.limits.longest_prompt))
-        missing = (self.spec.row_slots or 0) - len(prompts)
+        missing = (spec.row_slots or 0) - len(prompts)
         return [np.resize(longest, length), *[longest[:1]] * max(0, missing)]

@@ -64,12 +64,18 @@ def parser() -> cli.Parser:
     )
     add("--draft", type=cli.path, action="append", help=text)
     add("--tree", type=cli.tree, help="tree of the first draft; the fastest if absent")
+    text = (
+        "have a server of this target answer, with its own draft: its address up to /v1. The key "
+        "is taken from the environment variable LONGSPEC_API_KEY"
+    )
+    add("--endpoint", type=cli.word, metavar="URL", help=text)
     text = "dtype of weights and activations; auto takes what suits this device"
     kinds = ["auto", "bfloat16", "float16", "float32"]
     add("--dtype", default="auto", choices=kinds, help=text)
     text = f"devices: {cli.MESH_GRAMMAR}; one if absent"
     add("--mesh", type=cli.mesh, metavar="AXIS=N,...", help=text)
-    add("--row_slots", type=cli.COUNT, default=8, help="rows decoded at once")
+    text = "rows decoded at once; with --endpoint, requests at a time"
+    add("--row_slots", type=cli.COUNT, default=8, help=text)
     text = (
         "rows between reading and writing, which a killed run repeats; 16 times the slots if absent"
     )

@@ -20,6 +20,8 @@ from typing import Any
 
 from longspec_jax import LongSpec, files, make_mesh
 from longspec_jax.embedded import DEMO, DEMO_NAME, DRAFTS
+from longspec_jax.generation.endpoint import Endpoint
+from longspec_jax.weights.hf import load_stop_tokens
 from longspec_jax.weights.hf_config import target_config
 from longspec_jax.weights.hub import local_folder
 from longspec_jax.weights.json_files import read_json
@@ -130,6 +132,8 @@ def regenerate(arguments: argparse.Namespace) -> str:
     Raises:
       ValueError, OSError: for a mistake, or data or a target that cannot be read.
     """
+    if arguments.endpoint and (arguments.draft or arguments.tree or arguments.mesh):
+        raise ValueError("--draft, --tree and --mesh are the server's with --endpoint; drop them")
     data = DataConfig.whole(arguments)
     out = files.writable(files.expanded(arguments.out), arguments.out, of_results=False)
     check_no_input(out, [Path(name) for name in expand(data.files)])
@@ -251,8 +255,16 @@ def _checked(documents: Documents, source: Path, template: Any) -> int:
     return row
 
 
-def _load(arguments: argparse.Namespace, source: Path) -> LongSpec:
-    """The target and what drafts for it."""
+def _load(arguments: argparse.Namespace, source: Path) -> LongSpec | Endpoint:
+    """The target and what drafts for it, here or on a server."""
+    if arguments.endpoint:
+        return Endpoint.reached(
+            arguments.endpoint,
+            target_config(read_json(source / "config.json"), "float32"),
+            load_tokenizer(source),
+            load_stop_tokens(source),
+            concurrency=arguments.row_slots,
+        )
     options: dict[str, Any] = {
         "draft": [DRAFTS.get(name, name) for name in arguments.draft or ()] or None,
         "dtype": arguments.dtype,

@@ -13,7 +13,7 @@ from longspec_jax.embedded import DEMO_NAME, DRAFTS
 
 from ..arguments import add_memory, add_models, is_demo
 from ..prompts import STYLES
-from .methods import ALL, METHODS, Chosen
+from .methods import ALL, METHODS, SERVED, Chosen
 from .tasks import DEMO_SUITE, FREE, NEEDLE, RAW, SUITE, TASKS
 
 TASK_NAMES = (*TASKS, NEEDLE, FREE, *SUITE, DEMO_SUITE)
@@ -52,7 +52,16 @@ def parser() -> argparse.ArgumentParser:
     version = f"longspec_jax {longspec_jax.__version__}"
     result.add_argument("--version", action="version", version=version)
     result.set_defaults(tree=None)
-    add_memory(add_models(result, DRAFT_HELP))
+    models = add_models(result, DRAFT_HELP)
+    add_memory(models)
+    models.add_argument(
+        "--endpoint",
+        type=cli.word,
+        metavar="URL",
+        help="measure a server of this target, by its address up to /v1, with its draft "
+        f"({SERVED}) and without (plain), --batch requests at a time. The key is taken from the "
+        "environment variable LONGSPEC_API_KEY",
+    )
     _add_tasks(result.add_argument_group("tasks"))
     _add_methods(result.add_argument_group("methods and generation"))
     _add_output(result.add_argument_group("output"))
@@ -213,6 +222,7 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
       ValueError: for a contradiction, naming the options.
     """
     tasks = [name for task in arguments.task for name in (SUITE if task == DEMO_SUITE else (task,))]
+    _check_endpoint(arguments)
     _check_data(arguments, tasks)
     _check_effects(arguments, tasks)
     methods = [each.name for each in arguments.method]
@@ -226,7 +236,7 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
             "them out"
         )
     drafts = arguments.draft
-    if drafts is None and is_demo(arguments):
+    if drafts is None and is_demo(arguments) and not arguments.endpoint:
         drafts = [*DEMO_RUN_DRAFTS]
     settled = {
         "task": tasks,
@@ -237,6 +247,14 @@ def settled(arguments: argparse.Namespace) -> argparse.Namespace:
         "target": arguments.target or DEMO_NAME,
     }
     return argparse.Namespace(**{**vars(arguments), **settled})
+
+
+def _check_endpoint(arguments: argparse.Namespace) -> None:
+    """Refuse options that are the server's."""
+    names = "draft draft_option mesh offload attention prefill_chunk row_slots method breakdown"
+    for name in (*names.split(), "rounds") if arguments.endpoint else ():
+        if getattr(arguments, name):
+            raise ValueError(f"--{name} cannot be asked of --endpoint, a server; leave it out")
 
 
 def _check_data(arguments: argparse.Namespace, tasks: list[str]) -> None:

@@ -4,10 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from longspec_jax import cli, files
+from longspec_jax import LongSpec, cli, files
 from longspec_jax.cli import counted
+from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.status_line import StatusLine
 
 from ..wording import command_words
@@ -44,7 +46,12 @@ class Evaluation:
         from . import run
 
         before = self._before()
-        spec, target, drafts = load_named(arguments, self._status)
+        spec: LongSpec | Endpoint
+        if arguments.endpoint:
+            spec, decoders_of = run.endpoint(arguments), run.remote_decoders
+        else:
+            spec, target, drafts = load_named(arguments, self._status)
+            decoders_of = partial(run.ready_decoders, arguments, target=target, drafts=drafts)
         if spec.tokenizer is None:
             raise ValueError(
                 f"--target={arguments.target} comes without a tokenizer; add its files"
@@ -52,7 +59,7 @@ class Evaluation:
         self._status.show("preparing the prompts")
         tasks = run.prepared_tasks(arguments, spec)
         spec = run.expecting(tasks, spec)
-        decoders = run.ready_decoders(arguments, spec, target, drafts)
+        decoders = decoders_of(spec)
         settings = {decoder.name: decoder.setting for decoder in decoders}
         header = run.new_header(arguments, self._typed, spec, settings)
         done = self._continued(header, before)

@@ -6,6 +6,7 @@ from typing import Any
 
 from longspec_jax import GenerateResult, LongSpec, TreeConfig
 from longspec_jax.generation.activity import OnActivity
+from longspec_jax.generation.endpoint import Endpoint, RemoteResult
 from longspec_jax.generation.inspection import RoundView
 from longspec_jax.generation.text import Detokenizer
 
@@ -21,15 +22,15 @@ class Decoder:
 
     name: str
     setting: Setting
-    spec: LongSpec
-    """With the method's draft alone."""
+    spec: LongSpec | Endpoint
+    """With the method's draft alone, or a server."""
     tree: TreeConfig | None
     """None if every call chooses."""
     adaptive: bool
 
     def decode(
         self, prompts: Sequence[list[int]], options: Options, on_activity: OnActivity
-    ) -> GenerateResult:
+    ) -> GenerateResult | RemoteResult:
         """Decode the rows of a group as one call."""
         chosen = {"tree": self.tree, "adaptive": self.adaptive, "on_activity": on_activity}
         return self.spec.generate([*prompts], **chosen, **options)
@@ -38,7 +39,7 @@ class Decoder:
         self, prompts: Sequence[list[int]], options: Options, rounds: int
     ) -> Breakdown | None:
         """Seconds of the parts of some rounds; None for adaptive rounds, which differ."""
-        if self.tree is None:
+        if self.tree is None or isinstance(self.spec, Endpoint):
             return None
         parts = self.spec.breakdown([*prompts], tree=self.tree, rounds=rounds, **options)
         return Breakdown(parts.draft, parts.verify, parts.commit, parts.rounds)
@@ -50,7 +51,7 @@ class Decoder:
 
         None without one tree for all rounds.
         """
-        if self.tree is None or not self.tree.widths:
+        if self.tree is None or not self.tree.widths or isinstance(self.spec, Endpoint):
             return None
         views = self.spec.inspect([prompt], tree=self.tree, **options)
         return round_trees(views, self.spec.tokenizer, emitted)

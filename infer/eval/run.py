@@ -13,14 +13,23 @@ import jax
 
 from longspec_jax import LongSpec, cli
 from longspec_jax.cli import as_options
+from longspec_jax.config import PLAIN
+from longspec_jax.embedded import DEMO
 from longspec_jax.generation.comparison import first_difference
+from longspec_jax.generation.endpoint import Endpoint
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
+from longspec_jax.loading import load_tokenizer
 from longspec_jax.ops.hardware import has_kernels
 from longspec_jax.provenance import provenance
+from longspec_jax.weights.hf import load_stop_tokens
+from longspec_jax.weights.hf_config import target_config
+from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.json_files import read_json
 
+from ..arguments import is_demo
 from .arguments import LONGSPEC
 from .decoders import Decoder, Options, by_round, text_by_token
-from .methods import by_kind, with_drafts
+from .methods import SERVED, by_kind, with_drafts
 from .prepare import (
     LongBenchProtocol,
     LongSpecProtocol,
@@ -56,7 +65,7 @@ class EvalRun:
         self,
         arguments: argparse.Namespace,
         decoders: Sequence[Decoder],
-        spec: LongSpec,
+        spec: LongSpec | Endpoint,
         done: Sequence[SampleRecord],
         writer: Writer,
         progress: Progress,
@@ -223,7 +232,7 @@ class EvalRun:
 
 
 def ready_decoders(
-    arguments: argparse.Namespace, spec: LongSpec, target: Path, drafts: Sequence[str | Path]
+    arguments: argparse.Namespace, spec: Any, target: Path, drafts: Sequence[str | Path]
 ) -> list[Decoder]:
     """The methods of a run, ready to decode.
 
@@ -256,7 +265,28 @@ def ready_decoders(
     return found
 
 
-def prepared_tasks(arguments: argparse.Namespace, spec: LongSpec) -> list[PreparedTask]:
+def endpoint(arguments: argparse.Namespace) -> Endpoint:
+    """The server, with what prompts depend on in the target, whose weights are not read."""
+    folder = DEMO / "target"
+    if not is_demo(arguments):
+        folder = local_folder(arguments.target, arguments.revision)
+    return Endpoint.reached(
+        arguments.endpoint,
+        target_config(read_json(folder / "config.json"), "float32"),
+        load_tokenizer(folder),
+        load_stop_tokens(folder),
+        concurrency=arguments.batch,
+    )
+
+
+def remote_decoders(server: Any) -> list[Decoder]:
+    """The methods of an :class:`Endpoint`: without its draft, and with it."""
+    setting = Setting(None, None, None, {})
+    trees = {PLAIN_METHOD: PLAIN, SERVED: None}
+    return [Decoder(name, setting, server, tree, False) for name, tree in trees.items()]
+
+
+def prepared_tasks(arguments: argparse.Namespace, spec: LongSpec | Endpoint) -> list[PreparedTask]:
     """The prompts of all tasks."""
     config = spec.target_config
     target = Target(spec.tokenizer, config.vocab_size, config.max_positions)
@@ -270,12 +300,14 @@ def prepared_tasks(arguments: argparse.Namespace, spec: LongSpec) -> list[Prepar
     return [prepare(name, sources, protocol, arguments.max_new_tokens) for name in arguments.task]
 
 
-def expecting(tasks: Sequence[PreparedTask], spec: LongSpec) -> LongSpec:
+def expecting(tasks: Sequence[PreparedTask], spec: LongSpec | Endpoint) -> LongSpec | Endpoint:
     """The models, with caches for the longest prompt if empty slots cost no time.
 
     Prompts of all lengths then share the programs of a method, each of which takes up to half a
     minute to compile. XLA's attention reads empty slots; the kernels do not.
     """
+    if isinstance(spec, Endpoint):
+        return spec
     if spec.attention is not None or not has_kernels(spec.target_config.dtype):
         return spec
     sizes = (len(each.tokens) + each.new_tokens for task in tasks for each in task.prompts)
@@ -286,7 +318,7 @@ def expecting(tasks: Sequence[PreparedTask], spec: LongSpec) -> LongSpec:
 def new_header(
     arguments: argparse.Namespace,
     typed: Sequence[str],
-    spec: LongSpec,
+    spec: LongSpec | Endpoint,
     methods: Mapping[str, Setting],
 ) -> Header:
     """Where, with what and how the run is made."""
@@ -294,7 +326,7 @@ def new_header(
     options["data"] = {task: str(path) for task, path in arguments.data or ()}
     return Header(
         schema=SCHEMA,
-        provenance=provenance(jax.devices()[0].device_kind),
+        provenance=provenance(arguments.endpoint or jax.devices()[0].device_kind),
         command=shlex.join(["python", "-m", "infer.eval", *typed]),
         target=arguments.target,
         dtype=spec.target_config.dtype,

@@ -5,6 +5,7 @@ texts are tokenised by a few threads of their own.
 """
 
 import asyncio
+import base64
 import contextlib
 import functools
 import hmac
@@ -44,8 +45,7 @@ from .rules import Refused
 from .tickets import Ticket
 
 LOG = logging.getLogger("longspec.serve")
-OPEN = frozenset({"/", "/health"})
-"""Paths that need no key: the page is a file without data, which a browser asks for without one."""
+HEALTH, PAGE = "/health", "/"
 CLIENT_GONE = 499
 """Written to the log where nobody reads the answer."""
 BODY_SECONDS = 60.0
@@ -83,11 +83,11 @@ def make_app(served: Served) -> ASGIApp:
             Route("/v1/models/{name:path}", routes.models),
             Route("/tokenize", routes.tokenize, methods=["POST"]),
             Route("/detokenize", routes.detokenize, methods=["POST"]),
-            Route("/health", routes.health),
+            Route(HEALTH, routes.health),
             Route("/metrics", routes.metrics),
             Route("/stats", routes.stats),
             Route("/openapi.json", routes.openapi),
-            Route("/", routes.page),
+            Route(PAGE, routes.page),
         ],
         exception_handlers={
             Refused: _refused,
@@ -100,14 +100,18 @@ def make_app(served: Served) -> ASGIApp:
 
 
 class KeyGuard:
-    """Lets requests pass that carry the key, and those to open paths."""
+    """Lets requests pass that carry the key, and those to ``/health``.
+
+    As ``Bearer KEY``, or as the password of any user, for which a browser asks when it opens the
+    page, and which it then sends along with the page's own requests.
+    """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._key = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401 without the key."""
-        if scope["type"] != "http" or scope["path"] in OPEN or self._has_key(scope):
+        if scope["type"] != "http" or scope["path"] == HEALTH or self._has_key(scope):
             await self._app(scope, receive, send)
             return
         refused = Refused(
@@ -116,12 +120,16 @@ class KeyGuard:
             code="invalid_api_key",
         )
         response = refusal(refused)
-        response.headers["www-authenticate"] = "Bearer"
+        page = scope["path"] == PAGE
+        response.headers["www-authenticate"] = 'Basic realm="API key"' if page else "Bearer"
         await response(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
+        if scheme.lower() == b"basic":
+            with contextlib.suppress(ValueError):
+                scheme, key = b"bearer", base64.b64decode(key).partition(b":")[2]
         # compare_digest takes a time that does not tell how much of the key was right.
         return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
 

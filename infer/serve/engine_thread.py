@@ -270,8 +270,9 @@ class EngineThread:
         try:
             while self._take_in():
                 if self._engine.busy:
-                    self._publish(self._engine.step())
-                    self._note_started()
+                    outputs = self._engine.step()
+                    self._note_started()  # Before first tokens, whose times follow.
+                    self._publish(outputs)
                     self._metrics.observe(self._engine.status)
                 self._end_late()
         except BaseException as error:  # noqa: BLE001 - every open call is told.

@@ -65,7 +65,7 @@ MESSAGES = Field(ListOf(_MESSAGE, MOST_MESSAGES, 1), "the turns so far", True)
 LONGSPEC = {
     "speculation": Field(Flag(), "false: decode without a draft; the text is the same"),
     "rounds": Field(Flag(), "true: the answer says what every round drafted and accepted"),
-    "tree": Field(Text(64), "the tree to draft; must be the server's own, or none"),
+    "tree": Field(Text(64), "the tree to draft: one of those in /v1/models, or none"),
     "drafter": Field(Text(256), "the draft; must be the server's own"),
 }
 """Fields of the object ``longspec``."""

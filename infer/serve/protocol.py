@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from longspec_jax.checks import shown
+from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.weights.json_files import unique_keys
 
 from .fields import CHAT, COMPLETIONS, DETOKENIZE, MOST_STOP_TOKENS, TOKENIZE
@@ -59,8 +60,10 @@ class ServedModel:
     """Token ids of messages; None without a chat template."""
     special: frozenset[int] = frozenset()
     """Tokens that are no part of a text."""
+    trees: tuple[TreeConfig, ...] = ()
+    """What a request may name: the engine chooses among these for all others."""
     tree: str | None = None
-    """The tree that is drafted; None for plain decoding, or while the engine chooses."""
+    """The tallest of them; None for plain decoding."""
     drafter: str | None = None
     grammar: Callable[..., Any] | None = None
     """Makes a grammar of ``json_schema=`` or ``regex=``; None if requests can have none."""
@@ -291,12 +294,13 @@ def _options(
 
 
 def _speculation(about: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
-    plain = about.get("tree") == "none" or about.get("speculation") is False
-    tree, drafter = about.get("tree", model.tree), about.get("drafter", model.drafter)
-    if tree not in ("none", model.tree):
+    tree, drafter = about.get("tree"), about.get("drafter", model.drafter)
+    named = None if tree is None else _tree(tree)
+    if named not in (None, PLAIN, *model.trees):
         raise Refused(
-            f"longspec.tree={shown(tree)} is not this server's tree, {model.tree}; leave it out, "
-            "or start a server with --tree",
+            f"longspec.tree={shown(tree)} is none of this server's trees, "
+            f"{', '.join(map(str, model.trees)) or 'none'}; name one of these, leave it out, or "
+            "start a server with --tree",
             "longspec",
         )
     if drafter != model.drafter:
@@ -305,7 +309,18 @@ def _speculation(about: Mapping[str, Any], model: ServedModel) -> dict[str, Any]
             "out, or start a server with --draft",
             "longspec",
         )
-    return {"speculate": False} if plain and model.drafter is not None else {}
+    if model.drafter is None:
+        return {}
+    if named == PLAIN or about.get("speculation") is False:
+        return {"speculate": False}
+    return {} if named is None else {"tree": named}
+
+
+def _tree(text: str) -> TreeConfig:
+    try:
+        return TreeConfig.parse(text)
+    except ValueError as error:
+        raise Refused(f"longspec.tree={shown(text)}: {error}", "longspec") from None
 
 
 def _form(values: Mapping[str, Any], model: ServedModel) -> dict[str, Any] | None:

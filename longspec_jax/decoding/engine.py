@@ -217,6 +217,7 @@ class Engine:
         *,
         priority: int = 0,
         constraint: Constraint | None = None,
+        candidate: int | None = None,
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
 
@@ -226,6 +227,8 @@ class Engine:
           priority: a lower one goes first.
           constraint: what it may emit, which has met none of its tokens. While it is decoded the
             host waits for every round's tree.
+          candidate: the drafter whose rounds run while the request holds a slot, in all rows; of
+            several such requests the last of the drafters. The policy's choice if absent.
 
         Returns:
           The number that names the request in what :meth:`step` returns.
@@ -245,7 +248,8 @@ class Engine:
         check_alternatives(self.contents.logprobs, request.logprobs, request.prompt_logprobs)
         own = self.as_it_takes(request)
         id, self._next_id = self._next_id, self._next_id + 1
-        waiting = Waiting(priority, id, np.asarray(tokens), own, constraint=constraint)
+        more: dict[str, Any] = {"constraint": constraint, "candidate": candidate}
+        waiting = Waiting(priority, id, np.asarray(tokens), own, **more)
         self.prompts.add(waiting)
         return id
 
@@ -438,7 +442,11 @@ class Engine:
         most = 1
         if not self.streams:
             most = most_rounds(self.rounds_per_launch, len(self.drafters), self.round_seconds)
-        choice = self._choices.next(self._launches.choices, most, len(live))
+        named = {self._slots.active[id].waiting.candidate for id in live} - {None}
+        if named:
+            choice = Choice(max(one for one in named if one is not None), most)
+        else:
+            choice = self._choices.next(self._launches.choices, most, len(live))
         kind = max(self._slots.active[id].waiting.request.sampling.kind for id in live)
         if constraints := self._slots.constraints:
             choice, kind = choice._replace(rounds=1), SamplingKind.ANY

@@ -44,6 +44,8 @@ class Waiting(NamedTuple):
     """Of its whole chunks, where prefixes are reused."""
     constraint: Constraint | None = None
     """What it may emit; it has taken in all that was read of the request."""
+    candidate: int | None = None
+    """What runs while it holds a slot; the policy's choice if absent."""
 
     @property
     def alternatives(self) -> int:

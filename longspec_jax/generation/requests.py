@@ -170,6 +170,7 @@ class RequestEngine:
         chat_template: str | None = None,
         priority: int = 0,
         speculate: bool = True,
+        tree: TreeConfig | None = None,
         grammar: Grammar | None = None,
         **options: Unpack[GenerateOptions],
     ) -> int:
@@ -178,7 +179,8 @@ class RequestEngine:
         Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row. A request of a lower
         ``priority`` goes first. Where all slots are taken it takes one of a higher ``priority``,
         whose text goes on later as if nothing had happened. Without ``speculate`` the row accepts
-        no draft token, and its text is the same. A ``grammar``
+        no draft token, and its text is the same. A ``tree`` of :attr:`trees` runs while the request
+        holds a slot, instead of the one that is fastest. A ``grammar``
         (:meth:`longspec_jax.LongSpec.grammar`) allows what satisfies it alone.
 
         Returns:
@@ -201,11 +203,22 @@ class RequestEngine:
                 f"priority={shown(priority)} must be a whole number; the lowest goes first"
             )
         request = _of_one_row(batch, speculate)
-        constraint = self._constraint(grammar, request)
-        id = self.engine.submit(prompt, request, priority=priority, constraint=constraint)
+        more = {
+            "priority": priority,
+            "constraint": self._constraint(grammar, request),
+            "candidate": None if tree is None else self._candidate(tree),
+        }
+        id = self.engine.submit(prompt, request, **more)
         if (text := batch.text(0)) is not None:
             self._texts[id] = text
         return id
+
+    def _candidate(self, tree: TreeConfig) -> int:
+        trees = [drafter.tree for drafter in self.engine.drafters]
+        if tree not in trees:
+            known = ", ".join(map(str, trees))
+            raise ValueError(f"tree={tree} is none of this engine's trees, which are {known}")
+        return trees.index(tree)
 
     def _constraint(self, grammar: Grammar | None, request: Request) -> GrammarState | None:
         if grammar is None:

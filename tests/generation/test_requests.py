@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from longspec_jax import GenerateResult, LongSpec
+from longspec_jax import GenerateResult, LongSpec, TreeConfig
 from longspec_jax.config import PLAIN
 from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.slots import EngineStatus
@@ -167,7 +167,16 @@ def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memor
                     for more in (adjusted, scored)
                 ],
             )
+            for named, use in enumerate(engine.trees):
+                before = [one.rounds for one in engine.trees]
+                engine.submit(TEXT[:20], tree=use.tree, max_new_tokens=16, eos_token_id=[])
+                finished(engine)
+                ran = [one.rounds - was for one, was in zip(engine.trees, before, strict=True)]
+                # The last round before may be read now.
+                assert ran.pop(named) > 2 and max(ran) <= 1
         assert not compiled
+        with pytest.raises(ValueError, match="tree=9 is none of this engine's trees, which are n"):
+            engine.submit("ab", tree=TreeConfig((9,)), max_new_tokens=2)
         engine.prepare()  # Once is enough.
     assert len(found) > 30
     assert_as_alone(spec, requests, found)

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
+from infer.eval.decoders import by_round
 from infer.serve.app import Served
 from infer.serve.engine_thread import EngineThread
 from infer.serve.http_server import HttpServer
 from infer.serve.metrics import Metrics
 from infer.serve.protocol import ServedModel
+from longspec_jax import LongSpec
+from longspec_jax.config import PLAIN, TreeConfig
 from longspec_jax.decoding.slots import EngineStatus
 from longspec_jax.generation.result import TreeUse
 
@@ -37,7 +40,8 @@ def scripted_model(**changes: Any) -> ServedModel:
         "encode_chat": lambda messages: [
             LETTERS.index(letter) for message in messages for letter in message["content"]
         ],
-        "tree": "1,1,1",
+        "trees": (PLAIN, TreeConfig((1, 1, 1))),
+        "tree": "chain:3",
         "drafter": "script",
     }
     return ServedModel(**{**settings, **changes})
@@ -140,6 +144,50 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self.closed = True
+
+
+class GeneratingEngine(ScriptedEngine):
+    """Answers every request whole, by ``generate``."""
+
+    def __init__(self, spec: LongSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def step(self) -> list[Any]:
+        found = []
+        for id in [*self.rows]:
+            del self.rows[id]
+            prompt, options = self.submitted[id]
+            options = dict(options)
+            plain = PLAIN if not options.pop("speculate", True) else None
+            one = self.spec.generate([prompt], tree=plain, **options)
+            [tokens], [drafted] = one.sequences, one.drafted
+            stops = options.get("eos_token_id", self.spec.stop_tokens)
+            found.append(
+                SimpleNamespace(
+                    id=id,
+                    tokens=tokens,
+                    text=one.text[0],
+                    drafted=drafted,
+                    rounds=by_round(drafted)[1],
+                    finish="stop" if tokens[-1] in stops else "length",
+                    logprobs=(),
+                    prompt_logprobs=None,
+                    trees=(),
+                    cached_tokens=0,
+                )
+            )
+        return found
+
+
+def model_of(spec: LongSpec) -> ServedModel:
+    """What requests to a server of these models are checked against."""
+    return scripted_model(
+        max_len=spec.target_config.max_positions,
+        vocab_size=spec.target_config.vocab_size,
+        stop_tokens=spec.stop_tokens,
+        decode=spec.tokenizer.decode,
+    )
 
 
 @dataclass

@@ -19,6 +19,7 @@ from infer.serve.protocol import (
     rows_of,
 )
 from infer.serve.rules import Neutral, Refused
+from longspec_jax import TreeConfig
 from tests.serve.kit import MAX_LEN, scripted_model
 
 MODEL = scripted_model()
@@ -64,7 +65,11 @@ def refusal(work: Any, *arguments: Any, **named: Any) -> Refused:
         ({"priority": -3}, {"temperature": 1.0, "priority": -3}),
         ({"longspec": {"speculation": False}}, {"temperature": 1.0, "speculate": False}),
         ({"longspec": {"tree": "none"}}, {"temperature": 1.0, "speculate": False}),
-        ({"longspec": {"tree": "1,1,1", "drafter": "script"}}, {"temperature": 1.0}),
+        ({"longspec": {"drafter": "script"}}, {"temperature": 1.0}),
+        *(
+            ({"longspec": {"tree": tree}}, {"temperature": 1.0, "tree": TreeConfig((1, 1, 1))})
+            for tree in ("1,1,1", "chain:3")
+        ),
         ({"user": "somebody", "length_penalty": 1, "min_tokens": 0}, {"temperature": 1.0}),
     ],
 )
@@ -105,7 +110,12 @@ def test_fields_become_the_options_of_the_engine(fields: dict, options: dict) ->
             "is wrong: unknown field 'usage'",
             "stream_options",
         ),
-        ({"longspec": {"tree": "4,4"}}, "is not this server's tree, 1,1,1", "longspec"),
+        (
+            {"longspec": {"tree": "4,4"}},
+            "is none of this server's trees, none, chain:3; name one of these",
+            "longspec",
+        ),
+        ({"longspec": {"tree": "4,x"}}, "longspec.tree='4,x': ", "longspec"),
         ({"longspec": {"drafter": "x"}}, "is not this server's, script", "longspec"),
         ({"longspec": {"round": True}}, "did you mean rounds?", "longspec"),
         ({"response_format": {"type": "json_object"}}, "knows no grammars", "response_format"),

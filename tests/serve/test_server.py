@@ -1,5 +1,6 @@
 """The server over an engine that does what a test tells it: formats, limits, failures, the end."""
 
+import base64
 import http.client
 import json
 import logging
@@ -275,19 +276,32 @@ def test_an_error_in_a_stream_raises_in_the_openai_client() -> None:
 # The key.
 
 
-def test_every_route_but_health_and_the_page_wants_the_key() -> None:
+def test_every_route_but_health_wants_the_key() -> None:
     with serving(ScriptedEngine(), api_key="sésame") as server:
         bearer = "Bearer sésame".encode().decode("latin-1")
         server.key = None
         for method, paths in (("POST", POSTS), ("GET", GETS), ("HEAD", GETS), ("GET", ["/x"])):
             for path in paths:
-                is_open = path in ("/", "/health")
+                is_open = path == "/health"
                 for given in ({}, {"Authorization": "Bearer x"}, {"Authorization": bearer[7:]}):
                     response = server.connect(method, path, b"{}", **given)
-                    response.read()
+                    said = response.read()
                     response.connection.close()
                     assert (response.status == 401) != is_open, (method, path)
+                    assert b"<html" not in said
         assert server.ask("GET", "/v1/models", None, Authorization=bearer)[0] == 200
+        # A browser asks for the key when it opens the page, and sends it as a password.
+        page = server.connect("GET", "/")
+        assert page.getheader("www-authenticate") == 'Basic realm="API key"'
+        page.connection.close()
+        for word, allowed in (("sésame", True), ("sesam", False)):
+            basic = "Basic " + base64.b64encode(f"me:{word}".encode()).decode()
+            for path in ("/", "/v1/models"):
+                response = server.connect("GET", path, None, Authorization=basic)
+                response.connection.close()
+                assert (response.status == 200) == allowed
+        broken = server.connect("GET", "/", None, Authorization="Basic sésame"[:7] + "=x")
+        assert broken.status == 401
     with serving(ScriptedEngine(), api_key="sesame") as server:
         with pytest.raises(AuthenticationError):
             client_of(server, "other").models.list()

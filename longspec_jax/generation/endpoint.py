@@ -1,0 +1,172 @@
+"""A target behind an HTTP server, for work that needs texts and no arrays.
+
+:class:`Endpoint` has what a loaded ``LongSpec`` has for such work, and answers
+:meth:`Endpoint.generate` by requests to a server of ``infer.serve``, or to several behind one
+address. Prompts are token ids, so that tokenizer and template are those of this side.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from longspec_jax.config import PLAIN, TargetConfig
+
+KEY = "LONGSPEC_API_KEY"
+"""The environment variable with the server's API key."""
+PATIENCE = 900.0
+"""Seconds in which a server that is full or starting must have taken a request."""
+LONGEST_ANSWER = 3600.0
+"""Seconds that an answer may take."""
+BUSY = (429, 503)
+
+
+@dataclass(frozen=True)
+class RemoteStats:
+    """What the server says of the rows of a call."""
+
+    target_passes: tuple[int, ...]
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class RemoteResult:
+    """As of ``generate``, with an entry a row."""
+
+    sequences: tuple[tuple[int, ...], ...]
+    text: tuple[str, ...]
+    drafted: tuple[tuple[bool, ...], ...]
+    stats: RemoteStats
+
+
+@dataclass(frozen=True, eq=False)
+class Endpoint:
+    """A target that a server runs."""
+
+    url: str
+    """Its address up to ``/v1``."""
+    target_config: TargetConfig
+    """Of the target, whose files are here."""
+    tokenizer: Any = field(repr=False)
+    stop_tokens: tuple[int, ...]
+    """That end an answer, the target's own."""
+    concurrency: int = 8
+    """Requests at a time."""
+    model: str = ""
+    """The model's name there."""
+
+    @classmethod
+    def reached(cls, url: str, *args: Any, **kwargs: Any) -> "Endpoint":
+        """The endpoint of a server that answers; arguments are the fields.
+
+        Raises:
+          OSError: if it does not.
+        """
+        unnamed = cls(url.rstrip("/"), *args, **kwargs)
+        model = unnamed._ask("/models")["data"][0]["id"]
+        return cls(unnamed.url, *args, **kwargs, model=model)
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        *,
+        max_new_tokens: Sequence[int],
+        seed: int | Sequence[int],
+        eos_token_id: Sequence[int] | None = None,
+        tree: Any = None,
+        on_activity: Any = None,
+        adaptive: bool = False,
+        **sampling: Any,
+    ) -> RemoteResult:
+        """Texts of token ids; options as of ``LongSpec.generate``, with its results.
+
+        The server chooses the tree, but for ``tree=PLAIN``. ``on_activity`` and ``adaptive`` have
+        no effect.
+
+        Raises:
+          OSError: for a server that cannot be reached, or stays busy.
+          ValueError: for what it refuses.
+        """
+        seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
+        stops = {} if eos_token_id is None else {"stop_token_ids": list(eos_token_id)}
+        shared = {
+            "model": self.model,
+            **sampling,
+            **({"ignore_eos": True, **stops} if stops else {}),
+            "longspec": {"rounds": True, **({"speculation": False} if tree == PLAIN else {})},
+        }
+        bodies = [
+            {**shared, "prompt": [*map(int, prompt)], "max_tokens": most, "seed": own}
+            for prompt, most, own in zip(prompts, max_new_tokens, seeds, strict=True)
+        ]
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            try:
+                answers = [*pool.map(lambda body: self._ask("/completions", body), bodies)]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        tokens = [answer["longspec"][0]["tokens"] for answer in answers]
+        rounds = tuple(len(answer["longspec"][0]["rounds"]) for answer in answers)
+        times = [answer["metrics"] for answer in answers]
+        first = [one["time_to_first_token_ms"] - one["queue_time_ms"] for one in times]
+        later = [
+            (one["mean_itl_ms"] or 0.0) * (len(row) - 1)
+            for one, row in zip(times, tokens, strict=True)
+        ]
+        return RemoteResult(
+            tuple(tuple(one["id"] for one in row) for row in tokens),
+            tuple(answer["choices"][0]["text"] for answer in answers),
+            tuple(tuple(one["drafted"] for one in row) for row in tokens),
+            RemoteStats(rounds, max(first) / 1000, max(later) / 1000),
+        )
+
+    def score_gap(self, *_: Any, **__: Any) -> None:
+        """Unknown: the logits are on the server."""
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON of an answer; waits where the server is busy."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                request = urllib.request.Request(self.url + path, data, headers)
+                with urllib.request.urlopen(request, timeout=LONGEST_ANSWER) as response:
+                    return json.load(response)
+            except urllib.error.HTTPError as error:
+                if error.code not in BUSY or time.monotonic() > deadline:
+                    raise self._refusal(error) from None
+                time.sleep(_seconds(error.headers.get("Retry-After")))
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                reason = getattr(error, "reason", None) or error
+                raise OSError(
+                    f"--endpoint={self.url}: {reason}; is it the address of a server, up to /v1?"
+                ) from None
+
+    def _refusal(self, error: urllib.error.HTTPError) -> Exception:
+        said = ""
+        with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+            said = json.load(error)["error"]["message"]
+        message = f"--endpoint={self.url} answers {error.code}: {said or error.reason}"
+        if error.code == 401:
+            return ValueError(f"{message}; put the key into the environment variable {KEY}")
+        return OSError(message) if error.code >= 500 or error.code in BUSY else ValueError(message)
+
+
+def _seconds(retry_after: str | None) -> float:
+    """How long a server asks to wait; a second if it does not say."""
+    try:
+        return min(max(float(retry_after or 1), 0.0), 60.0)
+    except ValueError:
+        return 1.0
